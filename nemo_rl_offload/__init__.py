@@ -1,0 +1,1 @@
+"""Post-train larger models on the GPUs you have; see README.md."""
