@@ -1,0 +1,96 @@
+"""The seam to Megatron-Bridge, which converts Hugging Face weights into Megatron-Core's and back.
+
+Bridge imports `transformer_engine` at module level for models and features that this project does not use. Where it is
+missing, an import finder answers with empty classes while Bridge is imported, and is taken away again afterwards, so
+that no other library is led to believe that Transformer Engine is present. Megatron-Core is imported before, and so sees
+the truth. The alternative, Bridge's conversion tables copied into this project, would be a second home for every model.
+"""
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+_ABSENT = ("transformer_engine", "transformer_engine_torch")
+
+
+def have_transformer_engine() -> bool:
+    """Whether Transformer Engine's torch part can be imported here."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+class _EmptyClass(type):
+    """A class whose every attribute is another empty class, enough for `class X(te.pytorch.Linear)`."""
+
+    def __getattr__(cls, name: str) -> "_EmptyClass":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _EmptyClass(name, (object,), {})
+        setattr(cls, name, value)
+        return value
+
+
+class _EmptyModule(types.ModuleType):
+    def __getattr__(self, name: str) -> _EmptyClass:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _EmptyClass(name, (object,), {})
+
+
+class _Finder:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] not in _ABSENT:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = _EmptyModule(spec.name)
+        module.__path__ = []
+        module.__version__ = "2.20.2"  # type: ignore[attr-defined]  # Bridge compares it at import
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+@contextlib.contextmanager
+def _empty_transformer_engine() -> Iterator[None]:
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        for name in [name for name in sys.modules if name.split(".")[0] in _ABSENT]:
+            del sys.modules[name]
+
+
+@cache
+def bridge() -> Any:
+    """The `megatron.bridge` module, imported with or without Transformer Engine, knowing this project's layers."""
+    for name in ("models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "transformer.moe.experts"):
+        importlib.import_module(f"megatron.core.{name}")
+    if have_transformer_engine():
+        module = importlib.import_module("megatron.bridge")
+    else:
+        with _empty_transformer_engine():
+            module = importlib.import_module("megatron.bridge")
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    for layer, parallelism in (
+        ("TorchNormColumnParallelLinear", "column"),
+        ("TorchGroupedLinear", "column"),
+        ("TorchNorm", "replicated"),
+    ):
+        AutoMapping.register_module_type(layer, parallelism)
+    return module

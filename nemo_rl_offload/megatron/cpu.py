@@ -1,0 +1,174 @@
+"""Lets megatron-core 0.19.2 run on a machine without CUDA, over gloo.
+
+Megatron names CUDA in a handful of places although the mathematics around them is device-neutral. Each function below
+redirects one such place, and says which line needs it. They act on the whole process and are installed once, in a worker,
+only where `torch.cuda.is_available()` is false. The alternative, a fork of Megatron, would have to follow every release;
+the limit of this one is that a new release can add another place, which then fails loudly ("Torch not compiled with
+CUDA enabled") in the tests that train a model.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def install_cpu_support() -> bool:
+    """Apply every redirection once. Returns whether this process runs Megatron on the CPU."""
+    global _installed
+    if torch.cuda.is_available():
+        return False
+    if not _installed:
+        _installed = True
+        for redirect in (_device, _rng, _streams, _factories, _types, _moe_splits, _checkpoint_fp8, _optimizer_load):
+            redirect()
+    return True
+
+
+class _Event:
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _other: Any) -> float:
+        return 0.0
+
+
+class _Stream:
+    device = _CPU
+    cuda_stream = 0
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+    def wait_stream(self, _stream: Any) -> None: ...
+    def wait_event(self, _event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+def _device() -> None:
+    """`device=torch.cuda.current_device()` stands all over Megatron (rotary_pos_embedding.py:162)."""
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None  # batched p2p, checkpoint save
+
+
+def _rng() -> None:
+    """Megatron keeps its random states on the device (tensor_parallel/random.py:303); here that is the CPU generator."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    megatron_random._get_cuda_rng_state = get_state
+    megatron_random._set_cuda_rng_state = set_state
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get_state
+    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = set_state
+    torch.cuda.manual_seed = torch.cuda.random.manual_seed = torch.default_generator.manual_seed  # type: ignore[assignment]
+    # The tracker forks what it takes for a CUDA state, sees that the CPU state moved, and warns each time.
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: not str(record.msg).startswith("CPU RNG state changed")
+    )
+
+
+def _streams() -> None:
+    """Side streams of the MoE dispatcher (token_dispatcher.py:469) and of gradient buffers: one queue, in order."""
+    stream = _Stream()
+    torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
+    torch.cuda.Event = _Event  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment,return-value]
+    torch.cuda.default_stream = lambda device=None: stream  # type: ignore[assignment,return-value]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
+
+
+def _factories() -> None:
+    """`torch.zeros(..., device="cuda")` and `torch.tensor(..., device="cuda")` (schedules.py:749, optimizer.py:698)."""
+
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(factory)
+        def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if str(kwargs.get("device")).startswith("cuda"):
+                kwargs["device"] = _CPU
+            return factory(*args, **kwargs)
+
+        return wrapped
+
+    torch.zeros = on_cpu(torch.zeros)  # type: ignore[assignment]
+    torch.tensor = on_cpu(torch.tensor)
+
+
+def _types() -> None:
+    """Optimizers ask for the exact name `torch.cuda.FloatTensor` (clip_grads.py:174, distrib_optimizer.py:401)."""
+    original = torch.Tensor.type
+
+    def cuda_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None and self.device.type == "cpu":
+            return original(self).replace("torch.", "torch.cuda.", 1)
+        return original(self, dtype, *args, **kwargs) if dtype is not None else original(self)
+
+    torch.Tensor.type = cuda_type  # type: ignore[method-assign,assignment]
+
+
+def _moe_splits() -> None:
+    """All-to-all split sizes stay tensors on a CPU because moe_utils.py:1184 tests `is_cuda`; gloo wants numbers."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    original = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:
+            return tensor.numpy()
+        return original(tensor, as_numpy, record_stream)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
+def _checkpoint_fp8() -> None:
+    """`CheckpointWithoutOutput(fp8=False)` takes False for fp8 and asks for Transformer Engine (random.py:693)."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    original = CheckpointWithoutOutput.__init__
+
+    def init(self: Any, fp8: Any = False) -> None:
+        original(self, fp8=fp8)
+        self.fp8 = bool(fp8)
+
+    CheckpointWithoutOutput.__init__ = init
+
+
+def _optimizer_load() -> None:
+    """torch's Adam under DistributedOptimizer: the load knows no `step`, copies into a leaf under grad, and gives all
+    parameters one shared `step`, so that Adam's count runs ahead (distrib_optimizer.py:1029): a silently wrong resume."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    load = DistributedOptimizer.load_state_dict
+
+    def set_states_without_grad(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        with torch.no_grad():
+            return set_states(self, model_param, {**tensors, "step": None})
+
+    def load_with_own_steps(self: Any, state_dict: Any) -> Any:
+        result = load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+        return result
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_without_grad
+    DistributedOptimizer.load_state_dict = load_with_own_steps

@@ -1,0 +1,142 @@
+"""Builds the Megatron-Core model of a policy from a Hugging Face folder, and writes one back."""
+
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
+from megatron.core import parallel_state
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.megatron.bridge import bridge
+from nemo_rl_offload.megatron.setup import (
+    configure_provider,
+    ddp_config,
+    learning_rate_scheduler,
+    optimizer_config,
+)
+
+
+@dataclass
+class MegatronModel:
+    """A policy's model with everything that trains it; one object in each worker."""
+
+    chunks: list[Any]
+    """Model chunks of this pipeline stage, wrapped for data parallelism."""
+    config: Any
+    """The provider, a `TransformerConfig`."""
+    auto_bridge: Any
+    transformer_impl: str
+    optimizer: Any
+    scheduler: Any
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The chunks without their wrappers."""
+        return [unwrap(chunk) for chunk in self.chunks]
+
+
+def unwrap(module: Any) -> Any:
+    """The `GPTModel` under Megatron's DDP and mixed-precision wrappers."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def init_process_groups(policy: PolicyConfig, seed: int) -> None:
+    """Join the process group of this worker (RANK, WORLD_SIZE, MASTER_* in the environment) and split it for Megatron.
+
+    NCCL where there is a GPU, gloo otherwise.
+    """
+    cfg = policy["megatron_cfg"]
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("NEMO_RL_OFFLOAD_LOCAL_DEVICE", "0")))
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(minutes=30)
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=cfg["tensor_model_parallel_size"],
+            pipeline_model_parallel_size=cfg["pipeline_model_parallel_size"],
+            context_parallel_size=cfg["context_parallel_size"],
+            expert_model_parallel_size=cfg["expert_model_parallel_size"],
+            expert_tensor_parallel_size=1,
+        )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Bridge reports every optional feature that it misses, at import and per layer; none concerns the user."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)
+
+
+def build_model(policy: PolicyConfig, model_path: Path, num_steps: int) -> MegatronModel:
+    """Build the policy's model, load the weights of a Hugging Face folder into it, and give it an optimizer.
+
+    Process groups must be there (`init_process_groups`), and an offload engine installed if one is to be used, since
+    layers look it up when they are built. Raises ConfigError when Bridge does not know the model's family, when the
+    folder's weights do not fit, or when Megatron refuses the configuration.
+    """
+    with _quiet():
+        try:
+            auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path))
+            provider = auto_bridge.to_megatron_provider(load_weights=True)
+        except (ValueError, OSError, KeyError) as error:
+            raise ConfigError(f"policy.model_name: {model_path}: {error}") from error
+        transformer_impl = configure_provider(provider, policy)
+        chunks = provider.provide_distributed_model(
+            ddp_config=ddp_config(policy),
+            use_cpu_initialization=not torch.cuda.is_available(),
+            data_parallel_random_init=False,
+        )
+        optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
+    scheduler = learning_rate_scheduler(policy, optimizer, num_steps)
+    return MegatronModel(chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler)
+
+
+def export_hf(model: MegatronModel, source: Path, destination: Path) -> None:
+    """Write the weights as a Hugging Face folder, with the configuration and tokenizer of `source`.
+
+    Every rank takes part; rank 0 gathers the whole model in host memory and writes it. The folder appears whole or not at all.
+    """
+    partial = destination.with_name(destination.name + ".partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for file in source.iterdir():
+            if file.suffix in (".json", ".txt", ".jinja", ".model") and "index" not in file.name:
+                shutil.copy(file, partial)
+    dist.barrier()
+    with _quiet():
+        weights = {
+            name: weight.clone(memory_format=torch.contiguous_format)
+            for name, weight in model.auto_bridge.export_hf_weights(model.modules, cpu=True, show_progress=False)
+            if dist.get_rank() == 0
+        }
+    if dist.get_rank() == 0:
+        save_torch_state_dict(weights, partial)
+        shutil.rmtree(destination, ignore_errors=True)
+        partial.rename(destination)
+    dist.barrier()
