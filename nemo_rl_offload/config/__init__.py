@@ -1,0 +1,1 @@
+"""The configuration: its schema, how it is read, and what is checked before anything starts."""

@@ -1,0 +1,174 @@
+"""Reads a configuration: YAML files that inherit from others, overrides in Hydra's grammar, interpolations.
+
+A file may name others under `defaults:` (one file, or a list; relative to the file itself). They are merged
+in order, the later one wins, and the file's own keys come last. Mappings merge; lists and scalars replace.
+`${other.key}` is resolved at the very end, so it sees overrides. Nothing here knows which keys exist:
+`checks.py` does. Neither torch nor Ray is imported.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+from nemo_rl_offload.errors import ConfigError, nearest
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+_SIZE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the merged, overridden and resolved configuration as plain dicts and lists.
+
+    Missing values (`???`) stay in the result for `check_config` to report.
+    Raises ConfigError for a file that cannot be read, a cycle, or overrides that do not apply.
+    """
+    config = _load_file(Path(path), ())
+    parser = OverridesParser.create()
+    problems = []
+    for text in overrides:
+        try:
+            _apply_override(config, parser.parse_override(text))
+        except ConfigError as error:
+            problems.append(f"override '{text}': {error}")
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            problems.append(f"override '{text}': {reason}. Write key=value, +key=value or ~key.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    except InterpolationToMissingValueError as error:
+        missing = _first_line(error).rsplit(": ", 1)[-1]
+        raise ConfigError(f"{path}: {missing}: missing value. Give one: {missing}=...") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error.full_key or 'interpolation'}: {_first_line(error)}") from error
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def resolve_model_path(name: str) -> Path:
+    """Return the local folder of a model in Hugging Face format.
+
+    A relative name is looked up in the current directory, then in the project's root.
+    Raises ConfigError when no such folder with a `config.json` exists; model hubs are never asked.
+    """
+    return _resolve_folder(name, "config.json")
+
+
+def resolve_tokenizer_path(name: str) -> Path:
+    """Return the local folder of a Hugging Face tokenizer, by the rules of `resolve_model_path`."""
+    return _resolve_folder(name, "tokenizer_config.json")
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size such as ``"32GiB"`` or ``"1.5 MiB"``. Raises ConfigError if it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)", text.strip())
+    size_bytes = int(float(match[1]) * _SIZE_UNITS[match[2]]) if match else 0
+    if size_bytes == 0:
+        raise ConfigError(
+            f"'{text}' is not a size. Write a number and one of {', '.join(_SIZE_UNITS)}, like 32GiB."
+        )
+    return size_bytes
+
+
+def _resolve_folder(name: str, required_file: str) -> Path:
+    path = Path(name).expanduser()
+    candidates = list(dict.fromkeys([Path.cwd() / path, PROJECT_ROOT / path]))
+    for candidate in candidates:
+        if (candidate / required_file).is_file():
+            return candidate
+    looked = ", ".join(str(candidate) for candidate in candidates)
+    raise ConfigError(
+        f"'{name}' is not a local Hugging Face folder with a {required_file} (looked in {looked}). "
+        "Model hubs are not used: give the path of a downloaded folder."
+    )
+
+
+def _load_file(path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
+    chain = (*including, path)
+    if path.resolve() in [ancestor.resolve() for ancestor in including]:
+        raise ConfigError(f"defaults form a cycle: {' -> '.join(map(str, chain))}")
+    own = _read_yaml(path, f" (included by {including[-1]})" if including else "")
+    parts = [_load_file(path.parent / name, chain) for name in _defaults_of(own, path)]
+    merged: dict[str, Any] = reduce(_merge, [*parts, own])
+    return merged
+
+
+def _read_yaml(path: Path, origin: str) -> dict[str, Any]:
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except OSError as error:
+        raise ConfigError(f"{path}{origin}: cannot read the file: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}{origin}: the file is not UTF-8 text") from error
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: {error.problem or error.context}") from error
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}{origin}: the file must hold 'key: value' lines, not a list")
+    return {str(key): value for key, value in content.items()}
+
+
+def _defaults_of(content: dict[str, Any], path: Path) -> list[str]:
+    """Take `defaults` out of a file's content."""
+    defaults = content.pop("defaults", [])
+    names = [defaults] if isinstance(defaults, str) else defaults
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: defaults: give a file name or a list of file names, not {defaults!r}")
+    return names
+
+
+def _merge(old: Any, new: Any) -> Any:
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return {**old, **{key: _merge(old.get(key), value) for key, value in new.items()}}
+
+
+def _apply_override(config: dict[str, Any], override: Override) -> None:
+    """Change `config` in place: `a=1` changes a key, `+a=1` adds one, `++a=1` does either, `~a` removes."""
+    if override.is_sweep_override():
+        raise ConfigError("sweeps are not supported. For a list, write key=[a,b]")
+    if override.package is not None:
+        raise ConfigError("'@' has no meaning here. Write a.b.c=value")
+    *parents, key = override.key_or_group.split(".")
+    must_exist = not (override.is_add() or override.is_force_add())
+    section = config
+    for depth, part in enumerate(parents):
+        if part not in section:
+            _require(not must_exist, section, parents[:depth], part)
+            section[part] = {}
+        section = section[part]
+        if not isinstance(section, dict):
+            raise ConfigError(f"{'.'.join(parents[: depth + 1])} is not a section. Replace it as a whole")
+    value = override.value()
+    if must_exist:
+        _require(key in section, section, parents, key)
+    if override.is_delete():
+        if value is not None and value != section[key]:
+            raise ConfigError(f"{override.key_or_group} is {section[key]!r}, not {value!r}")
+        del section[key]
+        return
+    if override.is_add() and key in section:
+        raise ConfigError(f"{override.key_or_group} exists already. Leave the '+' out")
+    section[key] = _merge(section.get(key), value)
+
+
+def _require(condition: bool, section: dict[str, Any], parents: Sequence[str], key: str) -> None:
+    if not condition:
+        path = ".".join([*parents, key])
+        raise ConfigError(f"no key {path} to change.{nearest(key, section)} To add a key, write +key=value")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,34 @@
+"""Errors meant for the user: the message says it all, so the command line prints it without a traceback."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class NemoRLOffloadError(Exception):
+    """Base of every error that a user can cause or must act on."""
+
+
+class ConfigError(NemoRLOffloadError, ValueError):
+    """One or several problems in the configuration, one per line."""
+
+
+class DataError(NemoRLOffloadError, ValueError):
+    """Data that cannot be used as configured."""
+
+
+class CheckpointError(NemoRLOffloadError):
+    """A checkpoint that is missing, damaged or does not fit the run."""
+
+
+class WorkerError(NemoRLOffloadError):
+    """A worker failed; the message holds its rank and the original message."""
+
+
+class ResourceError(NemoRLOffloadError):
+    """The machine or cluster lacks something: devices, memory, disk space."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the closest of ``allowed``, or ``""`` when none is close."""
+    matches = get_close_matches(name, list(allowed), n=1)
+    return f" Did you mean '{matches[0]}'?" if matches else ""

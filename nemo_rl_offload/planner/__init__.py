@@ -1,0 +1,1 @@
+"""What offloading moves and costs, in plain Python: no torch, no Ray."""

@@ -1,0 +1,39 @@
+"""Names of the modules whose saved activations can be offloaded.
+
+A name stands for the tensors that autograd saves inside one module of a transformer layer, mostly its input.
+Megatron-Core's names come first and keep its order (`TransformerConfig.offload_modules`).
+"""
+
+MEGATRON_MODULES = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+    "fused_group_mlp",
+)
+"""What Megatron-Core's own engine can offload."""
+
+NATIVE_MODULES = (*MEGATRON_MODULES[:-1], "mlp_fc1", "mlp_act", "expert_fc2", "shared_experts")
+"""What this project's engine is named for; `SUPPORTED_MODULES` is the part that it can do today."""
+
+MOE_MODULES = ("expert_fc1", "moe_act", "fused_group_mlp", "expert_fc2", "shared_experts")
+"""Modules that only a layer with experts has."""
+
+DENSE_MLP_MODULES = ("mlp_fc1", "mlp_act")
+"""Modules that only a layer without experts has."""
+
+SUPPORTED_MODULES = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+    "mlp_fc1",
+    "mlp_act",
+)
+"""Modules that a configuration may list."""

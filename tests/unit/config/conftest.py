@@ -1,0 +1,61 @@
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.config.checks import CheckedConfig, check_config
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+
+MakeModel = Callable[..., Path]
+Check = Callable[..., CheckedConfig]
+
+
+@pytest.fixture(scope="session")
+def configs() -> Path:
+    return PROJECT_ROOT / "examples" / "configs"
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """Make a folder that passes for a Hugging Face model; keywords go into its config.json."""
+
+    def make(**shape: Any) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 4, **shape}))
+        (folder / "tokenizer_config.json").write_text("{}")
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def dense_model(make_model: MakeModel) -> Path:
+    return make_model()
+
+
+@pytest.fixture(scope="session")
+def moe_model(make_model: MakeModel) -> Path:
+    return make_model(num_experts=8)
+
+
+@pytest.fixture(scope="session")
+def tiny(configs: Path, dense_model: Path) -> Callable[..., dict[str, Any]]:
+    """Load grpo_tiny.yaml with overrides and a model that exists."""
+
+    unchanged = load_config(configs / "grpo_tiny.yaml", [f"policy.model_name={dense_model}"])
+
+    def load(*overrides: str) -> dict[str, Any]:
+        if not overrides:
+            return copy.deepcopy(unchanged)
+        return load_config(configs / "grpo_tiny.yaml", [f"policy.model_name={dense_model}", *overrides])
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def check(tiny: Callable[..., dict[str, Any]]) -> Check:
+    """Load and check grpo_tiny.yaml with overrides."""
+    return lambda *overrides: check_config(tiny(*overrides), "tiny.yaml")

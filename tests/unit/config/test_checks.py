@@ -1,0 +1,191 @@
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_offload.config.checks import CheckedConfig, check_config
+from nemo_rl_offload.config.loader import load_config
+from nemo_rl_offload.errors import ConfigError
+
+M = "policy.megatron_cfg"
+Check = Callable[..., CheckedConfig]
+Tiny = Callable[..., dict[str, Any]]
+
+
+def problems(check: Check, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check(*overrides)
+    head, *lines = str(caught.value).splitlines()
+    assert head == f"tiny.yaml: {len(lines)} problem{'s' if len(lines) > 1 else ''}"
+    return lines
+
+
+def test_shipped_configurations_are_valid(configs: Path, dense_model: Path) -> None:
+    shipped = sorted(configs.glob("*.yaml"))
+    assert len(shipped) >= 2
+    for path in shipped:
+        task = ["env.reasoning_gym.task=spell_backward"] if path.name == "base.yaml" else []
+        checked = check_config(load_config(path, [f"policy.model_name={dense_model}", *task]), path.name)
+        assert checked.warnings == []
+
+
+def test_values_keep_their_types(check: Check) -> None:
+    config = check(f"{M}.optimizer.lr=1", f"{M}.activation_offload.host_memory_budget=1").config
+    lr = config["policy"]["megatron_cfg"]["optimizer"]["lr"]
+    assert (lr, type(lr)) == (1.0, float)
+    assert config["policy"]["megatron_cfg"]["activation_offload"]["host_memory_budget"] == 1.0
+    assert config["policy"]["tokenizer"]["name"] == config["policy"]["model_name"]
+    assert config["env"]["reasoning_gym"]["params"] == {"min_word_len": 3, "max_word_len": 5}
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        (f"+{M}.offload_module=[a]", "unknown key. Did you mean 'offload_modules'?"),
+        ("+policy.offload_modules=[a]", f"unknown key. It belongs to {M}."),
+        ("+zzz=1", "unknown key."),
+        ("+data.train.sede=1", "unknown key. Did you mean 'seed'?"),
+        ("~grpo.seed", "missing. Allowed: a whole number from 0."),
+        ("~logger", "missing. Allowed: a section of keys."),
+        ("grpo.seed=???", "missing value. Give one: grpo.seed=..."),
+    ],
+)
+def test_keys_are_checked(check: Check, override: str, text: str) -> None:
+    path = override.strip("+~").split("=")[0]
+    assert problems(check, override) == [f"{path}: {text}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "given", "allowed"),
+    [
+        ("logger=null", "null", "a section of keys."),
+        ("grpo.seed='1'", '"1"', "a whole number from 0."),
+        ("grpo.seed=1.0", "1.0", "a whole number from 0."),
+        ("grpo.seed=-1", "-1", "a whole number from 0."),
+        ("grpo.max_num_steps=true", "true", "a whole number above 0."),
+        ("grpo.val_at_end=1", "1", "true or false."),
+        (f"{M}.enabled=1", "1", "true or false."),
+        (f"{M}.optimizer.lr=true", "true", "a number from 0."),
+        (f"{M}.optimizer.lr=nan", "NaN", "a number from 0."),
+        (f"{M}.optimizer.lr=inf", "Infinity", "a number from 0."),
+        ("policy.model_name=3", "3", "text."),
+        ("policy.generation.top_p=0", "0", "a number above 0 up to 1."),
+        ("policy.generation.temperature=0.0", "0.0", "a number above 0."),
+        ("loss_fn.ratio_clip_min=1.5", "1.5", "a number above 0 up to 1."),
+        ("cluster.gpus_per_node=0", "0", "a whole number above 0, or 'auto'."),
+        ("cluster.gpus_per_node=atuo", '"atuo"', "a whole number above 0, or 'auto'. Did you mean 'auto'?"),
+        ("policy.precision=float16", '"float16"', "'float32' or 'bfloat16'. Did you mean 'bfloat16'?"),
+        (
+            f"{M}.offload_modules='core_attn,mlp_norm'",
+            '"core_attn,mlp_norm"',
+            "a list of text, or null. Write it as a list: [core_attn, mlp_norm]",
+        ),
+        ("data.validation.exclude=3", "3", "a list of sections."),
+        (f"{M}.activation_offload.host_memory_budget=1.5", "1.5", "a number above 0 up to 1, or text."),
+        (f"{M}.activation_offload.host_memory_budget=null", "null", "a number above 0 up to 1, or text."),
+        (f"{M}.activation_offload.host_memory_budget=[]", "[]", "a number above 0 up to 1, or text."),
+    ],
+)
+def test_values_are_checked(check: Check, override: str, given: str, allowed: str) -> None:
+    path = override.split("=")[0]
+    assert problems(check, override)[0] == f"{path}: {given} is not allowed. Allowed: {allowed}"
+
+
+def test_items_of_lists_are_checked(check: Check) -> None:
+    assert problems(check, f"{M}.offload_modules=[core_attn,3]", "data.validation.exclude=[{seed:0}]") == [
+        f"{M}.offload_modules.1: 3 is not allowed. Allowed: text.",
+        "data.validation.exclude.0.size: missing. Allowed: a whole number above 0.",
+    ]
+
+
+@pytest.mark.parametrize("section", ["logger", "env.reasoning_gym.params"])
+def test_keys_that_are_not_text(tiny: Tiny, section: str) -> None:
+    raw = tiny()
+    node = raw
+    for key in section.split("."):
+        node = node[key]
+    node[1] = 2  # type: ignore[index]
+    with pytest.raises(ConfigError, match=rf"\n{section}\.1: unknown key\.$"):
+        check_config(raw)
+
+
+def test_everything_is_reported_together(check: Check) -> None:
+    lines = problems(
+        check,
+        "grpo.seed=x",
+        "+grpo.sede=1",
+        "policy.generation.max_new_tokens=17",
+        f"{M}.offload_modules=[attn_proj]",
+    )
+    assert [line.split(":")[0] for line in lines] == [
+        "grpo.seed",
+        "grpo.sede",
+        f"{M}.offload_modules",
+        "policy.max_total_sequence_length",
+    ]
+
+
+@pytest.mark.parametrize(
+    "override", ["~policy.generation", "policy=null", "grpo=[]", "data.train=7", f"~{M}"]
+)
+def test_rules_end_quietly_where_values_are_reported_already(check: Check, override: str) -> None:
+    path = override.lstrip("~").split("=")[0]
+    assert [line.split(":")[0] for line in problems(check, override)] == [path]
+
+
+def nodes(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        yield (*path, key)
+        yield from nodes(child, (*path, key))
+
+
+NUMBERS = [-1, 0, 1, 2.5, float("nan")]
+TEXTS = ["", "???", "auto", "8GiB", "attn_proj"]
+VALUES = st.sampled_from([None, True, *NUMBERS, *TEXTS, [], ["moe_act"], [1], {}, {"a": 1}])
+
+
+@given(data=st.data())
+@settings(max_examples=250, deadline=None)
+def test_a_mutated_configuration_never_ends_in_another_error(tiny: Tiny, data: st.DataObject) -> None:
+    raw = tiny()
+    sections = set(raw)
+    for _ in range(data.draw(st.integers(1, 3))):
+        *parents, key = data.draw(st.sampled_from(sorted(nodes(raw), key=str)))
+        parent: Any = raw
+        for part in parents:
+            parent = parent[part]
+        match data.draw(st.sampled_from(["drop", "rename", "retype"])):
+            case "drop":
+                del parent[key]
+            case "rename" if isinstance(parent, dict):
+                parent[f"{key}_"] = parent.pop(key)
+            case _:
+                parent[key] = copy.deepcopy(data.draw(VALUES))
+    try:
+        checked = check_config(raw)
+    except ConfigError as error:
+        head, *lines = str(error).splitlines()
+        assert head == f"configuration: {len(lines)} problem{'s' if len(lines) > 1 else ''}"
+        assert all(line.split(":")[0] for line in lines), lines
+    else:
+        assert set(checked.config) == sections
+
+
+def test_checking_imports_nothing_heavy(configs: Path, dense_model: Path) -> None:
+    code = (
+        "import sys\n"
+        "from nemo_rl_offload.config.checks import check_config\n"
+        "from nemo_rl_offload.config.loader import load_config\n"
+        f"config = load_config('{configs / 'grpo_tiny.yaml'}', ['policy.model_name={dense_model}'])\n"
+        "check_config(config)\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'megatron', 'reasoning_gym'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,222 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from nemo_rl_offload.config import loader
+from nemo_rl_offload.config.loader import load_config, parse_bytes, resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.errors import ConfigError
+
+KEYS = st.sampled_from(["a", "b", "c"])
+LEAVES = st.none() | st.booleans() | st.integers(-3, 3)
+TREES = st.recursive(LEAVES, lambda inner: st.dictionaries(KEYS, inner, max_size=3), max_leaves=8)
+MAPPINGS = st.dictionaries(KEYS, TREES, max_size=3)
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Write NAME=TEXT to NAME.yaml; return the last one's path."""
+    for name, text in files.items():
+        path = folder / f"{name}.yaml"
+        path.write_text(text)
+    return path
+
+
+@given(layers=st.lists(MAPPINGS, min_size=1, max_size=3), own=MAPPINGS)
+@settings(max_examples=40, deadline=None)
+def test_inheritance_merges_as_omegaconf_does(
+    tmp_path_factory: pytest.TempPathFactory, layers: list[dict[str, Any]], own: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.mktemp("layers")
+    names = [f"layer_{index}.yaml" for index in range(len(layers))]
+    for name, layer in zip(names, layers, strict=True):
+        (folder / name).write_text(yaml.safe_dump(layer))
+    (folder / "own.yaml").write_text(yaml.safe_dump({"defaults": names, **own}))
+    expected = OmegaConf.to_container(OmegaConf.merge(*map(OmegaConf.create, [*layers, own])))
+    assert load_config(folder / "own.yaml") == expected
+
+
+@pytest.mark.parametrize("own", ["[3]", "[]", "text", "null"])
+def test_lists_are_replaced(tmp_path: Path, own: str) -> None:
+    path = write(tmp_path, base="a: [1, 2]\nb: {c: 1}\n", top=f"defaults: base.yaml\na: {own}\nb: {own}\n")
+    assert load_config(path) == {"a": yaml.safe_load(own), "b": yaml.safe_load(own)}
+
+
+def test_defaults_are_relative_to_the_file_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner").mkdir()
+    write(tmp_path, base="x: 1\ny: 1\n")
+    write(tmp_path / "inner", middle="defaults: ../base.yaml\ny: 2\n")
+    path = write(tmp_path, top="defaults: inner/middle.yaml\nz: 3\n")
+    monkeypatch.chdir(tmp_path / "inner")
+    assert load_config(path) == {"x": 1, "y": 2, "z": 3}
+
+
+def test_two_parents_may_share_a_base(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        base="x: 0\n",
+        left="defaults: base.yaml\nx: 1\n",
+        right="defaults: base.yaml\ny: 2\n",
+        top="defaults: [left.yaml, right.yaml]\n",
+    )
+    assert load_config(path) == {"x": 0, "y": 2}
+
+
+def test_a_cycle_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path, a="defaults: b.yaml\n", b="defaults: a.yaml\n")
+    with pytest.raises(ConfigError, match=r"cycle: .*b\.yaml -> .*a\.yaml -> .*b\.yaml"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "defaults: nothere.yaml\n",
+            r"nothere\.yaml \(included by .*top\.yaml\): cannot read the file: No such",
+        ),
+        ("defaults: {a: b}\n", "give a file name or a list of file names"),
+        ("defaults: .\n", "Is a directory"),
+        ("a: 1\nb: [1, 2\nc: 3\n", r"top\.yaml:3: "),
+        ("a: 1\na: 2\n", r"top\.yaml:2: found duplicate key a"),
+        ("a:\n  b: 1\n  b: 2\n", r"top\.yaml:3: found duplicate key b"),
+        ("- a\n- b\n", "must hold 'key: value' lines"),
+        ("a: ${b\n", "top.yaml"),
+        ("a: ${b}\n", r"top\.yaml: a: .*'b' not found"),
+        ("a: ???\nb: ${a}\n", r"top\.yaml: a: missing value"),
+        ("a: ${b}\nb: ${a}\n", "top.yaml"),
+        ("a: \x01\n", "top.yaml"),
+    ],
+)
+def test_unreadable_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, top=text))
+
+
+def test_files_that_are_not_text(tmp_path: Path) -> None:
+    (tmp_path / "top.yaml").write_bytes(b"a: \xff\xfe\n")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(tmp_path / "top.yaml")
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    path = write(tmp_path, sample="a: {b: 1, c: [1, 2], d: null}\nname: x\nalias: ${name}\n")
+    return lambda *overrides: load_config(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["a.b=2"], {"b": 2, "c": [1, 2], "d": None}),
+        (["a.b=1e-4"], {"b": 1e-4, "c": [1, 2], "d": None}),
+        (["a.b=true", "a.d=text"], {"b": True, "c": [1, 2], "d": "text"}),
+        (["a.b='true'", "a.c=[]"], {"b": "true", "c": [], "d": None}),
+        (["a.c=[3,x]"], {"b": 1, "c": [3, "x"], "d": None}),
+        (["a={b:5}"], {"b": 5, "c": [1, 2], "d": None}),
+        (["+a.e=1", "++a.b=3", "++a.f=4"], {"b": 3, "c": [1, 2], "d": None, "e": 1, "f": 4}),
+        (["+a.e.f.g=1"], {"b": 1, "c": [1, 2], "d": None, "e": {"f": {"g": 1}}}),
+        (["~a.b", "~a.d"], {"c": [1, 2]}),
+        (["~a.b=1"], {"c": [1, 2], "d": None}),
+        (["a.b=2", "a.b=3"], {"b": 3, "c": [1, 2], "d": None}),
+    ],
+)
+def test_overrides(sample: Callable[..., dict[str, Any]], overrides: list[str], expected: object) -> None:
+    assert sample(*overrides)["a"] == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("a.bb=1", r"override 'a\.bb=1': no key a\.bb to change\. Did you mean 'b'\? .*write \+key"),
+        ("nam.b=1", "no key nam to change. Did you mean 'name'?"),
+        ("~a.x", "no key a.x"),
+        ("+a.b=1", r"a\.b exists already. Leave the '\+' out"),
+        ("~a.b=7", "a.b is 1, not 7"),
+        ("a.b.c=1", "a.b is not a section"),
+        ("+a.b.c=1", "a.b is not a section"),
+        ("a.b=1,2", "sweeps are not supported"),
+        ("a.b=choice(1,2)", "sweeps are not supported"),
+        ("a@b=1", "'@' has no meaning"),
+        ("a.b", "missing EQUAL"),
+        ("a.b=[1", r"Write key=value"),
+    ],
+)
+def test_overrides_that_do_not_apply(
+    sample: Callable[..., dict[str, Any]], override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sample(override)
+
+
+def test_all_wrong_overrides_are_reported_together(sample: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sample("x=1", "a.b=2", "y=1")
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "override 'x=1'",
+        "override 'y=1'",
+    ]
+
+
+@given(override=st.text(st.sampled_from("ab.=+~[]{}(),:'\"$ 1?\\@/\n"), max_size=12))
+@settings(max_examples=150, deadline=None)
+def test_no_override_ends_in_another_error(tmp_path_factory: pytest.TempPathFactory, override: str) -> None:
+    path = write(tmp_path_factory.getbasetemp(), fuzzed="a: {b: 1}\n")
+    try:
+        result = load_config(path, [override])
+    except ConfigError:
+        return
+    assert isinstance(result, dict)
+    assert all(isinstance(key, str) for key in result)
+
+
+def test_interpolations_see_overrides(sample: Callable[..., dict[str, Any]]) -> None:
+    assert sample("name=y")["alias"] == "y"
+    assert sample("a.b=${name}")["a"]["b"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("32GiB", 32 << 30), ("512MiB", 512 << 20), ("1.5 KiB", 1536), (" 2TiB ", 2 << 40)]
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "32", "32GB", "-1GiB", "GiB", "0GiB", "0.0MiB", "1e3MiB", "inf GiB"])
+def test_texts_that_are_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_relative_folders_are_looked_up_here_then_in_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, project = tmp_path / "here", tmp_path / "project"
+    for folder in (here, project / "m"):
+        folder.mkdir(parents=True)
+    (project / "m" / "config.json").write_text("{}")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(loader, "PROJECT_ROOT", project)
+    assert resolve_model_path("m") == project / "m"
+    (here / "m").mkdir()
+    (here / "m" / "config.json").write_text("{}")
+    assert resolve_model_path("m") == here / "m"
+    assert resolve_model_path(str(project / "m")) == project / "m"
+
+
+def test_a_missing_folder_says_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json") as caught:
+        resolve_model_path("org/model")
+    assert str(tmp_path / "org/model") in str(caught.value)
+    assert str(loader.PROJECT_ROOT / "org/model") in str(caught.value)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        resolve_tokenizer_path(str(tmp_path))

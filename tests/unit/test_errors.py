@@ -1,0 +1,24 @@
+import pytest
+
+from nemo_rl_offload import errors
+
+
+@pytest.mark.parametrize("kind", [errors.ConfigError, errors.DataError])
+def test_mistakes_in_values_are_value_errors(kind: type[Exception]) -> None:
+    assert issubclass(kind, ValueError)
+    assert issubclass(kind, errors.NemoRLOffloadError)
+
+
+@pytest.mark.parametrize("kind", [errors.CheckpointError, errors.WorkerError, errors.ResourceError])
+def test_other_errors_share_only_the_base(kind: type[Exception]) -> None:
+    assert issubclass(kind, errors.NemoRLOffloadError)
+    assert not issubclass(kind, ValueError)
+
+
+def test_nearest_names_the_closest() -> None:
+    assert errors.nearest("mlp_nrm", ["attn_norm", "mlp_norm"]) == " Did you mean 'mlp_norm'?"
+
+
+def test_nearest_is_silent_where_nothing_is_close() -> None:
+    assert errors.nearest("zzz", ["attn_norm", "mlp_norm"]) == ""
+    assert errors.nearest("zzz", []) == ""
