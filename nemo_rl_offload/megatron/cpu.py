@@ -8,9 +8,9 @@ CUDA enabled") in the tests that train a model.
 """
 
 import contextlib
-import functools
+import importlib
 import logging
-from collections.abc import Callable
+import types
 from typing import Any
 
 import torch
@@ -96,20 +96,35 @@ def _streams() -> None:
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
 
 
+class _TorchWithoutCuda(types.ModuleType):
+    """`torch` as some Megatron modules see it: `device="cuda"` means the CPU in the two factories they use."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, device=_CPU if str(device).startswith("cuda") else device, **kwargs)
+
+    @staticmethod
+    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, device=_CPU if str(device).startswith("cuda") else device, **kwargs)
+
+
 def _factories() -> None:
-    """`torch.zeros(..., device="cuda")` and `torch.tensor(..., device="cuda")` (schedules.py:749, optimizer.py:698)."""
+    """`torch.zeros(..., device="cuda")`, `torch.tensor(..., device="cuda")` (schedules.py:749, optimizer.py:698).
 
-    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(factory)
-        def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if str(kwargs.get("device")).startswith("cuda"):
-                kwargs["device"] = _CPU
-            return factory(*args, **kwargs)
-
-        return wrapped
-
-    torch.zeros = on_cpu(torch.zeros)  # type: ignore[assignment]
-    torch.tensor = on_cpu(torch.tensor)
+    Not in `torch` itself: there it would break `with torch.device(...)`, by which transformers builds its models.
+    """
+    for name in (
+        "utils",
+        "pipeline_parallel.schedules",
+        "optimizer.optimizer",
+        "optimizer.clip_grads",
+        "distributed.param_and_grad_buffer",
+        "dist_checkpointing.strategies.state_dict_saver",
+    ):
+        importlib.import_module(f"megatron.core.{name}").torch = _TorchWithoutCuda("torch")  # type: ignore[attr-defined]
 
 
 def _types() -> None:

@@ -1,7 +1,6 @@
 """Builds the Megatron-Core model of a policy from a Hugging Face folder, and writes one back."""
 
 import logging
-import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -62,7 +61,7 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
     """
     cfg = policy["megatron_cfg"]
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("NEMO_RL_OFFLOAD_LOCAL_DEVICE", "0")))
+        torch.cuda.set_device(0)  # Ray shows each worker its own device only
     if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(minutes=30)

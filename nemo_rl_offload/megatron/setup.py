@@ -159,13 +159,15 @@ def ddp_config(policy: PolicyConfig) -> DistributedDataParallelConfig:
 def learning_rate_scheduler(policy: PolicyConfig, optimizer: Any, num_steps: int) -> OptimizerParamScheduler:
     """The learning rate over `num_steps` optimizer steps, from `policy.megatron_cfg.scheduler`."""
     section, optim = policy["megatron_cfg"]["scheduler"], policy["megatron_cfg"]["optimizer"]
-    decay_steps = section["lr_decay_iters"] or num_steps
+    warmup_steps = section["lr_warmup_iters"]
+    # Megatron wants the decay to end after the warm-up, also where a constant rate has no decay.
+    decay_steps = max(section["lr_decay_iters"] or num_steps, warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=section["lr_warmup_init"],
         max_lr=optim["lr"],
         min_lr=optim["min_lr"],
-        lr_warmup_steps=min(section["lr_warmup_iters"], decay_steps - 1),
+        lr_warmup_steps=warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=section["lr_decay_style"],
         start_wd=optim["weight_decay"],
