@@ -1,0 +1,1 @@
+"""Batches of token sequences: padding, sharding, microbatches."""

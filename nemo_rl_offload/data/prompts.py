@@ -1,0 +1,165 @@
+"""Prompts for training, in a reproducible order that can be resumed, and held-out prompts for validation.
+
+Which prompt comes when is a pure function of the seed and a position in the raw problem set: resuming needs
+two integers. Problems are generated, and unusable ones skipped, on the way, because generating a whole
+training set first would keep a run of a slow task waiting. The price: how many prompts an epoch holds is
+known only at its end.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from random import Random
+from typing import Any
+
+from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig, ValidationProblemsConfig
+from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
+from nemo_rl_offload.data.tokenizer import encode_prompt
+from nemo_rl_offload.errors import DataError
+
+NUM_CANDIDATES_PER_VALIDATION_PROBLEM = 20
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem and the token ids of its prompt."""
+
+    problem: Problem
+    token_ids: list[int]
+
+
+class PromptEncoder:
+    """Encodes problems; ``num_too_long`` counts those it refused."""
+
+    def __init__(self, tokenizer: Any, template: str | None, max_input_seq_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._max_input_seq_length = max_input_seq_length
+        self.num_too_long = 0
+
+    def __call__(self, problem: Problem) -> Prompt | None:
+        """Return the prompt; None, counted and warned about once, where it has too many tokens."""
+        token_ids = encode_prompt(self._tokenizer, self._template, problem.question)
+        if len(token_ids) <= self._max_input_seq_length:
+            return Prompt(problem, token_ids)
+        if not self.num_too_long:
+            warnings.warn(
+                f"Dropping prompts of over {self._max_input_seq_length} tokens (data.max_input_seq_length); "
+                f"the first has {len(token_ids)}.",
+                stacklevel=2,
+            )
+        self.num_too_long += 1
+        return None
+
+
+class TrainingPrompts:
+    """An endless stream of prompts whose questions are not ``held_out``; every epoch has its own order."""
+
+    def __init__(
+        self,
+        problems: ReasoningGymProblems,
+        encoder: PromptEncoder,
+        held_out: frozenset[str],
+        *,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        self._problems = problems
+        self._encoder = encoder
+        self._held_out = held_out
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._epoch_order()
+
+    def next_batch(self, num_prompts: int) -> list[Prompt]:
+        """Return the next prompts.
+
+        Raises:
+            DataError: a whole epoch went by without a usable problem.
+        """
+        return [self._next_prompt() for _ in range(num_prompts)]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place in the stream, for ``load_state_dict`` of a stream with the same arguments."""
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._epoch_order()
+
+    def _next_prompt(self) -> Prompt:
+        for _ in range(2 * len(self._order)):  # from anywhere, this covers one whole epoch
+            if self._position == len(self._order):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._epoch_order()
+            problem = self._problems[self._order[self._position]]
+            self._position += 1
+            if problem.question not in self._held_out and (prompt := self._encoder(problem)):
+                return prompt
+        raise DataError(
+            f"data.train: none of {len(self._order)} problems is usable: each is a validation problem or "
+            f"longer than data.max_input_seq_length ({self._encoder.num_too_long} were too long so far). "
+            "Give a larger data.train.size or data.max_input_seq_length."
+        )
+
+    def _epoch_order(self) -> list[int]:
+        order = list(range(len(self._problems)))
+        if self._shuffle:
+            Random(f"{self._seed}/{self._epoch}").shuffle(order)
+        return order
+
+
+def prompt_sets(
+    data: DataConfig, task: ReasoningGymConfig, tokenizer: Any, seed: int
+) -> tuple[TrainingPrompts, list[Prompt]]:
+    """Build the training stream and the validation prompts; no question occurs in both.
+
+    Args:
+        data: the section ``data``.
+        task: the section ``env.reasoning_gym``.
+        tokenizer: as ``load_tokenizer`` returns it.
+        seed: of the training order.
+
+    Raises:
+        DataError: unknown task, refused parameters, or too few validation problems.
+    """
+    encoder = PromptEncoder(tokenizer, data["prompt_template"], data["max_input_seq_length"])
+    validation = _validation_prompts(data["validation"], task, encoder)
+    held_out = frozenset(prompt.problem.question for prompt in validation)
+    problems = ReasoningGymProblems(task["task"], task["params"], **data["train"])
+    return TrainingPrompts(problems, encoder, held_out, shuffle=data["shuffle"], seed=seed), validation
+
+
+def _validation_prompts(
+    validation: ValidationProblemsConfig, task: ReasoningGymConfig, encoder: PromptEncoder
+) -> list[Prompt]:
+    """Take the first ``size`` distinct usable problems from ``seed`` on that no excluded range holds."""
+
+    def problems(seed: int, size: int) -> ReasoningGymProblems:
+        return ReasoningGymProblems(task["task"], task["params"], seed, size)
+
+    size = validation["size"]
+    num_candidates = size * NUM_CANDIDATES_PER_VALIDATION_PROBLEM
+    excluded = chain.from_iterable(problems(**range_) for range_ in validation["exclude"])
+    seen = {problem.question for problem in excluded}
+    prompts: list[Prompt] = []
+    for problem in _distinct(problems(validation["seed"], num_candidates), seen):
+        if prompt := encoder(problem):
+            prompts.append(prompt)
+        if len(prompts) == size:
+            return prompts
+    raise DataError(
+        f"data.validation: only {len(prompts)} of {size} distinct problems of task '{task['task']}' outside "
+        f"data.validation.exclude among {num_candidates} candidates ({encoder.num_too_long} were too long). "
+        "Give a smaller size, fewer excluded problems, or parameters of the task that allow more questions."
+    )
+
+
+def _distinct(problems: ReasoningGymProblems, seen: set[str]) -> Iterator[Problem]:
+    for problem in problems:
+        if problem.question not in seen:
+            seen.add(problem.question)
+            yield problem

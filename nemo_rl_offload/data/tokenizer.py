@@ -1,0 +1,102 @@
+"""Tokenizers from local folders, and the byte-level one of the tiny shipped models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_offload.errors import DataError
+
+PROBE = "Hello, 1 + 2"
+EOS, PAD, BOS = "<|endoftext|>", "<|pad|>", "<|bos|>"
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load the Hugging Face tokenizer of a local folder; a missing padding token becomes the end token.
+
+    Raises:
+        DataError: nothing loads from ``path``, the tokenizer has no end token, or it does not encode (where
+            the tokenizer class does not fit the files, transformers gives an empty vocabulary and no error).
+    """
+    from transformers import AutoTokenizer
+
+    if not Path(path).is_dir():
+        raise DataError(
+            f"policy.tokenizer.name: no folder '{path}'. Give a local folder with tokenizer.json."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:
+        raise DataError(f"policy.tokenizer.name: no tokenizer loads from '{path}': {error}") from error
+    if not tokenizer.encode(PROBE, add_special_tokens=False):
+        raise DataError(
+            f"policy.tokenizer.name: the tokenizer in '{path}' ({type(tokenizer).__name__}) encodes "
+            f"{PROBE!r} to nothing: its class does not fit its files. Add a tokenizer.json."
+        )
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"policy.tokenizer.name: the tokenizer in '{path}' has no end token, so no response could end. "
+            "Set eos_token in its tokenizer_config.json."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def encode_prompt(tokenizer: Any, template: str | None, question: str) -> list[int]:
+    """Return the token ids that the response continues.
+
+    ``template`` holds ``{question}``, and other braces stay as they are; None takes the tokenizer's chat
+    template with one user turn. To a template the tokenizer may add its beginning token, never its end token.
+
+    Raises:
+        DataError: ``template`` is None and the tokenizer has no chat template.
+    """
+    question = question.strip()
+    if template is None:
+        if tokenizer.chat_template is None:
+            raise DataError(
+                "data.prompt_template: null takes the tokenizer's chat template, and it has none. "
+                "Give a template, such as '{question}\\n'."
+            )
+        turns = [{"role": "user", "content": question}]
+        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+    text = template.replace("{question}", question)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    bos = tokenizer.bos_token_id
+    adds_bos = bos is not None and tokenizer.encode(text)[:1] == [bos] != ids[:1]
+    return [bos, *ids] if adds_bos else ids
+
+
+def make_byte_tokenizer(folder: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of a byte-level BPE without merges.
+
+    259 tokens: id ``b`` is the byte ``b``, then end (256, also unknown), padding (257) and beginning (258).
+    Byte for byte the same files every time. Beside a Qwen2 ``config.json``, transformers insists on its Qwen2
+    class, which brings text into Unicode's composed form (NFC) first; elsewhere every
+    text round-trips that does not spell a special token.
+    """
+    from tokenizers import (  # type: ignore[import-untyped]
+        AddedToken,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+    )
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    characters = bytes_to_unicode()
+    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (EOS, PAD, BOS)])
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "unk_token": EOS,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

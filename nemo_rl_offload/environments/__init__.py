@@ -1,0 +1,1 @@
+"""Environments that turn responses into rewards, as Ray actors."""

@@ -1,0 +1,20 @@
+"""Negative log-likelihood: the supervised loss."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from nemo_rl_offload.losses.reduction import Normalizers, token_mean, valid_tokens
+
+
+class NegativeLogLikelihood:
+    """``-log p(token)`` averaged over the valid tokens of the global batch."""
+
+    required: tuple[str, ...] = ("token_mask", "sample_mask")
+
+    def __call__(
+        self, logprobs: Tensor, batch: Mapping[str, Tensor], norm: Normalizers
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the microbatch's share of the loss, in nats; arguments as in ``ClippedPolicyGradient``."""
+        loss = token_mean(-logprobs, valid_tokens(batch), norm)
+        return loss, {"loss": loss.detach()}
