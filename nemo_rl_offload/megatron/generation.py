@@ -8,26 +8,14 @@ in every decoding step. Limit: one batch runs until its longest response ends; t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
+from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import GenerationConfig
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One response."""
-
-    tokens: list[int]
-    """Response tokens; the end token is included where it was sampled."""
-    logprobs: list[float]
-    """Log-probability of each token at the sampling temperature, before top-k and top-p."""
-    finished: bool
-    """Whether the end token was sampled within the limit."""
 
 
 def filter_logits(logits_BV: Tensor, top_k: int | None, top_p: float) -> Tensor:
@@ -66,7 +54,7 @@ def generate(
     batch_size: int,
     end_id: int,
     seed: int,
-) -> list[Generation]:
+) -> list[Response]:
     """Sample one response for each prompt (token ids, none empty), in the order of `prompts`.
 
     `model` is Megatron's `GPTModel` without wrappers. Sampling is a function of `seed`, the prompts and `batch_size`.
@@ -75,7 +63,7 @@ def generate(
     device = torch.device(torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(seed)
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-    results: dict[int, Generation] = {}
+    results: dict[int, Response] = {}
     model.eval()
     with torch.no_grad():
         for start in range(0, len(order), batch_size):
@@ -92,7 +80,7 @@ def _generate_batch(
     end_id: int,
     generator: torch.Generator,
     device: torch.device,
-) -> list[Generation]:
+) -> list[Response]:
     num_rows, shortest, longest = len(prompts), len(prompts[0]), len(prompts[-1])
     limit = longest + config["max_new_tokens"]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -134,11 +122,11 @@ def _advance(model: Any, new_tokens: Tensor, context: StaticInferenceContext) ->
 
 def _cut(
     tokens: Tensor, logprobs: Tensor, lengths: Tensor, ends: Tensor, finished: Tensor
-) -> list[Generation]:
+) -> list[Response]:
     rows = zip(
         tokens.tolist(), logprobs.tolist(), lengths.tolist(), ends.tolist(), finished.tolist(), strict=True
     )
     return [
-        Generation(row_tokens[begin:end], row_logprobs[begin:end], done)
+        Response(row_tokens[begin:end], row_logprobs[begin:end], done)
         for row_tokens, row_logprobs, begin, end, done in rows
     ]

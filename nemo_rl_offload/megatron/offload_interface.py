@@ -26,17 +26,23 @@ from nemo_rl_offload.offload.engine import OffloadEngine, Region
 
 _CLASS_NAME = "FineGrainedActivationOffloadingInterface"
 
+# Attention saves its own output, which is the input that the projection saves a moment later, while it reads it. The
+# storage is left to the projection when that is offloaded too, and counted as its.
+_READS_OUTPUT_OF = {"core_attn": "attn_proj"}
+
 
 class OffloadInterface:
     """One occurrence of a module in a forward; Megatron's contract."""
 
     engine: ClassVar[OffloadEngine | None] = None
+    modules: ClassVar[frozenset[str]] = frozenset()
     _enabled: ClassVar[bool] = True
     _occurrences: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, offload: bool, tensor: Tensor, name: str) -> None:
         # The tensor is only lent: layers keep their manager, which must not keep the activation alive.
         self._tensor: Tensor | None = tensor
+        self._name = name
         self._region: Region | None = None
         if offload and self._enabled and self.engine is not None:
             self._region = self.engine.region(name, self._occurrences[name])
@@ -61,7 +67,9 @@ class OffloadInterface:
         if region is None:
             return tensor
         assert self.engine is not None
-        return self.engine.commit(region, tensor)
+        follower = _READS_OUTPUT_OF.get(self._name)
+        later = [tensor] if follower in self.modules else []
+        return self.engine.commit(region, tensor, later=later)
 
     @classmethod
     def init_chunk_handler(cls, *_args: Any, **_kwargs: Any) -> None:
@@ -91,15 +99,18 @@ class OffloadInterface:
         cls._enabled = True
 
 
-def use_engine(engine: OffloadEngine | None) -> None:
-    """Make `engine` the one that Megatron's layers use in this process; None turns offloading into a no-op."""
+def use_engine(engine: OffloadEngine | None, modules: Iterable[str] = ()) -> None:
+    """Make `engine` the one that Megatron's layers use in this process; None turns offloading into a no-op.
+
+    `modules` are the modules that will be offloaded.
+    """
     original = getattr(megatron_offload, _CLASS_NAME)
     if original is not OffloadInterface:
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.") and module is not None:
                 for attribute in [key for key, value in vars(module).items() if value is original]:
                     setattr(module, attribute, OffloadInterface)
-    OffloadInterface.engine = engine
+    OffloadInterface.engine, OffloadInterface.modules = engine, frozenset(modules)
 
 
 def exclude_parameters(engine: OffloadEngine, modules: Iterable[torch.nn.Module]) -> None:
