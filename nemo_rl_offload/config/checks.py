@@ -56,9 +56,7 @@ def _missing_values(node: Any, path: str = "") -> dict[str, str]:
     """Return the paths that hold OmegaConf's mark for a value that must be given."""
     if node == "???":
         return {path: f"missing value. Give one: {path}=..."}
-    children = (
-        node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    )
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     found = [_missing_values(child, f"{path}.{key}" if path else str(key)) for key, child in children]
     return {path: text for part in found for path, text in part.items()}
 

@@ -74,9 +74,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)", text.strip())
     size_bytes = int(float(match[1]) * _SIZE_UNITS[match[2]]) if match else 0
     if size_bytes == 0:
-        raise ConfigError(
-            f"'{text}' is not a size. Write a number and one of {', '.join(_SIZE_UNITS)}, like 32GiB."
-        )
+        raise ConfigError(f"'{text}' is not a size. Write a number and one of {', '.join(_SIZE_UNITS)}, like 32GiB.")
     return size_bytes
 
 

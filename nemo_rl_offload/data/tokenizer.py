@@ -20,9 +20,7 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        raise DataError(
-            f"policy.tokenizer.name: no folder '{path}'. Give a local folder with tokenizer.json."
-        )
+        raise DataError(f"policy.tokenizer.name: no folder '{path}'. Give a local folder with tokenizer.json.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:

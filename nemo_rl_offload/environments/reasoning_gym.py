@@ -21,9 +21,7 @@ class Score(NamedTuple):
 class ReasoningGymEnvironment:
     """Scores responses; the arguments are those of the section ``env.reasoning_gym``."""
 
-    def __init__(
-        self, task: str, params: Mapping[str, Any], binary_reward: bool, correct_threshold: float
-    ) -> None:
+    def __init__(self, task: str, params: Mapping[str, Any], binary_reward: bool, correct_threshold: float) -> None:
         self._dataset = create_dataset(task, params, seed=0, size=1)
         self._binary_reward = binary_reward
         self._correct_threshold = correct_threshold

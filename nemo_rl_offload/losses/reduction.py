@@ -30,9 +30,7 @@ def normalizers(batch: Mapping[str, Tensor]) -> Normalizers:
         batch: ``token_mask`` [B,S] and ``sample_mask`` [B], 0 or 1, any dtype; the whole global batch, before
             it is cut into shards.
     """
-    return Normalizers(
-        valid_tokens(batch).sum().float().clamp(min=1), batch["sample_mask"].sum().float().clamp(min=1)
-    )
+    return Normalizers(valid_tokens(batch).sum().float().clamp(min=1), batch["sample_mask"].sum().float().clamp(min=1))
 
 
 def valid_tokens(batch: Mapping[str, Tensor]) -> Tensor:

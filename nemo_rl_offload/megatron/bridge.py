@@ -2,8 +2,8 @@
 
 Bridge imports `transformer_engine` at module level for models and features that this project does not use. Where it is
 missing, an import finder answers with empty classes while Bridge is imported, and is taken away again afterwards, so
-that no other library is led to believe that Transformer Engine is present. Megatron-Core is imported before, and so sees
-the truth. The alternative, Bridge's conversion tables copied into this project, would be a second home for every model.
+that no other library is led to believe that Transformer Engine is present. Megatron-Core is imported before, and
+sees the truth. The alternative, Bridge's conversion tables copied into this project, would be a second home for every model.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Lets megatron-core 0.19.2 run on a machine without CUDA, over gloo.
 
 Megatron names CUDA in a handful of places although the mathematics around them is device-neutral. Each function below
-redirects one such place, and says which line needs it. They act on the whole process and are installed once, in a worker,
-only where `torch.cuda.is_available()` is false. The alternative, a fork of Megatron, would have to follow every release;
-the limit of this one is that a new release can add another place, which then fails loudly ("Torch not compiled with
+redirects one such place, and says which line needs it. They act on the whole process and are installed once, in a
+worker, only where `torch.cuda.is_available()` is false. The alternative, a fork of Megatron, would follow every
+release; the limit of this one is that a new release can add another place, which then fails loudly ("Torch not compiled with
 CUDA enabled") in the tests that train a model.
 """
 
@@ -65,7 +65,7 @@ def _device() -> None:
 
 
 def _rng() -> None:
-    """Megatron keeps its random states on the device (tensor_parallel/random.py:303); here that is the CPU generator."""
+    """Megatron keeps random states on the device (tensor_parallel/random.py:303); here that is the CPU generator."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -168,7 +168,7 @@ def _checkpoint_fp8() -> None:
 
 def _optimizer_load() -> None:
     """torch's Adam under DistributedOptimizer: the load knows no `step`, copies into a leaf under grad, and gives all
-    parameters one shared `step`, so that Adam's count runs ahead (distrib_optimizer.py:1029): a silently wrong resume."""
+    parameters one shared `step`, so that Adam's count runs ahead (distrib_optimizer.py:1029): a wrong resume."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states

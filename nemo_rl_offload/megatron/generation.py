@@ -3,8 +3,8 @@
 Prompts of different lengths share a batch without padding on the left: the cache is filled up to the shortest prompt,
 then every step decodes one position, and a row whose prompt goes on takes its next prompt token instead of the sampled
 one. So every row sees exactly its own tokens, at its own positions, and the result does not depend on its neighbours.
-Prompts are sorted by length first, which keeps those forced steps few. The alternative, padding on the left, needs a mask
-in every decoding step. Limit: one batch runs until its longest response ends; there is no continuous batching.
+Prompts are sorted by length first, which keeps those forced steps few. The alternative, padding on the left, needs
+a mask in every decoding step. Limit: one batch runs until its longest response ends; there is no continuous batching.
 """
 
 from collections.abc import Sequence
@@ -30,15 +30,11 @@ def filter_logits(logits_BV: Tensor, top_k: int | None, top_p: float) -> Tensor:
         ordered, order = logits_BV.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(dim=-1)
         outside = probabilities.cumsum(dim=-1) - probabilities >= top_p
-        logits_BV = torch.full_like(logits_BV, -torch.inf).scatter(
-            -1, order, ordered.masked_fill(outside, -torch.inf)
-        )
+        logits_BV = torch.full_like(logits_BV, -torch.inf).scatter(-1, order, ordered.masked_fill(outside, -torch.inf))
     return logits_BV
 
 
-def sample(
-    logits_BV: Tensor, config: GenerationConfig, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
+def sample(logits_BV: Tensor, config: GenerationConfig, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Draw one token per row; returns tokens int64 [B] and their log-probabilities float32 [B]."""
     scaled = logits_BV.float() / config["temperature"]
     probabilities = filter_logits(scaled, config["top_k"], config["top_p"]).softmax(dim=-1)
@@ -120,12 +116,8 @@ def _advance(model: Any, new_tokens: Tensor, context: StaticInferenceContext) ->
     return logits[:, -1]
 
 
-def _cut(
-    tokens: Tensor, logprobs: Tensor, lengths: Tensor, ends: Tensor, finished: Tensor
-) -> list[Response]:
-    rows = zip(
-        tokens.tolist(), logprobs.tolist(), lengths.tolist(), ends.tolist(), finished.tolist(), strict=True
-    )
+def _cut(tokens: Tensor, logprobs: Tensor, lengths: Tensor, ends: Tensor, finished: Tensor) -> list[Response]:
+    rows = zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), ends.tolist(), finished.tolist(), strict=True)
     return [
         Response(row_tokens[begin:end], row_logprobs[begin:end], done)
         for row_tokens, row_logprobs, begin, end, done in rows

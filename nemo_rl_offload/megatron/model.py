@@ -63,9 +63,7 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(0)  # Ray shows each worker its own device only
     if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(minutes=30)
-        )
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(minutes=30))
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=cfg["tensor_model_parallel_size"],
@@ -118,7 +116,8 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int) -> Megat
 def export_hf(model: MegatronModel, source: Path, destination: Path) -> None:
     """Write the weights as a Hugging Face folder, with the configuration and tokenizer of `source`.
 
-    Every rank takes part; rank 0 gathers the whole model in host memory and writes it. The folder appears whole or not at all.
+    Every rank takes part; rank 0 gathers the whole model in host memory and writes it. The folder appears whole or
+    not at all.
     """
     partial = destination.with_name(destination.name + ".partial")
     if dist.get_rank() == 0:

@@ -1,9 +1,9 @@
 """Puts this project's offload engine in the place of Megatron-Core's own.
 
 Megatron's layers call one class, `FineGrainedActivationOffloadingInterface`, in a fixed way:
-`manager = Interface(flag, tensor, module)`, `with manager as tensor: ...`, `output = manager.group_offload(output)`. The
-class below has the same shape and hands regions to the engine. Several Megatron modules bind the class by name when they
-are imported, and layers keep it when they are built; so it is replaced wherever it is bound, before any layer is built.
+`manager = Interface(flag, tensor, module)`, `with manager as tensor: ...`, `output = manager.group_offload(output)`.
+The class below has the same shape and hands regions to the engine. Several Megatron modules bind the class by name
+when they are imported, and layers keep it when they are built; so it is replaced wherever it is bound, before any layer is built.
 Since Megatron's contract is one class for the process, one engine is active in a process at a time.
 
 `forced_released_tensors` are not shrunk. Megatron resizes their storage to nothing while other nodes may have saved
@@ -59,9 +59,7 @@ class OffloadInterface:
         if self._region is not None:
             self._region.__exit__(*error)
 
-    def group_offload(
-        self, tensor: Any, forced_released_tensors: Any = None, delay_offload: bool = False
-    ) -> Any:
+    def group_offload(self, tensor: Any, forced_released_tensors: Any = None, delay_offload: bool = False) -> Any:
         """Start offloading what the region saved; returns `tensor` (a tensor, or a sequence that begins with one)."""
         region, self._region = self._region, None
         if region is None:

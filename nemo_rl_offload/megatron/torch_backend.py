@@ -61,9 +61,7 @@ def _normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: Transform
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def _norm_parameters(
-    config: TransformerConfig, size: int
-) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+def _norm_parameters(config: TransformerConfig, size: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
     if config.normalization not in ("RMSNorm", "LayerNorm"):
         raise ConfigError(f"transformer_impl: torch has no normalization {config.normalization!r}")
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -106,9 +104,7 @@ class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[
         tp_comm_buffer_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            input_size, output_size, config=config, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs
-        )
+        super().__init__(input_size, output_size, config=config, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
         self.layer_norm_weight, self.layer_norm_bias = _norm_parameters(config, input_size)
         self._norm_module = "attn_norm" if tp_comm_buffer_name == "qkv" else "mlp_norm"
         self._linear_module = "mlp_fc1" if tp_comm_buffer_name == "fc1" else None
@@ -116,9 +112,7 @@ class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         norm = _offload_region(self.config, x, self._norm_module, self.training)
         with norm as x:
-            y = _normalize(
-                x, self.layer_norm_weight, self.layer_norm_bias, self.config, self.config.layernorm_epsilon
-            )
+            y = _normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config, self.config.layernorm_epsilon)
         y = norm.group_offload(y)
         if self._linear_module is None:
             return super().forward(y, *args, **kwargs)  # type: ignore[no-any-return]
@@ -200,7 +194,8 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        assert attention_bias is None and packed_seq_params is None, "not taken by this backend"
+        assert attention_bias is None, "not taken by this backend"
+        assert packed_seq_params is None, "not taken by this backend"
         mask_type = attn_mask_type or self.attn_mask_type
         # A single new token sees the whole cache; torch's `is_causal` would align it with the cache's start.
         causal = mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal) and attention_mask is None
@@ -302,7 +297,6 @@ def torch_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     specs = [
-        _layer_spec(config, config.num_moe_experts if moe else None)
-        for moe in is_moe[offset : offset + num_layers]
+        _layer_spec(config, config.num_moe_experts if moe else None) for moe in is_moe[offset : offset + num_layers]
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TorchNorm)

@@ -1,16 +1,18 @@
 """The linear of a group of experts on `torch.nn.functional.grouped_mm`, under Transformer Engine's parameter names.
 
 Every expert keeps a parameter of its own (`weight0..N`), because checkpoints, Megatron-Bridge and the distributed
-optimizer know them so; behind them stands one contiguous storage, which one grouped product reads as [experts, out, in].
+optimizer know them so; behind them stands one contiguous storage, which one grouped product reads as
+[experts, out, in].
 Parameters are registered last expert first: Megatron's gradient buffers lay parameters out in reverse order, so the
 experts stay ascending, at equal distances, also when the distributed optimizer has moved them into its buffer. Where
 they are not (someone assigned a parameter of its own), the weights are stacked for the product.
 
-The autograd function saves the input and the parameters themselves: a stack or a view of the storage made in the forward
-would be saved, and offloaded, whole.
+The autograd function saves the input and the parameters themselves: a stack or a view of the storage made in the
+forward would be saved, and offloaded, whole.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ def expert_stack(weights: tuple[Tensor, ...]) -> Tensor:
     distance = offsets[1] - offsets[0]
     pointer = first.untyped_storage().data_ptr()
     in_one_storage = all(weight.untyped_storage().data_ptr() == pointer for weight in weights)
-    evenly = all(b - a == distance for a, b in zip(offsets, offsets[1:], strict=False))
+    evenly = all(b - a == distance for a, b in pairwise(offsets))
     if in_one_storage and evenly and distance >= first.numel():
         return first.as_strided((len(weights), *first.shape), (distance, first.shape[1], 1))
     return torch.stack(weights)
@@ -64,7 +66,9 @@ class TorchGroupedLinear(torch.nn.Module):
     Takes the place of Transformer Engine's grouped linear in Megatron's `TEGroupedMLP`.
     """
 
-    save_original_input = False  # Megatron's set_save_original_input asks for this attribute; the input is saved as it is
+    save_original_input = (
+        False  # Megatron's set_save_original_input asks for this attribute; the input is saved as it is
+    )
 
     def __init__(
         self,
@@ -87,9 +91,7 @@ class TorchGroupedLinear(torch.nn.Module):
             )
         self.num_local_experts, self.pg_collection = num_local_experts, pg_collection
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        storage = torch.empty(
-            num_local_experts, output_size, input_size, dtype=config.params_dtype, device=device
-        )
+        storage = torch.empty(num_local_experts, output_size, input_size, dtype=config.params_dtype, device=device)
         for expert in reversed(range(num_local_experts)):
             weight = torch.nn.Parameter(storage[expert])
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]

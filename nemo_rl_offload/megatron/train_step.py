@@ -38,9 +38,7 @@ def to_device(batch: Mapping[str, Tensor]) -> Batch:
     return {key: value.to(device) for key, value in batch.items()}
 
 
-def _forward_step(
-    process: Callable[[Tensor, Batch], Any], iterator: Iterator[Batch], chunk: Any
-) -> tuple[Tensor, Any]:
+def _forward_step(process: Callable[[Tensor, Batch], Any], iterator: Iterator[Batch], chunk: Any) -> tuple[Tensor, Any]:
     piece = next(iterator)
     input_ids = piece["input_ids"]
     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
@@ -121,9 +119,7 @@ def _reduce_metrics(outputs: list[dict[str, Tensor]]) -> dict[str, float]:
     return dict(zip(names, totals.tolist(), strict=True))
 
 
-def compute_logprobs(
-    model: MegatronModel, batch: Batch, micro_batch_size: int, temperature: float
-) -> Tensor:
+def compute_logprobs(model: MegatronModel, batch: Batch, micro_batch_size: int, temperature: float) -> Tensor:
     """Log-probabilities of every token of this rank's shard, float32 [B, S] on the CPU, without gradients."""
     width = batch["input_ids"].shape[1]
     assert num_samples(batch) > 0, "an empty shard"

@@ -84,7 +84,7 @@ class Policy:
         return torch.cat(self._workers.run_sharded(method, shards))[: num_samples(batch)]
 
     def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
-        """Sample one response for each prompt; a function of the weights, the prompts, `seed` and the number of ranks."""
+        """Sample one response for each prompt; a function of weights, prompts, `seed` and number of ranks."""
         size = -(-len(prompts) // self.world_size)
         shards = [
             (list(prompts[rank * size : (rank + 1) * size]), seed * self.world_size + rank, self._end_id)

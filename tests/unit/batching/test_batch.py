@@ -20,9 +20,7 @@ def make_batch(sequences: list[list[int]]) -> Batch:
 
 
 def unpad(batch: Batch) -> list[list[int]]:
-    return [
-        row[:length].tolist() for row, length in zip(batch["input_ids"], batch["input_lengths"], strict=True)
-    ]
+    return [row[:length].tolist() for row, length in zip(batch["input_ids"], batch["input_lengths"], strict=True)]
 
 
 @given(sequences=SEQUENCES)
@@ -54,9 +52,7 @@ def test_shards_are_equal_and_hold_every_sample_once(sequences: list[list[int]],
 
 @given(sequences=SEQUENCES, size=st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
-def test_microbatches_are_in_order_and_as_wide_as_their_longest(
-    sequences: list[list[int]], size: int
-) -> None:
+def test_microbatches_are_in_order_and_as_wide_as_their_longest(sequences: list[list[int]], size: int) -> None:
     pieces = list(microbatches(make_batch(sequences), size))
     assert len(pieces) == -(-len(sequences) // size)
     assert [row for piece in pieces for row in unpad(piece)] == sequences

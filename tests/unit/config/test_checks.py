@@ -131,9 +131,7 @@ def test_everything_is_reported_together(check: Check) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "override", ["~policy.generation", "policy=null", "grpo=[]", "data.train=7", f"~{M}"]
-)
+@pytest.mark.parametrize("override", ["~policy.generation", "policy=null", "grpo=[]", "data.train=7", f"~{M}"])
 def test_rules_end_quietly_where_values_are_reported_already(check: Check, override: str) -> None:
     path = override.lstrip("~").split("=")[0]
     assert [line.split(":")[0] for line in problems(check, override)] == [path]

@@ -46,9 +46,7 @@ def test_lists_are_replaced(tmp_path: Path, own: str) -> None:
     assert load_config(path) == {"a": yaml.safe_load(own), "b": yaml.safe_load(own)}
 
 
-def test_defaults_are_relative_to_the_file_that_names_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defaults_are_relative_to_the_file_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "inner").mkdir()
     write(tmp_path, base="x: 1\ny: 1\n")
     write(tmp_path / "inner", middle="defaults: ../base.yaml\ny: 2\n")
@@ -148,9 +146,7 @@ def test_overrides(sample: Callable[..., dict[str, Any]], overrides: list[str], 
         ("a.b=[1", r"Write key=value"),
     ],
 )
-def test_overrides_that_do_not_apply(
-    sample: Callable[..., dict[str, Any]], override: str, message: str
-) -> None:
+def test_overrides_that_do_not_apply(sample: Callable[..., dict[str, Any]], override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sample(override)
 
@@ -210,9 +206,7 @@ def test_relative_folders_are_looked_up_here_then_in_the_project(
     assert resolve_model_path(str(project / "m")) == project / "m"
 
 
-def test_a_missing_folder_says_where_it_was_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_folder_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"config\.json") as caught:
         resolve_model_path("org/model")

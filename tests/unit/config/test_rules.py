@@ -165,9 +165,7 @@ def test_rules(check: Check, broken: str, path: str, words: str, legal: str) -> 
     [("policy.model_name", "config.json"), ("policy.tokenizer.name", "tokenizer_config.json")],
 )
 def test_folders_must_exist(check: Check, dense_model: Path, path: str, file: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"\n{path}: 'no/such' is not a local .* with a {file} \(looked in /"
-    ):
+    with pytest.raises(ConfigError, match=rf"\n{path}: 'no/such' is not a local .* with a {file} \(looked in /"):
         check("policy.model_name=no/such", f"policy.tokenizer.name={dense_model}", f"{path}=no/such")
 
 
@@ -205,9 +203,7 @@ def test_modules_must_occur_in_the_model(
 
 def test_every_supported_module_is_legal_on_some_model(check: Check, make_model: MakeModel) -> None:
     model = make_model(num_experts=8, decoder_sparse_step=2)
-    assert not check(
-        f"policy.model_name={model}", f"{M}.offload_modules=[{','.join(SUPPORTED_MODULES)}]"
-    ).warnings
+    assert not check(f"policy.model_name={model}", f"{M}.offload_modules=[{','.join(SUPPORTED_MODULES)}]").warnings
 
 
 def test_experts_are_offloaded_or_recomputed(check: Check, moe_model: Path) -> None:
@@ -217,9 +213,7 @@ def test_experts_are_offloaded_or_recomputed(check: Check, moe_model: Path) -> N
         f"{M}.recompute_granularity=selective",
         f"{M}.recompute_modules=[moe]",
     ]
-    with pytest.raises(
-        ConfigError, match=r"2 problems\n.*'expert_fc1' saves nothing.*\n.*'moe_act' saves nothing"
-    ):
+    with pytest.raises(ConfigError, match=r"2 problems\n.*'expert_fc1' saves nothing.*\n.*'moe_act' saves nothing"):
         check(*broken)
     check(*broken, f"{M}.recompute_modules=[core_attn]")
     check(*broken, f"{M}.offload_modules=[core_attn]")

@@ -113,18 +113,12 @@ def test_resuming_continues_where_the_stream_was_left(seed: int, skip: int, take
     first, second = stream(seed), stream(seed)
     first.next_batch(skip)
     second.load_state_dict(first.state_dict())
-    assert (
-        asked(first.next_batch(take))
-        == asked(second.next_batch(take))
-        == [problems[size // 2].question] * take
-    )
+    assert asked(first.next_batch(take)) == asked(second.next_batch(take)) == [problems[size // 2].question] * take
     assert first.state_dict() == second.state_dict()
 
 
 def test_the_order_depends_on_the_seed(tokenizer: Any) -> None:
-    orders = [
-        asked(prompt_sets(data_config(), TASK, tokenizer, seed)[0].next_batch(50)) for seed in (1, 1, 2)
-    ]
+    orders = [asked(prompt_sets(data_config(), TASK, tokenizer, seed)[0].next_batch(50)) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
 
 

@@ -19,17 +19,13 @@ CONFIG = "tokenizer_config.json"
 def make_folder(folder: Path) -> Path:
     """A byte-level tokenizer beside a Qwen2 configuration, as in a model folder."""
     make_byte_tokenizer(folder)
-    Qwen2Config(vocab_size=259, hidden_size=8, num_hidden_layers=1, num_attention_heads=1).save_pretrained(
-        folder
-    )
+    Qwen2Config(vocab_size=259, hidden_size=8, num_hidden_layers=1, num_attention_heads=1).save_pretrained(folder)
     return folder
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / CONFIG).read_text()) | changes
-    (folder / CONFIG).write_text(
-        json.dumps({key: value for key, value in config.items() if value is not None})
-    )
+    (folder / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 @pytest.fixture(scope="module")

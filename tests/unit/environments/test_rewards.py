@@ -42,9 +42,7 @@ def test_partial_credit_is_the_reward_unless_binary() -> None:
     item = next(item for item in entries("spell_backward", SHORT, 50) if len(item["answer"]) == 4)
     almost = item["answer"][:3] + "!"
     scores = {
-        (binary, threshold): environment("spell_backward", SHORT, binary, threshold).score(
-            [item], [almost], [True]
-        )[0]
+        (binary, threshold): environment("spell_backward", SHORT, binary, threshold).score([item], [almost], [True])[0]
         for binary in (True, False)
         for threshold in (0.5, 0.999)
     }

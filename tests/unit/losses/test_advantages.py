@@ -40,9 +40,7 @@ def test_matches_numpy(groups: list[list[float]], normalize: bool, leave_one_out
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("leave_one_out", [True, False])
-def test_equal_rewards_give_exactly_zero_advantage_and_deviation(
-    leave_one_out: bool, dtype: torch.dtype
-) -> None:
+def test_equal_rewards_give_exactly_zero_advantage_and_deviation(leave_one_out: bool, dtype: torch.dtype) -> None:
     advantages, _, std = group_advantages(
         torch.full((14,), 0.1, dtype=dtype), 7, normalize=True, leave_one_out=leave_one_out
     )

@@ -25,11 +25,7 @@ def test_megatron_names_are_those_it_documents() -> None:
     package = find_spec("megatron.core")
     assert package is not None
     assert package.submodule_search_locations
-    source = Path(package.submodule_search_locations[0], "transformer/transformer_config.py").read_text(
-        "utf-8"
-    )
-    documented = re.search(
-        r'offload_modules: Optional.*?choices:(.*?)"attn_norm": offload', source, re.DOTALL
-    )
+    source = Path(package.submodule_search_locations[0], "transformer/transformer_config.py").read_text("utf-8")
+    documented = re.search(r'offload_modules: Optional.*?choices:(.*?)"attn_norm": offload', source, re.DOTALL)
     assert documented is not None
     assert tuple(re.findall(r'"(\w+)"', documented[1])) == modules.MEGATRON_MODULES

@@ -1,0 +1,231 @@
+"""Where the workers run: a Ray cluster, started here or joined, and one reserved slot for every rank.
+
+One placement group per node, pinned to it by node id and packed strictly, keeps the ranks of a node on that
+node: Ray's own PACK strategies may put two groups on one large node. A slot is one GPU and a share of the
+node's cores.
+
+A slot never takes more than half of the node's cores, divided by its workers. Whole cores per worker would
+let four CPU workers wait forever on two cores, and would leave nothing for environment actors. The limit: on
+a shared cluster Ray counts a worker as lighter than it is. Threads are limited separately, in `worker_group`.
+
+Ray starts as a private local cluster unless `RAY_ADDRESS` names one to join; a cluster that merely happens to
+run on this machine is left alone. A local cluster keeps Ray's token authentication, with a token that lives
+in this process and its children only, so that a read-only or shared home directory does not matter.
+"""
+
+import logging
+import math
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+import ray
+from ray._private import ray_constants
+from ray._private import worker as ray_worker
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from nemo_rl_offload.errors import ResourceError
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 512 << 20  # Ray moves it to a file in /tmp where /dev/shm is smaller
+PLACEMENT_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of the Ray cluster, with the cores and GPUs that Ray counts there."""
+
+    node_id: str
+    address: str
+    num_cores: float
+    num_gpus: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The nodes that carry workers, in rank order, and what each of them carries."""
+
+    device: Literal["cuda", "cpu"]
+    nodes: tuple[Node, ...]
+    workers_per_node: int
+
+    def node_of(self, rank: int) -> Node:
+        """Return the node of ``rank``; ranks fill one node after the other."""
+        return self.nodes[rank // self.workers_per_node]
+
+    def slot(self, node: Node) -> dict[str, float]:
+        """Return the Ray resources that one worker on ``node`` reserves."""
+        share = min(1.0, node.num_cores / (2 * self.workers_per_node))
+        slot = {"CPU": math.floor(share * 10_000) / 10_000}  # Ray counts in ten-thousandths
+        if self.device == "cuda":
+            slot["GPU"] = 1.0
+        return {name: amount for name, amount in slot.items() if amount > 0}
+
+
+def choose_layout(nodes: Sequence[Node], num_nodes: int, gpus_per_node: int | Literal["auto"]) -> Layout:
+    """Choose the nodes and the number of workers on each.
+
+    With a GPU anywhere, a worker is a GPU and only nodes with enough of them count; ``auto`` takes as many on
+    each chosen node as the poorest has. Without any GPU, ``auto`` is one CPU worker a node. Nodes with most
+    GPUs come first.
+
+    Raises:
+        ResourceError: fewer suitable nodes than asked for.
+    """
+    assert num_nodes >= 1
+    assert gpus_per_node == "auto" or gpus_per_node >= 1
+    device: Literal["cuda", "cpu"] = "cuda" if any(node.num_gpus for node in nodes) else "cpu"
+    least_gpus = (1 if gpus_per_node == "auto" else gpus_per_node) if device == "cuda" else 0
+    suitable = [node for node in nodes if (node.num_gpus >= least_gpus if least_gpus else node.num_cores > 0)]
+    if len(suitable) < num_nodes:
+        there = "; ".join(f"{node.address}: {node.num_gpus} GPUs, {node.num_cores:g} cores" for node in nodes)
+        each = f"{least_gpus} or more GPUs" if least_gpus else "at least one core"
+        raise ResourceError(
+            f"The Ray cluster is too small for cluster.num_nodes={num_nodes} and cluster.gpus_per_node="
+            f"{gpus_per_node}: {num_nodes} node(s) with {each} are needed, {len(suitable)} of {len(nodes)} "
+            f"qualify ({there}). Lower these keys, or join a larger cluster by setting RAY_ADDRESS."
+        )
+    chosen = sorted(suitable, key=lambda node: (-node.num_gpus, node.address, node.node_id))[:num_nodes]
+    if gpus_per_node != "auto":
+        workers = gpus_per_node
+    else:
+        workers = min(node.num_gpus for node in chosen) if device == "cuda" else 1
+    return Layout(device, tuple(chosen), workers)
+
+
+class VirtualCluster:
+    """Slots for ``world_size`` workers on a Ray cluster; a context manager.
+
+    Args:
+        num_nodes: nodes that carry workers.
+        gpus_per_node: workers on each; ``auto`` takes the GPUs there are, or one CPU worker without any.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        world_size: number of ranks.
+        workers_per_node: number of ranks on each node.
+        layout: the chosen nodes.
+        placement_groups: one per node, one bundle per rank.
+
+    Raises:
+        ResourceError: Ray cannot be started or joined, or is too small or too busy.
+    """
+
+    def __init__(self, num_nodes: int, gpus_per_node: int | Literal["auto"]) -> None:
+        self.placement_groups: tuple[PlacementGroup, ...] = ()
+        self._connected_here = not ray.is_initialized()
+        try:
+            if self._connected_here:
+                _connect()
+            self.layout = choose_layout(_alive_nodes(), num_nodes, gpus_per_node)
+            self._reserve()
+        except BaseException:
+            self.shutdown()
+            raise
+        self.device = self.layout.device
+        self.workers_per_node = self.layout.workers_per_node
+        self.world_size = num_nodes * self.workers_per_node
+
+    def _reserve(self) -> None:
+        for node in self.layout.nodes:
+            workers = self.layout.workers_per_node
+            group = placement_group(
+                [self.layout.slot(node)] * workers,
+                strategy="STRICT_PACK",
+                bundle_label_selector=[{"ray.io/node-id": node.node_id}] * workers,
+            )
+            self.placement_groups += (group,)
+        for node, group in zip(self.layout.nodes, self.placement_groups, strict=True):
+            if not group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
+                raise ResourceError(
+                    f"Node {node.address} did not give {self.layout.workers_per_node} x "
+                    f"{self.layout.slot(node)} in {PLACEMENT_TIMEOUT_S} s: another job holds them. "
+                    "Wait for it (see `ray status`), or lower cluster.gpus_per_node."
+                )
+
+    def shutdown(self) -> None:
+        """Give the slots back, and stop (or leave) Ray if it was started (or joined) here. Idempotent."""
+        groups, self.placement_groups = self.placement_groups, ()
+        try:
+            for group in groups:
+                remove_placement_group(group)
+        finally:
+            if self._connected_here:
+                ray.shutdown(wait_for_processes=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _connect() -> None:
+    # Under `uv run`, Ray would upload the working directory and start each worker through its own `uv run`: a
+    # copy of the sources and a synchronization per worker, though workers share this environment already. The
+    # variable RAY_ENABLE_UV_RUN_RUNTIME_ENV counts only before Ray's first import; this is the value it sets.
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    # Ray prints what its daemons report to standard output, even with log_to_driver=False.
+    ray_worker.print_to_stdstream = _log_daemon_message
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            # Ray itself offers a token only to clusters that it found by searching. A cluster without
+            # authentication ignores the token.
+            logging.getLogger("ray").setLevel(logging.ERROR)  # it would announce that in a warning
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            _provide_local_token()
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        what = f"join the Ray cluster at RAY_ADDRESS={address}" if address else "start a local Ray cluster"
+        raise ResourceError(f"Could not {what}: {error}") from error
+    if threading.current_thread() is threading.main_thread():
+        # Ray's own handler prints a native stack and exits without running `VirtualCluster.__exit__`.
+        signal.signal(signal.SIGTERM, _exit_on_sigterm)
+
+
+def _exit_on_sigterm(signal_number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signal_number)
+
+
+def _log_daemon_message(data: dict[str, Any], ignore_prefix: bool) -> None:
+    logger.info("Ray: %s", "\n".join(data["lines"]))
+
+
+def _provide_local_token() -> None:
+    token_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+    if "RAY_AUTH_TOKEN" not in os.environ and not token_file.exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _alive_nodes() -> list[Node]:
+    return [
+        Node(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            num_cores=node["Resources"].get("CPU", 0.0),
+            num_gpus=int(node["Resources"].get("GPU", 0)),
+        )
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    ]

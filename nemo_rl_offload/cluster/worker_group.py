@@ -1,0 +1,222 @@
+"""One Ray actor a rank, and one error for all of them.
+
+Every rank runs `RankActor`, which builds the caller's class inside itself. That indirection buys three things
+over making the class an actor directly. The process exists, with its environment set, before the class's
+module (and with it torch) is imported. An exception in the constructor arrives like any other. And an
+exception comes back as plain text with a time stamp, so one that cannot be pickled is reported as well as
+any.
+
+When a rank fails, the others may hang in a collective for ever or fail a moment later with "connection
+closed". So the group waits `GRACE_S` for more failures, reports the one that came first (a dead process
+before any exception), and kills the rest. The limit: between nodes whose clocks differ, "first" is only as
+good as the clocks.
+"""
+
+import os
+import re
+import socket
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
+from nemo_rl_offload.errors import NemoRLOffloadError, ResourceError, WorkerError
+
+GRACE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """The process of a rank, its log file, and a TCP port that is free on its node."""
+
+    pid: int
+    log: str
+    free_port: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a rank, as text; ``kind`` is its type where that is one of this project's errors."""
+
+    rank: int
+    message: str
+    details: str
+    time: float
+    kind: type[NemoRLOffloadError] = WorkerError
+
+
+class RankActor:
+    """The process of one rank; holds the caller's worker object."""
+
+    def locate(self) -> Place:
+        """Return what the driver must know of this process; Ray points its standard error to the log file."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            free_port = probe.getsockname()[1]
+        log = str(Path("/proc/self/fd/2").readlink())
+        return Place(os.getpid(), log, free_port)
+
+    def construct(
+        self, master_port: int, worker_cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Failure | None:
+        """Build the worker object."""
+        os.environ["MASTER_PORT"] = str(master_port)
+        try:
+            self._worker = worker_cls(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - reported by the driver
+            return _failure(error)
+        return None
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the method's result, or a `Failure`."""
+        try:
+            return getattr(self._worker, method)(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - reported by the driver
+            return _failure(error)
+
+
+def _failure(error: Exception) -> Failure:
+    kind = type(error) if isinstance(error, NemoRLOffloadError) else None
+    return Failure(
+        rank=int(os.environ["RANK"]),
+        message=str(error) if kind else f"{type(error).__name__}: {error}",
+        details=traceback.format_exc(),
+        time=time.time(),
+        kind=kind or WorkerError,
+    )
+
+
+class WorkerGroup:
+    """One ``worker_cls(*args, **kwargs)`` in its own process per slot of ``cluster``.
+
+    Each process has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and (on CPU) OMP_NUM_THREADS
+    in its environment before the module of ``worker_cls`` is imported, and MASTER_PORT before its constructor
+    runs. Ray sets CUDA_VISIBLE_DEVICES to the one GPU of the rank, so its device is ``cuda:0``.
+
+    Raises:
+        WorkerError: a constructor failed or a process died; an exception of this project keeps its type. The
+            attribute ``details`` of the error holds the original traceback.
+    """
+
+    def __init__(self, cluster: VirtualCluster, worker_cls: type, *args: Any, **kwargs: Any) -> None:
+        self.world_size = cluster.world_size
+        self._layout = cluster.layout
+        self._places: list[Place] = []
+        self._actors = [_start_actor(cluster, rank) for rank in range(self.world_size)]
+        self._places = self._gather([actor.locate.remote() for actor in self._actors])
+        port = self._places[0].free_port
+        self._gather([actor.construct.remote(port, worker_cls, args, kwargs) for actor in self._actors])
+
+    def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``method`` with the same arguments on every rank and return the results in rank order.
+
+        Raises:
+            WorkerError: as for the class; all ranks have been killed, and the group is of no further use.
+        """
+        shared_args, shared_kwargs = ray.put(args), ray.put(kwargs)
+        return self._gather([actor.call.remote(method, shared_args, shared_kwargs) for actor in self._actors])
+
+    def run_sharded(self, method: str, shards: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
+        """Call ``method(*shards[rank], **kwargs)`` on every rank and return the results in rank order.
+
+        Raises:
+            WorkerError: as for `run_all`.
+        """
+        assert len(shards) == self.world_size
+        calls = zip(self._actors, shards, strict=True)
+        return self._gather([actor.call.remote(method, shard, kwargs) for actor, shard in calls])
+
+    def shutdown(self) -> None:
+        """Kill every rank. May be called twice."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _gather(self, refs: list[Any]) -> list[Any]:
+        assert refs, "the worker group was shut down"
+        outcomes: dict[Any, Any] = {}
+        pending, failures = refs, list[Failure]()
+        while pending and not failures:
+            done, pending = ray.wait(pending)
+            outcomes |= {ref: self._outcome(refs.index(ref), ref) for ref in done}
+            failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
+        if failures:
+            late, _ = ray.wait(pending, num_returns=len(pending), timeout=GRACE_S) if pending else ([], [])
+            outcomes |= {ref: self._outcome(refs.index(ref), ref) for ref in late}
+            failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
+            self.shutdown()
+            first = min(failures, key=lambda failure: failure.time)
+            raise _to_error(first, self._where(first.rank))
+        return [outcomes[ref] for ref in refs]
+
+    def _outcome(self, rank: int, ref: Any) -> Any:
+        try:
+            return ray.get(ref)
+        except RayActorError as error:
+            return Failure(rank, self._death(rank, str(error)), str(error), time=0.0)
+        except RayError as error:
+            cause = getattr(error, "cause", error)
+            return Failure(rank, f"{type(cause).__name__}: {cause}", str(error), time.time())
+
+    def _death(self, rank: int, report: str) -> str:
+        exit_detail = re.search(r"Worker exit type: .*?(?= Some common causes|$)", report, re.MULTILINE)
+        log = f" Its log: {self._places[rank].log}" if self._places else ""
+        return (
+            f"the process died. {exit_detail.group() if exit_detail else report} A crash leaves its trace at "
+            f"the end of the log; a kill for lack of memory leaves one in the node's `dmesg`.{log}"
+        )
+
+    def _where(self, rank: int) -> str:
+        pid = f", pid {self._places[rank].pid}" if self._places else ""
+        return f"rank {rank} of {self.world_size} ({self._layout.node_of(rank).address}{pid})"
+
+
+def _to_error(failure: Failure, where: str) -> NemoRLOffloadError:
+    # A full disk belongs to one machine; a wrong configuration or data set is the same on all.
+    local = issubclass(failure.kind, WorkerError | ResourceError)
+    error = failure.kind(f"{where}: {failure.message}" if local else failure.message)
+    vars(error)["details"] = failure.details
+    return error
+
+
+def _start_actor(cluster: VirtualCluster, rank: int) -> Any:
+    node_index, local_rank = divmod(rank, cluster.workers_per_node)
+    node = cluster.layout.node_of(rank)
+    slot = cluster.layout.slot(node)
+    env = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(cluster.world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(cluster.workers_per_node),
+        "MASTER_ADDR": cluster.layout.nodes[0].address,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(_own_import_paths()),
+    }
+    if cluster.device == "cpu":
+        threads = max(1, int(node.num_cores) // cluster.workers_per_node)
+        env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+    placement = PlacementGroupSchedulingStrategy(
+        cluster.placement_groups[node_index], placement_group_bundle_index=local_rank
+    )
+    options = {
+        "num_cpus": slot.get("CPU", 0),
+        "num_gpus": slot.get("GPU", 0),
+        "runtime_env": {"env_vars": env},
+        "scheduling_strategy": placement,
+    }
+    return ray.remote(RankActor).options(**options).remote()
+
+
+def _own_import_paths() -> list[str]:
+    """Return where this process imports from outside its Python installation, such as editable installs."""
+    installation = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return [path for path in sys.path if path and not path.startswith(installation)]

@@ -1,0 +1,1 @@
+"""What a user sees of a run: metric files, progress, the table at the end."""

@@ -1,0 +1,152 @@
+"""Metric files of a run: JSON lines, TensorBoard events, and JSON documents that are whole or absent."""
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from nemo_rl_offload.errors import ResourceError
+
+
+class _Sink(Protocol):
+    def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class _JsonLines:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
+        record = {"step": step, "prefix": prefix, "time": wall_time_s, "metrics": dict(metrics)}
+        with _explained(self._path):
+            self._file.write(json.dumps(_without_nan(record), allow_nan=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        with _explained(self._path):
+            self._file.close()
+
+
+class _TensorBoard:
+    # TensorBoard's own EventFileWriter writes in a thread, where a full disk ends in a printed traceback.
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        start_s = time.time()
+        self._path = folder / f"events.out.tfevents.{int(start_s):010d}.{socket.gethostname()}.{os.getpid()}"
+        with _explained(self._path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab")
+            self._records = RecordWriter(self._file)
+        self._append(Event(wall_time=start_s, file_version="brain.Event:2"))
+
+    def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
+        values = [self._summary.Value(tag=f"{prefix}/{name}", simple_value=value) for name, value in metrics.items()]
+        self._append(self._event(wall_time=wall_time_s, step=step, summary=self._summary(value=values)))
+
+    def _append(self, event: Any) -> None:
+        with _explained(self._path):
+            self._records.write(event.SerializeToString())
+            self._file.flush()
+
+    def close(self) -> None:
+        with _explained(self._path):
+            self._file.close()
+
+
+class MetricLogger:
+    """Writes metrics under ``run_dir`` as they come; a context manager.
+
+    ``metrics.jsonl`` has one object a line, ``{"step", "prefix", "time", "metrics"}``, with the time in
+    seconds since the epoch and null for a value that is not finite; a resumed run appends. ``tensorboard/``
+    has the same under ``prefix/name``.
+
+    Raises:
+        ResourceError: a file cannot be written (here and in every method).
+    """
+
+    def __init__(self, run_dir: Path, tensorboard: bool, jsonl: bool) -> None:
+        self._sinks: list[_Sink] = []
+        if jsonl:
+            self._sinks.append(_JsonLines(run_dir / "metrics.jsonl"))
+        if tensorboard:
+            self._sinks.append(_TensorBoard(run_dir / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, float], step: int, prefix: str) -> None:
+        """Write the metrics of one step; ``prefix`` says what they belong to, such as ``train``."""
+        wall_time_s = time.time()
+        for sink in self._sinks:
+            sink.write(metrics, step, prefix, wall_time_s)
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        while self._sinks:
+            self._sinks.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def write_json_atomic(path: Path, obj: Any) -> None:
+    """Write ``obj`` as JSON so that ``path`` holds the old text or the whole new one, also after a power cut.
+
+    Numbers that are not finite become null.
+
+    Raises:
+        ResourceError: the file cannot be written; what ``path`` held before is still there.
+    """
+    text = json.dumps(_without_nan(obj), indent=2, allow_nan=False) + "\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _explained(path):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ResourceError(
+            f"Cannot write {path}: {reason}. Free some space there, or choose another folder with --run-dir."
+        ) from error
+
+
+def _without_nan(obj: Any) -> Any:
+    if isinstance(obj, float):
+        return obj if math.isfinite(obj) else None
+    if isinstance(obj, Mapping):
+        return {key: _without_nan(value) for key, value in obj.items()}
+    if isinstance(obj, list | tuple):
+        return [_without_nan(value) for value in obj]
+    return obj

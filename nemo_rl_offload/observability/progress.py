@@ -1,0 +1,85 @@
+"""Progress of a run: a bar on a terminal, a plain line now and then elsewhere."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as RichProgress
+
+from nemo_rl_offload.observability.report import human_bytes
+
+LINE_EVERY = 10
+
+
+class Progress:
+    """Shows how far a run of ``total`` steps is, the time left, and the figures of the last step.
+
+    On a terminal that is a bar; elsewhere one line for the first step, every tenth and the last, so that a
+    log stays readable. With ``enabled`` false nothing is shown. Writes to standard output unless ``stream``
+    is given. A context manager.
+    """
+
+    def __init__(self, total: int, enabled: bool, stream: TextIO | None = None) -> None:
+        self._total = total
+        self._stream = stream or sys.stdout
+        self._enabled = enabled
+        self._bar: RichProgress | None = None
+        self._task = TaskID(0)
+        self._first_step: int | None = None
+        self._start_s = time.monotonic()
+        if enabled and self._stream.isatty():
+            self._bar = RichProgress(
+                TextColumn("{task.completed}/{task.total}"),
+                BarColumn(bar_width=10),
+                TextColumn("{task.description}"),
+                console=Console(file=self._stream),
+                redirect_stdout=stream is None,
+            )
+            self._task = self._bar.add_task("starting", total=total)
+
+    def update(self, step: int, **fields: float | None) -> None:
+        """Report that ``step``, counted from one, is done.
+
+        Fields are shown in the order given: ``tokens_per_s`` as a rate, ``*_bytes`` in binary units,
+        everything else as a plain number; None is left out. A resumed run starts with a later step, which
+        the time left accounts for.
+        """
+        if self._first_step is None:
+            self._first_step = step
+        text = f"{self._time_left(step)} left  {_describe(fields)}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        elif self._enabled and (step in (self._first_step, self._total) or step % LINE_EVERY == 0):
+            print(f"step {step}/{self._total}  {text}", file=self._stream, flush=True)
+
+    def _time_left(self, step: int) -> str:
+        assert self._first_step is not None
+        seconds_per_step = (time.monotonic() - self._start_s) / (step - self._first_step + 1)
+        minutes, seconds = divmod(round(seconds_per_step * (self._total - step)), 60)
+        return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _describe(fields: dict[str, float | None]) -> str:
+    return "  ".join(_format(name, value) for name, value in fields.items() if value is not None)
+
+
+def _format(name: str, value: float) -> str:
+    if name == "tokens_per_s":
+        return f"{value:,.0f} tokens/s"
+    if name.endswith("_bytes"):
+        return f"{human_bytes(value)} {name.removesuffix('_bytes')}"
+    return f"{name} {value:.3g}"

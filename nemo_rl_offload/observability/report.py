@@ -1,0 +1,88 @@
+"""The table at the end of a run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+
+def human_bytes(num_bytes: float | None) -> str:
+    """Return a size in binary units with three significant digits, such as ``1.25 GiB``; ``-`` for None."""
+    if num_bytes is None:
+        return "-"
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(size) < 999.5:
+            break
+        size, unit = size / 1024, larger
+    if unit == "B":
+        return f"{size:.0f} B"
+    decimals = max(0, 3 - len(f"{abs(size):.0f}"))
+    return f"{size:.{decimals}f} {unit}"
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Return a table of at most 80 columns for the dictionary that a run writes to ``summary.json``.
+
+    A value of None is shown as ``-``.
+    """
+    table = Table(title=f"{summary['algorithm']}: {_number(summary['steps'])} steps", show_header=False, width=80)
+    table.add_column("what", no_wrap=True)
+    table.add_column("value", overflow="fold", ratio=1)
+    _add_group(table, _run_rows(summary))
+    _add_group(table, _offload_rows(summary["offload"]))
+    table.add_section()
+    table.add_row("peak device memory", human_bytes(summary["memory"]["peak_device_bytes"]))
+    table.add_row("run directory", str(summary["run_dir"]))
+    return table
+
+
+def _run_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    validation = summary["validation"]
+    return {
+        "validation, first to last": f"{_number(validation['first'])} -> {_number(validation['last'])}",
+        "training loss": _number(summary["train"]["loss"]),
+        "wall time": _duration(summary["wall_seconds"]),
+        "workers": _number(summary["world_size"]),
+        "seed": _number(summary["seed"]),
+    }
+
+
+def _offload_rows(offload: Mapping[str, Any]) -> dict[str, str]:
+    modules = offload["modules"]
+    rows = {
+        "offload engine": offload["engine"] or "-",
+        "offloaded modules": ", ".join(modules) if modules else "-",
+        "offloaded": _moved(offload),
+    }
+    rows |= {f"  {name}": _moved(module) for name, module in (offload["per_module"] or {}).items()}
+    return rows | {
+        "peak host memory": human_bytes(offload["peak_host_bytes"]),
+        "denied (host budget)": human_bytes(offload["denied_bytes"]),
+        "ineffective": human_bytes(offload["ineffective_bytes"]),
+        "reloads on demand": _number(offload["demand_reloads"]),
+    }
+
+
+def _moved(stats: Mapping[str, Any]) -> str:
+    return f"{human_bytes(stats['bytes_out'])} out, {human_bytes(stats['bytes_in'])} in"
+
+
+def _add_group(table: Table, rows: Mapping[str, str]) -> None:
+    table.add_section()
+    for name, value in rows.items():
+        table.add_row(name, value)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

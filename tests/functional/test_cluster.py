@@ -1,0 +1,113 @@
+"""A local cluster of two CPU workers: collectives, failures as one error, and nothing left behind."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
+from nemo_rl_offload.cluster.worker_group import WorkerGroup
+from nemo_rl_offload.errors import ResourceError, WorkerError
+
+
+class GlooWorker:
+    """Joins a process group in its constructor, like a training worker."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+
+    def describe(self) -> dict[str, int]:
+        import torch
+
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+        return {name: int(os.environ[name]) for name in names} | {
+            "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
+        }
+
+    def total(self, value: float, scale: float = 1.0) -> float:
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor(value * scale)
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    def fail(self, rank: int) -> None:
+        if os.environ["RANK"] == str(rank):
+            raise UnpicklableError("first line\nsecond line")
+        self.total(1.0)
+
+
+class HangingWorker:
+    def pid(self) -> int:
+        return os.getpid()
+
+    def die(self, rank: int) -> None:
+        if os.environ["RANK"] == str(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+
+class UnpicklableError(Exception):
+    def __reduce__(self) -> str:
+        raise TypeError("not this one")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[VirtualCluster]:
+    with VirtualCluster(num_nodes=1, gpus_per_node=2) as cluster:
+        yield cluster
+
+
+def eventually_gone(pids: list[int], timeout_s: float = 10.0) -> bool:
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout_s)
+    return not alive
+
+
+def test_collective_then_exception_of_one_rank(cluster: VirtualCluster) -> None:
+    group = WorkerGroup(cluster, GlooWorker)
+    described = group.run_all("describe")
+    pids = [worker["pid"] for worker in described]
+    assert (cluster.device, cluster.world_size, cluster.workers_per_node) == ("cpu", 2, 2)
+    assert [(worker["RANK"], worker["LOCAL_RANK"]) for worker in described] == [(0, 0), (1, 1)]
+    assert all(worker["WORLD_SIZE"] == worker["LOCAL_WORLD_SIZE"] == 2 for worker in described)
+    assert all(worker["threads"] == worker["OMP_NUM_THREADS"] for worker in described)
+    assert group.run_sharded("total", [(1.0,), (10.0,)], scale=2.0) == [22.0, 22.0]
+
+    with pytest.raises(WorkerError) as caught:
+        group.run_all("fail", rank=1)
+    where = f"rank 1 of 2 ({cluster.layout.nodes[0].address}, pid {pids[1]})"
+    assert str(caught.value) == f"{where}: UnpicklableError: first line\nsecond line"
+    assert "in fail" in vars(caught.value)["details"]
+    assert eventually_gone(pids)
+
+
+def test_killed_rank_is_one_error_within_seconds(cluster: VirtualCluster) -> None:
+    group = WorkerGroup(cluster, HangingWorker)
+    pids = group.run_all("pid")
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"^rank 0 of 2 \(.*, pid {pids[0]}\): the process died\. ") as caught:
+        group.run_all("die", rank=0)
+    assert time.monotonic() - start < 10
+    assert f"-{pids[0]}.err" in str(caught.value)
+    print(caught.value)
+    assert eventually_gone(pids)
+
+
+def test_too_few_nodes(cluster: VirtualCluster) -> None:
+    with pytest.raises(ResourceError, match="7 node"):
+        VirtualCluster(num_nodes=7, gpus_per_node=1)
+    assert cluster.placement_groups
+
+
+def test_shutdown_leaves_no_process(cluster: VirtualCluster) -> None:
+    children = [process.pid for process in psutil.Process().children(recursive=True)]
+    assert children
+    cluster.shutdown()
+    assert eventually_gone(children)

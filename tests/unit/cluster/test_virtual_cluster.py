@@ -1,0 +1,78 @@
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_offload.cluster.virtual_cluster import Node, choose_layout
+from nemo_rl_offload.errors import ResourceError
+
+
+def cluster(*shapes: tuple[float, int]) -> list[Node]:
+    return [Node(f"id{i}", f"10.0.0.{i}", cores, gpus) for i, (cores, gpus) in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_nodes", "gpus_per_node", "device", "addresses", "workers"),
+    [
+        ([(2, 0)], 1, "auto", "cpu", ["10.0.0.0"], 1),
+        ([(2, 0)], 1, 4, "cpu", ["10.0.0.0"], 4),
+        ([(0, 0), (2, 0)], 1, "auto", "cpu", ["10.0.0.1"], 1),  # a head node that takes no work
+        ([(8, 1)], 1, "auto", "cuda", ["10.0.0.0"], 1),
+        ([(8, 0), (8, 4), (8, 8)], 2, "auto", "cuda", ["10.0.0.2", "10.0.0.1"], 4),
+        ([(8, 0), (8, 4), (8, 8)], 1, "auto", "cuda", ["10.0.0.2"], 8),
+        ([(8, 2), (8, 2)], 2, 1, "cuda", ["10.0.0.0", "10.0.0.1"], 1),
+    ],
+)
+def test_layout(
+    shapes: list[tuple[float, int]],
+    num_nodes: int,
+    gpus_per_node: int | Literal["auto"],
+    device: str,
+    addresses: list[str],
+    workers: int,
+) -> None:
+    layout = choose_layout(cluster(*shapes), num_nodes, gpus_per_node)
+    assert (layout.device, layout.workers_per_node) == (device, workers)
+    assert [node.address for node in layout.nodes] == addresses
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_nodes", "gpus_per_node", "message"),
+    [
+        ([(2, 0)], 2, "auto", r"2 node\(s\) with at least one core are needed, 1 of 1 qualify"),
+        ([(8, 4), (8, 0)], 1, 8, r"1 node\(s\) with 8 or more GPUs .* 0 of 2 .*10\.0\.0\.0: 4 GPUs, 8 cores"),
+        ([(8, 4), (8, 0)], 2, "auto", r"2 node\(s\) with 1 or more GPUs are needed, 1 of 2 qualify"),
+    ],
+)
+def test_too_small(
+    shapes: list[tuple[float, int]], num_nodes: int, gpus_per_node: int | Literal["auto"], message: str
+) -> None:
+    with pytest.raises(ResourceError, match=message) as caught:
+        choose_layout(cluster(*shapes), num_nodes, gpus_per_node)
+    assert f"cluster.num_nodes={num_nodes}" in str(caught.value)
+    assert f"cluster.gpus_per_node={gpus_per_node}" in str(caught.value)
+
+
+SHAPES = st.lists(st.tuples(st.integers(0, 128).map(float), st.integers(0, 8)), min_size=1, max_size=5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes=SHAPES, num_nodes=st.integers(1, 4), gpus_per_node=st.just("auto") | st.integers(1, 16))
+def test_slots_fit_and_leave_cores(
+    shapes: list[tuple[float, int]], num_nodes: int, gpus_per_node: int | Literal["auto"]
+) -> None:
+    try:
+        layout = choose_layout(cluster(*shapes), num_nodes, gpus_per_node)
+    except ResourceError:
+        return
+    workers = layout.workers_per_node
+    ranks = [layout.node_of(rank) for rank in range(num_nodes * workers)]
+    assert [ranks.count(node) for node in layout.nodes] == [workers] * num_nodes
+    for node in layout.nodes:
+        slot = layout.slot(node)
+        assert slot  # Ray refuses an empty bundle
+        assert all(amount > 0 for amount in slot.values())
+        assert workers * slot.get("CPU", 0) <= node.num_cores / 2
+        assert workers * slot.get("GPU", 0) <= node.num_gpus
+        assert ("GPU" in slot) == (layout.device == "cuda") == any(gpus for _, gpus in shapes)

@@ -1,0 +1,91 @@
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nemo_rl_offload.errors import ResourceError
+from nemo_rl_offload.observability.logger import MetricLogger, write_json_atomic
+
+
+def test_both_sinks_hold_what_was_logged(tmp_path: Path) -> None:
+    with MetricLogger(tmp_path, tensorboard=True, jsonl=True) as logger:
+        logger.log({"loss": 0.5, "grad_norm": math.inf}, step=3, prefix="train")
+        logger.log({"accuracy": 0.25}, step=4, prefix="validation")
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close: nothing is held back
+    records = [json.loads(line) for line in lines]
+    assert [(r["step"], r["prefix"], r["metrics"]) for r in records] == [
+        (3, "train", {"loss": 0.5, "grad_norm": None}),
+        (4, "validation", {"accuracy": 0.25}),
+    ]
+    assert records[0]["time"] <= records[1]["time"]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 0.5)]
+    assert events.Scalars("train/grad_norm")[0].value == math.inf
+    assert events.Scalars("validation/accuracy")[0].step == 4
+
+
+def test_resumed_run_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with MetricLogger(tmp_path, tensorboard=False, jsonl=True) as logger:
+            logger.log({"loss": 1.0}, step=step, prefix="train")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_full_disk_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    logger = MetricLogger(tmp_path, tensorboard=False, jsonl=True)
+    with pytest.raises(ResourceError, match=rf"{path}: No space left on device.*--run-dir"):
+        logger.log({"loss": 1.0}, step=1, prefix="train")
+    with pytest.raises(ResourceError, match="No space left"):
+        logger.close()
+    logger.close()
+
+
+def test_unwritable_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="file/run"):
+        MetricLogger(tmp_path / "file" / "run", tensorboard=True, jsonl=False)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def blank_non_finite(obj: object) -> object:
+    """Replace through the JSON decoder itself, which is what sees NaN and Infinity."""
+    return json.loads(json.dumps(obj), parse_constant=lambda _: None)
+
+
+@settings(max_examples=50, deadline=None)
+@given(old=JSON, new=JSON)
+def test_atomic_json_round_trip(tmp_path_factory: pytest.TempPathFactory, old: object, new: object) -> None:
+    path = tmp_path_factory.mktemp("json") / "summary.json"
+    for obj in (old, new):
+        write_json_atomic(path, obj)
+        assert json.loads(path.read_text()) == blank_non_finite(obj)
+    assert os.listdir(path.parent) == ["summary.json"]
+
+
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.json"
+    write_json_atomic(path, {"steps": 1})
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match=rf"{path}: No space left on device"):
+        write_json_atomic(path, {"steps": 2})
+    assert json.loads(path.read_text()) == {"steps": 1}
+    assert os.listdir(tmp_path) == ["summary.json"]

@@ -1,0 +1,65 @@
+import io
+import re
+
+import pytest
+
+from nemo_rl_offload.observability import progress as progress_module
+from nemo_rl_offload.observability.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def steps_shown(text: str) -> list[int]:
+    return [int(step) for step in re.findall(r"^step (\d+)/", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(
+    ("total", "first", "shown"),
+    [(25, 1, [1, 10, 20, 25]), (20, 1, [1, 10, 20]), (1, 1, [1]), (25, 13, [13, 20, 25])],
+)
+def test_lines_off_a_terminal(total: int, first: int, shown: list[int]) -> None:
+    stream = io.StringIO()
+    with Progress(total, enabled=True, stream=stream) as progress:
+        for step in range(first, total + 1):
+            progress.update(step, reward=0.5)
+    assert steps_shown(stream.getvalue()) == shown
+
+
+def test_fields_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    with Progress(1000, enabled=True, stream=stream) as progress:
+        now[0] += 8.0  # two steps, 11 and 12, in this time
+        progress.update(11)
+        progress.update(12)
+        stream.truncate(0)
+        progress.update(20, reward=0.41239, loss=None, tokens_per_s=12345.6, offloaded_bytes=3 << 20, extra=1e-7)
+    # ten steps in 8 s, 980 left
+    assert stream.getvalue().lstrip("\0") == (
+        "step 20/1000  0:13:04 left  reward 0.412  12,346 tokens/s  3.00 MiB offloaded  extra 1e-07\n"
+    )
+
+
+def test_terminal_gets_a_bar_within_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with Progress(20, enabled=True, stream=stream) as progress:
+        progress.update(7, reward=0.412, loss=0.0123)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    last = re.split(r"[\r\n]+", plain.strip())[-1]
+    assert last.startswith("7/20")
+    assert "reward 0.412  loss 0.0123" in last
+    assert len(last) <= 80
+    assert not steps_shown(plain)
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_disabled_is_silent(stream: io.StringIO) -> None:
+    with Progress(5, enabled=False, stream=stream) as progress:
+        progress.update(1, reward=1.0)
+    assert stream.getvalue() == ""

@@ -1,0 +1,106 @@
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from nemo_rl_offload.observability.report import human_bytes, summary_table
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    return {
+        "algorithm": "grpo",
+        "steps": 1200,
+        "seed": 1,
+        "world_size": 2,
+        "wall_seconds": 3725.4,
+        "validation": {"first": 0.315, "last": None},
+        "train": {"loss": -0.01234567},
+        "offload": {
+            "engine": "native",
+            "modules": ["core_attn", "mlp_norm"],
+            "bytes_out": 3 << 20,
+            "bytes_in": 2 << 20,
+            "peak_host_bytes": 1 << 30,
+            "denied_bytes": 0,
+            "ineffective_bytes": None,
+            "demand_reloads": 3,
+            "per_module": {"core_attn": {"bytes_out": 5 << 10, "bytes_in": 4 << 10, "num_groups": 2}},
+        },
+        "memory": {"peak_device_bytes": None},
+        "run_dir": "results/" + "long_name_" * 12,
+    } | changes
+
+
+def rows(content: dict[str, Any]) -> tuple[dict[str, str], str]:
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(summary_table(content))
+    text = stream.getvalue()
+    cells = [line.strip("│").split("│") for line in text.splitlines() if line.startswith("│")]
+    return {name.strip(): value.strip() for name, value in cells}, text
+
+
+def test_every_figure_is_shown() -> None:
+    shown, text = rows(summary(run_dir="results/x"))
+    assert shown == {
+        "validation, first to last": "0.315 -> -",
+        "training loss": "-0.01235",
+        "wall time": "1:02:05",
+        "workers": "2",
+        "seed": "1",
+        "offload engine": "native",
+        "offloaded modules": "core_attn, mlp_norm",
+        "offloaded": "3.00 MiB out, 2.00 MiB in",
+        "core_attn": "5.00 KiB out, 4.00 KiB in",
+        "peak host memory": "1.00 GiB",
+        "denied (host budget)": "0 B",
+        "ineffective": "-",
+        "reloads on demand": "3",
+        "peak device memory": "-",
+        "run directory": "results/x",
+    }
+    assert "grpo: 1,200 steps" in text
+
+
+def test_fits_80_columns_without_losing_text() -> None:
+    content = summary()
+    shown, text = rows(content)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert content["run_dir"] in "".join(line.strip("│").split("│")[1].strip() for line in text.splitlines()[-4:-1])
+    assert shown["peak device memory"] == "-"
+
+
+def test_without_offloading() -> None:
+    nothing = dict.fromkeys(summary()["offload"])
+    shown, _ = rows(summary(offload=nothing))
+    assert shown["offload engine"] == shown["offloaded modules"] == "-"
+    assert shown["offloaded"] == "- out, - in"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**59))
+def test_human_bytes_is_close_and_short(num_bytes: int) -> None:
+    text = human_bytes(num_bytes)
+    value, unit = text.split()
+    assert abs(float(value) * UNITS[unit] - num_bytes) <= 0.0051 * num_bytes
+    assert len(value) <= 4
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (None, "-"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (1536, "1.50 KiB"),
+        (999.6 * 2**20, "0.98 GiB"),
+    ],
+)
+def test_human_bytes_examples(num_bytes: float | None, text: str) -> None:
+    assert human_bytes(num_bytes) == text

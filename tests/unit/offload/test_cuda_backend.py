@@ -1,0 +1,86 @@
+"""The CUDA backend, where there is a device."""
+
+import warnings
+
+import pytest
+import torch
+
+from nemo_rl_offload.offload import CudaBackend, OffloadEngine
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def run(engine: OffloadEngine | None, x: torch.Tensor, num_layers: int) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = x * 1
+    for layer in range(num_layers):
+        if engine is None:
+            y = torch.tanh(y @ x.t() @ y).exp().softmax(-1)
+            continue
+        with engine.region("m", layer) as region:
+            y = torch.tanh(y @ x.t() @ y).exp().softmax(-1)
+        y = engine.commit(region, y)
+    loss = y.square().sum()
+    del y
+    loss.backward()
+    assert x.grad is not None
+    return [loss.detach(), x.grad]
+
+
+@pytest.mark.parametrize("inflight_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
+def test_gradients_are_bit_identical_and_memory_comes_back(inflight_bytes: int, prefetch_bytes: int) -> None:
+    engine = OffloadEngine(
+        CudaBackend(),
+        host_memory_budget_bytes=1 << 30,
+        max_inflight_bytes=inflight_bytes,
+        max_prefetch_bytes=prefetch_bytes,
+    )
+    torch.manual_seed(0)
+    for size in (1024, 768, 1024):
+        x = torch.randn(size, size, device="cuda")
+        expected = run(None, x, 6)
+        got = run(engine, x, 6)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    stats = engine.stats()
+    assert stats.bytes_out == stats.bytes_in > 0
+    assert stats.host_bytes == 0
+    engine.close()
+
+
+def test_offloading_lowers_the_peak() -> None:
+    def peak_bytes(engine: OffloadEngine | None) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        run(engine, torch.ones(2048, 2048, device="cuda"), 12)
+        return torch.cuda.max_memory_allocated()
+
+    engine = OffloadEngine(
+        CudaBackend(),
+        host_memory_budget_bytes=4 << 30,
+        max_inflight_bytes=64 << 20,
+        max_prefetch_bytes=64 << 20,
+    )
+    plain = peak_bytes(None)
+    assert peak_bytes(engine) < plain / 2
+    engine.close()
+
+
+def test_refused_pinning_is_a_warning_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refuse(*args: object, **kwargs: object) -> torch.Tensor:
+        if kwargs.get("pin_memory"):
+            raise RuntimeError("no pinned memory left")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    backend = CudaBackend()
+    with pytest.warns(UserWarning, match="pageable"):
+        assert not backend.allocate_host(512).data.is_pinned()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backend.allocate_host(512)
