@@ -8,9 +8,11 @@ A slot never takes more than half of the node's cores, divided by its workers. W
 let four CPU workers wait forever on two cores, and would leave nothing for environment actors. The limit: on
 a shared cluster Ray counts a worker as lighter than it is. Threads are limited separately, in `worker_group`.
 
-Ray starts as a private local cluster unless `RAY_ADDRESS` names one to join; a cluster that merely happens to
-run on this machine is left alone. A local cluster keeps Ray's token authentication, with a token that lives
-in this process and its children only, so that a read-only or shared home directory does not matter.
+Ray starts as a private local cluster unless `RAY_ADDRESS` names one to join; a cluster that merely happens
+to run on this machine is left alone. A local cluster keeps Ray's token authentication, with a token that
+lives in this process and its children only, so that a read-only or shared home directory does not matter. A
+cluster that is joined decides itself: offering a token to one that uses none looks fine until its daemons
+cannot call this process back, and then cancel every actor.
 """
 
 import logging
@@ -18,6 +20,7 @@ import math
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -29,7 +32,6 @@ from typing import Any, Literal, Self
 import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
@@ -182,10 +184,7 @@ def _connect() -> None:
     address = os.environ.get("RAY_ADDRESS")
     try:
         if address:
-            # Ray itself offers a token only to clusters that it found by searching. A cluster without
-            # authentication ignores the token.
-            logging.getLogger("ray").setLevel(logging.ERROR)  # it would announce that in a warning
-            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+            _probe(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
             _provide_local_token()
@@ -197,11 +196,22 @@ def _connect() -> None:
                 object_store_memory=OBJECT_STORE_BYTES,
             )
     except (OSError, RuntimeError, ValueError, RayError) as error:
-        what = f"join the Ray cluster at RAY_ADDRESS={address}" if address else "start a local Ray cluster"
-        raise ResourceError(f"Could not {what}: {error}") from error
+        if not address:
+            raise ResourceError(f"Could not start a local Ray cluster: {error}") from error
+        raise ResourceError(
+            f"Could not join the Ray cluster at RAY_ADDRESS={address}: {error}. Is it running, and if it uses token "
+            "authentication, are RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN set here?"
+        ) from error
     if threading.current_thread() is threading.main_thread():
         # Ray's own handler prints a native stack and exits without running `VirtualCluster.__exit__`.
         signal.signal(signal.SIGTERM, _exit_on_sigterm)
+
+
+def _probe(address: str) -> None:
+    """Fail at once where nobody listens; Ray would retry for over a minute."""
+    host, separator, port = address.rpartition(":")
+    if separator and "://" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _exit_on_sigterm(signal_number: int, frame: FrameType | None) -> None:

@@ -3,7 +3,8 @@
 Bridge imports `transformer_engine` at module level for models and features that this project does not use. Where it is
 missing, an import finder answers with empty classes while Bridge is imported, and is taken away again afterwards, so
 that no other library is led to believe that Transformer Engine is present. Megatron-Core is imported before, and
-sees the truth. The alternative, Bridge's conversion tables copied into this project, would be a second home for every model.
+sees the truth. The alternative, Bridge's conversion tables copied into this project, would be a second home for
+every model.
 """
 
 import contextlib
@@ -66,11 +67,11 @@ class _Finder:
 @contextlib.contextmanager
 def _empty_transformer_engine() -> Iterator[None]:
     finder = _Finder()
-    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.split(".")[0] in _ABSENT]:
             del sys.modules[name]
 

@@ -3,8 +3,8 @@
 Megatron names CUDA in a handful of places although the mathematics around them is device-neutral. Each function below
 redirects one such place, and says which line needs it. They act on the whole process and are installed once, in a
 worker, only where `torch.cuda.is_available()` is false. The alternative, a fork of Megatron, would follow every
-release; the limit of this one is that a new release can add another place, which then fails loudly ("Torch not compiled with
-CUDA enabled") in the tests that train a model.
+release; the limit of this one is that a new release can add another place, which then fails loudly ("Torch not
+compiled with CUDA enabled") in the tests that train a model.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ class _TorchWithoutCuda(types.ModuleType):
 
     @staticmethod
     def tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        return torch.tensor(*args, device=_CPU if str(device).startswith("cuda") else device, **kwargs)
+        return torch.tensor(*args, **kwargs, device=_CPU if str(device).startswith("cuda") else device)  # type: ignore[misc]
 
 
 def _factories() -> None:

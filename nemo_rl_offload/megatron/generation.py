@@ -113,7 +113,8 @@ def _advance(model: Any, new_tokens: Tensor, context: StaticInferenceContext) ->
     )
     context.sequence_len_offset += num_new
     context.enable_decode_mode()
-    return logits[:, -1]
+    last: Tensor = logits[:, -1]
+    return last
 
 
 def _cut(tokens: Tensor, logprobs: Tensor, lengths: Tensor, ends: Tensor, finished: Tensor) -> list[Response]:

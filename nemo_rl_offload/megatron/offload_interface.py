@@ -3,8 +3,8 @@
 Megatron's layers call one class, `FineGrainedActivationOffloadingInterface`, in a fixed way:
 `manager = Interface(flag, tensor, module)`, `with manager as tensor: ...`, `output = manager.group_offload(output)`.
 The class below has the same shape and hands regions to the engine. Several Megatron modules bind the class by name
-when they are imported, and layers keep it when they are built; so it is replaced wherever it is bound, before any layer is built.
-Since Megatron's contract is one class for the process, one engine is active in a process at a time.
+when they are imported, and layers keep it when they are built; so it is replaced wherever it is bound, before any
+layer is built. Since Megatron's contract is one class for the process, one engine is active in a process at a time.
 
 `forced_released_tensors` are not shrunk. Megatron resizes their storage to nothing while other nodes may have saved
 views of it: the value handed to core attention shares its storage with the query that a query norm saved. Our engine

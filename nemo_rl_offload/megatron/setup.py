@@ -60,7 +60,7 @@ def _transformer_fields(policy: PolicyConfig, transformer_impl: str) -> dict[str
     on_gpu = torch.cuda.is_available()
     dtype = _DTYPES[policy["precision"]]
     fields: dict[str, Any] = {
-        key: cfg[key]  # type: ignore[literal-required]
+        key: cfg[key]
         for key in (
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",

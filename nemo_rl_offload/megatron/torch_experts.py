@@ -52,7 +52,7 @@ class _GroupedLinear(torch.autograd.Function):
         return F.grouped_mm(x, expert_stack(weights).transpose(-2, -1), offs=offsets)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, offsets, *weights = ctx.saved_tensors
         dy = dy.contiguous()
         dx = F.grouped_mm(dy, expert_stack(tuple(weights)), offs=offsets) if ctx.needs_input_grad[0] else None
@@ -102,7 +102,7 @@ class TorchGroupedLinear(torch.nn.Module):
     def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
         ends = torch.tensor(tokens_per_expert, device=x.device).cumsum(0).to(torch.int32)
         weights = [getattr(self, f"weight{expert}") for expert in range(self.num_local_experts)]
-        return _GroupedLinear.apply(x, ends, *weights), None
+        return _GroupedLinear.apply(x, ends, *weights), None  # type: ignore[no-untyped-call]
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here; Megatron calls this where they may be."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.cluster.virtual_cluster import Node, choose_layout
+from nemo_rl_offload.cluster.virtual_cluster import Node, VirtualCluster, choose_layout
 from nemo_rl_offload.errors import ResourceError
 
 
@@ -76,3 +76,10 @@ def test_slots_fit_and_leave_cores(
         assert workers * slot.get("CPU", 0) <= node.num_cores / 2
         assert workers * slot.get("GPU", 0) <= node.num_gpus
         assert ("GPU" in slot) == (layout.device == "cuda") == any(gpus for _, gpus in shapes)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:port"])
+def test_address_without_a_cluster(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ResourceError, match=f"RAY_ADDRESS={address}: .*RAY_AUTH_MODE=token"):
+        VirtualCluster(1, "auto")

@@ -1,0 +1,147 @@
+"""The command `nemo-rl-offload`. Heavy libraries are imported after the arguments and the configuration are checked."""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PROJECT_ROOT = Path(__file__).parent.parent
+ALGORITHMS = {"grpo": "examples/configs/grpo_tiny.yaml"}
+EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
+
+EPILOG = """\
+overrides, after the options (Hydra's grammar):
+  a.b=value     change a key       policy.megatron_cfg.optimizer.lr=1e-4
+  +a.b=value    add a key          +env.reasoning_gym.params.max_word_len=6
+  ~a.b          remove a key       ~env.reasoning_gym.params.max_word_len
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    parser = argparse.ArgumentParser(
+        prog="nemo-rl-offload", description="Post-train language models on Megatron-Core with activation offloading."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="train a model",
+        description="Train a model. Without --config, a small example that runs anywhere.",
+        usage="%(prog)s ALGORITHM [options] [KEY=VALUE ...]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("algorithm", choices=sorted(ALGORITHMS))
+    run.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML configuration (default: the algorithm's example)"
+    )
+    run.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="where everything goes (default: results/<config name>)"
+    )
+    run.add_argument(
+        "--format", choices=("table", "json"), default="table", help="how the summary is printed at the end"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, 2 for what the user can mend, 130 when interrupted."""
+    parser = build_parser()
+    # Overrides may stand before, between and after options, which argparse's own `nargs="*"` does not allow.
+    options, overrides = parser.parse_known_args(arguments)
+    if unknown := [word for word in overrides if word.startswith("-")]:
+        parser.error(f"unknown option: {' '.join(unknown)}")
+    from nemo_rl_offload.errors import NemoRLOffloadError
+
+    run_dirs: list[Path] = []
+    try:
+        with _terminated_like_interrupted():
+            return _run(options, overrides, run_dirs)
+    except NemoRLOffloadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        _keep_details(error, run_dirs)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(f"Interrupted.{_how_to_go_on(run_dirs)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> int:
+    from nemo_rl_offload.config.checks import check_config
+    from nemo_rl_offload.config.loader import load_config
+
+    source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm]
+    checked = check_config(load_config(source, overrides), str(source))
+    from nemo_rl_offload.observability.run_directory import open_run_directory
+
+    run_dir = open_run_directory(options.run_dir, Path("results") / source.stem, checked.config)
+    run_dirs.append(run_dir)
+    from rich.console import Console
+
+    console = Console(stderr=options.format == "json", highlight=False)
+    for warning in checked.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    console.print(f"Run directory: {run_dir}", markup=False)
+    summary = _train(options.algorithm, checked.config, run_dir, console)
+    if options.format == "json":
+        print(json.dumps(summary))
+    else:
+        from nemo_rl_offload.observability.report import summary_table
+
+        console.print(summary_table(summary))
+    return 0
+
+
+def _train(algorithm: str, config: Any, run_dir: Path, console: "Console") -> dict[str, Any]:
+    assert algorithm == "grpo"
+    # transformers says that it found no PyTorch or what it would rather have; Ray warns about its own defaults.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from nemo_rl_offload.algorithms.grpo import run_grpo
+
+    def say(line: str) -> None:
+        console.print(f"{line} ...", markup=False)
+
+    return run_grpo(config, run_dir, say, sys.stderr if console.stderr else None)
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that workers and Ray are gone when the process ends."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _keep_details(error: BaseException, run_dirs: list[Path]) -> None:
+    """Put the traceback, a worker's own above all, into the run directory."""
+    if not run_dirs:
+        return
+    path = run_dirs[0] / "error.log"
+    with contextlib.suppress(OSError):  # the disk may be what failed, and the message is on the screen
+        path.write_text(getattr(error, "details", "") + "".join(traceback.format_exception(error)))
+        print(f"Details: {path}", file=sys.stderr)
+
+
+def _how_to_go_on(run_dirs: list[Path]) -> str:
+    if not run_dirs or not any(run_dirs[0].glob("checkpoints/step_*")):
+        return ""
+    return f" The same command goes on from the last checkpoint in {run_dirs[0]}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

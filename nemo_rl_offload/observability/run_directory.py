@@ -1,0 +1,149 @@
+"""The folder that holds everything a run writes, and its checkpoints: each is either whole or absent.
+
+A checkpoint is written under a name that nobody reads (`.step_50.partial`) and renamed when it is complete. What a
+killed run leaves half-written is removed by the next one.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
+from nemo_rl_offload.observability.logger import write_json_atomic
+
+CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
+
+
+def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str, Any]) -> Path:
+    """Create or re-enter the folder of a run and note its configuration there.
+
+    Without an explicit folder, an unfinished run of the same configuration under `default` is taken up again; any other
+    run there is left alone, and `default-2`, `default-3`, ... is used.
+
+    Raises:
+        ConfigError: the explicit folder holds a run of another configuration, or other files.
+        ResourceError: the folder cannot be written.
+    """
+    if explicit is not None:
+        if not _can_enter(explicit, config):
+            raise ConfigError(
+                f"--run-dir {explicit}: the folder holds something else than a run of this configuration "
+                f"(compare its {CONFIG_FILE}). Choose another folder, or remove this one."
+            )
+        folder = explicit
+    else:
+        folder = next(path for path in _numbered(default) if _can_enter(path, config, unfinished=True))
+    with _explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(yaml.safe_dump(dict(config), sort_keys=False))
+    return folder
+
+
+def _numbered(default: Path) -> Iterator[Path]:
+    yield default
+    number = 2
+    while True:
+        yield default.with_name(f"{default.name}-{number}")
+        number += 1
+
+
+def _can_enter(folder: Path, config: Mapping[str, Any], unfinished: bool = False) -> bool:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return True
+    if unfinished and (folder / SUMMARY_FILE).exists():
+        return False
+    try:
+        saved = yaml.safe_load((folder / CONFIG_FILE).read_text())
+    except (OSError, yaml.YAMLError):
+        return False
+    return bool(saved == dict(config))
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"Cannot write {path}: {error.strerror or error}. "
+            "Free some space there, or choose another folder with --run-dir."
+        ) from error
+
+
+class Checkpoints:
+    """The checkpoints of a run directory: `checkpoints/step_N`, each with the driver's own state as JSON.
+
+    `keep_top_k` best ones by the metric are kept (all where it is None), and always the latest.
+    """
+
+    def __init__(self, run_dir: Path, keep_top_k: int | None, higher_is_better: bool) -> None:
+        self._folder = run_dir / "checkpoints"
+        self._keep_top_k = keep_top_k
+        self._higher_is_better = higher_is_better
+        for leftover in self._folder.glob(".*.partial"):
+            shutil.rmtree(leftover)
+
+    def save(self, step: int, state: Mapping[str, Any], metric: float | None, write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint: `write` fills the folder `policy` in it. Returns where it stands.
+
+        Raises:
+            ResourceError: it could not be written; then it is absent, and older ones are untouched.
+        """
+        partial = self._folder / f".step_{step}.partial"
+        final = self._folder / f"step_{step}"
+        try:
+            with _explained(partial):
+                partial.mkdir(parents=True)
+            write(partial / "policy")
+            write_json_atomic(partial / STATE_FILE, {"step": step, "metric": metric, **state})
+            with _explained(final):
+                partial.rename(final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._prune()
+        return final
+
+    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The folder and the driver's state of the newest checkpoint; None without one.
+
+        Raises:
+            CheckpointError: its state cannot be read.
+        """
+        steps = self._steps()
+        return (self._path(steps[-1]), self._state(steps[-1])) if steps else None
+
+    def _steps(self) -> list[int]:
+        return sorted(int(path.name.removeprefix("step_")) for path in self._folder.glob("step_*"))
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step_{step}"
+
+    def _state(self, step: int) -> dict[str, Any]:
+        path = self._path(step) / STATE_FILE
+        try:
+            state: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. Remove {path.parent} to go on from an older one."
+            ) from error
+        return state
+
+    def _prune(self) -> None:
+        steps = self._steps()
+        if self._keep_top_k is None:
+            return
+        sign = -1.0 if self._higher_is_better else 1.0
+
+        def rank(step: int) -> tuple[bool, float, int]:
+            metric = self._state(step)["metric"]
+            return metric is None, sign * (metric or 0.0), -step
+
+        for step in sorted(steps, key=rank)[self._keep_top_k :]:
+            if step != steps[-1]:
+                shutil.rmtree(self._path(step))
