@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_offload.errors import NemoRLOffloadError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -60,8 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     if unknown := [word for word in overrides if word.startswith("-")]:
         parser.error(f"unknown option: {' '.join(unknown)}")
-    from nemo_rl_offload.errors import NemoRLOffloadError
-
     run_dirs: list[Path] = []
     try:
         with _terminated_like_interrupted():
@@ -127,13 +127,13 @@ def _terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _keep_details(error: BaseException, run_dirs: list[Path]) -> None:
+def _keep_details(error: NemoRLOffloadError, run_dirs: list[Path]) -> None:
     """Put the traceback, a worker's own above all, into the run directory."""
     if not run_dirs:
         return
     path = run_dirs[0] / "error.log"
     with contextlib.suppress(OSError):  # the disk may be what failed, and the message is on the screen
-        path.write_text(getattr(error, "details", "") + "".join(traceback.format_exception(error)))
+        path.write_text(error.details + "".join(traceback.format_exception(error)))
         print(f"Details: {path}", file=sys.stderr)
 
 

@@ -7,6 +7,9 @@ from difflib import get_close_matches
 class NemoRLOffloadError(Exception):
     """Base of every error that a user can cause or must act on."""
 
+    details: str = ""
+    """The original traceback where the error happened in another process; for a log file, not for the screen."""
+
 
 class ConfigError(NemoRLOffloadError, ValueError):
     """One or several problems in the configuration, one per line."""

@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 CONFIG = HERE.parent / "configs" / "grpo_tiny.yaml"
 DESTINATION = HERE / "tiny_speller"
 SEED = 0
-NUM_STEPS, NUM_SCHEDULE_STEPS, BATCH_SIZE = 125, 250, 64
+NUM_STEPS, NUM_SCHEDULE_STEPS, BATCH_SIZE = 150, 250, 64
 
 
 def make_start(folder: Path) -> None:

@@ -184,7 +184,7 @@ def _to_error(failure: Failure, where: str) -> NemoRLOffloadError:
     # A full disk belongs to one machine; a wrong configuration or data set is the same on all.
     local = issubclass(failure.kind, WorkerError | ResourceError)
     error = failure.kind(f"{where}: {failure.message}" if local else failure.message)
-    vars(error)["details"] = failure.details
+    error.details = failure.details
     return error
 
 

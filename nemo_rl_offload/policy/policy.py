@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,7 +82,8 @@ class Policy:
     def _sharded_logprobs(self, method: str, batch: Batch) -> Tensor:
         inputs = {key: batch[key] for key in ("input_ids", "input_lengths")}
         shards = [(piece,) for piece in shard(inputs, self.world_size)]
-        return torch.cat(self._workers.run_sharded(method, shards))[: num_samples(batch)]
+        parts = self._workers.run_sharded(method, shards)
+        return torch.from_numpy(np.concatenate(parts))[: num_samples(batch)]
 
     def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
         """Sample one response for each prompt; a function of weights, prompts, `seed` and number of ranks."""

@@ -16,8 +16,9 @@ from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import PolicyConfig
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
-    from torch import Tensor
+    from numpy.typing import NDArray
 
     from nemo_rl_offload.losses.reduction import Normalizers
 
@@ -68,14 +69,18 @@ class PolicyWorker:
             self._policy["generation"]["temperature"],
         )
 
-    def get_logprobs(self, batch: Batch) -> Tensor:
-        """Log-probabilities of this rank's shard, float32 [B, S]."""
+    def get_logprobs(self, batch: Batch) -> NDArray[np.float32]:
+        """Log-probabilities of this rank's shard, float32 [B, S].
+
+        Megatron changes how tensors are pickled, such that unpickling one imports Megatron: an array travels instead.
+        """
         from nemo_rl_offload.megatron.train_step import compute_logprobs
 
         temperature = self._policy["generation"]["temperature"]
-        return compute_logprobs(self._model, batch, self._policy["logprob_batch_size"], temperature)
+        logprobs = compute_logprobs(self._model, batch, self._policy["logprob_batch_size"], temperature)
+        return logprobs.numpy()
 
-    def get_reference_policy_logprobs(self, batch: Batch) -> Tensor:
+    def get_reference_policy_logprobs(self, batch: Batch) -> NDArray[np.float32]:
         """The same with the start weights, which take the place of the current ones meanwhile."""
         assert self._reference is not None, "built with keep_reference=False"
         current = [weight.detach().cpu().clone() for weight in self._parameters()]
