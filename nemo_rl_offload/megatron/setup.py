@@ -6,6 +6,7 @@ translated into what Megatron would be told for the same run (`megatron_view`), 
 combination that Megatron refuses is refused here too, in Megatron's words, before a model is built.
 """
 
+import shutil
 from typing import Any
 
 import torch
@@ -91,11 +92,13 @@ def _transformer_fields(policy: PolicyConfig, transformer_impl: str) -> dict[str
         "seq_length": policy["max_total_sequence_length"],
     }
     if transformer_impl == "torch":
+        # Megatron fuses these two with torch.compile, which needs a C compiler at run time.
+        fuse = on_gpu and any(map(shutil.which, ("cc", "gcc", "clang")))
         fields |= {
             "transformer_layer_spec": torch_block_spec,
             "moe_grouped_gemm": True,
-            "bias_activation_fusion": on_gpu,
-            "bias_dropout_fusion": on_gpu,
+            "bias_activation_fusion": fuse,
+            "bias_dropout_fusion": fuse,
             **dict.fromkeys(
                 (
                     "apply_rope_fusion",
