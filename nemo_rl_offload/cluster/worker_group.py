@@ -100,9 +100,9 @@ class WorkerGroup:
     """One ``worker_cls(*args, **kwargs)`` in its own process per slot of ``cluster``.
 
     ``env`` are environment variables for all of them. Besides, each process has RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR and (on CPU) OMP_NUM_THREADS
-    in its environment before the module of ``worker_cls`` is imported, and MASTER_PORT before its constructor
-    runs. Ray sets CUDA_VISIBLE_DEVICES to the one GPU of the rank, so its device is ``cuda:0``.
+    LOCAL_WORLD_SIZE, MASTER_ADDR and (on CPU) OMP_NUM_THREADS in its environment before the module of
+    ``worker_cls`` is imported, and MASTER_PORT before its constructor runs. Ray sets CUDA_VISIBLE_DEVICES to the
+    one GPU of the rank, so its device is ``cuda:0``.
 
     Raises:
         WorkerError: a constructor failed or a process died; an exception of this project keeps its type. The

@@ -79,7 +79,8 @@ def _schema_problems(raw: Mapping[str, Any], error: ValidationError) -> dict[str
         keys, annotation, value = _locate(raw, location)
         given = "missing" if details["type"] == "missing" else f"{_shown(value)} is not allowed"
         problems[_dotted(keys)] = f"{given}. Allowed: {describe(annotation)}.{_hint(annotation, value)}"
-    return problems
+    inner = [path for path in problems if any(other.startswith(f"{path}.") for other in problems)]
+    return {path: text for path, text in problems.items() if path not in inner}
 
 
 def _dotted(location: Iterable[int | str]) -> str:
@@ -89,13 +90,16 @@ def _dotted(location: Iterable[int | str]) -> str:
 def _locate(raw: Any, location: Iterable[int | str]) -> tuple[list[int | str], Any, Any]:
     """Follow a location in the data and in the schema; return path, annotation and value.
 
-    Pydantic ends the location of a union with a tag of its own, which is in neither and ends the walk.
+    Pydantic puts a tag for the member of a union into the location: one for a list stands before the item's number,
+    others end the walk.
     """
     path: list[int | str] = []
     annotation: Any = MasterConfig
     for part in location:
         is_key = isinstance(raw, Mapping) and (part in raw or part in keys_of(annotation))
         is_item = isinstance(raw, list) and isinstance(part, int)
+        if str(part).startswith("list["):
+            continue
         if not (is_key or is_item):
             break
         path.append(part)

@@ -56,8 +56,8 @@ def _torch_layers(get: Get) -> Iterator[str]:
         return
     for key in transformer_engine_settings(get):
         yield (
-            f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which transformer_impl: torch leaves out. "
-            "Change one of the two."
+            f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which transformer_impl: torch "
+            "leaves out. Change one of the two."
         )
 
 
@@ -67,7 +67,7 @@ def transformer_engine_is_here(get: Get) -> Iterator[str]:
     if impl == "torch" or have_transformer_engine():
         return
     if impl == "transformer_engine":
-        yield f"{MEGATRON}.transformer_impl: transformer_engine is not installed here. Install it, or set torch or auto."
+        yield f"{MEGATRON}.transformer_impl: transformer_engine is not installed here. Install it, or set torch."
     for key in transformer_engine_settings(get):
         yield f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which is not installed here."
 
@@ -116,9 +116,9 @@ def _recompute_fits_model(get: Get) -> Iterator[str]:
 def _experts(get: Get) -> Iterator[str]:
     dispatcher = megatron(get, "moe_token_dispatcher_type")
     if megatron(get, "moe_shared_expert_overlap") and dispatcher == "allgather":
-        yield f"{MEGATRON}.moe_shared_expert_overlap: needs the alltoall or flex dispatcher. Set moe_token_dispatcher_type."
+        yield f"{MEGATRON}.moe_shared_expert_overlap: needs moe_token_dispatcher_type alltoall or flex. Change one."
     if megatron(get, "moe_flex_dispatcher_backend") is not None and dispatcher != "flex":
-        yield f"{MEGATRON}.moe_flex_dispatcher_backend: needs moe_token_dispatcher_type flex. Set that, or this to null."
+        yield f"{MEGATRON}.moe_flex_dispatcher_backend: needs moe_token_dispatcher_type flex. Set that, or null."
     loss = megatron(get, "moe_aux_loss_coeff")
     if megatron(get, "moe_router_load_balancing_type") == "sinkhorn" and loss != 0:
         yield f"{MEGATRON}.moe_aux_loss_coeff: sinkhorn balances without a loss. Set it to 0."
@@ -149,7 +149,7 @@ def _bias_activation_fusion(get: Get) -> Iterator[str]:
         return
     activation = model_shape(get).activation
     if activation not in (None, "silu"):
-        yield f"{MEGATRON}.bias_activation_fusion: not for the model's activation {activation}. Set it to false or null."
+        yield f"{MEGATRON}.bias_activation_fusion: not for the activation {activation} of the model. Set false."
 
 
 def _learning_rate(get: Get) -> Iterator[str]:
@@ -167,7 +167,7 @@ def _weight_decay(get: Get) -> Iterator[str]:
     if end < start:
         yield f"{path}.end_weight_decay: {end} is below start_weight_decay {start}. Raise it."
     elif start != end and get(f"{path}.weight_decay_incr_style") == "constant":
-        yield f"{path}.weight_decay_incr_style: constant, but weight decay goes from {start} to {end}. Set linear or cosine."
+        yield f"{path}.weight_decay_incr_style: weight decay goes from {start} to {end}. Set linear or cosine."
 
 
 def _warmup(get: Get) -> Iterator[str]:
@@ -188,7 +188,7 @@ def _precision_aware_optimizer(get: Get) -> Iterator[str]:
     if get(f"{path}.optimizer") != "adam":
         yield f"{path}.use_precision_aware_optimizer: only for adam. Set it to false."
     if not get(f"{path}.use_distributed_optimizer"):
-        yield f"{path}.use_precision_aware_optimizer: needs use_distributed_optimizer. Set that to true, or this to false."
+        yield f"{path}.use_precision_aware_optimizer: needs use_distributed_optimizer. Turn that on, or this off."
 
 
 def _overlap(get: Get) -> Iterator[str]:

@@ -97,7 +97,7 @@ class MegatronConfig(TypedDict):
     env_vars: dict[str, str] | None
     """Environment variables of the workers, set before they import anything; null: none."""
     empty_unused_memory_level: Annotated[int, Ge(0), Le(2)]
-    """Hand cached device memory back: 0 never, 1 after training steps, 2 also after log-probabilities and generation."""
+    """Hand cached device memory back: 0 never, 1 after training, 2 also after generation."""
     model_overrides: dict[str, Any]
     """Fields of Megatron-Core's TransformerConfig that have no key here, by name."""
     cpu_affinity: CpuAffinityConfig

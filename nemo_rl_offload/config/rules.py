@@ -106,5 +106,5 @@ RULES: tuple[Rule, ...] = (
     *RUN_RULES,
 )
 RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (_model_is_here, _tokenizer_is_here, transformer_engine_is_here)
-"""What a run needs here, and a check elsewhere does not. Without the model's folder, rules about its layers say nothing."""
+"""What a run needs here, and a check elsewhere does not. Without the model's folder, rules about layers are silent."""
 WARNINGS: tuple[Rule, ...] = (*OFFLOAD_WARNINGS, *CUDA_GRAPH_WARNINGS, *MEGATRON_WARNINGS, *WORKER_WARNINGS)

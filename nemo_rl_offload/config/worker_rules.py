@@ -20,9 +20,9 @@ from nemo_rl_offload.config.types import describe, keys_of
 from nemo_rl_offload.errors import nearest
 
 SET_BY_GROUP = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES PYTHONPATH "
-    "PYTHONUNBUFFERED"
-).split()
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED"),
+)
 """Environment variables that this project sets for each worker itself."""
 
 _OWNERS = {

@@ -1,4 +1,5 @@
 import copy
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_offload.config.checks import CheckedConfig, check_config
-from nemo_rl_offload.config.loader import load_config
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ConfigError
 
 M = "policy.megatron_cfg"
@@ -26,13 +27,15 @@ def problems(check: Check, *overrides: str) -> list[str]:
     return lines
 
 
-def test_shipped_configurations_are_valid(configs: Path, dense_model: Path) -> None:
-    shipped = sorted(configs.glob("*.yaml"))
-    assert len(shipped) >= 2
-    for path in shipped:
-        task = ["env.reasoning_gym.task=spell_backward"] if path.name == "base.yaml" else []
-        checked = check_config(load_config(path, [f"policy.model_name={dense_model}", *task]), path.name)
-        assert checked.warnings == []
+@pytest.mark.parametrize("name", [path.name for path in (PROJECT_ROOT / "examples/configs").glob("*.yaml")])
+def test_shipped_configurations_are_valid(configs: Path, dense_model: Path, moe_model: Path, name: str) -> None:
+    overrides = ["env.reasoning_gym.task=spell_backward"] if name == "base.yaml" else []
+    model = moe_model if "moe" in name else dense_model
+    checked = check_config(load_config(configs / name, [f"policy.model_name={model}", *overrides]), name)
+    assert checked.warnings == []
+    assert {"fine_grained_activation_offloading", "offload_modules"} <= set(
+        re.findall(r"^    (\w+):", (configs / name).read_text(), re.MULTILINE)
+    )
 
 
 def test_values_keep_their_types(check: Check) -> None:
@@ -84,7 +87,7 @@ def test_keys_are_checked(check: Check, override: str, text: str) -> None:
         (
             f"{M}.offload_modules='core_attn,mlp_norm'",
             '"core_attn,mlp_norm"',
-            "a list of text, or null. Write it as a list: [core_attn, mlp_norm]",
+            "a list of text, or 'auto', or null. Write it as a list: [core_attn, mlp_norm]",
         ),
         ("data.validation.exclude=3", "3", "a list of sections."),
         (f"{M}.activation_offload.host_memory_budget=1.5", "1.5", "a number above 0 up to 1, or text."),
@@ -180,7 +183,7 @@ def test_checking_imports_nothing_heavy(configs: Path, dense_model: Path) -> Non
     code = (
         "import sys\n"
         "from nemo_rl_offload.config.checks import check_config\n"
-        "from nemo_rl_offload.config.loader import load_config\n"
+        "from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config\n"
         f"config = load_config('{configs / 'grpo_tiny.yaml'}', ['policy.model_name={dense_model}'])\n"
         "check_config(config)\n"
         "print(sorted({'torch', 'ray', 'transformers', 'megatron', 'reasoning_gym'} & set(sys.modules)))"
