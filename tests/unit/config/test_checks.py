@@ -1,14 +1,11 @@
-import copy
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nemo_rl_offload.config.checks import CheckedConfig, check_config
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
@@ -138,45 +135,6 @@ def test_everything_is_reported_together(check: Check) -> None:
 def test_rules_end_quietly_where_values_are_reported_already(check: Check, override: str) -> None:
     path = override.lstrip("~").split("=")[0]
     assert [line.split(":")[0] for line in problems(check, override)] == [path]
-
-
-def nodes(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, child in children:
-        yield (*path, key)
-        yield from nodes(child, (*path, key))
-
-
-NUMBERS = [-1, 0, 1, 2.5, float("nan")]
-TEXTS = ["", "???", "auto", "8GiB", "attn_proj"]
-VALUES = st.sampled_from([None, True, *NUMBERS, *TEXTS, [], ["moe_act"], [1], {}, {"a": 1}])
-
-
-@given(data=st.data())
-@settings(max_examples=250, deadline=None)
-def test_a_mutated_configuration_never_ends_in_another_error(tiny: Tiny, data: st.DataObject) -> None:
-    raw = tiny()
-    sections = set(raw)
-    for _ in range(data.draw(st.integers(1, 3))):
-        *parents, key = data.draw(st.sampled_from(sorted(nodes(raw), key=str)))
-        parent: Any = raw
-        for part in parents:
-            parent = parent[part]
-        match data.draw(st.sampled_from(["drop", "rename", "retype"])):
-            case "drop":
-                del parent[key]
-            case "rename" if isinstance(parent, dict):
-                parent[f"{key}_"] = parent.pop(key)
-            case _:
-                parent[key] = copy.deepcopy(data.draw(VALUES))
-    try:
-        checked = check_config(raw)
-    except ConfigError as error:
-        head, *lines = str(error).splitlines()
-        assert head == f"configuration: {len(lines)} problem{'s' if len(lines) > 1 else ''}"
-        assert all(line.split(":")[0] for line in lines), lines
-    else:
-        assert set(checked.config) == sections
 
 
 def test_checking_imports_nothing_heavy(configs: Path, dense_model: Path) -> None:

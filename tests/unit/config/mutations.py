@@ -1,0 +1,89 @@
+"""Changed configurations: any value anywhere, or values that a key of `policy.megatron_cfg` may well have."""
+
+import copy
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from hypothesis import strategies as st
+
+from nemo_rl_offload.config.cuda_graph_rules import CUDA_GRAPH_MODULES
+from nemo_rl_offload.config.megatron_rules import RECOMPUTE_MODULES
+from nemo_rl_offload.config.megatron_schema import MegatronConfig
+from nemo_rl_offload.config.types import keys_of
+from nemo_rl_offload.planner.modules import MEGATRON_MODULES, NATIVE_MODULES
+
+NUMBERS = [-1, 0, 1, 2.5, float("nan")]
+TEXTS = ["", "???", "auto", "8GiB", "attn_proj"]
+ANYTHING = st.sampled_from([None, True, *NUMBERS, *TEXTS, [], ["moe_act"], [1], {}, {"a": 1}, {1: 2}])
+LISTS = {
+    "offload_modules": (*MEGATRON_MODULES, *NATIVE_MODULES),
+    "recompute_modules": RECOMPUTE_MODULES,
+    "cuda_graph_modules": CUDA_GRAPH_MODULES,
+}
+OVERRIDES = [{}, {"attention_softmax_in_fp32": True}, {"init_method_std": 0.01}, {"num_layers": 2}, {"use_mup": True}]
+
+
+def nodes(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of all keys and items."""
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        yield (*path, key)
+        yield from nodes(child, (*path, key))
+
+
+def leaves(annotation: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield path and type of each key that holds a value."""
+    for key, child in keys_of(annotation).items():
+        yield from leaves(child, (*path, key)) if keys_of(child) else [((*path, key), child)]
+
+
+def set_at(root: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Change one value in place."""
+    for part in path[:-1]:
+        root = root[part]
+    root[path[-1]] = value
+
+
+def plausible(key: str, annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of the right type for a key, some of them out of range."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if key == "model_overrides":
+        return st.sampled_from(OVERRIDES)
+    if origin in (Union, UnionType):
+        return st.one_of(*(plausible(key, argument) for argument in arguments))
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin is list:
+        return st.lists(st.sampled_from(LISTS[key]), max_size=3, unique=True)
+    if origin is dict:
+        return st.just({})
+    if origin is Annotated:
+        return plausible(key, arguments[0])
+    by_type = {bool: [True, False], int: [0, 1, 2, 3], float: [0.0, 0.01, 0.5, 1.0, 1.5], str: ["8GiB", "8GB"]}
+    return st.none() if annotation is type(None) else st.sampled_from(by_type[annotation])
+
+
+@st.composite
+def megatron_changes(draw: st.DrawFn) -> dict[tuple[str, ...], Any]:
+    """One to six changed keys of `policy.megatron_cfg`: path below it and value."""
+    chosen = draw(
+        st.lists(st.sampled_from(list(leaves(MegatronConfig))), min_size=1, max_size=6, unique_by=lambda x: x[0])
+    )
+    return {path: draw(plausible(path[-1], annotation)) for path, annotation in chosen if path != ("enabled",)}
+
+
+def mutate(data: st.DataObject, raw: Any) -> None:
+    """Drop, rename, retype or contradict one to three keys in place."""
+    for _ in range(data.draw(st.integers(1, 3))):
+        *parents, key = data.draw(st.sampled_from(sorted(nodes(raw), key=str)))
+        parent: Any = raw
+        for part in parents:
+            parent = parent[part]
+        match data.draw(st.sampled_from(["drop", "rename", "retype"])):
+            case "drop":
+                del parent[key]
+            case "rename" if isinstance(parent, dict):
+                parent[f"{key}_"] = parent.pop(key)
+            case _:
+                parent[key] = copy.deepcopy(data.draw(ANYTHING))
