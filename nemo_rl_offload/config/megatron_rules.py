@@ -1,4 +1,4 @@
-"""Megatron-Core's own rules about recomputation, experts, pipelines and the optimizer.
+"""Megatron-Core's own rules about recomputation, experts, kernels and the optimizer.
 
 Megatron checks them when its configuration objects are built, in a worker; here they are checked without importing it.
 """
@@ -122,26 +122,6 @@ def _experts(get: Get) -> Iterator[str]:
     loss = megatron(get, "moe_aux_loss_coeff")
     if megatron(get, "moe_router_load_balancing_type") == "sinkhorn" and loss != 0:
         yield f"{MEGATRON}.moe_aux_loss_coeff: sinkhorn balances without a loss. Set it to 0."
-    if megatron(get, "expert_model_parallel_size") > 1 and not model_shape(get).has_experts:
-        yield f"{MEGATRON}.expert_model_parallel_size: the model has no experts. Set it to 1."
-
-
-def _pipeline(get: Get) -> Iterator[str]:
-    num_ranks = megatron(get, "pipeline_model_parallel_size")
-    virtual = "virtual_pipeline_model_parallel_size"
-    for key in (virtual, "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        if megatron(get, key) is not None and num_ranks == 1:
-            yield f"{MEGATRON}.{key}: needs pipeline_model_parallel_size above 1. Raise that, or set this to null."
-    batched = f"{MEGATRON}.batch_p2p_comm"
-    if megatron(get, "overlap_p2p_comm") and get(batched):
-        yield f"{batched}: excluded by overlap_p2p_comm. Set one of the two to false."
-    elif megatron(get, virtual) is not None and num_ranks == 2 and get(batched):
-        yield (
-            f"{batched}: with {virtual} and two pipeline ranks, batched messages give wrong gradients. "
-            "Set it to false and overlap_p2p_comm to true."
-        )
-    if megatron(get, "sequence_parallel") and megatron(get, "tensor_model_parallel_size") == 1:
-        yield f"{MEGATRON}.sequence_parallel: needs tensor_model_parallel_size above 1. Set it to false."
 
 
 def _bias_activation_fusion(get: Get) -> Iterator[str]:
@@ -206,7 +186,6 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     _recompute_names,
     _recompute_fits_model,
     _experts,
-    _pipeline,
     _bias_activation_fusion,
     _learning_rate,
     _weight_decay,

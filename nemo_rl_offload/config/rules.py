@@ -9,6 +9,7 @@ from nemo_rl_offload.config.cuda_graph_rules import CUDA_GRAPH_RULES, CUDA_GRAPH
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.megatron_rules import MEGATRON_RULES, MEGATRON_WARNINGS, transformer_engine_is_here
 from nemo_rl_offload.config.offload_rules import OFFLOAD_RULES, OFFLOAD_WARNINGS
+from nemo_rl_offload.config.parallel_rules import PARALLEL_RULES
 from nemo_rl_offload.config.rule import MEGATRON, Get, Rule, is_native, megatron
 from nemo_rl_offload.config.run_rules import RUN_RULES
 from nemo_rl_offload.config.shapes import read_shape
@@ -102,6 +103,7 @@ RULES: tuple[Rule, ...] = (
     *OFFLOAD_RULES,
     *CUDA_GRAPH_RULES,
     *MEGATRON_RULES,
+    *PARALLEL_RULES,
     *WORKER_RULES,
     *RUN_RULES,
 )

@@ -15,6 +15,8 @@ class Shape:
 
     layers_with_experts: list[bool]
     """Of each layer whether it has experts."""
+    num_attention_heads: int
+    num_key_value_heads: int
     has_shared_experts: bool
     has_latent_attention: bool
     has_linear_attention: bool
@@ -37,8 +39,11 @@ def read_shape(model_name: str) -> Shape:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} does not hold a model's configuration.")
     activation = content.get("hidden_act")
+    num_heads = max(1, _whole(content, "num_attention_heads", 1))
     return Shape(
         layers_with_experts=_layers_with_experts(content),
+        num_attention_heads=num_heads,
+        num_key_value_heads=_whole(content, "num_key_value_heads", num_heads),
         has_shared_experts=_whole(content, "n_shared_experts") + _whole(content, "shared_expert_intermediate_size") > 0,
         has_latent_attention=_whole(content, "kv_lora_rank") > 0,
         has_linear_attention=_whole(content, "linear_num_value_heads") > 0,

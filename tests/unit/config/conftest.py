@@ -27,7 +27,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
     def make(**shape: Any) -> Path:
         folder = tmp_path_factory.mktemp("model")
-        (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 4, **shape}))
+        (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 4, "num_attention_heads": 4, **shape}))
         (folder / "tokenizer_config.json").write_text("{}")
         return folder
 

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
 
+from nemo_rl_offload.config.checks import check_config
 from nemo_rl_offload.config.cuda_graph_rules import CUDA_GRAPH_MODULES
 from nemo_rl_offload.config.megatron_rules import RECOMPUTE_MODULES
 from nemo_rl_offload.config.megatron_schema import MegatronConfig
 from nemo_rl_offload.config.types import keys_of
+from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.modules import MEGATRON_MODULES, NATIVE_MODULES
 
 NUMBERS = [-1, 0, 1, 2.5, float("nan")]
@@ -87,3 +89,17 @@ def mutate(data: st.DataObject, raw: Any) -> None:
                 parent[f"{key}_"] = parent.pop(key)
             case _:
                 parent[key] = copy.deepcopy(data.draw(ANYTHING))
+
+
+def refused(raw: dict[str, Any]) -> list[str]:
+    """The lines of the error; none where the configuration is accepted."""
+    sections = set(raw)
+    try:
+        checked = check_config(raw)
+    except ConfigError as error:
+        head, *lines = str(error).splitlines()
+        assert head == f"configuration: {len(lines)} problem{'s' if len(lines) > 1 else ''}"
+        assert all(line.split(":")[0] for line in lines), lines
+        return lines
+    assert set(checked.config) == sections
+    return []

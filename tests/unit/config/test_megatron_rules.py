@@ -23,6 +23,8 @@ GATHER = "DDP.overlap_param_gather=true DDP.overlap_grad_reduce=true"
 DISTRIBUTED = "M.optimizer.use_distributed_optimizer=true"
 PRECISION = f"{TE} M.optimizer.use_precision_aware_optimizer=true"
 VIRTUAL = "M.virtual_pipeline_model_parallel_size=2"
+PIPELINE = "M.pipeline_model_parallel_size=2"
+OVERLAP = "M.batch_p2p_comm=false M.overlap_p2p_comm=true"
 GRAPH = "M.cuda_graph_impl"
 PARTS = "M.cuda_graph_modules"
 EXPERTS = "MOE M.offload_modules=[expert_fc1]"
@@ -83,7 +85,7 @@ CASES = [
         "M.moe_aux_loss_coeff=0",
     ),
     ("M.expert_model_parallel_size=2", "expert_model_parallel_size", "the model has no experts", "MOE"),
-    (VIRTUAL, "virtual_pipeline_model_parallel_size", "needs pipeline", "M.pipeline_model_parallel_size=3"),
+    (VIRTUAL, "virtual_pipeline_model_parallel_size", "needs pipeline", f"{PIPELINE} {OVERLAP}"),
     (
         "M.num_layers_in_first_pipeline_stage=1",
         "num_layers_in_first_pipeline_stage",
@@ -91,10 +93,29 @@ CASES = [
         "M.num_layers_in_first_pipeline_stage=null",
     ),
     (
-        f"{VIRTUAL} M.pipeline_model_parallel_size=2",
+        f"{VIRTUAL} {PIPELINE}",
         "batch_p2p_comm",
         "and two pipeline ranks, batched messages give wrong gradients",
-        "M.batch_p2p_comm=false M.overlap_p2p_comm=true",
+        OVERLAP,
+    ),
+    (f"{PIPELINE}1", "pipeline_model_parallel_size", "4 layers cannot be divided among 21 ranks", PIPELINE),
+    (
+        f"{PIPELINE} M.num_layers_in_first_pipeline_stage=3 M.num_layers_in_last_pipeline_stage=2",
+        "pipeline_model_parallel_size",
+        "-1 layers cannot be divided among 0 ranks",
+        "M.num_layers_in_last_pipeline_stage=1",
+    ),
+    (
+        f"{PIPELINE} {VIRTUAL} {OVERLAP} M.num_layers_in_first_pipeline_stage=1",
+        "num_layers_in_first_pipeline_stage",
+        "1 is not a multiple of",
+        "M.virtual_pipeline_model_parallel_size=null",
+    ),
+    (
+        "M.tensor_model_parallel_size=3",
+        "tensor_model_parallel_size",
+        "does not divide the model's 4 attention heads",
+        "M.tensor_model_parallel_size=4",
     ),
     ("M.overlap_p2p_comm=true", "batch_p2p_comm", "excluded by overlap_p2p_comm", "M.batch_p2p_comm=false"),
     ("M.sequence_parallel=true", "sequence_parallel", "needs tensor_model", "M.tensor_model_parallel_size=2"),
