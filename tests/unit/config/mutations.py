@@ -23,6 +23,18 @@ LISTS = {
     "recompute_modules": RECOMPUTE_MODULES,
     "cuda_graph_modules": CUDA_GRAPH_MODULES,
 }
+OFFLOAD = ("fine_grained_activation_offloading", "offload_modules")
+TOPICS: list[tuple[str, ...]] = [
+    (*OFFLOAD, "recompute_granularity", "recompute_modules"),
+    (*OFFLOAD, "cuda_graph_", "fine_grained_offloading_max"),
+    ("cuda_graph_", "recompute_"),
+    ("recompute_",),
+    ("tensor_model", "sequence_parallel", "expert_model", "pipeline_model", "virtual_", "num_layers", "batch_p2p"),
+    ("moe_router", "moe_aux", "moe_token", "moe_flex", "moe_shared", "moe_expert_rank"),
+    ("lr_", "start_", "end_", "weight_", "lr", "min_lr", "use_distributed", "overlap_"),
+    ("",),
+]
+"""Beginnings of keys that rules join."""
 OVERRIDES = [{}, {"attention_softmax_in_fp32": True}, {"init_method_std": 0.01}, {"num_layers": 2}, {"use_mup": True}]
 
 
@@ -57,7 +69,7 @@ def plausible(key: str, annotation: Any) -> st.SearchStrategy[Any]:
     if origin is Literal:
         return st.sampled_from(arguments)
     if origin is list:
-        return st.lists(st.sampled_from(LISTS[key]), max_size=3, unique=True)
+        return st.lists(st.sampled_from(LISTS[key]), max_size=2, unique=True)
     if origin is dict:
         return st.just({})
     if origin is Annotated:
@@ -68,11 +80,13 @@ def plausible(key: str, annotation: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def megatron_changes(draw: st.DrawFn) -> dict[tuple[str, ...], Any]:
-    """One to six changed keys of `policy.megatron_cfg`: path below it and value."""
-    chosen = draw(
-        st.lists(st.sampled_from(list(leaves(MegatronConfig))), min_size=1, max_size=6, unique_by=lambda x: x[0])
-    )
-    return {path: draw(plausible(path[-1], annotation)) for path, annotation in chosen if path != ("enabled",)}
+    """Changed keys of `policy.megatron_cfg`: all or some of a topic, and up to two others; path below it and value."""
+    keys = {path: annotation for path, annotation in leaves(MegatronConfig) if path != ("enabled",)}
+    beginnings = draw(st.sampled_from(TOPICS))
+    topic = [path for path in keys if path[-1].startswith(beginnings)]
+    chosen = draw(st.sampled_from([topic[:8], draw(st.lists(st.sampled_from(topic), max_size=4, unique=True))]))
+    chosen += draw(st.lists(st.sampled_from(list(keys)), max_size=2, unique=True))
+    return {path: draw(plausible(path[-1], keys[path])) for path in chosen}
 
 
 def mutate(data: st.DataObject, raw: Any) -> None:

@@ -35,7 +35,7 @@ def check_many(models: list[Model], num_accepted: int) -> None:
     accepted = []
 
     @given(changes=megatron_changes(), index=st.integers(0, 1))
-    @settings(max_examples=4 * num_accepted, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=8 * num_accepted, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     def run(changes: dict[tuple[str, ...], Any], index: int) -> None:
         accepted.append(check_agreement(models[index], changes))
 
