@@ -13,15 +13,15 @@ from nemo_rl_offload.config.megatron_rules import RECOMPUTE_MODULES
 from nemo_rl_offload.config.megatron_schema import MegatronConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.modules import MEGATRON_MODULES, NATIVE_MODULES
+from nemo_rl_offload.planner.modules import SUPPORTED_MODULES
 
 NUMBERS = [-1, 0, 1, 2.5, float("nan")]
 TEXTS = ["", "???", "auto", "8GiB", "attn_proj"]
 ANYTHING = st.sampled_from([None, True, *NUMBERS, *TEXTS, [], ["moe_act"], [1], {}, {"a": 1}, {1: 2}])
 LISTS = {
-    "offload_modules": (*MEGATRON_MODULES, *NATIVE_MODULES),
-    "recompute_modules": RECOMPUTE_MODULES,
-    "cuda_graph_modules": CUDA_GRAPH_MODULES,
+    "offload_modules": (*SUPPORTED_MODULES, "fused_group_mlp", "expert_fc2"),
+    "recompute_modules": (*RECOMPUTE_MODULES, "attn"),
+    "cuda_graph_modules": (*CUDA_GRAPH_MODULES, "core_attn"),
 }
 OFFLOAD = ("fine_grained_activation_offloading", "offload_modules")
 TOPICS: list[tuple[str, ...]] = [
