@@ -127,3 +127,35 @@ def test_fields_read_from_megatrons_sources_are_those_of_its_class(models: list[
     from megatron.core.transformer import TransformerConfig
 
     assert set(transformer_fields()) == {field.name for field in fields(TransformerConfig)}
+
+
+OFFLOAD = {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}
+SELECTIVE = {"recompute_granularity": "selective"}
+GRAPH = {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        OFFLOAD | SELECTIVE | {"recompute_modules": ["moe"]},
+        OFFLOAD | GRAPH | {"offload_modules": ["core_attn"]},
+        OFFLOAD | GRAPH | {"cuda_graph_modules": []},
+        OFFLOAD | GRAPH | {"cuda_graph_warmup_steps": 0},
+        OFFLOAD | {"cuda_graph_impl": "full_iteration"},
+        OFFLOAD | {"cpu_offloading": True},
+        {"cpu_offloading": True, "cpu_offloading_num_layers": 4},
+        SELECTIVE | {"recompute_modules": ["attn"]},
+        SELECTIVE | {"recompute_modules": ["mla_up_proj"]},
+        GRAPH | {"cuda_graph_modules": ["moe", "moe_router"]},
+        GRAPH | {"cuda_graph_modules": ["mlp"]},
+        GRAPH | {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"moe_paged_stash": True},
+    ],
+)
+def test_what_megatron_refuses_breaks_a_rule(models: list[Model], changes: dict[str, Any]) -> None:
+    from nemo_rl_offload.errors import ConfigError
+
+    raw = models[1].raw({(key,): value for key, value in changes.items()})
+    assert [line for line in refused(raw) if "not available yet" not in line]
+    with pytest.raises(ConfigError, match=r"Megatron-Core refuses this configuration: |needs Transformer Engine"):
+        build(models[1], raw)
