@@ -21,7 +21,7 @@ ALGORITHMS = {"grpo": "examples/configs/grpo_tiny.yaml"}
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 
 EPILOG = """\
-overrides, after the options (Hydra's grammar):
+overrides (Hydra's grammar):
   a.b=value     change a key       policy.megatron_cfg.optimizer.lr=1e-4
   +a.b=value    add a key          +env.reasoning_gym.params.max_word_len=6
   ~a.b          remove a key       ~env.reasoning_gym.params.max_word_len
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Overrides may stand before, between and after options, which argparse's own `nargs="*"` does not allow.
     options, overrides = parser.parse_known_args(arguments)
     if unknown := [word for word in overrides if word.startswith("-")]:
-        parser.error(f"unknown option: {' '.join(unknown)}")
+        parser.error(f"unknown option: {' '.join(unknown)} (keys of the configuration are set by KEY=VALUE, no dashes)")
     run_dirs: list[Path] = []
     try:
         with _terminated_like_interrupted():
@@ -71,8 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _keep_details(error, run_dirs)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print(f"Interrupted.{_how_to_go_on(run_dirs)}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _interrupted(run_dirs)
+    except SystemExit as exit_:
+        if exit_.code == 128 + signal.SIGTERM:  # from the cluster's handler, which stands once Ray runs
+            return _interrupted(run_dirs)
+        return _output_closed(run_dirs)  # from Rich
+    except BrokenPipeError:
+        return _output_closed(run_dirs)
 
 
 def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> int:
@@ -81,27 +86,26 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
 
     source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm]
     checked = check_config(load_config(source, overrides), str(source))
-    from nemo_rl_offload.observability.run_directory import open_run_directory
+    from nemo_rl_offload.observability.run_directory import SUMMARY_FILE, open_run_directory
 
-    run_dir = open_run_directory(options.run_dir, Path("results") / source.stem, checked.config)
-    run_dirs.append(run_dir)
-    from rich.console import Console
+    with open_run_directory(options.run_dir, Path("results") / source.stem, checked.config) as run_dir:
+        run_dirs.append(run_dir)
+        from rich.console import Console
 
-    console = Console(stderr=options.format == "json", highlight=False)
-    for warning in checked.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
-    console.print(f"Run directory: {run_dir}", markup=False)
-    summary = _train(options.algorithm, checked.config, run_dir, console)
-    if options.format == "json":
-        print(json.dumps(summary))
-    else:
-        from nemo_rl_offload.observability.report import summary_table
-
-        console.print(summary_table(summary))
+        console = Console(stderr=options.format == "json", highlight=False, soft_wrap=True)
+        for warning in checked.warnings:
+            console.print(f"warning: {warning}", style="yellow", markup=False)
+        console.print(f"Run directory: {run_dir}", markup=False)
+        summary_file = run_dir / SUMMARY_FILE
+        if summary_file.exists():
+            console.print("This run is finished; here is its summary.")
+        else:
+            _train(options.algorithm, checked.config, run_dir, console)
+        _show_summary(summary_file.read_text(), options.format, console)
     return 0
 
 
-def _train(algorithm: str, config: Any, run_dir: Path, console: "Console") -> dict[str, Any]:
+def _train(algorithm: str, config: Any, run_dir: Path, console: "Console") -> None:
     assert algorithm == "grpo"
     # transformers says that it found no PyTorch or what it would rather have; Ray warns about its own defaults.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -110,7 +114,16 @@ def _train(algorithm: str, config: Any, run_dir: Path, console: "Console") -> di
     def say(line: str) -> None:
         console.print(f"{line} ...", markup=False)
 
-    return run_grpo(config, run_dir, say, sys.stderr if console.stderr else None)
+    run_grpo(config, run_dir, say, sys.stderr if console.stderr else None)
+
+
+def _show_summary(text: str, form: str, console: "Console") -> None:
+    if form == "json":
+        print(text, end="", flush=True)
+        return
+    from nemo_rl_offload.observability.report import summary_table
+
+    console.print(summary_table(json.loads(text)))
 
 
 @contextlib.contextmanager
@@ -131,10 +144,23 @@ def _keep_details(error: NemoRLOffloadError, run_dirs: list[Path]) -> None:
     """Put the traceback, a worker's own above all, into the run directory."""
     if not run_dirs:
         return
-    path = run_dirs[0] / "error.log"
+    from nemo_rl_offload.observability.run_directory import ERROR_FILE
+
+    path = run_dirs[0] / ERROR_FILE
     with contextlib.suppress(OSError):  # the disk may be what failed, and the message is on the screen
         path.write_text(error.details + "".join(traceback.format_exception(error)))
         print(f"Details: {path}", file=sys.stderr)
+
+
+def _interrupted(run_dirs: list[Path]) -> int:
+    print(f"Interrupted.{_how_to_go_on(run_dirs)}", file=sys.stderr)
+    return EXIT_INTERRUPTED
+
+
+def _output_closed(run_dirs: list[Path]) -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    print(f"error: standard output was closed.{_how_to_go_on(run_dirs)}", file=sys.stderr)
+    return EXIT_USER_ERROR
 
 
 def _how_to_go_on(run_dirs: list[Path]) -> str:

@@ -88,10 +88,7 @@ def bridge() -> Any:
             module = importlib.import_module("megatron.bridge")
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
-    for layer, parallelism in (
-        ("TorchNormColumnParallelLinear", "column"),
-        ("TorchGroupedLinear", "column"),
-        ("TorchNorm", "replicated"),
-    ):
+    # The fused norm+linear needs no entry: Bridge knows it by its name.
+    for layer, parallelism in (("TorchGroupedLinear", "column"), ("TorchNorm", "replicated")):
         AutoMapping.register_module_type(layer, parallelism)
     return module

@@ -26,7 +26,7 @@ def install_cpu_support() -> bool:
         return False
     if not _installed:
         _installed = True
-        for redirect in (_device, _rng, _streams, _factories, _types, _moe_splits, _checkpoint_fp8, _optimizer_load):
+        for redirect in (_device, _rng, _streams, _factories, _types, _moe_splits, _checkpoint_fp8):
             redirect()
     return True
 
@@ -62,6 +62,8 @@ def _device() -> None:
     """`device=torch.cuda.current_device()` stands all over Megatron (rotary_pos_embedding.py:162)."""
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None  # batched p2p, checkpoint save
+    # Saving the distributed optimizer gathers over its group on "the device" (distrib_optimizer.py:1374).
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]
 
 
 def _rng() -> None:
@@ -164,26 +166,3 @@ def _checkpoint_fp8() -> None:
         self.fp8 = bool(fp8)
 
     CheckpointWithoutOutput.__init__ = init
-
-
-def _optimizer_load() -> None:
-    """torch's Adam under DistributedOptimizer: the load knows no `step`, copies into a leaf under grad, and gives all
-    parameters one shared `step`, so that Adam's count runs ahead (distrib_optimizer.py:1029): a wrong resume."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-    load = DistributedOptimizer.load_state_dict
-
-    def set_states_without_grad(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
-        with torch.no_grad():
-            return set_states(self, model_param, {**tensors, "step": None})
-
-    def load_with_own_steps(self: Any, state_dict: Any) -> Any:
-        result = load(self, state_dict)
-        for state in self.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
-        return result
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_without_grad
-    DistributedOptimizer.load_state_dict = load_with_own_steps

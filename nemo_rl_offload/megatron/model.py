@@ -16,6 +16,8 @@ from huggingface_hub import save_torch_state_dict
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from safetensors import SafetensorError
 
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
@@ -100,18 +102,52 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int) -> Megat
     with _quiet():
         try:
             auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path))
-            provider = auto_bridge.to_megatron_provider(load_weights=True)
+            provider = auto_bridge.to_megatron_provider(load_weights=False)
         except (ValueError, OSError, KeyError) as error:
-            raise ConfigError(f"policy.model_name: {model_path}: {error}") from error
+            raise _refused(model_path, error) from error
         transformer_impl = configure_provider(provider, policy)
         chunks = provider.provide_distributed_model(
             ddp_config=ddp_config(policy),
             use_cpu_initialization=not torch.cuda.is_available(),
             data_parallel_random_init=False,
         )
-        optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
+        _load_weights(auto_bridge, chunks, model_path)
+        for layer in [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]:
+            layer.register_forward_hook(_forget_probabilities, always_call=True)
+        try:
+            optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
+        except AssertionError as error:
+            raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
     scheduler = learning_rate_scheduler(policy, optimizer, num_steps)
     return MegatronModel(chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler)
+
+
+def _forget_probabilities(layer: Any, *_: Any) -> None:
+    """Megatron's dispatchers keep the router's probabilities, and by them the graph of a forward without a backward."""
+    layer.token_dispatcher.probs = layer.token_dispatcher.local_probs = None
+
+
+def _load_weights(auto_bridge: Any, chunks: list[Any], model_path: Path) -> None:
+    """Read the folder's weights. Bridge only logs which ones it misses; NaN shows those that it did not write."""
+    weights = [named for chunk in chunks for named in unwrap(chunk).named_parameters()]
+    for _, weight in weights:
+        weight.data.fill_(torch.nan)
+    try:
+        auto_bridge.load_hf_weights(chunks)
+    except (ValueError, OSError, KeyError, SafetensorError) as error:
+        raise _refused(model_path, error) from error
+    missing = [name for name, weight in weights if weight.isnan().any()]
+    if missing:
+        raise ConfigError(
+            f"policy.model_name: {model_path}: {len(missing)} of {len(weights)} weights are not in the folder, or not "
+            f"numbers; the first is {missing[0]} (Megatron's name). Is the download complete?"
+        )
+
+
+def _refused(model_path: Path, error: Exception) -> ConfigError:
+    """The first paragraph says it; what Bridge writes below is for those who extend Bridge."""
+    reason = str(error).strip().split("\n\n")[0]
+    return ConfigError(f"policy.model_name: {model_path}: {reason}")
 
 
 def export_hf(model: MegatronModel, source: Path, destination: Path) -> None:

@@ -54,6 +54,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, offsets, *weights = ctx.saved_tensors
+        if x.shape[0] == 0:  # no token came to this rank's experts, and grouped_mm takes no product over nothing
+            return torch.zeros_like(x), None, *map(torch.zeros_like, weights)
         dy = dy.contiguous()
         dx = F.grouped_mm(dy, expert_stack(tuple(weights)), offs=offsets) if ctx.needs_input_grad[0] else None
         dw = F.grouped_mm(dy.transpose(0, 1), x, offs=offsets)

@@ -1,15 +1,18 @@
 """The folder that holds everything a run writes, and its checkpoints: each is either whole or absent.
 
 A checkpoint is written under a name that nobody reads (`.step_50.partial`) and renamed when it is complete. What a
-killed run leaves half-written is removed by the next one.
+killed run leaves half-written or half-removed is removed by the next one.
 """
 
+import fcntl
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -17,51 +20,81 @@ from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl_offload.observability.logger import write_json_atomic
 
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
+ERROR_FILE, LOCK_FILE = "error.log", ".lock"
+BEFORE_TRAINING = {CONFIG_FILE, f".{CONFIG_FILE}.partial", ERROR_FILE, LOCK_FILE}
 
 
-def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str, Any]) -> Path:
-    """Create or re-enter the folder of a run and note its configuration there.
+@contextmanager
+def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str, Any]) -> Iterator[Path]:
+    """Create or re-enter the folder of a run, note its configuration there, and keep other processes out meanwhile.
 
     Without an explicit folder, an unfinished run of the same configuration under `default` is taken up again; any other
-    run there is left alone, and `default-2`, `default-3`, ... is used.
+    run there is left alone, and `default-2`, `default-3`, ... is used. A folder in which nothing was trained yet is
+    free for any configuration.
 
     Raises:
-        ConfigError: the explicit folder holds a run of another configuration, or other files.
+        ConfigError: the explicit folder holds a run of another configuration, or other files, or is in use.
         ResourceError: the folder cannot be written.
     """
-    if explicit is not None:
-        if not _can_enter(explicit, config):
-            raise ConfigError(
-                f"--run-dir {explicit}: the folder holds something else than a run of this configuration "
-                f"(compare its {CONFIG_FILE}). Choose another folder, or remove this one."
-            )
-        folder = explicit
-    else:
-        folder = next(path for path in _numbered(default) if _can_enter(path, config, unfinished=True))
-    with _explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(yaml.safe_dump(dict(config), sort_keys=False))
-    return folder
+    for folder in [explicit] if explicit is not None else _numbered(default):
+        with _explained(folder):
+            if not _can_enter(folder, config, unfinished=explicit is None):
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / LOCK_FILE).open("w")
+        with lock:
+            if not _acquire(lock):
+                continue
+            _write_config(folder, config)
+            yield folder
+            return
+    raise ConfigError(
+        f"--run-dir {explicit}: the folder holds something else than a run of this configuration (compare its "
+        f"{CONFIG_FILE}), or that run is still going on. Choose another folder."
+    )
 
 
 def _numbered(default: Path) -> Iterator[Path]:
     yield default
-    number = 2
-    while True:
+    for number in count(2):
         yield default.with_name(f"{default.name}-{number}")
-        number += 1
 
 
-def _can_enter(folder: Path, config: Mapping[str, Any], unfinished: bool = False) -> bool:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+def _can_enter(folder: Path, config: Mapping[str, Any], unfinished: bool) -> bool:
+    if not folder.exists():
         return True
-    if unfinished and (folder / SUMMARY_FILE).exists():
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    if names <= BEFORE_TRAINING:
+        return True
+    if CONFIG_FILE not in names or (unfinished and SUMMARY_FILE in names):
         return False
     try:
         saved = yaml.safe_load((folder / CONFIG_FILE).read_text())
-    except (OSError, yaml.YAMLError):
+    except (UnicodeDecodeError, yaml.YAMLError):
         return False
     return bool(saved == dict(config))
+
+
+def _acquire(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: nothing keeps a second process out
+        return True
+    return True
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    partial = folder / f".{CONFIG_FILE}.partial"
+    with _explained(folder):
+        try:
+            partial.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+            partial.replace(folder / CONFIG_FILE)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -85,8 +118,9 @@ class Checkpoints:
         self._folder = run_dir / "checkpoints"
         self._keep_top_k = keep_top_k
         self._higher_is_better = higher_is_better
-        for leftover in self._folder.glob(".*.partial"):
-            shutil.rmtree(leftover)
+        with _explained(self._folder):
+            for leftover in self._folder.glob(".*.partial"):
+                shutil.rmtree(leftover)
 
     def save(self, step: int, state: Mapping[str, Any], metric: float | None, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint: `write` fills the folder `policy` in it. Returns where it stands.
@@ -97,11 +131,10 @@ class Checkpoints:
         partial = self._folder / f".step_{step}.partial"
         final = self._folder / f"step_{step}"
         try:
-            with _explained(partial):
-                partial.mkdir(parents=True)
-            write(partial / "policy")
-            write_json_atomic(partial / STATE_FILE, {"step": step, "metric": metric, **state})
             with _explained(final):
+                partial.mkdir(parents=True)
+                write(partial / "policy")
+                write_json_atomic(partial / STATE_FILE, {"step": step, "metric": metric, **state})
                 partial.rename(final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -119,7 +152,8 @@ class Checkpoints:
         return (self._path(steps[-1]), self._state(steps[-1])) if steps else None
 
     def _steps(self) -> list[int]:
-        return sorted(int(path.name.removeprefix("step_")) for path in self._folder.glob("step_*"))
+        matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self._folder.glob("step_*"))
+        return sorted(int(match[1]) for match in matches if match)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step_{step}"
@@ -146,4 +180,7 @@ class Checkpoints:
 
         for step in sorted(steps, key=rank)[self._keep_top_k :]:
             if step != steps[-1]:
-                shutil.rmtree(self._path(step))
+                partial = self._folder / f".step_{step}.partial"
+                with _explained(self._path(step)):
+                    self._path(step).rename(partial)
+                    shutil.rmtree(partial)

@@ -1,0 +1,52 @@
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def megatron_process_group() -> Iterator[None]:
+    """A group of one rank on the CPU in this process, split for Megatron."""
+    import torch
+    import torch.distributed as dist
+    from models import make_policy
+
+    from nemo_rl_offload.megatron.cpu import install_cpu_support
+
+    if not install_cpu_support():
+        pytest.skip("compares with the CPU's arithmetic, in a process without CUDA")
+    from megatron.core import parallel_state
+
+    from nemo_rl_offload.megatron.model import init_process_groups
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        probe.close()
+        for name, value in {**address, "RANK": "0", "WORLD_SIZE": "1"}.items():
+            patch.setitem(os.environ, name, value)
+        init_process_groups(make_policy(), seed=1)
+    yield
+    torch.set_num_threads(num_threads)
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny random model of a family; made once."""
+    from models import write_model
+
+    folders: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in folders:
+            folders[family] = write_model(family, tmp_path_factory.mktemp(family))
+        return folders[family]
+
+    return folder

@@ -1,0 +1,123 @@
+"""Tiny Hugging Face models with random weights, and policies, batches and steps that train them in this process."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.losses.reduction import normalizers
+from nemo_rl_offload.losses.registry import build_loss
+from nemo_rl_offload.megatron.model import MegatronModel
+from nemo_rl_offload.megatron.train_step import train_step
+
+VOCABULARY_SIZE = 259
+MICRO_BATCH_SIZE = 2
+
+_SHAPE = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+}
+_EXPERTS = {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _EXPERTS),
+}
+
+
+def write_model(family: str, folder: Path) -> Path:
+    """Write a random model with a tokenizer. No norm is 1 and no bias 0, so that a parameter left out shows."""
+    config_class, model_class, changes = FAMILIES[family]
+    torch.manual_seed(0)
+    model = model_class(config_class(**_SHAPE | changes)).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PROJECT_ROOT / "examples/models/tiny_speller" / name, folder)
+    return folder
+
+
+def read_model(folder: Path, family: str) -> Any:
+    """The same folder as a transformers model, float32, for evaluation."""
+    return FAMILIES[family][1].from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def make_policy(*overrides: str) -> Any:
+    """The `policy` section of the tiny exemplar without offloading, changed by overrides relative to `megatron_cfg`.
+
+    `precision=...` and other keys of `policy` itself are written with a leading dot.
+    """
+    changes = ["fine_grained_activation_offloading=false", "activation_offload.host_memory_budget=64MiB", *overrides]
+    paths = [f"policy{text}" if text.startswith(".") else f"policy.megatron_cfg.{text}" for text in changes]
+    return load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", paths)["policy"]
+
+
+def offload(modules: Sequence[str]) -> tuple[str, ...]:
+    """Overrides that offload these modules; none for no modules."""
+    if not modules:
+        return ()
+    return ("fine_grained_activation_offloading=true", f"offload_modules=[{','.join(modules)}]")
+
+
+def make_batch(step: int, num_samples: int = 6) -> dict[str, Tensor]:
+    """Random tokens padded on the right; lengths, and the longest of them, change with `step`."""
+    generator = torch.Generator().manual_seed(step)
+    width = 18 - 3 * (step % 3)
+    lengths = torch.randint(4, width + 1, (num_samples,), generator=generator)
+    lengths[step % num_samples] = width
+    return {
+        "input_ids": torch.randint(0, VOCABULARY_SIZE, (num_samples, width), generator=generator),
+        "input_lengths": lengths,
+        "token_mask": (torch.arange(width) < lengths[:, None]).long(),
+        "sample_mask": torch.ones(num_samples),
+    }
+
+
+def take_step(model: MegatronModel, step: int) -> dict[str, float]:
+    """One optimizer step of several microbatches on the batch of this step number."""
+    batch = make_batch(step)
+    return train_step(model, batch, build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
+
+
+def weights_of(model: MegatronModel) -> dict[str, Tensor]:
+    """Copies of all parameters by name."""
+    return {
+        f"{index}.{name}": parameter.detach().clone()
+        for index, module in enumerate(model.modules)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Same names and, bit for bit, the same values."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

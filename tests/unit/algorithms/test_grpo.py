@@ -1,0 +1,224 @@
+"""The GRPO loop over stand-ins for policy and scorer, with real prompts, advantages and checkpoints."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeEnvironment, FakePolicy, Recorder, rows
+
+from nemo_rl_offload.algorithms.grpo import GRPO
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config, resolve_tokenizer_path
+from nemo_rl_offload.data.prompts import prompt_sets
+from nemo_rl_offload.data.tokenizer import load_tokenizer
+from nemo_rl_offload.losses.reduction import valid_tokens
+
+SMALL = (
+    "grpo.max_num_steps=6",
+    "grpo.num_prompts_per_step=3",
+    "grpo.num_generations_per_prompt=4",
+    "grpo.val_period=2",
+    "grpo.max_val_samples=10",
+    "grpo.val_batch_size=4",
+    "data.train.size=60",
+    "data.validation={seed: 10000000, size: 12, exclude: []}",
+    "checkpointing.save_period=3",
+    "checkpointing.keep_top_k=null",
+)
+Make = Callable[..., tuple[GRPO, FakePolicy]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(resolve_tokenizer_path("examples/models/tiny_speller"))
+
+
+@pytest.fixture
+def make(tokenizer: Any, tmp_path: Path) -> Make:
+    """Build a loop in the test's folder."""
+
+    def make(*overrides: str, run_dir: Path = tmp_path) -> tuple[GRPO, FakePolicy]:
+        config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [*SMALL, *overrides])
+        task, policy = config["env"]["reasoning_gym"], FakePolicy()
+        prompts = prompt_sets(config["data"], task, tokenizer, config["grpo"]["seed"])
+        environment: Any = FakeEnvironment()
+        return GRPO(config, policy, environment, tokenizer, prompts, run_dir), policy
+
+    return make
+
+
+def run(loop: GRPO) -> Recorder:
+    recorder: Any = Recorder()
+    loop.run(recorder, recorder)
+    return recorder  # type: ignore[no-any-return]
+
+
+def test_what_happens_when(make: Make, tmp_path: Path) -> None:
+    loop, policy = make()
+    logged = run(loop).logged
+    assert list(logged) == [
+        (0, "validation"),
+        (1, "train"),
+        (2, "train"),
+        (2, "validation"),
+        (3, "train"),
+        (4, "train"),
+        (4, "validation"),
+        (5, "train"),
+        (6, "train"),
+        (6, "validation"),
+    ]
+    assert policy.num_prompts == [4, 4, 2, 12, 12, 4, 4, 2, 12, 12, 4, 4, 2, 12, 12, 4, 4, 2]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step_3", "step_6"}
+    assert loop.validation["first"] == logged[0, "validation"]["accuracy"]
+    assert loop.validation["last"] == logged[6, "validation"]["accuracy"]
+    assert loop.validation["first"] != loop.validation["last"]
+    assert [logged[step, "train"]["offloaded_bytes"] for step in range(1, 7)] == [1000] * 6
+    assert policy.num_reference_calls == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "validations", "checkpoints"),
+    [
+        (["grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"], [], [3, 6]),
+        (["grpo.val_period=0", "grpo.val_at_start=false", "checkpointing.save_period=4"], [6], [4, 6]),
+        (["grpo.val_period=4", "grpo.val_at_end=false", "checkpointing.enabled=false"], [0, 4], []),
+    ],
+)
+def test_periods(
+    overrides: list[str], validations: list[int], checkpoints: list[int], make: Make, tmp_path: Path
+) -> None:
+    loop, _ = make(*overrides)
+    logged = run(loop).logged
+    assert [step for step, prefix in logged if prefix == "validation"] == validations
+    saved = sorted(int(path.name.removeprefix("step_")) for path in tmp_path.glob("checkpoints/*"))
+    assert saved == checkpoints
+    if not validations:
+        assert loop.validation == {"first": None, "last": None}
+
+
+def test_training_batch(make: Make, tokenizer: Any) -> None:
+    loop, policy = make("loss_fn.reference_policy_kl_penalty=0.1", "grpo.normalize_rewards=false")
+    metrics = loop.train_step()
+    (batch,) = policy.batches
+    assert policy.num_reference_calls == 1
+    assert batch["reference_policy_logprobs"].shape == batch["input_ids"].shape
+    prompts = [tokenizer.decode(batch["input_ids"][row][batch["token_mask"][row] == 0]) for row in rows(batch)]
+    questions = [text.split("\n")[0] for text in prompts]
+    assert [questions.count(question) for question in dict.fromkeys(questions)] == [4, 4, 4]
+    rewards = torch.zeros(12)
+    for row in rows(batch):
+        length = int(batch["input_lengths"][row])
+        response = batch["token_mask"][row].nonzero().flatten().tolist()
+        assert response == list(range(length - len(response), length))
+        advantages = batch["advantages"][row]
+        assert torch.equal(advantages != 0, (batch["token_mask"][row] == 1) & (advantages.abs().max() > 0))
+        rewards[row] = advantages.sum() / max(len(response), 1)
+    assert (rewards != 0).any()
+    # Leave-one-out: deviations from the mean of the others add up to zero within a group.
+    assert rewards.view(3, 4).sum(1).abs().max() < 1e-6
+    assert metrics["num_tokens"] == batch["input_lengths"].sum()
+    assert metrics["token_mult_prob_error"] == pytest.approx(1)
+    assert metrics["advantages_zero_fraction"] == pytest.approx(float((rewards == 0).float().mean()))
+    counted = valid_tokens(batch)
+    assert torch.equal(batch["generation_logprobs"][counted], batch["prev_logprobs"][counted])
+
+
+def test_validation_does_not_touch_training(make: Make, tmp_path: Path) -> None:
+    """Neither its prompts nor its random numbers: training is the same with and without validation."""
+    with_validation, policy = make("grpo.val_period=1", run_dir=tmp_path / "a")
+    run(with_validation)
+    without, other = make(
+        "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", run_dir=tmp_path / "b"
+    )
+    run(without)
+    assert len(policy.batches) == len(other.batches) == 6
+    for batch, expected in zip(policy.batches, other.batches, strict=True):
+        assert batch.keys() == expected.keys()
+        assert all(torch.equal(batch[key], expected[key]) for key in batch)
+    trained = set(other.seeds)
+    assert len(trained) == 6
+    validated = [seed for seed in policy.seeds if seed not in trained]
+    assert len(validated) == 7 * 3  # seven validations in three parts each
+    assert validated == validated[:3] * 7
+
+
+def test_seed(make: Make, tmp_path: Path) -> None:
+    first, second, third = (
+        make(f"grpo.seed={seed}", run_dir=tmp_path / str(index)) for index, seed in enumerate((1, 1, 2))
+    )
+    logged = [run(loop).logged for loop, _ in (first, second, third)]
+    assert logged[0] == logged[1] != logged[2]
+    assert set(first[1].seeds) == set(second[1].seeds)
+    assert not set(first[1].seeds) & set(third[1].seeds)
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 6])
+def test_resuming_gives_the_same_run(stop: int, make: Make, tmp_path: Path) -> None:
+    whole, policy = make(run_dir=tmp_path / "whole")
+    expected = run(whole)
+
+    stopped, _ = make(run_dir=tmp_path / "run")
+    recorder: Any = Recorder()
+    original = recorder.log
+
+    def log(metrics: dict[str, float], step: int, prefix: str) -> None:
+        original(metrics, step, prefix)
+        if (step, prefix) == (stop, "train"):
+            raise KeyboardInterrupt
+
+    recorder.log = log
+    with pytest.raises(KeyboardInterrupt):
+        stopped.run(recorder, recorder)
+
+    resumed, resumed_policy = make(run_dir=tmp_path / "run")
+    folder = resumed.resume()
+    assert folder == (tmp_path / "run/checkpoints/step_3" if stop > 3 else None)
+    logged = run(resumed).logged
+    assert {**recorder.logged, **logged} == expected.logged
+    assert (resumed.step, resumed.validation, resumed.train_metrics["loss"]) == (
+        whole.step,
+        whole.validation,
+        whole.train_metrics["loss"],
+    )
+    assert resumed_policy.weight == policy.weight == 6
+    states = [
+        json.loads((tmp_path / name / "checkpoints/step_6/training_info.json").read_text()) for name in ("whole", "run")
+    ]
+    assert states[0]["prompts"] == states[1]["prompts"]
+    assert states[0]["validation"] == states[1]["validation"]
+
+
+def test_a_finished_run_resumes_to_nothing(make: Make) -> None:
+    loop, _ = make()
+    run(loop)
+    again, policy = make()
+    assert again.resume() is not None
+    assert run(again).logged == {}
+    assert (again.step, again.validation, policy.batches) == (6, loop.validation, [])
+    assert again.train_metrics["loss"] == loop.train_metrics["loss"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "prefix", "name"),
+    [
+        ("val:accuracy", "validation", "accuracy"),
+        ("train:loss", "train", "loss"),
+        ("val:reward", "validation", "reward"),
+    ],
+)
+def test_checkpoints_note_their_metric(metric: str, prefix: str, name: str, make: Make, tmp_path: Path) -> None:
+    loop, _ = make(f"checkpointing.metric_name={metric}", "grpo.val_period=3")
+    logged = run(loop).logged
+    for step in (3, 6):
+        state = json.loads((tmp_path / f"checkpoints/step_{step}/training_info.json").read_text())
+        assert state["metric"] == logged[step, prefix][name]
+
+
+def test_without_validation_a_checkpoint_has_no_metric(make: Make, tmp_path: Path) -> None:
+    loop, _ = make("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
+    run(loop)
+    state = json.loads((tmp_path / "checkpoints/step_6/training_info.json").read_text())
+    assert state["metric"] is None

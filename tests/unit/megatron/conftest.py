@@ -1,0 +1,50 @@
+import copy
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.megatron.cpu import install_cpu_support
+
+
+@pytest.fixture(scope="session")
+def make_policy() -> Callable[..., Any]:
+    """The `policy` section of the tiny exemplar, with overrides relative to `megatron_cfg`."""
+    path = PROJECT_ROOT / "examples/configs/grpo_tiny.yaml"
+    unchanged = load_config(path)["policy"]
+
+    def make(*overrides: str) -> Any:
+        changes = [f"policy.megatron_cfg.{override}" for override in overrides]
+        return load_config(path, changes)["policy"] if changes else copy.deepcopy(unchanged)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def process_group(make_policy: Callable[..., Any]) -> Iterator[None]:
+    """A group of one rank on the CPU in this process, split for Megatron."""
+    if not install_cpu_support():
+        pytest.skip("compares with the CPU's arithmetic, in a process without CUDA")
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from nemo_rl_offload.megatron.model import init_process_groups
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}.items():
+            patch.setitem(os.environ, name, value)
+        init_process_groups(make_policy(), seed=1)
+    yield
+    torch.set_num_threads(num_threads)
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

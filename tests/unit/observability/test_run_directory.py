@@ -1,0 +1,257 @@
+"""Checkpoints are whole or absent, and a run directory is entered only by whom it belongs to."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
+from nemo_rl_offload.observability.run_directory import Checkpoints, open_run_directory
+
+CONFIG = {"grpo": {"seed": 1, "names": ["a", "b"]}, "lr": 1e-5, "none": None}
+OTHER = {**CONFIG, "lr": 2e-5}
+SAVES_FOREVER = """
+import sys
+from itertools import count
+from pathlib import Path
+from nemo_rl_offload.observability.run_directory import Checkpoints
+
+def write(folder):
+    folder.mkdir()
+    for part in range(50):
+        (folder / str(part)).write_text("x" * 1000)
+
+checkpoints = Checkpoints(Path(sys.argv[1]), 2, True)
+for step in count(1):
+    checkpoints.save(step, {}, step % 3, write)
+    print(step, flush=True)
+"""
+
+
+def write(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "weights").write_text("w")
+
+
+def names(run_dir: Path) -> set[str]:
+    return {path.name for path in (run_dir / "checkpoints").iterdir()}
+
+
+def enter(explicit: Path | None, default: Path, config: dict[str, Any]) -> Path:
+    with open_run_directory(explicit, default, config) as folder:
+        return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_saved_checkpoint_is_whole(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, None, True)
+    assert checkpoints.latest() is None
+    state = {"prompts": {"epoch": 0, "position": 7}, "validation": {"first": 0.25, "last": None}}
+    assert checkpoints.save(9, state, 0.5, write) == tmp_path / "checkpoints" / "step_9"
+    assert checkpoints.save(10, state, None, write) == tmp_path / "checkpoints" / "step_10"
+    folder, loaded = Checkpoints(tmp_path, None, True).latest() or pytest.fail("none")
+    assert folder.name == "step_10"
+    assert loaded == {"step": 10, "metric": None, **state}
+    assert (folder / "policy" / "weights").read_text() == "w"
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), KeyboardInterrupt(), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("when", ["at once", "half-way"])
+def test_a_failed_checkpoint_is_absent(error: BaseException, when: str, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 1, True)
+    checkpoints.save(1, {}, 1.0, write)
+
+    def fail(folder: Path) -> None:
+        if when == "half-way":
+            write(folder)
+        raise error
+
+    with pytest.raises(ResourceError if isinstance(error, OSError) else type(error)) as caught:
+        checkpoints.save(2, {}, 2.0, fail)
+    assert names(tmp_path) == {"step_1"}
+    if isinstance(error, OSError):
+        assert str(caught.value).startswith(f"Cannot write {tmp_path}/checkpoints/step_2: No space left on device.")
+
+
+def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}
+    for round_ in range(4):
+        run_dir = tmp_path / str(round_)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVES_FOREVER, str(run_dir)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert process.stdout is not None
+        last_reported = int(process.stdout.readline())
+        time.sleep(rng.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        last_reported = max(last_reported, *map(int, process.stdout.read().split()), 0)
+        process.stdout.close()
+        process.wait()
+        _, state = Checkpoints(run_dir, 2, True).latest() or pytest.fail("none")
+        assert state["step"] >= last_reported
+        for name in names(run_dir):
+            assert name.startswith("step_")
+            whole = run_dir / "checkpoints" / name
+            assert sum(file.stat().st_size for file in (whole / "policy").iterdir()) == 50_000
+            assert json.loads((whole / "training_info.json").read_text())["step"] == int(name.removeprefix("step_"))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    metrics=st.lists(st.none() | st.integers(-2, 2).map(float), min_size=1, max_size=7),
+    keep=st.none() | st.integers(1, 3),
+    higher=st.booleans(),
+)
+def test_pruning(metrics: list[float | None], keep: int | None, higher: bool, tmp_path_factory: Any) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpoints(run_dir, keep, higher)
+    kept: list[tuple[int, float | None]] = []
+    for step, metric in enumerate(metrics, start=1):
+        checkpoints.save(step, {}, metric, write)
+        kept.append((step, metric))
+        if keep is not None:
+            # Worst first: without a metric, then the lower, then the older.
+            worst_first = sorted(
+                kept, key=lambda item: (item[1] is not None, (item[1] or 0) * (1 if higher else -1), item[0])
+            )
+            kept = [item for item in kept if item in worst_first[-keep:] or item[0] == step]
+        assert names(run_dir) == {f"step_{kept_step}" for kept_step, _ in kept}
+    assert checkpoints.latest() is not None
+
+
+def test_leftovers_are_removed_and_strangers_ignored(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (folder / ".step_3.partial" / "policy").mkdir(parents=True)
+    (folder / "step_2.bak").mkdir()
+    (folder / "notes").write_text("mine")
+    checkpoints = Checkpoints(tmp_path, 1, True)
+    assert names(tmp_path) == {"step_2.bak", "notes"}
+    assert checkpoints.latest() is None
+    checkpoints.save(3, {}, None, write)
+    assert names(tmp_path) == {"step_2.bak", "notes", "step_3"}
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_damaged_state_says_what_to_do(content: str | None, tmp_path: Path) -> None:
+    folder = Checkpoints(tmp_path, 1, True).save(4, {}, None, write)
+    state = folder / "training_info.json"
+    state.unlink() if content is None else state.write_text(content)
+    with pytest.raises(CheckpointError, match=r"step_4/training_info.json cannot be read: .* Remove .*step_4 to go on"):
+        Checkpoints(tmp_path, 1, True).latest()
+
+
+def test_full_disk(small_disk: Path) -> None:
+    checkpoints = Checkpoints(small_disk, None, True)
+    checkpoints.save(1, {}, None, write)
+
+    def fill(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "weights").write_bytes(bytes(1 << 20))
+
+    with pytest.raises(ResourceError, match="step_2: No space left on device"):
+        checkpoints.save(2, {}, None, fill)
+    assert names(small_disk) == {"step_1"}
+    (small_disk / "rest").touch()
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "rest").write_bytes(bytes(1 << 20))
+    with pytest.raises(ResourceError, match="No space left on device"):
+        enter(small_disk / "new", small_disk, {"text": "x" * 10_000})
+    assert not (small_disk / "new" / "config.yaml").exists()
+    (small_disk / "rest").unlink()
+    assert enter(small_disk / "new", small_disk, CONFIG) == small_disk / "new"
+
+
+def test_no_permission(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        locked = tmp_path / "locked"
+        locked.mkdir(mode=0)
+        with pytest.raises(ResourceError, match="Permission denied"):
+            enter(locked / "run", tmp_path, CONFIG)
+        return
+    # Root may do everything; another user may not look into a folder of mode 700.
+    script = (
+        "import os, sys; from pathlib import Path; import nemo_rl_offload.observability.run_directory as r; "
+        "os.setuid(65534); c = r.open_run_directory(Path(sys.argv[1]), Path('x'), {}); c.__enter__()"
+    )
+    (tmp_path / "locked").mkdir(mode=0o700)
+    for target in ("locked", "locked/run"):
+        command = [sys.executable, "-c", script, str(tmp_path / target)]
+        environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert f"ResourceError: Cannot write {tmp_path / target}: Permission denied" in done.stderr
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_an_unfinished_run_is_taken_up_again(explicit: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "run"
+    given_folder = folder if explicit else None
+    assert enter(given_folder, folder, CONFIG) == folder
+    (folder / "metrics.jsonl").write_text("kept")
+    assert enter(given_folder, folder, CONFIG) == folder
+    assert (folder / "metrics.jsonl").read_text() == "kept"
+
+
+def test_default_folder_is_numbered(tmp_path: Path) -> None:
+    default = tmp_path / "run"
+    for number, name in enumerate(["run", "run-2", "run-3"]):
+        folder = enter(None, default, CONFIG)
+        assert folder.name == name
+        (folder / "summary.json").write_text(str(number))
+    (tmp_path / "run-4").write_text("a file")
+    assert enter(None, default, OTHER).name == "run-5"
+    (tmp_path / "run-5" / "metrics.jsonl").touch()
+    assert enter(None, default, CONFIG).name == "run-6"
+    assert enter(None, default, OTHER).name == "run-5"
+
+
+def test_explicit_folder_is_refused_or_entered(tmp_path: Path) -> None:
+    folder = enter(tmp_path / "run", tmp_path, CONFIG)
+    (folder / "error.log").write_text("it failed before training")
+    assert enter(folder, tmp_path, OTHER) == folder
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="holds something else than a run of this configuration"):
+        enter(folder, tmp_path, CONFIG)
+    (folder / "summary.json").touch()
+    assert enter(folder, tmp_path, OTHER) == folder
+    for content in (b"[", b"\xff"):
+        (folder / "config.yaml").write_bytes(content)
+        with pytest.raises(ConfigError):
+            enter(folder, tmp_path, OTHER)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").touch()
+    with pytest.raises(ConfigError):
+        enter(tmp_path / "home", tmp_path, CONFIG)
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
+
+
+def test_a_running_run_is_left_alone(tmp_path: Path) -> None:
+    default = tmp_path / "run"
+    with open_run_directory(None, default, CONFIG) as first:
+        assert enter(None, default, CONFIG).name == "run-2"
+        with pytest.raises(ConfigError, match="still going on"):
+            enter(first, default, CONFIG)
+    assert enter(None, default, CONFIG) == first

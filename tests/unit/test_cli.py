@@ -1,0 +1,250 @@
+"""The command line up to the point where training starts, which is replaced by a stand-in."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload import cli
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.errors import WorkerError
+
+SUMMARY: dict[str, Any] = {
+    "algorithm": "grpo",
+    "steps": 1,
+    "seed": 1,
+    "world_size": 1,
+    "wall_seconds": 1.0,
+    "validation": {"first": 0.5, "last": None},
+    "train": {"loss": None},
+    "offload": {
+        "engine": None,
+        "modules": [],
+        "bytes_out": 0,
+        "bytes_in": 0,
+        "peak_host_bytes": 0,
+        "denied_bytes": 0,
+        "ineffective_bytes": 0,
+        "demand_reloads": 0,
+        "per_module": {},
+    },
+    "memory": {"peak_device_bytes": None},
+    "run_dir": "out",
+}
+IMPORTS_NOTHING_HEAVY = """
+import sys
+from nemo_rl_offload.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as exit:
+    code = exit.code
+heavy = {"torch", "ray", "megatron", "transformers", "reasoning_gym"} & sys.modules.keys()
+print("code", code, "heavy", sorted(heavy))
+"""
+
+
+class Training:
+    """Takes the place of training; keeps the configurations that it was called with."""
+
+    def __init__(self) -> None:
+        self.configs: list[Any] = []
+        self.error: BaseException | None = None
+
+    def __call__(self, algorithm: str, config: Any, run_dir: Path, console: Any) -> None:
+        self.configs.append(config)
+        console.print("training")
+        if self.error is not None:
+            raise self.error
+        (run_dir / "summary.json").write_text(json.dumps(SUMMARY, indent=2) + "\n")
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Training:
+    stand_in = Training()
+    monkeypatch.setattr(cli, "_train", stand_in)
+    monkeypatch.chdir(tmp_path)
+    return stand_in
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["run", "grpo", "--help"], 0),
+        (["run", "grpo", "grpo.seeed=1", "--run-dir", "unused"], 2),
+        (["run", "grpo", "--unknown"], 2),
+    ],
+)
+def test_answers_without_heavy_imports(arguments: list[str], code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IMPORTS_NOTHING_HEAVY, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines()[-1] == f"code {code} heavy []"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["train"], "invalid choice: 'train'"),
+        (["run", "gpro"], "invalid choice: 'gpro'"),
+        (["run", "grpo", "--sed", "1"], "unknown option: --sed"),
+        (["run", "grpo", "--format", "xml"], "invalid choice: 'xml'"),
+    ],
+)
+def test_usage_errors(
+    arguments: list[str], message: str, training: Training, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+    assert training.configs == []
+
+
+def test_overrides_stand_anywhere(training: Training) -> None:
+    order = ["grpo.seed=7", "--run-dir", "out", "grpo.max_num_steps=3", "--format", "table", "grpo.val_period=0"]
+    assert cli.main(["run", "grpo", *order]) == 0
+    grpo = training.configs[0]["grpo"]
+    assert (grpo["seed"], grpo["max_num_steps"], grpo["val_period"]) == (7, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("data.prompt_template='Say: {question}'", "data.prompt_template", "Say: {question}"),
+        ("policy.megatron_cfg.offload_modules=[core_attn,mlp_norm]", None, ["core_attn", "mlp_norm"]),
+        ("checkpointing.keep_top_k=null", "checkpointing.keep_top_k", None),
+        ("grpo.seed=0", "grpo.seed", 0),
+        ("+env.reasoning_gym.params.max_word_len=6", "env.reasoning_gym.params.max_word_len", 6),
+    ],
+)
+def test_odd_overrides(override: str, path: str | None, value: object, training: Training) -> None:
+    base = ["~env.reasoning_gym.params.max_word_len"] if override.startswith("+") else []
+    assert cli.main(["run", "grpo", *base, override]) == 0
+    node = training.configs[0]
+    for key in (path or override.split("=")[0]).split("."):
+        node = node[key]
+    assert node == value
+
+
+def test_all_problems_at_once(training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(
+        ["run", "grpo", "grpo.max_num_steps=many", "env.reasoning_gym.task=spel_backward", "policy.model_name=nowhere"]
+    )
+    output = capsys.readouterr()
+    assert code == 2
+    assert output.out == ""
+    assert re.match(r"error: .*grpo_tiny.yaml: \d problems\n", output.err)
+    for text in ("grpo.max_num_steps", "Did you mean 'spell_backward'?", "policy.model_name"):
+        assert text in output.err
+    assert "Traceback" not in output.err
+    assert training.configs == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [None, "grpo: [", "- a list\n", "\x00\x01"])
+def test_unreadable_configuration(
+    content: str | None, training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "mine.yaml").write_text(content)
+    assert cli.main(["run", "grpo", "--config", "mine.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: mine.yaml")
+    assert "Traceback" not in error
+
+
+def test_json_on_stdout_and_the_rest_on_stderr(training: Training, capsys: pytest.CaptureFixture[str]) -> None:
+    off = "policy.megatron_cfg.fine_grained_activation_offloading=false"
+    assert cli.main(["run", "grpo", "--format", "json", "--run-dir", "out", off]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out) == SUMMARY
+    assert "warning: policy.megatron_cfg.offload_modules: ignored" in output.err
+    assert "Run directory: out" in output.err
+
+
+def test_long_lines_are_not_broken(
+    training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    run_dir = tmp_path / ("a long name " * 10) / "[run]"
+    off = "policy.megatron_cfg.fine_grained_activation_offloading=false"
+    assert cli.main(["run", "grpo", "--run-dir", str(run_dir), off]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"Run directory: {run_dir}" in lines
+    assert sum(line.startswith("warning: ") and line.endswith("to offload.") for line in lines) == 1
+
+
+def test_default_run_directories(training: Training, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert cli.main(["run", "grpo"]) == 0
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["grpo_tiny", "grpo_tiny-2"]
+
+
+def test_a_finished_run_is_not_repeated(training: Training, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert cli.main(["run", "grpo", "--run-dir", "out", "--format", "json"]) == 0
+        assert json.loads(capsys.readouterr().out) == SUMMARY
+    assert len(training.configs) == 1
+
+
+def test_error_of_a_run(training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training.error = WorkerError("rank 1 of 2 (host, pid 3): OSError: lost")
+    training.error.details = "the worker's own traceback\n"
+    assert cli.main(["run", "grpo", "--run-dir", "out"]) == 2
+    output = capsys.readouterr()
+    assert output.err == "error: rank 1 of 2 (host, pid 3): OSError: lost\nDetails: out/error.log\n"
+    log = (tmp_path / "out" / "error.log").read_text()
+    assert log.startswith("the worker's own traceback\nTraceback")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize("saved", [False, True])
+def test_interrupted(
+    error: BaseException, saved: bool, training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if saved:
+        (tmp_path / "out").mkdir()
+        training.error = WorkerError("first")
+        cli.main(["run", "grpo", "--run-dir", "out"])
+        (tmp_path / "out" / "checkpoints" / "step_1").mkdir(parents=True)
+        capsys.readouterr()
+    training.error = error
+    assert cli.main(["run", "grpo", "--run-dir", "out"]) == 130
+    hint = " The same command goes on from the last checkpoint in out." if saved else ""
+    assert capsys.readouterr().err == f"Interrupted.{hint}\n"
+
+
+def test_sigterm_is_an_interrupt(
+    training: Training, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "_train", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert cli.main(["run", "grpo"]) == 130
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr().err == "Interrupted.\n"
+
+
+def test_closed_output_is_one_message(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", "grpo", "--run-dir", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (2, "error: standard output was closed.\n")
+
+
+def test_a_run_directory_that_cannot_be_written(
+    training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["run", "grpo", "--run-dir", "file/out"]) == 2
+    assert capsys.readouterr().err.startswith("error: Cannot write file/out: Not a directory.")
