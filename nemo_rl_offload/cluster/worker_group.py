@@ -19,9 +19,10 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -98,20 +99,28 @@ def _failure(error: Exception) -> Failure:
 class WorkerGroup:
     """One ``worker_cls(*args, **kwargs)`` in its own process per slot of ``cluster``.
 
-    Each process has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and (on CPU) OMP_NUM_THREADS
-    in its environment before the module of ``worker_cls`` is imported, and MASTER_PORT before its constructor
-    runs. Ray sets CUDA_VISIBLE_DEVICES to the one GPU of the rank, so its device is ``cuda:0``.
+    ``env`` are environment variables for all of them. Besides, each process has RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and (on CPU) OMP_NUM_THREADS in its environment before the module of
+    ``worker_cls`` is imported, and MASTER_PORT before its constructor runs. Ray sets CUDA_VISIBLE_DEVICES to the
+    one GPU of the rank, so its device is ``cuda:0``.
 
     Raises:
         WorkerError: a constructor failed or a process died; an exception of this project keeps its type. The
             attribute ``details`` of the error holds the original traceback.
     """
 
-    def __init__(self, cluster: VirtualCluster, worker_cls: type, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        cluster: VirtualCluster,
+        worker_cls: type,
+        *args: Any,
+        env: Mapping[str, str] = MappingProxyType({}),
+        **kwargs: Any,
+    ) -> None:
         self.world_size = cluster.world_size
         self._layout = cluster.layout
         self._places: list[Place] = []
-        self._actors = [_start_actor(cluster, rank) for rank in range(self.world_size)]
+        self._actors = [_start_actor(cluster, rank, env) for rank in range(self.world_size)]
         self._places = self._gather([actor.locate.remote() for actor in self._actors])
         port = self._places[0].free_port
         self._gather([actor.construct.remote(port, worker_cls, args, kwargs) for actor in self._actors])
@@ -188,7 +197,7 @@ def _to_error(failure: Failure, where: str) -> NemoRLOffloadError:
     return error
 
 
-def _start_actor(cluster: VirtualCluster, rank: int) -> Any:
+def _start_actor(cluster: VirtualCluster, rank: int, extra_env: Mapping[str, str]) -> Any:
     node_index, local_rank = divmod(rank, cluster.workers_per_node)
     node = cluster.layout.node_of(rank)
     slot = cluster.layout.slot(node)
@@ -213,7 +222,7 @@ def _start_actor(cluster: VirtualCluster, rank: int) -> Any:
     options = {
         "num_cpus": slot.get("CPU", 0),
         "num_gpus": slot.get("GPU", 0),
-        "runtime_env": {"env_vars": env},
+        "runtime_env": {"env_vars": env | dict(extra_env)},
         "scheduling_strategy": placement,
     }
     return ray.remote(RankActor).options(**options).remote()

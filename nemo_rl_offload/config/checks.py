@@ -10,12 +10,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_rl_offload.config.rules import RULES, WARNINGS, Get, ReportedError, Rule
-from nemo_rl_offload.config.schema import MasterConfig, describe, keys_of
+from nemo_rl_offload.config.rule import Get, ReportedError, Rule
+from nemo_rl_offload.config.rules import RULES, RULES_OF_THIS_MACHINE, WARNINGS
+from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.types import describe, item_type, keys_of
 from nemo_rl_offload.errors import ConfigError, nearest
 
 
@@ -27,8 +29,10 @@ class CheckedConfig:
     warnings: list[str]
 
 
-def check_config(raw: Mapping[str, Any], source: str = "configuration") -> CheckedConfig:
+def check_config(raw: Mapping[str, Any], source: str = "configuration", *, run_here: bool = True) -> CheckedConfig:
     """Check a loaded configuration; ``source`` is the file name that errors begin with.
+
+    What a run needs on this machine, such as the model's folder, is an error with ``run_here`` and else a warning.
 
     Raises one ConfigError with all problems, one per line, each beginning with the key's path.
     """
@@ -40,11 +44,13 @@ def check_config(raw: Mapping[str, Any], source: str = "configuration") -> Check
             problems.setdefault(path, text)
     get = _reader(raw, problems)
     lines = [f"{path}: {text}" for path, text in problems.items()]
-    lines += [line for rule in RULES for line in _run(rule, get)]
+    here = [line for rule in RULES_OF_THIS_MACHINE for line in _run(rule, get)]
+    lines += [line for rule in RULES for line in _run(rule, get)] + (here if run_here else [])
     if lines:
         count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
         raise ConfigError(f"{source}: {count}\n" + "\n".join(lines))
-    return CheckedConfig(config, [line for rule in WARNINGS for line in _run(rule, get)])
+    warnings = [f"{line} Only a run needs it." for line in here if not run_here]
+    return CheckedConfig(config, warnings + [line for rule in WARNINGS for line in _run(rule, get)])
 
 
 @cache
@@ -73,7 +79,8 @@ def _schema_problems(raw: Mapping[str, Any], error: ValidationError) -> dict[str
         keys, annotation, value = _locate(raw, location)
         given = "missing" if details["type"] == "missing" else f"{_shown(value)} is not allowed"
         problems[_dotted(keys)] = f"{given}. Allowed: {describe(annotation)}.{_hint(annotation, value)}"
-    return problems
+    inner = [path for path in problems if any(other.startswith(f"{path}.") for other in problems)]
+    return {path: text for path, text in problems.items() if path not in inner}
 
 
 def _dotted(location: Iterable[int | str]) -> str:
@@ -83,24 +90,23 @@ def _dotted(location: Iterable[int | str]) -> str:
 def _locate(raw: Any, location: Iterable[int | str]) -> tuple[list[int | str], Any, Any]:
     """Follow a location in the data and in the schema; return path, annotation and value.
 
-    Pydantic ends the location of a union with a tag of its own, which is in neither and ends the walk.
+    Pydantic puts a tag for the member of a union into the location: one for a list stands before the item's number,
+    others end the walk.
     """
     path: list[int | str] = []
     annotation: Any = MasterConfig
     for part in location:
         is_key = isinstance(raw, Mapping) and (part in raw or part in keys_of(annotation))
         is_item = isinstance(raw, list) and isinstance(part, int)
+        if str(part).startswith("list["):
+            continue
         if not (is_key or is_item):
             break
         path.append(part)
-        annotation = keys_of(annotation).get(str(part)) if is_key else _item_of(annotation)
+        inner = item_type(annotation, dict if is_key else list)
+        annotation = keys_of(annotation).get(str(part), inner) if is_key else inner
         raw = raw.get(part) if is_key else raw[part]
     return path, annotation, raw
-
-
-def _item_of(annotation: Any) -> Any:
-    lists = [a for a in (annotation, *get_args(annotation)) if get_origin(a) is list]
-    return get_args(lists[0])[0]
 
 
 def _right_place(key: str, section: Any) -> str:
@@ -127,9 +133,9 @@ def _hint(annotation: Any, value: Any) -> str:
     if not isinstance(value, str):
         return ""
     allowed = describe(annotation)
-    if "a list of text" in allowed:
-        return f" Write it as a list: [{', '.join(re.findall(r'[^\s,]+', value))}]"
-    return nearest(value, re.findall(r"'([^']+)'", allowed))
+    if hint := nearest(value, re.findall(r"'([^']+)'", allowed)):
+        return hint
+    return f" Write it as a list: [{', '.join(re.findall(r'[^\s,]+', value))}]" if "a list of text" in allowed else ""
 
 
 def _reader(raw: Mapping[str, Any], problems: Iterable[str]) -> Get:

@@ -1,33 +1,16 @@
 """The configuration's keys, in NeMo-RL's and Megatron-Core's names, each with its type, range and one line.
 
-Sections are closed: a key that is not listed here is an error, so each one has code that reads it. Types are
-strict: no text becomes a number and no number a truth value; only a whole number may stand for any number.
-Defaults do not stand here but in `examples/configs/base.yaml`.
+Sections are closed: a key that is not listed is an error, so each one has code that reads it. Types are strict: no
+text becomes a number and no number a truth value; only a whole number may stand for any number. Defaults do not
+stand here but in `examples/configs/base.yaml`. The section `policy.megatron_cfg` is in `megatron_schema.py`.
 """
 
-from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypedDict,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, Any, Literal, TypedDict
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, with_config
+from annotated_types import Gt
 
-closed = with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
-
-Positive = Annotated[int, Gt(0)]
-Count = Annotated[int, Ge(0)]
-NonNegative = Annotated[float, Ge(0)]
-Share = Annotated[float, Gt(0), Le(1)]
-Beta = Annotated[float, Ge(0), Lt(1)]
+from nemo_rl_offload.config.megatron_schema import MegatronConfig
+from nemo_rl_offload.config.types import Count, NonNegative, Positive, Share, closed
 
 
 @closed
@@ -48,104 +31,6 @@ class GenerationConfig(TypedDict):
     """Nucleus sampling: smallest set of tokens with this probability mass; 1 keeps all."""
     top_k: Positive | None
     """Sample among this many most likely tokens; null keeps all."""
-
-
-@closed
-class ActivationOffloadConfig(TypedDict):
-    engine: Literal["native"]
-    """Who moves the activations: this project's engine."""
-    host_memory_budget: Share | str
-    """Host memory: share of the node's free memory, divided by its ranks, or a size per rank ("32GiB")."""
-
-
-@closed
-class OptimizerConfig(TypedDict):
-    optimizer: Literal["adam", "sgd"]
-    """Optimizer; adam decouples weight decay (AdamW)."""
-    lr: NonNegative
-    """Highest learning rate."""
-    min_lr: NonNegative
-    """Lowest learning rate, where the decay ends."""
-    weight_decay: NonNegative
-    """Weight decay."""
-    adam_beta1: Beta
-    """Adam's decay of the mean of gradients."""
-    adam_beta2: Beta
-    """Adam's decay of the mean of squared gradients."""
-    adam_eps: Annotated[float, Gt(0)]
-    """Adam's term that keeps the denominator from zero."""
-    sgd_momentum: Beta
-    """Momentum of sgd."""
-    clip_grad: NonNegative
-    """Largest global gradient norm; 0 turns clipping off."""
-    use_distributed_optimizer: bool
-    """Split the optimizer's state over the data-parallel ranks."""
-
-
-@closed
-class SchedulerConfig(TypedDict):
-    lr_decay_style: Literal["constant", "linear", "cosine"]
-    """Shape of the learning rate after warm-up."""
-    lr_warmup_iters: Count
-    """Steps of linear warm-up."""
-    lr_decay_iters: Positive | None
-    """Step at which min_lr is reached; null: grpo.max_num_steps."""
-    lr_warmup_init: NonNegative
-    """Learning rate at the start of the warm-up."""
-
-
-@closed
-class DistributedDataParallelConfig(TypedDict):
-    grad_reduce_in_fp32: bool
-    """Reduce gradients in float32 whatever the precision of the weights."""
-    overlap_grad_reduce: bool
-    """Reduce gradients during the backward pass."""
-    overlap_param_gather: bool
-    """Gather parameters during the forward pass; needs the distributed optimizer and overlap_grad_reduce."""
-
-
-@closed
-class MegatronConfig(TypedDict):
-    enabled: bool
-    """Train with Megatron-Core, the only backend."""
-    transformer_impl: Literal["auto", "torch", "transformer_engine"]
-    """Layer implementation; auto takes Transformer Engine where it can be imported, else torch."""
-    tensor_model_parallel_size: Positive
-    """Ranks that share each layer's weights; only 1 so far."""
-    pipeline_model_parallel_size: Positive
-    """Ranks that share the layers; only 1 so far."""
-    context_parallel_size: Positive
-    """Ranks that share a sequence; only 1 so far."""
-    expert_model_parallel_size: Positive
-    """Ranks that share the experts; only 1 so far."""
-    sequence_parallel: bool
-    """Split norms and dropout over the tensor-parallel ranks; only false so far."""
-    recompute_granularity: Literal["full", "selective"] | None
-    """Recompute whole layers, or the modules in recompute_modules, in the backward pass; null: nothing."""
-    recompute_modules: list[str] | None
-    """Modules that selective recomputation covers; null: core_attn."""
-    recompute_method: Literal["uniform", "block"] | None
-    """Which layers full recomputation covers: uniform groups of layers, or the first ones."""
-    recompute_num_layers: Positive | None
-    """Layers per uniform group, or number of first layers."""
-    fine_grained_activation_offloading: bool
-    """Keep the activations of offload_modules in host memory between forward and backward."""
-    offload_modules: list[str] | None
-    """Modules whose saved activations are offloaded."""
-    min_offloaded_tensor_size: Count
-    """Smallest tensor that is offloaded, in elements."""
-    activation_offload: ActivationOffloadConfig
-    """How activations are offloaded."""
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"]
-    """How tokens reach their experts."""
-    moe_aux_loss_coeff: NonNegative | None
-    """Weight of the experts' load-balancing loss; null keeps the model's own."""
-    optimizer: OptimizerConfig
-    """The optimizer."""
-    scheduler: SchedulerConfig
-    """The learning rate over the steps."""
-    distributed_data_parallel_config: DistributedDataParallelConfig
-    """How gradients and parameters travel between data-parallel ranks."""
 
 
 @closed
@@ -306,33 +191,3 @@ class MasterConfig(TypedDict):
     """When checkpoints are written and which are kept."""
     cluster: ClusterConfig
     """Machines and devices."""
-
-
-_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
-_BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "from"), (Lt, "lt", "below"), (Le, "le", "up to"))
-
-
-def keys_of(annotation: Any) -> dict[str, Any]:
-    """Return key -> annotation of a section, or ``{}`` for anything else."""
-    return get_type_hints(annotation, include_extras=True) if is_typeddict(annotation) else {}
-
-
-def describe(annotation: Any) -> str:
-    """Say in words what ``annotation`` allows, such as ``"a number above 0 up to 1, or text"``."""
-    arguments = get_args(annotation)
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        bounds = [
-            f"{word} {getattr(bound, name)}"
-            for bound in arguments[1:]
-            for kind, name, word in _BOUNDS
-            if isinstance(bound, kind)
-        ]
-        return " ".join([describe(arguments[0]), *bounds])
-    if origin in (Union, UnionType):
-        return ", or ".join(describe(a) for a in arguments)
-    if origin is Literal:
-        return " or ".join(f"'{a}'" for a in arguments)
-    if origin is list:
-        return "a list of text" if arguments[0] is str else "a list of sections"
-    return _NAMES.get(annotation, "a section of keys")

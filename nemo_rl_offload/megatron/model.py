@@ -72,7 +72,8 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
             pipeline_model_parallel_size=cfg["pipeline_model_parallel_size"],
             context_parallel_size=cfg["context_parallel_size"],
             expert_model_parallel_size=cfg["expert_model_parallel_size"],
-            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_size=cfg["expert_tensor_parallel_size"],
+            virtual_pipeline_model_parallel_size=cfg["virtual_pipeline_model_parallel_size"],
         )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

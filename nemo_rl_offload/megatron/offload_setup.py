@@ -18,11 +18,13 @@ from nemo_rl_offload.offload.engine import OffloadEngine
 def install_offloading(policy: PolicyConfig) -> OffloadEngine | None:
     """Build this worker's engine and hand it to Megatron's layers; None, and no-ops, when offloading is off.
 
-    Must run before the model is built.
+    None too with `engine: megatron`, whose own class then stays where it is. Must run before the model is built.
     """
     cfg = policy["megatron_cfg"]
     if not cfg["fine_grained_activation_offloading"]:
         use_engine(None)
+        return None
+    if cfg["activation_offload"]["engine"] == "megatron":
         return None
     backend: Backend = CudaBackend() if torch.cuda.is_available() else HostBackend()
     engine = OffloadEngine(

@@ -7,21 +7,27 @@ combination that Megatron refuses is refused here too, in Megatron's words, befo
 """
 
 import shutil
+from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe.router import Router
 
-from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
+from nemo_rl_offload.config.megatron_rules import transformer_engine_settings
+from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.bridge import have_transformer_engine
 from nemo_rl_offload.megatron.torch_backend import torch_block_spec
 from nemo_rl_offload.planner.modules import MEGATRON_MODULES
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_FUSED_NORMS = {"attn_norm", "mlp_norm"}
 
 
 def resolve_transformer_impl(name: str) -> str:
@@ -40,79 +46,140 @@ def resolve_transformer_impl(name: str) -> str:
     return name
 
 
-def megatron_view(transformer_impl: str, offload: bool, modules: list[str]) -> dict[str, Any]:
+FORWARDED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "overlap_p2p_comm",
+    "batch_p2p_comm",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "min_offloaded_tensor_size",
+    "activation_offload_fraction",
+    "delta_offload_bytes_across_pp_ranks",
+    "fine_grained_offloading_max_inflight_offloads",
+    "delay_offload_until_cuda_graph",
+    "cpu_offloading",
+    "cpu_offloading_num_layers",
+    "moe_paged_stash",
+    "moe_paged_stash_page_size",
+    "moe_paged_stash_buffer_size_factor_cuda",
+    "moe_paged_stash_buffer_size_factor_cpu",
+    "moe_expert_rank_capacity_factor",
+    "cuda_graph_impl",
+    "cuda_graph_warmup_steps",
+    "moe_token_dispatcher_type",
+)
+"""Keys that are handed to Megatron's field of the same name as they are."""
+
+FORWARDED_UNLESS_NULL = (
+    "recompute_modules",
+    "cuda_graph_modules",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_router_bias_update_rate",
+    "moe_aux_loss_coeff",
+    "moe_flex_dispatcher_backend",
+    "moe_permute_fusion",
+    "moe_shared_expert_overlap",
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "gradient_accumulation_fusion",
+    "use_transformer_engine_op_fuser",
+    "layernorm_epsilon",
+)
+"""The same, where null keeps the provider's value."""
+
+# Fusions that Transformer Engine would do, with the layers of `transformer_impl: torch`.
+_NOT_IN_TORCH = (
+    "apply_rope_fusion",
+    "masked_softmax_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "cross_entropy_loss_fusion",
+)
+
+
+def megatron_view(transformer_impl: str, offload: bool | None, modules: list[str]) -> dict[str, Any]:
     """What Megatron is told for its own checks.
 
     | here | Megatron's view |
     |---|---|
     | `transformer_impl: torch` | `local` |
+    | offloading null | nothing: the provider's own values stay |
     | modules that only this project offloads | taken out; offloading is off when none remains |
     """
+    view: dict[str, Any] = {"transformer_impl": "local" if transformer_impl == "torch" else transformer_impl}
+    if offload is None:
+        return view
     known = [module for module in modules if module in MEGATRON_MODULES] if offload else []
-    return {
-        "transformer_impl": "local" if transformer_impl == "torch" else transformer_impl,
-        "fine_grained_activation_offloading": bool(known),
-        "offload_modules": known,
-    }
+    return view | {"fine_grained_activation_offloading": bool(known), "offload_modules": known}
 
 
-def _transformer_fields(policy: PolicyConfig, transformer_impl: str) -> dict[str, Any]:
-    cfg: MegatronConfig = policy["megatron_cfg"]
-    on_gpu = torch.cuda.is_available()
+def _precision_fields(policy: PolicyConfig) -> dict[str, Any]:
     dtype = _DTYPES[policy["precision"]]
-    fields: dict[str, Any] = {
-        key: cfg[key]
-        for key in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "sequence_parallel",
-            "recompute_granularity",
-            "recompute_method",
-            "recompute_num_layers",
-            "min_offloaded_tensor_size",
-            "moe_token_dispatcher_type",
-        )
+    return {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16, "fp16": False}
+
+
+def _torch_fields(provider: Any) -> dict[str, Any]:
+    # Megatron fuses these two with torch.compile, which needs a C compiler at run time.
+    fuse = torch.cuda.is_available() and any(map(shutil.which, ("cc", "gcc", "clang")))
+    return {
+        "transformer_layer_spec": torch_block_spec,
+        "moe_grouped_gemm": True,
+        "bias_activation_fusion": fuse and provider.activation_func is F.silu,
+        "bias_dropout_fusion": fuse,
+        **dict.fromkeys(_NOT_IN_TORCH, False),
     }
-    if cfg["recompute_modules"] is not None:
-        fields["recompute_modules"] = cfg["recompute_modules"]
-    if cfg["moe_aux_loss_coeff"] is not None:
-        fields["moe_aux_loss_coeff"] = cfg["moe_aux_loss_coeff"]
-    fields |= {
-        "expert_tensor_parallel_size": 1,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": False,
+
+
+def _transformer_fields(provider: Any, policy: PolicyConfig, transformer_impl: str) -> dict[str, Any]:
+    """Megatron's fields and their values, later ones over earlier ones."""
+    cfg: Mapping[str, Any] = {**policy["megatron_cfg"]}
+    backend = cfg["attention_backend"]
+    return {
+        **_precision_fields(policy),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "use_cpu_initialization": not on_gpu,
+        "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # every weight is read from the model's folder
         "seq_length": policy["max_total_sequence_length"],
+        **(_torch_fields(provider) if transformer_impl == "torch" else {}),
+        **{key: cfg[key] for key in FORWARDED},
+        **{key: cfg[key] for key in FORWARDED_UNLESS_NULL if cfg[key] is not None},
+        **({} if backend is None else {"attention_backend": AttnBackend[backend]}),
+        **cfg["model_overrides"],
     }
+
+
+def _check_layers(provider: Any, policy: PolicyConfig, transformer_impl: str) -> None:
+    """What only this machine and the model together can tell about `transformer_impl: auto`."""
+    cfg = policy["megatron_cfg"]
     if transformer_impl == "torch":
-        # Megatron fuses these two with torch.compile, which needs a C compiler at run time.
-        fuse = on_gpu and any(map(shutil.which, ("cc", "gcc", "clang")))
-        fields |= {
-            "transformer_layer_spec": torch_block_spec,
-            "moe_grouped_gemm": True,
-            "bias_activation_fusion": fuse,
-            "bias_dropout_fusion": fuse,
-            **dict.fromkeys(
-                (
-                    "apply_rope_fusion",
-                    "masked_softmax_fusion",
-                    "gradient_accumulation_fusion",
-                    "persist_layer_norm",
-                    "moe_permute_fusion",
-                    "moe_router_fusion",
-                    "cross_entropy_loss_fusion",
-                ),
-                False,
-            ),
-        }
-    return fields
+        values: Any = {"policy": policy}
+        for key in transformer_engine_settings(lambda path: reduce(getitem, path.split("."), values)):
+            raise ConfigError(
+                f"policy.megatron_cfg.{key} needs Transformer Engine, which cannot be used here "
+                "(it does not import, or there is no GPU)"
+            )
+        return
+    listed = cfg["offload_modules"] if cfg["fine_grained_activation_offloading"] else None
+    has_own_norm = {"attn_norm": provider.multi_latent_attention, "mlp_norm": provider.num_moe_experts}
+    fused = [name for name in listed or [] if name in has_own_norm and not has_own_norm[name]]
+    if fused:
+        raise ConfigError(
+            f"policy.megatron_cfg.offload_modules: {fused} have no boundary of their own in Transformer Engine's fused "
+            "norm+linear; take them out, or use transformer_impl: torch"
+        )
 
 
 def configure_provider(provider: Any, policy: PolicyConfig) -> str:
@@ -121,33 +188,42 @@ def configure_provider(provider: Any, policy: PolicyConfig) -> str:
     Raises ConfigError with Megatron's own words when Megatron-Core refuses the combination.
     """
     cfg = policy["megatron_cfg"]
-    offload, modules = cfg["fine_grained_activation_offloading"], cfg["offload_modules"] or []
+    offload, modules = cfg["fine_grained_activation_offloading"], list(cfg["offload_modules"] or [])
     transformer_impl = resolve_transformer_impl(cfg["transformer_impl"])
-    if transformer_impl == "transformer_engine" and offload and _FUSED_NORMS & set(modules):
-        raise ConfigError(
-            f"policy.megatron_cfg.offload_modules: {sorted(_FUSED_NORMS & set(modules))} have no boundary of their own "
-            "in Transformer Engine's fused norm+linear; take them out, or use transformer_impl: torch"
-        )
-    fields = _transformer_fields(policy, transformer_impl) | megatron_view(transformer_impl, offload, modules)
+    _check_layers(provider, policy, transformer_impl)
+    fields = _transformer_fields(provider, policy, transformer_impl) | megatron_view(transformer_impl, offload, modules)
     for name, value in fields.items():
-        if hasattr(provider, name):
-            setattr(provider, name, value)
-        else:
-            assert name.startswith("moe_"), f"Megatron has no field {name}"
+        assert hasattr(provider, name), f"Megatron has no field {name}"
+        setattr(provider, name, value)
     try:
         provider.finalize()
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"policy.megatron_cfg: Megatron-Core refuses this configuration: {error}") from error
-    provider.fine_grained_activation_offloading = offload
-    provider.offload_modules = list(modules) if offload else []
+    if offload is not None:
+        provider.fine_grained_activation_offloading = offload
+        provider.offload_modules = modules if offload else []
+    if cfg["freeze_moe_router"]:
+        provider.register_pre_wrap_hook(_freeze_routers)
     return transformer_impl
+
+
+def _freeze_routers(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
+        for parameter in router.parameters():
+            parameter.requires_grad = False
+    return chunks
 
 
 def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
     """`policy.megatron_cfg.optimizer` as Megatron's OptimizerConfig."""
     section = policy["megatron_cfg"]["optimizer"]
     dtype = _DTYPES[policy["precision"]]
-    return OptimizerConfig(**section, params_dtype=dtype, bf16=dtype == torch.bfloat16)
+    try:
+        return OptimizerConfig(**section, params_dtype=dtype, bf16=dtype == torch.bfloat16)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"policy.megatron_cfg.optimizer: Megatron-Core refuses this configuration: {error}"
+        ) from error
 
 
 def ddp_config(policy: PolicyConfig) -> DistributedDataParallelConfig:
@@ -163,6 +239,7 @@ def learning_rate_scheduler(policy: PolicyConfig, optimizer: Any, num_steps: int
     """The learning rate over `num_steps` optimizer steps, from `policy.megatron_cfg.scheduler`."""
     section, optim = policy["megatron_cfg"]["scheduler"], policy["megatron_cfg"]["optimizer"]
     warmup_steps = section["lr_warmup_iters"]
+    start, end = section["start_weight_decay"], section["end_weight_decay"]
     # Megatron wants the decay to end after the warm-up, also where a constant rate has no decay.
     decay_steps = max(section["lr_decay_iters"] or num_steps, warmup_steps + 1)
     return OptimizerParamScheduler(
@@ -173,8 +250,8 @@ def learning_rate_scheduler(policy: PolicyConfig, optimizer: Any, num_steps: int
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=section["lr_decay_style"],
-        start_wd=optim["weight_decay"],
-        end_wd=optim["weight_decay"],
+        start_wd=optim["weight_decay"] if start is None else start,
+        end_wd=optim["weight_decay"] if end is None else end,
         wd_incr_steps=decay_steps,
-        wd_incr_style="constant",
+        wd_incr_style=section["weight_decay_incr_style"],
     )

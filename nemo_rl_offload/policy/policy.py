@@ -18,6 +18,14 @@ from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.policy.worker import PolicyWorker
 
 
+def worker_env(config: PolicyConfig) -> dict[str, str]:
+    """Environment variables of the workers: what their engine needs, and the user's `env_vars` over it."""
+    cfg = config["megatron_cfg"]
+    is_megatron = cfg["activation_offload"]["engine"] == "megatron"
+    # Megatron-Core's engine hooks into Transformer Engine's first offloading interface, which is off by default.
+    return ({"NVTE_CPU_OFFLOAD_V1": "1"} if is_megatron else {}) | (cfg["env_vars"] or {})
+
+
 class Policy:
     """A policy on the slots of `cluster`; implements `PolicyInterface`.
 
@@ -54,6 +62,7 @@ class Policy:
             PolicyWorker,
             config,
             model_path.resolve(),
+            env=worker_env(config),
             seed=seed,
             num_steps=num_steps,
             keep_reference=keep_reference,

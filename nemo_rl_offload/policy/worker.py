@@ -60,7 +60,7 @@ class PolicyWorker:
         from nemo_rl_offload.losses.registry import build_loss
         from nemo_rl_offload.megatron.train_step import train_step
 
-        return train_step(
+        metrics = train_step(
             self._model,
             batch,
             build_loss(loss_name, loss_config),
@@ -68,6 +68,8 @@ class PolicyWorker:
             self._policy["train_micro_batch_size"],
             self._policy["generation"]["temperature"],
         )
+        self._empty_cache(from_level=1)
+        return metrics
 
     def get_logprobs(self, batch: Batch) -> NDArray[np.float32]:
         """Log-probabilities of this rank's shard, float32 [B, S].
@@ -78,6 +80,7 @@ class PolicyWorker:
 
         temperature = self._policy["generation"]["temperature"]
         logprobs = compute_logprobs(self._model, batch, self._policy["logprob_batch_size"], temperature)
+        self._empty_cache(from_level=2)
         return logprobs.numpy()
 
     def get_reference_policy_logprobs(self, batch: Batch) -> NDArray[np.float32]:
@@ -98,7 +101,7 @@ class PolicyWorker:
         """Sample one response for each prompt."""
         from nemo_rl_offload.megatron.generation import generate
 
-        return generate(
+        responses = generate(
             self._model.modules[0],
             prompts,
             self._policy["generation"],
@@ -106,6 +109,14 @@ class PolicyWorker:
             end_id=end_id,
             seed=seed,
         )
+        self._empty_cache(from_level=2)
+        return responses
+
+    def _empty_cache(self, from_level: int) -> None:
+        import torch
+
+        if torch.cuda.is_available() and self._policy["megatron_cfg"]["empty_unused_memory_level"] >= from_level:
+            torch.cuda.empty_cache()
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint."""

@@ -25,7 +25,7 @@ class GlooWorker:
     def describe(self) -> dict[str, int]:
         import torch
 
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "EXTRA")
         return {name: int(os.environ[name]) for name in names} | {
             "pid": os.getpid(),
             "threads": torch.get_num_threads(),
@@ -72,12 +72,13 @@ def eventually_gone(pids: list[int], timeout_s: float = 10.0) -> bool:
 
 
 def test_collective_then_exception_of_one_rank(cluster: VirtualCluster) -> None:
-    group = WorkerGroup(cluster, GlooWorker)
+    group = WorkerGroup(cluster, GlooWorker, env={"EXTRA": "7"})
     described = group.run_all("describe")
     pids = [worker["pid"] for worker in described]
     assert (cluster.device, cluster.world_size, cluster.workers_per_node) == ("cpu", 2, 2)
     assert [(worker["RANK"], worker["LOCAL_RANK"]) for worker in described] == [(0, 0), (1, 1)]
     assert all(worker["WORLD_SIZE"] == worker["LOCAL_WORLD_SIZE"] == 2 for worker in described)
+    assert all(worker["EXTRA"] == 7 for worker in described)
     assert all(worker["threads"] == worker["OMP_NUM_THREADS"] for worker in described)
     assert group.run_sharded("total", [(1.0,), (10.0,)], scale=2.0) == [22.0, 22.0]
 

@@ -1,5 +1,6 @@
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ import pytest
 
 from nemo_rl_offload.config.checks import CheckedConfig, check_config
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.errors import ConfigError
 
 MakeModel = Callable[..., Path]
 Check = Callable[..., CheckedConfig]
+Refusals = Callable[[str], list[str]]
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +27,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
     def make(**shape: Any) -> Path:
         folder = tmp_path_factory.mktemp("model")
-        (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 4, **shape}))
+        (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 4, "num_attention_heads": 4, **shape}))
         (folder / "tokenizer_config.json").write_text("{}")
         return folder
 
@@ -38,7 +41,7 @@ def dense_model(make_model: MakeModel) -> Path:
 
 @pytest.fixture(scope="session")
 def moe_model(make_model: MakeModel) -> Path:
-    return make_model(num_experts=8)
+    return make_model(num_experts=8, shared_expert_intermediate_size=8)
 
 
 @pytest.fixture(scope="session")
@@ -58,4 +61,27 @@ def tiny(configs: Path, dense_model: Path) -> Callable[..., dict[str, Any]]:
 @pytest.fixture(scope="session")
 def check(tiny: Callable[..., dict[str, Any]]) -> Check:
     """Load and check grpo_tiny.yaml with overrides."""
-    return lambda *overrides: check_config(tiny(*overrides), "tiny.yaml")
+    return lambda *overrides, **kwargs: check_config(tiny(*overrides), "tiny.yaml", **kwargs)
+
+
+@pytest.fixture(scope="session")
+def refusals(check: Check, dense_model: Path, moe_model: Path) -> Refusals:
+    """Return the lines of all problems, without those of what is not available yet; overrides as one text.
+
+    `M.` stands for `policy.megatron_cfg.`, `DENSE` and `MOE` for a model.
+    """
+
+    def lines_of(overrides: str) -> list[str]:
+        try:
+            check(*expand(overrides, dense_model, moe_model), run_here=False)
+        except ConfigError as error:
+            return [line for line in str(error).splitlines()[1:] if "not available yet" not in line]
+        return []
+
+    return lines_of
+
+
+def expand(text: str, dense_model: Path, moe_model: Path) -> list[str]:
+    models = {"DENSE": f"policy.model_name={dense_model}", "MOE": f"policy.model_name={moe_model}"}
+    shortened = [models.get(part, part) for part in text.split()]
+    return [re.sub(r"^(\+?)M\.", r"\1policy.megatron_cfg.", part) for part in shortened]

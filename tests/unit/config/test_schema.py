@@ -3,13 +3,15 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
-from nemo_rl_offload.config import schema
-from nemo_rl_offload.config.schema import MasterConfig, describe, keys_of
+from nemo_rl_offload.config import megatron_schema, schema
+from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.types import describe, keys_of
 
 
 def leaves(annotation: Any, path: str = "") -> Iterator[str]:
@@ -39,8 +41,9 @@ def test_base_yaml_explains_every_value(configs: Path) -> None:
     assert [line for above, line in values if " # " not in line and not above.lstrip().startswith("#")] == []
 
 
-def test_every_key_has_a_line_of_documentation() -> None:
-    tree = ast.parse(inspect.getsource(schema))
+@pytest.mark.parametrize("module", [schema, megatron_schema])
+def test_every_key_has_a_line_of_documentation(module: ModuleType) -> None:
+    tree = ast.parse(inspect.getsource(module))
     for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for key, text in zip(section.body[::2], section.body[1::2], strict=True):
             assert isinstance(key, ast.AnnAssign), ast.unparse(section)
@@ -51,14 +54,16 @@ def test_every_key_has_a_line_of_documentation() -> None:
 @pytest.mark.parametrize(
     ("section", "key", "words"),
     [
-        (schema.ActivationOffloadConfig, "host_memory_budget", "a number above 0 up to 1, or text"),
+        (megatron_schema.ActivationOffloadConfig, "host_memory_budget", "a number above 0 up to 1, or text"),
         (schema.ClusterConfig, "gpus_per_node", "a whole number above 0, or 'auto'"),
-        (schema.MegatronConfig, "offload_modules", "a list of text, or null"),
-        (schema.MegatronConfig, "optimizer", "a section of keys"),
-        (schema.OptimizerConfig, "adam_beta1", "a number from 0 below 1"),
+        (megatron_schema.MegatronConfig, "offload_modules", "a list of text, or 'auto', or null"),
+        (megatron_schema.MegatronConfig, "env_vars", "a mapping of text to text, or null"),
+        (megatron_schema.CpuAffinityConfig, "map", "a mapping of whole numbers to whole numbers, or null"),
+        (megatron_schema.MegatronConfig, "optimizer", "a section of keys"),
+        (megatron_schema.OptimizerConfig, "adam_beta1", "a number from 0 below 1"),
         (schema.PolicyConfig, "precision", "'float32' or 'bfloat16'"),
         (schema.GRPOConfig, "normalize_rewards", "true or false"),
-        (schema.ReasoningGymConfig, "params", "a section of keys"),
+        (schema.ReasoningGymConfig, "params", "a mapping of text to values"),
         (schema.ValidationProblemsConfig, "exclude", "a list of sections"),
     ],
 )

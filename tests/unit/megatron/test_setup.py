@@ -1,5 +1,6 @@
 """Every key reaches its Megatron field; Megatron's checks run on the view of it, and its refusals are ours."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,14 +95,17 @@ OPTIMIZER = {
     "sgd_momentum": 0.375,
     "clip_grad": 2.5,
     "use_distributed_optimizer": True,
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.5,
 }
+NEEDS_TRANSFORMER_ENGINE = {"use_precision_aware_optimizer"}
 
 
 @pytest.mark.parametrize(("key", "value"), OPTIMIZER.items())
 def test_optimizer_keys(key: str, value: object, make_policy: MakePolicy) -> None:
     policy = make_policy(f"optimizer.{key}={str(value).lower()}")
     assert getattr(setup.optimizer_config(policy), key) == value
-    assert policy["megatron_cfg"]["optimizer"].keys() == OPTIMIZER.keys()
+    assert policy["megatron_cfg"]["optimizer"].keys() == OPTIMIZER.keys() | NEEDS_TRANSFORMER_ENGINE
     assert setup.optimizer_config(policy | {"precision": "bfloat16"}).bf16
 
 
@@ -185,12 +189,41 @@ def test_transformer_impl(
         assert setup.resolve_transformer_impl(name) == expected
 
 
+def test_optimizer_without_transformer_engine_is_refused(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    policy = make_policy("optimizer.use_precision_aware_optimizer=true", "optimizer.use_distributed_optimizer=true")
+    with pytest.raises(ConfigError, match=r"^policy.megatron_cfg.optimizer: Megatron-Core refuses .*FusedAdam"):
+        setup.optimizer_config(policy)
+
+
+@pytest.mark.parametrize(
+    "key", ["apply_rope_fusion=true", "attention_backend=flash", "activation_offload.engine=megatron"]
+)
+def test_what_torch_layers_cannot_do_is_refused(make_policy: MakePolicy, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^policy.megatron_cfg.{key.split('=')[0]} needs Transformer Engine"):
+        setup.configure_provider(Provider(), make_policy(key))
+
+
+def test_weight_decay_over_the_steps(make_policy: MakePolicy) -> None:
+    keys = ("start_weight_decay=0.1", "end_weight_decay=0.5", "weight_decay_incr_style=linear", "lr_warmup_iters=0")
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [weight]}])
+    scheduler = setup.learning_rate_scheduler(make_policy(*(f"scheduler.{key}" for key in keys)), optimizer, 4)
+    decays = []
+    for _ in range(6):
+        decays.append(optimizer.param_groups[0]["weight_decay"])
+        scheduler.step(increment=1)
+    assert decays == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+
+
 def test_fused_norms_of_transformer_engine_are_refused(
     make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup, "resolve_transformer_impl", lambda _name: "transformer_engine")
     with pytest.raises(ConfigError, match=r"^policy.megatron_cfg.offload_modules: \['mlp_norm'\] have no boundary"):
-        setup.configure_provider(Provider(), make_policy("offload_modules=[core_attn,mlp_norm]"))
+        setup.configure_provider(Provider(num_moe_experts=None), make_policy("offload_modules=[core_attn,mlp_norm]"))
 
 
 SCHEDULES = [

@@ -1,0 +1,204 @@
+"""Rules about what is offloaded: by which engine, which modules of the model, and what it excludes."""
+
+from collections.abc import Iterator
+
+from nemo_rl_offload.config.loader import parse_bytes
+from nemo_rl_offload.config.rule import (
+    MEGATRON,
+    Get,
+    Rule,
+    is_native,
+    megatron,
+    model_shape,
+    offloaded,
+    recomputed,
+)
+from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.planner.modules import (
+    DENSE_MLP_MODULES,
+    MEGATRON_MODULES,
+    MOE_MODULES,
+    NATIVE_MODULES,
+    SUPPORTED_MODULES,
+)
+
+PATH = f"{MEGATRON}.offload_modules"
+SWITCH = "fine_grained_activation_offloading"
+MEGATRON_MOE_MODULES = ("expert_fc1", "moe_act", "fused_group_mlp")
+
+
+def _names(get: Get) -> Iterator[str]:
+    modules = megatron(get, "offload_modules")
+    if not isinstance(modules, list):
+        return
+    allowed, other = (SUPPORTED_MODULES, "megatron") if is_native(get) else (MEGATRON_MODULES, "native")
+    for name in dict.fromkeys(modules):
+        if name in allowed:
+            continue
+        if name in (NATIVE_MODULES if is_native(get) else ()):
+            reason = "not available yet with engine: native"
+        elif name in (*NATIVE_MODULES, *MEGATRON_MODULES):
+            reason = f"only engine: {other} can offload it"
+        else:
+            reason = f"unknown module.{nearest(name, allowed)}".rstrip(".")
+        yield f"{PATH}: '{name}': {reason}. Allowed: {', '.join(allowed)}."
+    for name in sorted({name for name in modules if modules.count(name) > 1}):
+        yield f"{PATH}: '{name}' is listed more than once. List it once."
+    if "attn_proj" in modules and "core_attn" not in modules:
+        yield f"{PATH}: 'attn_proj' needs 'core_attn'. Add core_attn, or remove attn_proj."
+
+
+def _needs_modules(get: Get) -> Iterator[str]:
+    if megatron(get, SWITCH) and not megatron(get, "offload_modules"):
+        yield (
+            f"{PATH}: empty, but {SWITCH} is true. "
+            "List modules, like [core_attn, mlp_norm], set auto, or turn offloading off."
+        )
+
+
+def _auto(get: Get) -> Iterator[str]:
+    if megatron(get, "offload_modules") != "auto":
+        return
+    if not is_native(get):
+        yield f"{PATH}: 'auto' needs engine: native. List modules, or change activation_offload.engine."
+    if megatron(get, "activation_offload.gpu_memory_budget") is None:
+        yield f"{MEGATRON}.activation_offload.gpu_memory_budget: 'auto' needs it. Set a size, like \"72GiB\"."
+    for key, default in (("activation_offload_fraction", 1), ("delta_offload_bytes_across_pp_ranks", 0)):
+        if megatron(get, key) != default:
+            yield f"{MEGATRON}.{key}: excluded by offload_modules: auto, which chooses itself. Set {default}."
+
+
+def _fits_model(get: Get) -> Iterator[str]:
+    modules = offloaded(get)
+    if not modules:
+        return
+    shape = model_shape(get)
+    for name in modules:
+        if name in MOE_MODULES and not shape.has_experts:
+            yield f"{PATH}: '{name}' needs layers with experts, and the model has none. Remove it."
+        if name in DENSE_MLP_MODULES and all(shape.layers_with_experts):
+            yield f"{PATH}: '{name}' needs layers without experts, and the model has none. Remove it."
+
+
+def _fused_group_mlp(get: Get) -> Iterator[str]:
+    modules = megatron(get, "offload_modules") or []
+    if "fused_group_mlp" not in modules:
+        return
+    if not megatron(get, "use_transformer_engine_op_fuser"):
+        yield (
+            f"{PATH}: 'fused_group_mlp' needs Transformer Engine's op fuser. "
+            "Set use_transformer_engine_op_fuser to true, or remove it."
+        )
+    if parts := [name for name in ("expert_fc1", "moe_act") if name in modules]:
+        yield f"{PATH}: 'fused_group_mlp' covers {' and '.join(parts)} already. Remove one or the other."
+
+
+def _fused_norms(get: Get) -> Iterator[str]:
+    names = [name for name in offloaded(get) if name in ("attn_norm", "mlp_norm")]
+    if not names or megatron(get, "transformer_impl") != "transformer_engine":
+        return
+    shape = model_shape(get)
+    for name in names:
+        if not (shape.has_latent_attention if name == "attn_norm" else shape.has_experts):
+            yield (
+                f"{PATH}: '{name}' has no boundary of its own in Transformer Engine's fused norm and linear layers. "
+                "Remove it, or set transformer_impl: torch."
+            )
+
+
+def _experts_or_recompute(get: Get) -> Iterator[str]:
+    if "moe" not in recomputed(get):
+        return
+    for name in offloaded(get):
+        if name in MOE_MODULES:
+            yield f"{PATH}: '{name}' saves nothing while recompute_modules has 'moe'. Remove one of the two."
+
+
+def _cpu_offloading(get: Get) -> Iterator[str]:
+    path = f"{MEGATRON}.cpu_offloading"
+    if not megatron(get, "cpu_offloading"):
+        return
+    for key, off in ((SWITCH, "false"), ("moe_paged_stash", "false"), ("recompute_granularity", "null")):
+        if megatron(get, key):
+            yield f"{path}: cannot be combined with {key}. Set cpu_offloading to false, or {key} to {off}."
+    if megatron(get, "pipeline_model_parallel_size") > 1:
+        yield f"{path}: cannot be combined with pipeline parallelism. Set it to false."
+    num_covered, num_layers = megatron(get, "cpu_offloading_num_layers"), len(model_shape(get).layers_with_experts)
+    if num_covered >= num_layers:
+        yield f"{path}_num_layers: {num_covered} must be below the model's {num_layers} layers. Lower it."
+
+
+def _paged_stash(get: Get) -> Iterator[str]:
+    if not megatron(get, "moe_paged_stash"):
+        return
+    factor = "moe_expert_rank_capacity_factor"
+    if megatron(get, factor) is None:
+        yield f"{MEGATRON}.{factor}: moe_paged_stash needs it. Set a factor, like 1.5, or turn moe_paged_stash off."
+    for name in offloaded(get):
+        if name in MEGATRON_MOE_MODULES:
+            yield f"{PATH}: '{name}' is covered by moe_paged_stash already. Remove it."
+    if not model_shape(get).has_experts:
+        yield f"{MEGATRON}.moe_paged_stash: needs layers with experts, and the model has none. Set it to false."
+
+
+def _capacity_factor(get: Get) -> Iterator[str]:
+    path = f"{MEGATRON}.moe_expert_rank_capacity_factor"
+    if megatron(get, "moe_expert_rank_capacity_factor") is None:
+        return
+    backend = megatron(get, "moe_flex_dispatcher_backend")
+    if backend not in ("hybridep", "ncclep"):
+        yield f"{path}: needs moe_flex_dispatcher_backend hybridep or ncclep. Set one of them, or this to null."
+    if backend == "hybridep" and not megatron(get, "use_transformer_engine_op_fuser"):
+        yield f"{path}: needs use_transformer_engine_op_fuser with hybridep. Set that to true, or this to null."
+
+
+def _sizes(get: Get) -> Iterator[str]:
+    alternatives = {"gpu_memory_budget": "", "host_memory_budget": " Or give a share of the node's free memory."}
+    for key, alternative in alternatives.items():
+        path = f"{MEGATRON}.activation_offload.{key}"
+        size = get(path)
+        try:
+            if isinstance(size, str):
+                parse_bytes(size)
+        except ConfigError as error:
+            yield f"{path}: {error}{alternative}"
+
+
+OFFLOAD_RULES: tuple[Rule, ...] = (
+    _names,
+    _needs_modules,
+    _auto,
+    _fits_model,
+    _fused_group_mlp,
+    _fused_norms,
+    _experts_or_recompute,
+    _cpu_offloading,
+    _paged_stash,
+    _capacity_factor,
+    _sizes,
+)
+
+
+def _is_off(get: Get) -> Iterator[str]:
+    if megatron(get, SWITCH):
+        return
+    if megatron(get, "offload_modules"):
+        yield f"{PATH}: ignored, because {SWITCH} is not true. Set that to true to offload."
+
+
+def _budget_is_unused(get: Get) -> Iterator[str]:
+    path = f"{MEGATRON}.activation_offload.gpu_memory_budget"
+    if get(path) is not None and megatron(get, "offload_modules") != "auto":
+        yield f"{path}: ignored, because only offload_modules: auto reads it."
+
+
+def _norms_and_auto_layers(get: Get) -> Iterator[str]:
+    names = [name for name in offloaded(get) if name in ("attn_norm", "mlp_norm")]
+    if names and megatron(get, "transformer_impl") == "auto":
+        yield (
+            f"{PATH}: {' and '.join(names)} may not be offloadable where transformer_impl: auto finds Transformer "
+            "Engine, which fuses norms into linear layers. Set transformer_impl: torch to be sure."
+        )
+
+
+OFFLOAD_WARNINGS: tuple[Rule, ...] = (_is_off, _budget_is_unused, _norms_and_auto_layers)

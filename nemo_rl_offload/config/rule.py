@@ -1,0 +1,64 @@
+"""What a rule is, and what several rules read.
+
+A rule is a generator of one line per problem. A line begins with the path to change and ends with the fix. A rule
+reads values by their path through `get`, which ends the rule where a value is reported already.
+"""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from nemo_rl_offload.config.shapes import Shape, read_shape
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.planner.modules import MEGATRON_MODULES
+
+Get = Callable[[str], Any]
+Rule = Callable[[Get], Iterator[str]]
+MEGATRON = "policy.megatron_cfg"
+
+
+class ReportedError(Exception):
+    """A rule read a value that is reported already."""
+
+
+def megatron(get: Get, key: str) -> Any:
+    """The value of a key of `policy.megatron_cfg`."""
+    return get(f"{MEGATRON}.{key}")
+
+
+def model_shape(get: Get) -> Shape:
+    """The model's shape; ends the rule where the folder is missing or broken, which another rule reports."""
+    try:
+        return read_shape(get("policy.model_name"))
+    except ConfigError as error:
+        raise ReportedError from error
+
+
+def offloaded(get: Get) -> list[str]:
+    """The modules that are offloaded; none while offloading is off or chooses for itself."""
+    modules = megatron(get, "offload_modules")
+    is_on = megatron(get, "fine_grained_activation_offloading")
+    return modules if is_on and isinstance(modules, list) else []
+
+
+def known_to_megatron(get: Get) -> list[str]:
+    """The offloaded modules that Megatron-Core's own checks see."""
+    return [name for name in offloaded(get) if name in MEGATRON_MODULES]
+
+
+def is_native(get: Get) -> bool:
+    """Whether this project's engine moves the activations."""
+    return bool(megatron(get, "activation_offload.engine") == "native")
+
+
+def recomputed(get: Get) -> list[str]:
+    """The modules that selective recomputation covers."""
+    if megatron(get, "recompute_granularity") != "selective":
+        return []
+    modules = megatron(get, "recompute_modules")
+    return ["core_attn"] if modules is None else modules
+
+
+def have_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed here; not imported, which takes seconds."""
+    return find_spec("transformer_engine") is not None

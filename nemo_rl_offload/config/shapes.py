@@ -1,0 +1,71 @@
+"""The shape of a model, from the `config.json` of its Hugging Face folder."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_offload.config.loader import resolve_model_path
+from nemo_rl_offload.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What rules must know of a model; families as Megatron-Bridge reads them (Qwen, Llama, DeepSeek, Mixtral)."""
+
+    layers_with_experts: list[bool]
+    """Of each layer whether it has experts."""
+    num_attention_heads: int
+    num_key_value_heads: int
+    has_shared_experts: bool
+    has_latent_attention: bool
+    has_linear_attention: bool
+    activation: str | None
+    """Hugging Face's name of the activation in the MLP."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts."""
+        return any(self.layers_with_experts)
+
+
+def read_shape(model_name: str) -> Shape:
+    """Read the shape of the model in a local folder. Raises ConfigError when there is none, or it cannot be read."""
+    path = resolve_model_path(model_name) / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a model's configuration.")
+    activation = content.get("hidden_act")
+    num_heads = max(1, _whole(content, "num_attention_heads", 1))
+    return Shape(
+        layers_with_experts=_layers_with_experts(content),
+        num_attention_heads=num_heads,
+        num_key_value_heads=_whole(content, "num_key_value_heads", num_heads),
+        has_shared_experts=_whole(content, "n_shared_experts") + _whole(content, "shared_expert_intermediate_size") > 0,
+        has_latent_attention=_whole(content, "kv_lora_rank") > 0,
+        has_linear_attention=_whole(content, "linear_num_value_heads") > 0,
+        activation=activation if isinstance(activation, str) else None,
+    )
+
+
+def _whole(content: Mapping[str, Any], key: str, default: int = 0) -> int:
+    return value if isinstance(value := content.get(key), int) else default
+
+
+def _layers_with_experts(content: Mapping[str, Any]) -> list[bool]:
+    num_experts = max(_whole(content, key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    step = max(1, _whole(content, "decoder_sparse_step", 1))
+    frequency = max(1, _whole(content, "moe_layer_freq", 1))
+    listed = content.get("mlp_only_layers")
+    dense_layers = listed if isinstance(listed, list) else []
+    return [
+        num_experts > 0
+        and (layer + 1) % step == 0
+        and layer % frequency == 0
+        and layer >= _whole(content, "first_k_dense_replace")
+        and layer not in dense_layers
+        for layer in range(max(1, _whole(content, "num_hidden_layers", 1)))
+    ]

@@ -1,0 +1,58 @@
+"""What the schema's sections are made of: ranges of numbers, and the words that describe a type to a user."""
+
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, with_config
+
+closed = with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+
+Positive = Annotated[int, Gt(0)]
+Count = Annotated[int, Ge(0)]
+NonNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Gt(0), Le(1)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+Beta = Annotated[float, Ge(0), Lt(1)]
+
+_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null", Any: "any"}
+_PLURALS = {int: "whole numbers", str: "text", Any: "values"}
+_BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "from"), (Lt, "lt", "below"), (Le, "le", "up to"))
+
+
+def keys_of(annotation: Any) -> dict[str, Any]:
+    """Return key -> annotation of a section, or ``{}`` for anything else."""
+    return get_type_hints(annotation, include_extras=True) if is_typeddict(annotation) else {}
+
+
+def describe(annotation: Any) -> str:
+    """Say in words what ``annotation`` allows, such as ``"a number above 0 up to 1, or text"``."""
+    arguments = get_args(annotation)
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        bounds = [
+            f"{word} {getattr(bound, name)}"
+            for bound in arguments[1:]
+            for kind, name, word in _BOUNDS
+            if isinstance(bound, kind)
+        ]
+        return " ".join([describe(arguments[0]), *bounds])
+    if origin in (Union, UnionType):
+        return ", or ".join(describe(a) for a in arguments)
+    if origin is Literal:
+        return " or ".join(f"'{a}'" for a in arguments)
+    if origin is list:
+        return "a list of text" if arguments[0] is str else "a list of sections"
+    if origin is dict:
+        return f"a mapping of {_PLURALS[_plain(arguments[0])]} to {_PLURALS[_plain(arguments[1])]}"
+    return _NAMES.get(annotation, "a section of keys")
+
+
+def item_type(annotation: Any, container: type) -> Any:
+    """Return the type of the items of the list, or of the values of the dict, that ``annotation`` allows."""
+    found = [a for a in (annotation, *get_args(annotation)) if get_origin(a) is container]
+    return get_args(found[0])[-1] if found else None
+
+
+def _plain(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
