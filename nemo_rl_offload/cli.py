@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_offload.errors import NemoRLOffloadError
+from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,6 +52,24 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--format", choices=("table", "json"), default="table", help="how the summary is printed at the end"
     )
+    run.set_defaults(execute=_run)
+    check = commands.add_parser(
+        "check",
+        help="check a configuration",
+        description="Check a configuration, offline and in seconds, all problems at once; exit code 2 if there are any.",
+        usage="%(prog)s FILE [KEY=VALUE ...]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument("config", type=Path, metavar="FILE", help="YAML configuration")
+    check.set_defaults(execute=_check)
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at this machine",
+        description="Look at what offloading needs of this machine. Exit code 2 if something makes it impossible.",
+    )
+    doctor.add_argument("--format", choices=("table", "json"), default="table")
+    doctor.set_defaults(execute=_doctor)
     return parser
 
 
@@ -65,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_dirs: list[Path] = []
     try:
         with _terminated_like_interrupted():
-            return _run(options, overrides, run_dirs)
+            return int(options.execute(options, overrides, run_dirs))
     except NemoRLOffloadError as error:
         print(f"error: {error}", file=sys.stderr)
         _keep_details(error, run_dirs)
@@ -103,6 +121,27 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
             _train(options.algorithm, checked.config, run_dir, console)
         _show_summary(summary_file.read_text(), options.format, console)
     return 0
+
+
+def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
+    from nemo_rl_offload.config.checks import check_config
+    from nemo_rl_offload.config.loader import load_config
+
+    checked = check_config(load_config(options.config, overrides), str(options.config), run_here=False)
+    for warning in checked.warnings:
+        print(f"warning: {warning}")
+    print(f"{options.config}: no problems")
+    return 0
+
+
+def _doctor(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
+    if overrides:
+        raise ConfigError(f"doctor takes no configuration: {' '.join(overrides)}")
+    from nemo_rl_offload.observability.doctor import findings, report
+
+    found = findings()
+    print(report(found, options.format))
+    return EXIT_USER_ERROR if any(finding.status == "error" for finding in found) else 0
 
 
 def _train(algorithm: str, config: Any, run_dir: Path, console: "Console") -> None:

@@ -32,6 +32,9 @@ class PolicyWorker:
     def __init__(
         self, policy: PolicyConfig, model_path: Path, *, seed: int, num_steps: int, keep_reference: bool
     ) -> None:
+        from nemo_rl_offload.megatron.affinity import bind
+
+        bind(policy["megatron_cfg"]["cpu_affinity"])  # before there is a CUDA context or host memory to be misplaced
         from nemo_rl_offload.megatron.cpu import install_cpu_support
 
         install_cpu_support()
