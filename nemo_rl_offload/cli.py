@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     check = commands.add_parser(
         "check",
         help="check a configuration",
-        description="Check a configuration, offline and in seconds, all problems at once; exit code 2 if there are any.",
+        description="Check a configuration, offline and in seconds, all problems at once; exit code 2 if there are any",
         usage="%(prog)s FILE [KEY=VALUE ...]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

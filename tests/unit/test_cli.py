@@ -248,3 +248,33 @@ def test_a_run_directory_that_cannot_be_written(
     (tmp_path / "file").write_text("")
     assert cli.main(["run", "grpo", "--run-dir", "file/out"]) == 2
     assert capsys.readouterr().err.startswith("error: Cannot write file/out: Not a directory.")
+
+
+EXEMPLARS = sorted((PROJECT_ROOT / "examples" / "configs").glob("grpo_*.yaml"))
+
+
+@pytest.mark.parametrize("exemplar", EXEMPLARS, ids=lambda path: path.stem)
+def test_every_exemplar_passes_the_check(exemplar: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(exemplar)]) == 0
+    assert capsys.readouterr().out.endswith(f"{exemplar}: no problems\n")
+
+
+def test_check_names_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    exemplar = str(PROJECT_ROOT / "examples" / "configs" / "grpo_tiny.yaml")
+    code = cli.main(["check", exemplar, "grpo.num_prompts_per_step=0", "policy.precision=float99"])
+    error = capsys.readouterr().err
+    assert code == cli.EXIT_USER_ERROR
+    assert "grpo.num_prompts_per_step" in error
+    assert "policy.precision" in error
+
+
+def test_doctor_answers_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["doctor", "--format", "json"])
+    found = {finding["name"]: finding["status"] for finding in json.loads(capsys.readouterr().out)}
+    assert found["torch"] == "ok"
+    assert code == (cli.EXIT_USER_ERROR if "error" in found.values() else 0)
+
+
+def test_doctor_takes_no_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "grpo.seed=1"]) == cli.EXIT_USER_ERROR
+    assert "grpo.seed=1" in capsys.readouterr().err
