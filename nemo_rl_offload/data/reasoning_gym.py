@@ -56,12 +56,16 @@ def create_dataset(task: str, params: Mapping[str, Any], seed: int, size: int) -
             f"It has: {', '.join(sorted(DATASETS))}."
         )
     fields = {f.name: f for f in dataclasses.fields(DATASETS[task][1]) if f.name not in ("seed", "size")}
-    for name in params:
-        if name not in fields:
-            raise DataError(
+    unknown = [name for name in params if name not in fields]
+    if unknown:
+        raise DataError(
+            "\n".join(
                 f"env.reasoning_gym.params.{name}: not a parameter of task '{task}'.{nearest(name, fields)} "
-                f"It has: {_describe(fields)}."
+                f"Remove it: ~env.reasoning_gym.params.{name}"
+                for name in unknown
             )
+            + f"\nThe task has: {_describe(fields)}."
+        )
     values = dict(params)
     try:
         if task == "composite":
