@@ -45,6 +45,7 @@ class GRPO:
         self._train_prompts, self._validation_prompts = prompts
         section = config["checkpointing"]
         self._checkpoints = Checkpoints(run_dir, section["keep_top_k"], section["higher_is_better"])
+        self.seed = config["grpo"]["seed"]
         self.step = 0
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         self.train_metrics: dict[str, float] = {}
@@ -150,7 +151,7 @@ class GRPO:
 
     def _rollout(self, prompts: list[Prompt], num_generations: int, stream: int) -> Rollout:
         """Even streams are for training, odd ones for validation: neither draws the other's random numbers."""
-        seed = self._config["grpo"]["seed"] * 1_000_003 + stream
+        seed = self.seed * 1_000_003 + stream
         return rollout(self._policy, self._environment, self._tokenizer, prompts, num_generations, seed)
 
 
@@ -220,23 +221,27 @@ def run_grpo(
             Progress(grpo["max_num_steps"], enabled=True, stream=progress_stream) as progress,
         ):
             loop.run(logger, progress)
-        summary = {
-            "algorithm": "grpo",
-            "steps": loop.step,
-            "seed": grpo["seed"],
-            "world_size": cluster.world_size,
-            "device": cluster.device,
-            "wall_seconds": time.monotonic() - start_s,
-            "validation": loop.validation,
-            "train": {"loss": loop.train_metrics.get("loss"), "reward": loop.train_metrics.get("reward")},
-            "offload": policy.offload_stats(),
-            "memory": {"peak_device_bytes": policy.peak_device_bytes()},
-            "run_dir": str(run_dir),
-        }
+        summary = _summary(loop, cluster, policy, run_dir, time.monotonic() - start_s)
         policy.shutdown()
         environment.shutdown()
     write_json_atomic(run_dir / SUMMARY_FILE, summary)
     return summary
+
+
+def _summary(loop: GRPO, cluster: VirtualCluster, policy: Policy, run_dir: Path, wall_seconds: float) -> dict[str, Any]:
+    return {
+        "algorithm": "grpo",
+        "steps": loop.step,
+        "seed": loop.seed,
+        "world_size": cluster.world_size,
+        "device": cluster.device,
+        "wall_seconds": wall_seconds,
+        "validation": loop.validation,
+        "train": {"loss": loop.train_metrics.get("loss"), "reward": loop.train_metrics.get("reward")},
+        "offload": policy.offload_stats(),
+        "memory": {"peak_device_bytes": policy.peak_device_bytes()},
+        "run_dir": str(run_dir),
+    }
 
 
 def _num_optimizer_steps(config: MasterConfig) -> int:

@@ -73,7 +73,7 @@ def test_mlp_is_megatrons_mlp_bit_by_bit(gated: bool, bias: bool) -> None:
     results = []
     for kind in (MLP, TorchMLP):
         torch.manual_seed(0)
-        mlp = kind(config, submodules)
+        mlp = kind(config, submodules, ffn_hidden_size=config.ffn_hidden_size)
         for parameter in mlp.parameters():
             torch.nn.init.normal_(parameter)
         x = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
