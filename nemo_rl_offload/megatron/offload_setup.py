@@ -1,14 +1,13 @@
 """The policy's offloading section to an installed offload engine."""
 
 import os
-from pathlib import Path
 
-import psutil
 import torch
 
 from nemo_rl_offload.config.loader import parse_bytes
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.megatron.offload_interface import use_engine
+from nemo_rl_offload.observability.host_memory import free_host_bytes
 from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.backends.cuda import CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
@@ -42,13 +41,3 @@ def host_memory_budget_bytes(budget: float | str) -> int:
     if isinstance(budget, str):
         return parse_bytes(budget)
     return int(free_host_bytes() * budget) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def free_host_bytes() -> int:
-    """Memory that processes of this node or container can still take: the kernel's estimate, and the cgroup's limit."""
-    free = int(psutil.virtual_memory().available)
-    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:
-        return min(free, int(limit.read_text()) - int(usage.read_text()))
-    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
-        return free

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from nemo_rl_offload.observability.host_memory import cgroup_memory, free_host_bytes
 from nemo_rl_offload.observability.report import human_bytes
 from nemo_rl_offload.observability.topology import (
     Gpu,
@@ -64,9 +65,7 @@ def findings(root: Path = Path("/"), folder: Path = Path()) -> list[Finding]:
     import psutil
 
     gpus, no_gpu_reason = read_gpus()
-    memory = psutil.virtual_memory()
-    cgroup = cgroup_memory(root)
-    free_bytes = memory.available if cgroup is None else min(memory.available, cgroup[0] - cgroup[1])
+    total_bytes = psutil.virtual_memory().total
     locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return [
         python_version(platform.python_version()),
@@ -75,9 +74,9 @@ def findings(root: Path = Path("/"), folder: Path = Path()) -> list[Finding]:
         c_compiler(),
         devices(gpus, no_gpu_reason, root),
         numa_map(read_topology(root), gpus),
-        host_memory(free_bytes, memory.total, max(1, len(gpus))),
-        memory_limit(cgroup),
-        locked_memory(locked_bytes, memory.total, has_gpu=bool(gpus)),
+        host_memory(free_host_bytes(root), total_bytes, max(1, len(gpus))),
+        memory_limit(cgroup_memory(root)),
+        locked_memory(locked_bytes, total_bytes, has_gpu=bool(gpus)),
         shared_memory(root),
         disk_space(folder),
         *(host_links() if gpus else []),
@@ -201,45 +200,6 @@ def host_memory(free_bytes: int, total_bytes: int, num_workers: int) -> Finding:
         f"Free some, or use fewer workers (cluster.gpus_per_node): each takes {human_bytes(MIN_WORKER_BYTES)} at least"
     )
     return Finding("host memory", "warning", detail, fix)
-
-
-def cgroup_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Limit and use in bytes of the memory cgroup, of version 1 or 2, that leaves this process least; None: no limit.
-
-    File pages that the kernel can drop at once are not counted as used.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    mount = root / "sys/fs/cgroup"
-    limits = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        folder, files = mount, ("memory.max", "memory.current")
-        if controllers:
-            folder, files = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        limits.append(_limit_and_use(folder, *files))
-        for part in path.split("/"):
-            # A container shows its host's path, which does not exist inside: the mount itself is then its group.
-            if part not in ("", ".."):
-                folder /= part
-                limits.append(_limit_and_use(folder, *files))
-    known = [limit for limit in limits if limit is not None]
-    return min(known, key=lambda limit: limit[0] - limit[1], default=None)
-
-
-def _limit_and_use(folder: Path, limit_file: str, use_file: str) -> tuple[int, int] | None:
-    try:
-        limit_bytes, used_bytes = int((folder / limit_file).read_text()), int((folder / use_file).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such group, or no limit ("max")
-        return None
-    droppable_bytes = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
-    unlimited = limit_bytes >= 1 << 60  # how version 1 says so
-    return None if unlimited else (limit_bytes, max(0, used_bytes - droppable_bytes))
 
 
 def memory_limit(cgroup: tuple[int, int] | None) -> Finding:

@@ -10,6 +10,7 @@ import pynvml
 import pytest
 
 from nemo_rl_offload.observability import doctor
+from nemo_rl_offload.observability.host_memory import cgroup_memory
 from nemo_rl_offload.observability.topology import Gpu, Topology, read_gpus
 
 GIB = 1 << 30
@@ -134,11 +135,11 @@ def write_cgroup(root: Path, lines: str, groups: dict[str, tuple[str, int, int]]
 )
 def test_the_tightest_cgroup_counts(tmp_path: Path, version: int, lines: str, groups: Any, expected: Any) -> None:
     write_cgroup(tmp_path, lines, groups, version)
-    assert doctor.cgroup_memory(tmp_path) == expected
+    assert cgroup_memory(tmp_path) == expected
 
 
 def test_no_cgroup_at_all(tmp_path: Path) -> None:
-    assert doctor.cgroup_memory(tmp_path) is None
+    assert cgroup_memory(tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""Memory that processes of this node or container can still take."""
+
+from pathlib import Path
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """The kernel's estimate of free memory, or what the memory cgroup leaves, whichever is less."""
+    import psutil
+
+    available_bytes = int(psutil.virtual_memory().available)
+    cgroup = cgroup_memory(root)
+    return available_bytes if cgroup is None else min(available_bytes, cgroup[0] - cgroup[1])
+
+
+def cgroup_memory(root: Path = Path("/")) -> tuple[int, int] | None:
+    """Limit and use in bytes of the memory cgroup, of version 1 or 2, that leaves this process least; None: no limit.
+
+    File pages that the kernel can drop at once are not counted as used.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    mount = root / "sys/fs/cgroup"
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        folder, files = mount, ("memory.max", "memory.current")
+        if controllers:
+            folder, files = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        limits.append(_limit_and_use(folder, *files))
+        for part in path.split("/"):
+            # A container shows its host's path, which does not exist inside: the mount itself is then its group.
+            if part not in ("", ".."):
+                folder /= part
+                limits.append(_limit_and_use(folder, *files))
+    known = [limit for limit in limits if limit is not None]
+    return min(known, key=lambda limit: limit[0] - limit[1], default=None)
+
+
+def _limit_and_use(folder: Path, limit_file: str, use_file: str) -> tuple[int, int] | None:
+    try:
+        limit_bytes, used_bytes = int((folder / limit_file).read_text()), int((folder / use_file).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or no limit ("max")
+        return None
+    droppable_bytes = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
+    unlimited = limit_bytes >= 1 << 60  # how version 1 says so
+    return None if unlimited else (limit_bytes, max(0, used_bytes - droppable_bytes))
