@@ -25,15 +25,5 @@ MOE_MODULES = ("expert_fc1", "moe_act", "fused_group_mlp", "expert_fc2", "shared
 DENSE_MLP_MODULES = ("mlp_fc1", "mlp_act")
 """Modules that only a layer without experts has."""
 
-SUPPORTED_MODULES = (
-    "attn_norm",
-    "qkv_linear",
-    "core_attn",
-    "attn_proj",
-    "mlp_norm",
-    "expert_fc1",
-    "moe_act",
-    "mlp_fc1",
-    "mlp_act",
-)
-"""Modules that a configuration may list."""
+SUPPORTED_MODULES = NATIVE_MODULES[:-2]
+"""Modules that a configuration may list: all but expert_fc2 and shared_experts."""
