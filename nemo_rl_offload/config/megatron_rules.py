@@ -161,13 +161,15 @@ def _warmup(get: Get) -> Iterator[str]:
         )
 
 
+def _distributed_optimizer(get: Get) -> Iterator[str]:
+    path = f"{MEGATRON}.optimizer"
+    if get(f"{path}.use_distributed_optimizer") and get(f"{path}.optimizer") != "adam":
+        yield f"{path}.use_distributed_optimizer: Megatron-Core splits adam alone. Set it to false, or optimizer: adam."
+
+
 def _precision_aware_optimizer(get: Get) -> Iterator[str]:
     path = f"{MEGATRON}.optimizer"
-    if not get(f"{path}.use_precision_aware_optimizer"):
-        return
-    if get(f"{path}.optimizer") != "adam":
-        yield f"{path}.use_precision_aware_optimizer: only for adam. Set it to false."
-    if not get(f"{path}.use_distributed_optimizer"):
+    if get(f"{path}.use_precision_aware_optimizer") and not get(f"{path}.use_distributed_optimizer"):
         yield f"{path}.use_precision_aware_optimizer: needs use_distributed_optimizer. Turn that on, or this off."
 
 
@@ -190,6 +192,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     _learning_rate,
     _weight_decay,
     _warmup,
+    _distributed_optimizer,
     _precision_aware_optimizer,
     _overlap,
 )

@@ -22,7 +22,12 @@ NUM_SAMPLES, WIDTH = 5, 14
 
 @pytest.fixture
 def build(process_group: None, make_policy: Callable[..., Any]) -> Callable[[], MegatronModel]:
-    policy = make_policy("scheduler.lr_warmup_iters=0", "optimizer.lr=0.25", "optimizer.optimizer=sgd")
+    policy = make_policy(
+        "scheduler.lr_warmup_iters=0",
+        "optimizer.lr=0.25",
+        "optimizer.optimizer=sgd",
+        "fine_grained_activation_offloading=false",
+    )
     return lambda: build_model(policy, MODEL, num_steps=4)
 
 
