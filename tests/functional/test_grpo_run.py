@@ -201,7 +201,7 @@ def test_interrupted(signal_number: int, to_group: bool, when: str, tmp_path: Pa
         wait_for(lambda: "Loading the model" in errors_so_far.readline(), process)
         time.sleep(1)
     (os.killpg if to_group else os.kill)(process.pid, signal_number)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output) == (130, "")
     hint = f" The same command goes on from the last checkpoint in {run_dir}." if when == "training" else ""
     assert errors.endswith(f"Interrupted.{hint}\n")
