@@ -17,13 +17,24 @@ MEGATRON_MODULES = (
 """What Megatron-Core's own engine can offload."""
 
 NATIVE_MODULES = (*MEGATRON_MODULES[:-1], "mlp_fc1", "mlp_act", "expert_fc2", "shared_experts")
-"""What this project's engine is named for; `SUPPORTED_MODULES` is the part that it can do today."""
+"""What this project's engine can offload."""
 
 MOE_MODULES = ("expert_fc1", "moe_act", "fused_group_mlp", "expert_fc2", "shared_experts")
 """Modules that only a layer with experts has."""
 
+STASHED_MODULES = ("expert_fc1", "moe_act", "fused_group_mlp", "expert_fc2")
+"""Modules whose saved tensors the paged stash holds."""
+
 DENSE_MLP_MODULES = ("mlp_fc1", "mlp_act")
 """Modules that only a layer without experts has."""
 
-SUPPORTED_MODULES = NATIVE_MODULES[:-2]
-"""Modules that a configuration may list: all but expert_fc2 and shared_experts."""
+SUPPORTED_MODULES = NATIVE_MODULES
+"""Modules that a configuration may list."""
+
+DISCARDED_BY_RECOMPUTE = {
+    "layernorm": ("qkv_linear", "shared_experts"),
+    "moe_act": ("expert_fc2",),
+    "mla_up_proj": ("core_attn",),
+}
+"""Modules that save what `recompute_modules` makes Megatron free by force, while a copy of it may be on its way; the
+layer norm's output where norm and linear are not one module."""

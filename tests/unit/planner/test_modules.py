@@ -10,10 +10,6 @@ def test_native_names_extend_megatrons_but_for_the_op_fuser() -> None:
     assert len(set(modules.NATIVE_MODULES)) == len(modules.NATIVE_MODULES)
 
 
-def test_supported_names_are_native_ones() -> None:
-    assert set(modules.SUPPORTED_MODULES) <= set(modules.NATIVE_MODULES)
-
-
 def test_expert_and_dense_names_are_disjoint_and_known() -> None:
     known = {*modules.MEGATRON_MODULES, *modules.NATIVE_MODULES}
     assert {*modules.MOE_MODULES, *modules.DENSE_MLP_MODULES} <= known

@@ -1,0 +1,226 @@
+"""What a transformer layer saves for its backward pass, storage by storage.
+
+A storage is named by what it holds and knows the modules whose regions save it; it is charged once, to the first of
+them that is offloaded. Below are the formulas for fused kernels (flash attention, fused norms and gated activations,
+grouped products), which is what runs on a GPU; `docs/planner.md` derives them. `torch_activations` has the table of
+plain operators on a CPU.
+"""
+
+from collections.abc import Collection, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+
+from nemo_rl_offload.planner.layout import Layout
+from nemo_rl_offload.planner.shape import ModelShape
+
+MXFP8_BYTES = 1 + 1 / 32
+"""One byte per element, and one scale per 32 elements (OCP Microscaling Formats 1.0)."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory that one layer's forward pass of one microbatch leaves for its backward pass."""
+
+    name: str
+    num_bytes: int
+    num_elements: int
+    """Of the largest tensor saved on it: what `min_offloaded_tensor_size` is compared with."""
+    modules: tuple[str, ...] = ()
+    """Modules that save it, in the order in which they are charged; none: it always stays."""
+    recomputed_by: tuple[str, ...] = ()
+    """The names in `recompute_modules` that would give it up."""
+    live: bool = True
+    """False: it comes into being only while backward recomputes, and is not offloaded then."""
+    held_by: tuple[str, ...] = ()
+    """Modules that save it too, before those of `modules`: one that is not offloaded keeps it on the device."""
+    pinned_by: tuple[str, ...] = ()
+    """Names in `recompute_modules` whose checkpoint keeps it on the device, offloaded or not."""
+    pinned: bool = False
+    constant: bool = False
+    """The same tensor for all microbatches."""
+
+    def charged_to(self, offloaded: Collection[str], min_elements: int = 0) -> str | None:
+        """Return the module whose region copies it out; None when none does."""
+        if not self.live or self.num_elements < min_elements:
+            return None
+        return next((module for module in self.modules if module in offloaded), None)
+
+    def leaves(self, offloaded: Collection[str]) -> bool:
+        """Whether copying it out frees device memory. The engine finds out in its first pass, and then leaves it."""
+        return not self.pinned and all(module in offloaded for module in self.held_by)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A rank's part of a microbatch."""
+
+    count: int
+    """Tokens per microbatch: sequences x length / context-parallel ranks."""
+    sequence: int
+    """Length of a whole sequence."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How values are stored."""
+
+    element_bytes: int = 2
+    fp8: str | None = None
+    """Format in which linears keep their inputs: None, fp8 or mxfp8."""
+    router_bytes: int = 2
+    """Of a router's probability. Only plain operators save those by which they weight experts."""
+
+    def linear_input_bytes(self, num_elements: int) -> int:
+        """What a linear layer keeps of an input."""
+        if self.fp8 is None:
+            return num_elements * self.element_bytes
+        return round(num_elements * (MXFP8_BYTES if self.fp8 == "mxfp8" else 1))
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Everything that a layer's activations depend on."""
+
+    shape: ModelShape
+    layout: Layout
+    tokens: Tokens
+    numbers: Numbers
+    fused_norm_linear: bool = False
+    """Transformer Engine's norm+linear in one: its norm has no region of its own, dense MLPs have none at all."""
+
+    @property
+    def norm_tokens(self) -> int:
+        """Tokens of a norm's input: split by sequence parallelism."""
+        return self.tokens.count // (self.layout.tensor if self.layout.sequence_parallel else 1)
+
+    @property
+    def heads(self) -> int:
+        return self.shape.num_attention_heads // self.layout.tensor
+
+    @property
+    def groups(self) -> int:
+        """Key and value heads; fewer than ranks are replicated."""
+        return max(1, self.shape.num_key_value_heads // self.layout.tensor)
+
+    @property
+    def expert_tokens(self) -> int:
+        """Tokens that this rank's experts take, balanced: each rank receives as many as it sends, whatever EP is."""
+        experts = self.shape.experts
+        assert experts is not None
+        return self.norm_tokens * experts.experts_per_token * self.layout.expert_tensor
+
+
+def fused_layer(context: LayerContext, has_experts: bool) -> list[Storage]:
+    """The storages of one layer with fused kernels, without recomputation."""
+    attention = _latent(context) if context.shape.latent_attention else _grouped_query(context)
+    mlp = _experts(context) if has_experts else _dense(context)
+    return [*attention, *mlp]
+
+
+def with_recomputation(storages: Sequence[Storage], modules: Set[str]) -> list[Storage]:
+    """Mark what selective recomputation of these `recompute_modules` gives up, and what its checkpoints hold.
+
+    Such a checkpoint (Megatron-Core's `CheckpointWithoutOutput`) saves detached inputs that require gradients. Autograd
+    keeps the accumulator of a saved leaf's gradient, and that keeps the leaf itself.
+    """
+    return [
+        replace(
+            storage,
+            live=modules.isdisjoint(storage.recomputed_by),
+            pinned=not modules.isdisjoint(storage.pinned_by),
+        )
+        for storage in storages
+    ]
+
+
+def _tensor(
+    name: str, elements: int, element_bytes: int, *modules: str, by: tuple[str, ...] = (), pin: tuple[str, ...] = ()
+) -> Storage:
+    return Storage(name, elements * element_bytes, elements, modules, by, pinned_by=pin)
+
+
+def _linear_input(context: LayerContext, name: str, elements: int, *modules: str, by: tuple[str, ...] = ()) -> Storage:
+    return Storage(name, context.numbers.linear_input_bytes(elements), elements, modules, by)
+
+
+def _attention_output(context: LayerContext) -> Iterator[Storage]:
+    """Attention saves its output and its softmax statistics; the projection reads the output a moment later."""
+    count, size = context.tokens.count, context.numbers.element_bytes
+    yield _tensor("softmax statistics", count * context.heads, 4, "core_attn")
+    output = count * context.heads * context.shape.value_head_dim
+    yield _tensor("attention output", output, size, "attn_proj")
+    if context.numbers.fp8:
+        yield _linear_input(context, "attention output in 8 bits", output, "attn_proj")
+
+
+def _grouped_query(context: LayerContext) -> Iterator[Storage]:
+    shape, count, size = context.shape, context.tokens.count, context.numbers.element_bytes
+    hidden, head = context.norm_tokens * shape.hidden_size, shape.head_dim
+    # The region qkv_linear is around the fused norm and linear; inside it, attn_norm is one where there is that region.
+    norm = ("qkv_linear",) if context.fused_norm_linear else ("attn_norm", "qkv_linear")
+    yield _tensor("layer input", hidden, size, *norm)
+    yield _linear_input(context, "attention norm output", hidden, "qkv_linear")
+    # Queries and keys are rotated into storages of their own; values stay views of the projection's whole output.
+    projected = count * (context.heads + 2 * context.groups) * head
+    if shape.qk_norm:
+        if context.heads > context.groups > 1:  # of several groups they are copied beside each other
+            yield _tensor("queries before their norm", count * context.heads * head, size, "qkv_linear")
+        both = _tensor("projected queries, keys, values", projected, size, "core_attn")
+        yield replace(both, held_by=("qkv_linear",))
+    else:
+        yield _tensor("projected queries, keys, values", projected, size, "core_attn")
+    yield _tensor("queries", count * context.heads * head, size, "core_attn")
+    yield _tensor("keys", count * context.groups * head, size, "core_attn")
+    yield from _attention_output(context)
+
+
+def _latent(context: LayerContext) -> Iterator[Storage]:
+    shape, size, latent = context.shape, context.numbers.element_bytes, context.shape.latent_attention
+    assert latent is not None
+    tokens, count = context.norm_tokens, context.tokens.count
+    yield _tensor("layer input", tokens * shape.hidden_size, size, "attn_norm", pin=("layernorm",))
+    yield _linear_input(
+        context, "attention norm output", tokens * shape.hidden_size, "qkv_linear", by=("layernorm",)
+    )  # fmt: skip
+    if latent.query_rank:
+        yield _tensor("compressed queries", tokens * latent.query_rank, size, "qkv_linear")
+        normed = _linear_input(context, "normed compressed queries", tokens * latent.query_rank, "qkv_linear")
+        yield replace(normed, pinned_by=("mla_up_proj",))
+    key_value = tokens * (latent.key_value_rank + latent.rope_head_dim)
+    yield _tensor("compressed keys and values", key_value, size, "qkv_linear")
+    normed = _linear_input(context, "normed compressed keys and values", tokens * latent.key_value_rank, "qkv_linear")
+    yield replace(normed, pinned_by=("mla_up_proj",))
+    for name, width in (("queries", shape.query_head_dim), ("keys", shape.query_head_dim)):
+        yield _tensor(name, count * context.heads * width, size, "core_attn", by=("mla_up_proj",))
+    yield _tensor("values", count * context.heads * latent.value_head_dim, size, "core_attn", by=("mla_up_proj",))
+    yield from _attention_output(context)
+
+
+def _dense(context: LayerContext) -> Iterator[Storage]:
+    shape, size = context.shape, context.numbers.element_bytes
+    hidden = context.norm_tokens * shape.hidden_size
+    width = context.tokens.count * shape.ffn_hidden_size // context.layout.tensor
+    norm, fc1, act = ("mlp_norm",), ("mlp_fc1",), ("mlp_act",)
+    if context.fused_norm_linear:
+        norm = fc1 = act = ()  # type: ignore[assignment]
+    yield _tensor("MLP input", hidden, size, *norm)
+    yield _linear_input(context, "MLP norm output", hidden, *fc1, by=("mlp",))
+    yield _tensor("MLP activation input", 2 * width, size, *act, by=("mlp",))
+    yield _linear_input(context, "MLP activation output", width, by=("mlp",))
+
+
+def _experts(context: LayerContext) -> Iterator[Storage]:
+    shape, size, experts = context.shape, context.numbers.element_bytes, context.shape.experts
+    assert experts is not None
+    hidden, tokens = context.norm_tokens * shape.hidden_size, context.expert_tokens
+    width = tokens * experts.ffn_hidden_size // context.layout.expert_tensor
+    yield _tensor("MLP input", hidden, size, "mlp_norm", pin=("layernorm",))
+    yield _tensor("MLP norm output", hidden, size, by=("layernorm",))
+    yield _tensor("router scores", 2 * context.norm_tokens * experts.num_experts, 4, by=("moe",))
+    yield _linear_input(context, "tokens of the experts", tokens * shape.hidden_size, "expert_fc1", by=("moe",))
+    yield _tensor("experts' activation input", 2 * width, size, "moe_act", by=("moe",), pin=("moe_act",))
+    yield _linear_input(context, "experts' activation output", width, "expert_fc2", by=("moe_act", "moe"))
+    if experts.shared_ffn_hidden_size:
+        shared = context.tokens.count * experts.shared_ffn_hidden_size // context.layout.tensor
+        by = ("shared_experts", "moe")
+        yield _tensor("shared experts' activation input", 2 * shared, size, "shared_experts", by=by)
+        yield _linear_input(context, "shared experts' activation output", shared, "shared_experts", by=by)

@@ -1,0 +1,135 @@
+"""Shapes of public models: the part of each one's `config.json` that memory and time depend on.
+
+A plan or a check needs no download for them. Contents are those of the models' own files on Hugging Face's hub.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.planner.shape import ModelShape, read_model_shape
+
+
+def _qwen(family: str, layers: int, hidden: int, ffn: int, heads: int, groups: int, **other: Any) -> dict[str, Any]:
+    return {
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_act": "silu",
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        **other,
+    }
+
+
+def _qwen_moe(layers: int, hidden: int, ffn: int, heads: int, expert_ffn: int) -> dict[str, Any]:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert_ffn}
+    dense = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    return _qwen("qwen3_moe", layers, hidden, ffn, heads, 4, head_dim=128, **experts, **dense)
+
+
+def _llama(layers: int, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
+    return _qwen("llama", layers, hidden, ffn, heads, 8, vocab_size=128256)
+
+
+CATALOGUE: Mapping[str, Mapping[str, Any]] = {
+    "Qwen/Qwen2.5-1.5B": _qwen("qwen2", 28, 1536, 8960, 12, 2, tie_word_embeddings=True),
+    "Qwen/Qwen2.5-7B": _qwen("qwen2", 28, 3584, 18944, 28, 4, vocab_size=152064),
+    "Qwen/Qwen2.5-32B": _qwen("qwen2", 64, 5120, 27648, 40, 8, vocab_size=152064),
+    "Qwen/Qwen3-8B": _qwen("qwen3", 36, 4096, 12288, 32, 8, head_dim=128),
+    "Qwen/Qwen3-30B-A3B": _qwen_moe(48, 2048, 6144, 32, 768),
+    "Qwen/Qwen3-235B-A22B": _qwen_moe(94, 4096, 12288, 64, 1536),
+    "meta-llama/Llama-3.1-8B": _llama(32, 4096, 14336, 32),
+    "meta-llama/Llama-3.1-70B": _llama(80, 8192, 28672, 64),
+    "deepseek-ai/DeepSeek-V3": {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1,
+        "hidden_act": "silu",
+        "vocab_size": 129280,
+        "tie_word_embeddings": False,
+    },
+    "openai/gpt-oss-120b": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 36,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+        "hidden_act": "silu",
+        "vocab_size": 201088,
+        "tie_word_embeddings": False,
+    },
+}
+"""Hub name of the base model -> contents of its config.json."""
+
+# Further training of the same shape.
+_VARIANT = re.compile(r"-(Instruct|Base|Chat|Thinking|\d{4})$", re.IGNORECASE)
+_SAME_SHAPE = {"deepseek-ai/DeepSeek-R1": "deepseek-ai/DeepSeek-V3"}
+
+
+def find_config(name: str) -> Mapping[str, Any] | None:
+    """Return the `config.json` contents of a model by its hub name, variants such as `-Instruct` included.
+
+    None for a model that the catalogue does not have. Case does not matter.
+    """
+    base = name.strip("/")
+    while _VARIANT.search(base):
+        base = _VARIANT.sub("", base)
+    base = re.sub("/Meta-Llama-", "/Llama-", base, flags=re.IGNORECASE)
+    known = {key.lower(): key for key in (*CATALOGUE, *_SAME_SHAPE)}
+    key = known.get(base.lower())
+    return None if key is None else CATALOGUE[_SAME_SHAPE.get(key, key)]
+
+
+def read_config_file(path: Path) -> Mapping[str, Any]:
+    """Return what a `config.json` holds. Raises ConfigError when it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a model's configuration.")
+    return content
+
+
+def load_model_shape(name: str, folder: Path | None) -> ModelShape:
+    """Return the shape of a model: from `config.json` in `folder` where there is one, else from the catalogue.
+
+    Raises ConfigError when neither has it, or the file cannot be read.
+    """
+    path = None if folder is None else folder / "config.json"
+    if path is not None and path.is_file():
+        return read_model_shape(read_config_file(path), str(path))
+    found = find_config(name)
+    if found is None:
+        raise ConfigError(
+            f"'{name}' is neither a local folder with a config.json nor in the catalogue.{nearest(name, CATALOGUE)} "
+            f"Give a folder, or one of {', '.join(CATALOGUE)}."
+        )
+    return read_model_shape(found, name)

@@ -1,0 +1,118 @@
+"""Devices by name: memory, rates and the way to the host.
+
+Memory is what the driver reports as usable, peak rates are dense (no sparsity) from NVIDIA's data sheets. What a run
+reaches of them is a stated fraction, not a promise: replace any number by a measurement in a file.
+"""
+
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl_offload.errors import ConfigError, nearest
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU and its share of the machine."""
+
+    name: str
+    memory_gib: float
+    bf16_tflops: float
+    fp8_tflops: float | None
+    """None: no 8-bit floating point."""
+    memory_gb_per_s: float
+    """Bandwidth of the device's own memory."""
+    link_out_gb_per_s: float
+    """To the host's pinned memory; reached, not nominal."""
+    link_in_gb_per_s: float
+    host_memory_gib: float
+    """Host memory per device."""
+    devices_per_node: int = 8
+    achieved: float = 0.4
+    """Share of the peak rate that matrix products and attention reach in training, communication included."""
+    achieved_memory: float = 0.7
+    """Share of the memory bandwidth that norms and activations reach."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * GIB)
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("a100-40gb", 39.4, 312, None, 1555, 25, 25, 120),
+        Device("a100-80gb", 79.1, 312, None, 2039, 25, 25, 120),
+        Device("l40s-48gb", 44.5, 362, 733, 864, 25, 25, 96),
+        Device("h100-80gb", 79.1, 989, 1979, 3350, 55, 55, 240),
+        Device("h200-141gb", 139.8, 989, 1979, 4800, 55, 55, 240),
+        Device("b200-180gb", 178.4, 2250, 4500, 8000, 55, 55, 240),
+        Device("gb200-186gb", 184.0, 2450, 4900, 8000, 350, 350, 230, devices_per_node=4),
+    )
+}
+
+_ALIASES = {"a100": "a100-80gb", "l40s": "l40s-48gb", "h100": "h100-80gb", "h200": "h200-141gb"}
+_ALIASES |= {"b200": "b200-180gb", "gb200": "gb200-186gb"}
+
+
+def recognise(driver_name: str, memory_bytes: int) -> Device:
+    """Return the device that the driver calls so, as "NVIDIA H100 80GB HBM3"; of several, that of the nearest memory.
+
+    Raises ConfigError for one that is not in the table.
+    """
+    words = re.split(r"[\s-]+", driver_name.lower())
+    alike = [device for device in DEVICES.values() if device.name.split("-")[0] in words]
+    if not alike:
+        raise ConfigError(f"the device {driver_name} is not among the known: {', '.join(DEVICES)}")
+    return min(alike, key=lambda device: abs(device.memory_bytes - memory_bytes))
+
+
+def find_device(name: str) -> Device:
+    """Return a device by name, or from a YAML file that gives fields of `Device`.
+
+    A file starts from the device that it names under `like`, or gives every field. Raises ConfigError.
+    """
+    key = name.lower()
+    if device := DEVICES.get(_ALIASES.get(key, key)):
+        return device
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return _read_device(path)
+    raise ConfigError(
+        f"--gpu {name}: unknown device.{nearest(key, [*DEVICES, *_ALIASES])} "
+        f"Known: {', '.join(DEVICES)}; or a YAML file with its numbers."
+    )
+
+
+def _read_device(path: Path) -> Device:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--gpu {path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--gpu {path}: must hold 'key: value' lines.")
+    values: dict[str, Any] = {str(key): value for key, value in content.items()}
+    like = values.pop("like", None)
+    base = None if like is None else find_device(str(like))
+    values.setdefault("name", path.stem)
+    known = {field.name for field in fields(Device)}
+    problems = [f"{key}: unknown key.{nearest(key, known)}" for key in values if key not in known]
+    for key, value in values.items():
+        empty = key == "fp8_tflops" and value is None
+        if key in known - {"name"} and not empty and not _is_positive(value):
+            problems.append(f"{key}: {value!r} is not a positive number.")
+    optional = {"devices_per_node", "achieved", "achieved_memory"}
+    if base is None and (missing := sorted(known - set(values) - optional)):
+        problems.append(f"missing: {', '.join(missing)}. Give them, or a device to start from: like: h100-80gb.")
+    if problems:
+        raise ConfigError("\n".join(f"--gpu {path}: {problem}" for problem in problems))
+    return replace(base, **values) if base else Device(**values)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,197 @@
+"""A training job as the planner sees it, from the `policy` section of a configuration."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.planner.activations import LayerContext, Numbers, Tokens
+from nemo_rl_offload.planner.expert_buffers import ExpertBuffers, Skew
+from nemo_rl_offload.planner.hardware import Device
+from nemo_rl_offload.planner.layout import KEYS, Layout, check_layout
+from nemo_rl_offload.planner.memory import Optimizer
+from nemo_rl_offload.planner.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What backward computes again: `modules` of every layer, or whole layers."""
+
+    modules: frozenset[str] = frozenset()
+    method: str | None = None
+    """None: no whole layers; uniform: all, in groups of `num_layers`; block: the first `num_layers` of each chunk."""
+    num_layers: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that memory and time depend on."""
+
+    shape: ModelShape
+    layout: Layout
+    device: Device
+    sequence: int
+    micro_batch: int
+    num_microbatches: int
+    numbers: Numbers = field(default_factory=Numbers)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    recompute: Recompute = field(default_factory=Recompute)
+    offload_modules: tuple[str, ...] = ()
+    """As configured; empty also for `auto`."""
+    transformer_engine: bool = False
+    min_elements: int = 1 << 20
+    memory_bytes: int = 0
+    """Device memory that may be used; 0: all of it."""
+    host_budget: float | int = 0.5
+    """A share of the host memory per device, or bytes per rank."""
+    expert_buffers: ExpertBuffers = field(default_factory=ExpertBuffers)
+    reference_on_host: bool = False
+    """Whether the start model's weights wait in host memory, for the KL penalty."""
+
+    @property
+    def context(self) -> LayerContext:
+        """What the layers' formulas take."""
+        count = self.sequence * self.micro_batch // self.layout.context
+        tokens = Tokens(count, self.sequence)
+        return LayerContext(self.shape, self.layout, tokens, self.numbers, self.transformer_engine)
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.memory_bytes or self.device.memory_bytes
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """Host memory that one rank may use for activations."""
+        if isinstance(self.host_budget, int):
+            return self.host_budget
+        return int(self.device.host_memory_gib * (1 << 30) * self.host_budget)
+
+
+def read_job(
+    policy: Mapping[str, Any],
+    shape: ModelShape,
+    device: Device,
+    world: int,
+    memory_bytes: int = 0,
+    skew: Skew | None = None,
+    **other: Any,
+) -> Job:
+    """Read a checked `policy` section. `world` counts the devices; `other` are further fields of Job.
+
+    `skew` is what the experts needed elsewhere.
+
+    Raises ConfigError for a layout that does not divide, naming keys and the nearest that would do.
+    """
+    cfg = policy["megatron_cfg"]
+    if memory_bytes > device.memory_bytes:
+        raise ConfigError(
+            f"--memory, gpu_memory_budget: {device.name} has {device.memory_gib:g} GiB. Give at most that."
+        )
+    layout, sequence = _layout(cfg, world), policy["max_total_sequence_length"]
+    check_layout(layout, shape, sequence)
+    micro_batch, num_microbatches = _microbatches(policy, layout)
+    element_bytes = 4 if policy["precision"] == "float32" else 2
+    overrides = cfg["model_overrides"]
+    modules = cfg["offload_modules"]
+    listed = cfg["fine_grained_activation_offloading"] and isinstance(modules, list)
+    return Job(
+        shape,
+        layout,
+        device,
+        sequence,
+        micro_batch,
+        num_microbatches,
+        numbers=Numbers(element_bytes, _fp8(overrides, device)),
+        optimizer=_optimizer(cfg, element_bytes),
+        recompute=_recompute(cfg),
+        offload_modules=tuple(modules) if listed else (),
+        transformer_engine=cfg["transformer_impl"] == "transformer_engine",
+        min_elements=cfg["min_offloaded_tensor_size"],
+        memory_bytes=memory_bytes,
+        expert_buffers=_expert_buffers(cfg, skew),
+        **other,
+    )
+
+
+def _microbatches(policy: Mapping[str, Any], layout: Layout) -> tuple[int, int]:
+    """Samples of a microbatch, and microbatches of a step."""
+    sequence, budget = policy["max_total_sequence_length"], _tokens_of_a_microbatch(policy)
+    micro_batch: int = policy["train_micro_batch_size"] if budget is None else max(1, budget // sequence)
+    batch, per_pass = policy["train_global_batch_size"], micro_batch * layout.data
+    if budget is not None:  # samples as long as can be; the number of microbatches is filled up where it must be
+        group = per_pass * (layout.pipeline if layout.virtual > 1 else 1)
+        batch = math.ceil(batch / group) * group
+    if batch % per_pass:
+        nearest = max(1, round(batch / per_pass)) * per_pass
+        raise ConfigError(
+            f"policy.train_global_batch_size: {batch} is not a multiple of train_micro_batch_size {micro_batch} x "
+            f"{layout.data} data-parallel ranks. The nearest that is: {nearest}."
+        )
+    num_microbatches: int = batch // per_pass
+    if layout.virtual > 1 and num_microbatches % layout.pipeline:
+        nearest = math.ceil(num_microbatches / layout.pipeline) * layout.pipeline * per_pass
+        raise ConfigError(
+            f"policy.train_global_batch_size: {num_microbatches} microbatches cannot be interleaved over "
+            f"{layout.pipeline} pipeline ranks. The nearest batch that can: {nearest}."
+        )
+    return micro_batch, num_microbatches
+
+
+def _tokens_of_a_microbatch(policy: Mapping[str, Any]) -> int | None:
+    """Where microbatches are numbers of tokens, that number."""
+    sections = (policy["dynamic_batching"], policy["sequence_packing"])
+    return next((section["train_mb_tokens"] for section in sections if section["enabled"]), None)
+
+
+def _expert_buffers(cfg: Mapping[str, Any], skew: Skew | None) -> ExpertBuffers:
+    return ExpertBuffers(
+        cfg["moe_expert_rank_capacity_factor"],
+        cfg["moe_paged_stash"],
+        cfg["moe_paged_stash_buffer_size_factor_cuda"],
+        cfg["moe_paged_stash_buffer_size_factor_cpu"],
+        skew,
+    )
+
+
+def _layout(cfg: Mapping[str, Any], world: int) -> Layout:
+    ranks = {name: cfg[key] or 1 for name, key in KEYS.items()}
+    return Layout(
+        world=world,
+        sequence_parallel=cfg["sequence_parallel"],
+        num_layers_first=cfg["num_layers_in_first_pipeline_stage"],
+        num_layers_last=cfg["num_layers_in_last_pipeline_stage"],
+        **ranks,
+    )
+
+
+def _fp8(overrides: Mapping[str, Any], device: Device) -> str | None:
+    """`model_overrides` hold Megatron's own `fp8` (hybrid or e4m3) and `fp8_recipe`."""
+    if not overrides.get("fp8"):
+        return None
+    if device.fp8_tflops is None:
+        raise ConfigError(f"policy.megatron_cfg.model_overrides.fp8: {device.name} has no 8-bit formats. Take it out.")
+    return "mxfp8" if overrides.get("fp8_recipe") == "mxfp8" else "fp8"
+
+
+def _optimizer(cfg: Mapping[str, Any], element_bytes: int) -> Optimizer:
+    section = cfg["optimizer"]
+    is_adam = section["optimizer"] == "adam"
+    master = 0 if element_bytes == 4 else 4
+    if section["use_precision_aware_optimizer"]:
+        master = 2  # Transformer Engine keeps only the bits that bfloat16 weights lack
+    return Optimizer(
+        distributed=section["use_distributed_optimizer"],
+        gradient_bytes=4 if cfg["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element_bytes,
+        state_bytes=8 if is_adam else 4 * (section["sgd_momentum"] > 0),
+        master_bytes=master,
+        share_on_host=section["optimizer_offload_fraction"] if section["optimizer_cpu_offload"] else 0.0,
+    )
+
+
+def _recompute(cfg: Mapping[str, Any]) -> Recompute:
+    if cfg["recompute_granularity"] == "full":
+        return Recompute(method=cfg["recompute_method"] or "uniform", num_layers=cfg["recompute_num_layers"] or 1)
+    if cfg["recompute_granularity"] == "selective":
+        return Recompute(modules=frozenset(cfg["recompute_modules"] or ["core_attn"]))
+    return Recompute()

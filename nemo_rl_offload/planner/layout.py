@@ -1,0 +1,154 @@
+"""How a model is laid out over ranks: which layers stand where, and what one rank holds of a microbatch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.planner.parameters import Split
+from nemo_rl_offload.planner.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Numbers of ranks, by Megatron-Core's names; `world` counts all of them."""
+
+    world: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    """Chunks of layers on each pipeline rank; above 1 they are interleaved."""
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence_parallel: bool = False
+    num_layers_first: int | None = None
+    """Layers of the first pipeline rank; None: an even share."""
+    num_layers_last: int | None = None
+
+    @property
+    def split(self) -> Split:
+        return Split(self.tensor, self.expert, self.expert_tensor)
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.world // (self.expert_tensor * self.expert * self.pipeline)
+
+
+KEYS = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "virtual": "virtual_pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+}
+"""The configuration's names."""
+
+
+def check_layout(layout: Layout, shape: ModelShape, sequence: int) -> None:
+    """Raise one ConfigError with everything that does not divide."""
+    if problems := list(_problems(layout, shape, sequence)):
+        raise ConfigError("\n".join(f"policy.megatron_cfg.{problem}" for problem in problems))
+
+
+def _problems(layout: Layout, shape: ModelShape, sequence: int) -> Iterator[str]:
+    tensor, groups = layout.tensor, shape.num_key_value_heads
+    for size, what in ((shape.num_attention_heads, "attention heads"), (shape.ffn_hidden_size, "MLP width")):
+        if size % tensor:
+            yield f"{KEYS['tensor']}: {tensor} does not divide the {what} {size}. {_divisors(size, tensor)}"
+    if groups % tensor and tensor % groups:
+        yield f"{KEYS['tensor']}: {tensor} and the {groups} key heads do not divide. {_divisors(groups, tensor)}"
+    if layout.sequence_parallel and tensor == 1:
+        yield f"sequence_parallel: needs {KEYS['tensor']} above 1. Set it to false."
+    yield from _expert_problems(layout, shape)
+    model_ranks = tensor * layout.pipeline * layout.context
+    if layout.world % model_ranks:
+        yield (
+            f"{KEYS['tensor']} x {KEYS['pipeline']} x {KEYS['context']}: {model_ranks} ranks do not divide the "
+            f"{layout.world} devices. Change one of them, or cluster.num_nodes."
+        )
+    if sequence % (2 * layout.context if layout.context > 1 else 1):
+        yield f"{KEYS['context']}: twice it must divide the sequence of {sequence} tokens. Change one of the two."
+    if layout.sequence_parallel and sequence // layout.context % tensor:
+        yield f"sequence_parallel: {KEYS['tensor']} {tensor} does not divide the {sequence // layout.context} tokens."
+    yield from _stage_problems(layout, shape.num_layers)
+
+
+def _expert_problems(layout: Layout, shape: ModelShape) -> Iterator[str]:
+    ranks, key = layout.expert, KEYS["expert"]
+    if shape.experts is None:
+        if ranks > 1:
+            yield f"{key}: the model has no experts. Set it to 1."
+        return
+    if shape.experts.num_experts % ranks:
+        num_experts = shape.experts.num_experts
+        yield f"{key}: {ranks} does not divide the {num_experts} experts. {_divisors(num_experts, ranks)}"
+    if shape.experts.ffn_hidden_size % layout.expert_tensor:
+        yield f"{KEYS['expert_tensor']}: {layout.expert_tensor} does not divide the experts' width."
+    if layout.world % (ranks * layout.expert_tensor * layout.pipeline):
+        yield (
+            f"{key} x {KEYS['expert_tensor']} x {KEYS['pipeline']}: "
+            f"{ranks * layout.expert_tensor * layout.pipeline} ranks do not divide the {layout.world} devices."
+        )
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        yield "sequence_parallel: experts with tensor parallelism need it. Set it to true."
+
+
+def _stage_problems(layout: Layout, num_layers: int) -> Iterator[str]:
+    key = KEYS["pipeline"]
+    if layout.pipeline == 1:
+        if layout.virtual > 1:
+            yield f"{KEYS['virtual']}: needs {key} above 1. Raise that, or set this to null."
+        return
+    ends = [num for num in (layout.num_layers_first, layout.num_layers_last) if num is not None]
+    middle, others = num_layers - sum(ends), layout.pipeline - len(ends)
+    parts = f" with {layout.virtual} chunks each" if layout.virtual > 1 else ""
+    uneven = any(num % layout.virtual for num in ends)
+    if uneven or middle < others or (others and middle % (others * layout.virtual)) or (not others and middle):
+        yield (
+            f"{key}: {num_layers} layers cannot be divided among {layout.pipeline} ranks{parts}. "
+            f"{_stage_fix(num_layers, layout)}"
+        )
+
+
+def _stage_fix(num_layers: int, layout: Layout) -> str:
+    """Name sizes of the last stage, or of both ends, that leave an even share for the others."""
+    share = max(layout.virtual, round(num_layers / layout.pipeline / layout.virtual) * layout.virtual)
+    last = num_layers - share * (layout.pipeline - 1)
+    if last > 0 and last % layout.virtual == 0:
+        return f"With num_layers_in_last_pipeline_stage={last} the others take {share} each."
+    fitting = [n for n in range(1, num_layers + 1) if num_layers % (n * layout.virtual) == 0]
+    nearest = min(fitting, key=lambda n: abs(n - layout.pipeline), default=1)
+    return f"The nearest size that divides evenly is {nearest}."
+
+
+def _divisors(size: int, near: int) -> str:
+    below = [n for n in range(1, size + 1) if size % n == 0]
+    return f"The nearest that does is {min(below, key=lambda n: abs(n - near))}."
+
+
+def stage_layers(layout: Layout, num_layers: int) -> list[list[range]]:
+    """Return the layers of each chunk of each pipeline rank. The layout must have passed `check_layout`."""
+    first, last, ranks = layout.num_layers_first, layout.num_layers_last, layout.pipeline
+    if ranks == 1:
+        return [[range(num_layers)]]
+    others = ranks - (first is not None) - (last is not None)
+    share = (num_layers - (first or 0) - (last or 0)) // others if others else 0
+    sizes = [share] * ranks
+    if first is not None:
+        sizes[0] = first
+    if last is not None:
+        sizes[-1] = last
+    stages: list[list[range]] = [[] for _ in range(ranks)]
+    start = 0
+    for _ in range(layout.virtual):
+        for rank, size in enumerate(sizes):
+            stages[rank].append(range(start, start + size // layout.virtual))
+            start += size // layout.virtual
+    return stages

@@ -1,0 +1,80 @@
+"""Device memory that saved activations have no part in: weights, gradients, optimizer, logits, allowance."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_rl_offload.planner.hardware import GIB, Device
+from nemo_rl_offload.planner.layout import Layout
+from nemo_rl_offload.planner.parameters import (
+    ParameterCount,
+    embedding_parameters,
+    layer_parameters,
+    mtp_parameters,
+)
+from nemo_rl_offload.planner.shape import ModelShape
+
+RUNTIME_BYTES = int(1.5 * GIB)
+"""CUDA context, communicators' buffers and libraries' workspaces of one rank."""
+FRAGMENTATION = 0.03
+"""Share of the device that the caching allocator cannot use."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What decides the size of gradients and of the optimizer's state."""
+
+    distributed: bool = True
+    """Split over the data-parallel ranks."""
+    gradient_bytes: int = 4
+    """Per parameter: 4 when gradients are reduced in float32."""
+    state_bytes: int = 8
+    """Per parameter, beside the master weights: Adam's two moments in float32."""
+    master_bytes: int = 4
+    """Per parameter: float32 weights beside narrower ones; 0 where the weights are float32."""
+    share_on_host: float = 0.0
+    """Share of state and master weights that stays in host memory."""
+
+
+def stage_parameters(shape: ModelShape, layout: Layout, chunks: Sequence[range], rank: int) -> ParameterCount:
+    """Parameters of one rank of pipeline stage `rank`; tied embeddings count on both ends of the pipeline."""
+    split = layout.split
+    is_first, is_last = rank == 0, rank == layout.pipeline - 1
+    total = ParameterCount(0, 0)
+    for layer in (layer for chunk in chunks for layer in chunk):
+        total += layer_parameters(shape, shape.layers_with_experts[layer], split)
+    embedding = ParameterCount(embedding_parameters(shape, split), 0)
+    if is_first or (is_last and shape.num_mtp_layers):
+        total += embedding
+    if is_last:
+        total += mtp_parameters(shape, split) + ParameterCount(shape.hidden_size, 0)
+        if not (shape.tied_embeddings and is_first):
+            total += embedding
+    return total
+
+
+def state_bytes(parameters: ParameterCount, layout: Layout, optimizer: Optimizer, element_bytes: int) -> dict[str, int]:
+    """Weights, gradients and optimizer state of one rank, in bytes."""
+    each = optimizer.state_bytes + optimizer.master_bytes
+    data, expert_data = layout.data * layout.context, layout.expert_data
+    if not optimizer.distributed:
+        data = expert_data = 1
+    state = -(-parameters.shared * each // data) + -(-parameters.expert * each // expert_data)
+    return {
+        "weights": parameters.total * element_bytes,
+        "gradients": parameters.total * optimizer.gradient_bytes,
+        "optimizer": round(state * (1 - optimizer.share_on_host)),
+    }
+
+
+def logits_bytes(shape: ModelShape, layout: Layout, num_tokens: int, element_bytes: int) -> int:
+    """Most memory that output logits and their loss take at a time, on the last stage.
+
+    Per token and entry of the vocabulary: the logits themselves, their float32 copy, the float32 softmax that the loss
+    saves, and the float32 gradient before it is cast.
+    """
+    return num_tokens * (shape.vocab_size // layout.tensor) * (element_bytes + 3 * 4)
+
+
+def allowance_bytes(device: Device) -> dict[str, int]:
+    """Memory that no formula here explains."""
+    return {"runtime": RUNTIME_BYTES, "fragmentation": int(device.memory_bytes * FRAGMENTATION)}

@@ -1,0 +1,191 @@
+"""The shape of a transformer, read from the contents of a Hugging Face `config.json`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_offload.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Widths of multi-latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), in elements per token."""
+
+    query_rank: int | None
+    """Rank of the compressed queries; None: queries are not compressed."""
+    key_value_rank: int
+    nope_head_dim: int
+    """Part of a query's or key's head without positions."""
+    rope_head_dim: int
+    """Part of a query's head with positions; all heads share one such key."""
+    value_head_dim: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer that has them."""
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    """Width of one expert."""
+    shared_ffn_hidden_size: int
+    """Width of all shared experts together; 0: none."""
+    has_shared_gate: bool
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What memory and time depend on. Sizes are counts of elements."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    """Width of the MLP in layers without experts."""
+    layers_with_experts: tuple[bool, ...]
+    """Of each layer whether it has experts."""
+    experts: Experts | None
+    latent_attention: LatentAttention | None
+    num_mtp_layers: int
+    """Layers that predict further tokens (multi-token prediction)."""
+    tied_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    """Biases in the MLP, experts and router included."""
+    attention_sinks: bool
+    activation: str
+
+    @property
+    def query_head_dim(self) -> int:
+        """Elements of one query head."""
+        latent = self.latent_attention
+        return latent.nope_head_dim + latent.rope_head_dim if latent else self.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Elements of one value head."""
+        return self.latent_attention.value_head_dim if self.latent_attention else self.head_dim
+
+
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "mixtral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen2_moe": {"qkv_bias": True, "shared_gate": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "gpt_oss": {"mlp_bias": True, "attention_sinks": True},
+}
+"""What `model_type` alone tells."""
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def read_model_shape(content: Mapping[str, Any], source: str) -> ModelShape:
+    """Read a `config.json`'s content. `source` (its path or the model's name) begins every message.
+
+    Raises ConfigError with all problems: an unknown family, a missing key, a value that is no positive whole number.
+    """
+    family = content.get("model_type")
+    if not isinstance(family, str) or family not in _FAMILIES:
+        hint = nearest(family, _FAMILIES) if isinstance(family, str) else ""
+        raise ConfigError(f"{source}: model_type {family!r} is not known. Known: {', '.join(_FAMILIES)}.{hint}")
+    reader = _Reader(content)
+    shape = _shape(reader, _FAMILIES[family], content)
+    if reader.problems:
+        raise ConfigError("\n".join(f"{source}: {problem}" for problem in reader.problems))
+    return shape
+
+
+class _Reader:
+    """Reads whole numbers and collects what is wrong with them."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+        self.problems: list[str] = []
+
+    def whole(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        value = self.content.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            given = "is missing" if value is None else f"is {value!r}"
+            self.problems.append(f"{key} {given}; a whole number from {minimum} on is needed.")
+            return max(minimum, 1)
+        return value
+
+    def flag(self, key: str) -> bool:
+        return bool(self.content.get(key, False))
+
+
+def _shape(reader: _Reader, family: Mapping[str, Any], content: Mapping[str, Any]) -> ModelShape:
+    num_layers, hidden_size = reader.whole("num_hidden_layers"), reader.whole("hidden_size")
+    num_heads = reader.whole("num_attention_heads")
+    latent = _latent_attention(reader) if content.get("kv_lora_rank") else None
+    experts = _experts(reader, family)
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        vocab_size=reader.whole("vocab_size"),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads if latent else reader.whole("num_key_value_heads", num_heads),
+        head_dim=reader.whole("head_dim", max(1, hidden_size // num_heads)),
+        ffn_hidden_size=reader.whole("intermediate_size"),
+        layers_with_experts=_layers_with_experts(reader, num_layers, experts is not None),
+        experts=experts,
+        latent_attention=latent,
+        num_mtp_layers=reader.whole("num_nextn_predict_layers", 0, minimum=0),
+        tied_embeddings=reader.flag("tie_word_embeddings"),
+        qk_norm=bool(family.get("qk_norm")),
+        qkv_bias=bool(family.get("qkv_bias")) or reader.flag("attention_bias"),
+        attention_output_bias=reader.flag("attention_bias"),
+        mlp_bias=bool(family.get("mlp_bias")) or reader.flag("mlp_bias"),
+        attention_sinks=bool(family.get("attention_sinks")),
+        activation=str(content.get("hidden_act", "silu")),
+    )
+
+
+def _latent_attention(reader: _Reader) -> LatentAttention:
+    compressed = reader.content.get("q_lora_rank") is not None
+    return LatentAttention(
+        query_rank=reader.whole("q_lora_rank") if compressed else None,
+        key_value_rank=reader.whole("kv_lora_rank"),
+        nope_head_dim=reader.whole("qk_nope_head_dim"),
+        rope_head_dim=reader.whole("qk_rope_head_dim"),
+        value_head_dim=reader.whole("v_head_dim"),
+    )
+
+
+def _experts(reader: _Reader, family: Mapping[str, Any]) -> Experts | None:
+    key = next((key for key in _NUM_EXPERTS if reader.content.get(key)), None)
+    if key is None:
+        return None
+    width = reader.whole("moe_intermediate_size", reader.whole("intermediate_size"))
+    shared = reader.whole("n_shared_experts", 0, minimum=0) * width
+    return Experts(
+        num_experts=reader.whole(key),
+        experts_per_token=reader.whole("num_experts_per_tok"),
+        ffn_hidden_size=width,
+        shared_ffn_hidden_size=shared or reader.whole("shared_expert_intermediate_size", 0, minimum=0),
+        has_shared_gate=bool(family.get("shared_gate")),
+    )
+
+
+def _layers_with_experts(reader: _Reader, num_layers: int, has_experts: bool) -> tuple[bool, ...]:
+    """Qwen counts every `decoder_sparse_step`-th layer and names exceptions; DeepSeek has dense layers first."""
+    step, frequency = reader.whole("decoder_sparse_step", 1), reader.whole("moe_layer_freq", 1)
+    first = reader.whole("first_k_dense_replace", 0, minimum=0)
+    dense = reader.content.get("mlp_only_layers") or []
+    return tuple(
+        has_experts and (layer + 1) % step == 0 and layer % frequency == 0 and layer >= first and layer not in dense
+        for layer in range(num_layers)
+    )

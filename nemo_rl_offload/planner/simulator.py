@@ -1,0 +1,227 @@
+"""Runs a pipeline schedule on three lanes per stage: compute, copies out, copies in.
+
+Rules. A pass starts when the stage has done the one before and its input is there: the activations of the stage before,
+or the gradients of the stage behind (with the last part of the model, its own forward pass). It takes its segments one
+after another, backwards in reverse order.
+- Copies out: a segment's copy is queued when its forward ends; the lane takes one at a time. When more than
+  `max_inflight_bytes` are queued or on their way, compute waits for the oldest, and the pass ends no sooner.
+- Copies in: the lane takes the stage's offloaded segments in the order in which backward wants them, across passes,
+  each as soon as its copy out has ended and no more than `max_prefetch_bytes` (or else a single copy) have arrived
+  or are arriving unused. Compute waits for the copy that it needs.
+
+For memory, copies in are moved to the latest time that delays nobody: that is what prefetching by time does. So the
+step time is that of copies which start as early as they may, the memory that of copies which start as late as they may.
+
+Limit: passes between stages take a constant time and no link of their own; compute is never slowed down by copies.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nemo_rl_offload.planner.choose import Link
+from nemo_rl_offload.planner.schedule import Pass, Schedule
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a pass; bytes are those of one microbatch."""
+
+    forward_ms: float
+    backward_ms: float
+    """Recomputation included."""
+    kept_bytes: int = 0
+    """Device memory from this segment's forward to the end of its backward."""
+    offloaded_bytes: int = 0
+
+
+Segments = Sequence[Sequence[Sequence[Segment]]]
+"""By stage, by chunk, in forward order."""
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What moves and how fast."""
+
+    link: Link
+    max_inflight_bytes: int = GIB
+    max_prefetch_bytes: int = GIB
+    message_ms: float = 0.0
+    """From the end of a pass to the start of the next stage's."""
+
+
+@dataclass
+class StageTimes:
+    """What one stage did in a step."""
+
+    waits_out_ms: list[list[float]]
+    """Time that compute waited for copies out, by chunk and by the segment after which it waited."""
+    waits_in_ms: list[list[float]]
+    """The same for copies in, by the segment that was waited for."""
+    peak_bytes: int = 0
+    """Most device memory that saved activations took at a time."""
+    peak_host_bytes: int = 0
+
+    @property
+    def exposed_ms(self) -> float:
+        """All time that compute waited for copies."""
+        return sum(map(sum, self.waits_out_ms)) + sum(map(sum, self.waits_in_ms))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step."""
+
+    step_ms: float
+    stages: list[StageTimes]
+    microbatch_ends_ms: list[float]
+    """When the first stage had done the last backward pass of each microbatch."""
+
+
+def simulate(schedule: Schedule, segments: Segments, transfers: Transfers) -> Timeline:
+    """Run a step. Times in milliseconds from its start."""
+    stages = [_Stage(passes, segments[rank], transfers) for rank, passes in enumerate(schedule)]
+    num_stages = len(stages)
+    last_chunk = len(segments[0]) - 1
+    ends: dict[tuple[bool, int, int], float] = {}  # by direction, position in the model, microbatch
+    progress = True
+    while progress:
+        progress = False
+        for rank, stage in enumerate(stages):
+            while stage.pending:
+                each = stage.pending[0]
+                position = each.chunk * num_stages + rank
+                ready = _ready(each, position, last_chunk * num_stages + num_stages - 1, ends, transfers.message_ms)
+                if ready is None:
+                    break
+                ends[each.forward, position, each.microbatch] = stage.run(stage.pending.popleft(), ready)
+                progress = True
+    assert not any(stage.pending for stage in stages), "the schedule waits for itself"
+    for stage in stages:
+        stage.count_memory()
+    microbatches = sorted({each.microbatch for each in schedule[0]})
+    done = [ends[False, 0, microbatch] for microbatch in microbatches]
+    return Timeline(max(stage.now for stage in stages), [stage.times for stage in stages], done)
+
+
+def _ready(
+    each: Pass, position: int, last: int, ends: dict[tuple[bool, int, int], float], message_ms: float
+) -> float | None:
+    if each.forward:
+        if position == 0:
+            return 0.0
+        end = ends.get((True, position - 1, each.microbatch))
+    elif position == last:
+        return ends.get((True, position, each.microbatch))
+    else:
+        end = ends.get((False, position + 1, each.microbatch))
+    return None if end is None else end + message_ms
+
+
+@dataclass
+class _CopyIn:
+    num_bytes: int
+    start: float
+    duration: float
+    used: float
+    """When compute begins to use it."""
+
+
+@dataclass
+class _Stage:
+    passes: Sequence[Pass]
+    segments: Sequence[Sequence[Segment]]
+    transfers: Transfers
+    now: float = 0.0
+    out_free: float = 0.0
+    out_ends: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    inflight: deque[tuple[float, int]] = field(default_factory=deque)
+    copies_in: list[_CopyIn] = field(default_factory=list)
+    reloaded_bytes: list[int] = field(default_factory=lambda: [0])
+    """Running total of `copies_in`."""
+    device: list[tuple[float, int]] = field(default_factory=list)
+    """Changes of device memory by time."""
+    host: list[tuple[float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pending = deque(self.passes)
+        zeros = [[0.0] * len(chunk) for chunk in self.segments]
+        self.times = StageTimes(zeros, [list(row) for row in zeros])
+
+    def run(self, each: Pass, ready: float) -> float:
+        self.now = max(self.now, ready)
+        numbers = range(len(self.segments[each.chunk]))
+        for number in numbers if each.forward else reversed(numbers):
+            segment = self.segments[each.chunk][number]
+            if each.forward:
+                self._forward(segment, (each.chunk, number, each.microbatch))
+            else:
+                self._backward(segment, (each.chunk, number, each.microbatch))
+        return self.now
+
+    def _forward(self, segment: Segment, key: tuple[int, int, int]) -> None:
+        self.device.append((self.now, segment.kept_bytes + segment.offloaded_bytes))
+        self.now += segment.forward_ms
+        if not segment.offloaded_bytes:
+            return
+        start = max(self.out_free, self.now)
+        self.out_free = start + segment.offloaded_bytes / self.transfers.link.out_bytes_per_ms
+        self.out_ends[key] = self.out_free
+        self.host.append((start, segment.offloaded_bytes))
+        self.device.append((self.out_free, -segment.offloaded_bytes))
+        self.inflight.append((self.out_free, segment.offloaded_bytes))
+        while self.inflight and (
+            self.inflight[0][0] <= self.now
+            or sum(num_bytes for _, num_bytes in self.inflight) > self.transfers.max_inflight_bytes
+        ):
+            end, _ = self.inflight.popleft()
+            self.times.waits_out_ms[key[0]][key[1]] += max(0.0, end - self.now)
+            self.now = max(self.now, end)
+
+    def _backward(self, segment: Segment, key: tuple[int, int, int]) -> None:
+        if segment.offloaded_bytes:
+            arrival = self._copy_in(segment.offloaded_bytes, self.out_ends[key])
+            self.times.waits_in_ms[key[0]][key[1]] += max(0.0, arrival - self.now)
+            self.now = max(self.now, arrival)
+            self.copies_in[-1].used = self.now
+        self.now += segment.backward_ms
+        self.device.append((self.now, -segment.kept_bytes - segment.offloaded_bytes))
+
+    def _copy_in(self, num_bytes: int, out_end: float) -> float:
+        """Return when the next copy in ends. It may not start before enough of those before it are used."""
+        start = out_end
+        if self.copies_in:
+            before = self.copies_in[-1]
+            start = max(start, before.start + before.duration)
+        total = self.reloaded_bytes[-1] + num_bytes
+        # The first of the copies that, together with all after it, is within the cap.
+        first = bisect_left(self.reloaded_bytes, total - self.transfers.max_prefetch_bytes)
+        if (blocking := min(first, len(self.copies_in)) - 1) >= 0:
+            start = max(start, self.copies_in[blocking].used)
+        duration = num_bytes / self.transfers.link.in_bytes_per_ms
+        self.copies_in.append(_CopyIn(num_bytes, start, duration, 0.0))
+        self.reloaded_bytes.append(total)
+        return start + duration
+
+    def count_memory(self) -> None:
+        """Find the peaks, with every copy in as late as it delays nobody."""
+        latest = float("inf")
+        for copy in reversed(self.copies_in):
+            latest = min(copy.used, latest) - copy.duration
+            latest = max(latest, copy.start)
+            self.device.append((latest, copy.num_bytes))
+            self.host.append((latest + copy.duration, -copy.num_bytes))
+        self.times.peak_bytes = _peak(self.device)
+        self.times.peak_host_bytes = _peak(self.host)
+
+
+def _peak(changes: list[tuple[float, int]]) -> int:
+    """The highest running total; what is given back at a moment counts before what is taken then."""
+    total = highest = 0
+    for _, change in sorted(changes):
+        total += change
+        highest = max(highest, total)
+    return highest

@@ -1,0 +1,297 @@
+"""A job cut into pipeline stages: parts in forward order, and what each holds, moves and costs."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_rl_offload.planner.activations import LayerContext, Storage, fused_layer, with_recomputation
+from nemo_rl_offload.planner.choose import Action, GroupRecord, Link
+from nemo_rl_offload.planner.job import Job
+from nemo_rl_offload.planner.layout import stage_layers
+from nemo_rl_offload.planner.memory import allowance_bytes, logits_bytes, stage_parameters, state_bytes
+from nemo_rl_offload.planner.modules import MEGATRON_MODULES, SUPPORTED_MODULES
+from nemo_rl_offload.planner.schedule import Pass, pipeline_schedule
+from nemo_rl_offload.planner.simulator import Segment
+from nemo_rl_offload.planner.work import layer_work, recompute_ms, recomputed_ms
+
+SEPARABLE = ("mla_up_proj", "moe_act", "layernorm")
+"""Entries of `recompute_modules` whose time and memory belong to one group each: what the chooser may take."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Storages that are kept, offloaded or recomputed together."""
+
+    module: str
+    num_bytes: int
+    can_offload: bool
+    recomputed_by: str | None
+    recompute_ms: float | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of a layer, or whole layers that are recomputed."""
+
+    layer: int
+    module: str
+    forward_ms: float
+    backward_ms: float
+    kept_bytes: int = 0
+    """What no choice changes."""
+    groups: tuple[Group, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline rank."""
+
+    rank: int
+    layers: tuple[range, ...]
+    """Of each chunk."""
+    chunks: tuple[tuple[Part, ...], ...]
+    static_bytes: dict[str, int]
+    """Memory that is there throughout, or at the peak in any case, by name."""
+    live: tuple[int, ...]
+    """Microbatches that each chunk holds when the stage holds most."""
+    stash_host_bytes: int = 0
+    """Pinned pages for what the experts save."""
+
+    def records(self) -> list[GroupRecord]:
+        """What `choose` takes: one record per group; a part's time stands on its first."""
+        found = []
+        for part, live in self._parts():
+            groups = part.groups or (Group(part.module, 0, False, None, None),)
+            for number, group in enumerate(groups):
+                times = (part.forward_ms, part.backward_ms) if number == 0 else (0.0, 0.0)
+                record = GroupRecord(
+                    group.module, part.layer, group.num_bytes, *times, group.recompute_ms, live, group.can_offload
+                )
+                found.append(record)
+        return found
+
+    def groups(self) -> list[Group | None]:
+        """The group of each record; None for a part without one."""
+        return [group for part, _ in self._parts() for group in part.groups or (None,)]
+
+    def _parts(self) -> list[tuple[Part, int]]:
+        return [(part, live) for parts, live in zip(self.chunks, self.live, strict=True) for part in parts]
+
+    def kept_bytes(self) -> int:
+        """Activations at the peak that no choice changes."""
+        return sum(part.kept_bytes * live for part, live in self._parts())
+
+    def segments(self, actions: Sequence[Action]) -> list[list[Segment]]:
+        """What the simulator takes, by chunk; `actions` are in the order of `records`.
+
+        One segment for each part that offloads, together with the parts before it that do not, and one for the rest.
+        That changes no time: a copy is queued at the end of a segment, and wanted back at the start of its backward.
+        """
+        return [[segment for segment, _ in chunk] for chunk in self._segments(actions)]
+
+    def owners(self, actions: Sequence[Action]) -> list[dict[int, int]]:
+        """For each chunk, the segment of each part that offloads."""
+        return [
+            {part: number for number, (segment, part) in enumerate(chunk) if segment.offloaded_bytes}
+            for chunk in self._segments(actions)
+        ]
+
+    def _segments(self, actions: Sequence[Action]) -> list[list[tuple[Segment, int]]]:
+        remaining = iter(actions)
+        found = []
+        for parts in self.chunks:
+            chunk: list[tuple[Segment, int]] = []
+            waiting = Segment(0.0, 0.0)
+            for index, part in enumerate(parts):
+                waiting = _joined(waiting, _segment(part, remaining))
+                if waiting.offloaded_bytes or index == len(parts) - 1:
+                    chunk.append((waiting, index))
+                    waiting = Segment(0.0, 0.0)
+            found.append(chunk)
+        return found
+
+
+def _segment(part: Part, actions: Iterator[Action]) -> Segment:
+    kept, offloaded, backward_ms = part.kept_bytes, 0, part.backward_ms
+    for group in part.groups:
+        action = next(actions)
+        if action is Action.KEEP:
+            kept += group.num_bytes
+        elif action is Action.OFFLOAD:
+            offloaded += group.num_bytes
+        else:
+            assert group.recompute_ms is not None
+            backward_ms += group.recompute_ms
+    if not part.groups:
+        next(actions)
+    return Segment(part.forward_ms, backward_ms, kept, offloaded)
+
+
+def _joined(first: Segment, second: Segment) -> Segment:
+    return Segment(
+        first.forward_ms + second.forward_ms,
+        first.backward_ms + second.backward_ms,
+        first.kept_bytes + second.kept_bytes,
+        first.offloaded_bytes + second.offloaded_bytes,
+    )
+
+
+def candidates(job: Job) -> tuple[str, ...]:
+    """Modules that the job's layers can offload."""
+    return MEGATRON_MODULES[:-1] if job.transformer_engine else SUPPORTED_MODULES
+
+
+def job_link(job: Job) -> Link:
+    """The link of one device."""
+    return Link(job.device.link_out_gb_per_s * 1e6, job.device.link_in_gb_per_s * 1e6)
+
+
+def job_schedule(job: Job, num_microbatches: int) -> Sequence[Sequence[Pass]]:
+    """The passes of each stage."""
+    return pipeline_schedule(job.layout.pipeline, num_microbatches, job.layout.virtual)
+
+
+def build_stages(job: Job, modules: Collection[str], may_recompute: Collection[str] = ()) -> list[Stage]:
+    """Cut a job into stages whose groups are those of `modules`: names that may be offloaded.
+
+    What entries of `may_recompute`, some of `SEPARABLE`, give up may be recomputed; what they pin may not be offloaded.
+    """
+    layers = stage_layers(job.layout, job.shape.num_layers)
+    # Twice the pipeline and its chunks is enough for every stage to reach its peak.
+    enough = min(job.num_microbatches, 2 * job.layout.pipeline * job.layout.virtual)
+    schedule = job_schedule(job, enough)
+    if job.recompute.method is not None:
+        may_recompute = ()  # Megatron-Core recomputes either modules or layers
+    builder = _Builder(job, modules, frozenset(may_recompute))
+    return [builder.stage(rank, chunks, schedule[rank]) for rank, chunks in enumerate(layers)]
+
+
+class _Builder:
+    def __init__(self, job: Job, modules: Collection[str], may_recompute: frozenset[str]) -> None:
+        self.job = job
+        self.modules = modules
+        self.layers: dict[bool, tuple[Part, ...]] = {}
+        self.workspace: dict[bool, int] = {}
+        self.alive_bytes = self.host_bytes = 0
+        fp8 = job.numbers.fp8 is not None
+        for has_experts in set(job.shape.layers_with_experts):
+            storages = with_recomputation(fused_layer(job.context, has_experts), job.recompute.modules)
+            times = {
+                work.module: (work.forward_ms(job.device, fp8), work.backward_ms(job.device, fp8))
+                for work in layer_work(job.context, has_experts)
+            }
+            if has_experts:
+                self.alive_bytes = job.expert_buffers.alive_bytes(storages)
+                self.host_bytes = job.expert_buffers.host_bytes(storages)
+                storages = job.expert_buffers.saved(storages)
+            self.workspace[has_experts] = sum(
+                storage.num_bytes for storage in storages if job.recompute.method or not storage.live
+            )
+            for module, extra_ms in recomputed_ms(job.context, has_experts, job.recompute.modules, job.device).items():
+                forward_ms, backward_ms = times[module]
+                times[module] = forward_ms, backward_ms + extra_ms
+            storages = [
+                replace(storage, pinned=storage.pinned or not may_recompute.isdisjoint(storage.pinned_by))
+                for storage in storages
+            ]
+            self.layers[has_experts] = _layer_parts(job, storages, times, modules, may_recompute)
+
+    def stage(self, rank: int, chunks: Sequence[range], passes: Sequence[Pass]) -> Stage:
+        job, is_last = self.job, rank == self.job.layout.pipeline - 1
+        parts = [self._chunk(chunk) for chunk in chunks]
+        if is_last:
+            parts[-1] = (*parts[-1], *self._end())
+        parameters = stage_parameters(job.shape, job.layout, chunks, rank)
+        static = state_bytes(parameters, job.layout, job.optimizer, job.numbers.element_bytes)
+        if is_last:
+            tokens = job.context.tokens.count
+            static["logits"] = logits_bytes(job.shape, job.layout, tokens, job.numbers.element_bytes)
+        if any(self.workspace.values()):
+            static["recomputation"] = max(self.workspace.values()) * job.recompute.num_layers
+        num_expert_layers = [sum(job.shape.layers_with_experts[layer] for layer in chunk) for chunk in chunks]
+        if self.alive_bytes and any(num_expert_layers):
+            static["experts' buffers"] = self.alive_bytes
+        static |= allowance_bytes(job.device)
+        sizes = [sum(p.kept_bytes + sum(g.num_bytes for g in p.groups) for p in chunk) for chunk in parts]
+        live = live_at_peak(passes, sizes)
+        host_bytes = self.host_bytes * sum(count * each for count, each in zip(live, num_expert_layers, strict=True))
+        return Stage(rank, tuple(chunks), tuple(parts), static, live, host_bytes)
+
+    def _chunk(self, layers: range) -> tuple[Part, ...]:
+        job, found = self.job, []
+        for number, layer in enumerate(layers):
+            parts = self.layers[job.shape.layers_with_experts[layer]]
+            method = job.recompute.method
+            if method == "uniform" or (method == "block" and number < job.recompute.num_layers):
+                is_input = method == "block" or number % job.recompute.num_layers == 0
+                parts = (_recomputed(job.context, parts, is_input),)
+            found += [replace(part, layer=layer) for part in parts]
+        return tuple(found)
+
+    def _end(self) -> tuple[Part, ...]:
+        """Multi-token prediction, and the final norm with the output layer."""
+        job, context = self.job, self.job.context
+        hidden = context.norm_tokens * job.shape.hidden_size * job.numbers.element_bytes
+        found = []
+        for number in range(job.shape.num_mtp_layers):
+            layer = job.shape.num_layers + number
+            parts = self.layers[job.shape.layers_with_experts[-1]]
+            # Inputs of the two norms and of the projection of both to one.
+            found.append(Part(layer, "mtp_projection", 0.0, 0.0, kept_bytes=4 * hidden))
+            found += [replace(part, layer=layer) for part in parts]
+        operations = 2.0 * context.tokens.count * job.shape.hidden_size * job.shape.vocab_size / job.layout.tensor
+        forward_ms = operations * (1 + job.shape.num_mtp_layers) / (job.device.bf16_tflops * job.device.achieved) / 1e9
+        end = Part(job.shape.num_layers, "output_layer", forward_ms, 2 * forward_ms, kept_bytes=2 * hidden)
+        return (*found, end)
+
+
+def _recomputed(context: LayerContext, parts: Sequence[Part], is_input: bool) -> Part:
+    forward_ms = sum(part.forward_ms for part in parts)
+    hidden = context.norm_tokens * context.shape.hidden_size * context.numbers.element_bytes
+    backward_ms = forward_ms + sum(part.backward_ms for part in parts)
+    return Part(0, "recomputed_layer", forward_ms, backward_ms, kept_bytes=hidden if is_input else 0)
+
+
+def _layer_parts(
+    job: Job,
+    storages: Sequence[Storage],
+    times: dict[str, tuple[float, float]],
+    modules: Collection[str],
+    may_recompute: Collection[str],
+) -> tuple[Part, ...]:
+    """Put each storage to the part whose module is charged, and what cannot be chosen to the layer's first part."""
+    kept: Counter[str] = Counter()
+    grouped: dict[tuple[str, str], Counter[tuple[bool, str | None]]] = {}
+    for storage in storages:
+        if not storage.live:
+            continue
+        module = storage.charged_to(modules, job.min_elements) if storage.leaves(modules) else None
+        by = next((name for name in storage.recomputed_by if name in may_recompute), None)
+        place = module or (storage.modules[0] if storage.modules and storage.modules[0] in times else "mlp_norm")
+        if module is None and by is None:
+            kept[place] += storage.num_bytes
+        else:
+            label = module or storage.name
+            grouped.setdefault((place, label), Counter())[module is not None, by] += storage.num_bytes
+    found = []
+    for name, (forward_ms, backward_ms) in times.items():
+        groups = tuple(
+            Group(label, size, can_offload, by, None if by is None else recompute_ms(job.context, by, job.device))
+            for (place, label), sizes in grouped.items()
+            if place == name
+            for (can_offload, by), size in sizes.items()
+        )
+        found.append(Part(0, name, forward_ms, backward_ms, kept[name], groups))
+    return tuple(found)
+
+
+def live_at_peak(passes: Sequence[Pass], chunk_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Return how many microbatches each chunk holds at the moment at which a stage holds most bytes."""
+    live = [0] * len(chunk_bytes)
+    most, peak = -1, tuple(live)
+    for each in passes:
+        live[each.chunk] += 1 if each.forward else -1
+        total = sum(count * size for count, size in zip(live, chunk_bytes, strict=True))
+        if total > most:
+            most, peak = total, tuple(live)
+    return peak

@@ -1,0 +1,150 @@
+"""Time of a layer's modules: floating-point operations over the rate reached, or bytes over the memory bandwidth.
+
+A matrix product of [s, m] and [m, n] takes 2 s m n operations, and twice that backward (gradients of both factors).
+Causal attention of s tokens over a sequence of S takes, per head, s S (d_qk + d_v) operations: two products of s x S
+entries, half of them masked; backward recomputes the scores, 2.5 times that (Dao 2023, arXiv 2307.08691, section 3.1).
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from nemo_rl_offload.planner.activations import LayerContext, Numbers, Tokens
+from nemo_rl_offload.planner.hardware import Device
+from nemo_rl_offload.planner.layout import Layout
+from nemo_rl_offload.planner.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Work:
+    """One module of a layer for one microbatch."""
+
+    module: str
+    product_flops: float = 0.0
+    attention_flops: float = 0.0
+    traffic_bytes: float = 0.0
+
+    def forward_ms(self, device: Device, fp8: bool) -> float:
+        rate = (device.fp8_tflops if fp8 and device.fp8_tflops else device.bf16_tflops) * device.achieved
+        attention_rate = device.bf16_tflops * device.achieved
+        memory_rate = device.memory_gb_per_s * device.achieved_memory
+        operations = self.product_flops / rate + self.attention_flops / attention_rate
+        return operations / 1e9 + self.traffic_bytes / memory_rate / 1e6
+
+    def backward_ms(self, device: Device, fp8: bool) -> float:
+        doubled = Work(self.module, 2 * self.product_flops, 2.5 * self.attention_flops, 2 * self.traffic_bytes)
+        return doubled.forward_ms(device, fp8)
+
+    @property
+    def forward_flops(self) -> float:
+        return self.product_flops + self.attention_flops
+
+
+def layer_work(context: LayerContext, has_experts: bool) -> list[Work]:
+    """The modules of one layer, in forward order."""
+    return [*_attention(context), *(_experts(context) if has_experts else _dense(context))]
+
+
+def training_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Floating-point operations of a forward and backward pass over sequences of these lengths, recomputation left out.
+
+    What model FLOPs utilisation counts (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), with causal attention's
+    half of the scores.
+    """
+    token = LayerContext(shape, Layout(), Tokens(1, 1), Numbers())
+    work = [each for has_experts in shape.layers_with_experts for each in layer_work(token, has_experts)]
+    per_token = sum(each.product_flops for each in work) + 2.0 * shape.hidden_size * shape.vocab_size
+    per_pair = sum(each.attention_flops for each in work)
+    return 3 * (per_token * sum(lengths) + per_pair * sum(length * length for length in lengths))
+
+
+def _norm(context: LayerContext, module: str) -> Work:
+    """Reads its input twice (residual) and writes twice."""
+    size = context.norm_tokens * context.shape.hidden_size * context.numbers.element_bytes
+    return Work(module, traffic_bytes=4 * size)
+
+
+def _attention(context: LayerContext) -> Iterator[Work]:
+    shape, tokens, heads = context.shape, context.tokens, context.heads
+    h, latent = shape.hidden_size, shape.latent_attention
+    yield _norm(context, "attn_norm")
+    if latent:
+        down = h * ((latent.query_rank or 0) + latent.key_value_rank + latent.rope_head_dim)
+        up = (latent.query_rank or h) * heads * shape.query_head_dim
+        up += latent.key_value_rank * heads * (latent.nope_head_dim + latent.value_head_dim)
+        yield Work("qkv_linear", 2.0 * context.norm_tokens * down + 2.0 * tokens.count * up)
+    else:
+        yield Work("qkv_linear", 2.0 * tokens.count * h * (heads + 2 * context.groups) * shape.head_dim)
+    per_token = tokens.sequence * heads * (shape.query_head_dim + shape.value_head_dim)
+    yield Work("core_attn", attention_flops=float(tokens.count * per_token))
+    yield Work("attn_proj", 2.0 * tokens.count * heads * shape.value_head_dim * h)
+
+
+def _mlp(context: LayerContext, tokens: int, width: int, names: tuple[str, str, str]) -> Iterator[Work]:
+    h = context.shape.hidden_size
+    yield Work(names[0], 2.0 * tokens * h * 2 * width)
+    yield Work(names[1], traffic_bytes=3.0 * tokens * width * context.numbers.element_bytes)
+    yield Work(names[2], 2.0 * tokens * width * h)
+
+
+def _dense(context: LayerContext) -> Iterator[Work]:
+    yield _norm(context, "mlp_norm")
+    width = context.shape.ffn_hidden_size // context.layout.tensor
+    yield from _mlp(context, context.tokens.count, width, ("mlp_fc1", "mlp_act", "mlp_fc2"))
+
+
+def _experts(context: LayerContext) -> Iterator[Work]:
+    shape, experts, size = context.shape, context.shape.experts, context.numbers.element_bytes
+    assert experts is not None
+    h, tokens = shape.hidden_size, context.expert_tokens
+    yield _norm(context, "mlp_norm")
+    moved = 4.0 * tokens * h * size  # read and written, on the way there and back
+    yield Work("router", 2.0 * context.norm_tokens * h * experts.num_experts, traffic_bytes=moved)
+    if experts.shared_ffn_hidden_size:
+        width = experts.shared_ffn_hidden_size // context.layout.tensor
+        yield Work("shared_experts", 6.0 * context.tokens.count * h * width)
+    width = experts.ffn_hidden_size // context.layout.expert_tensor
+    yield from _mlp(context, tokens, width, ("expert_fc1", "moe_act", "expert_fc2"))
+
+
+def recompute_ms(context: LayerContext, name: str, device: Device) -> float:
+    """Time to compute again what one separable entry of `recompute_modules` gives up in a layer."""
+    fp8 = context.numbers.fp8 is not None
+    shape, latent = context.shape, context.shape.latent_attention
+    if name == "layernorm":
+        return Work(name, traffic_bytes=_norm(context, name).traffic_bytes / 2).forward_ms(device, fp8)
+    if name == "moe_act":
+        act = next(work for work in _experts(context) if work.module == "moe_act")
+        return act.forward_ms(device, fp8)
+    assert name == "mla_up_proj"
+    assert latent is not None
+    up = (latent.query_rank or shape.hidden_size) * context.heads * shape.query_head_dim
+    up += latent.key_value_rank * context.heads * (latent.nope_head_dim + latent.value_head_dim)
+    return Work(name, 2.0 * context.tokens.count * up).forward_ms(device, fp8)
+
+
+_WHOLE = {
+    "core_attn": ("core_attn",),
+    "mlp": ("mlp_fc1", "mlp_act", "mlp_fc2"),
+    "moe": ("router", "shared_experts", "expert_fc1", "moe_act", "expert_fc2"),
+    "shared_experts": ("shared_experts",),
+}
+_PART = {"layernorm": "mlp_norm", "moe_act": "moe_act", "mla_up_proj": "qkv_linear"}
+
+
+def recomputed_ms(
+    context: LayerContext, has_experts: bool, recompute_modules: Collection[str], device: Device
+) -> dict[str, float]:
+    """Time that selective recomputation adds to the backward of each module of a layer."""
+    fp8 = context.numbers.fp8 is not None
+    forward = {work.module: work.forward_ms(device, fp8) for work in layer_work(context, has_experts)}
+    extra: dict[str, float] = {}
+    for name in recompute_modules:
+        if name in _WHOLE:
+            extra |= {module: forward[module] for module in _WHOLE[name] if module in forward}
+    latent = context.shape.latent_attention is not None
+    exists = {"layernorm": latent or has_experts, "moe_act": has_experts, "mla_up_proj": latent}
+    for name in recompute_modules:
+        if exists.get(name) and _PART[name] not in extra:
+            num_norms = 1 + (latent and has_experts) if name == "layernorm" else 1
+            extra[_PART[name]] = num_norms * recompute_ms(context, name, device)
+    return extra

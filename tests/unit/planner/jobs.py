@@ -1,0 +1,38 @@
+"""Jobs for the planner's tests."""
+
+from dataclasses import replace
+from typing import Any
+
+from nemo_rl_offload.planner.catalogue import load_model_shape
+from nemo_rl_offload.planner.hardware import find_device
+from nemo_rl_offload.planner.job import Job
+from nemo_rl_offload.planner.layout import Layout
+
+SENSIBLE = {
+    "Qwen/Qwen2.5-1.5B": Layout(8),
+    "Qwen/Qwen2.5-7B": Layout(8, tensor=2, sequence_parallel=True),
+    "Qwen/Qwen2.5-32B": Layout(32, tensor=4, pipeline=2, sequence_parallel=True),
+    "Qwen/Qwen3-8B": Layout(8, tensor=2, sequence_parallel=True),
+    "Qwen/Qwen3-30B-A3B": Layout(16, expert=8),
+    "Qwen/Qwen3-235B-A22B": Layout(128, tensor=4, pipeline=2, virtual=1, expert=16, sequence_parallel=True),
+    "meta-llama/Llama-3.1-8B": Layout(8, context=2),
+    "meta-llama/Llama-3.1-70B": Layout(64, tensor=4, pipeline=4, virtual=2, sequence_parallel=True),
+    "deepseek-ai/DeepSeek-V3": Layout(256, pipeline=16, expert=16, num_layers_first=4, num_layers_last=1),
+    "openai/gpt-oss-120b": Layout(64, pipeline=4, expert=8),
+}
+"""One layout for each model of the catalogue."""
+
+
+def make_job(
+    name: str = "Qwen/Qwen2.5-7B", device: str = "h100-80gb", num_layers: int | None = None, **changes: Any
+) -> Job:
+    """A job of a catalogue model on its sensible layout, sequences of 4096 tokens, changed by fields of Job.
+
+    With `num_layers`, of that many layers like the model's last.
+    """
+    layout = SENSIBLE[name]
+    shape = load_model_shape(name, None)
+    if num_layers is not None:
+        shape = replace(shape, num_layers=num_layers, layers_with_experts=shape.layers_with_experts[-num_layers:])
+    job = Job(shape, layout, find_device(device), 4096, 1, 4 * layout.pipeline)
+    return replace(job, **changes)

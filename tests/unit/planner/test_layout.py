@@ -1,0 +1,77 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import SENSIBLE
+
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.planner.catalogue import load_model_shape
+from nemo_rl_offload.planner.layout import Layout, check_layout, stage_layers
+
+QWEN = load_model_shape("Qwen/Qwen2.5-7B", None)
+MOE = load_model_shape("Qwen/Qwen3-30B-A3B", None)
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 3), st.none() | st.integers(1, 9), st.none() | st.just(2))
+@settings(max_examples=200, deadline=None)
+def test_a_checked_layout_gives_every_layer_to_one_stage(
+    num_layers: int, ranks: int, virtual: int, first: int | None, last: int | None
+) -> None:
+    shape = replace(QWEN, num_layers=num_layers)
+    if ranks == 1:
+        first = last = None
+    layout = Layout(ranks, pipeline=ranks, virtual=virtual, num_layers_first=first, num_layers_last=last)
+    try:
+        check_layout(layout, shape, 128)
+    except ConfigError:
+        return
+    stages = stage_layers(layout, num_layers)
+    assert len(stages) == ranks
+    assert {len(chunks) for chunks in stages} == {virtual}
+    by_position = [stages[rank][chunk] for chunk in range(virtual) for rank in range(ranks)]
+    assert [layer for chunk in by_position for layer in chunk] == list(range(num_layers))
+    assert all(len(chunk) for chunk in by_position)
+    assert first is None or sum(map(len, stages[0])) == first
+    assert last is None or sum(map(len, stages[-1])) == last
+
+
+@pytest.mark.parametrize("name", SENSIBLE)
+def test_sensible_layouts_are_accepted(name: str) -> None:
+    check_layout(SENSIBLE[name], load_model_shape(name, None), 4096)
+
+
+REFUSED = [
+    (QWEN, Layout(8, tensor=8), "tensor_model_parallel_size: 8 does not divide the attention heads 28. The nearest"),
+    (QWEN, Layout(7, tensor=7), "tensor_model_parallel_size: 7 and the 4 key heads do not divide"),
+    (QWEN, Layout(8, tensor=3), "3 does not divide the attention heads 28. The nearest that does is 2."),
+    (QWEN, Layout(8, sequence_parallel=True), "sequence_parallel: needs tensor_model_parallel_size above 1"),
+    (QWEN, Layout(6, tensor=4), "4 ranks do not divide the 6 devices"),
+    (QWEN, Layout(8, expert=2), "expert_model_parallel_size: the model has no experts. Set it to 1."),
+    (QWEN, Layout(8, virtual=2), "virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size above 1"),
+    (
+        QWEN,
+        Layout(5, pipeline=5),
+        "28 layers cannot be divided among 5 ranks. With num_layers_in_last_pipeline_stage=4",
+    ),
+    (QWEN, Layout(4, pipeline=4, virtual=3), "28 layers cannot be divided among 4 ranks with 3 chunks each."),
+    (QWEN, Layout(3, context=3), "context_parallel_size: twice it must divide the sequence of 4096 tokens"),
+    (MOE, Layout(48, expert=48), "expert_model_parallel_size: 48 does not divide the 128 experts. The nearest that"),
+    (MOE, Layout(8, expert=16), "16 ranks do not divide the 8 devices"),
+    (MOE, Layout(5, expert_tensor=5), "expert_tensor_parallel_size: 5 does not divide the experts' width"),
+    (MOE, Layout(8, tensor=2), "sequence_parallel: experts with tensor parallelism need it. Set it to true."),
+]
+
+
+@pytest.mark.parametrize(("shape", "layout", "words"), REFUSED, ids=[words[:40] for _, _, words in REFUSED])
+def test_an_impossible_layout_is_told_the_fix(shape: object, layout: Layout, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_layout(layout, shape, 4096)  # type: ignore[arg-type]
+    assert words in str(raised.value)
+    assert all(line.startswith("policy.megatron_cfg.") for line in str(raised.value).splitlines())
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_layout(Layout(8, tensor=3, expert=2, virtual=2), QWEN, 4096)
+    assert len(str(raised.value).splitlines()) >= 4

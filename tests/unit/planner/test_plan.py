@@ -1,0 +1,157 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import SENSIBLE, make_job
+
+from nemo_rl_offload.planner.changes import least_shortfall
+from nemo_rl_offload.planner.choose import Action
+from nemo_rl_offload.planner.job import Recompute
+from nemo_rl_offload.planner.layout import Layout
+from nemo_rl_offload.planner.plan import JobPlan, highest_peak, make_plan, module_rows, run_stages
+from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
+from nemo_rl_offload.planner.simulator import Transfers, simulate
+from nemo_rl_offload.planner.stages import build_stages, candidates, job_link, job_schedule, live_at_peak
+
+GIB = 1 << 30
+
+
+def check_plan(plan: JobPlan) -> None:
+    """What holds for every plan."""
+    job = plan.job
+    assert plan.shortfall_bytes == max(0, highest_peak(plan.chosen) - job.budget_bytes)
+    if not plan.shortfall_bytes:
+        assert highest_peak(plan.written) <= job.budget_bytes
+        assert plan.changes == ()
+    assert highest_peak(plan.chosen) <= highest_peak(plan.baseline)
+    for rank in range(job.layout.pipeline):
+        assert plan.chosen.host_bytes(rank) <= job.host_budget_bytes
+    assert plan.chosen.step_ms >= plan.baseline.step_ms * (1 - 1e-9)
+    assert plan.baseline.step_ms > 0
+    peaks = [point.peak_bytes for point in plan.frontier]
+    assert peaks == sorted(peaks)
+    assert plan.frontier[-1].step_ms == min(point.step_ms for point in plan.frontier)
+
+
+@pytest.mark.parametrize("name", SENSIBLE)
+def test_every_model_of_the_catalogue_can_be_planned(name: str) -> None:
+    plan = make_plan(make_job(name))
+    check_plan(plan)
+    assert plan.shortfall_bytes == 0 or plan.changes
+
+
+@given(
+    st.sampled_from(["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"]),
+    st.floats(12, 40),
+    st.sampled_from([Layout(8), Layout(8, pipeline=2), Layout(16, pipeline=4, virtual=3)]),
+    st.integers(1, 3),
+)
+@settings(max_examples=6, deadline=None)
+def test_plans_meet_their_budgets(name: str, memory_gib: float, layout: Layout, micro_batch: int) -> None:
+    expert = 8 if "A3B" in name and layout.pipeline == 1 else 1
+    job = make_job(name, num_layers=12, layout=replace(layout, expert=expert), memory_bytes=int(memory_gib * GIB))
+    check_plan(make_plan(replace(job, micro_batch=micro_batch, sequence=2048)))
+
+
+def test_nothing_is_offloaded_where_all_fits() -> None:
+    plan = make_plan(make_job("Qwen/Qwen2.5-1.5B"))
+    assert plan.modules_to_write == plan.recompute_to_write == ()
+    assert plan.chosen.actions == plan.baseline.actions
+
+
+def test_a_smaller_budget_is_met_by_offloading_more() -> None:
+    job = make_job("Qwen/Qwen2.5-1.5B", num_layers=10, micro_batch=2)
+    most = highest_peak(make_plan(job).baseline)
+    plans = [make_plan(replace(job, memory_bytes=most - less * GIB // 4)) for less in (1, 3, 5)]
+    for plan in plans:
+        check_plan(plan)
+        assert plan.shortfall_bytes == 0
+    moved = [plan.chosen.host_bytes(0) for plan in plans]
+    assert 0 < moved[0] < moved[1] < moved[2]
+
+
+def test_what_cannot_fit_says_how_much_and_what_would_do() -> None:
+    job = make_job("meta-llama/Llama-3.1-70B", layout=Layout(64, tensor=4, pipeline=2, sequence_parallel=True))
+    job = replace(job, memory_bytes=40 * GIB)
+    plan = make_plan(job)
+    assert plan.shortfall_bytes == pytest.approx(least_shortfall(job), rel=0.2)
+    assert "pipeline_model_parallel_size=8" in plan.changes
+    assert make_plan(replace(job, layout=replace(job.layout, pipeline=8), num_microbatches=32)).shortfall_bytes == 0
+
+
+def test_the_host_budget_is_kept() -> None:
+    job = make_job("Qwen/Qwen3-8B", num_layers=10, micro_batch=2)
+    job = replace(job, memory_bytes=highest_peak(make_plan(job).baseline) - 2 * GIB)
+    free = make_plan(job)
+    assert free.shortfall_bytes == 0
+    tight = make_plan(replace(job, host_budget=free.chosen.host_bytes(0) // 2))
+    check_plan(tight)
+    assert tight.chosen.host_bytes(0) <= free.chosen.host_bytes(0) // 2
+
+
+def test_full_recomputation_keeps_layer_inputs_alone() -> None:
+    job = make_job("Qwen/Qwen3-8B", layout=Layout(8))
+    recomputed = replace(job, recompute=Recompute(method="uniform"))
+    outcomes = []
+    for each in (job, recomputed):
+        stages = build_stages(each, ())
+        outcomes.append(run_stages(each, stages, [[Action.KEEP] * len(stages[0].records())]))
+    inputs = 36 * 4096 * 4096 * 2
+    assert outcomes[1].times[0].peak_bytes == inputs + 2 * 4096 * 4096 * 2
+    assert "recomputation" in outcomes[1].stages[0].static_bytes
+    assert outcomes[1].step_ms == pytest.approx(outcomes[0].step_ms * 4 / 3, rel=0.05)
+    block = build_stages(replace(job, recompute=Recompute(method="block", num_layers=10)), candidates(job))[0]
+    assert [part.module for part in block.chunks[0]].count("recomputed_layer") == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "share"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "moe", 1.0),
+        ("Qwen/Qwen3-30B-A3B", "moe_act", 0.2),
+        ("Qwen/Qwen3-30B-A3B", "layernorm", 0.2),
+        ("Qwen/Qwen3-8B", "mlp", 1.0),
+        ("Qwen/Qwen3-8B", "core_attn", 1.0),
+    ],
+)
+def test_configured_recomputation_takes_time_and_gives_memory(name: str, module: str, share: float) -> None:
+    outcomes = []
+    for modules in (frozenset[str](), frozenset([module])):
+        job = make_job(name, layout=Layout(8), recompute=Recompute(modules=modules))
+        stages = build_stages(job, ())
+        outcomes.append(run_stages(job, stages, [[Action.KEEP] * len(stages[0].records())]))
+    plain, recomputed = outcomes
+    added_ms = recomputed.step_ms - plain.step_ms
+    assert 0 < added_ms < share * plain.step_ms / 3
+    assert (recomputed.times[0].peak_bytes < plain.times[0].peak_bytes) == (module != "core_attn")
+
+
+def test_configured_modules_are_predicted_as_they_are() -> None:
+    job = make_job("Qwen/Qwen3-8B", offload_modules=("core_attn", "attn_proj"))
+    plan = make_plan(job)
+    assert plan.configured is not None
+    rows = {row.module: row for row in module_rows(plan.configured, 0)}
+    assert set(rows) == {"core_attn", "attn_proj"}
+    assert all(row.actions[Action.OFFLOAD] == row.num_layers == 36 for row in rows.values())
+    assert plan.configured.host_bytes(0) == sum(row.offloaded_bytes for row in rows.values())
+
+
+def test_live_microbatches_of_chunks() -> None:
+    """PP 4, VPP 2: the first stage holds 11 chunks' worth, seven of them of its first chunk."""
+    passes = pipeline_schedule(4, 8, 2)[0]
+    assert live_at_peak(passes, [1, 1]) == (7, 4)
+    assert sum(live_at_peak(passes, [1, 1])) == max(live_passes(passes))
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_a_long_step_is_extended_from_a_short_one(virtual: int) -> None:
+    """The extended time is that of a simulation in full."""
+    layout = Layout(16, pipeline=4, virtual=virtual)
+    job = make_job("meta-llama/Llama-3.1-8B", layout=layout, num_microbatches=40)
+    stages = build_stages(job, candidates(job))
+    actions = [[Action.OFFLOAD if r.can_offload else Action.KEEP for r in stage.records()] for stage in stages]
+    extended = run_stages(job, stages, actions).step_ms
+    segments = [stage.segments(chosen) for stage, chosen in zip(stages, actions, strict=True)]
+    whole = simulate(job_schedule(job, 40), segments, Transfers(job_link(job))).step_ms
+    assert extended == pytest.approx(whole, rel=0.01 * virtual)

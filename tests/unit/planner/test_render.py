@@ -1,0 +1,114 @@
+import io
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from jobs import make_job
+from rich.console import Console
+
+from nemo_rl_offload.planner.job import Recompute
+from nemo_rl_offload.planner.layout import Layout
+from nemo_rl_offload.planner.plan import JobPlan, highest_peak, make_plan
+from nemo_rl_offload.planner.render import plan_data, plan_html, plan_overlay, plan_tables
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def plan() -> JobPlan:
+    """A plan that has to offload, on two stages."""
+    layout = Layout(8, pipeline=2)
+    job = make_job("Qwen/Qwen3-8B", num_layers=8, layout=layout, micro_batch=2, reference_on_host=True)
+    job = replace(job, num_microbatches=8)
+    return make_plan(replace(job, memory_bytes=highest_peak(make_plan(job).baseline) - 2 * GIB))
+
+
+@pytest.fixture(scope="module")
+def short() -> JobPlan:
+    """A plan that does not fit."""
+    return make_plan(make_job("Qwen/Qwen3-8B", num_layers=20, memory_bytes=20 * GIB))
+
+
+def shown(plan: JobPlan) -> str:
+    console = Console(width=200, record=True, markup=False, file=io.StringIO())
+    console.print(plan_tables(plan))
+    return console.export_text()
+
+
+def test_data_is_json_and_adds_up(plan: JobPlan) -> None:
+    data = json.loads(json.dumps(plan_data(plan)))
+    assert data["fits"]
+    assert set(data["outcomes"]) == {"nothing_offloaded", "chosen", "written"}
+    assert data["outcomes"]["chosen"]["peak_bytes"] == max(stage["peak_bytes"] for stage in data["stages"])
+    assert data["outcomes"]["chosen"]["peak_bytes"] <= data["budget_bytes"]
+    host = data["host"]
+    weights = max(stage["static_bytes"]["weights"] for stage in data["stages"])
+    assert host["of_it_start_model_bytes"] == 8 * weights
+    assert host["per_node_bytes"] == 8 * (host["per_rank_bytes"] + weights)
+    for stage in data["stages"]:
+        for row in stage["modules"]:
+            assert (row["copies"] == "-") == ("host" not in row["goes"])
+            assert (row["link_ms_per_microbatch"] > 0) == ("host" in row["goes"])
+
+
+def test_the_terminal_shows_every_module_of_every_stage(plan: JobPlan) -> None:
+    text = shown(plan)
+    for stage in plan_data(plan)["stages"]:
+        assert f"stage {stage['stage']}: layers" in text
+        assert all(row["module"] in text for row in stage["modules"])
+    assert f"fits with offload_modules: [{', '.join(plan.modules_to_write)}]" in text
+
+
+def test_what_does_not_fit_is_told_with_a_change(short: JobPlan) -> None:
+    text = shown(short)
+    gib = short.shortfall_bytes / GIB
+    assert f"does not fit: stage 0 needs {20 + gib:.1f} GiB, {gib:.1f} GiB more than there is." in text
+    assert f"changes that would do: {'; or '.join(short.changes)}" in text
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.links += [str(value) for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_page_needs_nothing_else(plan: JobPlan) -> None:
+    text = plan_html(plan)
+    tags = Tags()
+    tags.feed(text)
+    assert tags.links == []
+    assert not re.search(r"https?://|@import|url\(|<script", text)
+    assert tags.seen.count("circle") == len(plan.frontier)
+    assert tags.seen.count("table") == len(plan.chosen.stages)
+
+
+def test_the_picture_stays_in_its_frame(plan: JobPlan, short: JobPlan) -> None:
+    for each in (plan, short):
+        points = re.findall(r"cx='([\d.-]+)' cy='([\d.-]+)'", plan_html(each))
+        assert all(0 <= float(x) <= 640 and 0 <= float(y) <= 320 for x, y in points)
+
+
+def test_the_overlay_adds_the_chosen_keys(plan: JobPlan, tmp_path: Path) -> None:
+    text = plan_overlay(plan, tmp_path / "mine" / "base.yaml", tmp_path / "planned.yaml", ["a.b=1"])
+    assert "# planned with: a.b=1" in text
+    content = yaml.safe_load(text)
+    assert content["defaults"] == "mine/base.yaml"
+    section = content["policy"]["megatron_cfg"]
+    assert section["fine_grained_activation_offloading"] is True
+    assert tuple(section["offload_modules"]) == plan.modules_to_write
+    assert section.get("recompute_modules", []) == list(plan.recompute_to_write)
+
+
+def test_full_recomputation_is_left_as_configured() -> None:
+    job = make_job("Qwen/Qwen2.5-1.5B", recompute=Recompute(method="uniform"))
+    text = plan_overlay(make_plan(job), Path("a.yaml"), Path("b.yaml"), [])
+    assert "recompute" not in yaml.safe_load(text)["policy"]["megatron_cfg"]
