@@ -11,6 +11,9 @@ _EXPORTS = {
     "ModuleStats": "stats",
     "HostBackend": "backends.host",
     "CudaBackend": "backends.cuda",
+    "ActivationOffload": "torch_modules",
+    "offload_activations": "torch_modules",
+    "OffloadCallback": "trainer",
 }
 
 __all__ = list(_EXPORTS)

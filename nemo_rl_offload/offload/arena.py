@@ -1,22 +1,23 @@
 """Host memory for offloaded bytes: few large slabs, byte-addressed blocks, one budget.
 
-Blocks are placed best fit at 512-byte-aligned offsets, and neighbors that are free become one. A pool keyed
-by tensor shape, the usual choice, never gives a shape's memory to another shape and so grows with every new
-sequence length; here the bytes of any length fit wherever there is room. Slabs are powers of two, because
-allocators of pinned memory round up to one anyway. A free extent carries the events of the copies that may
-still touch it as fences: the host never waits for them, the next owner's first copy does. Limit: slabs stay
-until `close`; a block never spans two slabs.
+Blocks are placed best fit at 512-byte-aligned offsets, and neighbors that are free become one. A block that fits
+nowhere in one piece is cut into the largest free pieces, so that memory grows only when there is not enough of it,
+never for want of a hole of the right size. A pool keyed by tensor shape, the usual choice, never gives a shape's
+memory to another shape and so grows with every new sequence length. Slabs are powers of two, because allocators of
+pinned memory round up to one anyway. A free extent carries the events of the copies that may still touch it as
+fences: the host never waits for them, the next owner's first copy does. Limit: slabs stay until `close`.
 """
 
 import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-from nemo_rl_offload.offload.backends.base import Backend, Block, Event, HostSlab
+from nemo_rl_offload.offload.backends.base import Backend, Block, Event, HostSlab, Piece
 
 ALIGNMENT_BYTES = 512
 MIN_SLAB_BYTES = 16 << 20
 MAX_SLAB_BYTES = 1 << 30
+MAX_PIECES = 8  # each piece is a copy of its own
 
 
 class FreeExtents:
@@ -41,19 +42,28 @@ class FreeExtents:
             size, fences = size + right_size, fences + right_fences
         self._insert(slab, offset, size, self._pending(fences))
 
-    def take(self, size: int) -> tuple[int, int, tuple[Event, ...]] | None:
-        """(slab, offset, fences) of `size` bytes cut from the smallest range that has them; None without
-        one."""
+    def largest(self, count: int) -> int:
+        """Sum of the `count` largest ranges."""
+        return sum(size for size, _, _ in self._by_size[-count:])
+
+    def take(self, size: int, *, in_part: bool) -> tuple[int, int, int, tuple[Event, ...]] | None:
+        """(slab, offset, size, fences) of `size` bytes cut from the smallest range that has them. Where none has: with
+        `in_part` all of the largest range, else None; None when nothing is free."""
         position = bisect_left(self._by_size, (size, -1, -1))
         if position == len(self._by_size):
-            return None
+            if not in_part or position == 0:
+                return None
+            position -= 1
         found_size, slab, offset = self._by_size[position]
-        fences = self._pending(self._remove(slab, offset)[1])
+        size = min(size, found_size)
+        fences = self._pending(self._remove(slab, offset, position)[1])
         if found_size > size:
             self._insert(slab, offset + size, found_size - size, fences)
-        return slab, offset, fences
+        return slab, offset, size, fences
 
     def _pending(self, fences: tuple[Event, ...]) -> tuple[Event, ...]:
+        if not fences:
+            return fences
         return tuple(fence for fence in dict.fromkeys(fences) if not self._done(fence))
 
     def _insert(self, slab: int, offset: int, size: int, fences: tuple[Event, ...]) -> None:
@@ -61,10 +71,10 @@ class FreeExtents:
         self._by_start[slab, offset] = size, fences
         self._start_by_end[slab, offset + size] = offset
 
-    def _remove(self, slab: int, offset: int) -> tuple[int, tuple[Event, ...]]:
+    def _remove(self, slab: int, offset: int, position: int | None = None) -> tuple[int, tuple[Event, ...]]:
         size, fences = self._by_start.pop((slab, offset))
         del self._start_by_end[slab, offset + size]
-        del self._by_size[bisect_left(self._by_size, (size, slab, offset))]
+        del self._by_size[bisect_left(self._by_size, (size, slab, offset)) if position is None else position]
         return size, fences
 
 
@@ -75,7 +85,6 @@ class HostArena:
         self._backend = backend
         self._budget_bytes = budget_bytes
         self._slabs: list[HostSlab] = []
-        self._slab_index: dict[HostSlab, int] = {}
         self._free = FreeExtents(backend.done)
         self.capacity_bytes = 0
         self.used_bytes = 0
@@ -85,36 +94,56 @@ class HostArena:
         """A block of `num_bytes`, or None when neither the free memory nor the budget has room for it."""
         assert num_bytes > 0
         size = _aligned(num_bytes)
-        extent = self._free.take(size)
-        if extent is None and self._add_slab(size):
-            extent = self._free.take(size)
-        if extent is None:
+        if size > self._budget_bytes - self.used_bytes:
             return None
+        extent = self._free.take(size, in_part=False)
+        if extent is None:
+            return self._reserve_in_parts(num_bytes, size)
+        self._count(size)
+        index, offset, taken, fences = extent
+        return Block((Piece(self._slabs[index], index, offset, taken),), num_bytes, fences)
+
+    def _reserve_in_parts(self, num_bytes: int, size: int) -> Block | None:
+        while (available := self._free.largest(MAX_PIECES)) < size:
+            if not self._add_slab(size - available):
+                if self.capacity_bytes - self.used_bytes < size:
+                    return None
+                break
+        self._count(size)
+        pieces: list[Piece] = []
+        fences: tuple[Event, ...] = ()
+        while size:
+            extent = self._free.take(size, in_part=True)
+            assert extent is not None
+            index, offset, taken, extent_fences = extent
+            pieces.append(Piece(self._slabs[index], index, offset, taken))
+            fences += extent_fences
+            size -= taken
+        return Block(tuple(pieces), num_bytes, tuple(dict.fromkeys(fences)))
+
+    def _count(self, size: int) -> None:
         self.used_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        slab, offset, fences = extent
-        return Block(self._slabs[slab], offset, num_bytes, fences)
 
     def release(self, block: Block) -> None:
         """Give a block back; its last copy becomes a fence of the next owner."""
-        size = _aligned(block.num_bytes)
-        self.used_bytes -= size
         fences = block.fences if block.last_event is None else (block.last_event,)
-        self._free.add(self._slab_index[block.slab], block.offset, size, fences)
+        for _, index, offset, size in block.pieces:
+            self.used_bytes -= size
+            self._free.add(index, offset, size, fences)
 
     def close(self) -> None:
         """Drop every slab; a slab's memory goes back to the system with the last block that uses it."""
         self._slabs.clear()
-        self._slab_index.clear()
         self._free = FreeExtents(self._backend.done)
         self.capacity_bytes = self.used_bytes = 0
 
-    def _add_slab(self, size: int) -> bool:
+    def _add_slab(self, missing_bytes: int) -> bool:
         """A slab is about 1/16 of what is there already: neither many of them nor much unused memory."""
         usual = min(max(_floor_power_of_two(self.capacity_bytes // 16), MIN_SLAB_BYTES), MAX_SLAB_BYTES)
-        remaining = self._budget_bytes - self.capacity_bytes
-        slab_bytes = min(max(_ceil_power_of_two(size), usual), _floor_power_of_two(remaining))
-        if slab_bytes < size:
+        remaining = _floor_power_of_two(self._budget_bytes - self.capacity_bytes)
+        slab_bytes = min(max(_floor_power_of_two(missing_bytes), usual), remaining)
+        if slab_bytes < ALIGNMENT_BYTES:
             return False
         try:
             slab = self._backend.allocate_host(slab_bytes)
@@ -122,10 +151,9 @@ class HostArena:
             warnings.warn(f"Host memory for offloading stays at {self.capacity_bytes} bytes: {error}", stacklevel=2)
             self._budget_bytes = self.capacity_bytes
             return False
-        self._slab_index[slab] = len(self._slabs)
         self._slabs.append(slab)
         self.capacity_bytes += slab_bytes
-        self._free.add(self._slab_index[slab], 0, slab_bytes)
+        self._free.add(len(self._slabs) - 1, 0, slab_bytes)
         return True
 
 
@@ -135,7 +163,3 @@ def _aligned(num_bytes: int) -> int:
 
 def _floor_power_of_two(value: int) -> int:
     return 1 << (value.bit_length() - 1) if value > 0 else 0
-
-
-def _ceil_power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

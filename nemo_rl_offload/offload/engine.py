@@ -2,17 +2,17 @@
 
 Mechanism. While a region is open, autograd hands every tensor it saves to `pack`, which answers with a
 handle. A handle names a slot; a slot is one storage, however many views of it are saved and by however many
-regions. `commit` copies the slots that the region saved to the arena, lets go of their device memory once the
-copy has ended, and puts a hook on the node that made the region's output: backward arrives there first, and
-the hook starts the reload of this group and of the groups committed before it, which backward will want next.
-`unpack` needs only the handle, so nothing here counts microbatches or expects an order: any number of graphs,
-backward in any order, twice, or never.
+regions. `commit` copies the slots that the region saved to the arena (`copies`), and puts a hook on the node that
+made the region's output: backward arrives there first. Commits and these arrivals are the boundaries at which the
+engine acts: it lets go of device memory whose copy has ended, and brings back what backward will want next
+(`passes` says which groups, `schedule` when, `timing` how long things take). `unpack` needs only the handle, so nothing
+here counts microbatches or expects an order: any number of graphs, backward in any order, twice, or never.
 
 A slot:  RESIDENT - commit -> COPYING_OUT - copied -> HOST - reload -> COPYING_IN - unpack -> RESIDENT
 It is gone, with its block, when the last handle is: the graph owns handles, handles own slots, and everything
 else here refers to slots weakly. Backward frees each node's tensors as it goes, as without offloading.
 
-Four things that are easy to get wrong:
+Five things that are easy to get wrong:
 - `pack` keeps `t.detach()`, never `t`. A tensor saved by the node that made it (exp, attention) has that node
   as its `grad_fn`; a handle that held it would close a cycle through C++, invisible to the garbage collector.
 - A storage's address is used again after it is freed, so an address alone names nothing. A slot holds a weak
@@ -20,9 +20,11 @@ Four things that are easy to get wrong:
   memory did go.
 - A storage written in place after its copy is different content for whoever saves it next. A slot keeps a
   *witness* of each tensor it copied, an empty tensor that shares the original's version counter, and is
-  shared only while no witness has moved. A tensor changed before its copy is an error when backward wants it,
-  as in plain autograd.
+  shared only while no witness has moved. A tensor changed after it was saved is an error when backward wants it,
+  as in plain autograd, also when the copy was taken in time: on a device, nobody could tell.
 - Finalizers run anywhere, inside this module too. They take no lock and call nothing: they append to a deque.
+- A region that opens inside a backward belongs to a recomputation, whose own backward follows at once: its tensors
+  stay. They still pass through `pack`, because checkpointing without reentry counts those that do not.
 
 Rejected: an identity autograd node around the region, the usual carrier of the reload. At the start it
 changes the order in which gradients are summed (differences of 1e-8); at the end it makes the output a view,
@@ -47,20 +49,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from nemo_rl_offload.offload.arena import HostArena
-from nemo_rl_offload.offload.backends.base import Backend, Spec
-from nemo_rl_offload.offload.slots import (
-    CopyOut,
-    Group,
-    Handle,
-    Kept,
-    Remains,
-    Slot,
-    State,
-    changed_in_place,
-    deref,
-    unchanged,
-)
-from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
+from nemo_rl_offload.offload.auto import Auto
+from nemo_rl_offload.offload.backends.base import Backend
+from nemo_rl_offload.offload.copies import Copies
+from nemo_rl_offload.offload.exclusions import Exclusions
+from nemo_rl_offload.offload.passes import Order
+from nemo_rl_offload.offload.prefetch import Prefetch
+from nemo_rl_offload.offload.selection import Selection
+from nemo_rl_offload.offload.slots import Group, Handle, Kept, Remains, Slot, deref, unchanged
+from nemo_rl_offload.offload.stats import OffloadStats
+from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
 T = TypeVar("T", bound=Tensor | Sequence[Tensor | None])
 
@@ -105,7 +103,10 @@ class OffloadEngine:
         min_tensor_bytes, min_tensor_elements: a tensor below either is not worth a copy. A smaller view of a
             storage that is offloaded anyway goes with it.
         max_inflight_bytes: device memory that copies out may hold before the compute stream waits for them.
+        max_inflight_groups: commits of one module whose copies may be under way; None for any number.
         max_prefetch_bytes: device memory for groups reloaded ahead of the one that backward has reached.
+        selection: what stays on the device although it is saved in a region.
+        auto: chooses, from measurements, what else stays; None leaves nothing else.
     """
 
     def __init__(
@@ -116,28 +117,38 @@ class OffloadEngine:
         min_tensor_bytes: int = 1 << 20,
         min_tensor_elements: int = 0,
         max_inflight_bytes: int = 1 << 30,
+        max_inflight_groups: int | None = None,
         max_prefetch_bytes: int = 1 << 30,
+        selection: Selection | None = None,
+        auto: Auto | None = None,
     ) -> None:
         self._backend = backend
-        self._arena = HostArena(backend, host_memory_budget_bytes)
         self._min_tensor_bytes = min_tensor_bytes
         self._min_tensor_elements = min_tensor_elements
-        self._max_inflight_bytes = max_inflight_bytes
-        self._max_prefetch_bytes = max_prefetch_bytes
         # Backward runs in autograd's threads, one per device and the caller's: nodes on the CPU and on the
         # device may unpack at the same moment. Nothing called under this lock enters the engine again.
         self._lock = threading.Lock()
         self._slots: dict[int, weakref.ref[Slot]] = {}  # by storage address: the newest slot of that storage
         self._graveyard: deque[Remains] = deque()
-        self._inflight: deque[CopyOut] = deque()
-        self._inflight_bytes = 0
-        self._unused_bytes = 0  # reloaded, not unpacked yet
-        self._last_group: weakref.ref[Group] | None = None
-        self._excluded: dict[int, weakref.ref[Tensor]] = {}  # by id
-        self._excluded_storages: set[int] = set()
-        self._exclusions_stale = False
+        self._exclusions = Exclusions()
         self._empty = torch.empty(0, device=backend.device)
         self._stats = OffloadStats()
+        self._arena = HostArena(backend, host_memory_budget_bytes)
+        self._selection = selection or Selection()
+        self._auto = auto
+        self._timing = Timing(backend, self._stats, self._learn)
+        self._copies = Copies(
+            backend,
+            self._arena,
+            self._timing,
+            self._selection,
+            self._stats,
+            max_inflight_bytes=max_inflight_bytes,
+            max_inflight_groups=max_inflight_groups,
+        )
+        self._order = Order()
+        self._prefetch = Prefetch(self._order, self._timing, self._copies, max_prefetch_bytes)
+        self._steps_are_told = False
         self._closed = False
 
     def region(self, module: str, layer: int | str) -> Region:
@@ -150,9 +161,7 @@ class OffloadEngine:
         tensor whose `.data` moves to another storage stays excluded; so do views of it."""
         with self._lock:
             assert not self._closed, "the offload engine is closed"
-            for tensor in tensors:
-                self._excluded[id(tensor)] = weakref.ref(tensor)
-                self._excluded_storages.add(tensor.untyped_storage()._cdata)
+            self._exclusions.add(tensors)
 
     def commit(self, region: Region, output: T, release: Sequence[Tensor] = (), later: Sequence[Tensor] = ()) -> T:
         """Start copying out what `region` saved; `output` (a tensor, or a sequence whose first element is
@@ -164,7 +173,7 @@ class OffloadEngine:
         saved inside this engine's regions: a node outside of every region that saved one finds it empty.
 
         Storages of `later` are left to a following region that saves them too, and are counted as that one's:
-        the copy would hold a tensor that the next module still reads.
+        the copy would hold a tensor that the next module still reads. Where that one is no region, they stay.
 
         When `output` needs no gradient, no backward will come: everything stays as it is.
         """
@@ -172,37 +181,53 @@ class OffloadEngine:
         first = output if isinstance(output, Tensor) else output[0]
         node = None if first is None else first.grad_fn
         refs, region._slots = region._slots, []
-        if node is None:
+        if node is None or not refs:
             return output
         with self._lock:
             assert not self._closed, "the offload engine is closed"
             self._collect()
             left = {tensor.untyped_storage()._cdata for tensor in later}
-            for ref in refs:
-                slot = ref()
-                if slot is None or slot.key in left:
-                    continue
-                if slot.wanted and slot.uncopied and not slot.denied:
-                    self._offload(slot, region.module)
-            for tensor in release:
-                self._shrink(tensor)
-            self._retire()
-            group = Group(refs, self._last_group)
-            if not any(group.offloaded_slots()):
+            slots = [slot for slot in dict.fromkeys(ref() for ref in refs) if slot is not None and slot.key not in left]
+            own = {
+                position: slot
+                for position, slot in enumerate(slots)
+                if slot.wanted and slot.uncopied and slot.place is None
+            }
+            if not own and not any(slot.offloaded for slot in slots):
                 return output
-            self._last_group = weakref.ref(group)
-            self._module_stats(region.module).num_groups += 1
+            group = Group(
+                (region.module, region.layer), list(map(weakref.ref, slots)), sum(s.num_bytes for s in own.values())
+            )
+            self._order.commit(group)
+            self._prefetch.boundary(group, forward=True)
+            if self._auto is not None:
+                self._auto.visit(group, forward=True)
+            self._offload(group, own)
+            for tensor in release:
+                storage = tensor.untyped_storage()
+                slot = deref(self._slots.get(storage._cdata))
+                if slot is not None:
+                    self._copies.shrink(storage, slot)
+            self._copies.let_go()
+            self._prefetch.ahead(group, forward=True)
         # The hook outlives backward wherever the user keeps the loss; a group refers to its slots weakly.
         node.register_prehook(partial(self._backward_reached, group))
         return output
 
+    def begin_forward(self) -> None:
+        """A forward begins, perhaps of another chunk of the model. Needed only where chunks take turns."""
+        with self._lock:
+            self._order.end_pass()
+
     def end_step(self) -> None:
-        """Bring the figures up to date. Never needed for correctness."""
+        """A step is over: read its times, and bring the figures up to date. Never needed for correctness."""
         with self._lock:
             assert not self._closed, "the offload engine is closed"
             self._collect()
-            self._retire()
-            self._exclusions_stale = True
+            self._copies.let_go()
+            self._exclusions.stale = True
+            self._steps_are_told = True
+            self._end_step()
 
     def stats(self) -> OffloadStats:
         """A copy of the totals since the engine was built."""
@@ -218,24 +243,26 @@ class OffloadEngine:
         """Give the host memory back; once is enough. No use after it but `stats`, nor a pending backward."""
         with self._lock:
             self._closed = True
-            while self._inflight:
-                self._backend.compute_wait(self._inflight[0].event)
-                self._let_go_oldest()
+            self._copies.drain()
             self._arena.close()
 
     def _hooks(self, region: Region) -> saved_tensors_hooks:
-        if self._exclusions_stale:
+        if torch._C._current_graph_task_id() != -1:
+            return saved_tensors_hooks(partial(_keep, region), self._unpack)
+        if self._graveyard or self._exclusions.stale:
             with self._lock:
-                self._refresh_exclusions()
+                self._collect()
+                self._exclusions.refresh()
         return saved_tensors_hooks(partial(self._pack, region), self._unpack)
 
     def _pack(self, region: Region, tensor: Tensor) -> Handle | Kept:
         with self._lock:
             assert not self._closed, "the offload engine is closed"
             if not self._offloadable(tensor):
-                kept = tensor if isinstance(tensor, Parameter) else tensor.detach()
-                return Kept(kept, tensor._version, region)
+                return _keep(region, tensor)
             storage = tensor.untyped_storage()
+            if storage.nbytes() == 0 or self._exclusions.covers(tensor, storage._cdata):
+                return _keep(region, tensor)
             slot = deref(self._slots.get(storage._cdata))
             if slot is None or not slot.holds_content_of(tensor):
                 slot = Slot(storage, self._graveyard)
@@ -259,139 +286,93 @@ class OffloadEngine:
             return unchanged(packed.tensor, packed.version, packed.where)
         slot = packed.slot
         with self._lock:
-            if packed.number in slot.changed:
-                raise changed_in_place(packed.where)
+            saved = unchanged(*slot.saved[packed.number], packed.where)
             if slot.uncopied:
-                return unchanged(*slot.saved[packed.number], packed.where)
+                return saved
             if slot.offloaded:
+                assert not self._closed, "the offload engine was closed before the backward that needs it"
                 self._stats.demand_reloads += 1
-                self._reload(slot)
+                self._copies.reload(slot)
+            self._copies.arrive(slot)
             assert slot.reloaded is not None
-            assert slot.in_event is not None
-            self._backend.compute_wait(slot.in_event)
-            slot.state = State.RESIDENT
-            if slot.unused:
-                slot.unused = False
-                self._unused_bytes -= slot.num_bytes
             storage = slot.reloaded.untyped_storage()
-            view = torch.empty(0, dtype=packed.dtype, device=self._backend.device)
+            view = self._empty.new_empty(0, dtype=packed.dtype)
             return view.set_(storage, packed.offset, packed.size, packed.stride)
 
     def _backward_reached(self, group: Group, grad_outputs: object) -> None:
-        """Reload `group`, and as much of the groups committed before it as the prefetch cap allows."""
         with self._lock:
+            if self._closed:
+                return  # `unpack` says so, if anything is missing
             self._collect()
-            self._retire()
-            for slot in group.offloaded_slots():
-                self._reload(slot)
-            while (ahead := group.next_offloaded()) is not None:
-                for slot in ahead.offloaded_slots():
-                    if self._unused_bytes + slot.num_bytes > self._max_prefetch_bytes:
-                        return
-                    self._reload(slot)
+            if not group.reached:
+                self._prefetch.boundary(group, forward=False)
+                if not group.pass_.begun:
+                    self._copies.judge_pass(group.pass_)
+                self._order.reached(group)
+                if self._auto is not None:
+                    self._auto.visit(group, forward=False)
+            self._copies.reload_group(group)
+            for slot in group.alive_slots():
+                self._copies.used(slot)
+            self._copies.let_go()
+            self._prefetch.ahead(group, forward=False)
 
-    def _offload(self, slot: Slot, module: str) -> None:
-        block = self._arena.reserve(slot.num_bytes)
-        if block is None:
-            slot.denied = True
-            self._stats.denied_bytes += slot.num_bytes
-            return
-        slot.block, slot.module = block, module
-        source = torch.empty(0, dtype=torch.uint8, device=self._backend.device)
-        source.set_(slot.saved[0][0].untyped_storage())
-        block.last_event = self._backend.copy_out(source, block)
-        self._inflight.append(CopyOut(weakref.ref(slot), source, block.last_event))
-        self._inflight_bytes += slot.num_bytes
-        slot.state = State.COPYING_OUT
-        slot.changed.update(i for i, (tensor, version) in enumerate(slot.saved) if tensor._version != version)
-        for tensor, _ in slot.saved:
-            tensor.data = self._empty
-        slot.saved = [(witness, witness._version) for witness, _ in slot.saved]
-        self._stats.bytes_out += slot.num_bytes
-        self._module_stats(module).bytes_out += slot.num_bytes
+    def _offload(self, group: Group, own: dict[int, Slot]) -> None:
+        """Copy out those of a group's own slots, by position, that are to move; `place` marks all as spoken for."""
+        moving = []
+        moves = self._group_moves(group)
+        self._copies.resident(group.saved_bytes)
+        for position, slot in own.items():
+            slot.place = group.key, position
+            if moves and self._selection.effective(slot.place):
+                moving.append(slot)
+            else:
+                self._stats.kept_bytes += slot.num_bytes
+        for slot in moving:
+            self._copies.offload(slot, group.key[0], slot is moving[-1])
+        group.pending_bytes = sum(slot.num_bytes for slot in group.alive_slots() if slot.offloaded)
+        if group.pending_bytes:
+            self._copies.module_stats(group.key[0]).num_groups += 1
 
-    def _reload(self, slot: Slot) -> None:
-        assert not self._closed, "the offload engine was closed before the backward that needs it"
-        assert slot.block is not None
-        if not slot.source_freed():
-            self._stats.ineffective_bytes += slot.num_bytes
-        slot.reloaded, slot.in_event = self._backend.copy_in(slot.block, Spec(slot.num_bytes))
-        slot.block.last_event = slot.in_event
-        self._arena.release(slot.block)
-        slot.block = None
-        slot.state = State.COPYING_IN
-        slot.unused = True
-        self._unused_bytes += slot.num_bytes
-        self._stats.bytes_in += slot.num_bytes
-        self._module_stats(slot.module).bytes_in += slot.num_bytes
+    def _group_moves(self, group: Group) -> bool:
+        if not self._selection.eligible(group.key):
+            return False
+        pass_ = group.pass_
+        pass_.num_eligible += 1
+        usual = self._order.usual_length(pass_)
+        return self._selection.moves(group.saved_bytes, pass_.num_eligible - 1, usual)
 
-    def _shrink(self, tensor: Tensor) -> None:
-        """Free the device memory of an offloaded storage: now, or when its copy has ended."""
-        storage = tensor.untyped_storage()
-        slot = deref(self._slots.get(storage._cdata))
-        if slot is not None and slot.offloaded:
-            slot.released = True
-            if slot.state is State.HOST:
-                storage.resize_(0)
-
-    def _retire(self) -> None:
-        """Let go of sources whose copy has ended; beyond the cap, the compute stream waits for the oldest."""
-        while self._inflight:
-            if not self._backend.done(self._inflight[0].event):
-                if self._inflight_bytes <= self._max_inflight_bytes:
-                    return
-                self._backend.compute_wait(self._inflight[0].event)
-            self._let_go_oldest()
-
-    def _let_go_oldest(self) -> None:
-        copy_out = self._inflight.popleft()
-        self._inflight_bytes -= copy_out.source.numel()
-        slot = copy_out.slot()
-        if slot is None:
-            return
-        if slot.state is State.COPYING_OUT:
-            slot.state = State.HOST
-        if slot.released:
-            copy_out.source.untyped_storage().resize_(0)
+    def _learn(self, groups: list[GroupTimes], boundaries_ms: list[float]) -> None:
+        self._selection.learn(groups, boundaries_ms, self._timing)
 
     def _collect(self) -> None:
-        """Clean up after slots that died since the last call."""
+        """Clean up after slots that died since the last call. When none is left, a step may have ended."""
+        if not self._graveyard:
+            return
         while self._graveyard:
             remains = self._graveyard.popleft()
             if remains.key in self._slots and self._slots[remains.key]() is None:
                 del self._slots[remains.key]
-                self._exclusions_stale |= not self._slots
-            if remains.block is not None and not self._closed:
-                self._arena.release(remains.block)
-            if remains.loading is not None:  # freed only behind the copy that is still writing it
-                self._backend.compute_wait(remains.loading[1])
-            self._unused_bytes -= remains.unused_bytes
+            self._copies.bury(remains, self._closed)
+        if not self._slots:
+            self._exclusions.stale = True
+            if not self._steps_are_told:
+                self._end_step()
+
+    def _end_step(self) -> None:
+        self._selection.end_step()
+        self._timing.end_step()
+        if self._auto is not None:
+            self._auto.end_step(self._backend, self._copies, self._timing, self._selection)
 
     def _offloadable(self, tensor: Tensor) -> bool:
-        """Whether dtype, size, stride and offset describe it, it is on this device and not excluded."""
+        """Whether dtype, size, stride and offset describe it, and it is on this device."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return False
         if tensor.device != self._backend.device:
             return False
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-            return False
-        base = tensor._base
-        if self._is_excluded(tensor) or (base is not None and self._is_excluded(base)):
-            return False
-        storage = tensor.untyped_storage()
-        return storage.nbytes() > 0 and storage._cdata not in self._excluded_storages
+        return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
-    def _is_excluded(self, tensor: Tensor) -> bool:
-        ref = self._excluded.get(id(tensor))
-        return isinstance(tensor, Parameter) or (ref is not None and ref() is tensor)
 
-    def _refresh_exclusions(self) -> None:
-        """Look up where the excluded tensors are now. Done when no slot is left, thus between steps, not
-        in each region: parameters are many, and a view of one is known by its base in any case."""
-        tensors = {key: tensor for key, ref in self._excluded.items() if (tensor := ref()) is not None}
-        self._excluded = {key: self._excluded[key] for key in tensors}
-        self._excluded_storages = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
-        self._exclusions_stale = False
-
-    def _module_stats(self, module: str) -> ModuleStats:
-        return self._stats.per_module.setdefault(module, ModuleStats())
+def _keep(region: Region, tensor: Tensor) -> Kept:
+    return Kept(tensor if isinstance(tensor, Parameter) else tensor.detach(), tensor._version, region)

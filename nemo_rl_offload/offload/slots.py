@@ -1,16 +1,26 @@
-"""What the engine keeps per storage, saved tensor and commit; `engine` says how they work together."""
+"""What the engine keeps per storage, saved tensor, commit and forward; `engine` says how they work together."""
 
 import enum
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_rl_offload.offload.backends.base import Block, Event
+
+type Key = tuple[str, int | str]
+"""Module and layer: names a group across steps."""
+
+type Place = tuple[Key, int]
+"""A slot's group, and its position there: names a slot across steps."""
+
+# What `torch.multiprocessing.reductions.StorageWeakRef` wraps, at a third of its time. Names of this module, since
+# finalizers may run when the interpreter ends and `torch` is gone.
+_storage_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
+_free_storage_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
 
 class State(enum.Enum):
@@ -27,39 +37,44 @@ class Remains(NamedTuple):
     block: Block | None
     loading: tuple[Tensor, Event] | None
     unused_bytes: int
+    resident_bytes: int
 
 
 class Slot:
     """One storage. `saved` has, per handle, a detached tensor and its version when it was saved; after the
-    copy out that tensor is a witness. Handles in `changed` were written in place before the copy."""
+    copy out that tensor is a witness."""
 
     __slots__ = (
-        "__weakref__", "block", "changed", "denied", "graveyard", "in_event", "key", "module", "num_bytes",
+        "__weakref__", "block", "denied", "graveyard", "in_event", "judged", "key", "module", "num_bytes", "place",
         "released", "reloaded", "saved", "source", "state", "unused", "wanted",
     )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, graveyard: deque[Remains]) -> None:
-        self.source = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.source: int = storage._weak_ref()  # type: ignore[assignment]
         self.key = storage._cdata
         self.num_bytes = storage.nbytes()
         self.graveyard = graveyard
         self.state = State.RESIDENT
         self.saved: list[tuple[Tensor, int]] = []
-        self.changed: set[int] = set()
         self.wanted = False  # a tensor at or above the threshold is among `saved`
         self.denied = False  # the arena had no room
+        self.judged = False  # known whether the copy freed the source
         self.released = False  # the source was shrunk by force
         self.unused = False  # reloaded, and not unpacked yet
         self.module = ""  # of the first commit
+        self.place: Place | None = None  # of the first commit
         self.block: Block | None = None
         self.reloaded: Tensor | None = None  # the bytes, back on the device
         self.in_event: Event | None = None
 
     def __del__(self) -> None:
+        _free_storage_ref(self.source)
         loading = None
         if self.state is State.COPYING_IN and self.reloaded is not None and self.in_event is not None:
             loading = self.reloaded, self.in_event
-        self.graveyard.append(Remains(self.key, self.block, loading, self.num_bytes if self.unused else 0))
+        unused_bytes = self.num_bytes if self.unused else 0
+        resident_bytes = self.num_bytes if self.place is not None and self.state is not State.HOST else 0
+        self.graveyard.append(Remains(self.key, self.block, loading, unused_bytes, resident_bytes))
 
     @property
     def offloaded(self) -> bool:
@@ -69,16 +84,20 @@ class Slot:
     def uncopied(self) -> bool:
         return self.state is State.RESIDENT and self.reloaded is None
 
+    @property
+    def unwritten(self) -> bool:
+        """Whether nothing was written since it was saved, as far as the saved tensors tell."""
+        return all(witness._version == version for witness, version in self.saved)
+
     def source_freed(self) -> bool:
         """Whether the device memory that was copied out is gone."""
-        return self.released or bool(self.source.expired())  # type: ignore[no-untyped-call]
+        return self.released or _storage_expired(self.source)
 
     def holds_content_of(self, tensor: Tensor) -> bool:
         """Whether a handle on `tensor`, whose storage is this slot's, can be served by this slot."""
         if self.uncopied:
             return True
-        unwritten = tensor._version == 0 and all(w._version == version for w, version in self.saved)
-        return self.offloaded and unwritten
+        return self.offloaded and tensor._version == 0 and self.unwritten
 
 
 class Handle(NamedTuple):
@@ -102,36 +121,57 @@ class Kept(NamedTuple):
 
 
 class Group:
-    """The offloaded slots of one commit, and the group committed before it."""
+    """The slots of one commit. `saved_bytes` counts those that are this group's to move: large enough, and committed by
+    it first."""
 
-    __slots__ = ("__weakref__", "previous", "slots")
+    __slots__ = ("__weakref__", "index", "key", "pass_", "pending_bytes", "reached", "saved_bytes", "slots")
 
-    def __init__(self, slots: list[weakref.ref[Slot]], previous: "weakref.ref[Group] | None") -> None:
+    pass_: "Pass"
+    index: int  # in its pass
+
+    def __init__(self, key: Key, slots: list[weakref.ref[Slot]], saved_bytes: int) -> None:
+        self.key = key
         self.slots = slots
-        self.previous = previous
+        self.saved_bytes = saved_bytes
+        self.reached = False  # by backward
+        self.pending_bytes = 0  # on the host
 
-    def offloaded_slots(self) -> Iterator[Slot]:
+    def alive_slots(self) -> Iterator[Slot]:
         for ref in self.slots:
             slot = ref()
-            if slot is not None and slot.offloaded:
+            if slot is not None:
                 yield slot
 
-    def next_offloaded(self) -> "Group | None":
-        """The nearest group before this one that has slots on the host. The chain is shortened on the way."""
-        passed = [self]
-        while (group := deref(passed[-1].previous)) is not None and not any(group.offloaded_slots()):
-            passed.append(group)
-        for each in passed:
-            each.previous = passed[-1].previous
-        return group
+
+class Pass:
+    """The groups of one forward, in the order of their commits."""
+
+    __slots__ = ("begun", "first_key", "groups", "last_key", "loaded_to", "num_eligible")
+
+    def __init__(self, first_key: Key) -> None:
+        self.first_key = self.last_key = first_key
+        self.groups: list[weakref.ref[Group]] = []
+        self.num_eligible = 0
+        self.loaded_to = 1 << 60  # index of the group down to which everything was reloaded ahead
+        self.begun = False  # backward has reached it
+
+    def before(self, index: int) -> Iterator[Group]:
+        """Groups from the one before `index` to the first."""
+        for position in range(index - 1, -1, -1):
+            group = self.groups[position]()
+            if group is not None:
+                yield group
 
 
 class CopyOut(NamedTuple):
-    """A copy that may still be reading `source`."""
+    """A copy that may still be reading `source`. By `expected_ms`, on the clock of what was learned, it will have
+    ended. `ends_group` is the module, when it is the last copy of a commit."""
 
     slot: weakref.ref[Slot]
     source: Tensor
     event: Event
+    expected_ms: float
+    ends_group: str | None
 
 
 def deref[V](ref: weakref.ref[V] | None) -> V | None:
@@ -139,13 +179,10 @@ def deref[V](ref: weakref.ref[V] | None) -> V | None:
 
 
 def unchanged(tensor: Tensor, version: int, where: object) -> Tensor:
+    """`tensor`, of which `version` was saved; as plain autograd, refuses another one."""
     if tensor._version != version:
-        raise changed_in_place(where)
+        raise RuntimeError(
+            f"A tensor saved by {where} was changed in place before backward used it. Change a copy instead, or "
+            f"leave out the in-place operation."
+        )
     return tensor
-
-
-def changed_in_place(where: object) -> RuntimeError:
-    return RuntimeError(
-        f"A tensor saved by {where} was changed in place before backward used it. Change a copy instead, or "
-        f"leave out the in-place operation."
-    )

@@ -1,12 +1,12 @@
-"""What the engine did, in bytes and counts, since it was built."""
+"""What the engine did, in bytes, counts and milliseconds, since it was built."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class ModuleStats:
-    """One module name over all its layers. `num_groups` counts commits that had something offloaded to bring
-    back; bytes of a storage that several modules save belong to the first that committed it."""
+    """One module name over all its layers. `num_groups` counts commits that had something to offload; bytes of a
+    storage that several modules save belong to the first that committed it."""
 
     bytes_out: int = 0
     bytes_in: int = 0
@@ -15,12 +15,14 @@ class ModuleStats:
 
 @dataclass(slots=True)
 class OffloadStats:
-    """Totals since the engine was built; the two `host` figures are of now and of the highest moment."""
+    """Totals since the engine was built; the two `host` figures are of now and of the highest moment. Times are those
+    of steps that have ended and been read, and stay 0 on a CPU, where copies overlap with nothing."""
 
     bytes_out: int = 0
     """Copied from the device to the host."""
     bytes_in: int = 0
-    """Copied back; less than `bytes_out` when a graph was dropped without its backward."""
+    """Copied back; less than `bytes_out` when a graph was dropped without its backward, or backward came so early
+    that the source was still there."""
     host_bytes: int = 0
     """Now held in the arena, each block rounded up to 512 bytes: 0 when no graph is alive."""
     peak_host_bytes: int = 0
@@ -29,9 +31,24 @@ class OffloadStats:
     """Host memory taken from the system, in slabs."""
     denied_bytes: int = 0
     """Kept on the device because the host memory budget, or the system, had no room."""
+    kept_bytes: int = 0
+    """Kept on the device by choice: backward follows too soon, or a fraction, a plan or an ineffective copy said so."""
     ineffective_bytes: int = 0
-    """Copied out, but their source was still in device memory when the reload began, so nothing was gained:
-    something else keeps it alive, or backward came before the copy had ended."""
+    """Copied out, but something else still held their source when the reload began, so nothing was gained. The next
+    passes leave such tensors where they are."""
+    returned_bytes: int = 0
+    """Copied out, but backward came before the source was let go: it was taken back as it was."""
     demand_reloads: int = 0
     """Reloads that began only when backward asked for the tensor."""
+    stall_out_ms: float = 0.0
+    """The compute stream waited for copies out, to bound the device memory that they hold."""
+    stall_in_ms: float = 0.0
+    """The compute stream waited for copies back."""
+    copy_ms: float = 0.0
+    """Time that copies took, both directions added."""
     per_module: dict[str, ModuleStats] = field(default_factory=dict)
+
+    @property
+    def overlap(self) -> float | None:
+        """The share of copy time during which the compute stream did not wait; None where nothing was timed."""
+        return None if self.copy_ms == 0 else max(0.0, 1 - (self.stall_out_ms + self.stall_in_ms) / self.copy_ms)

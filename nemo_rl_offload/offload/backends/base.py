@@ -1,8 +1,8 @@
-"""What the engine asks of a device: host memory, copies both ways, and events that order them."""
+"""What the engine asks of a device: host memory, copies both ways, and events that order and time them."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,23 +19,39 @@ class HostSlab:
     num_bytes: int
 
 
+class Piece(NamedTuple):
+    """`num_bytes` of a slab from `offset` on; `number` is the slab's in its arena."""
+
+    slab: HostSlab
+    number: int
+    offset: int
+    num_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a slab, holding the bytes of one storage.
+    """Host memory for the bytes of one storage: one piece of a slab, or several.
 
     `fences` are the copies of former owners that may still touch these bytes: a first write waits for them.
     `last_event` is this owner's latest copy, out or in: whatever touches the bytes next waits for it.
     """
 
-    slab: HostSlab
-    offset: int
+    pieces: tuple[Piece, ...]
     num_bytes: int
     fences: tuple[Event, ...] = ()
     last_event: Event | None = None
 
-    def data(self) -> Tensor:
-        """uint8 CPU tensor of `num_bytes`, a view of the slab."""
-        return self.slab.data[self.offset : self.offset + self.num_bytes]
+    def views(self, device_bytes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(piece on the host, its part of `device_bytes`), both one-dimensional uint8 of the same length."""
+        if len(self.pieces) == 1:
+            slab, _, offset, _ = self.pieces[0]
+            yield slab.data[offset : offset + self.num_bytes], device_bytes
+            return
+        start = 0
+        for slab, _, offset, size in self.pieces:
+            stop = min(start + size, self.num_bytes)
+            yield slab.data[offset : offset + stop - start], device_bytes[start:stop]
+            start = stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +83,19 @@ class Backend(Protocol):
 
     def done(self, event: Event) -> bool:
         """Whether `event` has completed; never waits."""
+
+    def mark(self) -> Event | None:
+        """The compute stream's present point; None on a device whose copies are not asynchronous, where there is
+        nothing to time."""
+
+    def elapsed_ms(self, start: Event, end: Event) -> float:
+        """Milliseconds from one completed event to another; negative when `end` came first."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
+
+    def take_peak_bytes(self) -> int | None:
+        """The device memory's highest use since the last call; None where it is not counted."""
 
 
 def allocate_pageable(num_bytes: int) -> HostSlab:

@@ -17,15 +17,30 @@ class HostBackend:
         return allocate_pageable(num_bytes)
 
     def copy_out(self, source: Tensor, block: Block) -> Event:
-        block.data().copy_(source)
+        for host, device in block.views(source):
+            host.copy_(device)
         return _DONE
 
     def copy_in(self, block: Block, like: Spec) -> tuple[Tensor, Event]:
         destination = torch.empty(like.num_bytes, dtype=torch.uint8, device=self.device)
-        return destination.copy_(block.data()), _DONE
+        for host, device in block.views(destination):
+            device.copy_(host)
+        return destination, _DONE
 
     def compute_wait(self, event: Event) -> None:
         assert event is _DONE
 
     def done(self, event: Event) -> bool:
         return event is _DONE
+
+    def mark(self) -> Event | None:
+        return None
+
+    def elapsed_ms(self, start: Event, end: Event) -> float:
+        raise AssertionError("no marks are made here")
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def take_peak_bytes(self) -> int | None:
+        return None

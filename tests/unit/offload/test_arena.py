@@ -1,5 +1,7 @@
 """The arena against a byte map, and its promises about budget, fences and refusal."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_offload.offload import arena as arena_module
 from nemo_rl_offload.offload.arena import FreeExtents, HostArena
-from nemo_rl_offload.offload.backends.base import Event, HostSlab
+from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab
 from nemo_rl_offload.offload.backends.host import HostBackend
 
 
@@ -54,17 +56,34 @@ def test_extents_are_best_fit_and_coalesced(operations: list[int]) -> None:
                 extents.add(slab, offset, size)
                 maps[slab][offset : offset + size] = [False] * size
             continue
-        fits = [
-            (size, slab, offset) for slab in range(2) for size, offset in free_runs(maps[slab]) if size >= operation
-        ]
-        taken = extents.take(operation)
+        free = [(size, slab, offset) for slab in range(2) for size, offset in free_runs(maps[slab])]
+        fits = [run for run in free if run[0] >= operation]
         if not fits:
+            assert extents.take(operation, in_part=False) is None
+        taken = extents.take(operation, in_part=not fits)
+        if not free:
             assert taken is None
             continue
-        assert taken == (*min(fits)[1:], ())
-        slab, offset, _ = taken
-        maps[slab][offset : offset + operation] = [True] * operation
-        live.append((slab, offset, operation))
+        assert taken is not None
+        slab, offset, size, fences = taken
+        assert fences == ()
+        assert (slab, offset) == (min(fits) if fits else max(free))[1:]
+        assert size == (operation if fits else max(free)[0])
+        maps[slab][offset : offset + size] = [True] * size
+        live.append((slab, offset, size))
+        assert extents.largest(2) == sum(sorted(run[0] for m in maps for run in free_runs(m))[-2:])
+
+
+def write(block: Block, value: int) -> None:
+    for host, device in block.views(torch.full((block.num_bytes,), value, dtype=torch.uint8)):
+        host.copy_(device)
+
+
+def holds(block: Block, value: int) -> bool:
+    out = torch.full((block.num_bytes,), 255, dtype=torch.uint8)
+    for host, device in block.views(out):
+        device.copy_(host)
+    return bool((out == value).all())
 
 
 @settings(max_examples=40, deadline=None)
@@ -76,17 +95,17 @@ def test_blocks_never_overlap_and_stay_in_the_budget(requests: list[tuple[int, b
     for number, (num_bytes, give_back) in enumerate(requests):
         block = arena.reserve(num_bytes)
         if block is not None:
-            assert block.offset % 512 == 0
-            block.data().fill_(number % 251)
+            assert all(piece.offset % 512 == 0 for piece in block.pieces)
+            write(block, number % 251)
             blocks.append((block, number % 251))
         if give_back and blocks:
             gone, value = blocks.pop(number % len(blocks))
-            assert (gone.data() == value).all()
+            assert holds(gone, value)
             arena.release(gone)
         assert arena.capacity_bytes <= budget_bytes
         assert arena.used_bytes == sum(-(-each.num_bytes // 512) * 512 for each, _ in blocks)
     for block, value in blocks:
-        assert (block.data() == value).all()
+        assert holds(block, value)
         arena.release(block)
     assert arena.used_bytes == 0
     assert arena.peak_bytes <= arena.capacity_bytes
@@ -140,9 +159,44 @@ def test_refused_memory_is_a_warning_and_a_denial() -> None:
         HostBackend().allocate_host(1 << 60)
 
 
-def test_a_block_larger_than_a_usual_slab_gets_its_own() -> None:
+def test_a_block_takes_several_pieces_rather_than_more_memory() -> None:
     arena = HostArena(HostBackend(), 64 << 20)
     block = arena.reserve((17 << 20) + 1)
     assert block is not None
-    assert block.data().shape == torch.Size([(17 << 20) + 1])
+    assert len(block.pieces) == 2
     assert arena.capacity_bytes == 32 << 20
+    write(block, 7)
+    other = arena.reserve(14 << 20)
+    assert other is not None
+    arena.release(block)
+    scattered = arena.reserve(17 << 20)
+    assert scattered is not None
+    write(scattered, 3)
+    write(other, 5)
+    assert holds(scattered, 3)
+    assert arena.capacity_bytes == 32 << 20
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_random_lengths_take_no_more_than_the_largest_step_and_a_slab(seed: int) -> None:
+    chance = random.Random(seed)
+    arena = HostArena(UnbackedBackend(), 1 << 50)
+    largest = 0
+    for _ in range(100):
+        sizes = [chance.randint(1 << 20, 24 << 20) for _ in range(chance.randint(20, 120))]
+        blocks = [arena.reserve(size) for size in sizes]
+        largest = max(largest, sum(-(-size // 512) * 512 for size in sizes))
+        chance.shuffle(blocks)
+        for block in blocks:
+            assert block is not None
+            arena.release(block)
+    assert arena.peak_bytes == largest
+    assert arena.capacity_bytes <= largest + max(largest // 16, 16 << 20)
+
+
+class UnbackedBackend(HostBackend):
+    """Slabs without memory behind them."""
+
+    def allocate_host(self, num_bytes: int) -> HostSlab:
+        return HostSlab(torch.empty(0, dtype=torch.uint8), num_bytes)

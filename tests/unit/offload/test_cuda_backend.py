@@ -1,5 +1,6 @@
 """The CUDA backend, where there is a device."""
 
+import os
 import warnings
 
 import pytest
@@ -46,11 +47,14 @@ def test_gradients_are_bit_identical_and_memory_comes_back(inflight_bytes: int, 
         got = run(engine, x, 6)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     stats = engine.stats()
-    assert stats.bytes_out == stats.bytes_in > 0
+    assert stats.bytes_out == stats.bytes_in + stats.returned_bytes > 0
     assert stats.host_bytes == 0
     engine.close()
 
 
+@pytest.mark.skipif(
+    os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1", reason="nobody counts the peak without the allocator"
+)
 def test_offloading_lowers_the_peak() -> None:
     def peak_bytes(engine: OffloadEngine | None) -> int:
         torch.cuda.synchronize()

@@ -1,6 +1,24 @@
-"""Memory that processes of this node or container can still take."""
+"""Memory that processes of this node or container can still take, and the part of it that offloading may."""
 
+import ctypes
+import os
 from pathlib import Path
+
+from nemo_rl_offload.config.sizes import parse_bytes
+from nemo_rl_offload.errors import ConfigError
+
+
+def host_memory_budget_bytes(budget: float | str) -> int:
+    """Bytes for this process: a size such as "32GiB" as it is, or a share of the node's free memory divided by the
+    ranks on the node (`LOCAL_WORLD_SIZE`). Raises ConfigError for a share outside of (0, 1] and a text that is no size.
+    """
+    if isinstance(budget, str):
+        return parse_bytes(budget)
+    if not 0 < budget <= 1:
+        raise ConfigError(
+            f"host_memory_budget={budget}: write a share of the free memory in (0, 1] or a size like '32GiB'."
+        )
+    return int(free_host_bytes() * budget) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
@@ -38,6 +56,17 @@ def cgroup_memory(root: Path = Path("/")) -> tuple[int, int] | None:
                 limits.append(_limit_and_use(folder, *files))
     known = [limit for limit in limits if limit is not None]
     return min(known, key=lambda limit: limit[0] - limit[1], default=None)
+
+
+def give_back_free_memory() -> None:
+    """Return the free pages of this process's heap to the system, where the C library (glibc) can.
+
+    It keeps them otherwise, between blocks that live longer: with batches of changing shapes a worker's memory grows
+    in jumps for hundreds of steps, though nothing holds it.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _limit_and_use(folder: Path, limit_file: str, use_file: str) -> tuple[int, int] | None:

@@ -1,0 +1,162 @@
+"""Chooses which groups stay on the device, from measurements, so that a memory budget is just met.
+
+The first step offloads everything. After it, and again after some later steps, the chooser of `planner.choose` gets the
+groups with their measured bytes and times, how many of each were alive at the moment when most bytes were, the link's
+measured rates, and the rest of the peak: what is in no group (the measured peak less saved bytes on the device), and
+what is on its way (saved bytes on the device less those that stay there, the most that any plan has shown; two of
+the largest groups, before there is a plan, since a first step without learned times holds more). What is not worth its
+copy stays on the device as long as the budget allows. Lengths change from step to step, so a plan is made for the step
+that saved most since the last one.
+
+Ranks that must not differ (data- and tensor-parallel ones of one pipeline stage) share the maximum of their
+measurements through `agree`; since that is a collective call, plans are made at fixed numbers of steps, behind a
+synchronization of the device. Rejected: a plan for each step's lengths, which would need them before the forward.
+
+Limit: memory that is neither in a group nor in the measured steps (another phase's peak) is not foreseen.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from nemo_rl_offload.offload.backends.base import Backend
+from nemo_rl_offload.offload.copies import Copies
+from nemo_rl_offload.offload.selection import Selection
+from nemo_rl_offload.offload.slots import Group, Key
+from nemo_rl_offload.offload.timing import Timing
+from nemo_rl_offload.planner.choose import Action, Budget, GroupRecord, Link, Plan, choose
+
+FIRST_PLANS = (1, 2, 3, 5)
+PLAN_EVERY = 8
+DRIFT = 0.02  # of the budget: a peak this far below it means that a group too many was offloaded
+ALIKE = 0.1  # relative: steps whose bytes differ more teach each other nothing about what is on its way
+NOMINAL_BYTES_PER_MS = 50e6  # where nothing can be measured: on a CPU, a group computes as long as its copy would take
+
+type Agree = Callable[[list[float]], list[float]]
+"""The element-wise maximum over the ranks that have to plan alike."""
+
+
+class Auto:
+    """Plans for one engine. `budget_bytes` is device memory, `host_budget_bytes` this rank's host memory."""
+
+    def __init__(self, budget_bytes: int, host_budget_bytes: int, agree: Agree | None = None) -> None:
+        self._budget_bytes, self._host_budget_bytes = budget_bytes, host_budget_bytes
+        self._agree = agree or (lambda values: values)
+        self._visits: list[tuple[Group, bool]] = []
+        self._largest: list[tuple[Group, bool]] = []
+        self._largest_bytes = 0
+        self._num_steps = 0
+        self._warned = False
+        self._moving_bytes = 0
+        self._planned_bytes = 0
+        self.plan: Plan | None = None
+        """The plan in force."""
+
+    def visit(self, group: Group, forward: bool) -> None:
+        """A commit of `group`, or backward's arrival there."""
+        self._visits.append((group, forward))
+
+    def end_step(self, backend: Backend, copies: Copies, timing: Timing, selection: Selection) -> None:
+        """Remember the step when it is the largest; at the steps where that is due, plan."""
+        num_bytes = sum(group.saved_bytes for group, forward in self._visits if forward)
+        if num_bytes > self._largest_bytes:
+            self._largest, self._largest_bytes = self._visits, num_bytes
+        if self._visits:
+            self._num_steps += 1
+        self._visits = []
+        if not self._largest or not (self._num_steps in FIRST_PLANS or self._num_steps % PLAN_EVERY == 0):
+            return
+        backend.synchronize()
+        timing.end_step()
+        resident_bytes = copies.take_peak_resident_bytes()
+        self._make_plan(backend.take_peak_bytes() or resident_bytes, resident_bytes, timing, selection)
+        self._largest, self._largest_bytes = [], 0
+
+    def _make_plan(self, peak_bytes: int, resident_bytes: int, timing: Timing, selection: Selection) -> None:
+        records, keys = self._records(timing)
+        rates = [timing.copy_ms(1, out) or 1 / NOMINAL_BYTES_PER_MS for out in (True, False)]
+        measured = [value for r in records for value in (r.saved_bytes, r.forward_ms, r.backward_ms)]
+        shared = self._agree([peak_bytes, resident_bytes, *rates, *measured])
+        peak_bytes, resident_bytes = int(shared[0]), int(shared[1])
+        records = [
+            GroupRecord(r.module, r.layer, int(size), forward, backward, None, r.live_at_peak)
+            for r, size, forward, backward in zip(records, shared[4::3], shared[5::3], shared[6::3], strict=True)
+        ]
+        moving_bytes = 2 * max(r.saved_bytes for r in records)
+        if self.plan is not None:
+            if self._budget_bytes * (1 - DRIFT) <= peak_bytes <= self._budget_bytes:
+                return
+            staying = zip(records, keys, strict=True)
+            kept_bytes = sum(r.saved_bytes * r.live_at_peak for r, key in staying if not selection.eligible(key))
+            moving_bytes = max(self._moving_bytes, resident_bytes - kept_bytes)
+        num_bytes = sum(r.saved_bytes * r.live_at_peak for r in records)
+        alike = abs(num_bytes - self._planned_bytes) < ALIKE * num_bytes
+        self._moving_bytes, self._planned_bytes = moving_bytes if alike else 0, num_bytes
+        fixed_bytes = max(0, peak_bytes - resident_bytes)
+        budget = Budget(self._budget_bytes, fixed_bytes + moving_bytes, self._host_budget_bytes)
+        was_tried, self.plan = self.plan is not None, choose(records, budget, Link(1 / shared[2], 1 / shared[3]))
+        actions = zip(keys, self.plan.actions, strict=True)
+        selection.keep([key for key, action in actions if action is Action.KEEP])
+        if self.plan.shortfall_bytes and was_tried and peak_bytes > self._budget_bytes and not self._warned:
+            self._warned = True
+            warnings.warn(self._shortfall_message(fixed_bytes, records), stacklevel=2)
+
+    def _records(self, timing: Timing) -> tuple[list[GroupRecord], list[Key]]:
+        """One record a key, in the order of first commits: the largest of its groups."""
+        largest: dict[Key, Group] = {}
+        for group, forward in self._largest:
+            if forward and (group.key not in largest or group.saved_bytes > largest[group.key].saved_bytes):
+                largest[group.key] = group
+        alive = alive_at_peak(self._largest)
+        records = []
+        for position, (key, group) in enumerate(largest.items()):
+            nominal_ms = group.saved_bytes / NOMINAL_BYTES_PER_MS
+            records.append(
+                GroupRecord(
+                    key[0],
+                    position,
+                    group.saved_bytes,
+                    timing.forward_ms(group) or nominal_ms,
+                    timing.backward_ms(group) or nominal_ms,
+                    None,
+                    alive[key],
+                )
+            )
+        return records, list(largest)
+
+    def _shortfall_message(self, fixed_bytes: int, records: Sequence[GroupRecord]) -> str:
+        assert self.plan is not None
+        moved_bytes = sum(r.saved_bytes * r.live_at_peak for r in records)
+        return (
+            f"gpu_memory_budget: {_size(self._budget_bytes)} cannot be met by offloading. The peak is "
+            f"{_size(self.plan.peak_bytes)}, {_size(self.plan.shortfall_bytes)} too much; {_size(fixed_bytes)} of it "
+            f"are not saved activations of offloadable modules ({_size(moved_bytes)} of those can go). Use a smaller "
+            f"microbatch or sequence, more parallelism or recomputation, or raise the budget."
+        )
+
+
+def alive_at_peak(visits: Sequence[tuple[Group, bool]]) -> Counter[Key]:
+    """How many groups of each key are alive when the bytes alive are most; an entry that is False ends one."""
+    alive: Counter[Key] = Counter()
+    alive_bytes = most_bytes = 0
+    at_peak: Counter[Key] = Counter()
+    falling = False
+    for group, forward in visits:
+        if forward:
+            alive[group.key] += 1
+            alive_bytes += group.saved_bytes
+            falling = False
+        else:
+            if not falling and alive_bytes > most_bytes:
+                most_bytes, at_peak = alive_bytes, alive.copy()
+            falling = True
+            alive[group.key] -= 1
+            alive_bytes -= group.saved_bytes
+    return at_peak if at_peak else alive
+
+
+def _size(num_bytes: int) -> str:
+    unit, name = next(
+        ((1 << bits, name) for bits, name in ((30, "GiB"), (20, "MiB")) if num_bytes >> bits), (1, "bytes")
+    )
+    return f"{num_bytes / unit:.4g} {name}"

@@ -1,0 +1,220 @@
+"""Moves slots between device and arena, and lets go of device memory when that is safe.
+
+A source is held until its copy has ended. Whether it has is asked of the device at every boundary; since the host
+usually runs far ahead of it, the answer is mostly no, and a second rule lets go at the boundary where, by learned
+durations, the copy has ended: the compute stream is made to wait for it first, so that being wrong costs time only.
+Caps on what is held (bytes, or copies of one module) do the same without asking. Memory therefore goes at the same
+points of every step, whatever the host's speed.
+"""
+
+import weakref
+from collections import Counter, deque
+
+import torch
+
+from nemo_rl_offload.offload.arena import HostArena
+from nemo_rl_offload.offload.backends.base import Backend, Spec
+from nemo_rl_offload.offload.selection import Selection
+from nemo_rl_offload.offload.slots import CopyOut, Group, Pass, Remains, Slot, State
+from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
+from nemo_rl_offload.offload.timing import Timing
+
+
+class Copies:
+    """Not thread-safe: the engine's lock is held around every call."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        arena: HostArena,
+        timing: Timing,
+        selection: Selection,
+        stats: OffloadStats,
+        *,
+        max_inflight_bytes: int,
+        max_inflight_groups: int | None,
+    ) -> None:
+        self._backend, self._arena, self._timing = backend, arena, timing
+        self._selection, self._stats = selection, stats
+        self._max_inflight_bytes = max_inflight_bytes
+        self._max_inflight_groups = max_inflight_groups
+        self._empty = torch.empty(0, device=backend.device)
+        self._inflight: deque[CopyOut] = deque()
+        self._inflight_bytes = 0
+        self._inflight_groups: Counter[str] = Counter()
+        self._link_free_ms = 0.0
+        self.now_ms = 0.0
+        """The compute stream's position by learned durations."""
+        self.unused_bytes = 0
+        """Reloaded ahead of backward."""
+        self.resident_bytes = 0
+        """On the device, of slots that a group has committed."""
+        self._peak_resident_bytes = 0
+
+    def resident(self, num_bytes: int) -> None:
+        """Count bytes that have come to the device, or left it."""
+        self.resident_bytes += num_bytes
+        self._peak_resident_bytes = max(self._peak_resident_bytes, self.resident_bytes)
+
+    def take_peak_resident_bytes(self) -> int:
+        """The highest `resident_bytes` since the last call."""
+        peak_bytes, self._peak_resident_bytes = self._peak_resident_bytes, self.resident_bytes
+        return peak_bytes
+
+    def offload(self, slot: Slot, module: str, ends_group: bool) -> None:
+        """Start the copy of a resident slot, if the arena has room."""
+        block = self._arena.reserve(slot.num_bytes)
+        if block is None:
+            slot.denied = True
+            self._stats.denied_bytes += slot.num_bytes
+            return
+        slot.block, slot.module = block, module
+        source = self._empty.new_empty(0, dtype=torch.uint8)
+        source.set_(slot.saved[0][0].untyped_storage())
+        event = block.last_event = self._backend.copy_out(source, block)
+        self._timing.copied(event, slot.num_bytes, out=True)
+        copy_ms = self._timing.copy_ms(slot.num_bytes, out=True)
+        expected_ms = float("inf")
+        if copy_ms is not None:
+            expected_ms = self._link_free_ms = max(self._link_free_ms, self.now_ms) + copy_ms
+        self._inflight.append(CopyOut(weakref.ref(slot), source, event, expected_ms, module if ends_group else None))
+        self._inflight_bytes += slot.num_bytes
+        self._inflight_groups[module] += ends_group
+        slot.state = State.COPYING_OUT
+        for tensor, _ in slot.saved:
+            tensor.data = self._empty
+        self._stats.bytes_out += slot.num_bytes
+        self.module_stats(module).bytes_out += slot.num_bytes
+
+    def reload_group(self, group: Group) -> None:
+        """Bring back whatever of a group is on the host."""
+        if group.pending_bytes:
+            group.pending_bytes = 0
+            for slot in group.alive_slots():
+                if slot.offloaded:
+                    self.reload(slot)
+
+    def reload(self, slot: Slot) -> None:
+        """Bring an offloaded slot back, or take its source back where it was not let go yet."""
+        assert slot.block is not None
+        if slot.state is State.COPYING_OUT and slot.unwritten and not slot.released:
+            source = next((copy.source for copy in self._inflight if copy.slot() is slot), None)
+            if source is not None:
+                self._take_back(slot, source)
+                return
+        self._judge(slot)
+        slot.reloaded, slot.in_event = self._backend.copy_in(slot.block, Spec(slot.num_bytes))
+        self._timing.copied(slot.in_event, slot.num_bytes, out=False)
+        slot.block.last_event = slot.in_event
+        self._give_back(slot)
+        if slot.state is State.HOST:
+            self.resident(slot.num_bytes)
+        slot.state = State.COPYING_IN
+        slot.unused = True
+        self.unused_bytes += slot.num_bytes
+        self._stats.bytes_in += slot.num_bytes
+        self.module_stats(slot.module).bytes_in += slot.num_bytes
+
+    def judge_pass(self, pass_: Pass) -> None:
+        """Look which copies of a pass freed their sources, before its backward does: it frees a tensor that the next
+        module saved too, outside of every region, before it comes to the region that copied it."""
+        for group in pass_.before(len(pass_.groups)):
+            for slot in group.alive_slots():
+                if slot.state is State.HOST:
+                    self._judge(slot)
+
+    def arrive(self, slot: Slot) -> None:
+        """Let the compute stream wait for a reload that it is about to read."""
+        if slot.state is not State.COPYING_IN:
+            return
+        assert slot.in_event is not None
+        self._timing.waits(slot.in_event, out=False)
+        self._backend.compute_wait(slot.in_event)
+        slot.state = State.RESIDENT
+        self.used(slot)
+
+    def used(self, slot: Slot) -> None:
+        """Backward has come to what a reload was for."""
+        if slot.unused:
+            slot.unused = False
+            self.unused_bytes -= slot.num_bytes
+
+    def shrink(self, storage: torch.UntypedStorage, slot: Slot) -> None:
+        """Free the device memory of an offloaded slot by force: now, or when its copy has ended."""
+        if slot.offloaded:
+            slot.released = True
+            if slot.state is State.HOST:
+                storage.resize_(0)
+
+    def let_go(self) -> None:
+        """Drop sources whose copy has ended; beyond a cap, or where it should have, the compute stream waits."""
+        while self._inflight:
+            oldest = self._inflight[0]
+            if not self._backend.done(oldest.event):
+                if not self._over_cap() and oldest.expected_ms > self.now_ms:
+                    return
+                self._timing.waits(oldest.event, out=True)
+                self._backend.compute_wait(oldest.event)
+            self._drop_oldest()
+
+    def drain(self) -> None:
+        """Let the compute stream wait for every copy out, and drop all sources."""
+        while self._inflight:
+            self._backend.compute_wait(self._inflight[0].event)
+            self._drop_oldest()
+
+    def bury(self, remains: Remains, closed: bool) -> None:
+        """Clean up after a slot that died."""
+        if remains.block is not None and not closed:
+            self._arena.release(remains.block)
+        if remains.loading is not None:  # freed only behind the copy that is still writing it
+            self._backend.compute_wait(remains.loading[1])
+        self.unused_bytes -= remains.unused_bytes
+        self.resident(-remains.resident_bytes)
+
+    def module_stats(self, module: str) -> ModuleStats:
+        stats = self._stats.per_module.get(module)
+        if stats is None:
+            stats = self._stats.per_module[module] = ModuleStats()
+        return stats
+
+    def _judge(self, slot: Slot) -> None:
+        """Learn, once, whether a copy freed what it copied."""
+        if slot.judged:
+            return
+        slot.judged = True
+        if not slot.source_freed():
+            self._stats.ineffective_bytes += slot.num_bytes
+            if slot.state is State.HOST and slot.place is not None:
+                self._selection.was_ineffective(slot.place)
+
+    def _take_back(self, slot: Slot, source: torch.Tensor) -> None:
+        slot.reloaded = source
+        slot.state = State.RESIDENT
+        self._give_back(slot)
+        self._stats.returned_bytes += slot.num_bytes
+
+    def _give_back(self, slot: Slot) -> None:
+        assert slot.block is not None
+        self._arena.release(slot.block)
+        slot.block = None
+
+    def _over_cap(self) -> bool:
+        cap = self._max_inflight_groups
+        return self._inflight_bytes > self._max_inflight_bytes or (
+            cap is not None and any(count > cap for count in self._inflight_groups.values())
+        )
+
+    def _drop_oldest(self) -> None:
+        copy_out = self._inflight.popleft()
+        self._inflight_bytes -= copy_out.source.numel()
+        if copy_out.ends_group is not None:
+            self._inflight_groups[copy_out.ends_group] -= 1
+        slot = copy_out.slot()
+        if slot is None:
+            return
+        if slot.state is State.COPYING_OUT:
+            slot.state = State.HOST
+            self.resident(-slot.num_bytes)
+        if slot.released:
+            copy_out.source.untyped_storage().resize_(0)

@@ -1,0 +1,81 @@
+"""Which group backward will want next.
+
+A pass is one forward of one model (or model chunk): its groups in the order of their commits. Backward walks a pass
+from its last group to its first, and then enters another: the next microbatch in a pipeline, another chunk when
+pipeline stages are interleaved. Inside a pass the order is known; which pass follows is learned from the last time,
+by the names of its groups and by whether the oldest or the newest of several such passes was taken. A pass ends when
+its first group's key is committed again, or when its backward has begun; who runs one chunk after another announces
+each (`end_pass`), since nothing else tells where the first one ends. A wrong guess costs time, never correctness.
+"""
+
+import weakref
+from collections.abc import Iterator
+
+from nemo_rl_offload.offload.slots import Group, Key, Pass
+
+
+class Order:
+    """Passes that are alive, and what was learned about their sequence."""
+
+    def __init__(self) -> None:
+        self._current: Pass | None = None
+        self._waiting: list[Pass] = []  # not begun; oldest first
+        self._successors: dict[Key, tuple[Key, bool]] = {}  # first key of a pass: last key of the next, newest of them
+        self._lengths: dict[Key, int] = {}  # eligible groups of the latest pass that began with this key
+        self.latest: Group | None = None  # reached last; its node may be gone
+
+    def commit(self, group: Group) -> None:
+        """Place `group` at the end of the pass it belongs to."""
+        current = self._current
+        if current is None or current.begun or group.key == current.first_key:
+            current = self._current = Pass(group.key)
+            self._waiting = [each for each in self._waiting if any(ref() for ref in each.groups)]
+            self._waiting.append(current)
+        group.pass_, group.index = current, len(current.groups)
+        current.last_key = group.key
+        current.groups.append(weakref.ref(group))
+
+    def end_pass(self) -> None:
+        """The next group begins a pass."""
+        self._current = None
+
+    def reached(self, group: Group) -> None:
+        """Backward is at `group`."""
+        pass_ = group.pass_
+        if not pass_.begun:
+            self._lengths[pass_.first_key] = pass_.num_eligible
+            if self.latest is not None and group.key == pass_.last_key:
+                self._learn(self.latest.pass_, pass_)
+            pass_.begun = True
+            if pass_ in self._waiting:
+                self._waiting.remove(pass_)
+        group.reached = True
+        self.latest = group
+
+    def usual_length(self, pass_: Pass) -> int | None:
+        """How many eligible groups the latest such pass had, of those whose backward came."""
+        return self._lengths.get(pass_.first_key)
+
+    def upcoming(self, group: Group) -> Iterator[Group]:
+        """Groups that backward is expected to reach after `group`, soonest first."""
+        pass_: Pass | None = group.pass_
+        index = group.index
+        entered: list[Pass] = []
+        while pass_ is not None:
+            yield from pass_.before(index)
+            pass_ = self._next(pass_, entered)
+            if pass_ is not None:
+                entered.append(pass_)
+                index = len(pass_.groups)
+
+    def _next(self, pass_: Pass, entered: list[Pass]) -> Pass | None:
+        last_key, newest = self._successors.get(pass_.first_key, (None, False))
+        alike = [each for each in self._waiting if each.last_key == last_key and each not in entered]
+        return (alike[-1] if newest else alike[0]) if alike else None
+
+    def _learn(self, former: Pass, following: Pass) -> None:
+        alike = [each for each in self._waiting if each.last_key == following.last_key]
+        newest = self._successors.get(former.first_key, (None, False))[1]
+        if len(alike) > 1:
+            newest = alike[-1] is following
+        self._successors[former.first_key] = following.last_key, newest

@@ -1,0 +1,79 @@
+"""Brings back what backward will want next, at the last boundary that is early enough."""
+
+from itertools import islice
+
+from nemo_rl_offload.offload.copies import Copies
+from nemo_rl_offload.offload.passes import Order
+from nemo_rl_offload.offload.schedule import Need, num_due
+from nemo_rl_offload.offload.slots import Group
+from nemo_rl_offload.offload.timing import Timing
+
+MARGIN = 1.1  # a copy is taken for this much slower than usual,
+LATENCY_MS = 0.03  # and for starting this late
+HORIZON = 16  # groups looked at
+
+
+class Prefetch:
+    """Not thread-safe: the engine's lock is held around every call."""
+
+    def __init__(self, order: Order, timing: Timing, copies: Copies, max_bytes: int) -> None:
+        self._order, self._timing, self._copies = order, timing, copies
+        self._max_bytes = max_bytes
+        self._reached_ms = 0.0  # when backward was at the group reached last
+        self._before: tuple[Group, bool] | None = None  # the last boundary
+
+    def boundary(self, group: Group, forward: bool) -> None:
+        """A commit, or a backward that has reached `group`: the clock goes on by the interval usual here."""
+        if self._before is not None:
+            self._copies.now_ms += self._timing.after_ms(*self._before) or 0.0
+        self._before = group, forward
+        if not forward:
+            self._reached_ms = self._copies.now_ms
+        self._timing.boundary(group, forward)
+
+    def ahead(self, group: Group, forward: bool) -> None:
+        """Start the reloads that cannot wait for the boundary after this one, as far as the byte cap allows.
+
+        As long as durations are unknown, every boundary of a backward starts as many of its pass as the cap allows;
+        where copies are not asynchronous, none.
+        """
+        former = self._order.latest
+        if former is None:
+            return
+        next_boundary_ms = self._timing.after_ms(group, forward)
+        if next_boundary_ms is None:
+            if not forward and self._timing.has_clock:
+                self._as_many_as_fit(former)
+            return
+        needs: list[Need] = []
+        groups: list[Group] = []
+        num_fitting = 0
+        room = self._max_bytes - self._copies.unused_bytes
+        due_ms = self._reached_ms - self._copies.now_ms
+        for following in islice(self._order.upcoming(former), HORIZON):
+            due_ms += self._interval_ms(former, following)
+            former = following
+            num_bytes = following.pending_bytes
+            if num_bytes == 0:
+                continue
+            room -= num_bytes
+            num_fitting += room >= 0
+            copy_ms = self._timing.copy_ms(num_bytes, out=False)
+            groups.append(following)
+            needs.append(Need(due_ms, float("inf") if copy_ms is None else copy_ms * MARGIN + LATENCY_MS))
+        for each in groups[: min(num_due(needs, next_boundary_ms), num_fitting)]:
+            self._copies.reload_group(each)
+
+    def _as_many_as_fit(self, group: Group) -> None:
+        """Nothing is known: reload what comes next, within the cap; where the last such call stopped, go on."""
+        pass_ = group.pass_
+        for following in pass_.before(min(group.index, pass_.loaded_to)):
+            if self._copies.unused_bytes + following.pending_bytes > self._max_bytes:
+                return
+            self._copies.reload_group(following)
+            pass_.loaded_to = following.index
+
+    def _interval_ms(self, former: Group, group: Group) -> float:
+        if former.pass_ is group.pass_:
+            return self._timing.backward_ms(group)
+        return self._timing.turn_ms(former)

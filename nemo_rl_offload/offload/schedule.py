@@ -1,0 +1,62 @@
+"""When to bring offloaded bytes back, and which are not worth sending: pure arithmetic over times.
+
+The link is a serial server, so the start of one reload bounds that of the reload before it: taken from the last one
+needed to the first, `L_k = min(D_k, L_{k+1}) - copy_k`, where `D_k` is the moment at which the compute stream needs
+group k. Work can be given to the link only at boundaries (a commit, or a backward that arrives at a group): a reload is
+issued at the last boundary before its latest start. Starting earlier would hold device memory for nothing; starting
+later would let the device wait. Rejected: a fixed number of groups ahead, which is too late for large groups behind
+short ones and too early for the others.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Need(NamedTuple):
+    """A reload to come: when the compute stream needs it, counted from now, and how long the link takes."""
+
+    due_ms: float
+    copy_ms: float
+
+
+def latest_starts_ms(needs: Sequence[Need]) -> list[float]:
+    """The latest start of each reload, for `needs` in the order in which they are needed."""
+    starts: list[float] = []
+    latest = float("inf")
+    for due, copy in reversed(needs):
+        latest = min(due, latest) - copy
+        starts.append(latest)
+    return starts[::-1]
+
+
+def num_due(needs: Sequence[Need], next_boundary_ms: float) -> int:
+    """How many of `needs`, from the first, cannot wait for the next boundary."""
+    return bisect_left(latest_starts_ms(needs), next_boundary_ms)
+
+
+class Visit(NamedTuple):
+    """One group in a recorded step: committed, reached by backward, and its copies' durations, all in ms."""
+
+    committed_ms: float
+    reached_ms: float
+    out_ms: float
+    in_ms: float
+
+
+def worth_moving(visits: Sequence[Visit], boundaries_ms: Sequence[float]) -> list[bool]:
+    """Whether each visit, in order of commit, can leave the device and be back in time.
+
+    It has to be copied out behind the ones before it, be let go at one boundary, and start its way back at a later
+    boundary that is early enough. Groups at the end of a forward often cannot: their backward follows at once.
+    `boundaries_ms` are sorted.
+    """
+    worth = []
+    copied_ms = 0.0
+    for committed, reached, out, back in visits:
+        done = max(copied_ms, committed) + out
+        num_inside = bisect_right(boundaries_ms, reached - back) - bisect_left(boundaries_ms, done)
+        worth.append(num_inside >= 2)
+        if worth[-1]:
+            copied_ms = done
+    return worth

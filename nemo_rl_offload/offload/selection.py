@@ -1,0 +1,80 @@
+"""Which groups and slots stay on the device although their module is listed."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from nemo_rl_offload.offload.schedule import Visit, worth_moving
+from nemo_rl_offload.offload.slots import Key, Place
+from nemo_rl_offload.offload.timing import GroupTimes, Timing
+
+RETRY_AFTER = 64
+
+
+@dataclass(slots=True)
+class Selection:
+    """What is left alone, and why.
+
+    `fraction` of a pass's groups are offloaded, the earliest, as far as its usual length is known; the rest stays
+    (Megatron-Core's `activation_offload_fraction`). The first groups of a step stay up to `kept_bytes_per_step`
+    (`delta_offload_bytes_across_pp_ranks` times the pipeline rank). `kept` are keys that a plan keeps on the device.
+    """
+
+    fraction: float = 1.0
+    kept_bytes_per_step: int = 0
+    kept: Collection[Key] = frozenset()
+    _kept_bytes_left: int = 0
+    _too_short: frozenset[Key] = frozenset()
+    _ineffective: dict[Place, int] = field(default_factory=dict)  # passes left until the next try
+
+    def __post_init__(self) -> None:
+        self._kept_bytes_left = self.kept_bytes_per_step
+
+    def end_step(self) -> None:
+        self._kept_bytes_left = self.kept_bytes_per_step
+
+    def eligible(self, key: Key) -> bool:
+        """Whether such a group may move at all."""
+        return key not in self._too_short and key not in self.kept
+
+    def moves(self, saved_bytes: int, index: int, usual_length: int | None) -> bool:
+        """Whether an eligible group does; `index` and `usual_length` count a pass's eligible groups."""
+        if self._kept_bytes_left > 0:
+            self._kept_bytes_left -= saved_bytes
+            return False
+        if usual_length is None:
+            return True
+        return index < usual_length - int(usual_length * (1 - self.fraction))
+
+    def effective(self, place: Place) -> bool:
+        """Whether the last copy of such a slot freed its source; now and then it is tried again."""
+        left = self._ineffective.get(place)
+        if left is None:
+            return True
+        if left == 0:
+            del self._ineffective[place]
+            return True
+        self._ineffective[place] = left - 1
+        return False
+
+    def was_ineffective(self, place: Place) -> None:
+        self._ineffective[place] = RETRY_AFTER
+
+    def keep(self, keys: Collection[Key]) -> None:
+        """Follow a plan, which knows better than what an earlier one left no time for."""
+        self.kept = frozenset(keys)
+        self._too_short = frozenset()
+
+    def learn(self, groups: Sequence[GroupTimes], boundaries_ms: Sequence[float], timing: Timing) -> None:
+        """Find the keys none of whose groups had the time to leave and come back, beside those that a plan moves."""
+        visits = []
+        groups = [times for times in groups if times.group.key not in self.kept]
+        for times in groups:
+            out_ms = timing.copy_ms(times.group.saved_bytes, out=True)
+            in_ms = timing.copy_ms(times.group.saved_bytes, out=False)
+            if out_ms is None or in_ms is None:
+                return
+            reached_ms = times.reached_ms if times.reached_ms == times.reached_ms else float("inf")
+            visits.append(Visit(times.committed_ms, reached_ms, out_ms, in_ms))
+        worth = worth_moving(visits, boundaries_ms)
+        long_enough = {times.group.key for times, moves in zip(groups, worth, strict=True) if moves}
+        self._too_short = frozenset(times.group.key for times in groups) - long_enough

@@ -1,0 +1,233 @@
+"""What the device's clock says: how long groups compute, how fast the link is, how long compute waited.
+
+Events are put on the streams as the step goes and read when the step is over and the device has passed them all, so
+that nothing here waits. Durations between boundaries are kept per byte that the group saves, because lengths change
+from step to step; time spent waiting for copies is taken out, or a late reload would look like slow compute and be
+issued late for ever. Averages are exponential. Limit: a device without a clock (see `Backend.mark`) teaches nothing,
+and then every rate stays unknown.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nemo_rl_offload.offload.backends.base import Backend, Event
+from nemo_rl_offload.offload.slots import Group
+from nemo_rl_offload.offload.stats import OffloadStats
+
+NEWEST = 0.5  # weight of the newest observation in an average
+MAX_PENDING_STEPS = 4
+MAX_BOUNDARIES = 100_000
+
+
+class Boundary(NamedTuple):
+    """A commit, or a backward that reached a group."""
+
+    event: Event
+    forward: bool
+    group: Group
+
+
+class Wait(NamedTuple):
+    """The compute stream, arriving at `since`, waited for the copy that ends at `until`."""
+
+    since: Event
+    until: Event
+    out: bool
+
+
+class Copy(NamedTuple):
+    since: Event
+    end: Event
+    num_bytes: int
+    out: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """One step's events, in the order in which they were given to the device."""
+
+    boundaries: list[Boundary] = field(default_factory=list)
+    waits: list[tuple[int, Wait]] = field(default_factory=list)  # with the number of boundaries before it
+    copies: list[Copy] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class GroupTimes:
+    """A group in a step that has been read: ms since the step's first boundary, and since the boundary before each,
+    without the waits. `reached_ms` is not a number when no backward came."""
+
+    group: Group
+    committed_ms: float
+    forward_ms: float
+    reached_ms: float = float("nan")
+    backward_ms: float = 0.0
+
+
+class Rates:
+    """Exponential averages by key; a missing one is None."""
+
+    def __init__(self) -> None:
+        self._values: dict[object, float] = {}
+
+    def add(self, key: object, value: float) -> None:
+        old = self._values.get(key)
+        self._values[key] = value if old is None else old + NEWEST * (value - old)
+
+    def get(self, key: object) -> float | None:
+        return self._values.get(key)
+
+
+class Timing:
+    """Records a step's events and learns from those that have passed.
+
+    `on_step` receives the groups of each step read, in the order of their commits, and all its boundaries in ms.
+    """
+
+    def __init__(
+        self, backend: Backend, stats: OffloadStats, on_step: Callable[[list[GroupTimes], list[float]], None]
+    ) -> None:
+        self._backend = backend
+        self._stats = stats
+        self._on_step = on_step
+        self._step = Step()
+        self._pending: deque[Step] = deque()
+        self._mark: Event | None = None
+        self._latest: Boundary | None = None  # of those read
+        self._latest_reached: Boundary | None = None
+        self._rates = Rates()
+
+    def boundary(self, group: Group, forward: bool) -> None:
+        """The compute stream is at a boundary; copies recorded until the next one start here at the earliest."""
+        self._mark = self._backend.mark()
+        if self._mark is not None and len(self._step.boundaries) < MAX_BOUNDARIES:
+            self._step.boundaries.append(Boundary(self._mark, forward, group))
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether the device can be timed at all; known from the first boundary on."""
+        return self._mark is not None
+
+    def copied(self, end: Event, num_bytes: int, out: bool) -> None:
+        if self._mark is not None and len(self._step.copies) < MAX_BOUNDARIES:
+            self._step.copies.append(Copy(self._mark, end, num_bytes, out))
+
+    def waits(self, until: Event, out: bool) -> None:
+        """Call before the compute stream is made to wait for `until`."""
+        since = self._backend.mark()
+        if since is not None and len(self._step.waits) < MAX_BOUNDARIES:
+            self._step.waits.append((len(self._step.boundaries), Wait(since, until, out)))
+
+    def end_step(self) -> None:
+        """No graph is alive, or the caller says so: what was recorded is one step."""
+        if self._step.boundaries:
+            self._pending.append(self._step)
+            self._step = Step()
+            if len(self._pending) > MAX_PENDING_STEPS:
+                self._pending.popleft()
+                self._latest = self._latest_reached = None
+        while self._pending and self._passed(self._pending[0]):
+            self._read(self._pending.popleft())
+
+    def forward_ms(self, group: Group) -> float:
+        """From the boundary before to the commit of such a group; 0 when unknown."""
+        return (self._rates.get(("forward", group.key)) or 0.0) * group.saved_bytes
+
+    def backward_ms(self, group: Group) -> float:
+        """From the group reached before, in the same pass, to such a group; 0 when unknown."""
+        return (self._rates.get(("backward", group.key)) or 0.0) * group.saved_bytes
+
+    def turn_ms(self, last: Group) -> float:
+        """From a group like `last`, the last of its pass in backward, to the first of the next pass; 0 when unknown."""
+        return self._rates.get(("turn", last.pass_.first_key)) or 0.0
+
+    def after_ms(self, group: Group, forward: bool) -> float | None:
+        """From such a group's commit, or from backward's arrival there, to the next boundary; None when unknown."""
+        rate = self._rates.get(("after", forward, group.key))
+        return None if rate is None else rate * group.saved_bytes
+
+    def copy_ms(self, num_bytes: int, out: bool) -> float | None:
+        """How long the link takes, by what it has shown; None before that."""
+        rate = self._rates.get(("link", out))
+        return None if rate is None else rate * num_bytes
+
+    def _passed(self, step: Step) -> bool:
+        """Whether the device has passed every event of it; the newest are asked first."""
+        done = self._backend.done
+        return (
+            all(done(boundary.event) for boundary in step.boundaries[-1:])
+            and all(done(wait.since) for _, wait in step.waits[-1:])
+            and all(done(wait.until) for _, wait in reversed(step.waits))
+            and all(done(copy.end) for copy in reversed(step.copies))
+        )
+
+    def _read(self, step: Step) -> None:
+        """Intervals reach back into the step read before, since a step may be as short as one microbatch."""
+        self._read_copies(step.copies)
+        start = step.boundaries[0].event
+        elapsed = [self._backend.elapsed_ms(start, boundary.event) for boundary in step.boundaries]
+        total = 0.0
+        for position, ms in enumerate(self._read_waits(step.waits, len(step.boundaries))):
+            total += ms
+            elapsed[position] -= total
+        groups: dict[Group, GroupTimes] = {}
+        before = self._before(start, self._latest)
+        last_reached = self._before(start, self._latest_reached)
+        for boundary, at in zip(step.boundaries, elapsed, strict=True):
+            group = boundary.group
+            interval = 0.0
+            if before is not None:
+                interval = at - before[1]
+                former = before[0]
+                after = "after", former.forward, former.group.key
+                self._rates.add(after, interval / max(1, former.group.saved_bytes))
+            before = boundary, at
+            if boundary.forward:
+                self._rates.add(("forward", group.key), interval / max(1, group.saved_bytes))
+                groups[group] = GroupTimes(group, at, interval)
+                continue
+            if last_reached is not None and last_reached[0].group.pass_ is group.pass_:
+                self._rates.add(("backward", group.key), interval / max(1, group.saved_bytes))
+            elif last_reached is not None:
+                self._rates.add(("turn", last_reached[0].group.pass_.first_key), at - last_reached[1])
+            last_reached = boundary, at
+            if group in groups:
+                groups[group].reached_ms = at
+                groups[group].backward_ms = interval
+        self._latest = step.boundaries[-1]
+        self._latest_reached = None if last_reached is None else last_reached[0]
+        self._on_step(list(groups.values()), sorted(elapsed))
+
+    def _before(self, start: Event, boundary: Boundary | None) -> tuple[Boundary, float] | None:
+        """A boundary of an earlier step, and its time as seen from this one's start."""
+        return None if boundary is None else (boundary, self._backend.elapsed_ms(start, boundary.event))
+
+    def _read_copies(self, copies: Iterable[Copy]) -> None:
+        """A copy started at its boundary, or when the link had finished the copy before it."""
+        busy_ms, num_bytes = {True: 0.0, False: 0.0}, {True: 0, False: 0}
+        last_end: dict[bool, Event] = {}
+        for copy in copies:
+            taken = self._backend.elapsed_ms(copy.since, copy.end)
+            if copy.out in last_end:
+                taken = min(taken, self._backend.elapsed_ms(last_end[copy.out], copy.end))
+            last_end[copy.out] = copy.end
+            busy_ms[copy.out] += taken
+            num_bytes[copy.out] += copy.num_bytes
+        for out in (True, False):
+            self._stats.copy_ms += busy_ms[out]
+            if num_bytes[out]:
+                self._rates.add(("link", out), busy_ms[out] / num_bytes[out])
+
+    def _read_waits(self, waits: list[tuple[int, Wait]], num_boundaries: int) -> list[float]:
+        """Milliseconds waited between each boundary and the one before it."""
+        lost = [0.0] * num_boundaries
+        for position, wait in waits:
+            ms = max(0.0, self._backend.elapsed_ms(wait.since, wait.until))
+            if wait.out:
+                self._stats.stall_out_ms += ms
+            else:
+                self._stats.stall_in_ms += ms
+            if position < num_boundaries:
+                lost[position] += ms
+        return lost

@@ -1,0 +1,279 @@
+"""Offloading for any torch model: each listed module's saved tensors go to the engine.
+
+A region of the engine is open while a listed module is called, or for a part of the call: `core_attn` is attention
+without its projections, and ends where `o_proj` begins. Regions nest, and the innermost gets what is saved.
+
+Gradient checkpointing: what it keeps, the inputs of layers, is offloaded by listing the layers. Parts of such a layer
+save nothing in the forward with `use_reentrant=True`, and what recomputing saves is needed at once and stays. Otherwise
+a part goes to the host in the forward, and the one layer that is recomputed at a time becomes smaller by it.
+"""
+
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from nemo_rl_offload.config.sizes import parse_bytes
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.offload.auto import Auto
+from nemo_rl_offload.offload.backends.base import Backend
+from nemo_rl_offload.offload.backends.cuda import CudaBackend
+from nemo_rl_offload.offload.backends.host import HostBackend
+from nemo_rl_offload.offload.engine import OffloadEngine, Region
+from nemo_rl_offload.offload.families import Site, Target, names_in, resolve
+from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
+from nemo_rl_offload.offload.interpose import Around, Call, is_watched, watch
+from nemo_rl_offload.offload.stats import OffloadStats
+
+
+def offload_activations(
+    model: nn.Module,
+    modules: Sequence[str],
+    *,
+    host_memory_budget: float | str = 0.5,
+    min_tensor_bytes: int = 1 << 20,
+    gpu_memory_budget: str | None = None,
+) -> "ActivationOffload":
+    """Keep what `modules` save for the backward pass in host memory until it is needed.
+
+    In effect at once, until the result is closed or left as a context manager. Gradients stay bit for bit the same.
+    The model itself is not changed in any way.
+
+    Args:
+        model: any module, with its parameters on one device, a CUDA device or the CPU.
+        modules: Megatron's names (see `families.NAMES`) or paths of modules ("encoder.layers.*"; `*` stands for any
+            part of one step, `**` for any number of steps). A path may name a compiled module, not one inside of it.
+            Or "auto": from the first step's measurements on, just as many of all named modules' groups as
+            `gpu_memory_budget` asks for; then call `end_step` after each training step.
+        host_memory_budget: the most host memory to take: a size ("32GiB"), or a share of the node's free memory,
+            divided by the ranks on the node. What does not fit stays on the device and is counted as denied.
+        min_tensor_bytes: a smaller tensor stays on the device.
+        gpu_memory_budget: device memory for everything that is in the peak, weights too ("72GiB"); with "auto" only.
+
+    Raises:
+        ConfigError: the modules are not there, cannot be told apart, or are offloaded already; the parameters are on
+            several devices or on one that is not supported; the budget is no budget.
+    """
+    if (modules == "auto") != (gpu_memory_budget is not None):
+        raise ConfigError("modules='auto' and gpu_memory_budget (like '72GiB') need each other: give both or neither")
+    return ActivationOffload(model, modules, host_memory_budget, min_tensor_bytes, gpu_memory_budget)
+
+
+class ActivationOffload:
+    """Offloading that is in effect; see `offload_activations`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[str],
+        host_memory_budget: float | str,
+        min_tensor_bytes: int,
+        gpu_memory_budget: str | None,
+    ) -> None:
+        targets = resolve(model, names_in(model) if modules == "auto" else modules)
+        host_bytes = host_memory_budget_bytes(host_memory_budget)
+        self._engine = OffloadEngine(
+            _backend(model),
+            host_memory_budget_bytes=host_bytes,
+            min_tensor_bytes=min_tensor_bytes,
+            auto=None if gpu_memory_budget is None else Auto(parse_bytes(gpu_memory_budget), host_bytes),
+        )
+        self._is_auto = gpu_memory_budget is not None
+        self._engine.exclude([*model.parameters(), *model.buffers()])
+        self._min_tensor_bytes = min_tensor_bytes
+        self._usage = {target.entry: _Usage() for target in targets}
+        self._watches = ExitStack()
+        with ExitStack() as undo:
+            for site, arounds in self._arounds(targets):
+                if is_watched(site.module, site.method):
+                    raise ConfigError(
+                        f"{site.path} is offloaded already. Close what offload_activations returned before, or list "
+                        "all modules in one call."
+                    )
+                undo.callback(watch(site.module, site.method, arounds))
+            self._watches = undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._release()
+
+    def end_step(self) -> None:
+        """Say that a training step, with all its microbatches, is over. Without it, a step is taken to end whenever no
+        graph is alive, which for gradient accumulation is after each microbatch."""
+        self._engine.end_step()
+
+    def stats(self) -> OffloadStats:
+        """Totals since the beginning, in bytes and counts; also after `close`."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """End offloading; twice does no harm. A graph that may still have a backward keeps what it has on the host, and
+        the host memory with it; close again when it is gone to give the memory back at once.
+
+        Warns of listed modules that offloaded nothing.
+        """
+        for entry, usage in self._usage.items():
+            if not self._is_auto and (reason := self._why_idle(entry, usage)) is not None:
+                message = f"offload_activations: '{entry}' offloaded nothing: {reason}"
+                warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parent),))
+        self._usage = {}
+        self._release()
+
+    def _release(self) -> None:
+        self._watches.close()
+        self._engine.stats()
+        if not self._engine._slots:  # no graph is left that the engine would have to serve
+            self._engine.close()
+
+    def _arounds(self, targets: list[Target]) -> Iterator[tuple[Site, tuple[Around, ...]]]:
+        """What goes around each site's calls: outermost first, the end of an enclosing region before the next one."""
+        sites: dict[tuple[int, str], Site] = {}
+        borders: defaultdict[tuple[int, str], list[Around]] = defaultdict(list)
+        wholes: defaultdict[tuple[int, str], list[Around]] = defaultdict(list)
+        parts: defaultdict[tuple[int, str], list[Around]] = defaultdict(list)
+        listed = {target.site.key for target in targets}
+        for target in targets:
+            span = _Span(self._engine, target, self._usage[target.entry])
+            sites |= {site.key: site for site in (target.site, *target.without, *([target.end] if target.end else []))}
+            (parts if target.end else wholes)[target.site.key].append(span.call)
+            for site in target.without:
+                borders[site.key].append(span.step_out)
+            if target.end:
+                is_saved_again = target.end.key in listed or _is_trained(target.end.module)
+                borders[target.end.key].append(partial(span.finish, is_saved_again))
+        for key, site in sites.items():
+            yield site, (*borders[key], *wholes[key], *parts[key])
+
+    def _why_idle(self, entry: str, usage: "_Usage") -> str | None:
+        stats = self._engine.stats()
+        if (entry in stats.per_module and stats.per_module[entry].bytes_out > 0) or stats.denied_bytes > 0:
+            return None
+        if not usage.called:
+            return (
+                "no such module was called. Either the model was not, or all of it is inside of compiled code "
+                "(compile the modules that you list, or less)."
+            )
+        if not usage.called_in_forward and usage.called_in_backward:
+            return (
+                "gradient checkpointing with use_reentrant=True recomputes it just before its backward. List the "
+                "checkpointed layers themselves, or set use_reentrant=False."
+            )
+        if usage.called_in_forward:
+            return (
+                f"it saved no tensor of at least min_tensor_bytes={self._min_tensor_bytes} that is not a parameter "
+                "or saved by another listed module."
+            )
+        return None
+
+
+class _Usage:
+    """Where a listed module was called; the latter two with gradients."""
+
+    called = False
+    called_in_forward = False
+    called_in_backward = False
+
+
+class _Open(NamedTuple):
+    """A region in use: `inside` leaves it when closed."""
+
+    region: Region
+    inside: ExitStack
+
+
+class _Span:
+    """A target's region: opened by `call`, left for the time of `step_out`, committed by `finish` or the call's end."""
+
+    def __init__(self, engine: OffloadEngine, target: Target, usage: _Usage) -> None:
+        self._engine = engine
+        self._target = target
+        self._usage = usage
+        self._threads = threading.local()
+
+    def call(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        self._usage.called = True
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:
+            self._usage.called_in_forward = True
+        else:
+            self._usage.called_in_backward = True
+        region = self._engine.region(self._target.entry, self._target.site.path)
+        with ExitStack() as inside:
+            current = _Open(region, inside)
+            inside.enter_context(region)
+            with self._pushed(current):
+                output = call(*args, **kwargs)
+        self._commit(region, output)
+        return output
+
+    def step_out(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        current = self._current()
+        if current is None:
+            return call(*args, **kwargs)
+        current.inside.close()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            current.inside.enter_context(current.region)
+
+    def finish(self, is_saved_again: bool, call: Call, *args: Any, **kwargs: Any) -> Any:
+        # Attention saves its own output, and `o_proj` saves the same storage: to copy it here would free nothing.
+        current = self._current()
+        if current is not None:
+            current.inside.close()
+            self._commit(current.region, (args, kwargs), later=is_saved_again)
+        return call(*args, **kwargs)
+
+    def _commit(self, region: Region, output: object, later: bool = False) -> None:
+        tensor = _first_differentiable(output)
+        if tensor is not None:
+            self._engine.commit(region, tensor, later=[tensor] if later else [])
+
+    @contextmanager
+    def _pushed(self, current: _Open) -> Iterator[None]:
+        stack = self._threads.__dict__.setdefault("stack", [])
+        stack.append(current)
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    def _current(self) -> _Open | None:
+        stack: list[_Open] = self._threads.__dict__.get("stack", [])
+        return stack[-1] if stack and torch.is_grad_enabled() else None
+
+
+def _first_differentiable(output: object) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output if output.grad_fn is not None else None
+    return next((leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None), None)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _backend(model: nn.Module) -> Backend:
+    devices = {parameter.device for parameter in model.parameters()} or {torch.device("cpu")}
+    device, *others = devices
+    if others or device.type not in ("cpu", "cuda"):
+        names = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"The model is on {names}. Offloading works for a model on one CUDA device, or on the CPU.")
+    return CudaBackend(device) if device.type == "cuda" else HostBackend()

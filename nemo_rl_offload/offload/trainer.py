@@ -1,0 +1,61 @@
+"""Activation offloading inside transformers' `Trainer`, and trainers built on it, as TRL's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from nemo_rl_offload.offload.stats import OffloadStats
+from nemo_rl_offload.offload.torch_modules import ActivationOffload, offload_activations
+
+
+class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Offloads the model's activations from the beginning of training to its end.
+
+    Takes what `offload_activations` takes, without the model:
+    `Trainer(..., callbacks=[OffloadCallback(["core_attn"])])`.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[str],
+        *,
+        host_memory_budget: float | str = 0.5,
+        min_tensor_bytes: int = 1 << 20,
+        gpu_memory_budget: str | None = None,
+    ) -> None:
+        self._modules = modules
+        self._host_memory_budget = host_memory_budget
+        self._min_tensor_bytes = min_tensor_bytes
+        self._gpu_memory_budget = gpu_memory_budget
+        self._offload: ActivationOffload | None = None
+
+    def on_train_begin(self, args: object, state: object, control: object, model: nn.Module, **_: Any) -> None:
+        """Begin; what a training that failed has left is ended first."""
+        self.close()
+        self._offload = offload_activations(
+            model,
+            self._modules,
+            host_memory_budget=self._host_memory_budget,
+            min_tensor_bytes=self._min_tensor_bytes,
+            gpu_memory_budget=self._gpu_memory_budget,
+        )
+
+    def on_step_end(self, args: object, state: object, control: object, **_: Any) -> None:
+        """Tell the engine, which learns from whole steps."""
+        assert self._offload is not None
+        self._offload.end_step()
+
+    def on_train_end(self, args: object, state: object, control: object, **_: Any) -> None:
+        """End."""
+        self.close()
+
+    def stats(self) -> OffloadStats:
+        """Totals of the latest training."""
+        return OffloadStats() if self._offload is None else self._offload.stats()
+
+    def close(self) -> None:
+        """End offloading. Needed only after a training that failed, when no other follows."""
+        if self._offload is not None:
+            self._offload.close()

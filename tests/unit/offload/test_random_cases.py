@@ -1,0 +1,101 @@
+"""The random cases find nothing in the engine, and find what is planted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from random_cases import run_case
+from torch import Tensor
+
+from nemo_rl_offload.offload import arena as arena_module
+from nemo_rl_offload.offload.backends.base import Block
+from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
+from nemo_rl_offload.offload.copies import Copies
+from nemo_rl_offload.offload.engine import OffloadEngine, Region
+from nemo_rl_offload.offload.slots import Slot, State
+
+pytestmark = pytest.mark.filterwarnings("ignore:Host memory for offloading stays")
+
+
+def faults(seeds: range) -> list[str]:
+    return [f"seed {seed}: {fault}" for seed in seeds for fault in run_case(seed).faults]
+
+
+def test_no_fault_is_found() -> None:
+    assert faults(range(10_000, 10_150)) == []
+
+
+@pytest.mark.slow
+def test_no_fault_is_found_in_a_thousand() -> None:
+    assert faults(range(1000)) == []
+
+
+def wait_removed(patch: pytest.MonkeyPatch) -> None:
+    def arrive(self: Copies, slot: Slot) -> None:
+        if slot.state is State.COPYING_IN:
+            slot.state = State.RESIDENT
+            self.unused_bytes -= slot.num_bytes
+            slot.unused = False
+
+    patch.setattr(Copies, "arrive", arrive)
+
+
+def early_release(patch: pytest.MonkeyPatch) -> None:
+    def let_go(self: Copies) -> None:
+        while self._inflight:
+            self._drop_oldest()
+
+    patch.setattr(Copies, "let_go", let_go)
+
+
+def handle_with_grad_fn(patch: pytest.MonkeyPatch) -> None:
+    pack = OffloadEngine._pack
+
+    def pack_and_hold(self: OffloadEngine, region: Region, tensor: Tensor) -> Any:
+        return pack(self, region, tensor)._replace(where=(region, tensor))
+
+    patch.setattr(OffloadEngine, "_pack", pack_and_hold)
+
+
+def fences_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(arena_module.FreeExtents, "_pending", lambda self, fences: ())
+
+
+def reload_before_its_copy(patch: pytest.MonkeyPatch) -> None:
+    copy_in = SimulatedBackend.copy_in
+
+    def copy_at_once(self: SimulatedBackend, block: Block, like: Any) -> Any:
+        block.last_event = self._operation_on(0, 0.0)
+        return copy_in(self, block, like)
+
+    patch.setattr(SimulatedBackend, "copy_in", copy_at_once)
+
+
+def prefetch_dropped_while_loading(patch: pytest.MonkeyPatch) -> None:
+    delete = Slot.__del__
+
+    def forget(self: Slot) -> None:
+        self.in_event = None
+        delete(self)
+
+    patch.setattr(Slot, "__del__", forget)
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (wait_removed, "wrong tensor"),
+        (early_release, "a source was freed"),
+        (handle_with_grad_fn, "leak"),
+        (fences_forgotten, "the same host bytes"),
+        (reload_before_its_copy, "the same host bytes"),
+        (prefetch_dropped_while_loading, "a destination was freed"),
+    ],
+)
+def test_a_planted_fault_is_found(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], words: str
+) -> None:
+    plant(monkeypatch)
+    assert any(words in fault for fault in faults(range(150)))
+    torch.manual_seed(0)

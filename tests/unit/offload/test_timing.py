@@ -1,0 +1,46 @@
+"""Times are read when the device has passed everything that they come from, and not before."""
+
+from nemo_rl_offload.offload import HostBackend
+from nemo_rl_offload.offload.backends.base import Event
+from nemo_rl_offload.offload.slots import Group, Pass
+from nemo_rl_offload.offload.stats import OffloadStats
+from nemo_rl_offload.offload.timing import Timing
+
+
+class Clock(HostBackend):
+    """A device that has come as far as `now`; events are the numbers of its marks."""
+
+    def __init__(self) -> None:
+        self.now = self.marked = 0
+
+    def mark(self) -> Event:
+        self.marked += 1
+        return self.marked
+
+    def done(self, event: Event) -> bool:
+        assert isinstance(event, int)
+        return event <= self.now
+
+    def elapsed_ms(self, start: Event, end: Event) -> float:
+        assert isinstance(start, int)
+        assert isinstance(end, int)
+        assert max(start, end) <= self.now, "the device has not come so far"
+        return float(end - start)
+
+
+def test_a_step_is_read_when_its_last_wait_has_begun_and_ended() -> None:
+    clock, stats, read = Clock(), OffloadStats(), []
+    timing = Timing(clock, stats, lambda groups, _: read.append(groups))
+    group = Group(("mlp", 0), [], 100)
+    group.pass_, group.index = Pass(group.key), 0
+    timing.boundary(group, forward=True)  # mark 1
+    end = clock.mark()  # 2
+    timing.copied(end, 100, out=True)
+    timing.waits(end, out=True)  # mark 3, behind the last boundary
+    for clock.now in (0, 1, 2):
+        timing.end_step()
+        assert read == []
+    clock.now = 3
+    timing.end_step()
+    assert len(read) == 1
+    assert stats.copy_ms == 1.0
