@@ -1,0 +1,1 @@
+"""The paged stash: activations of experts wait for their backward in pages, copied without any read on the host."""
