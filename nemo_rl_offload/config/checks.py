@@ -2,21 +2,24 @@
 
 First the schema is checked by pydantic, whose errors are worded anew: path, what was given, what is allowed,
 the nearest name. Then come the rules of `rules.py` that join several keys. A rule reads values by their path;
-where a value is missing or of the wrong type, and so reported already, the rule ends and the others go on.
+where a value is missing or of the wrong type, and so reported already, the rule ends and the others go on. Every
+problem ends with the place where the value was written, if the configuration was read from files.
 """
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from nemo_rl_offload.config.nemo_rl import MISSING, OTHER_RULES, adapted, is_replaceable, unsupported
 from nemo_rl_offload.config.rule import Get, ReportedError, Rule
 from nemo_rl_offload.config.rules import RULES, RULES_OF_THIS_MACHINE, WARNINGS
 from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.sources import LoadedConfig, nodes
 from nemo_rl_offload.config.types import describe, item_type, keys_of
 from nemo_rl_offload.errors import ConfigError, nearest
 
@@ -29,28 +32,111 @@ class CheckedConfig:
     warnings: list[str]
 
 
-def check_config(raw: Mapping[str, Any], source: str = "configuration", *, run_here: bool = True) -> CheckedConfig:
-    """Check a loaded configuration; ``source`` is the file name that errors begin with.
+@dataclass(frozen=True)
+class Problem:
+    """Something to change, or to know."""
 
-    What a run needs on this machine, such as the model's folder, is an error with ``run_here`` and else a warning.
+    path: str
+    """Path of the key; "" where it is about an override that does not apply."""
+    message: str
+    origin: str
+    """Where the value was written: ``"file:line"``, an override, or "" where that is not known."""
+
+    def __str__(self) -> str:
+        return (f"{self.path}: " if self.path else "") + self.message + (f" ({self.origin})" if self.origin else "")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that is to be said about a configuration."""
+
+    config: MasterConfig | None
+    """The configuration; None where there are problems."""
+    problems: list[Problem]
+    warnings: list[Problem]
+    loaded: LoadedConfig
+    """What was examined."""
+
+
+def check_config(
+    raw: Mapping[str, Any] | LoadedConfig, source: str = "configuration", *, run_here: bool = True
+) -> CheckedConfig:
+    """Check a configuration for `run`; ``source`` is the file name that errors begin with. See `examine`.
 
     Raises one ConfigError with all problems, one per line, each beginning with the key's path.
     """
+    found = examine(raw, run_here=run_here)
+    if found.config is None:
+        raise ConfigError(summary(source, found.problems))
+    return CheckedConfig(found.config, [str(warning) for warning in found.warnings])
+
+
+def summary(source: str, problems: Sequence[Problem]) -> str:
+    """How many problems there are, and each on its own line."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n".join([f"{source}: {count}", *map(str, problems)])
+
+
+def examine(
+    raw: Mapping[str, Any] | LoadedConfig, *, run_here: bool, nemo_rl_defaults: Mapping[str, Any] | None = None
+) -> Findings:
+    """Find everything that is wrong with a configuration.
+
+    What a run needs on this machine, such as the model's folder, is a problem with ``run_here`` and else a warning.
+    With ``nemo_rl_defaults`` the configuration is a recipe of NeMo-RL: what only NeMo-RL has is a warning too, and
+    these defaults stand in for it.
+    """
+    loaded = raw if isinstance(raw, LoadedConfig) else LoadedConfig({**raw})
+    config, reported = _against_schema(loaded.values)
+    tolerable: set[str] = set()
+    if nemo_rl_defaults is not None:
+        replaced = {path for path, text in reported.items() if is_replaceable(path, text)}
+        config, others = _against_schema(adapted(loaded.values, nemo_rl_defaults, replaced))
+        reported |= others
+        tolerable = replaced | (set(OTHER_RULES) - reported.keys())
+    get = _reader(loaded.values, reported)
+    here = [line for rule in RULES_OF_THIS_MACHINE for line in _run(rule, get)]
+    lines = [f"{path}: {text}" for path, text in reported.items()]
+    lines += [line for rule in RULES for line in _run(rule, get)] + (here if run_here else [])
+    problems = [problem_at(line, loaded) for line in lines]
+    tolerated = [problem for problem in problems if problem.path in tolerable]
+    problems = [problem for problem in problems if problem.path not in tolerable]
+    problems = [Problem("", text, "") for text in loaded.problems] + problems
+    lines = [f"{line} Only a run needs it." for line in here if not run_here]
+    lines += [line for rule in WARNINGS for line in _run(rule, get)]
+    return Findings(
+        None if problems else config, problems, tolerated + [problem_at(line, loaded) for line in lines], loaded
+    )
+
+
+def problem_at(line: str, loaded: LoadedConfig) -> Problem:
+    """Take a line apart that begins with a path, and add the place of that path."""
+    path, _, message = line.partition(": ")
+    return Problem(path, message, loaded.origin(path))
+
+
+def _against_schema(values: Mapping[str, Any]) -> tuple[MasterConfig | None, dict[str, str]]:
+    """Return the configuration with its values' types, if they are right, and what is wrong, by path."""
+    reported = _missing_values(values)
+    try:
+        return _adapter().validate_python(values), reported
+    except ValidationError as error:
+        return None, _schema_problems(values, error) | reported
+
+
+def check_schema(raw: Mapping[str, Any], source: str, sections: Iterable[str]) -> None:
+    """Check only names and types, and only below these sections: what a plan needs of a configuration.
+
+    Raises one ConfigError with all problems.
+    """
     problems = _missing_values(raw)
     try:
-        config = _adapter().validate_python(raw)
+        _adapter().validate_python(raw)
     except ValidationError as error:
-        for path, text in _schema_problems(raw, error).items():
-            problems.setdefault(path, text)
-    get = _reader(raw, problems)
-    lines = [f"{path}: {text}" for path, text in problems.items()]
-    here = [line for rule in RULES_OF_THIS_MACHINE for line in _run(rule, get)]
-    lines += [line for rule in RULES for line in _run(rule, get)] + (here if run_here else [])
+        problems = {**_schema_problems(raw, error), **problems}
+    lines = [f"{path}: {text}" for path, text in problems.items() if path.split(".")[0] in sections]
     if lines:
-        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-        raise ConfigError(f"{source}: {count}\n" + "\n".join(lines))
-    warnings = [f"{line} Only a run needs it." for line in here if not run_here]
-    return CheckedConfig(config, warnings + [line for rule in WARNINGS for line in _run(rule, get)])
+        raise ConfigError(f"{source}: cannot be planned\n" + "\n".join(lines))
 
 
 @cache
@@ -58,13 +144,10 @@ def _adapter() -> TypeAdapter[MasterConfig]:
     return TypeAdapter(MasterConfig)
 
 
-def _missing_values(node: Any, path: str = "") -> dict[str, str]:
+def _missing_values(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the paths that hold OmegaConf's mark for a value that must be given."""
-    if node == "???":
-        return {path: f"missing value. Give one: {path}=..."}
-    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    found = [_missing_values(child, f"{path}.{key}" if path else str(key)) for key, child in children]
-    return {path: text for part in found for path, text in part.items()}
+    marked = [path for path, value in nodes(values) if value == "???"]
+    return {path: f"{MISSING}. Give one: {path}=..." for path in marked}
 
 
 def _schema_problems(raw: Mapping[str, Any], error: ValidationError) -> dict[str, str]:
@@ -74,7 +157,8 @@ def _schema_problems(raw: Mapping[str, Any], error: ValidationError) -> dict[str
         if details["type"] in ("extra_forbidden", "invalid_key") or location[-1] == "[key]":
             location = tuple(part for part in location if part != "[key]")
             section = _locate(raw, location[:-1])[1]
-            problems[_dotted(location)] = f"unknown key.{_right_place(str(location[-1]), section)}"
+            unknown = f"unknown key.{_right_place(str(location[-1]), section)}"
+            problems[_dotted(location)] = unsupported(_dotted(location)) or unknown
             continue
         keys, annotation, value = _locate(raw, location)
         given = "missing" if details["type"] == "missing" else f"{_shown(value)} is not allowed"

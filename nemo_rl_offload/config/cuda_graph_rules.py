@@ -11,6 +11,7 @@ from nemo_rl_offload.config.rule import (
     megatron,
     model_shape,
     offloaded,
+    recompute,
     recomputed,
 )
 from nemo_rl_offload.errors import nearest
@@ -34,8 +35,6 @@ def _parts(get: Get) -> Iterator[str]:
         yield f"{PARTS}: cuda_graph_impl full_iteration captures everything. Set null."
     if impl not in ("local", "transformer_engine"):
         return
-    if "moe" in parts and "moe_router" in parts:
-        yield f"{PARTS}: 'moe' covers 'moe_router' already. Remove one of the two."
     if "moe_preprocess" in parts and "moe_router" not in parts and impl == "transformer_engine":
         yield f"{PARTS}: 'moe_preprocess' needs 'moe_router'. Add it."
     of_experts = [name for name in ("moe", "moe_router", "moe_preprocess") if name in parts]
@@ -53,7 +52,7 @@ def _parts(get: Get) -> Iterator[str]:
 
 def _recompute(get: Get) -> Iterator[str]:
     impl, parts = megatron(get, "cuda_graph_impl"), megatron(get, "cuda_graph_modules") or []
-    if megatron(get, "recompute_granularity") == "full" and impl in ("local", "transformer_engine"):
+    if recompute(get)["recompute_granularity"] == "full" and impl in ("local", "transformer_engine"):
         yield f"{IMPL}: full recompute works with full_iteration only. Set that or none."
     if impl == "transformer_engine" and "moe" in recomputed(get) and "moe_router" in parts:
         yield f"{PARTS}: 'moe_router' cannot be captured while recompute_modules has 'moe'. Remove one of the two."
@@ -77,8 +76,6 @@ def _offload(get: Get) -> Iterator[str]:
                 yield f"{MEGATRON}.offload_modules: '{name}' cannot be offloaded with cuda_graph_impl local. Remove it."
         if not parts:
             yield f"{PARTS}: offloading with cuda_graph_impl local needs parts of layers. List some, like [attn]."
-    if "moe" in parts:
-        yield f"{PARTS}: 'moe' cannot be captured while offloading. Remove it."
     if megatron(get, "cuda_graph_warmup_steps") == 0:
         yield f"{MEGATRON}.cuda_graph_warmup_steps: offloading needs a step before the capture. Set 1 or more."
     if impl == "full_iteration" and megatron(get, "fine_grained_offloading_max_inflight_offloads") is None:

@@ -2,13 +2,15 @@
 
 A file may name others under `defaults:` (one file, or a list; relative to the file itself). They are merged
 in order, the later one wins, and the file's own keys come last. Mappings merge; lists and scalars replace.
-`${other.key}` is resolved at the very end, so it sees overrides. Nothing here knows which keys exist:
-`checks.py` does. Neither torch nor Ray is imported.
+A section with `_override_: true` replaces the inherited one as a whole, as in NeMo-RL. `${other.key}` is resolved at
+the very end, so it sees overrides. Nothing here knows which keys exist: `checks.py` does. Neither torch nor Ray is
+imported.
 """
 
-import re
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,18 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from nemo_rl_offload.config.sources import OVERRIDE, LoadedConfig, final_origins, nodes, places_of
 from nemo_rl_offload.errors import ConfigError, nearest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-_SIZE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "max": max,
+}
+"""NeMo-RL's functions in interpolations, like `${mul:${a},${b}}`."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -31,26 +41,55 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     Missing values (`???`) stay in the result for `check_config` to report.
     Raises ConfigError for a file that cannot be read, a cycle, or overrides that do not apply.
     """
-    config = _load_file(Path(path), ())
-    parser = OverridesParser.create()
+    loaded = read_config(path, overrides)
+    if loaded.problems:
+        raise ConfigError("\n".join(loaded.problems))
+    return loaded.values
+
+
+def read_config(
+    path: str | Path, overrides: Sequence[str] = (), *, below: Sequence[str | Path] = (), resolve: bool = True
+) -> LoadedConfig:
+    """Return what `load_config` does, with the origin of each value and the overrides that do not apply.
+
+    The files of ``below`` are inherited as if the file had named them first. Without ``resolve``, interpolations stay.
+    Raises ConfigError for a file that cannot be read, or a cycle.
+    """
+    parts = [_load_file(Path(file), ()) for file in (*below, path)]
+    config = reduce(_merge, [part.values for part in parts])
+    origins = {key: origin for part in parts for key, origin in part.origins.items()}
     problems = []
     for text in overrides:
         try:
-            _apply_override(config, parser.parse_override(text))
+            override = OverridesParser.create().parse_override(text)
+            _apply_override(config, override)
+            origins |= _override_origins(override)
         except ConfigError as error:
             problems.append(f"override '{text}': {error}")
         except HydraException as error:
-            reason = str(error).splitlines()[0]
-            problems.append(f"override '{text}': {reason}. Write key=value, +key=value or ~key.")
-    if problems:
-        raise ConfigError("\n".join(problems))
+            problems.append(f"override '{text}': {_first_line(error)}. Write key=value, +key=value or ~key.")
+    values = _resolve(config, path, origins) if resolve else config
+    return LoadedConfig(values, final_origins(config, origins), problems)
+
+
+def _override_origins(override: Override) -> dict[str, str]:
+    path = override.key_or_group
+    given = [f"{path}.{inner}" for inner, _ in nodes(override.value())]
+    return dict.fromkeys([path, *given], OVERRIDE)
+
+
+def _resolve(config: dict[str, Any], path: str | Path, origins: Mapping[str, str]) -> dict[str, Any]:
+    for name, function in _ARITHMETIC.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
     except InterpolationToMissingValueError as error:
         missing = _first_line(error).rsplit(": ", 1)[-1]
         raise ConfigError(f"{path}: {missing}: missing value. Give one: {missing}=...") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {error.full_key or 'interpolation'}: {_first_line(error)}") from error
+        key = error.full_key or "interpolation"
+        place = f" ({origins[key]})" if key in origins else ""
+        raise ConfigError(f"{path}: {key}: {_first_line(error)}{place}") from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
 
@@ -69,13 +108,17 @@ def resolve_tokenizer_path(name: str) -> Path:
     return _resolve_folder(name, "tokenizer_config.json")
 
 
-def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as ``"32GiB"`` or ``"1.5 MiB"``. Raises ConfigError if it is none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)", text.strip())
-    size_bytes = int(float(match[1]) * _SIZE_UNITS[match[2]]) if match else 0
-    if size_bytes == 0:
-        raise ConfigError(f"'{text}' is not a size. Write a number and one of {', '.join(_SIZE_UNITS)}, like 32GiB.")
-    return size_bytes
+def resolve_data_path(name: str) -> Path:
+    """Return the file or folder with data, looked up in the current directory, then in the project's root.
+
+    Raises ConfigError when there is none.
+    """
+    path = Path(name).expanduser()
+    candidates = list(dict.fromkeys([Path.cwd() / path, PROJECT_ROOT / path]))
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate
+    raise ConfigError(f"'{name}' is not there (looked in {', '.join(map(str, candidates))}). Give a local path.")
 
 
 def _resolve_folder(name: str, required_file: str) -> Path:
@@ -91,19 +134,20 @@ def _resolve_folder(name: str, required_file: str) -> Path:
     )
 
 
-def _load_file(path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
+def _load_file(path: Path, including: tuple[Path, ...]) -> LoadedConfig:
     chain = (*including, path)
     if path.resolve() in [ancestor.resolve() for ancestor in including]:
         raise ConfigError(f"defaults form a cycle: {' -> '.join(map(str, chain))}")
     own = _read_yaml(path, f" (included by {including[-1]})" if including else "")
-    parts = [_load_file(path.parent / name, chain) for name in _defaults_of(own, path)]
-    merged: dict[str, Any] = reduce(_merge, [*parts, own])
-    return merged
+    parts = [*(_load_file(path.parent / name, chain) for name in _defaults_of(own.values, path)), own]
+    merged: dict[str, Any] = reduce(_merge, [part.values for part in parts], {})
+    return LoadedConfig(merged, {key: origin for part in parts for key, origin in part.origins.items()})
 
 
-def _read_yaml(path: Path, origin: str) -> dict[str, Any]:
+def _read_yaml(path: Path, origin: str) -> LoadedConfig:
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        text = path.read_text(encoding="utf-8")
+        content = OmegaConf.to_container(OmegaConf.load(StringIO(text)))
     except OSError as error:
         raise ConfigError(f"{path}{origin}: cannot read the file: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -113,9 +157,11 @@ def _read_yaml(path: Path, origin: str) -> dict[str, Any]:
         raise ConfigError(f"{path}{line}: {error.problem or error.context}") from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {_first_line(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: a value contains itself by an alias (*name)") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}{origin}: the file must hold 'key: value' lines, not a list")
-    return {str(key): value for key, value in content.items()}
+    return LoadedConfig({str(key): value for key, value in content.items()}, places_of(text, str(path)))
 
 
 def _defaults_of(content: dict[str, Any], path: Path) -> list[str]:
@@ -128,9 +174,10 @@ def _defaults_of(content: dict[str, Any], path: Path) -> list[str]:
 
 
 def _merge(old: Any, new: Any) -> Any:
-    if not (isinstance(old, dict) and isinstance(new, dict)):
+    if not isinstance(new, dict):
         return new
-    return {**old, **{key: _merge(old.get(key), value) for key, value in new.items()}}
+    kept = old if isinstance(old, dict) and not new.get("_override_") else {}
+    return kept | {key: _merge(kept.get(key), value) for key, value in new.items() if key != "_override_"}
 
 
 def _apply_override(config: dict[str, Any], override: Override) -> None:

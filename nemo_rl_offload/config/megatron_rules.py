@@ -6,6 +6,7 @@ Megatron checks them when its configuration objects are built, in a worker; here
 from collections.abc import Iterator
 from typing import Any
 
+from nemo_rl_offload.config.recompute import RECOMPUTE_KEYS
 from nemo_rl_offload.config.rule import (
     MEGATRON,
     Get,
@@ -14,6 +15,7 @@ from nemo_rl_offload.config.rule import (
     is_native,
     megatron,
     model_shape,
+    recompute,
     recomputed,
 )
 from nemo_rl_offload.errors import nearest
@@ -73,9 +75,9 @@ def transformer_engine_is_here(get: Get) -> Iterator[str]:
 
 
 def _recompute(get: Get) -> Iterator[str]:
-    granularity = megatron(get, "recompute_granularity")
-    num_layers = megatron(get, "recompute_num_layers")
-    if granularity == "full" and megatron(get, "recompute_method") is None:
+    settings = recompute(get)
+    granularity, num_layers = settings["recompute_granularity"], settings["recompute_num_layers"]
+    if granularity == "full" and settings["recompute_method"] is None:
         yield f"{MEGATRON}.recompute_method: full recompute needs it. Set uniform or block."
     if granularity == "full" and num_layers is None:
         yield f"{MEGATRON}.recompute_num_layers: full recompute needs it. Set 1 or more."
@@ -153,11 +155,10 @@ def _weight_decay(get: Get) -> Iterator[str]:
 def _warmup(get: Get) -> Iterator[str]:
     path = f"{MEGATRON}.scheduler"
     warmup = get(f"{path}.lr_warmup_iters")
-    decay = get(f"{path}.lr_decay_iters") or get("grpo.max_num_steps")
+    decay = get(f"{path}.lr_decay_iters") or get(f"{get('algorithm')}.max_num_steps")
     if get(f"{path}.lr_decay_style") != "constant" and warmup >= decay:
         yield (
-            f"{path}.lr_warmup_iters: {warmup} is not below lr_decay_iters, {decay} "
-            "(null: grpo.max_num_steps). Lower it."
+            f"{path}.lr_warmup_iters: {warmup} is not below lr_decay_iters, {decay} (null: max_num_steps). Lower it."
         )
 
 
@@ -199,8 +200,13 @@ MEGATRON_RULES: tuple[Rule, ...] = (
 
 
 def _recompute_is_off(get: Get) -> Iterator[str]:
+    if megatron(get, "activation_checkpointing") is False:
+        for key in RECOMPUTE_KEYS:
+            if megatron(get, key) is not None:
+                yield f"{MEGATRON}.{key}: ignored with activation_checkpointing false."
+        return
     unused = {None: ("modules", "method", "num_layers"), "selective": ("method",), "full": ("modules",)}
-    granularity = megatron(get, "recompute_granularity")
+    granularity = recompute(get)["recompute_granularity"]
     for key in unused[granularity]:
         if megatron(get, f"recompute_{key}") is not None:
             yield f"{MEGATRON}.recompute_{key}: ignored with recompute_granularity {granularity or 'null'}."

@@ -67,7 +67,7 @@ class SchedulerConfig(TypedDict):
     lr_warmup_iters: Count
     """Steps of linear warm-up."""
     lr_decay_iters: Positive | None
-    """Step at which min_lr is reached; null: grpo.max_num_steps."""
+    """Step at which min_lr is reached; null: the last."""
     lr_warmup_init: NonNegative
     """Learning rate at the start of the warm-up."""
     start_weight_decay: NonNegative | None
@@ -104,11 +104,11 @@ class MegatronConfig(TypedDict):
     """Cores and memory near the GPU."""
 
     tensor_model_parallel_size: Positive
-    """Ranks that share each layer's weights; only 1 so far."""
+    """Ranks that share each layer's weights."""
     pipeline_model_parallel_size: Positive
-    """Ranks that share the layers; only 1 so far."""
+    """Ranks that share the layers."""
     virtual_pipeline_model_parallel_size: Positive | None
-    """Parts of the layers that each pipeline rank takes turns with; only null so far."""
+    """Parts of the layers that each pipeline rank takes turns with; null: one."""
     num_layers_in_first_pipeline_stage: Positive | None
     """Layers of the first pipeline rank; null: an even share."""
     num_layers_in_last_pipeline_stage: Positive | None
@@ -120,12 +120,14 @@ class MegatronConfig(TypedDict):
     context_parallel_size: Positive
     """Ranks that share a sequence; only 1 so far."""
     expert_model_parallel_size: Positive
-    """Ranks that share the experts; only 1 so far."""
+    """Ranks that share the experts."""
     expert_tensor_parallel_size: Positive
     """Ranks that share each expert's weights; only 1 so far."""
     sequence_parallel: bool
-    """Split norms and dropout over the tensor-parallel ranks; only false so far."""
+    """Split norms and dropout over the tensor-parallel ranks."""
 
+    activation_checkpointing: bool | None
+    """NeMo-RL's switch: true recomputes, whole layers unless recompute_granularity says less; false does not."""
     recompute_granularity: Literal["full", "selective"] | None
     """Recompute whole layers, or the modules in recompute_modules, in the backward pass; null: nothing."""
     recompute_modules: list[str] | None
@@ -142,13 +144,13 @@ class MegatronConfig(TypedDict):
     min_offloaded_tensor_size: Count
     """Smallest tensor that is offloaded, in elements."""
     activation_offload_fraction: Fraction
-    """Share of the groups of activations that is offloaded; only 1 so far with engine: native."""
+    """Share of the groups of activations that is offloaded, the earliest of a forward."""
     delta_offload_bytes_across_pp_ranks: Count
-    """Bytes that each pipeline rank offloads less than the one before; only 0 so far with engine: native."""
+    """Bytes that each pipeline rank offloads less than the one before, in a step."""
     fine_grained_offloading_max_inflight_offloads: Count | None
-    """Copies of a module on their way at a time; null: no limit, the only value so far with engine: native."""
+    """Copies of a module on their way at a time; null: no limit."""
     delay_offload_until_cuda_graph: bool
-    """Start copies when the CUDA graph is launched; only false so far with engine: native."""
+    """Start copies when the CUDA graph of the next layer is launched."""
     activation_offload: ActivationOffloadConfig
     """How activations are offloaded."""
     cpu_offloading: bool
@@ -157,15 +159,15 @@ class MegatronConfig(TypedDict):
     """First layers that cpu_offloading covers."""
 
     moe_paged_stash: bool
-    """Keep the experts' activations in pages instead of worst-case buffers; only false so far with engine: native."""
+    """Keep what the experts save for backward in pages instead of worst-case buffers."""
     moe_paged_stash_page_size: Positive
     """Size of a page, in tokens."""
     moe_paged_stash_buffer_size_factor_cuda: float
-    """Size of the device stash: positive, times the balanced case; negative, times the largest one seen."""
+    """Size of the device's pages: positive, times the balanced case; negative, times the most a step needed."""
     moe_paged_stash_buffer_size_factor_cpu: float
-    """Size of the host stash, with the same sign; 0: none."""
+    """Size of the pinned host pages for what the device's do not hold, with the same sign; 0: none."""
     moe_expert_rank_capacity_factor: Annotated[float, Gt(0)] | None
-    """Tokens that a rank's experts take at most, times the balanced case; null: all."""
+    """Rows of the buffer that a rank's experts get, times the balanced case; null: as many as come, read each time."""
 
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"]
     """Who captures CUDA graphs; only none so far."""
@@ -184,6 +186,8 @@ class MegatronConfig(TypedDict):
     """Step of the bias that balances experts without a loss, for models that have one."""
     moe_aux_loss_coeff: NonNegative | None
     """Weight of the experts' load-balancing loss."""
+    moe_per_layer_logging: bool
+    """Log the experts' balancing losses of each layer, besides their mean."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"]
     """How tokens reach their experts; flex only with expert parallelism, so not yet."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] | None

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_offload.config.loader import parse_bytes
 from nemo_rl_offload.config.rule import (
     MEGATRON,
     Get,
@@ -11,8 +10,9 @@ from nemo_rl_offload.config.rule import (
     megatron,
     model_shape,
     offloaded,
-    recomputed,
+    recompute,
 )
+from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.planner.modules import (
     DENSE_MLP_MODULES,
@@ -24,7 +24,6 @@ from nemo_rl_offload.planner.modules import (
 
 PATH = f"{MEGATRON}.offload_modules"
 SWITCH = "fine_grained_activation_offloading"
-MEGATRON_MOE_MODULES = ("expert_fc1", "moe_act", "fused_group_mlp")
 
 
 def _names(get: Get) -> Iterator[str]:
@@ -35,9 +34,7 @@ def _names(get: Get) -> Iterator[str]:
     for name in dict.fromkeys(modules):
         if name in allowed:
             continue
-        if name in (NATIVE_MODULES if is_native(get) else ()):
-            reason = "not available yet with engine: native"
-        elif name in (*NATIVE_MODULES, *MEGATRON_MODULES):
+        if name in (*NATIVE_MODULES, *MEGATRON_MODULES):
             reason = f"only engine: {other} can offload it"
         else:
             reason = f"unknown module.{nearest(name, allowed)}".rstrip(".")
@@ -78,6 +75,10 @@ def _fits_model(get: Get) -> Iterator[str]:
             yield f"{PATH}: '{name}' needs layers with experts, and the model has none. Remove it."
         if name in DENSE_MLP_MODULES and all(shape.layers_with_experts):
             yield f"{PATH}: '{name}' needs layers without experts, and the model has none. Remove it."
+    if "shared_experts" in modules and shape.has_experts and not shape.has_shared_experts:
+        yield f"{PATH}: 'shared_experts' needs shared experts, and the model has none. Remove it."
+    if "shared_experts" in modules and megatron(get, "moe_shared_expert_overlap"):
+        yield f"{PATH}: 'shared_experts' cannot be offloaded with moe_shared_expert_overlap. Change one of the two."
 
 
 def _fused_group_mlp(get: Get) -> Iterator[str]:
@@ -93,63 +94,37 @@ def _fused_group_mlp(get: Get) -> Iterator[str]:
         yield f"{PATH}: 'fused_group_mlp' covers {' and '.join(parts)} already. Remove one or the other."
 
 
-def _fused_norms(get: Get) -> Iterator[str]:
-    names = [name for name in offloaded(get) if name in ("attn_norm", "mlp_norm")]
+def _transformer_engines_layers(get: Get) -> Iterator[str]:
+    names = offloaded(get)
     if not names or megatron(get, "transformer_impl") != "transformer_engine":
         return
     shape = model_shape(get)
+    has_own_norm = {"attn_norm": shape.has_latent_attention, "mlp_norm": shape.has_experts}
     for name in names:
-        if not (shape.has_latent_attention if name == "attn_norm" else shape.has_experts):
+        if not has_own_norm.get(name, True):
             yield (
                 f"{PATH}: '{name}' has no boundary of its own in Transformer Engine's fused norm and linear layers. "
                 "Remove it, or set transformer_impl: torch."
             )
-
-
-def _experts_or_recompute(get: Get) -> Iterator[str]:
-    if "moe" not in recomputed(get):
-        return
-    for name in offloaded(get):
-        if name in MOE_MODULES:
-            yield f"{PATH}: '{name}' saves nothing while recompute_modules has 'moe'. Remove one of the two."
+        if name not in MEGATRON_MODULES and is_native(get):
+            yield f"{PATH}: '{name}' can be offloaded with transformer_impl: torch alone. Remove it, or set that."
 
 
 def _cpu_offloading(get: Get) -> Iterator[str]:
     path = f"{MEGATRON}.cpu_offloading"
     if not megatron(get, "cpu_offloading"):
         return
-    for key, off in ((SWITCH, "false"), ("moe_paged_stash", "false"), ("recompute_granularity", "null")):
-        if megatron(get, key):
-            yield f"{path}: cannot be combined with {key}. Set cpu_offloading to false, or {key} to {off}."
+    on = [key for key in (SWITCH, "moe_paged_stash") if megatron(get, key)]
+    if recompute(get)["recompute_granularity"]:
+        on.append("recompute_granularity" if megatron(get, "recompute_granularity") else "activation_checkpointing")
+    for key in on:
+        off = "null" if key == "recompute_granularity" else "false"
+        yield f"{path}: cannot be combined with {key}. Set cpu_offloading to false, or {key} to {off}."
     if megatron(get, "pipeline_model_parallel_size") > 1:
         yield f"{path}: cannot be combined with pipeline parallelism. Set it to false."
     num_covered, num_layers = megatron(get, "cpu_offloading_num_layers"), len(model_shape(get).layers_with_experts)
     if num_covered >= num_layers:
         yield f"{path}_num_layers: {num_covered} must be below the model's {num_layers} layers. Lower it."
-
-
-def _paged_stash(get: Get) -> Iterator[str]:
-    if not megatron(get, "moe_paged_stash"):
-        return
-    factor = "moe_expert_rank_capacity_factor"
-    if megatron(get, factor) is None:
-        yield f"{MEGATRON}.{factor}: moe_paged_stash needs it. Set a factor, like 1.5, or turn moe_paged_stash off."
-    for name in offloaded(get):
-        if name in MEGATRON_MOE_MODULES:
-            yield f"{PATH}: '{name}' is covered by moe_paged_stash already. Remove it."
-    if not model_shape(get).has_experts:
-        yield f"{MEGATRON}.moe_paged_stash: needs layers with experts, and the model has none. Set it to false."
-
-
-def _capacity_factor(get: Get) -> Iterator[str]:
-    path = f"{MEGATRON}.moe_expert_rank_capacity_factor"
-    if megatron(get, "moe_expert_rank_capacity_factor") is None:
-        return
-    backend = megatron(get, "moe_flex_dispatcher_backend")
-    if backend not in ("hybridep", "ncclep"):
-        yield f"{path}: needs moe_flex_dispatcher_backend hybridep or ncclep. Set one of them, or this to null."
-    if backend == "hybridep" and not megatron(get, "use_transformer_engine_op_fuser"):
-        yield f"{path}: needs use_transformer_engine_op_fuser with hybridep. Set that to true, or this to null."
 
 
 def _sizes(get: Get) -> Iterator[str]:
@@ -170,11 +145,8 @@ OFFLOAD_RULES: tuple[Rule, ...] = (
     _auto,
     _fits_model,
     _fused_group_mlp,
-    _fused_norms,
-    _experts_or_recompute,
+    _transformer_engines_layers,
     _cpu_offloading,
-    _paged_stash,
-    _capacity_factor,
     _sizes,
 )
 

@@ -23,6 +23,9 @@ def _tensor(get: Get) -> Iterator[str]:
 def _experts(get: Get) -> Iterator[str]:
     if megatron(get, "expert_model_parallel_size") > 1 and not model_shape(get).has_experts:
         yield f"{MEGATRON}.expert_model_parallel_size: the model has no experts. Set it to 1."
+    splits_tensors_alone = megatron(get, "tensor_model_parallel_size") > 1 and not megatron(get, "sequence_parallel")
+    if splits_tensors_alone and model_shape(get).has_experts:
+        yield f"{MEGATRON}.sequence_parallel: experts need it beside tensor parallelism. Set it to true."
 
 
 def _messages(get: Get) -> Iterator[str]:

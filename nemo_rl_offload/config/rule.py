@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
+from nemo_rl_offload.config.recompute import RECOMPUTE_KEYS, recompute_settings
 from nemo_rl_offload.config.shapes import Shape, read_shape
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.modules import MEGATRON_MODULES
@@ -51,11 +52,17 @@ def is_native(get: Get) -> bool:
     return bool(megatron(get, "activation_offload.engine") == "native")
 
 
+def recompute(get: Get) -> dict[str, Any]:
+    """The keys of recomputation with the values that are in force."""
+    return recompute_settings({key: megatron(get, key) for key in ("activation_checkpointing", *RECOMPUTE_KEYS)})
+
+
 def recomputed(get: Get) -> list[str]:
     """The modules that selective recomputation covers."""
-    if megatron(get, "recompute_granularity") != "selective":
+    settings = recompute(get)
+    if settings["recompute_granularity"] != "selective":
         return []
-    modules = megatron(get, "recompute_modules")
+    modules: list[str] | None = settings["recompute_modules"]
     return ["core_attn"] if modules is None else modules
 
 

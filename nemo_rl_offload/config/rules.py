@@ -5,39 +5,28 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from nemo_rl_offload.config.algorithm_rules import ALGORITHM_RULES, ALGORITHM_RULES_OF_THIS_MACHINE, ALGORITHM_WARNINGS
+from nemo_rl_offload.config.batching_rules import BATCHING_RULES, BATCHING_WARNINGS
 from nemo_rl_offload.config.cuda_graph_rules import CUDA_GRAPH_RULES, CUDA_GRAPH_WARNINGS
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.megatron_rules import MEGATRON_RULES, MEGATRON_WARNINGS, transformer_engine_is_here
+from nemo_rl_offload.config.offload_recompute_rules import OFFLOAD_RECOMPUTE_RULES, OFFLOAD_RECOMPUTE_WARNINGS
 from nemo_rl_offload.config.offload_rules import OFFLOAD_RULES, OFFLOAD_WARNINGS
 from nemo_rl_offload.config.parallel_rules import PARALLEL_RULES
-from nemo_rl_offload.config.rule import MEGATRON, Get, Rule, is_native, megatron
-from nemo_rl_offload.config.run_rules import RUN_RULES
+from nemo_rl_offload.config.rule import MEGATRON, Get, Rule, megatron
+from nemo_rl_offload.config.run_rules import RUN_RULES, RUN_RULES_OF_THIS_MACHINE
 from nemo_rl_offload.config.shapes import read_shape
+from nemo_rl_offload.config.stash_rules import STASH_RULES
 from nemo_rl_offload.config.worker_rules import WORKER_RULES, WORKER_WARNINGS
 from nemo_rl_offload.errors import ConfigError
 
 NOT_YET: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
-    "sequence_parallel": False,
     "cuda_graph_impl": "none",
     "optimizer.optimizer_cpu_offload": False,
 }
 """Keys of `policy.megatron_cfg` whose only value so far is this one."""
-
-NOT_YET_WITH_NATIVE: dict[str, Any] = {
-    "activation_offload.gpu_memory_budget": None,
-    "activation_offload_fraction": 1,
-    "delta_offload_bytes_across_pp_ranks": 0,
-    "fine_grained_offloading_max_inflight_offloads": None,
-    "delay_offload_until_cuda_graph": False,
-    "moe_paged_stash": False,
-}
-"""The same for `engine: native` alone. Its modules are `planner.modules.SUPPORTED_MODULES`."""
 
 
 def _backend(get: Get) -> Iterator[str]:
@@ -49,17 +38,6 @@ def _not_yet(key: str, available: Any, get: Get) -> Iterator[str]:
     value = megatron(get, key)
     if value != available:
         yield f"{MEGATRON}.{key}: {value} is not available yet. Set it to {json.dumps(available)}."
-
-
-def _not_yet_with_native(key: str, available: Any, get: Get) -> Iterator[str]:
-    value = megatron(get, key)
-    if is_native(get) and value != available:
-        yield f"{MEGATRON}.{key}: {value} is not available yet with engine: native. Set it to {json.dumps(available)}."
-
-
-def _auto_is_not_yet(get: Get) -> Iterator[str]:
-    if megatron(get, "offload_modules") == "auto":
-        yield f"{MEGATRON}.offload_modules: auto is not available yet with engine: native. List modules."
 
 
 def _flex_is_not_yet(get: Get) -> Iterator[str]:
@@ -93,20 +71,44 @@ def _tokenizer_is_here(get: Get) -> Iterator[str]:
         yield f"policy.tokenizer.name: {error}"
 
 
+def _model_is_unknown(get: Get) -> Iterator[str]:
+    try:
+        read_shape(get("policy.model_name"))
+    except ConfigError:
+        yield "policy.model_name: rules about the model's layers were not checked, without its config.json."
+
+
 RULES: tuple[Rule, ...] = (
     _backend,
     *(partial(_not_yet, key, available) for key, available in NOT_YET.items()),
-    *(partial(_not_yet_with_native, key, available) for key, available in NOT_YET_WITH_NATIVE.items()),
-    _auto_is_not_yet,
+    *STASH_RULES,
     _flex_is_not_yet,
     _model_can_be_read,
     *OFFLOAD_RULES,
+    *OFFLOAD_RECOMPUTE_RULES,
     *CUDA_GRAPH_RULES,
     *MEGATRON_RULES,
     *PARALLEL_RULES,
     *WORKER_RULES,
+    *BATCHING_RULES,
     *RUN_RULES,
+    *ALGORITHM_RULES,
 )
-RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (_model_is_here, _tokenizer_is_here, transformer_engine_is_here)
-"""What a run needs here, and a check elsewhere does not. Without the model's folder, rules about layers are silent."""
-WARNINGS: tuple[Rule, ...] = (*OFFLOAD_WARNINGS, *CUDA_GRAPH_WARNINGS, *MEGATRON_WARNINGS, *WORKER_WARNINGS)
+RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (
+    _model_is_here,
+    _tokenizer_is_here,
+    transformer_engine_is_here,
+    *RUN_RULES_OF_THIS_MACHINE,
+    *ALGORITHM_RULES_OF_THIS_MACHINE,
+)
+"""What a run needs here, and a check elsewhere does not."""
+WARNINGS: tuple[Rule, ...] = (
+    _model_is_unknown,
+    *OFFLOAD_WARNINGS,
+    *OFFLOAD_RECOMPUTE_WARNINGS,
+    *CUDA_GRAPH_WARNINGS,
+    *MEGATRON_WARNINGS,
+    *WORKER_WARNINGS,
+    *BATCHING_WARNINGS,
+    *ALGORITHM_WARNINGS,
+)

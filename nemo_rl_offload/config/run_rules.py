@@ -1,51 +1,24 @@
-"""Rules about batches, lengths, tasks: everything outside `policy.megatron_cfg`."""
+"""Rules about prompts and tasks: everything outside `policy.megatron_cfg` that several algorithms share."""
 
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from nemo_rl_offload.config.rule import Get, Rule
 from nemo_rl_offload.errors import nearest
 
-
-def _micro_batches(get: Get) -> Iterator[str]:
-    whole, micro = get("policy.train_global_batch_size"), get("policy.train_micro_batch_size")
-    if whole % micro:
-        yield (
-            f"policy.train_global_batch_size: {whole} is not a multiple of train_micro_batch_size {micro}. "
-            "Change one of them."
-        )
+GENERATES = ("grpo", "distillation")
+"""Algorithms that sample responses to problems."""
 
 
-def _samples_per_step(get: Get) -> Iterator[str]:
-    whole = get("policy.train_global_batch_size")
-    prompts, generations = get("grpo.num_prompts_per_step"), get("grpo.num_generations_per_prompt")
-    if (prompts * generations) % whole:
-        yield (
-            f"policy.train_global_batch_size: {whole} does not divide the samples of a step, "
-            f"grpo.num_prompts_per_step x num_generations_per_prompt = {prompts} x {generations}. "
-            f"Set {prompts * generations} for one update per step."
-        )
-
-
-def _leave_one_out(get: Get) -> Iterator[str]:
-    if get("grpo.use_leave_one_out_baseline") and get("grpo.num_generations_per_prompt") < 2:
-        yield (
-            "grpo.num_generations_per_prompt: must be at least 2 while use_leave_one_out_baseline is true. "
-            "Raise it, or turn the baseline off."
-        )
-
-
-def _lengths(get: Get) -> Iterator[str]:
-    prompt, response = get("data.max_input_seq_length"), get("policy.generation.max_new_tokens")
-    total = get("policy.max_total_sequence_length")
-    if prompt + response > total:
-        yield (
-            f"policy.max_total_sequence_length: {total} is less than data.max_input_seq_length {prompt} + "
-            f"policy.generation.max_new_tokens {response}. Set at least {prompt + response}."
-        )
+def takes_problems(get: Get) -> bool:
+    """Whether training data are problems of reasoning-gym."""
+    algorithm = get("algorithm")
+    if algorithm in GENERATES:
+        return bool(get("data.env_name") == "reasoning_gym")
+    return algorithm == "sft" and get("data.train.path") is None
 
 
 def _prompt_template(get: Get) -> Iterator[str]:
@@ -57,9 +30,19 @@ def _prompt_template(get: Get) -> Iterator[str]:
 def _task(get: Get) -> Iterator[str]:
     task = get("env.reasoning_gym.task")
     names = task_names()
-    if task not in names:
+    if task is None and takes_problems(get):
+        yield "env.reasoning_gym.task: missing value. Give one: env.reasoning_gym.task=..."
+    elif task is not None and task not in names:
         hint = nearest(task, names) or f" Some of them: {', '.join(sorted(names)[:5])}."
         yield f"env.reasoning_gym.task: '{task}' is none of reasoning-gym's {len(names)} tasks.{hint}"
+
+
+def _function(get: Get) -> Iterator[str]:
+    path = get("env.function.path")
+    if path is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", path):
+        yield f"env.function.path: '{path}' names no function. Write it as package.module:name."
+    elif path is None and get("algorithm") in GENERATES and get("data.env_name") == "function":
+        yield "env.function.path: missing value. Give one: env.function.path=package.module:name"
 
 
 @cache
@@ -73,11 +56,20 @@ def task_names() -> set[str]:
     return {name for source in sources for name in declared.findall(source.read_text(encoding="utf-8"))}
 
 
+def _tracker_is_here(name: str, get: Get) -> Iterator[str]:
+    if get(f"logger.{name}_enabled") and find_spec(name) is None:
+        yield (
+            f"logger.{name}_enabled: the package {name} is not installed. Install it (`uv sync --group {name}`), or "
+            "set this to false."
+        )
+
+
+RUN_RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (
+    partial(_tracker_is_here, "wandb"),
+    partial(_tracker_is_here, "mlflow"),
+)
 RUN_RULES: tuple[Rule, ...] = (
-    _micro_batches,
-    _samples_per_step,
-    _leave_one_out,
-    _lengths,
     _prompt_template,
     _task,
+    _function,
 )

@@ -5,12 +5,15 @@ text becomes a number and no number a truth value; only a whole number may stand
 stand here but in `examples/configs/base.yaml`. The section `policy.megatron_cfg` is in `megatron_schema.py`.
 """
 
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Lt
 
+from nemo_rl_offload.config.data_schema import DataConfig, EnvConfig
 from nemo_rl_offload.config.megatron_schema import MegatronConfig
-from nemo_rl_offload.config.types import Count, NonNegative, Positive, Share, closed
+from nemo_rl_offload.config.types import Count, Fraction, NonNegative, Positive, Share, closed
+
+Algorithm = Literal["grpo", "sft", "dpo", "distillation"]
 
 
 @closed
@@ -34,6 +37,26 @@ class GenerationConfig(TypedDict):
 
 
 @closed
+class DynamicBatchingConfig(TypedDict):
+    enabled: bool
+    """Microbatches of samples of similar length, padded, as many as fit into a number of tokens."""
+    train_mb_tokens: Positive
+    """Tokens of a microbatch in training, padding included."""
+    logprob_mb_tokens: Positive
+    """The same when log-probabilities are computed."""
+    sequence_length_round: Positive | Literal["power_of_two"]
+    """Lengths are filled up to a multiple of this, or to the next power of two."""
+
+
+@closed
+class SequencePackingConfig(DynamicBatchingConfig):
+    enabled: bool
+    """Microbatches of samples written one after another without padding, as many as fit into a number of tokens."""
+    algorithm: Literal["concatenative", "first_fit_decreasing", "modified_first_fit_decreasing"]
+    """How samples are chosen: in their order, or so that microbatches get full."""
+
+
+@closed
 class PolicyConfig(TypedDict):
     model_name: str
     """Local folder with the start model in Hugging Face format."""
@@ -47,6 +70,12 @@ class PolicyConfig(TypedDict):
     """Samples per forward and backward pass of a rank."""
     logprob_batch_size: Positive
     """Samples per forward pass of a rank when log-probabilities are computed."""
+    logprob_chunk_size: Positive | None
+    """Positions of the logits that log-probabilities and entropy are computed of at a time; null: all."""
+    dynamic_batching: DynamicBatchingConfig
+    """Microbatches by a number of tokens, padded."""
+    sequence_packing: SequencePackingConfig
+    """Microbatches by a number of tokens, packed."""
     generation_batch_size: Positive
     """Samples that a rank generates at a time."""
     max_total_sequence_length: Positive
@@ -61,12 +90,44 @@ class PolicyConfig(TypedDict):
 class LossConfig(TypedDict):
     reference_policy_kl_penalty: NonNegative
     """Weight of the KL divergence from the start model; 0 leaves the reference model out."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"]
+    """Estimate of that divergence: difference of log-probabilities, half its square, or exp(-d) - 1 + d."""
     ratio_clip_min: Share
     """The probability ratio is clipped below 1 minus this."""
     ratio_clip_max: Annotated[float, Gt(0)]
     """The probability ratio is clipped above 1 plus this."""
+    ratio_clip_c: Annotated[float, Gt(1)] | None
+    """Dual clip: with a negative advantage the ratio counts at most this; null: no such bound."""
+    use_cispo: bool
+    """CISPO: the clipped ratio, without a gradient, weighs the log-probability."""
+    sequence_level_importance_ratios: bool
+    """GSPO: one probability ratio for each response, the geometric mean over its tokens."""
+    use_importance_sampling_correction: bool
+    """Weigh each token by how much likelier it is to the training model than to the generation engine."""
+    truncated_importance_sampling_ratio: Annotated[float, Gt(0)] | None
+    """Largest such weight; null: no bound."""
+    entropy_coeff: NonNegative
+    """Weight of the entropy bonus."""
     token_level_loss: bool
     """Average over all tokens of the batch (true), or over each response and then over responses (false)."""
+    kl_type: Literal["forward", "reverse", "mixed"]
+    """Distillation: KL(teacher, student), KL(student, teacher), or a mixture."""
+    mixed_kl_weight: Fraction
+    """Distillation: share of the forward divergence in the mixture."""
+    zero_outside_topk: bool
+    """Distillation: the teacher gives nothing outside its top k (true), or only the top k is compared (false)."""
+
+
+@closed
+class RewardShapingConfig(TypedDict):
+    enabled: bool
+    """Lower the reward of long responses (DAPO's soft overlong punishment)."""
+    max_response_length: Positive | None
+    """Response length in tokens from which on the penalty is whole; null: policy.generation.max_new_tokens."""
+    overlong_buffer_length: Positive
+    """Tokens before that length over which the penalty grows from 0."""
+    overlong_buffer_penalty: NonNegative
+    """The whole penalty."""
 
 
 @closed
@@ -75,12 +136,26 @@ class GRPOConfig(TypedDict):
     """Prompts per step."""
     num_generations_per_prompt: Positive
     """Responses per prompt: the group that rewards are compared in."""
+    max_rollout_turns: Positive
+    """Most turns of an episode, where the environment answers responses; 1: one response."""
     max_num_steps: Positive
     """Steps of the run."""
     normalize_rewards: bool
     """Divide advantages by the standard deviation of their group."""
     use_leave_one_out_baseline: bool
     """Baseline of a response: mean reward of the others in its group (true), or of the group (false)."""
+    ppo_epochs: Positive
+    """Passes over the responses of a step."""
+    overlong_filtering: bool
+    """Leave responses without an end token out of the loss."""
+    use_dynamic_sampling: bool
+    """Replace prompts whose responses all have the same reward (DAPO)."""
+    batch_multiplier: Annotated[float, Ge(1)]
+    """Dynamic sampling generates for num_prompts_per_step times this at a time."""
+    dynamic_sampling_max_gen_batches: Positive
+    """Dynamic sampling gives up after this many such batches."""
+    reward_shaping: RewardShapingConfig
+    """Penalty for long responses."""
     val_period: Count
     """Steps between validations; 0: none in between."""
     val_at_start: bool
@@ -96,51 +171,91 @@ class GRPOConfig(TypedDict):
 
 
 @closed
-class ProblemsConfig(TypedDict):
+class SFTConfig(TypedDict):
+    max_num_epochs: Positive | None
+    """Passes over the data after which the run ends; null: max_num_steps alone decides."""
+    max_num_steps: Positive
+    """Most steps of the run."""
+    val_period: Count
+    """Steps between validations; 0: none in between."""
+    val_at_start: bool
+    """Validate before the first step."""
+    val_at_end: bool
+    """Validate after the last step."""
+    max_val_samples: Positive
+    """Samples per validation."""
     seed: Count
-    """Seed of the problem generator; problem i uses seed + i."""
-    size: Positive
-    """Number of problems."""
+    """Seed of the run: order of the data."""
 
 
 @closed
-class ValidationProblemsConfig(ProblemsConfig):
-    exclude: list[ProblemsConfig]
-    """Problems that validation must not contain, such as those that the start model was trained on."""
+class DPOConfig(SFTConfig):
+    reference_policy_kl_penalty: Annotated[float, Gt(0)]
+    """Beta of DPO: the weight of staying near the start model."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)]
+    """Share of pairs that are taken to be the wrong way round."""
+    preference_average_log_probs: bool
+    """A response's log-probability in the preference loss: mean (true) or sum (false) over its tokens."""
+    sft_average_log_probs: bool
+    """The same in the supervised loss of the chosen response."""
+    preference_loss_weight: NonNegative
+    """Weight of the preference loss."""
+    sft_loss_weight: NonNegative
+    """Weight of the supervised loss of the chosen response."""
 
 
 @closed
-class DataConfig(TypedDict):
-    shuffle: bool
-    """Draw training problems in random order, anew in each epoch."""
-    max_input_seq_length: Positive
-    """Longest prompt, in tokens."""
-    prompt_template: str | None
-    """Prompt around {question}; null: the tokenizer's chat template."""
-    train: ProblemsConfig
-    """Training problems; any that validation contains are removed."""
-    validation: ValidationProblemsConfig
-    """Validation problems."""
+class DistillationConfig(TypedDict):
+    num_prompts_per_step: Positive
+    """Prompts per step."""
+    num_generations_per_prompt: Positive
+    """Responses of the student per prompt."""
+    max_rollout_turns: Positive
+    """Most turns of an episode, where the environment answers responses; 1: one response."""
+    max_num_steps: Positive
+    """Steps of the run."""
+    topk_logits_k: Positive
+    """Tokens at each position, the teacher's most likely ones, that are compared."""
+    val_period: Count
+    """Steps between validations; 0: none in between."""
+    val_at_start: bool
+    """Validate before the first step."""
+    val_at_end: bool
+    """Validate after the last step."""
+    max_val_samples: Positive
+    """Problems per validation."""
+    val_batch_size: Positive
+    """Problems that are generated and scored together in validation."""
+    seed: Count
+    """Seed of the run: order of the problems and sampling."""
 
 
 @closed
-class ReasoningGymConfig(TypedDict):
-    task: str
-    """Name of a reasoning-gym data set."""
-    params: dict[str, Any]
-    """Parameters of that data set."""
-    num_workers: Positive
-    """Actors that score responses."""
-    binary_reward: bool
-    """Reward 1 for a score from correct_threshold on and 0 below (true), or the score itself (false)."""
-    correct_threshold: Share
-    """Score from which a response counts as correct."""
+class TeacherConfig(TypedDict):
+    model_name: str | None
+    """Local folder of the teacher in Hugging Face format, with the student's vocabulary."""
+    precision: Literal["float32", "bfloat16"] | None
+    """Type of its weights; null: policy.precision."""
+    logprob_batch_size: Positive | None
+    """Samples per forward pass of a rank; null: policy.logprob_batch_size."""
 
 
 @closed
-class EnvConfig(TypedDict):
-    reasoning_gym: ReasoningGymConfig
-    """Problems and their verification by reasoning-gym."""
+class WandbConfig(TypedDict):
+    project: str
+    """Project of the run."""
+    name: str | None
+    """Name of the run; null: that of the run directory."""
+
+
+@closed
+class MlflowConfig(TypedDict):
+    experiment_name: str
+    """Experiment of the run."""
+    run_name: str | None
+    """Name of the run; null: that of the run directory."""
+    tracking_uri: str | None
+    """Server or store; null: mlflow.db in the run directory."""
 
 
 @closed
@@ -149,6 +264,14 @@ class LoggerConfig(TypedDict):
     """Write metrics for TensorBoard."""
     jsonl_enabled: bool
     """Write metrics to metrics.jsonl."""
+    wandb_enabled: bool
+    """Write metrics for Weights & Biases, offline unless the variable WANDB_MODE says otherwise."""
+    mlflow_enabled: bool
+    """Write metrics for MLflow."""
+    wandb: WandbConfig
+    """Weights & Biases."""
+    mlflow: MlflowConfig
+    """MLflow."""
 
 
 @closed
@@ -159,10 +282,22 @@ class CheckpointingConfig(TypedDict):
     """Steps between checkpoints."""
     keep_top_k: Positive | None
     """Checkpoints that are kept, best first; null keeps all."""
-    metric_name: Literal["val:accuracy", "val:reward", "train:reward", "train:loss"]
+    metric_name: Literal["val:accuracy", "val:reward", "val:loss", "train:reward", "train:loss"]
     """Metric that ranks checkpoints."""
     higher_is_better: bool
     """Whether a higher metric is better."""
+    is_async: bool
+    """Write checkpoints while training goes on, from a copy in host memory."""
+
+
+@closed
+class FaultToleranceConfig(TypedDict):
+    max_restarts: Count
+    """Times that a run starts its workers again after one died or failed, from the last checkpoint."""
+    grace_period_s: NonNegative
+    """Seconds that a step and a checkpoint may take after SIGTERM; 0: end at once, without a checkpoint."""
+    max_skipped_steps: Count
+    """Steps in a row that may be skipped because the loss or a gradient is not finite; one more ends the run."""
 
 
 @closed
@@ -175,19 +310,31 @@ class ClusterConfig(TypedDict):
 
 @closed
 class MasterConfig(TypedDict):
+    algorithm: Algorithm
+    """What is run; the sections of other algorithms have no effect."""
     policy: PolicyConfig
     """The model and how it is trained."""
+    teacher: TeacherConfig
+    """The model that distillation learns from."""
     loss_fn: LossConfig
-    """The loss."""
+    """The loss of grpo and of distillation."""
     grpo: GRPOConfig
-    """The algorithm."""
+    """Group Relative Policy Optimization."""
+    sft: SFTConfig
+    """Supervised fine-tuning."""
+    dpo: DPOConfig
+    """Direct Preference Optimization."""
+    distillation: DistillationConfig
+    """Distillation of a teacher on the student's own responses."""
     data: DataConfig
-    """Problems and prompts."""
+    """Problems, prompts and files."""
     env: EnvConfig
     """Rewards."""
     logger: LoggerConfig
     """Where metrics go."""
     checkpointing: CheckpointingConfig
     """When checkpoints are written and which are kept."""
+    fault_tolerance: FaultToleranceConfig
+    """What a run survives."""
     cluster: ClusterConfig
     """Machines and devices."""

@@ -1,12 +1,12 @@
-"""The shape of a model, from the `config.json` of its Hugging Face folder."""
+"""The shape of a model, from the `config.json` of its Hugging Face folder or from the catalogue of public models."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.planner.catalogue import find_config, read_config_file
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,8 @@ class Shape:
 
 
 def read_shape(model_name: str) -> Shape:
-    """Read the shape of the model in a local folder. Raises ConfigError when there is none, or it cannot be read."""
-    path = resolve_model_path(model_name) / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a model's configuration.")
+    """Read the shape of a model. Raises ConfigError as `read_model_config` does."""
+    content = read_model_config(model_name)
     activation = content.get("hidden_act")
     num_heads = max(1, _whole(content, "num_attention_heads", 1))
     return Shape(
@@ -49,6 +43,20 @@ def read_shape(model_name: str) -> Shape:
         has_linear_attention=_whole(content, "linear_num_value_heads") > 0,
         activation=activation if isinstance(activation, str) else None,
     )
+
+
+def read_model_config(model_name: str) -> Mapping[str, Any]:
+    """Return what the `config.json` of a local folder holds, or that of a public model by its hub name.
+
+    Raises ConfigError when the model is neither, or its file cannot be read.
+    """
+    try:
+        path = resolve_model_path(model_name) / "config.json"
+    except ConfigError:
+        if (public := find_config(model_name)) is None:
+            raise
+        return public
+    return read_config_file(path)
 
 
 def _whole(content: Mapping[str, Any], key: str, default: int = 0) -> int:

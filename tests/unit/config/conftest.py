@@ -14,6 +14,7 @@ from nemo_rl_offload.errors import ConfigError
 MakeModel = Callable[..., Path]
 Check = Callable[..., CheckedConfig]
 Refusals = Callable[[str], list[str]]
+Refuses = Callable[[str, str, str, str], None]
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +80,19 @@ def refusals(check: Check, dense_model: Path, moe_model: Path) -> Refusals:
         return []
 
     return lines_of
+
+
+@pytest.fixture(scope="session")
+def refuses(refusals: Refusals) -> Refuses:
+    """Assert that `broken` overrides have one problem, at `path` and with these `words`, which `legal` ones mend."""
+
+    def assert_refused(broken: str, path: str, words: str, legal: str) -> None:
+        (line,) = refusals(broken)
+        assert line.startswith(f"{path}: ")
+        assert words in line
+        assert refusals(f"{broken} {legal}") == []
+
+    return assert_refused
 
 
 def expand(text: str, dense_model: Path, moe_model: Path) -> list[str]:

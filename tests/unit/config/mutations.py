@@ -28,7 +28,7 @@ TOPICS: list[tuple[str, ...]] = [
     (*OFFLOAD, "recompute_granularity", "recompute_modules"),
     (*OFFLOAD, "cuda_graph_", "fine_grained_offloading_max"),
     ("cuda_graph_", "recompute_"),
-    ("recompute_",),
+    ("recompute_", "activation_checkpointing"),
     ("tensor_model", "sequence_parallel", "expert_model", "pipeline_model", "virtual_", "num_layers", "batch_p2p"),
     ("moe_router", "moe_aux", "moe_token", "moe_flex", "moe_shared", "moe_expert_rank"),
     ("lr_", "start_", "end_", "weight_", "lr", "min_lr", "use_distributed", "overlap_"),

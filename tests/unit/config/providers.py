@@ -32,6 +32,18 @@ class Model:
         return copy.deepcopy(self._provider)
 
 
+def pretend_transformer_engine(monkeypatch: Any) -> None:
+    """Let Megatron's checks believe that Transformer Engine is installed; nothing of it is called."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer import transformer_config
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda _version: True)
+    for module in (rope_utils, moe_utils):
+        for name in [name for name in vars(module) if name.startswith("fused_") and getattr(module, name) is None]:
+            monkeypatch.setattr(module, name, object())
+
+
 class NoOptimizer:
     param_groups: list[dict[str, Any]] = []
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nemo_rl_offload.config import loader
-from nemo_rl_offload.config.loader import load_config, parse_bytes, resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.loader import load_config, resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.errors import ConfigError
 
 KEYS = st.sampled_from(["a", "b", "c"])
@@ -90,6 +91,9 @@ def test_a_cycle_is_an_error(tmp_path: Path) -> None:
         ("a: ???\nb: ${a}\n", r"top\.yaml: a: missing value"),
         ("a: ${b}\nb: ${a}\n", "top.yaml"),
         ("a: \x01\n", "top.yaml"),
+        ("a: &x [*x]\n", r"top\.yaml: a value contains itself"),
+        ("a: &x {b: *x}\n", r"top\.yaml: a value contains itself"),
+        ("a: ${b}\nb: ['${a}']\n", "top.yaml"),
     ],
 )
 def test_unreadable_files_are_named(tmp_path: Path, text: str, message: str) -> None:

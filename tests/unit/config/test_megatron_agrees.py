@@ -8,8 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import megatron_changes, refused
-from providers import Model, build, make_models
+from providers import Model, build, make_models, pretend_transformer_engine
 
+from nemo_rl_offload.config.checks import examine
 from nemo_rl_offload.config.worker_rules import transformer_fields
 
 
@@ -43,6 +44,46 @@ def check_many(models: list[Model], num_accepted: int) -> None:
     assert sum(accepted) >= num_accepted
 
 
+def check_many_with_transformer_engine(models: list[Model], num_accepted: int) -> None:
+    """The same for configurations that need Transformer Engine, which only a run must have."""
+    from nemo_rl_offload.megatron.setup import apply_policy
+
+    accepted = []
+
+    @given(
+        changes=st.tuples(megatron_changes(), megatron_changes()),
+        engine=st.sampled_from(["native", "megatron"]),
+        index=st.integers(0, 1),
+    )
+    @settings(max_examples=8 * num_accepted, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    def run(changes: tuple[dict[tuple[str, ...], Any], ...], engine: str, index: int) -> None:
+        of_te = {("transformer_impl",): "transformer_engine", ("activation_offload", "engine"): engine}
+        raw = models[index].raw(changes[0] | changes[1] | of_te)
+        found = examine(raw, run_here=False).problems
+        if not left_to_megatron(raw) and all("not available yet" in problem.message for problem in found):
+            apply_policy(models[index].provider(), raw["policy"], "transformer_engine")
+            accepted.append(engine)
+
+    run()
+    assert len(accepted) >= num_accepted
+    assert set(accepted) == {"native", "megatron"}
+
+
+def test_megatron_refuses_nothing_that_is_accepted_with_transformer_engine(
+    models: list[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_transformer_engine(monkeypatch)
+    check_many_with_transformer_engine(models, 15)
+
+
+@pytest.mark.slow
+def test_megatron_refuses_nothing_of_much_with_transformer_engine(
+    models: list[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_transformer_engine(monkeypatch)
+    check_many_with_transformer_engine(models, 200)
+
+
 def test_megatron_refuses_nothing_that_is_accepted(models: list[Model]) -> None:
     check_many(models, 30)
 
@@ -73,9 +114,11 @@ def test_forwarded_fields_are_those_of_a_config_that_megatron_builds(
     own = {name: getattr(untouched, name) for name in names}
     expected = TransformerConfig(**own | {name: value for name, value in given_fields.items() if name in names})
     forwarded = {*setup.FORWARDED, *setup.FORWARDED_UNLESS_NULL, *view} & names
-    forwarded -= {"fine_grained_activation_offloading", "offload_modules"}
+    of_this_project = {"fine_grained_activation_offloading", "offload_modules", "moe_expert_rank_capacity_factor"}
+    forwarded -= of_this_project  # set after Megatron's checks, which know other meanings of them
     assert len(forwarded) >= 40
     assert {name: getattr(built, name) for name in forwarded} == {name: getattr(expected, name) for name in forwarded}
+    assert built.moe_expert_rank_capacity_factor == cfg["moe_expert_rank_capacity_factor"]
     if offload is not None:
         assert built.fine_grained_activation_offloading is offload
         assert built.offload_modules == (list(cfg["offload_modules"]) if offload else [])
@@ -91,6 +134,12 @@ def test_false_clears_what_a_provider_says_and_null_keeps_it(models: list[Model]
         configure_provider(provider, models[0].raw(changes)["policy"])
         assert provider.fine_grained_activation_offloading is (value is not False)
         assert provider.offload_modules == expected
+
+
+def test_activation_checkpointing_recomputes_whole_layers(models: list[Model]) -> None:
+    for value, expected in [(True, ("full", "uniform", 1)), (False, (None, None, None)), (None, (None, None, None))]:
+        built = build(models[0], models[0].raw({("activation_checkpointing",): value}))
+        assert (built.recompute_granularity, built.recompute_method, built.recompute_num_layers) == expected
 
 
 def test_null_keeps_what_a_provider_says(models: list[Model]) -> None:
@@ -149,7 +198,6 @@ GRAPH = {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}
         GRAPH | {"cuda_graph_modules": ["moe", "moe_router"]},
         GRAPH | {"cuda_graph_modules": ["mlp"]},
         GRAPH | {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-        {"moe_paged_stash": True},
     ],
 )
 def test_what_megatron_refuses_breaks_a_rule(models: list[Model], changes: dict[str, Any]) -> None:

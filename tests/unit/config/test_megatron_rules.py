@@ -34,6 +34,18 @@ CASES = [
     ("M.enabled=false", "enabled", "Megatron-Core is the only", "M.enabled=true"),
     (f"{FULL} M.recompute_method=null", "recompute_method", "Set uniform or block", "M.recompute_method=block"),
     (f"{FULL} M.recompute_num_layers=null", "recompute_num_layers", "full recompute needs", "M.recompute_num_layers=2"),
+    (
+        f"M.activation_checkpointing=true {SELECTIVE} M.recompute_num_layers=1",
+        "recompute_num_layers",
+        "Set null",
+        "M.activation_checkpointing=false",
+    ),
+    (
+        f"M.activation_checkpointing=true {OFF} {GRAPH}=local",
+        "cuda_graph_impl",
+        "works with full_iteration only",
+        "M.activation_checkpointing=false",
+    ),
     (f"{SELECTIVE} M.recompute_num_layers=1", "recompute_num_layers", "Set null", "M.recompute_num_layers=null"),
     (
         f"{SELECTIVE} M.recompute_modules=[layer_norm]",
@@ -118,6 +130,12 @@ CASES = [
         "M.tensor_model_parallel_size=4",
     ),
     ("M.overlap_p2p_comm=true", "batch_p2p_comm", "excluded by overlap_p2p_comm", "M.batch_p2p_comm=false"),
+    (
+        "MOE M.tensor_model_parallel_size=2",
+        "sequence_parallel",
+        "experts need it beside tensor parallelism",
+        "M.sequence_parallel=true",
+    ),
     ("M.sequence_parallel=true", "sequence_parallel", "needs tensor_model", "M.tensor_model_parallel_size=2"),
     ("M.optimizer.min_lr=0.1", "optimizer.min_lr", "above optimizer.lr", "M.optimizer.lr=0.1"),
     ("M.scheduler.lr_warmup_init=0.1", "scheduler.lr_warmup_init", "above optimizer.lr", "M.optimizer.lr=0.1"),
@@ -251,6 +269,15 @@ def test_fused_activation_must_be_the_models(refusals: Refusals, make_model: Mak
     )
 
 
+@pytest.mark.parametrize(("num_ranks", "is_legal"), [(2, True), (3, False), (6, True)])
+def test_tensor_ranks_and_key_heads_must_divide(
+    refusals: Refusals, make_model: MakeModel, num_ranks: int, is_legal: bool
+) -> None:
+    model = make_model(num_attention_heads=6, num_key_value_heads=2)
+    lines = refusals(f"policy.model_name={model} M.tensor_model_parallel_size={num_ranks}")
+    assert lines == [] if is_legal else "3 and the model's 2 key heads do not divide" in lines[0]
+
+
 def test_transformer_engine_must_be_here_for_a_run(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [f"{M}.transformer_impl=transformer_engine", f"{M}.offload_modules=[core_attn]"]
     engine = [f"{M}.activation_offload.engine=megatron"]
@@ -284,5 +311,6 @@ def test_ignored_settings_are_warned_about(check: Check, overrides: str, key: st
 def test_recompute_settings_of_the_other_granularity(check: Check, key: str) -> None:
     full = [f"{M}.recompute_granularity=full", f"{M}.recompute_method=uniform", f"{M}.recompute_num_layers=1"]
     overrides = full if key == "recompute_modules=[mlp]" else [f"{M}.recompute_granularity=selective"]
-    (warning,) = check(*overrides, f"{M}.{key}").warnings
+    off = f"{M}.fine_grained_activation_offloading=false", f"{M}.offload_modules=null"
+    (warning,) = check(*overrides, *off, f"{M}.{key}").warnings
     assert warning.startswith(f"{M}.{key.split('=')[0]}: ignored")

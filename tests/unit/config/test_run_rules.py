@@ -5,34 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_offload.config import run_rules
 from nemo_rl_offload.config.checks import CheckedConfig
 from nemo_rl_offload.config.run_rules import task_names
 from nemo_rl_offload.errors import ConfigError
 
 Check = Callable[..., CheckedConfig]
-Refusals = Callable[[str], list[str]]
+Refuses = Callable[[str, str, str, str], None]
 MakeModel = Callable[..., Path]
 M = "policy.megatron_cfg"
 
 CASES = [
-    (
-        "policy.train_micro_batch_size=60",
-        "policy.train_global_batch_size",
-        "128 is not a multiple of train_micro_batch_size 60",
-        "policy.train_micro_batch_size=32",
-    ),
-    (
-        "policy.train_global_batch_size=256",
-        "policy.train_global_batch_size",
-        "Set 128 for one update per step",
-        "grpo.num_prompts_per_step=32",
-    ),
-    (
-        "grpo.num_generations_per_prompt=1 grpo.num_prompts_per_step=128",
-        "grpo.num_generations_per_prompt",
-        "at least 2",
-        "grpo.use_leave_one_out_baseline=false",
-    ),
     (
         "data.max_input_seq_length=89",
         "policy.max_total_sequence_length",
@@ -56,11 +39,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("broken", "path", "words", "legal"), CASES)
-def test_rules(refusals: Refusals, broken: str, path: str, words: str, legal: str) -> None:
-    (line,) = refusals(broken)
-    assert line.startswith(f"{path}: ")
-    assert words in line
-    assert refusals(f"{broken} {legal}") == []
+def test_rules(refuses: Refuses, broken: str, path: str, words: str, legal: str) -> None:
+    refuses(broken, path, words, legal)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +54,30 @@ def test_folders_must_exist(check: Check, dense_model: Path, path: str, file: st
 
 def test_a_check_elsewhere_only_warns_about_missing_folders(check: Check) -> None:
     checked = check("policy.model_name=no/such", f"{M}.offload_modules=[moe_act]", run_here=False)
-    assert [warning.split(":")[0] for warning in checked.warnings] == ["policy.model_name", "policy.tokenizer.name"]
-    assert all(warning.endswith("Only a run needs it.") for warning in checked.warnings)
+    paths = ["policy.model_name", "policy.tokenizer.name", "policy.model_name"]
+    assert [warning.split(":")[0] for warning in checked.warnings] == paths
+    assert all(warning.endswith("Only a run needs it.") for warning in checked.warnings[:2])
+    assert "rules about the model's layers were not checked" in checked.warnings[2]
+
+
+@pytest.mark.parametrize(
+    ("model", "legal", "refused"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "mlp_act", "moe_act"),
+        ("Qwen/Qwen3-30B-A3B", "moe_act", "mlp_act"),
+        ("deepseek-ai/DeepSeek-V3", "[moe_act,mlp_act]", None),
+        ("openai/gpt-oss-120b", "expert_fc1", "mlp_fc1"),
+    ],
+)
+def test_public_models_need_no_folder(check: Check, model: str, legal: str, refused: str | None) -> None:
+    def warnings(modules: str) -> list[str]:
+        overrides = [f"policy.model_name={model}", f"{M}.offload_modules=[{modules.strip('[]')}]"]
+        return check(*overrides, run_here=False).warnings
+
+    assert all(line.endswith("Only a run needs it.") for line in warnings(legal))
+    if refused is not None:
+        with pytest.raises(ConfigError, match=f"'{refused}' needs layers with"):
+            warnings(refused)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\x00"])
@@ -95,3 +97,14 @@ def test_task_names_are_those_that_reasoning_gym_registers() -> None:
     from reasoning_gym.factory import DATASETS
 
     assert task_names() == set(DATASETS)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_rules, "find_spec", lambda _: None)
+    values = {f"logger.{other}_enabled": other == name for other in ("wandb", "mlflow")}
+    problems = [line for rule in run_rules.RUN_RULES_OF_THIS_MACHINE for line in rule(values.__getitem__)]
+    fix = f"Install it (`uv sync --group {name}`), or set this to false."
+    assert problems == [f"logger.{name}_enabled: the package {name} is not installed. {fix}"]
+    monkeypatch.setattr(run_rules, "find_spec", lambda _: object())
+    assert [line for rule in run_rules.RUN_RULES_OF_THIS_MACHINE for line in rule(values.__getitem__)] == []

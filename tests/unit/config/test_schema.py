@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl_offload.config import megatron_schema, schema
+from nemo_rl_offload.config import data_schema, megatron_schema, schema
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.config.types import describe, keys_of
 
@@ -41,7 +41,7 @@ def test_base_yaml_explains_every_value(configs: Path) -> None:
     assert [line for above, line in values if " # " not in line and not above.lstrip().startswith("#")] == []
 
 
-@pytest.mark.parametrize("module", [schema, megatron_schema])
+@pytest.mark.parametrize("module", [schema, data_schema, megatron_schema])
 def test_every_key_has_a_line_of_documentation(module: ModuleType) -> None:
     tree = ast.parse(inspect.getsource(module))
     for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
@@ -63,8 +63,8 @@ def test_every_key_has_a_line_of_documentation(module: ModuleType) -> None:
         (megatron_schema.OptimizerConfig, "adam_beta1", "a number from 0 below 1"),
         (schema.PolicyConfig, "precision", "'float32' or 'bfloat16'"),
         (schema.GRPOConfig, "normalize_rewards", "true or false"),
-        (schema.ReasoningGymConfig, "params", "a mapping of text to values"),
-        (schema.ValidationProblemsConfig, "exclude", "a list of sections"),
+        (data_schema.ReasoningGymConfig, "params", "a mapping of text to values"),
+        (data_schema.ValidationDataConfig, "exclude", "a list of sections"),
     ],
 )
 def test_types_in_words(section: type, key: str, words: str) -> None:

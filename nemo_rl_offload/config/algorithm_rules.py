@@ -1,0 +1,227 @@
+"""Rules about the sections of the algorithms, and about settings that the chosen one does not read."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import yaml
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, resolve_data_path, resolve_model_path
+from nemo_rl_offload.config.rule import Get, Rule
+from nemo_rl_offload.config.run_rules import GENERATES, takes_problems
+from nemo_rl_offload.errors import ConfigError
+
+_SPLITS = ("data.train", "data.validation")
+_METRICS = {
+    "grpo": ("val:accuracy", "val:reward", "train:reward", "train:loss"),
+    "distillation": ("val:accuracy", "val:reward", "train:reward", "train:loss"),
+    "sft": ("val:loss", "train:loss"),
+    "dpo": ("val:accuracy", "val:loss", "train:loss"),
+}
+_LOSS_KEYS = {"distillation": ("kl_type", "mixed_kl_weight", "zero_outside_topk")}
+
+
+def _samples_per_step(get: Get) -> Iterator[str]:
+    algorithm, whole = get("algorithm"), get("policy.train_global_batch_size")
+    if algorithm not in GENERATES:
+        return
+    prompts, generations = (get(f"{algorithm}.num_{key}") for key in ("prompts_per_step", "generations_per_prompt"))
+    if (prompts * generations) % whole:
+        yield (
+            f"policy.train_global_batch_size: {whole} does not divide the samples of a step, "
+            f"{algorithm}.num_prompts_per_step x num_generations_per_prompt = {prompts} x {generations}. "
+            f"Set {prompts * generations} for one update per step."
+        )
+
+
+def _groups(get: Get) -> Iterator[str]:
+    if get("algorithm") != "grpo" or get("grpo.num_generations_per_prompt") > 1:
+        return
+    for key in ("use_leave_one_out_baseline", "use_dynamic_sampling"):
+        if get(f"grpo.{key}"):
+            yield (
+                f"grpo.num_generations_per_prompt: must be at least 2 while {key} is true. Raise it, or turn that off."
+            )
+
+
+def _batch_multiplier(get: Get) -> Iterator[str]:
+    multiplier = get("grpo.batch_multiplier")
+    if multiplier != 1 and not get("grpo.use_dynamic_sampling"):
+        yield (
+            f"grpo.batch_multiplier: {multiplier} generates responses that nothing uses. Set 1, or "
+            "grpo.use_dynamic_sampling=true."
+        )
+
+
+def _overlong_buffer(get: Get) -> Iterator[str]:
+    path = "grpo.reward_shaping"
+    buffer = get(f"{path}.overlong_buffer_length")
+    longest = get(f"{path}.max_response_length") or get("policy.generation.max_new_tokens")
+    if get(f"{path}.enabled") and buffer > longest:
+        yield f"{path}.overlong_buffer_length: {buffer} is above max_response_length {longest}. Lower it."
+
+
+def _lengths(get: Get) -> Iterator[str]:
+    if get("algorithm") not in GENERATES:
+        return
+    prompt, response = get("data.max_input_seq_length"), get("policy.generation.max_new_tokens")
+    total = get("policy.max_total_sequence_length")
+    if prompt + response > total:
+        yield (
+            f"policy.max_total_sequence_length: {total} is less than data.max_input_seq_length {prompt} + "
+            f"policy.generation.max_new_tokens {response}. Set at least {prompt + response}."
+        )
+
+
+def _sequence_ratios(get: Get) -> Iterator[str]:
+    if get("loss_fn.sequence_level_importance_ratios") and get("loss_fn.token_level_loss"):
+        yield (
+            "loss_fn.token_level_loss: must be false while sequence_level_importance_ratios is true: one ratio for a "
+            "response weighs the response, not its tokens. Set it to false."
+        )
+
+
+def _cispo(get: Get) -> Iterator[str]:
+    if get("loss_fn.use_cispo") and get("loss_fn.ratio_clip_c") is not None:
+        yield "loss_fn.ratio_clip_c: bounds a loss that use_cispo does not have. Set it to null."
+
+
+def _teacher(get: Get) -> Iterator[str]:
+    if get("algorithm") == "distillation" and get("teacher.model_name") is None:
+        yield "teacher.model_name: missing value. Give one: teacher.model_name=..."
+
+
+def _data_paths(get: Get) -> Iterator[str]:
+    algorithm = get("algorithm")
+    train, validation = (get(f"{split}.path") for split in _SPLITS)
+    if algorithm in GENERATES and takes_problems(get):
+        for split, path in zip(_SPLITS, (train, validation), strict=True):
+            if path is not None:
+                yield (
+                    f"{split}.path: {algorithm} takes its problems from env.reasoning_gym. Set it to null, or "
+                    "data.env_name to math or function."
+                )
+    elif algorithm in GENERATES and train is None:
+        yield (
+            f"data.train.path: missing value; data.env_name {get('data.env_name')} takes problems from a file. "
+            "Give one: data.train.path=..."
+        )
+    elif algorithm == "dpo" and train is None:
+        yield "data.train.path: missing value; dpo takes preference pairs from a file. Give one: data.train.path=..."
+    elif (train is None) != (validation is None) and _validates(get):
+        there, missing = _SPLITS if validation is None else reversed(_SPLITS)
+        yield (
+            f"{missing}.path: missing value, while {there}.path is given. Give one, or turn validation off: "
+            f"{algorithm}.val_period=0 {algorithm}.val_at_start=false {algorithm}.val_at_end=false"
+        )
+
+
+def _validates(get: Get) -> bool:
+    algorithm = get("algorithm")
+    return any(get(f"{algorithm}.{key}") for key in ("val_period", "val_at_start", "val_at_end"))
+
+
+def _metric(get: Get) -> Iterator[str]:
+    metric, algorithm = get("checkpointing.metric_name"), get("algorithm")
+    allowed = _METRICS[algorithm]
+    if metric not in allowed:
+        yield f"checkpointing.metric_name: {algorithm} has no {metric}. Allowed: {', '.join(allowed)}."
+    elif metric.endswith(":loss") == get("checkpointing.higher_is_better"):
+        wanted = str(not metric.endswith(":loss")).lower()
+        yield f"checkpointing.higher_is_better: keeps the worst checkpoints by {metric}. Set it to {wanted}."
+
+
+ALGORITHM_RULES: tuple[Rule, ...] = (
+    _samples_per_step,
+    _groups,
+    _lengths,
+    _batch_multiplier,
+    _overlong_buffer,
+    _sequence_ratios,
+    _cispo,
+    _teacher,
+    _data_paths,
+    _metric,
+)
+
+
+def _teacher_is_here(get: Get) -> Iterator[str]:
+    name = get("teacher.model_name")
+    if get("algorithm") == "distillation" and name is not None:
+        try:
+            resolve_model_path(name)
+        except ConfigError as error:
+            yield f"teacher.model_name: {error}"
+
+
+def _data_is_here(get: Get) -> Iterator[str]:
+    for split in _SPLITS:
+        path = get(f"{split}.path")
+        if not takes_problems(get) and path is not None:
+            try:
+                resolve_data_path(path)
+            except ConfigError as error:
+                yield f"{split}.path: {error}"
+
+
+ALGORITHM_RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (_teacher_is_here, _data_is_here)
+
+
+def _without_effect(get: Get) -> Iterator[str]:
+    """Settings that the algorithm does not read; a value equal to the default was not set for it."""
+    algorithm = get("algorithm")
+    for path, default in _leaves(_defaults()):
+        if not _is_read(path, get) and get(path) != default:
+            yield f"{path}: {get(path)} has no effect with algorithm {algorithm}."
+
+
+def _is_read(path: str, get: Get) -> bool:
+    algorithm = get("algorithm")
+    section, _, key = path.partition(".")
+    if section in _METRICS:
+        return bool(section == algorithm)
+    if section == "teacher":
+        return bool(algorithm == "distillation")
+    if section == "loss_fn":
+        owner = "distillation" if key in _LOSS_KEYS["distillation"] else "grpo"
+        return bool(algorithm == owner)
+    if path in [f"{split}.split" for split in _SPLITS]:
+        return not takes_problems(get)
+    if path == "data.env_name":
+        return bool(algorithm in GENERATES)
+    if section == "env" and not key.startswith("reasoning_gym."):
+        return bool(algorithm in GENERATES and key.startswith(f"{get('data.env_name')}."))
+    if section == "env" or path in [f"{split}.{name}" for split in _SPLITS for name in ("seed", "size", "exclude")]:
+        return takes_problems(get)
+    if path.startswith("policy.generation."):
+        return bool(algorithm in GENERATES)
+    return True
+
+
+def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        name = f"{path}.{key}".lstrip(".")
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, name)
+        else:
+            yield name, value
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """`base.yaml` as it is written."""
+    text = (PROJECT_ROOT / "examples" / "configs" / "base.yaml").read_text(encoding="utf-8")
+    content: dict[str, Any] = yaml.safe_load(text)
+    return content
+
+
+def _truncated_ratio(get: Get) -> Iterator[str]:
+    ratio = get("loss_fn.truncated_importance_sampling_ratio")
+    if ratio is not None and not get("loss_fn.use_importance_sampling_correction"):
+        yield (
+            f"loss_fn.truncated_importance_sampling_ratio: {ratio} has no effect while "
+            "use_importance_sampling_correction is false."
+        )
+
+
+ALGORITHM_WARNINGS: tuple[Rule, ...] = (_without_effect, _truncated_ratio)

@@ -1,0 +1,74 @@
+"""Rules about offloading beside recomputation: what a recomputed module saves, and whether that stays where it is."""
+
+from collections.abc import Iterator
+
+from nemo_rl_offload.config.rule import (
+    MEGATRON,
+    Get,
+    Rule,
+    is_native,
+    megatron,
+    model_shape,
+    offloaded,
+    recompute,
+    recomputed,
+)
+from nemo_rl_offload.planner.modules import DENSE_MLP_MODULES, DISCARDED_BY_RECOMPUTE, MOE_MODULES
+
+PATH = f"{MEGATRON}.offload_modules"
+
+
+def _experts(get: Get) -> Iterator[str]:
+    if "moe" not in recomputed(get):
+        return
+    for name in offloaded(get):
+        if name in MOE_MODULES:
+            yield f"{PATH}: '{name}' saves nothing while recompute_modules has 'moe'. Remove one of the two."
+
+
+def _discarded(get: Get) -> Iterator[str]:
+    names, covered = offloaded(get), recomputed(get)
+    shape = model_shape(get)
+    for part, modules in DISCARDED_BY_RECOMPUTE.items():
+        for name in modules:
+            is_elsewhere = name in ("qkv_linear", "core_attn") and not shape.has_latent_attention
+            if part in covered and name in names and not is_elsewhere:
+                yield f"{PATH}: '{name}' saves what recompute_modules '{part}' discards. Remove one of the two."
+
+
+OFFLOAD_RECOMPUTE_RULES: tuple[Rule, ...] = (_experts, _discarded)
+
+
+def _in_whole_layers(get: Get) -> Iterator[str]:
+    settings = recompute(get)
+    if settings["recompute_granularity"] != "full" or not is_native(get):
+        return
+    if settings["recompute_method"] == "block":
+        ranks = megatron(get, "pipeline_model_parallel_size")
+        layers = len(model_shape(get).layers_with_experts)
+        num_layers = settings["recompute_num_layers"]
+        if num_layers is None or num_layers * ranks < layers:
+            return  # the other layers save as usual
+    for name in offloaded(get):
+        if name != "attn_norm":
+            yield (
+                f"{PATH}: '{name}' saves nothing: with recompute_granularity full, a layer saves its input alone, "
+                "which is offloaded as attn_norm."
+            )
+
+
+def _in_modules(get: Get) -> Iterator[str]:
+    names, covered = offloaded(get), recomputed(get)
+    shape = model_shape(get)
+    nothing_from = {
+        "core_attn": ("core_attn",),
+        "mlp": DENSE_MLP_MODULES if shape.has_experts else ("mlp_norm", *DENSE_MLP_MODULES),
+        "shared_experts": ("shared_experts",),
+    }
+    for part, silent in nothing_from.items():
+        for name in names:
+            if part in covered and name in silent:
+                yield f"{PATH}: '{name}' saves nothing while recompute_modules has '{part}'."
+
+
+OFFLOAD_RECOMPUTE_WARNINGS: tuple[Rule, ...] = (_in_whole_layers, _in_modules)

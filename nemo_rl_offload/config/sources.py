@@ -1,0 +1,78 @@
+"""Where each value of a configuration was written: file and line, or an override on the command line.
+
+Values and places are kept apart: values stay plain dicts and lists that any code can read, and places are looked up by
+a value's path only when something is to be said about it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+OVERRIDE = "override on the command line"
+"""The place of what an override gave or removed."""
+_REFERENCE = re.compile(r"\$\{(\w[\w.]*)\}")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration after inheritance, overrides and interpolation, not yet checked."""
+
+    values: dict[str, Any]
+    """Plain dicts and lists; missing values (`???`) stay for `check_config` to report."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """``"file:line"`` or `OVERRIDE` of each key and list item, by its path."""
+    problems: list[str] = field(default_factory=list)
+    """Overrides that do not apply, one line each."""
+
+    def origin(self, path: str) -> str:
+        """Where the value was written; of a missing one, its section; ``""`` where neither is known."""
+        while path and path not in self.origins:
+            path = path.rpartition(".")[0]
+        return self.origins.get(path, "")
+
+
+def nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and value of every key and list item below ``node``."""
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        inner = f"{path}.{key}" if path else str(key)
+        yield inner, child
+        yield from nodes(child, inner)
+
+
+def places_of(text: str, file: str) -> dict[str, str]:
+    """Return ``"file:line"`` of each key and list item of YAML that is known to be valid, by its path."""
+    return dict(_places(yaml.compose(text, Loader=yaml.SafeLoader), file, ""))
+
+
+def _places(node: Any, file: str, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, yaml.MappingNode):
+        children = [(key.value, key, child) for key, child in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        children = [(index, child, child) for index, child in enumerate(node.value)]
+    else:
+        return
+    for name, place, child in children:
+        inner = f"{path}.{name}" if path else str(name)
+        yield inner, f"{file}:{place.start_mark.line + 1}"
+        yield from _places(child, file, inner)
+
+
+def final_origins(written: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, str]:
+    """Return the origins of what is left after inheritance; a value that only refers to another has that one's too.
+
+    ``written`` are the values before interpolation, which must not run in circles.
+    """
+    values = dict(nodes(written))
+    places = {path: origin for path, origin in origins.items() if path in values or origin == OVERRIDE}
+    found = dict(places)
+    for path in values:
+        target = path
+        while isinstance(text := values.get(target), str) and (reference := _REFERENCE.fullmatch(text)):
+            target = reference[1]
+        if target != path and {path, target} <= places.keys():
+            found[path] = f"{places[path]}, from {places[target]}"
+    return found
