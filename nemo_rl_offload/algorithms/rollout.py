@@ -9,8 +9,12 @@ import torch
 from nemo_rl_offload.batching.batch import Batch, pad_sequences
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.data.prompts import Prompt
-from nemo_rl_offload.environments.reasoning_gym import EnvironmentPool, Score
+from nemo_rl_offload.data.tokenizer import encode_observation
+from nemo_rl_offload.environments.interface import UNFINISHED, Environment, Episode, Message, Score
 from nemo_rl_offload.policy.interface import PolicyInterface
+
+SEEDS_OF_A_TURN = 1_000_000_007
+"""How far the seeds of successive turns are apart."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,11 @@ class Rollout:
             [score for part in parts for score in part.scores],
         )
 
+    def groups(self, size: int) -> list["Rollout"]:
+        """Cut into pieces of `size` responses, the generations of one prompt."""
+        pieces = [slice(start, start + size) for start in range(0, len(self.responses), size)]
+        return [Rollout(self.prompts[piece], self.responses[piece], self.scores[piece]) for piece in pieces]
+
     @property
     def rewards(self) -> torch.Tensor:
         """float32 [B]."""
@@ -42,13 +51,14 @@ class Rollout:
             "reward": sum(score.reward for score in self.scores) / count,
             "accuracy": sum(score.is_correct for score in self.scores) / count,
             "mean_prompt_length": sum(len(prompt.token_ids) for prompt in self.prompts) / count,
-            "mean_gen_tokens_per_sample": sum(len(response.tokens) for response in self.responses) / count,
+            "mean_gen_tokens_per_sample": sum(response.num_generated for response in self.responses) / count,
+            "avg_turns_per_sample": sum(response.num_turns for response in self.responses) / count,
             "unfinished_fraction": sum(not response.finished for response in self.responses) / count,
             "scorer_errors": float(sum(score.scorer_error for score in self.scores)),
         }
 
     def batch(self, pad_id: int) -> Batch:
-        """`input_ids`, `input_lengths`, `token_mask` (1 on response tokens), `sample_mask`, `generation_logprobs`."""
+        """`input_ids`, `input_lengths`, `token_mask` (1 on sampled tokens), `sample_mask`, `generation_logprobs`."""
         sequences = [p.token_ids + r.tokens for p, r in zip(self.prompts, self.responses, strict=True)]
         batch = pad_sequences(sequences, pad_id)
         batch["sample_mask"] = torch.ones(len(sequences))
@@ -57,23 +67,92 @@ class Rollout:
         for row, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True)):
             begin, end = len(prompt.token_ids), len(sequences[row])
             batch["token_mask"][row, begin:end] = 1
+            batch["token_mask"][row, [begin + place for place in sorted(response.observed)]] = 0
             batch["generation_logprobs"][row, begin:end] = torch.tensor(response.logprobs)
         return batch
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How long a rollout may get."""
+
+    max_rollout_turns: int
+    max_new_tokens: int
+    """Of one turn."""
+    max_total_sequence_length: int
+    """Of prompt, all turns and observations."""
+
+
+@dataclass
+class _Running:
+    """One episode on its way."""
+
+    prompt: Prompt
+    messages: list[Message]
+    response: Response
+    """All turns so far."""
+    last: Response
+    """This turn."""
+    score: Score = UNFINISHED
+    observation: list[int] | None = None
+    """What the next turn begins with; None when there is none."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What the next turn continues."""
+        return self.prompt.token_ids + self.response.tokens + (self.observation or [])
+
+    def go_on(self, reply: Response) -> None:
+        """Add a turn."""
+        self.response, self.last = self.response.then(self.observation or [], reply), reply
+
+
 def rollout(
     policy: PolicyInterface,
-    environment: EnvironmentPool,
+    environment: Environment,
     tokenizer: Any,
     prompts: Sequence[Prompt],
     num_generations: int,
     seed: int,
+    *,
+    template: str | None,
+    limits: Limits,
 ) -> Rollout:
-    """Sample `num_generations` responses to each prompt, next to each other, and have them scored."""
+    """Sample `num_generations` responses to each prompt, next to each other, and have them scored.
+
+    Where the environment answers with an observation, the conversation goes on with another turn, all episodes in
+    step: until the environment ends an episode, a turn has no end token, or a limit is reached. The reward is the sum
+    over turns. `template` is `data.prompt_template`, as observations are encoded.
+    """
     repeated = [prompt for prompt in prompts for _ in range(num_generations)]
     responses = policy.generate([prompt.token_ids for prompt in repeated], seed)
-    texts = tokenizer.batch_decode([response.tokens for response in responses], skip_special_tokens=True)
-    scores = environment.score(
-        [prompt.problem.entry for prompt in repeated], texts, [response.finished for response in responses]
-    )
-    return Rollout(repeated, responses, scores)
+    episodes = [
+        _Running(prompt, [{"role": "user", "content": prompt.problem.question}], response, response)
+        for prompt, response in zip(repeated, responses, strict=True)
+    ]
+    active = episodes
+    for turn in range(1, limits.max_rollout_turns + 1):
+        _score(active, environment, tokenizer, template)
+        longest = limits.max_total_sequence_length - limits.max_new_tokens
+        active = [each for each in active if each.observation is not None and len(each.token_ids) <= longest]
+        if turn == limits.max_rollout_turns or not active:
+            break
+        replies = policy.generate([each.token_ids for each in active], seed + turn * SEEDS_OF_A_TURN)
+        for each, reply in zip(active, replies, strict=True):
+            each.go_on(reply)
+    return Rollout(repeated, [each.response for each in episodes], [each.score for each in episodes])
+
+
+def _score(episodes: Sequence[_Running], environment: Environment, tokenizer: Any, template: str | None) -> None:
+    """Add the environment's scores of this turn, and what it answers."""
+    texts = tokenizer.batch_decode([each.last.tokens for each in episodes], skip_special_tokens=True)
+    for each, text in zip(episodes, texts, strict=True):
+        each.messages.append({"role": "assistant", "content": text})
+    turns = [Episode(each.prompt.problem.entry, each.messages, each.last.finished) for each in episodes]
+    for each, answer in zip(episodes, environment.step(turns), strict=True):
+        before = each.score
+        each.score = Score(before.reward + answer.reward, answer.is_correct, before.scorer_error or answer.scorer_error)
+        each.observation = None
+        if answer.observation is not None:
+            each.observation = encode_observation(tokenizer, template, answer.observation)
+            each.messages.append({"role": "user", "content": answer.observation})

@@ -41,3 +41,17 @@ def group_advantages(
     if normalize:
         advantages_GN = torch.where(std_GN > 0, advantages_GN / (std_GN + EPSILON), advantages_GN)
     return advantages_GN.flatten().float(), baseline_GN.flatten().float(), std_GN.flatten().float()
+
+
+def has_signal(rewards: Tensor) -> bool:
+    """Whether the rewards of one group differ, so that its advantages are not all 0."""
+    return bool((rewards != rewards[0]).any())
+
+
+def overlong_penalty(lengths: Tensor, longest: int, buffer: int, penalty: float) -> Tensor:
+    """What long responses lose: nothing up to ``longest - buffer`` tokens, ``penalty`` from ``longest`` on.
+
+    In between it grows linearly. ``lengths`` [B] int64; returns [B] float32. Source: soft overlong punishment in
+    DAPO, https://arxiv.org/abs/2503.14476, equation 13.
+    """
+    return penalty * ((lengths - (longest - buffer)) / buffer).clamp(0, 1)

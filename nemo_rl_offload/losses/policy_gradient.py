@@ -1,47 +1,82 @@
-"""Clipped policy-gradient loss with a KL penalty, as GRPO uses it."""
+"""Clipped policy-gradient losses with a KL penalty: PPO and GRPO, and DAPO, GSPO and CISPO as their variants."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from nemo_rl_offload.losses.reduction import Normalizers, sequence_mean, token_mean, valid_tokens
 
-# NeMo-RL's defaults for the KL estimate. Here the importance ratio is clamped too: an infinite ratio that the
+# NeMo-RL's defaults for the KL estimate. Here importance ratios are clamped too: an infinite ratio that the
 # clip discards would still give NaN gradients, from `0 * inf`.
 MAX_LOG_RATIO = 20.0
 MAX_KL = 10.0
 
+KLType = Literal["k1", "k2", "k3"]
 
-def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) per token, from samples of the policy: ``exp(d) - 1 - d``, at least 0.
 
-    ``d = reference - policy`` is clamped to +-20 and the estimate to at most 10. Any equal shapes, float.
-    Source: k3 in Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html.
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kl_type: KLType) -> Tensor:
+    """Estimate KL(policy || reference) per token, from samples of the policy.
+
+    With ``d = reference - policy``, clamped to +-20: k1 is ``-d`` (unbiased, of either sign), k2 is ``d^2 / 2``,
+    k3 is ``exp(d) - 1 - d`` (unbiased, at least 0). The estimate is clamped to +-10. As a loss, k1 pulls nowhere on
+    average: its gradient is that of the policy's own log-probabilities. Any equal shapes, float.
+    Source: Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html.
     """
     difference = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (difference.expm1() - difference).clamp(max=MAX_KL)
+    if kl_type == "k1":
+        estimate = -difference
+    elif kl_type == "k2":
+        estimate = difference.square() / 2
+    else:
+        estimate = difference.expm1() - difference
+    return estimate.clamp(-MAX_KL, MAX_KL)
 
 
 @dataclass(frozen=True)
 class ClippedPolicyGradient:
-    """``-min(r A, clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max) A) + penalty * KL(policy || reference)``.
+    """``w max(-r A, -clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max) A) + penalty * KL - entropy_coeff * entropy``.
 
-    ``r = exp(logprobs - prev_logprobs)``, with the logarithm clamped to +-20. The average goes over tokens
-    (``token_level_loss``) or over the sequences' token means. Sources: PPO, https://arxiv.org/abs/1707.06347;
-    GRPO, https://arxiv.org/abs/2402.03300; separate clip bounds: DAPO, https://arxiv.org/abs/2503.14476.
+    - ``r = exp(logprobs - prev_logprobs)``, with the logarithm clamped to +-20. With
+      ``sequence_level_importance_ratios`` the logarithm is averaged over the response first.
+    - ``ratio_clip_c`` bounds the loss by ``-c A`` where ``A < 0`` (dual clip).
+    - ``use_cispo`` takes ``-clip(r) A logprobs`` instead, without a gradient through ``clip(r)``.
+    - ``w`` is 1, or with ``use_importance_sampling_correction`` ``exp(prev_logprobs - generation_logprobs)``, of the
+      whole response with ``sequence_level_importance_ratios``, and at most ``truncated_importance_sampling_ratio``.
+    - KL is ``kl_estimate`` against the reference policy.
+
+    Averages go over tokens (``token_level_loss``) or over the sequences' token means. Sources: PPO,
+    https://arxiv.org/abs/1707.06347; dual clip, https://arxiv.org/abs/1912.09729; GRPO,
+    https://arxiv.org/abs/2402.03300; separate clip bounds: DAPO, https://arxiv.org/abs/2503.14476; GSPO,
+    https://arxiv.org/abs/2507.18071; CISPO, https://arxiv.org/abs/2506.13585; truncated importance sampling,
+    https://fengyao.notion.site/off-policy-rl.
     """
 
     ratio_clip_min: float
     ratio_clip_max: float
+    ratio_clip_c: float | None
+    use_cispo: bool
+    sequence_level_importance_ratios: bool
+    use_importance_sampling_correction: bool
+    truncated_importance_sampling_ratio: float | None
     reference_policy_kl_penalty: float
+    reference_policy_kl_type: KLType
+    entropy_coeff: float
     token_level_loss: bool
+
+    rows_per_sample: ClassVar[int] = 1
 
     @property
     def required(self) -> tuple[str, ...]:
+        optional = {
+            "reference_policy_logprobs": self.reference_policy_kl_penalty > 0,
+            "generation_logprobs": self.use_importance_sampling_correction,
+            "entropy": self.entropy_coeff > 0,
+        }
         keys = ("prev_logprobs", "advantages", "token_mask", "sample_mask")
-        return (*keys, "reference_policy_logprobs") if self.reference_policy_kl_penalty else keys
+        return keys + tuple(key for key, is_needed in optional.items() if is_needed)
 
     def __call__(
         self, logprobs: Tensor, batch: Mapping[str, Tensor], norm: Normalizers
@@ -50,34 +85,65 @@ class ClippedPolicyGradient:
 
         Args:
             logprobs: of the current policy, [B,S] float; ``logprobs[:, t]`` is that of ``input_ids[:, t]``.
-            batch: ``prev_logprobs``, ``advantages`` and, with a KL penalty, ``reference_policy_logprobs``,
-                [B,S] float; ``token_mask`` [B,S] and ``sample_mask`` [B], 0 or 1.
+            batch: ``prev_logprobs``, ``advantages`` and what else ``required`` names, [B,S] float; ``token_mask``
+                [B,S] and ``sample_mask`` [B], 0 or 1.
             norm: counts over the global batch.
         """
         mask = valid_tokens(batch)
         logprobs = logprobs.masked_fill(~mask, 0)  # padding may hold -inf, and `-inf * 0` is NaN
         previous = batch["prev_logprobs"].masked_fill(~mask, 0)
-        advantages = batch["advantages"]
+        advantages = batch["advantages"].masked_fill(~mask, 0)
         mean = token_mean if self.token_level_loss else sequence_mean
 
-        ratios = (logprobs - previous).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratios = self._ratios(logprobs - previous, mask)
         clipped_ratios = ratios.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
-        loss = mean(torch.maximum(-advantages * ratios, -advantages * clipped_ratios), mask, norm)
+        per_token = self._clipped_loss(logprobs, advantages, ratios, clipped_ratios)
         metrics: dict[str, Tensor] = {}
+        if self.use_importance_sampling_correction:
+            weights = self._sampling_weights(previous, batch["generation_logprobs"], mask)
+            per_token = weights * per_token
+            metrics["sampling_importance_ratio"] = token_mean(weights, mask, norm)
+        loss = mean(per_token, mask, norm)
         if self.reference_policy_kl_penalty:
             reference = batch["reference_policy_logprobs"].masked_fill(~mask, 0)
-            kl = mean(kl_k3(logprobs, reference), mask, norm)
+            kl = mean(kl_estimate(logprobs, reference, self.reference_policy_kl_type), mask, norm)
             loss = loss + self.reference_policy_kl_penalty * kl
-            metrics["kl_penalty"] = kl.detach()
+            metrics["kl_penalty"] = kl
+        if self.entropy_coeff:
+            entropy = mean(batch["entropy"], mask, norm)
+            loss = loss - self.entropy_coeff * entropy
+            metrics["entropy"] = entropy
 
         with torch.no_grad():
             clip_binds = -advantages * clipped_ratios > -advantages * ratios
             metrics |= {
-                "loss": loss.detach(),
+                "loss": loss,
                 "probs_ratio": token_mean(ratios, mask, norm),
                 "probs_ratio_clamped": token_mean(clipped_ratios, mask, norm),
                 "clip_fraction": token_mean(clip_binds.to(ratios.dtype), mask, norm),
-                "approx_kl": token_mean(kl_k3(previous, logprobs), mask, norm),
+                "approx_kl": token_mean(kl_estimate(previous, logprobs, "k3"), mask, norm),
                 "approx_entropy": token_mean(-ratios * logprobs, mask, norm),
             }
-        return loss, metrics
+        return loss, {name: metric.detach() for name, metric in metrics.items()}
+
+    def _ratios(self, log_ratios: Tensor, mask: Tensor) -> Tensor:
+        if self.sequence_level_importance_ratios:
+            mean = log_ratios.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            log_ratios = mean[:, None].expand_as(log_ratios)
+        return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    def _clipped_loss(self, logprobs: Tensor, advantages: Tensor, ratios: Tensor, clipped_ratios: Tensor) -> Tensor:
+        if self.use_cispo:
+            return -clipped_ratios.detach() * advantages * logprobs
+        loss = torch.maximum(-advantages * ratios, -advantages * clipped_ratios)
+        if self.ratio_clip_c is None:
+            return loss
+        return torch.where(advantages < 0, torch.minimum(loss, -advantages * self.ratio_clip_c), loss)
+
+    def _sampling_weights(self, previous: Tensor, generation: Tensor, mask: Tensor) -> Tensor:
+        difference = previous - generation.masked_fill(~mask, 0)
+        if self.sequence_level_importance_ratios:
+            difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
+        weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        limit = self.truncated_importance_sampling_ratio
+        return weights if limit is None else weights.clamp(max=limit)

@@ -1,18 +1,29 @@
 """Losses by name: workers receive a name and its configuration, never a pickled function."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.losses.distillation import DistillationLoss
 from nemo_rl_offload.losses.nll import NegativeLogLikelihood
 from nemo_rl_offload.losses.policy_gradient import ClippedPolicyGradient
+from nemo_rl_offload.losses.preference import PreferenceLoss
 from nemo_rl_offload.losses.reduction import Normalizers
 
 
 class Loss(Protocol):
-    """A loss over token log-probabilities; ``required`` names the batch keys that it reads."""
+    """A loss over token log-probabilities.
+
+    ``required`` names the batch keys that it reads. Two of them come from the current policy's logits, with
+    gradients, and whoever has those adds them: ``entropy`` [B,S], and ``topk_logprobs`` [B,S,K], the log-probabilities
+    of the tokens ``teacher_topk_indices`` [B,S,K]. ``rows_per_sample`` rows of a batch make one sample and must stay
+    in one microbatch.
+    """
+
+    rows_per_sample: int
 
     @property
     def required(self) -> tuple[str, ...]: ...
@@ -22,15 +33,31 @@ class Loss(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
-LOSSES: dict[str, Callable[..., Loss]] = {"clipped_pg": ClippedPolicyGradient, "nll": NegativeLogLikelihood}
+LOSSES: dict[str, type[Any]] = {
+    "clipped_pg": ClippedPolicyGradient,
+    "nll": NegativeLogLikelihood,
+    "dpo": PreferenceLoss,
+    "distillation": DistillationLoss,
+}
 
 
 def build_loss(name: str, config: Mapping[str, Any]) -> Loss:
-    """Build the loss ``name``; ``config`` is ``loss_fn`` for ``clipped_pg`` and empty for ``nll``.
+    """Build the loss ``name``, which takes its own keys from ``config``: ``loss_fn``, or ``dpo`` for ``dpo``.
 
     Raises:
         ConfigError: no loss has this name.
     """
+    loss = _loss_type(name)
+    built: Loss = loss(**{field.name: config[field.name] for field in fields(loss)})
+    return built
+
+
+def rows_per_sample(name: str) -> int:
+    """Return how many rows of a batch the loss ``name`` takes for one sample."""
+    return int(_loss_type(name).rows_per_sample)
+
+
+def _loss_type(name: str) -> type[Any]:
     if name not in LOSSES:
         raise ConfigError(f"Unknown loss '{name}'; one of {', '.join(LOSSES)}.{nearest(name, LOSSES)}")
-    return LOSSES[name](**config)
+    return LOSSES[name]

@@ -1,4 +1,4 @@
-"""A policy and an environment without workers, for the GRPO loop: a few weights, and a record of every call."""
+"""A policy and an environment without workers, for the loops: a few weights, and a record of every call."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,12 @@ from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch, num_samples
 from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.environments.reasoning_gym import Score
+from nemo_rl_offload.environments.interface import Episode, Score
+from nemo_rl_offload.observability.manifest import Manifest, check_contents, file_digest
+from nemo_rl_offload.observability.memory_trace import MemorySample
 
 END_ID = 2
+PROGRESS = {"loss", "tokens_per_s", "offloaded_bytes", "reward", "accuracy"}
 
 
 class FakePolicy:
@@ -24,12 +27,32 @@ class FakePolicy:
         self.seeds: list[int] = []
         self.num_prompts: list[int] = []
         self.num_reference_calls = 0
+        self.losses: list[tuple[str, Mapping[str, Any]]] = []
+        self.evaluated: list[Batch] = []
+        self.is_shut_down = False
+        self.folder: Path | None = None
+        self.num_traces = 0
+        self.skipped: set[int] = set()
+        """Steps of which the policy skips the update."""
 
     def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
-        assert loss_name == "clipped_pg"
         self.batches.append(batch)
+        self.losses.append((loss_name, loss_config))
         self.weight += 1
-        return {"loss": float(batch["advantages"].sum()) + self.weight, "lr": 0.1}
+        signal = batch["advantages"] if "advantages" in batch else batch["token_mask"]
+        skipped = float(self.weight in self.skipped)
+        return {"loss": float(signal.sum()) + self.weight, "accuracy": 0.5, "lr": 0.1, "skipped_updates": skipped}
+
+    def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+        self.evaluated.append(batch)
+        return {"loss": 10.0 - self.weight, "accuracy": 0.1 * self.weight}
+
+    def get_topk_logits(self, batch: Batch, k: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        shape = (*batch["input_ids"].shape, k)
+        return torch.full(shape, float(num_tokens)), torch.zeros(shape, dtype=torch.int64)
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
 
     def get_logprobs(self, batch: Batch) -> Tensor:
         return -0.1 * torch.ones_like(batch["input_ids"], dtype=torch.float32)
@@ -50,15 +73,46 @@ class FakePolicy:
         tokens += [END_ID] if finished else []
         return Response(tokens, [-0.1] * len(tokens), finished)
 
-    def save_checkpoint(self, folder: Path) -> None:
+    def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
+        assert self.folder is None, "one at a time"
+        self.folder, self.polls_left = folder, 2 if in_background else 0
         folder.mkdir(parents=True)
-        (folder / "weight").write_text(str(self.weight))
+        self.weight_to_save = self.weight
 
-    def load_checkpoint(self, folder: Path) -> None:
+    def checkpoint_is_written(self) -> bool:
+        self.polls_left -= 1
+        return self.polls_left < 0
+
+    def finish_checkpoint(self) -> Manifest:
+        assert self.folder is not None
+        (self.folder / "weight").write_text(str(self.weight_to_save))
+        digest, self.folder = file_digest(self.folder / "weight"), None
+        return {"weight": digest}
+
+    def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
+        check_contents(folder, manifest, ["weight"])
         self.weight = int((folder / "weight").read_text())
 
     def offload_stats(self) -> dict[str, Any]:
-        return {"bytes_out": 1000 * self.weight}
+        zeros = dict.fromkeys(("bytes_in", "denied_bytes", "ineffective_bytes", "demand_reloads", "peak_host_bytes"), 0)
+        return zeros | {"bytes_out": 1000 * self.weight}
+
+    world_size = 2
+
+    def trained_flops(self) -> float:
+        return 6e12 * self.weight
+
+    def peak_flops_per_s(self) -> float:
+        return 1e15
+
+    def start_memory_trace(self) -> None:
+        self.num_traces += 1
+
+    def finish_memory_trace(self) -> list[MemorySample]:
+        return [{"seconds": 0.0, "used_bytes": 5, "offloaded_bytes": 3}]
+
+    def paged_stash_stats(self) -> None:
+        return None
 
     def peak_device_bytes(self) -> None:
         return None
@@ -67,9 +121,13 @@ class FakePolicy:
 class FakeEnvironment:
     """Rewards of 0, 1/3, 2/3 and 1 that depend on the text alone; 0 for what is not finished."""
 
-    def score(self, entries: Sequence[Any], responses: Sequence[str], finished: Sequence[bool]) -> list[Score]:
-        assert len(entries) == len(responses)
-        rewards = [sum(map(ord, text)) % 4 / 3 * done for text, done in zip(responses, finished, strict=True)]
+    is_shut_down = False
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def step(self, episodes: Sequence[Episode]) -> list[Score]:
+        rewards = [sum(map(ord, each.messages[-1]["content"])) % 4 / 3 * each.finished for each in episodes]
         return [Score(reward, reward == 1, False) for reward in rewards]
 
 
@@ -82,11 +140,13 @@ class Recorder:
     def log(self, metrics: Mapping[str, float], step: int, prefix: str) -> None:
         assert (step, prefix) not in self.logged
         self.logged[step, prefix] = {
-            name: value for name, value in metrics.items() if "timing" not in name and name != "tokens_per_s"
+            name: value
+            for name, value in metrics.items()
+            if "timing" not in name and "per_s" not in name and name != "train_mfu"
         }
 
     def update(self, step: int, **fields: float | None) -> None:
-        assert set(fields) == {"reward", "loss", "tokens_per_s", "offloaded_bytes"}
+        assert {"loss", "tokens_per_s", "offloaded_bytes"} <= set(fields) <= PROGRESS
 
 
 def rows(batch: Batch) -> range:

@@ -10,9 +10,9 @@ import torch
 from fakes import FakeEnvironment, FakePolicy, Recorder, rows
 
 from nemo_rl_offload.algorithms.grpo import GRPO
-from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config, resolve_tokenizer_path
+from nemo_rl_offload.algorithms.termination import Termination
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.prompts import prompt_sets
-from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.losses.reduction import valid_tokens
 
 SMALL = (
@@ -30,11 +30,6 @@ SMALL = (
 Make = Callable[..., tuple[GRPO, FakePolicy]]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_tokenizer(resolve_tokenizer_path("examples/models/tiny_speller"))
-
-
 @pytest.fixture
 def make(tokenizer: Any, tmp_path: Path) -> Make:
     """Build a loop in the test's folder."""
@@ -44,6 +39,7 @@ def make(tokenizer: Any, tmp_path: Path) -> Make:
         task, policy = config["env"]["reasoning_gym"], FakePolicy()
         prompts = prompt_sets(config["data"], task, tokenizer, config["grpo"]["seed"])
         environment: Any = FakeEnvironment()
+        run_dir.mkdir(exist_ok=True)
         return GRPO(config, policy, environment, tokenizer, prompts, run_dir), policy
 
     return make
@@ -51,7 +47,7 @@ def make(tokenizer: Any, tmp_path: Path) -> Make:
 
 def run(loop: GRPO) -> Recorder:
     recorder: Any = Recorder()
-    loop.run(recorder, recorder)
+    loop.run(recorder, recorder, Termination(0))
     return recorder  # type: ignore[no-any-return]
 
 
@@ -171,7 +167,7 @@ def test_resuming_gives_the_same_run(stop: int, make: Make, tmp_path: Path) -> N
 
     recorder.log = log
     with pytest.raises(KeyboardInterrupt):
-        stopped.run(recorder, recorder)
+        stopped.run(recorder, recorder, Termination(0))
 
     resumed, resumed_policy = make(run_dir=tmp_path / "run")
     folder = resumed.resume()
@@ -187,7 +183,7 @@ def test_resuming_gives_the_same_run(stop: int, make: Make, tmp_path: Path) -> N
     states = [
         json.loads((tmp_path / name / "checkpoints/step_6/training_info.json").read_text()) for name in ("whole", "run")
     ]
-    assert states[0]["prompts"] == states[1]["prompts"]
+    assert states[0]["data"] == states[1]["data"]
     assert states[0]["validation"] == states[1]["validation"]
 
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.algorithms.rollout import Rollout, rollout
+from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.data.prompts import Prompt
 from nemo_rl_offload.data.reasoning_gym import Problem
-from nemo_rl_offload.environments.reasoning_gym import Score
+from nemo_rl_offload.environments.interface import Episode, Score
 
 PAD_ID = 0
 
@@ -55,14 +55,22 @@ def test_rollout_repeats_prompts_side_by_side() -> None:
             assert skip_special_tokens
             return [str(sequence) for sequence in sequences]
 
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [ord(character) for character in text]
+
     class Environment:
-        def score(self, entries: list[Any], texts: list[str], finished: list[bool]) -> list[Score]:
-            items = zip(entries, texts, finished, strict=True)
-            return [Score(entry["ids"][0] + 0.25 * done, text.startswith("[6,"), False) for entry, text, done in items]
+        def step(self, episodes: list[Episode]) -> list[Score]:
+            assert [[message["role"] for message in each.messages] for each in episodes] == [["user", "assistant"]] * 4
+            return [
+                Score(entry["ids"][0] + 0.25 * done, messages[-1]["content"].startswith("[6,"), False, "more")
+                for entry, messages, done in episodes
+            ]
 
     policy: Any = Policy()
     environment: Any = Environment()
-    played = rollout(policy, environment, Tokenizer(), [make_prompt([3]), make_prompt([5, 5])], 2, 11)
+    prompts = [make_prompt([3]), make_prompt([5, 5])]
+    limits = Limits(1, 9, 99)
+    played = rollout(policy, environment, Tokenizer(), prompts, 2, 11, template="", limits=limits)
     assert [prompt.token_ids for prompt in played.prompts] == [[3], [3], [5, 5], [5, 5]]
     assert [response.tokens for response in played.responses] == [[4, 0], [4, 1], [6, 2], [6, 3]]
     assert torch.equal(played.rewards, torch.tensor([3.25, 3.0, 5.25, 5.0]))
@@ -71,9 +79,84 @@ def test_rollout_repeats_prompts_side_by_side() -> None:
         "accuracy": 0.5,
         "mean_prompt_length": 1.5,
         "mean_gen_tokens_per_sample": 2.0,
+        "avg_turns_per_sample": 1.0,
         "unfinished_fraction": 0.5,
         "scorer_errors": 0.0,
     }
+
+
+class Countdown:
+    """A game: the model says a number, the environment answers until it is 0. Rewards and replies are noted."""
+
+    def __init__(self) -> None:
+        self.inputs: list[list[list[int]]] = []
+        self.seeds: list[int] = []
+
+    def generate(self, prompts: list[list[int]], seed: int) -> list[Response]:
+        self.inputs.append(prompts)
+        self.seeds.append(seed)
+        return [Response([prompt[-1] - 1, END], [-1.0, -2.0], prompt[-1] != 42) for prompt in prompts]
+
+    def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return [str(sequence[0]) for sequence in sequences]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [OBSERVED, int(text)]
+
+    def step(self, episodes: list[Episode]) -> list[Score]:
+        said = [int(each.messages[-1]["content"]) for each in episodes]
+        for each in episodes:
+            assert [message["role"] for message in each.messages] == ["user", "assistant"] * (len(each.messages) // 2)
+        return [Score(1.0, number == 0, number == 7, str(number) if number else None) for number in said]
+
+
+END, OBSERVED = 98, 99
+
+
+def play(starts: list[int], max_turns: int, max_length: int = 50) -> tuple[Rollout, Countdown]:
+    game: Any = Countdown()
+    prompts = [make_prompt([start]) for start in starts]
+    limits = Limits(max_turns, 4, max_length)
+    return rollout(game, game, game, prompts, 1, 5, template="{question}", limits=limits), game
+
+
+def test_turns_follow_each_other_until_the_environment_ends_the_episode() -> None:
+    played, game = play([1, 3, 8], max_turns=4)
+    first, second, third = played.responses
+    assert first.tokens == [0, END]
+    assert second.tokens == [2, END, OBSERVED, 2, 1, END, OBSERVED, 1, 0, END]
+    assert second.logprobs == [-1.0, -2.0, 0.0, 0.0, -1.0, -2.0, 0.0, 0.0, -1.0, -2.0]
+    assert second.observed == {2, 3, 6, 7}
+    assert [response.num_turns for response in played.responses] == [1, 3, 4]
+    assert third.tokens[-2:] == [4, END]
+    assert played.rewards.tolist() == [1.0, 3.0, 4.0]
+    assert [score.is_correct for score in played.scores] == [True, True, False]
+    assert [score.scorer_error for score in played.scores] == [False, False, True]
+    assert [len(inputs) for inputs in game.inputs] == [3, 2, 2, 1]
+    assert len(set(game.seeds)) == 4
+    assert game.inputs[2] == [
+        [3, 2, END, OBSERVED, 2, 1, END, OBSERVED, 1],
+        [8, 7, END, OBSERVED, 7, 6, END, OBSERVED, 6],
+    ]
+    metrics = played.metrics()
+    assert metrics["avg_turns_per_sample"] == pytest.approx(8 / 3)
+    assert metrics["mean_gen_tokens_per_sample"] == pytest.approx(16 / 3)
+
+
+def test_only_sampled_tokens_are_learned() -> None:
+    played, _ = play([3, 1], max_turns=2)
+    batch = played.batch(PAD_ID)
+    assert batch["input_ids"].tolist() == [[3, 2, END, OBSERVED, 2, 1, END], [1, 0, END, 0, 0, 0, 0]]
+    assert batch["token_mask"].tolist() == [[0, 1, 1, 0, 0, 1, 1], [0, 1, 1, 0, 0, 0, 0]]
+    assert batch["generation_logprobs"].tolist() == [[0, -1, -2, 0, 0, -1, -2], [0, -1, -2, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("max_length", "num_turns"), [(8, 1), (9, 2), (12, 2), (13, 3)])
+def test_a_turn_that_might_not_fit_is_not_begun(max_length: int, num_turns: int) -> None:
+    """A prompt of 1, then 2 and 2 tokens for each turn and what is said to it, and room for 4."""
+    played, _ = play([9], max_turns=5, max_length=max_length)
+    assert played.responses[0].num_turns == num_turns
+    assert played.scores[0].reward == num_turns
 
 
 def test_join_keeps_the_order() -> None:

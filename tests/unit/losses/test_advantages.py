@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.losses.advantages import group_advantages
+from nemo_rl_offload.losses.advantages import group_advantages, has_signal, overlong_penalty
 
 GROUPS = st.integers(2, 6).flatmap(
     lambda size: st.lists(
@@ -62,3 +62,16 @@ def test_a_single_generation_gives_no_advantage() -> None:
     advantages, baseline, std = group_advantages(rewards, 1, normalize=True, leave_one_out=False)
     assert advantages.tolist() == std.tolist() == [0.0, 0.0]
     assert baseline.tolist() == rewards.tolist()
+
+
+def test_overlong_penalty_grows_over_the_buffer() -> None:
+    penalties = overlong_penalty(torch.tensor([1, 8, 9, 10, 12, 13]), longest=12, buffer=4, penalty=2.0)
+    assert penalties.tolist() == [0, 0, 0.5, 1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(("rewards", "expected"), [([1, 1, 1], False), ([0.1] * 7, False), ([0, 0, 1], True)])
+def test_has_signal(rewards: list[float], expected: bool) -> None:
+    values = torch.tensor(rewards, dtype=torch.float32)
+    assert has_signal(values) is expected
+    advantages, _, _ = group_advantages(values, len(rewards), normalize=False, leave_one_out=True)
+    assert bool((advantages != 0).any()) is expected

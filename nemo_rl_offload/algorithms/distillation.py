@@ -1,0 +1,97 @@
+"""On-policy distillation (https://arxiv.org/abs/2306.13649).
+
+Each step lets the student answer a few prompts, asks the teacher for its most likely tokens at every position of the
+answers, and takes a step on the divergence of the student from the teacher there. The teacher is a second policy with
+its own workers on the same slots, since it may have another architecture; swapping weights inside one set of workers
+would take only a twin. The price is that its weights stay on the device beside the student's.
+"""
+
+from pathlib import Path
+from typing import Any, TextIO
+
+from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop
+from nemo_rl_offload.algorithms.problems import ProblemLoop, num_optimizer_steps
+from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
+from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
+from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts, prompt_sets
+from nemo_rl_offload.data.tokenizer import load_tokenizer
+from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.policy.interface import PolicyInterface
+from nemo_rl_offload.policy.policy import Policy
+
+
+class Distillation(ProblemLoop):
+    """The training loop over student, teacher and environment that exist already."""
+
+    def __init__(
+        self,
+        config: MasterConfig,
+        policy: PolicyInterface,
+        teacher: PolicyInterface,
+        environment: EnvironmentPool,
+        tokenizer: Any,
+        prompts: tuple[TrainingPrompts, list[Prompt]],
+        run_dir: Path,
+    ) -> None:
+        super().__init__(config, policy, environment, tokenizer, prompts, run_dir)
+        self._teacher = teacher
+
+    def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:
+        """The student's responses, the teacher's logits, updates."""
+        section = self.config["distillation"]
+        prompts = self._train_prompts.next_batch(section["num_prompts_per_step"])
+        num_generations = section["num_generations_per_prompt"]
+        played = watch.time("generation", lambda: self._rollout(prompts, num_generations, 2 * self.step))
+        batch = played.batch(self._tokenizer.pad_token_id)
+        k, num_tokens = section["topk_logits_k"], len(self._tokenizer)
+        batch["teacher_topk_logits"], batch["teacher_topk_indices"] = watch.time(
+            "teacher_logits", lambda: self._teacher.get_topk_logits(batch, k, num_tokens)
+        )
+        updates = watch.time("train", lambda: self.policy.train(batch, "distillation", self.config["loss_fn"]))
+        return updates | played.metrics(), int(batch["input_lengths"].sum())
+
+    def close(self) -> None:
+        """End the workers of both models, and the environment."""
+        super().close()
+        self._teacher.shutdown()
+
+
+def teacher_config(config: MasterConfig) -> PolicyConfig:
+    """The teacher's policy section: the student's with the section `teacher` over it, and nothing offloaded."""
+    student, teacher = config["policy"], config["teacher"]
+    assert teacher["model_name"] is not None, "checked with the configuration"
+    off = {"fine_grained_activation_offloading": False, "offload_modules": None}
+    merged: Any = {
+        **student,
+        **{key: value for key, value in teacher.items() if value is not None},
+        "megatron_cfg": {**student["megatron_cfg"], **off},
+    }
+    return merged  # type: ignore[no-any-return]
+
+
+def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> dict[str, Any]:
+    """Distill as `config` says; arguments, result and errors as in `run_loop`."""
+    section, policy_config, teacher_policy = config["distillation"], config["policy"], teacher_config(config)
+    tokenizer = load_tokenizer(resolve_tokenizer_path(policy_config["tokenizer"]["name"]))
+    teacher_path = resolve_model_path(teacher_policy["model_name"])
+    if load_tokenizer(teacher_path).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"teacher.model_name: the tokenizer in {teacher_path} has another vocabulary than the student's. "
+            "Choose a teacher of the same family."
+        )
+    say("Preparing problems")
+    prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, section["seed"])
+
+    def build(cluster: VirtualCluster) -> Distillation:
+        environment = make_environment(config)
+        shared: dict[str, Any] = {"seed": section["seed"], "keep_reference": False}
+        end_id = tokenizer.eos_token_id
+        teacher = Policy(cluster, teacher_policy, teacher_path, end_id, num_steps=None, **shared)
+        student_path = resolve_model_path(policy_config["model_name"])
+        num_steps = num_optimizer_steps(config)
+        policy = Policy(cluster, policy_config, student_path, end_id, num_steps=num_steps, **shared)
+        return Distillation(config, policy, teacher, environment, tokenizer, prompts, run_dir)
+
+    return run_loop(config, run_dir, say, progress_stream, build, groups_per_slot=2)

@@ -1,0 +1,87 @@
+"""What the algorithms share that learn from given answers: SFT and DPO."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from nemo_rl_offload.algorithms.loop import Say, TrainingLoop, run_loop, section_of
+from nemo_rl_offload.batching.batch import Batch
+from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
+from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
+from nemo_rl_offload.data.samples import DataCounts, Sample, SampleStream, collate, sample_sets
+from nemo_rl_offload.data.tokenizer import load_tokenizer
+from nemo_rl_offload.policy.interface import PolicyInterface
+from nemo_rl_offload.policy.policy import Policy
+
+
+class FixedDataLoop(TrainingLoop):
+    """A loop over samples; what to do with a batch of them is left to the algorithm."""
+
+    def __init__(
+        self,
+        config: MasterConfig,
+        policy: PolicyInterface,
+        samples: tuple[SampleStream, list[Sample], dict[str, DataCounts]],
+        pad_id: int,
+        run_dir: Path,
+    ) -> None:
+        self._stream, validation, self._counts = samples
+        super().__init__(config, policy, self._stream, num_steps(config, self._stream), run_dir)
+        self._pad_id = pad_id
+        self._validation_samples = validation[: self._section["max_val_samples"]]
+
+    def next_batch(self) -> Batch:
+        """The next training batch."""
+        return collate(self._stream.next_batch(), self._pad_id)
+
+    def validation_batch(self) -> Batch:
+        """All validation samples."""
+        return collate(self._validation_samples, self._pad_id)
+
+    def summary(self) -> dict[str, Any]:
+        """With the counts of the data."""
+        return super().summary() | {"data": {name: dataclasses.asdict(counts) for name, counts in self._counts.items()}}
+
+
+def num_steps(config: MasterConfig, stream: SampleStream) -> int:
+    """Steps of a whole run: `max_num_steps`, or fewer where `max_num_epochs` end before."""
+    section = config["dpo"] if config["algorithm"] == "dpo" else config["sft"]
+    epochs = section["max_num_epochs"]
+    return min(section["max_num_steps"], epochs * stream.num_batches if epochs else section["max_num_steps"])
+
+
+def run_fixed_data(
+    config: MasterConfig,
+    run_dir: Path,
+    say: Say,
+    progress_stream: TextIO | None,
+    loop: Callable[..., FixedDataLoop],
+    keep_reference: bool,
+) -> dict[str, Any]:
+    """Run `loop` as `config` says; other arguments, result and errors as in `run_loop`."""
+    policy_config = at_temperature_one(config["policy"])
+    seed = section_of(config)["seed"]
+    tokenizer = load_tokenizer(resolve_tokenizer_path(policy_config["tokenizer"]["name"]))
+    say("Reading data")
+    samples = sample_sets(config, tokenizer, seed)
+
+    def build(cluster: VirtualCluster) -> FixedDataLoop:
+        policy = Policy(
+            cluster,
+            policy_config,
+            resolve_model_path(policy_config["model_name"]),
+            tokenizer.eos_token_id,
+            seed=seed,
+            num_steps=num_steps(config, samples[0]),
+            keep_reference=keep_reference,
+        )
+        return loop(config, policy, samples, tokenizer.pad_token_id, run_dir)
+
+    return run_loop(config, run_dir, say, progress_stream, build)
+
+
+def at_temperature_one(policy: PolicyConfig) -> PolicyConfig:
+    """The policy for answers that it did not sample: workers take log-probabilities at the sampling temperature."""
+    return {**policy, "generation": {**policy["generation"], "temperature": 1.0}}

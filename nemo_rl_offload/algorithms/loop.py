@@ -1,0 +1,328 @@
+"""What every algorithm's loop shares: steps, validation, checkpoints, resuming, and the run around it."""
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TextIO
+
+from nemo_rl_offload.algorithms.termination import EXIT_CODE, Termination
+from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
+from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.errors import CheckpointError, TrainingError, WorkerError
+from nemo_rl_offload.observability.logger import MetricLogger, write_json_atomic
+from nemo_rl_offload.observability.progress import Progress
+from nemo_rl_offload.observability.run_directory import (
+    MEMORY_FILE,
+    POLICY,
+    RESTARTS_FILE,
+    SUMMARY_FILE,
+    Checkpoints,
+    way_out,
+)
+from nemo_rl_offload.policy.interface import PolicyInterface
+
+Say = Callable[[str], None]
+TRACED_STEP = 2
+"""Steps after the first of a run to the one whose memory is traced: buffers stand, and speed is the usual one."""
+OFFLOAD_COUNTERS = ("bytes_in", "denied_bytes", "ineffective_bytes", "demand_reloads")
+AT_START = {"epoch": 0, "position": 0}
+"""The state of a data stream that nothing was read from."""
+
+
+class DataStream(Protocol):
+    """Training data whose place can be saved."""
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None: ...
+
+
+def section_of(config: MasterConfig) -> Any:
+    """The section of the algorithm that `config` is for."""
+    return config[config["algorithm"]]
+
+
+class TrainingLoop(ABC):
+    """Steps until `num_steps`, with validation and checkpoints as configured.
+
+    A subclass says what a step does (`update`) and what validation measures (`measure`); `validation_metric` is the
+    figure that a run is judged by, and `progress_metrics` are shown on the way.
+    """
+
+    validation_metric: ClassVar[str]
+    progress_metrics: ClassVar[tuple[str, ...]] = ("loss", "tokens_per_s", "offloaded_bytes")
+
+    def __init__(
+        self, config: MasterConfig, policy: PolicyInterface, data: DataStream, num_steps: int, run_dir: Path
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.num_steps = num_steps
+        self._data = data
+        self._section = section_of(config)
+        saving = config["checkpointing"]
+        self._run_dir = run_dir
+        self._peak_flops_per_s = policy.peak_flops_per_s()
+        self._checkpoints = Checkpoints(run_dir, saving["keep_top_k"], saving["higher_is_better"])
+        self._pending: tuple[int, dict[str, Any], float | None] | None = None
+        self.seed: int = self._section["seed"]
+        self.step = self.num_skipped = self._num_skipped_in_a_row = 0
+        self.validation: dict[str, float | None] = {"first": None, "last": None}
+        self.train_metrics: dict[str, float] = {}
+        self._validation_metrics: dict[str, float] = {}
+
+    @abstractmethod
+    def update(self, watch: "Stopwatch") -> tuple[dict[str, float], int]:
+        """Train on the next data; returns metrics and the number of tokens."""
+
+    @abstractmethod
+    def measure(self) -> dict[str, float]:
+        """Validate; returns metrics, `validation_metric` among them."""
+
+    def resume(self) -> Path | None:
+        """Go on from the run directory's latest checkpoint; returns its folder, None without one.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model.
+        """
+        latest = self._checkpoints.latest()
+        if latest is None:
+            self._data.load_state_dict(AT_START)  # the workers were restarted, the data may have been read before
+            return None
+        folder, state, files = latest
+        try:
+            self.policy.load_checkpoint(folder / POLICY, files)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {way_out(folder)}") from error
+        self._data.load_state_dict(state["data"])
+        self.step, self.validation = state["step"], state["validation"]
+        self.train_metrics, self._validation_metrics = state["train"], state["validation_metrics"]
+        self.num_skipped = state["num_skipped"]
+        return folder
+
+    def run(self, logger: MetricLogger, progress: Progress, termination: Termination) -> None:
+        """Train to the last step.
+
+        Raises:
+            TrainingError: too many steps in a row had to be skipped.
+            SystemExit: of `termination`, after a checkpoint.
+        """
+        section, saving = self._section, self.config["checkpointing"]
+        if section["val_at_start"] and self.step == 0:
+            self.validate(logger)
+        first_step = self.step + 1
+        while self.step < self.num_steps:
+            self.step += 1
+            is_traced = self.step - first_step == TRACED_STEP
+            if is_traced:
+                self.policy.start_memory_trace()
+            self.train_metrics = self.train_step()
+            if is_traced:
+                trace = {"step": self.step, "samples": self.policy.finish_memory_trace()}
+                write_json_atomic(self._run_dir / MEMORY_FILE, trace)
+            logger.log(self.train_metrics, self.step, "train")
+            progress.update(self.step, **{name: self.train_metrics[name] for name in self.progress_metrics})
+            self._watch_skipped()
+            at_end = self.step == self.num_steps
+            if (section["val_at_end"] and at_end) or (section["val_period"] and self.step % section["val_period"] == 0):
+                self.validate(logger)
+            ends_early = termination.is_requested and not at_end
+            is_due = at_end or ends_early or self.step % saving["save_period"] == 0
+            # An optimizer that has never taken a step has no state, which Megatron cannot load again.
+            if saving["enabled"] and is_due and self.num_skipped < self.step:
+                self.save()
+            if self._pending and (at_end or ends_early or self.policy.checkpoint_is_written()):
+                self._finish_save()
+            if ends_early:
+                sys.exit(EXIT_CODE)
+
+    def _watch_skipped(self) -> None:
+        """Count steps of which every update was skipped, and end a run that has too many of them in a row."""
+        was_skipped = self.train_metrics.get("skipped_updates", 0.0) == 1
+        self.num_skipped += was_skipped
+        self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if was_skipped else 0
+        if self._num_skipped_in_a_row > (allowed := self.config["fault_tolerance"]["max_skipped_steps"]):
+            raise TrainingError(
+                f"The loss or a gradient was not finite in {allowed + 1} steps in a row, the last of them step "
+                f"{self.step}. The weights have not changed since step {self.step - allowed - 1}. Lower "
+                "policy.megatron_cfg.optimizer.lr, or look for a bad sample; fault_tolerance.max_skipped_steps skips "
+                "more."
+            )
+
+    def train_step(self) -> dict[str, float]:
+        """One step; returns its metrics: the algorithm's, rates, timings, memory and what was offloaded."""
+        watch = Stopwatch()
+        before, flops_before = self.policy.offload_stats(), self.policy.trained_flops()
+        metrics, num_tokens = self.update(watch)
+        tokens_per_s = num_tokens / watch.total_s
+        return {
+            **metrics,
+            "num_tokens": float(num_tokens),
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_device": tokens_per_s / self.policy.world_size,
+            **self._utilization(flops_before, watch.seconds("train")),
+            **self._memory(before),
+            **watch.metrics(),
+        }
+
+    def _utilization(self, flops_before: float | None, seconds: float) -> dict[str, float]:
+        """Of the training phase: the rate of a device, and the share of what all could do, where that is known."""
+        flops = self.policy.trained_flops()
+        if flops is None or flops_before is None or not seconds:
+            return {}
+        rate = (flops - flops_before) / seconds
+        metrics = {"train_tflops_per_s_per_device": rate / 1e12 / self.policy.world_size}
+        return metrics if self._peak_flops_per_s is None else metrics | {"train_mfu": rate / self._peak_flops_per_s}
+
+    def _memory(self, before: Mapping[str, Any]) -> dict[str, float]:
+        after, device_bytes = self.policy.offload_stats(), self.policy.peak_device_bytes()
+        metrics = {"offloaded_bytes": float(after["bytes_out"] - before["bytes_out"])}
+        metrics |= {f"offload/{name}": float(after[name] - before[name]) for name in OFFLOAD_COUNTERS}
+        metrics["offload/peak_host_bytes"] = float(after["peak_host_bytes"])
+        return metrics if device_bytes is None else metrics | {"memory/peak_device_bytes": float(device_bytes)}
+
+    def validate(self, logger: MetricLogger) -> None:
+        """Measure and log."""
+        self._validation_metrics = self.measure()
+        logger.log(self._validation_metrics, self.step, "validation")
+        value = self._validation_metrics[self.validation_metric]
+        if self.validation["first"] is None:
+            self.validation["first"] = value
+        self.validation["last"] = value
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, or begin to (`checkpointing.is_async`)."""
+        self._finish_save()
+        prefix, name = self.config["checkpointing"]["metric_name"].split(":")
+        metrics = self._validation_metrics if prefix == "val" else self.train_metrics
+        state = {
+            "data": self._data.state_dict(),
+            "validation": dict(self.validation),
+            "train": self.train_metrics,
+            "validation_metrics": self._validation_metrics,
+            "num_skipped": self.num_skipped,
+        }
+        in_background = self.config["checkpointing"]["is_async"]
+        self._checkpoints.begin(
+            self.step, lambda folder: self.policy.start_checkpoint(folder, in_background=in_background)
+        )
+        self._pending = (self.step, state, metrics.get(name))
+        if not in_background:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        if self._pending is not None:
+            step, state, metric = self._pending
+            self._pending = None
+            self._checkpoints.commit(step, state, metric, self.policy.finish_checkpoint)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.policy.shutdown()
+
+    def summary(self) -> dict[str, Any]:
+        """What the loop itself knows of a finished run."""
+        return {
+            "algorithm": self.config["algorithm"],
+            "steps": self.step,
+            "seed": self.seed,
+            "skipped_steps": self.num_skipped,
+            "validation_metric": self.validation_metric,
+            "validation": self.validation,
+            "train": {"loss": self.train_metrics.get("loss")},
+            "offload": self.policy.offload_stats(),
+            "paged_stash": self.policy.paged_stash_stats(),
+            "memory": {"peak_device_bytes": self.policy.peak_device_bytes()},
+        }
+
+
+class Stopwatch:
+    """Seconds per phase of a step."""
+
+    def __init__(self) -> None:
+        self._start_s = time.perf_counter()
+        self._phases_s: dict[str, float] = {}
+
+    def time[T](self, phase: str, work: Callable[[], T]) -> T:
+        """Run `work` and note how long it took, added to what the phase took before."""
+        start_s = time.perf_counter()
+        result = work()
+        self._phases_s[phase] = self._phases_s.get(phase, 0.0) + time.perf_counter() - start_s
+        return result
+
+    def seconds(self, phase: str) -> float:
+        """Seconds of a phase so far."""
+        return self._phases_s.get(phase, 0.0)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._start_s
+
+    def metrics(self) -> dict[str, float]:
+        """`timing/<phase>_s` of every phase, and of the whole step."""
+        return {f"timing/{phase}_s": seconds for phase, seconds in {**self._phases_s, "step": self.total_s}.items()}
+
+
+def run_loop(
+    config: MasterConfig,
+    run_dir: Path,
+    say: Say,
+    progress_stream: TextIO | None,
+    build: Callable[[VirtualCluster], TrainingLoop],
+    groups_per_slot: int = 1,
+) -> dict[str, Any]:
+    """Start Ray, build the loop there, resume it, run it; everything it writes lands in `run_dir`.
+
+    When a worker or its node fails, all workers are started again, up to `fault_tolerance.max_restarts` times, on nodes
+    that are alive: one that comes back would have lost its process groups with the others anyway.
+
+    `say` shows one line of status to the user; progress goes to `progress_stream`, or to standard output.
+    `groups_per_slot` worker groups share each slot of the cluster. Returns the summary, also written to `run_dir`.
+    Raises a NemoRLOffloadError for everything that a user can mend.
+    """
+    start_s = time.monotonic()
+    allowed = config["fault_tolerance"]["max_restarts"]
+    say("Starting Ray")
+    with VirtualCluster(**config["cluster"], groups_per_slot=groups_per_slot) as cluster:
+        for num_restarts in count():
+            try:
+                summary = _run_once(config, run_dir, say, progress_stream, build, cluster)
+                break
+            except WorkerError as error:
+                if num_restarts == allowed:
+                    raise
+                say(f"{error}\nRestarting the workers ({num_restarts + 1} of {allowed})")
+                with (run_dir / RESTARTS_FILE).open("a") as file:
+                    file.write(f"{error}\n{error.details}\n")
+            cluster.renew()
+    summary |= {"restarts": num_restarts, "wall_seconds": time.monotonic() - start_s, "run_dir": str(run_dir)}
+    write_json_atomic(run_dir / SUMMARY_FILE, summary)
+    return summary
+
+
+def _run_once(
+    config: MasterConfig,
+    run_dir: Path,
+    say: Say,
+    progress_stream: TextIO | None,
+    build: Callable[[VirtualCluster], TrainingLoop],
+    cluster: VirtualCluster,
+) -> dict[str, Any]:
+    say(f"Loading the model on {cluster.world_size} {cluster.device} worker(s)")
+    loop = build(cluster)
+    if folder := loop.resume():
+        say(f"Resuming from {folder}")
+    saving = config["checkpointing"]["enabled"]
+    with (
+        MetricLogger(run_dir, config["logger"], config) as logger,
+        Progress(loop.num_steps, enabled=True, stream=progress_stream) as progress,
+        Termination(config["fault_tolerance"]["grace_period_s"] if saving else 0) as termination,
+    ):
+        loop.run(logger, progress, termination)
+    summary = {**loop.summary(), "world_size": cluster.world_size, "device": cluster.device}
+    loop.close()
+    return summary

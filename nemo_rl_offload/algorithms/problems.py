@@ -1,0 +1,78 @@
+"""What the algorithms share that let the policy answer problems: GRPO and distillation."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nemo_rl_offload.algorithms.loop import TrainingLoop, section_of
+from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
+from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts
+from nemo_rl_offload.environments.pool import EnvironmentPool
+from nemo_rl_offload.policy.interface import PolicyInterface
+
+
+class ProblemLoop(TrainingLoop):
+    """A loop over prompts; validation is the share of problems solved."""
+
+    validation_metric = "accuracy"
+    progress_metrics: ClassVar[tuple[str, ...]] = ("reward", "loss", "tokens_per_s", "offloaded_bytes")
+
+    def __init__(
+        self,
+        config: MasterConfig,
+        policy: PolicyInterface,
+        environment: EnvironmentPool,
+        tokenizer: Any,
+        prompts: tuple[TrainingPrompts, list[Prompt]],
+        run_dir: Path,
+    ) -> None:
+        self._train_prompts, self._validation_prompts = prompts
+        num_steps = section_of(config)["max_num_steps"]
+        super().__init__(config, policy, self._train_prompts, num_steps, run_dir)
+        self._environment = environment
+        self._tokenizer = tokenizer
+
+    def measure(self) -> dict[str, float]:
+        """Sample one response to each validation prompt, at the training temperature."""
+        prompts = self._validation_prompts[: self._section["max_val_samples"]]
+        size = self._section["val_batch_size"]
+        parts = [
+            self._rollout(prompts[start : start + size], 1, 2 * start + 1) for start in range(0, len(prompts), size)
+        ]
+        return Rollout.join(parts).metrics()
+
+    def summary(self) -> dict[str, Any]:
+        """With the last step's mean reward."""
+        summary = super().summary()
+        return summary | {"train": summary["train"] | {"reward": self.train_metrics.get("reward")}}
+
+    def close(self) -> None:
+        """End the workers and the environment."""
+        super().close()
+        self._environment.shutdown()
+
+    def _rollout(self, prompts: list[Prompt], num_generations: int, stream: int) -> Rollout:
+        """Even streams are for training, odd ones for validation: neither draws the other's random numbers."""
+        seed = self.seed * 1_000_003 + stream
+        policy_config = self.config["policy"]
+        return rollout(
+            self.policy,
+            self._environment,
+            self._tokenizer,
+            prompts,
+            num_generations,
+            seed,
+            template=self.config["data"]["prompt_template"],
+            limits=Limits(
+                self._section["max_rollout_turns"],
+                policy_config["generation"]["max_new_tokens"],
+                policy_config["max_total_sequence_length"],
+            ),
+        )
+
+
+def num_optimizer_steps(config: MasterConfig) -> int:
+    """Optimizer steps of a whole run."""
+    section = config["grpo"] if config["algorithm"] == "grpo" else config["distillation"]
+    samples = section["num_prompts_per_step"] * section["num_generations_per_prompt"]
+    return section["max_num_steps"] * (samples // config["policy"]["train_global_batch_size"])

@@ -1,0 +1,29 @@
+"""Supervised fine-tuning: the negative log-likelihood of the assistant's turns, averaged over all their tokens."""
+
+from pathlib import Path
+from typing import Any, TextIO
+
+from nemo_rl_offload.algorithms.fixed_data import FixedDataLoop, run_fixed_data
+from nemo_rl_offload.algorithms.loop import Say, Stopwatch
+from nemo_rl_offload.config.schema import MasterConfig
+
+
+class SFT(FixedDataLoop):
+    """The training loop over a policy and data that exist already."""
+
+    validation_metric = "loss"
+
+    def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:
+        """One optimizer step."""
+        batch = self.next_batch()
+        metrics = watch.time("train", lambda: self.policy.train(batch, "nll", {}))
+        return metrics, int(batch["input_lengths"].sum())
+
+    def measure(self) -> dict[str, float]:
+        """The loss of the validation samples."""
+        return self.policy.evaluate(self.validation_batch(), "nll", {})
+
+
+def run_sft(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> dict[str, Any]:
+    """Run SFT as `config` says; arguments, result and errors as in `run_loop`."""
+    return run_fixed_data(config, run_dir, say, progress_stream, SFT, keep_reference=False)

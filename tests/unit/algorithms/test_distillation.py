@@ -1,0 +1,65 @@
+"""The distillation loop over stand-ins for both policies and the scorer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeEnvironment, FakePolicy, Recorder
+
+from nemo_rl_offload.algorithms.distillation import Distillation, teacher_config
+from nemo_rl_offload.algorithms.termination import Termination
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.data.prompts import prompt_sets
+
+SMALL = (
+    "algorithm=distillation",
+    "teacher.model_name=teacher",
+    "distillation.num_prompts_per_step=3",
+    "distillation.num_generations_per_prompt=2",
+    "distillation.max_num_steps=4",
+    "distillation.topk_logits_k=5",
+    "distillation.val_period=2",
+    "data.train.size=60",
+    "data.validation={path: null, split: null, seed: 10000000, size: 6, exclude: []}",
+)
+
+
+@pytest.fixture
+def config() -> Any:
+    return load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", SMALL)
+
+
+def test_students_answers_with_the_teachers_logits(config: Any, tokenizer: Any, tmp_path: Path) -> None:
+    policy, teacher, environment = FakePolicy(), FakePolicy(), FakeEnvironment()
+    prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, seed=1)
+    pool: Any = environment
+    loop = Distillation(config, policy, teacher, pool, tokenizer, prompts, tmp_path)
+    recorder: Any = Recorder()
+    loop.run(recorder, recorder, Termination(0))
+    assert [step for step, prefix in recorder.logged if prefix == "validation"] == [0, 2, 4]
+    assert loop.validation["last"] == recorder.logged[4, "validation"]["accuracy"]
+    assert policy.num_prompts == [6, 6, 6, 6, 6, 6, 6]
+    assert policy.losses == [("distillation", config["loss_fn"])] * 4
+    assert teacher.num_prompts == []
+    assert teacher.batches == []
+    for batch in policy.batches:
+        shape = batch["input_ids"].shape
+        assert torch.equal(batch["teacher_topk_logits"], torch.full((*shape, 5), 259.0))
+        assert batch["teacher_topk_indices"].shape == (*shape, 5)
+    assert set(recorder.logged[1, "train"]) >= {"loss", "reward", "accuracy", "num_tokens"}
+    loop.close()
+    assert policy.is_shut_down
+    assert teacher.is_shut_down
+    assert environment.is_shut_down
+
+
+def test_the_teacher_is_the_student_with_its_own_keys(config: Any) -> None:
+    teacher: Any = teacher_config(config)
+    assert teacher["model_name"] == "teacher"
+    assert teacher["precision"] == config["policy"]["precision"]
+    assert teacher["megatron_cfg"]["fine_grained_activation_offloading"] is False
+    assert config["policy"]["megatron_cfg"]["fine_grained_activation_offloading"] is True
+    config["teacher"] |= {"precision": "bfloat16", "logprob_batch_size": 3}
+    teacher = teacher_config(config)
+    assert (teacher["precision"], teacher["logprob_batch_size"]) == ("bfloat16", 3)

@@ -1,0 +1,249 @@
+"""What every loop does around its steps: checkpoints, termination, skipped steps, restarts."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes import FakePolicy, Recorder
+
+from nemo_rl_offload.algorithms import loop as loop_module
+from nemo_rl_offload.algorithms.loop import Stopwatch, TrainingLoop, run_loop
+from nemo_rl_offload.algorithms.termination import Termination
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.errors import CheckpointError, ConfigError, TrainingError, WorkerError
+
+SMALL = ("sft.max_num_steps=6", "sft.val_period=0", "checkpointing.save_period=2", "checkpointing.keep_top_k=null")
+
+
+class Counting:
+    """Data that are numbers."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": 0, "position": self.position}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position = state["position"]
+
+
+class Loop(TrainingLoop):
+    validation_metric = "loss"
+    before_step: Callable[[int], None] = staticmethod(lambda step: None)
+
+    def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:
+        self.before_step(self.step)
+        assert isinstance(self.policy, FakePolicy)
+        assert isinstance(self._data, Counting)
+        self._data.position += 1
+        self.policy.weight += 1
+        skipped = float(self.policy.weight in self.policy.skipped)
+        return {"loss": float(self._data.position), "skipped_updates": skipped}, 1
+
+    def measure(self) -> dict[str, float]:
+        return {"loss": 0.5}
+
+
+def read_config(*overrides: str) -> Any:
+    return load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml", [*SMALL, *overrides])
+
+
+def make(run_dir: Path, *overrides: str) -> tuple[Loop, FakePolicy]:
+    policy = FakePolicy()
+    return Loop(read_config(*overrides), policy, Counting(), 6, run_dir), policy
+
+
+def run(loop: Loop, termination: Termination | None = None) -> dict[tuple[int, str], dict[str, float]]:
+    recorder: Any = Recorder()
+    loop.run(recorder, recorder, termination or Termination(0))
+    return recorder.logged  # type: ignore[no-any-return]
+
+
+def saved(run_dir: Path) -> dict[int, int]:
+    """Step and the weight in its checkpoint."""
+    folders = run_dir.glob("checkpoints/step_*")
+    return {int(path.name.removeprefix("step_")): int((path / "policy/weight").read_text()) for path in sorted(folders)}
+
+
+@pytest.mark.parametrize("is_async", ["false", "true"])
+def test_a_checkpoint_holds_the_step_it_was_begun_in(is_async: str, tmp_path: Path) -> None:
+    loop, _ = make(tmp_path, f"checkpointing.is_async={is_async}")
+    appeared: dict[int, set[int]] = {}
+    loop.before_step = lambda step: appeared.update({step: set(saved(tmp_path))})
+    run(loop)
+    assert saved(tmp_path) == {2: 2, 4: 4, 6: 6}
+    # In the background, the policy says after two more steps that it is done; the next checkpoint waits for the last.
+    assert appeared[3] == (set() if is_async == "true" else {2})
+    assert appeared[5] == ({2} if is_async == "true" else {2, 4})
+    info = json.loads((tmp_path / "checkpoints/step_4/training_info.json").read_text())
+    assert info["data"]["position"] == info["train"]["loss"] == 4
+
+
+def test_resuming_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
+    def stop(step: int) -> None:
+        if step == 6:
+            raise KeyboardInterrupt
+
+    loop, _ = make(tmp_path, "checkpointing.is_async=true")
+    loop.before_step = stop
+    with pytest.raises(KeyboardInterrupt):
+        run(loop)
+    assert saved(tmp_path) == {2: 2}
+    resumed, policy = make(tmp_path, "checkpointing.is_async=true")
+    assert resumed.resume() == tmp_path / "checkpoints" / "step_2"
+    logged = run(resumed)
+    assert [logged[step, "train"]["loss"] for step in (3, 4, 5, 6)] == [3, 4, 5, 6]
+    assert saved(tmp_path) == {2: 2, 4: 4, 6: 6}
+    assert policy.weight == 6
+
+
+def test_damaged_weights_say_how_to_go_on(tmp_path: Path) -> None:
+    run(make(tmp_path)[0])
+    (tmp_path / "checkpoints/step_6/policy/weight").write_text("7")
+    with pytest.raises(CheckpointError, match=r"weight is not what was written\. Remove .*step_6 to go on from step 4"):
+        make(tmp_path)[0].resume()
+
+
+def test_sigterm_saves_and_ends(tmp_path: Path) -> None:
+    loop, _ = make(tmp_path)
+    loop.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
+    with pytest.raises(SystemExit) as caught, Termination(60) as termination:
+        run(loop, termination)
+    assert caught.value.code == 143
+    assert saved(tmp_path) == {2: 2, 3: 3}
+
+
+@pytest.mark.parametrize("how", ["no time", "time is over", "a second one"])
+def test_sigterm_ends_at_once(how: str, tmp_path: Path) -> None:
+    def terminate(step: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if how == "a second one":
+            os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    loop, _ = make(tmp_path)
+    loop.before_step = terminate
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught, Termination(0 if how == "no time" else 0.05) as termination:
+        run(loop, termination)
+    assert caught.value.code == 143
+    assert saved(tmp_path) == {}
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_rates_and_memory_of_a_step(tmp_path: Path) -> None:
+    loop, policy = make(tmp_path)
+    watch_train = loop.update
+
+    def update(watch: Stopwatch) -> tuple[dict[str, float], int]:
+        return watch.time("train", lambda: watch_train(watch))
+
+    loop.update = update  # type: ignore[method-assign]
+    metrics = loop.train_step()
+    assert metrics["tokens_per_s_per_device"] == metrics["tokens_per_s"] / 2
+    # 6e12 operations in the training phase on two devices, of which both together could do 1e15 a second.
+    assert metrics["train_tflops_per_s_per_device"] == pytest.approx(3 / metrics["timing/train_s"])
+    assert metrics["train_mfu"] == pytest.approx(6e-3 / metrics["timing/train_s"])
+    assert (metrics["offloaded_bytes"], metrics["offload/peak_host_bytes"]) == (1000, 0)
+    assert "memory/peak_device_bytes" not in metrics
+    run(loop)
+    assert policy.num_traces == 1
+    trace = json.loads((tmp_path / "memory_trace.json").read_text())
+    assert trace == {"step": 3, "samples": [{"seconds": 0.0, "used_bytes": 5, "offloaded_bytes": 3}]}
+
+
+def test_skipped_steps_are_counted(tmp_path: Path) -> None:
+    loop, policy = make(tmp_path, "fault_tolerance.max_skipped_steps=2")
+    policy.skipped = {1, 2, 4, 5}
+    run(loop)
+    assert loop.summary()["skipped_steps"] == 4
+    assert set(saved(tmp_path)) == {4, 6}, "nothing to save before the first update"
+    resumed, _ = make(tmp_path)
+    resumed.resume()
+    assert resumed.num_skipped == 4
+
+
+def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
+    loop, policy = make(tmp_path, "fault_tolerance.max_skipped_steps=2")
+    policy.skipped = {3, 4, 5}
+    message = (
+        r"not finite in 3 steps in a row, .* step 5\. The weights have not changed since step 2\. Lower .*optimizer.lr"
+    )
+    with pytest.raises(TrainingError, match=message):
+        run(loop)
+    assert loop.step == 5
+
+
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what happened to clusters."""
+    events: list[str] = []
+
+    @contextmanager
+    def cluster(**_: Any) -> Iterator[SimpleNamespace]:
+        events.append("up")
+        try:
+            yield SimpleNamespace(world_size=1, device="cpu", renew=lambda: events.append("renewed"))
+        finally:
+            events.append("down")
+
+    monkeypatch.setattr(loop_module, "VirtualCluster", cluster)
+    return events
+
+
+def fail_at(loop: Loop, steps: list[int], error: Exception) -> Loop:
+    """Let the loop fail in the next of these steps."""
+
+    def fail(step: int) -> None:
+        if steps and step == steps[0]:
+            steps.pop(0)
+            raise error
+
+    loop.before_step = fail
+    return loop
+
+
+def test_a_failed_worker_restarts_all_from_the_last_checkpoint(no_cluster: list[str], tmp_path: Path) -> None:
+    steps, data, said = [1, 4, 5], Counting(), list[str]()
+    config = read_config("fault_tolerance.max_restarts=3")
+    config["logger"]["tensorboard_enabled"] = False
+    policies: list[FakePolicy] = []
+
+    def build(_: Any) -> Loop:
+        policies.append(FakePolicy())
+        return fail_at(Loop(config, policies[-1], data, 6, tmp_path), steps, WorkerError("rank 0 of 1: it died"))
+
+    summary = run_loop(config, tmp_path, said.append, None, build)
+    assert (summary["steps"], summary["restarts"]) == (6, 3)
+    assert no_cluster == ["up", "renewed", "renewed", "renewed", "down"]
+    assert policies[-1].weight == data.position == 6
+    assert saved(tmp_path) == {2: 2, 4: 4, 6: 6}
+    assert [line for line in said if "Restarting" in line][-1].startswith("rank 0 of 1: it died\n")
+    assert "Restarting the workers (3 of 3)" in said[-3]
+    assert (tmp_path / "restarts.log").read_text().count("it died") == 3
+    losses = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    trained = [(record["step"], record["metrics"]["loss"]) for record in losses if record["prefix"] == "train"]
+    assert trained == [(step, step) for step in (1, 2, 3, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts"), [(WorkerError("again"), 1), (ConfigError("not again"), 0), (TrainingError("not again"), 0)]
+)
+def test_what_is_not_restarted(error: Exception, restarts: int, no_cluster: list[str], tmp_path: Path) -> None:
+    config = read_config("fault_tolerance.max_restarts=1")
+
+    def build(_: Any) -> Loop:
+        return fail_at(Loop(config, FakePolicy(), Counting(), 6, tmp_path), [1], error)
+
+    with pytest.raises(type(error), match="again"):
+        run_loop(config, tmp_path, lambda _: None, None, build)
+    assert no_cluster == ["up", *["renewed"] * restarts, "down"]
+    assert not (tmp_path / "summary.json").exists()

@@ -1,0 +1,134 @@
+"""GRPO's options around the rollouts: dynamic sampling, reward shaping, overlong filtering, epochs."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeEnvironment, FakePolicy
+
+from nemo_rl_offload.algorithms.grpo import GRPO
+from nemo_rl_offload.batching.batch import Batch
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.data.prompts import prompt_sets
+from nemo_rl_offload.environments.interface import Episode, Score
+from nemo_rl_offload.errors import DataError
+
+SMALL = (
+    "grpo.max_num_steps=4",
+    "grpo.num_prompts_per_step=3",
+    "grpo.num_generations_per_prompt=4",
+    "data.train.size=200",
+    "data.validation.size=4",
+    "data.validation.exclude=[]",
+)
+
+
+class Graded(FakeEnvironment):
+    """Every `period`-th prompt has responses of different rewards."""
+
+    def __init__(self, period: int) -> None:
+        self._period = period
+        self.num_prompts = 0
+
+    def step(self, episodes: Sequence[Episode]) -> list[Score]:
+        scores = []
+        for start in range(0, len(episodes), 4):
+            self.num_prompts += 1
+            differs = self._period > 0 and self.num_prompts % self._period == 0
+            scores += [
+                Score(float(differs and index == 0), False, False) for index in range(len(episodes[start : start + 4]))
+            ]
+        return scores
+
+
+Make = Callable[..., tuple[GRPO, FakePolicy]]
+
+
+@pytest.fixture
+def make(tokenizer: Any, tmp_path: Path) -> Make:
+    def make(environment: Any, *overrides: str) -> tuple[GRPO, FakePolicy]:
+        config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [*SMALL, *overrides])
+        prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, seed=1)
+        policy = FakePolicy()
+        return GRPO(config, policy, environment, tokenizer, prompts, tmp_path), policy
+
+    return make
+
+
+def step(loop: GRPO, policy: FakePolicy) -> tuple[Batch, dict[str, float]]:
+    loop.step += 1
+    metrics = loop.train_step()
+    return policy.batches[-1], metrics
+
+
+def rewards_of(batch: Batch) -> torch.Tensor:
+    return batch["advantages"].abs().amax(dim=1)
+
+
+@pytest.mark.parametrize(("multiplier", "num_batches", "size"), [(1, 6, 3), (2, 3, 6), (1.5, 4, 5)])
+def test_dynamic_sampling_replaces_prompts_without_signal(
+    multiplier: float, num_batches: int, size: int, make: Make
+) -> None:
+    environment = Graded(period=6)
+    loop, policy = make(environment, "grpo.use_dynamic_sampling=true", f"grpo.batch_multiplier={multiplier}")
+    batch, metrics = step(loop, policy)
+    assert policy.num_prompts == [4 * size] * num_batches
+    assert len(set(policy.seeds)) == num_batches
+    assert metrics["num_gen_batches"] == num_batches
+    assert metrics["kept_prompts_fraction"] == pytest.approx(environment.num_prompts // 6 / environment.num_prompts)
+    assert len(batch["input_ids"]) == 12
+    assert (batch["advantages"].view(3, -1).abs().amax(dim=1) > 0).all()
+    first_seeds = set(policy.seeds)
+    step(loop, policy)
+    assert not first_seeds & set(policy.seeds[num_batches:])
+
+
+def test_dynamic_sampling_gives_up(make: Make) -> None:
+    loop, policy = make(Graded(period=0), "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2")
+    with pytest.raises(DataError, match="after 2 batches only 0 of 3 prompts of step 1"):
+        step(loop, policy)
+    assert policy.batches == []
+
+
+def test_without_dynamic_sampling_every_prompt_is_kept(make: Make) -> None:
+    loop, policy = make(Graded(period=0))
+    batch, metrics = step(loop, policy)
+    assert (batch["advantages"] == 0).all()
+    assert "num_gen_batches" not in metrics
+
+
+def test_overlong_filtering_leaves_unfinished_responses_out(make: Make) -> None:
+    for filtering in (True, False):
+        loop, policy = make(FakeEnvironment(), f"grpo.overlong_filtering={str(filtering).lower()}", "grpo.seed=2")
+        batch, metrics = step(loop, policy)
+        ends = batch["input_ids"].gather(1, batch["input_lengths"][:, None] - 1).squeeze(1)
+        is_finished = (ends == 2).float()
+        assert 0 < is_finished.sum() < 12
+        assert torch.equal(batch["sample_mask"], is_finished if filtering else torch.ones(12))
+        assert metrics["unfinished_fraction"] == pytest.approx(float(1 - is_finished.mean()))
+
+
+def test_reward_shaping_changes_advantages_and_not_the_reported_reward(make: Make) -> None:
+    shaping = {"enabled": "true", "max_response_length": 4, "overlong_buffer_length": 2, "overlong_buffer_penalty": 0.5}
+    overrides = [f"grpo.reward_shaping.{key}={value}" for key, value in shaping.items()]
+    loop, policy = make(Graded(period=0), *overrides, "grpo.normalize_rewards=false")
+    batch, metrics = step(loop, policy)
+    assert metrics["reward"] == 0
+    lengths = batch["token_mask"].sum(dim=1)
+    penalties = 0.5 * ((lengths - 2) / 2).clamp(0, 1)
+    groups = penalties.view(3, 4)
+    expected = (groups.sum(dim=1, keepdim=True) - groups) / 3 - groups
+    assert (expected != 0).any()
+    torch.testing.assert_close(batch["advantages"], expected.flatten()[:, None] * batch["token_mask"])
+
+
+def test_several_epochs_train_on_the_same_batch(make: Make) -> None:
+    loop, policy = make(FakeEnvironment(), "grpo.ppo_epochs=3")
+    _, metrics = step(loop, policy)
+    assert len(policy.batches) == 3
+    assert all(batch is policy.batches[0] for batch in policy.batches)
+    assert policy.num_prompts == [12]
+    signal = float(policy.batches[0]["advantages"].sum())
+    assert metrics["loss"] == pytest.approx(signal + 2)
