@@ -7,13 +7,15 @@ known only at its end.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
-from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig, ValidationProblemsConfig
+from nemo_rl_offload.config.data_schema import DataConfig, ReasoningGymConfig, ValidationDataConfig
+from nemo_rl_offload.config.loader import resolve_data_path
+from nemo_rl_offload.data.problem_files import read_problems
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
 from nemo_rl_offload.data.tokenizer import encode_prompt
 from nemo_rl_offload.errors import DataError
@@ -58,7 +60,7 @@ class TrainingPrompts:
 
     def __init__(
         self,
-        problems: ReasoningGymProblems,
+        problems: Sequence[Problem] | ReasoningGymProblems,
         encoder: PromptEncoder,
         held_out: frozenset[str],
         *,
@@ -117,6 +119,8 @@ def prompt_sets(
 ) -> tuple[TrainingPrompts, list[Prompt]]:
     """Build the training stream and the validation prompts; no question occurs in both.
 
+    Problems come from the files of ``data``, where it names some, and else from reasoning-gym.
+
     Args:
         data: the section ``data``.
         task: the section ``env.reasoning_gym``.
@@ -124,36 +128,72 @@ def prompt_sets(
         seed: of the training order.
 
     Raises:
-        DataError: unknown task, refused parameters, or too few validation problems.
+        DataError: unknown task, refused parameters, too few validation problems, or files that cannot be used.
     """
     encoder = PromptEncoder(tokenizer, data["prompt_template"], data["max_input_seq_length"])
-    validation = _validation_prompts(data["validation"], task, encoder)
+    problems: Sequence[Problem] | ReasoningGymProblems
+    if data["train"]["path"] is None:
+        validation = _validation_set(data["validation"], task, encoder)
+        problems = problems_of(task, data["train"]["seed"], data["train"]["size"])
+    else:
+        validation = [prompt for problem in _from_files(data, "validation") if (prompt := encoder(problem))]
+        problems = _from_files(data, "train")
     held_out = frozenset(prompt.problem.question for prompt in validation)
-    problems = ReasoningGymProblems(task["task"], task["params"], **data["train"])
     return TrainingPrompts(problems, encoder, held_out, shuffle=data["shuffle"], seed=seed), validation
 
 
-def _validation_prompts(
-    validation: ValidationProblemsConfig, task: ReasoningGymConfig, encoder: PromptEncoder
-) -> list[Prompt]:
-    """Take the first ``size`` distinct usable problems from ``seed`` on that no excluded range holds."""
+def _from_files(data: DataConfig, name: Literal["train", "validation"]) -> list[Problem]:
+    path, split = data[name]["path"], data[name]["split"]
+    if path is None:
+        return []
+    return read_problems(
+        resolve_data_path(path),
+        split,
+        name=f"data.{name}",
+        needs_answer=data["env_name"] == "math",
+        skips_bad=data["on_bad_line"] == "skip",
+    )
 
-    def problems(seed: int, size: int) -> ReasoningGymProblems:
-        return ReasoningGymProblems(task["task"], task["params"], seed, size)
 
+def problems_of(task: ReasoningGymConfig, seed: int, size: int) -> ReasoningGymProblems:
+    """Return problems of the section ``env.reasoning_gym``; the errors of ``ReasoningGymProblems``."""
+    assert task["task"] is not None, "checked with the configuration"
+    return ReasoningGymProblems(task["task"], task["params"], seed, size)
+
+
+def problem_sets(data: DataConfig, task: ReasoningGymConfig) -> tuple[list[Problem], list[Problem]]:
+    """Return training and validation problems; no question occurs in both.
+
+    Raises:
+        DataError: as ``prompt_sets``.
+    """
+    validation: list[Problem] = _validation_set(data["validation"], task, lambda problem: problem)
+    held_out = {problem.question for problem in validation}
+    problems = problems_of(task, data["train"]["seed"], data["train"]["size"])
+    return [problem for problem in problems if problem.question not in held_out], validation
+
+
+def _validation_set[T](
+    validation: ValidationDataConfig, task: ReasoningGymConfig, accept: Callable[[Problem], T | None]
+) -> list[T]:
+    """Take the first ``size`` distinct problems from ``seed`` on that no excluded range holds and ``accept`` takes."""
     size = validation["size"]
     num_candidates = size * NUM_CANDIDATES_PER_VALIDATION_PROBLEM
-    excluded = chain.from_iterable(problems(**range_) for range_ in validation["exclude"])
+    excluded = chain.from_iterable(problems_of(task, **range_) for range_ in validation["exclude"])
     seen = {problem.question for problem in excluded}
-    prompts: list[Prompt] = []
-    for problem in _distinct(problems(validation["seed"], num_candidates), seen):
-        if prompt := encoder(problem):
-            prompts.append(prompt)
-        if len(prompts) == size:
-            return prompts
+    accepted: list[T] = []
+    num_refused = 0
+    for problem in _distinct(problems_of(task, validation["seed"], num_candidates), seen):
+        item = accept(problem)
+        if item is None:
+            num_refused += 1
+        else:
+            accepted.append(item)
+        if len(accepted) == size:
+            return accepted
     raise DataError(
-        f"data.validation: only {len(prompts)} of {size} distinct problems of task '{task['task']}' outside "
-        f"data.validation.exclude among {num_candidates} candidates ({encoder.num_too_long} were too long). "
+        f"data.validation: only {len(accepted)} of {size} distinct problems of task '{task['task']}' outside "
+        f"data.validation.exclude among {num_candidates} candidates ({num_refused} were too long). "
         "Give a smaller size, fewer excluded problems, or parameters of the task that allow more questions."
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 from nemo_rl_offload.errors import DataError
 
 PROBE = "Hello, 1 + 2"
+MARK = "THE-RESPONSE"
 EOS, PAD, BOS = "<|endoftext|>", "<|pad|>", "<|bos|>"
 
 
@@ -63,6 +64,20 @@ def encode_prompt(tokenizer: Any, template: str | None, question: str) -> list[i
     bos = tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer.encode(text)[:1] == [bos] != ids[:1]
     return [bos, *ids] if adds_bos else ids
+
+
+def encode_observation(tokenizer: Any, template: str | None, observation: str) -> list[int]:
+    """Return the token ids between a response, which ends with the end token, and the next one.
+
+    With a prompt ``template`` that is the text alone. The chat template renders it as a user turn: what it writes
+    behind an assistant turn, without the end token that the response has already.
+    """
+    if template is None:
+        turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
+        turns.append({"role": "user", "content": observation})
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        observation = str(text).rpartition(MARK)[2].removeprefix(tokenizer.eos_token)
+    return list(tokenizer.encode(observation, add_special_tokens=False))
 
 
 def make_byte_tokenizer(folder: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig
+from nemo_rl_offload.config.data_schema import DataConfig, ReasoningGymConfig
 from nemo_rl_offload.data.prompts import Prompt, PromptEncoder, TrainingPrompts, prompt_sets
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
 from nemo_rl_offload.data.tokenizer import load_tokenizer, make_byte_tokenizer
@@ -25,11 +25,19 @@ TASK: ReasoningGymConfig = {
 
 def data_config(**changes: Any) -> DataConfig:
     config: DataConfig = {
+        "env_name": "reasoning_gym",
+        "on_bad_line": "error",
         "shuffle": True,
         "max_input_seq_length": 80,
         "prompt_template": "{question}\n",
-        "train": {"seed": 10_000_030, "size": 400},  # overlaps validation
-        "validation": {"seed": 10_000_000, "size": 60, "exclude": [{"seed": 0, "size": 300}]},
+        "train": {"path": None, "split": None, "seed": 10_000_030, "size": 400},  # overlaps validation
+        "validation": {
+            "path": None,
+            "split": None,
+            "seed": 10_000_000,
+            "size": 60,
+            "exclude": [{"seed": 0, "size": 300}],
+        },
     }
     return config | changes  # type: ignore[return-value]
 

@@ -1,20 +1,14 @@
 """Rewards come from the task's own scorer; a pool of actors gives what one environment gives."""
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 
-from nemo_rl_offload.config.schema import ReasoningGymConfig
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.reasoning_gym import ReasoningGymProblems
-from nemo_rl_offload.environments.reasoning_gym import (
-    EnvironmentPool,
-    ReasoningGymEnvironment,
-    Score,
-    make_environment,
-)
+from nemo_rl_offload.environments.interface import UNFINISHED, Episode, Score
+from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
+from nemo_rl_offload.environments.reasoning_gym import ReasoningGymEnvironment
 from nemo_rl_offload.errors import WorkerError
 
 SHORT = {"min_word_len": 3, "max_word_len": 5}
@@ -30,19 +24,26 @@ def environment(task: str, params: dict[str, Any], binary: bool = True, threshol
     return ReasoningGymEnvironment(task, params, binary_reward=binary, correct_threshold=threshold)
 
 
-def test_binary_reward_needs_the_threshold_and_an_end() -> None:
+def episodes(items: list[dict[str, Any]], responses: list[str]) -> list[Episode]:
+    return [
+        Episode(item, [{"role": "user", "content": "?"}, {"role": "assistant", "content": response}])
+        for item, response in zip(items, responses, strict=True)
+    ]
+
+
+def test_binary_reward_needs_the_threshold() -> None:
     items = entries("spell_backward", SHORT, 3)
     answers = [item["answer"] for item in items]
     env = environment("spell_backward", SHORT)
-    assert env.score(items, answers, [True, True, False]) == [RIGHT, RIGHT, WRONG]
-    assert env.score(items, [answer + "x" for answer in answers], [True] * 3) == [WRONG] * 3
+    assert env.step(episodes(items, answers)) == [RIGHT] * 3
+    assert env.step(episodes(items, [answer + "x" for answer in answers])) == [WRONG] * 3
 
 
 def test_partial_credit_is_the_reward_unless_binary() -> None:
     item = next(item for item in entries("spell_backward", SHORT, 50) if len(item["answer"]) == 4)
     almost = item["answer"][:3] + "!"
     scores = {
-        (binary, threshold): environment("spell_backward", SHORT, binary, threshold).score([item], [almost], [True])[0]
+        (binary, threshold): environment("spell_backward", SHORT, binary, threshold).step(episodes([item], [almost]))[0]
         for binary in (True, False)
         for threshold in (0.5, 0.999)
     }
@@ -55,34 +56,33 @@ def test_partial_credit_is_the_reward_unless_binary() -> None:
 def test_a_scorer_that_fails_on_a_response_counts_as_wrong_and_is_reported() -> None:
     items = entries("prime_factorization", {}, 2)
     responses = ["no numbers here", items[1]["answer"]]
-    scores = environment("prime_factorization", {}).score(items, responses, [True, True])
+    scores = environment("prime_factorization", {}).step(episodes(items, responses))
     assert scores == [Score(0.0, is_correct=False, scorer_error=True), RIGHT]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[EnvironmentPool]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    config: ReasoningGymConfig = {
-        "task": "spell_backward",
-        "params": SHORT,
-        "num_workers": 2,
-        "binary_reward": True,
-        "correct_threshold": 0.999,
-    }
-    yield make_environment(config)
-    ray.shutdown()
+def pool(ray_cluster: None) -> EnvironmentPool:
+    config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", ["env.reasoning_gym.num_workers=2"])
+    return make_environment(config)
 
 
 @pytest.mark.parametrize("size", [1, 5, 6])
 def test_the_pool_keeps_the_order(pool: EnvironmentPool, size: int) -> None:
     items = entries("spell_backward", SHORT, size)
     responses = [item["answer"] if i % 2 else "wrong" for i, item in enumerate(items)]
-    expected = environment("spell_backward", SHORT).score(items, responses, [True] * size)
-    assert pool.score(items, responses, [True] * size) == expected
+    asked = episodes(items, responses)
+    assert pool.step(asked) == environment("spell_backward", SHORT).step(asked)
+
+
+def test_an_unfinished_response_is_worth_nothing(pool: EnvironmentPool) -> None:
+    items = entries("spell_backward", SHORT, 3)
+    first, second, third = episodes(items, [item["answer"] for item in items])
+    assert pool.step([first, second._replace(finished=False), third]) == [RIGHT, UNFINISHED, RIGHT]
+    assert pool.step([first._replace(finished=False)]) == [UNFINISHED]
 
 
 def test_a_dead_actor_is_one_worker_error(pool: EnvironmentPool) -> None:
     pool.shutdown()
     items = entries("spell_backward", SHORT, 2)
     with pytest.raises(WorkerError, match="environment worker died"):
-        pool.score(items, ["a", "b"], [True, True])
+        pool.step(episodes(items, ["a", "b"]))

@@ -1,0 +1,47 @@
+"""Problems from files, each a question and what a scorer needs to judge an answer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_offload.data.reasoning_gym import Problem
+from nemo_rl_offload.data.records import read_records, report_bad_records
+from nemo_rl_offload.errors import DataError
+
+QUESTIONS = ("prompt", "question", "problem", "input")
+ANSWERS = ("answer", "expected_answer", "output")
+
+
+def read_problems(path: Path, split: str | None, *, name: str, needs_answer: bool, skips_bad: bool) -> list[Problem]:
+    """Read the problems of a file or folder; ``name`` is the section that messages begin with.
+
+    A problem's ``entry`` is the record, with the answer as text under ``answer``.
+
+    Raises:
+        DataError: nothing can be read there, or records that cannot be used and are not skipped.
+    """
+    problems, bad = [], []
+    for record in read_records(path, split):
+        try:
+            if isinstance(record.content, str):
+                raise ValueError(record.content)
+            problems.append(_problem(record.content, needs_answer))
+        except ValueError as error:
+            bad.append(f"{record.place}: {error}")
+    report_bad_records(name, bad, num_good=len(problems), skips_bad=skips_bad)
+    if not problems:
+        raise DataError(f"{name}: {path} holds no problems.")
+    return problems
+
+
+def _problem(content: Mapping[str, Any], needs_answer: bool) -> Problem:
+    question, answer = (next((content[key] for key in keys if key in content), None) for keys in (QUESTIONS, ANSWERS))
+    has = f"it has {', '.join(content) or 'no keys'}"
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"has no question as text under one of {', '.join(QUESTIONS)}; {has}")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    if needs_answer and not (isinstance(answer, str) and answer.strip()):
+        raise ValueError(f"has no answer under one of {', '.join(ANSWERS)}; {has}")
+    entry = {**content, "answer": answer} if answer is not None else dict(content)
+    return Problem(question, answer if isinstance(answer, str) else None, entry)

@@ -1,0 +1,169 @@
+"""Records of data sets on disk: JSON lines, JSON, Parquet and Arrow files, folders of them, and saved `datasets`.
+
+Everything is read at once, into plain dictionaries: simple, and exact counts of what is bad are known before training.
+The limit is host memory: about twice the files' text.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_offload.errors import DataError
+
+LINE_SUFFIXES = (".jsonl", ".ndjson")
+SUFFIXES = (*LINE_SUFFIXES, ".json", ".parquet", ".arrow")
+NUM_SHOWN = 5
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.\w+")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record; ``content`` is text that says what is wrong where it cannot be read."""
+
+    place: str
+    """File and line, counted from 1."""
+    content: dict[str, Any] | str
+
+
+def read_records(path: Path, split: str | None) -> list[Record]:
+    """Read the records of a file or a folder.
+
+    A folder is one that `datasets` saved, or holds data files, or has them in a folder `data` or in one folder for each
+    split. Where it holds several splits (`train-00000-of-00001.parquet`, `train/0000.parquet`, or a saved dictionary of
+    splits), ``split`` names one.
+
+    Raises:
+        DataError: nothing to read there, or a file that cannot be read at all.
+    """
+    if path.is_file():
+        return list(_read_file(path))
+    if (path / "dataset_dict.json").is_file():
+        folders = {folder.name: folder for folder in sorted(path.iterdir()) if folder.is_dir()}
+        path = folders[_chosen_split(path, split, list(folders))]
+    if (path / "state.json").is_file():
+        return list(_read_saved(path))
+    files = _data_files(path, split)
+    return [record for file in files for record in _read_file(file)]
+
+
+def report_bad_records(name: str, bad: list[str], *, num_good: int, skips_bad: bool) -> None:
+    """Warn about records that are left out (`data.on_bad_line: skip`); ``name`` is the section that they come from.
+
+    Raises:
+        DataError: they are not to be left out, or nothing would remain.
+    """
+    if bad and (not skips_bad or not num_good):
+        more = f"\n... and {len(bad) - NUM_SHOWN} more" if len(bad) > NUM_SHOWN else ""
+        raise DataError(
+            f"{name}: {len(bad)} record(s) cannot be used\n" + "\n".join(bad[:NUM_SHOWN]) + more + "\n"
+            "Mend the data; data.on_bad_line=skip leaves out what is bad, as long as something is left."
+        )
+    if bad:
+        warnings.warn(f"{name}: left {len(bad)} bad record(s) out; the first is {bad[0]}", stacklevel=2)
+
+
+def _data_files(folder: Path, split: str | None) -> list[Path]:
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in SUFFIXES]
+    if not files and (folder / "data").is_dir():
+        return _data_files(folder / "data", split)
+    if not files and (inner := _folders_with_data(folder)):
+        return _data_files(inner[_chosen_split(folder, split, list(inner))], None)
+    if not files:
+        raise DataError(f"{folder} holds no data. Files end in one of {', '.join(SUFFIXES)}.")
+    names = {file: match[1] if (match := _SHARD.fullmatch(file.name)) else file.stem for file in files}
+    splits = sorted(set(names.values()))
+    is_sharded = any(_SHARD.fullmatch(file.name) for file in files)
+    if split is None and not (is_sharded and len(splits) > 1):
+        return files
+    chosen = _chosen_split(folder, split, splits)
+    return [file for file in files if names[file] == chosen]
+
+
+def _folders_with_data(folder: Path) -> dict[str, Path]:
+    """Subfolders by name, each the files of a split."""
+    folders = [inner for inner in sorted(folder.iterdir()) if inner.is_dir()]
+    return {inner.name: inner for inner in folders if any(file.suffix in SUFFIXES for file in inner.iterdir())}
+
+
+def _chosen_split(folder: Path, split: str | None, splits: list[str]) -> str:
+    if split in splits:
+        return split
+    there = f"{folder} holds the splits {', '.join(splits)}"
+    raise DataError(f"{there}. Choose one with the key split." if split is None else f"{there}, and no '{split}'.")
+
+
+def _read_file(file: Path) -> Iterator[Record]:
+    try:
+        if file.suffix in LINE_SUFFIXES:
+            yield from _read_lines(file)
+        elif file.suffix == ".json":
+            yield from _read_json(file)
+        elif file.suffix in (".parquet", ".arrow"):
+            yield from _read_table(file)
+        else:
+            raise DataError(f"{file}: unknown kind of file. It must end in one of {', '.join(SUFFIXES)}.")
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _read_lines(file: Path) -> Iterator[Record]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield Record(f"{file}:{number}", _parse(line.strip()))
+
+
+def _parse(line: bytes) -> dict[str, Any] | str:
+    try:
+        return _checked(json.loads(line.decode()))
+    except UnicodeDecodeError:
+        return "is not UTF-8 text"
+    except json.JSONDecodeError as error:
+        return f"is not JSON: {error.msg} at column {error.colno}"
+
+
+def _checked(content: Any) -> dict[str, Any] | str:
+    return content if isinstance(content, dict) else f"is {type(content).__name__}, not an object with keys"
+
+
+def _read_json(file: Path) -> Iterator[Record]:
+    """A list of objects, or JSON lines under the wrong name."""
+    text = file.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        for number, content in enumerate(json.loads(text), start=1):
+            yield Record(f"{file}: item {number}", _checked(content))
+    else:
+        yield from _read_lines(file)
+
+
+def _read_table(file: Path) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if file.suffix == ".parquet":
+        table = pq.read_table(file)
+    else:
+        with pa.memory_map(str(file)) as source:
+            magic = source.read(6)
+            source.seek(0)
+            opened = pa.ipc.open_file(source) if magic == b"ARROW1" else pa.ipc.open_stream(source)
+            table = opened.read_all()
+    for number, content in enumerate(table.to_pylist(), start=1):
+        yield Record(f"{file}: row {number}", content)
+
+
+def _read_saved(folder: Path) -> Iterator[Record]:
+    from datasets import load_from_disk
+
+    try:
+        dataset = load_from_disk(str(folder))
+    except Exception as error:
+        raise DataError(f"{folder}: datasets cannot load it: {error}") from error
+    for number, content in enumerate(dataset, start=1):
+        yield Record(f"{folder}: row {number}", content)

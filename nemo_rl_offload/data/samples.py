@@ -1,0 +1,184 @@
+"""Samples of fixed data: read, checked and encoded before training, then drawn in a reproducible order.
+
+A sample is a tuple of rows: one for supervised data, chosen and rejected for preferences.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+from typing import Any
+
+import torch
+
+from nemo_rl_offload.batching.batch import Batch, pad_sequences
+from nemo_rl_offload.config.data_schema import DataConfig, TrainingDataConfig, ValidationDataConfig
+from nemo_rl_offload.config.loader import resolve_data_path
+from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.data.chat import BadRecordError, ChatEncoder, Row, parse_conversation, parse_preference
+from nemo_rl_offload.data.prompts import problem_sets
+from nemo_rl_offload.data.reasoning_gym import Problem
+from nemo_rl_offload.data.records import Record, read_records, report_bad_records
+from nemo_rl_offload.errors import DataError
+
+Sample = tuple[Row, ...]
+
+
+@dataclass
+class DataCounts:
+    """What happened to records on the way."""
+
+    num_samples: int = 0
+    num_truncated: int = 0
+    """Samples cut to `policy.max_total_sequence_length`."""
+    num_dropped: int = 0
+    """Samples of which truncation left nothing to learn."""
+    num_bad_records: int = 0
+    """Records that could not be used (`data.on_bad_line: skip`)."""
+
+
+def sample_sets(
+    config: MasterConfig, tokenizer: Any, seed: int
+) -> tuple["SampleStream", list[Sample], dict[str, DataCounts]]:
+    """Build the training stream and the validation samples of ``sft`` and ``dpo``, with counts for both.
+
+    Raises:
+        DataError: data that cannot be read or used, or fewer samples than a global batch.
+    """
+    data, batch_size = config["data"], config["policy"]["train_global_batch_size"]
+    reader = _Reader(config, tokenizer)
+    if data["train"]["path"] is None:
+        train, validation = reader.problems(data, config)
+    else:
+        train = reader.file(data["train"], "data.train")
+        has_validation = data["validation"]["path"] is not None
+        validation = reader.file(data["validation"], "data.validation") if has_validation else []
+    if len(train) < batch_size:
+        raise DataError(
+            f"data.train: {len(train)} samples do not fill a batch of policy.train_global_batch_size {batch_size}. "
+            "Lower it, or give more data."
+        )
+    stream = SampleStream(train, batch_size, shuffle=data["shuffle"], seed=seed)
+    return stream, validation, reader.counts
+
+
+class _Reader:
+    def __init__(self, config: MasterConfig, tokenizer: Any) -> None:
+        self._encoder = ChatEncoder(tokenizer, config["data"]["prompt_template"])
+        self._skips_bad = config["data"]["on_bad_line"] == "skip"
+        self._max_length = config["policy"]["max_total_sequence_length"]
+        self._encode = self._pair if config["algorithm"] == "dpo" else self._turns
+        self.counts: dict[str, DataCounts] = {}
+
+    def file(self, source: TrainingDataConfig | ValidationDataConfig, name: str) -> list[Sample]:
+        """Samples of the file or folder of the section ``name``."""
+        assert source["path"] is not None
+        return self._samples(read_records(resolve_data_path(source["path"]), source["split"]), name)
+
+    def problems(self, data: DataConfig, config: MasterConfig) -> tuple[list[Sample], list[Sample]]:
+        """Samples of reasoning-gym's problems and their answers; no question is in both sets."""
+        train, validation = problem_sets(data, config["env"]["reasoning_gym"])
+        sets = (("data.train", train), ("data.validation", validation))
+        parts = [self._samples([_record(problem) for problem in problems], name) for name, problems in sets]
+        return parts[0], parts[1]
+
+    def _samples(self, records: Sequence[Record], name: str) -> list[Sample]:
+        counts = self.counts[name] = DataCounts()
+        bad: list[str] = []
+        samples = []
+        for record in records:
+            try:
+                if isinstance(record.content, str):
+                    raise BadRecordError(record.content)
+                sample = self._encode(record.content)
+            except BadRecordError as error:
+                bad.append(f"{record.place}: {error}")
+                continue
+            counts.num_truncated += any(len(row.token_ids) > self._max_length for row in sample)
+            sample = tuple(Row(row.token_ids[: self._max_length], row.is_learned[: self._max_length]) for row in sample)
+            if all(any(row.is_learned[1:]) for row in sample):
+                samples.append(sample)
+            else:
+                counts.num_dropped += 1
+        counts.num_samples, counts.num_bad_records = len(samples), len(bad)
+        self._report(name, counts, bad)
+        return samples
+
+    def _report(self, name: str, counts: DataCounts, bad: list[str]) -> None:
+        report_bad_records(name, bad, num_good=counts.num_samples, skips_bad=self._skips_bad)
+        if not counts.num_samples:
+            raise DataError(f"{name}: no samples ({counts.num_dropped} were longer than the limit).")
+        if counts.num_truncated:
+            warnings.warn(
+                f"{name}: {counts.num_truncated} sample(s) cut to policy.max_total_sequence_length {self._max_length}; "
+                f"{counts.num_dropped} of them dropped, with nothing left to learn.",
+                stacklevel=2,
+            )
+
+    def _turns(self, content: Mapping[str, Any]) -> Sample:
+        return (self._encoder(parse_conversation(content)),)
+
+    def _pair(self, content: Mapping[str, Any]) -> Sample:
+        prompt, chosen, rejected = parse_preference(content)
+        return tuple(self._encoder([*prompt, *answer], len(prompt)) for answer in (chosen, rejected))
+
+
+def _record(problem: Problem) -> Record:
+    question = problem.question.strip()
+    place = f"problem {question[:60]!r}"
+    if problem.answer is None:
+        return Record(place, "has no single answer; choose another env.reasoning_gym.task")
+    return Record(place, {"prompt": question, "completion": problem.answer})
+
+
+class SampleStream:
+    """An endless stream of batches; every epoch has its own order, and its incomplete last batch is left out."""
+
+    def __init__(self, samples: Sequence[Sample], batch_size: int, *, shuffle: bool, seed: int) -> None:
+        self._samples = samples
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = self._position = 0
+        self._batches = self._epoch_batches()
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in an epoch."""
+        return len(self._samples) // self._batch_size
+
+    def next_batch(self) -> list[Sample]:
+        """Return the next samples."""
+        if self._position == self.num_batches:
+            self._epoch, self._position = self._epoch + 1, 0
+            self._batches = self._epoch_batches()
+        self._position += 1
+        return next(self._batches)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place in the stream, for ``load_state_dict`` of a stream with the same arguments."""
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._batches = islice(self._epoch_batches(), self._position, None)
+
+    def _epoch_batches(self) -> Iterator[list[Sample]]:
+        order = list(range(len(self._samples)))
+        if self._shuffle:
+            Random(f"{self._seed}/{self._epoch}").shuffle(order)
+        for start in range(0, self.num_batches * self._batch_size, self._batch_size):
+            yield [self._samples[index] for index in order[start : start + self._batch_size]]
+
+
+def collate(samples: Sequence[Sample], pad_id: int) -> Batch:
+    """Return `input_ids`, `input_lengths`, `token_mask` (1 on learned tokens) and `sample_mask`; rows of a sample
+    stand next to each other."""
+    rows = [row for sample in samples for row in sample]
+    batch = pad_sequences([row.token_ids for row in rows], pad_id)
+    batch["token_mask"] = torch.zeros_like(batch["input_ids"], dtype=torch.float32)
+    for index, row in enumerate(rows):
+        batch["token_mask"][index, : len(row.is_learned)] = torch.tensor(row.is_learned, dtype=torch.float32)
+    batch["sample_mask"] = torch.ones(len(rows))
+    return batch

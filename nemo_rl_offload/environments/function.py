@@ -1,0 +1,104 @@
+"""Rewards, and what a model is told next, from a Python function of the user's, named by its path.
+
+The function is called as ``function(messages, entry, **params)`` with the conversation, whose last message is the
+response, and the record of the data set. It returns the reward, which ends the episode, or a mapping with ``reward``
+and any of ``observation`` (text that the model reads next), ``done`` (default: there is no observation) and
+``is_correct`` (default: the reward is above 0). What it keeps between calls is its own affair, and each of several
+actors has its own.
+
+An error in the function ends the run: rewards that are silently 0 would train the model on a mistake.
+"""
+
+import importlib
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nemo_rl_offload.environments.interface import Episode, Score
+from nemo_rl_offload.errors import ConfigError, WorkerError, nearest
+
+KEY = "env.function.path"
+RETURNED = ("reward", "observation", "done", "is_correct")
+
+
+class FunctionEnvironment:
+    """Calls the function; the arguments are those of the section ``env.function``.
+
+    Modules are looked for in ``search_path`` too.
+
+    Raises:
+        ConfigError: there is no such function, or its module does not import.
+    """
+
+    def __init__(self, path: str, params: Mapping[str, Any], search_path: Sequence[str] = ()) -> None:
+        sys.path.extend(folder for folder in search_path if folder not in sys.path)
+        self._path = path
+        self._params = params
+        self._function = load_function(path)
+
+    def step(self, episodes: Sequence[Episode]) -> list[Score]:
+        """Call the function for each episode.
+
+        Raises:
+            WorkerError: it raised an exception, or returned something else than it may.
+        """
+        return [self._score(episode) for episode in episodes]
+
+    def _score(self, episode: Episode) -> Score:
+        try:
+            returned = self._function(episode.messages, episode.entry, **self._params)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            problem = f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            raise self._failure(problem, episode) from error
+        try:
+            return _as_score(returned)
+        except (TypeError, ValueError) as error:
+            raise self._failure(f"returned {returned!r}: {error}", episode) from error
+
+    def _failure(self, problem: str, episode: Episode) -> WorkerError:
+        response = episode.messages[-1]["content"]
+        shown = response if len(response) <= 200 else f"{response[:200]}..."
+        failure = WorkerError(f"{KEY}: {self._path} {problem}. The response was {shown!r}.")
+        failure.details = traceback.format_exc()
+        return failure
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Import the function of a path such as ``package.module:name``. Raises ConfigError where there is none."""
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{KEY}: '{module_name}' does not import: {problem}. Modules are looked for in {os.getcwd()} and in "
+            "PYTHONPATH."
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        names = [other for other, value in vars(module).items() if callable(value)]
+        raise ConfigError(f"{KEY}: {module_name} ({module.__file__}) has no function '{name}'.{nearest(name, names)}")
+    return function  # type: ignore[no-any-return]
+
+
+def _as_score(returned: Any) -> Score:
+    """Raises TypeError or ValueError with what is wrong."""
+    values = returned if isinstance(returned, Mapping) else {"reward": returned}
+    if unknown := [key for key in values if key not in RETURNED]:
+        raise ValueError(f"unknown keys {unknown}; allowed: {', '.join(RETURNED)}")
+    if "reward" not in values:
+        raise ValueError("the key reward is missing")
+    reward, observation = float(values["reward"]), values.get("observation")
+    if not math.isfinite(reward):
+        raise ValueError("the reward must be finite")
+    if not isinstance(observation, str | None):
+        raise TypeError("observation must be text or None")
+    if values.get("done", observation is None):
+        observation = None
+    elif not observation:
+        raise ValueError("an episode that goes on needs an observation")
+    return Score(reward, bool(values.get("is_correct", reward > 0)), scorer_error=False, observation=observation)

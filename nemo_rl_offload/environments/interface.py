@@ -1,0 +1,44 @@
+"""What an environment is: something that reads conversations and says what each is worth, and whether it goes on."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+Message = dict[str, str]
+"""``role`` (user, assistant) and ``content``."""
+
+
+class Episode(NamedTuple):
+    """A conversation whose last message is a response to be scored."""
+
+    entry: dict[str, Any]
+    """The problem as its data set has it: what a scorer needs."""
+    messages: list[Message]
+    """The question, and by turns responses and observations."""
+    finished: bool = True
+    """Whether the response has an end token."""
+
+
+class Score(NamedTuple):
+    """What an environment says about a response."""
+
+    reward: float
+    is_correct: bool
+    scorer_error: bool
+    """The scorer failed on the response, which then counts as wrong."""
+    observation: str | None = None
+    """What the model is told next; None ends the episode."""
+
+
+UNFINISHED = Score(0.0, is_correct=False, scorer_error=False)
+"""Of a response without an end token, which no environment is asked about."""
+
+
+class Environment(Protocol):
+    """Scores responses; an instance lives in each actor of an `EnvironmentPool`. Keeps nothing between calls."""
+
+    def step(self, episodes: Sequence[Episode]) -> list[Score]:
+        """Return one score for each episode's last message, in order.
+
+        Raises:
+            WorkerError: it cannot go on; the message says why, and names what the user can mend.
+        """

@@ -1,0 +1,127 @@
+"""Records of files and folders, the places they are named by, and what cannot be read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nemo_rl_offload.data.records import read_records
+from nemo_rl_offload.errors import DataError
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": f"question {n}", "messages": [{"role": "user", "content": "a\nb"}]} for n in range(5)
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        with pa.ipc.new_stream(str(path), table.schema) as sink:
+            sink.write_table(table)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def contents(path: Path, split: str | None = None) -> list[Any]:
+    return [record.content for record in read_records(path, split)]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "json", "parquet", "arrow"])
+def test_kinds_of_files(suffix: str, tmp_path: Path) -> None:
+    file = write(tmp_path / f"a.{suffix}", ROWS)
+    assert contents(file) == contents(tmp_path) == ROWS
+    places = [record.place for record in read_records(file, None)]
+    assert all(place.startswith(str(file)) for place in places)
+    assert len(set(places)) == 5
+
+
+def test_arrow_file_format_and_json_lines_under_another_name(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as sink:
+        sink.write_table(table)
+    assert contents(tmp_path / "a.arrow") == ROWS
+    write(tmp_path / "b.jsonl", ROWS).rename(tmp_path / "b.json")
+    assert contents(tmp_path / "b.json") == ROWS
+
+
+def test_bad_lines_are_named_by_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"a": 1}\n\n{"a": \n[1]\n\xff\xfe\n{"a": 2}')
+    assert [(record.place, record.content) for record in read_records(file, None)] == [
+        (f"{file}:1", {"a": 1}),
+        (f"{file}:3", "is not JSON: Expecting value at column 6"),
+        (f"{file}:4", "is list, not an object with keys"),
+        (f"{file}:5", "is not UTF-8 text"),
+        (f"{file}:6", {"a": 2}),
+    ]
+
+
+def test_folders_of_a_hub_data_set(tmp_path: Path) -> None:
+    for name, rows in (
+        ("train-00000-of-00002", ROWS[:2]),
+        ("train-00001-of-00002", ROWS[2:4]),
+        ("test-00000-of-00001", ROWS[4:]),
+    ):
+        write(tmp_path / "data" / f"{name}.parquet", rows)
+    (tmp_path / "README.md").write_text("card")
+    assert contents(tmp_path, "train") == ROWS[:4]
+    assert contents(tmp_path, "test") == ROWS[4:]
+    with pytest.raises(DataError, match=r"holds the splits test, train\. Choose one with the key split"):
+        read_records(tmp_path, None)
+    with pytest.raises(DataError, match="holds the splits test, train, and no 'dev'"):
+        read_records(tmp_path, "dev")
+
+
+def test_folders_that_datasets_saved(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    whole = Dataset.from_list(ROWS)
+    whole.save_to_disk(str(tmp_path / "one"))
+    DatasetDict({"train": whole.shuffle(seed=1), "test": whole.select([1])}).save_to_disk(str(tmp_path / "several"))
+    assert contents(tmp_path / "one") == ROWS
+    assert contents(tmp_path / "several", "test") == ROWS[1:2]
+    assert sorted(row["prompt"] for row in contents(tmp_path / "several", "train")) == [row["prompt"] for row in ROWS]
+    with pytest.raises(DataError, match="holds the splits test, train"):
+        read_records(tmp_path / "several", None)
+    (tmp_path / "one" / "data-00000-of-00001.arrow").write_bytes(b"")
+    with pytest.raises(DataError, match="datasets cannot load it"):
+        read_records(tmp_path / "one", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", b"a,b", r"unknown kind of file\. It must end in one of \.jsonl"),
+        ("a.parquet", b"nothing", "a.parquet cannot be read: "),
+        ("a.arrow", b"nothing at all", "a.arrow cannot be read: "),
+        ("a.json", b"[{]", "a.json cannot be read: "),
+        ("folder/readme", b"", r"folder holds no data\. Files end in"),
+    ],
+)
+def test_what_cannot_be_read(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        read_records(tmp_path / name.split("/")[0], None)
+
+
+def test_a_folder_for_each_split(tmp_path: Path) -> None:
+    for name, part in (("train", ROWS[:3]), ("test", ROWS[3:])):
+        for number, rows in enumerate((part[:1], part[1:])):
+            write(tmp_path / name / f"{number:04}.parquet", rows)
+    (tmp_path / "images").mkdir()
+    assert contents(tmp_path, "train") == ROWS[:3]
+    assert contents(tmp_path, "test") == ROWS[3:]
+    with pytest.raises(DataError, match=r"holds the splits test, train\. Choose one with the key split"):
+        contents(tmp_path)
+    with pytest.raises(DataError, match="and no 'validation'"):
+        contents(tmp_path, "validation")
