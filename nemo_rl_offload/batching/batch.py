@@ -34,16 +34,17 @@ def select(batch: Batch, samples: slice | Tensor) -> Batch:
     return {key: value[samples] for key, value in batch.items()}
 
 
-def shard(batch: Batch, num_shards: int) -> list[Batch]:
-    """Cut into ``num_shards`` contiguous shards of equal size.
+def shard(batch: Batch, num_shards: int, rows_per_sample: int = 1) -> list[Batch]:
+    """Cut into ``num_shards`` contiguous shards of equal size, each of whole samples of ``rows_per_sample`` rows.
 
-    Where the size does not divide, the last sample is repeated behind the end: as a real sequence it is safe
+    Where the size does not divide, the last row is repeated behind the end: as a real sequence it is safe
     to compute on, and its ``sample_mask``, where the batch has one, is 0. Without one, the caller drops what
     follows the batch.
     """
     size = num_samples(batch)
     assert size, "an empty batch cannot be sharded"
-    shard_size = -(-size // num_shards)
+    assert size % rows_per_sample == 0, "half a sample"
+    shard_size = -(-size // (num_shards * rows_per_sample)) * rows_per_sample
     padded = select(batch, torch.arange(shard_size * num_shards).clamp(max=size - 1))
     if "sample_mask" in padded:
         padded["sample_mask"][size:] = 0

@@ -1,4 +1,4 @@
-"""What a policy generates for one prompt."""
+"""What a policy generates for one prompt, and what it is told in between."""
 
 from dataclasses import dataclass
 
@@ -12,4 +12,24 @@ class Response:
     logprobs: list[float]
     """Log-probability of each token at the sampling temperature, before top-k and top-p."""
     finished: bool
-    """Whether the end token was sampled within the limit."""
+    """Whether the end token was sampled within the limit; of several turns, in the last."""
+    observed: frozenset[int] = frozenset()
+    """Positions of tokens that an environment wrote between turns; their log-probabilities are 0."""
+    num_turns: int = 1
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were sampled."""
+        return len(self.tokens) - len(self.observed)
+
+    def then(self, observation: list[int], response: "Response") -> "Response":
+        """This response, what an environment answered, and the next turn's response, as one."""
+        begin = len(self.tokens)
+        end = begin + len(observation)
+        return Response(
+            self.tokens + observation + response.tokens,
+            self.logprobs + [0.0] * len(observation) + response.logprobs,
+            response.finished,
+            self.observed | frozenset(range(begin, end)) | {end + place for place in response.observed},
+            self.num_turns + response.num_turns,
+        )
