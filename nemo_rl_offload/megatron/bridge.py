@@ -11,11 +11,15 @@ import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
+import logging
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
+
+from nemo_rl_offload.megatron.torch_backend import torch_block_spec, torch_mtp_block_spec
 
 _ABSENT = ("transformer_engine", "transformer_engine_torch")
 
@@ -76,6 +80,19 @@ def _empty_transformer_engine() -> Iterator[None]:
             del sys.modules[name]
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Bridge reports every optional feature that it misses, at import and per layer; none concerns the user."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)
+
+
 @cache
 def bridge() -> Any:
     """The `megatron.bridge` module, imported with or without Transformer Engine, knowing this project's layers."""
@@ -86,7 +103,17 @@ def bridge() -> Any:
     else:
         with _empty_transformer_engine():
             module = importlib.import_module("megatron.bridge")
+    from megatron.bridge.models import gpt_provider
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    with_transformer_engine = gpt_provider.mtp_block_spec
+
+    def mtp_block_spec(config: Any, vp_stage: int | None = None) -> Any:
+        """Providers look this function up by name, and theirs takes Transformer Engine's layers always."""
+        is_torch = config.transformer_layer_spec is torch_block_spec
+        return (torch_mtp_block_spec if is_torch else with_transformer_engine)(config, vp_stage=vp_stage)
+
+    gpt_provider.mtp_block_spec = mtp_block_spec
 
     # The fused norm+linear needs no entry: Bridge knows it by its name.
     for layer, parallelism in (("TorchGroupedLinear", "column"), ("TorchNorm", "replicated")):

@@ -5,17 +5,25 @@ then every step decodes one position, and a row whose prompt goes on takes its n
 one. So every row sees exactly its own tokens, at its own positions, and the result does not depend on its neighbours.
 Prompts are sorted by length first, which keeps those forced steps few. The alternative, padding on the left, needs
 a mask in every decoding step. Limit: one batch runs until its longest response ends; there is no continuous batching.
+
+All ranks of one tensor-, pipeline- and expert-parallel group get the same prompts and stay in step. Pipeline stages
+hand activations on one after the other, and the last one's logits go to all of them, so that each rank samples the
+same tokens from the same random state. Sequence parallelism is off meanwhile: a decoding step has one position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import GenerationConfig
+from nemo_rl_offload.megatron.offload_interface import forward_only
 
 
 def filter_logits(logits_BV: Tensor, top_k: int | None, top_p: float) -> Tensor:
@@ -42,8 +50,30 @@ def sample(logits_BV: Tensor, config: GenerationConfig, generator: torch.Generat
     return tokens, scaled.log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
 
 
+_OF_SEQUENCE_PARALLELISM = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+
+
+@contextmanager
+def _without_sequence_parallelism(chunks: list[Any]) -> Iterator[None]:
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    holders = {id(each): each for module in modules for each in (module, getattr(module, "config", module))}
+    on = [
+        (each, name)
+        for each in holders.values()
+        for name in _OF_SEQUENCE_PARALLELISM
+        if chunks[0].config.sequence_parallel and getattr(each, name, None) is True
+    ]
+    for each, name in on:
+        setattr(each, name, False)
+    try:
+        yield
+    finally:
+        for each, name in on:
+            setattr(each, name, True)
+
+
 def generate(
-    model: Any,
+    chunks: list[Any],
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     *,
@@ -53,24 +83,26 @@ def generate(
 ) -> list[Response]:
     """Sample one response for each prompt (token ids, none empty), in the order of `prompts`.
 
-    `model` is Megatron's `GPTModel` without wrappers. Sampling is a function of `seed`, the prompts and `batch_size`.
+    `chunks` are this pipeline stage's `GPTModel`s without wrappers. Sampling is a function of `seed`, the prompts and
+    `batch_size`.
     """
     assert all(prompts), "an empty prompt"
     device = torch.device(torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(seed)
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     results: dict[int, Response] = {}
-    model.eval()
-    with torch.no_grad():
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad(), forward_only(chunks[0].config), _without_sequence_parallelism(chunks):
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            batch = _generate_batch(model, [prompts[row] for row in rows], config, end_id, generator, device)
+            batch = _generate_batch(chunks, [prompts[row] for row in rows], config, end_id, generator, device)
             results.update(zip(rows, batch, strict=True))
     return [results[row] for row in range(len(prompts))]
 
 
 def _generate_batch(
-    model: Any,
+    chunks: list[Any],
     prompts: list[Sequence[int]],
     config: GenerationConfig,
     end_id: int,
@@ -90,7 +122,7 @@ def _generate_batch(
     context = StaticInferenceContext(num_rows, limit)
     start, position = 0, shortest
     while position < limit:
-        logits = _advance(model, tokens[:, start:position], context)
+        logits = _advance(chunks, tokens[:, start:position], context)
         sampled, sampled_logprobs = sample(logits, config, generator)
         writes = (position >= lengths) & (position < ends) & ~finished
         tokens[:, position] = torch.where(writes, sampled, tokens[:, position])
@@ -103,18 +135,33 @@ def _generate_batch(
     return _cut(tokens, logprobs, lengths, ends, finished)
 
 
-def _advance(model: Any, new_tokens: Tensor, context: StaticInferenceContext) -> Tensor:
+def _advance(chunks: list[Any], new_tokens: Tensor, context: StaticInferenceContext) -> Tensor:
     """Run the model on the next tokens [B, S] of every row; returns the logits [B, vocabulary] after the last one."""
-    num_new = new_tokens.shape[1]
+    num_rows, num_new = new_tokens.shape
     positions = torch.arange(num_new, device=new_tokens.device) + context.sequence_len_offset
-    # The first pass is causal by position; later ones see the whole cache, for which Megatron itself lifts the mask.
-    logits = model(
-        new_tokens, positions.expand_as(new_tokens), None, inference_context=context, runtime_gather_output=True
-    )
+    group, config = parallel_state.get_pipeline_model_parallel_group(), chunks[0].config
+    output = new_tokens.new_empty(0)
+    for chunk in chunks:
+        if not chunk.pre_process:
+            hidden_SBH = torch.empty(
+                num_new, num_rows, config.hidden_size, dtype=config.params_dtype, device=new_tokens.device
+            )
+            dist.recv(hidden_SBH, parallel_state.get_pipeline_model_parallel_prev_rank(), group=group)
+            chunk.set_input_tensor(hidden_SBH)
+        # The first pass is causal by position; later ones see the whole cache, for which Megatron lifts the mask.
+        output = chunk(
+            new_tokens, positions.expand_as(new_tokens), None, inference_context=context, runtime_gather_output=True
+        )
+        if not chunk.post_process:
+            dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank(), group=group)
     context.sequence_len_offset += num_new
     context.enable_decode_mode()
-    last: Tensor = logits[:, -1]
-    return last
+    if group.size() == 1:
+        return output[:, -1]
+    vocabulary_size = chunks[-1].vocab_size
+    logits = output[:, -1].float() if chunks[-1].post_process else output.new_empty(num_rows, vocabulary_size).float()
+    dist.broadcast(logits, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return logits
 
 
 def _cut(tokens: Tensor, logprobs: Tensor, lengths: Tensor, ends: Tensor, finished: Tensor) -> list[Response]:

@@ -1,10 +1,7 @@
 """Builds the Megatron-Core model of a policy from a Hugging Face folder, and writes one back."""
 
-import logging
+import os
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,14 +17,16 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors import SafetensorError
 
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.megatron.bridge import bridge
+from nemo_rl_offload.errors import ConfigError, WorkerError
+from nemo_rl_offload.megatron.bridge import bridge, quiet
 from nemo_rl_offload.megatron.setup import (
     configure_provider,
     ddp_config,
     learning_rate_scheduler,
     optimizer_config,
 )
+from nemo_rl_offload.megatron.stash_setup import install_paged_stash
+from nemo_rl_offload.paged_stash.rerun import StepGuard
 
 
 @dataclass
@@ -42,6 +41,8 @@ class MegatronModel:
     transformer_impl: str
     optimizer: Any
     scheduler: Any
+    guard: StepGuard | None = None
+    """Runs a step again whose experts' buffers or stash did not suffice; None where they have no limits."""
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -59,13 +60,13 @@ def unwrap(module: Any) -> Any:
 def init_process_groups(policy: PolicyConfig, seed: int) -> None:
     """Join the process group of this worker (RANK, WORLD_SIZE, MASTER_* in the environment) and split it for Megatron.
 
-    NCCL where there is a GPU, gloo otherwise.
+    NCCL where there is a GPU, gloo otherwise. Raises WorkerError where the workers' port is taken.
     """
     cfg = policy["megatron_cfg"]
     if torch.cuda.is_available():
         torch.cuda.set_device(0)  # Ray shows each worker its own device only
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(minutes=30))
+        _join("nccl" if torch.cuda.is_available() else "gloo")
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=cfg["tensor_model_parallel_size"],
@@ -79,50 +80,60 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Bridge reports every optional feature that it misses, at import and per layer; none concerns the user."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+def _join(backend: str) -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    except dist.DistNetworkError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise WorkerError(
+            f"the workers cannot meet at {address}: {str(error).splitlines()[0]} Another process may have taken the "
+            "port since it was found free: start the run again (fault_tolerance.max_restarts does so by itself)."
+        ) from error
 
 
-def build_model(policy: PolicyConfig, model_path: Path, num_steps: int) -> MegatronModel:
+def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -> MegatronModel:
     """Build the policy's model, load the weights of a Hugging Face folder into it, and give it an optimizer.
+
+    A model that is never trained (`num_steps` is None) has no optimizer, no schedule and no room for gradients.
 
     Process groups must be there (`init_process_groups`), and an offload engine installed if one is to be used, since
     layers look it up when they are built. Raises ConfigError when Bridge does not know the model's family, when the
     folder's weights do not fit, or when Megatron refuses the configuration.
     """
-    with _quiet():
+    with quiet():
         try:
             auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path))
             provider = auto_bridge.to_megatron_provider(load_weights=False)
         except (ValueError, OSError, KeyError) as error:
             raise _refused(model_path, error) from error
+        num_parts = policy["megatron_cfg"]["tensor_model_parallel_size"]
+        if provider.vocab_size % num_parts:
+            raise ConfigError(
+                f"policy.megatron_cfg.tensor_model_parallel_size: {num_parts} does not divide the model's vocabulary "
+                f"of {provider.vocab_size} tokens"
+            )
         transformer_impl = configure_provider(provider, policy)
         chunks = provider.provide_distributed_model(
             ddp_config=ddp_config(policy),
+            wrap_with_ddp=num_steps is not None,
             use_cpu_initialization=not torch.cuda.is_available(),
             data_parallel_random_init=False,
         )
         _load_weights(auto_bridge, chunks, model_path)
         for layer in [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]:
-            layer.register_forward_hook(_forget_probabilities, always_call=True)
+            layer.register_forward_hook(forget_probabilities, always_call=True)
+        guard = install_paged_stash(policy, [unwrap(chunk) for chunk in chunks])
+        if num_steps is None:
+            return MegatronModel(chunks, provider, auto_bridge, transformer_impl, None, None)
         try:
             optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
         except AssertionError as error:
             raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
     scheduler = learning_rate_scheduler(policy, optimizer, num_steps)
-    return MegatronModel(chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler)
+    return MegatronModel(chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler, guard)
 
 
-def _forget_probabilities(layer: Any, *_: Any) -> None:
+def forget_probabilities(layer: Any, *_: Any) -> None:
     """Megatron's dispatchers keep the router's probabilities, and by them the graph of a forward without a backward."""
     layer.token_dispatcher.probs = layer.token_dispatcher.local_probs = None
 
@@ -164,7 +175,7 @@ def export_hf(model: MegatronModel, source: Path, destination: Path) -> None:
             if file.suffix in (".json", ".txt", ".jinja", ".model") and "index" not in file.name:
                 shutil.copy(file, partial)
     dist.barrier()
-    with _quiet():
+    with quiet():
         weights = {
             name: weight.clone(memory_format=torch.contiguous_format)
             for name, weight in model.auto_bridge.export_hf_weights(model.modules, cpu=True, show_progress=False)

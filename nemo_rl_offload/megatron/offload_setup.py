@@ -1,23 +1,27 @@
 """The policy's offloading section to an installed offload engine."""
 
-import os
-
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
-from nemo_rl_offload.config.loader import parse_bytes
 from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.megatron.offload_interface import use_engine
-from nemo_rl_offload.observability.host_memory import free_host_bytes
+from nemo_rl_offload.megatron.setup import offloaded_modules
+from nemo_rl_offload.offload.auto import Auto
 from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.backends.cuda import CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
+from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
+from nemo_rl_offload.offload.selection import Selection
 
 
 def install_offloading(policy: PolicyConfig) -> OffloadEngine | None:
     """Build this worker's engine and hand it to Megatron's layers; None, and no-ops, when offloading is off.
 
-    None too with `engine: megatron`, whose own class then stays where it is. Must run before the model is built.
+    None too with `engine: megatron`, whose own class then stays where it is. Must run before the model is built, and
+    after process groups are there.
     """
     cfg = policy["megatron_cfg"]
     if not cfg["fine_grained_activation_offloading"]:
@@ -26,18 +30,32 @@ def install_offloading(policy: PolicyConfig) -> OffloadEngine | None:
     if cfg["activation_offload"]["engine"] == "megatron":
         return None
     backend: Backend = CudaBackend() if torch.cuda.is_available() else HostBackend()
+    host_budget_bytes = host_memory_budget_bytes(cfg["activation_offload"]["host_memory_budget"])
+    gpu_budget = cfg["activation_offload"]["gpu_memory_budget"]
+    auto = None
+    if cfg["offload_modules"] == "auto":
+        assert gpu_budget is not None, "checked with the configuration"
+        auto = Auto(parse_bytes(gpu_budget), host_budget_bytes, _largest_of_stage)
+    pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     engine = OffloadEngine(
         backend,
-        host_memory_budget_bytes=host_memory_budget_bytes(cfg["activation_offload"]["host_memory_budget"]),
+        host_memory_budget_bytes=host_budget_bytes,
         min_tensor_bytes=0,
         min_tensor_elements=cfg["min_offloaded_tensor_size"],
+        max_inflight_groups=cfg["fine_grained_offloading_max_inflight_offloads"],
+        selection=Selection(
+            fraction=cfg["activation_offload_fraction"],
+            kept_bytes_per_step=cfg["delta_offload_bytes_across_pp_ranks"] * pipeline_rank,
+        ),
+        auto=auto,
     )
-    use_engine(engine, cfg["offload_modules"] or [])
+    use_engine(engine, offloaded_modules(cfg))
     return engine
 
 
-def host_memory_budget_bytes(budget: float | str) -> int:
-    """Bytes for this rank: a size as it is, or a share of the node's free memory divided by the ranks on the node."""
-    if isinstance(budget, str):
-        return parse_bytes(budget)
-    return int(free_host_bytes() * budget) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _largest_of_stage(values: list[float]) -> list[float]:
+    """Element-wise maximum over the data- and tensor-parallel ranks of this pipeline stage, which must plan alike."""
+    largest = torch.tensor(values, dtype=torch.float64, device=torch.cuda.current_device())
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest.tolist()

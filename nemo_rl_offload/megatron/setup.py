@@ -6,7 +6,10 @@ translated into what Megatron would be told for the same run (`megatron_view`), 
 combination that Megatron refuses is refused here too, in Megatron's words, before a model is built.
 """
 
+import importlib.util
+import re
 import shutil
+import traceback
 from collections.abc import Mapping
 from functools import reduce
 from operator import getitem
@@ -21,11 +24,15 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.router import Router
 
 from nemo_rl_offload.config.megatron_rules import transformer_engine_settings
+from nemo_rl_offload.config.megatron_schema import MegatronConfig, SchedulerConfig
+from nemo_rl_offload.config.megatron_schema import OptimizerConfig as OptimizerKeys
+from nemo_rl_offload.config.recompute import recompute_settings
 from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.bridge import have_transformer_engine
 from nemo_rl_offload.megatron.torch_backend import torch_block_spec
-from nemo_rl_offload.planner.modules import MEGATRON_MODULES
+from nemo_rl_offload.planner.modules import DISCARDED_BY_RECOMPUTE, MEGATRON_MODULES, NATIVE_MODULES, STASHED_MODULES
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -75,6 +82,7 @@ FORWARDED = (
     "moe_expert_rank_capacity_factor",
     "cuda_graph_impl",
     "cuda_graph_warmup_steps",
+    "moe_per_layer_logging",
     "moe_token_dispatcher_type",
 )
 """Keys that are handed to Megatron's field of the same name as they are."""
@@ -97,8 +105,10 @@ FORWARDED_UNLESS_NULL = (
 )
 """The same, where null keeps the provider's value."""
 
+_APEX_EXTENSION = "fused_weight_gradient_mlp_cuda"
+
 # Fusions that Transformer Engine would do, with the layers of `transformer_impl: torch`.
-_NOT_IN_TORCH = (
+NOT_IN_TORCH = (
     "apply_rope_fusion",
     "masked_softmax_fusion",
     "gradient_accumulation_fusion",
@@ -115,14 +125,33 @@ def megatron_view(transformer_impl: str, offload: bool | None, modules: list[str
     | here | Megatron's view |
     |---|---|
     | `transformer_impl: torch` | `local` |
+    | its experts' capacity and paged stash, which are this project's | none |
     | offloading null | nothing: the provider's own values stay |
-    | modules that only this project offloads | taken out; offloading is off when none remains |
+    | modules that only this project offloads, `auto` | taken out; offloading is off when none remains |
     """
-    view: dict[str, Any] = {"transformer_impl": "local" if transformer_impl == "torch" else transformer_impl}
+    view: dict[str, Any] = {"transformer_impl": transformer_impl}
+    if transformer_impl == "torch":
+        view = {"transformer_impl": "local", "moe_paged_stash": False, "moe_expert_rank_capacity_factor": None}
     if offload is None:
         return view
     known = [module for module in modules if module in MEGATRON_MODULES] if offload else []
     return view | {"fine_grained_activation_offloading": bool(known), "offload_modules": known}
+
+
+def offloaded_modules(cfg: MegatronConfig) -> list[str]:
+    """The modules whose regions are open: those listed, or with `auto` all that can be chosen from; none when off."""
+    listed = cfg["offload_modules"]
+    if not cfg["fine_grained_activation_offloading"] or listed is None:
+        return []
+    if listed != "auto":
+        return list(listed)
+    settings = recompute_settings(cfg)
+    is_selective = settings["recompute_granularity"] == "selective"
+    recomputed = (settings["recompute_modules"] or []) if is_selective else []
+    taken = {name for recompute in recomputed for name in DISCARDED_BY_RECOMPUTE.get(recompute, ())}
+    if cfg["moe_paged_stash"]:
+        taken.update(STASHED_MODULES)
+    return [name for name in NATIVE_MODULES if name not in taken]
 
 
 def _precision_fields(policy: PolicyConfig) -> dict[str, Any]:
@@ -138,13 +167,19 @@ def _torch_fields(provider: Any) -> dict[str, Any]:
         "moe_grouped_gemm": True,
         "bias_activation_fusion": fuse and provider.activation_func is F.silu,
         "bias_dropout_fusion": fuse,
-        **dict.fromkeys(_NOT_IN_TORCH, False),
+        "moe_shared_expert_overlap": False,  # on a stream of their own, shared experts cannot be offloaded
+        **dict.fromkeys(NOT_IN_TORCH, False),
     }
+
+
+def _transformer_engine_fields() -> dict[str, Any]:
+    """Bridge turns on what Transformer Engine's linears can do, which Megatron's own output layer needs Apex for."""
+    return {} if importlib.util.find_spec(_APEX_EXTENSION) else {"gradient_accumulation_fusion": False}
 
 
 def _transformer_fields(provider: Any, policy: PolicyConfig, transformer_impl: str) -> dict[str, Any]:
     """Megatron's fields and their values, later ones over earlier ones."""
-    cfg: Mapping[str, Any] = {**policy["megatron_cfg"]}
+    cfg: Mapping[str, Any] = {**policy["megatron_cfg"], **recompute_settings(policy["megatron_cfg"])}
     backend = cfg["attention_backend"]
     return {
         **_precision_fields(policy),
@@ -153,7 +188,7 @@ def _transformer_fields(provider: Any, policy: PolicyConfig, transformer_impl: s
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # every weight is read from the model's folder
         "seq_length": policy["max_total_sequence_length"],
-        **(_torch_fields(provider) if transformer_impl == "torch" else {}),
+        **(_torch_fields(provider) if transformer_impl == "torch" else _transformer_engine_fields()),
         **{key: cfg[key] for key in FORWARDED},
         **{key: cfg[key] for key in FORWARDED_UNLESS_NULL if cfg[key] is not None},
         **({} if backend is None else {"attention_backend": AttnBackend[backend]}),
@@ -172,13 +207,13 @@ def _check_layers(provider: Any, policy: PolicyConfig, transformer_impl: str) ->
                 "(it does not import, or there is no GPU)"
             )
         return
-    listed = cfg["offload_modules"] if cfg["fine_grained_activation_offloading"] else None
-    has_own_norm = {"attn_norm": provider.multi_latent_attention, "mlp_norm": provider.num_moe_experts}
-    fused = [name for name in listed or [] if name in has_own_norm and not has_own_norm[name]]
-    if fused:
+    listed = [] if cfg["offload_modules"] == "auto" else offloaded_modules(cfg)
+    has_boundary = dict.fromkeys(set(NATIVE_MODULES) - set(MEGATRON_MODULES), False)
+    has_boundary |= {"attn_norm": provider.multi_latent_attention, "mlp_norm": provider.num_moe_experts is not None}
+    if without := [name for name in listed if not has_boundary.get(name, True)]:
         raise ConfigError(
-            f"policy.megatron_cfg.offload_modules: {fused} have no boundary of their own in Transformer Engine's fused "
-            "norm+linear; take them out, or use transformer_impl: torch"
+            f"policy.megatron_cfg.offload_modules: {without} have no boundary of their own in Transformer Engine's "
+            "layers; take them out, or use transformer_impl: torch"
         )
 
 
@@ -187,24 +222,32 @@ def configure_provider(provider: Any, policy: PolicyConfig) -> str:
 
     Raises ConfigError with Megatron's own words when Megatron-Core refuses the combination.
     """
-    cfg = policy["megatron_cfg"]
-    offload, modules = cfg["fine_grained_activation_offloading"], list(cfg["offload_modules"] or [])
-    transformer_impl = resolve_transformer_impl(cfg["transformer_impl"])
+    transformer_impl = resolve_transformer_impl(policy["megatron_cfg"]["transformer_impl"])
     _check_layers(provider, policy, transformer_impl)
-    fields = _transformer_fields(provider, policy, transformer_impl) | megatron_view(transformer_impl, offload, modules)
+    apply_policy(provider, policy, transformer_impl)
+    return transformer_impl
+
+
+def apply_policy(provider: Any, policy: PolicyConfig, transformer_impl: str) -> None:
+    """The same for a layer implementation that need not be usable here."""
+    cfg = policy["megatron_cfg"]
+    offload, modules = cfg["fine_grained_activation_offloading"], offloaded_modules(cfg)
+    known = [] if cfg["offload_modules"] == "auto" else modules
+    fields = _transformer_fields(provider, policy, transformer_impl) | megatron_view(transformer_impl, offload, known)
     for name, value in fields.items():
         assert hasattr(provider, name), f"Megatron has no field {name}"
         setattr(provider, name, value)
     try:
         provider.finalize()
-    except (AssertionError, ValueError) as error:
-        raise ConfigError(f"policy.megatron_cfg: Megatron-Core refuses this configuration: {error}") from error
+    except (AssertionError, ValueError, ArithmeticError) as error:
+        raise _refused("", MegatronConfig, error) from error
     if offload is not None:
         provider.fine_grained_activation_offloading = offload
-        provider.offload_modules = modules if offload else []
+        provider.offload_modules = modules
+    if transformer_impl == "torch":  # Megatron's schedules would start their own stash if told of `moe_paged_stash`
+        provider.moe_expert_rank_capacity_factor = cfg["moe_expert_rank_capacity_factor"]
     if cfg["freeze_moe_router"]:
         provider.register_pre_wrap_hook(_freeze_routers)
-    return transformer_impl
 
 
 def _freeze_routers(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -221,9 +264,7 @@ def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
     try:
         return OptimizerConfig(**section, params_dtype=dtype, bf16=dtype == torch.bfloat16)
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"policy.megatron_cfg.optimizer: Megatron-Core refuses this configuration: {error}"
-        ) from error
+        raise _refused("optimizer", OptimizerKeys, error) from error
 
 
 def ddp_config(policy: PolicyConfig) -> DistributedDataParallelConfig:
@@ -242,16 +283,27 @@ def learning_rate_scheduler(policy: PolicyConfig, optimizer: Any, num_steps: int
     start, end = section["start_weight_decay"], section["end_weight_decay"]
     # Megatron wants the decay to end after the warm-up, also where a constant rate has no decay.
     decay_steps = max(section["lr_decay_iters"] or num_steps, warmup_steps + 1)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=section["lr_warmup_init"],
-        max_lr=optim["lr"],
-        min_lr=optim["min_lr"],
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=decay_steps,
-        lr_decay_style=section["lr_decay_style"],
-        start_wd=optim["weight_decay"] if start is None else start,
-        end_wd=optim["weight_decay"] if end is None else end,
-        wd_incr_steps=decay_steps,
-        wd_incr_style=section["weight_decay_incr_style"],
-    )
+    try:
+        return OptimizerParamScheduler(
+            optimizer,
+            init_lr=section["lr_warmup_init"],
+            max_lr=optim["lr"],
+            min_lr=optim["min_lr"],
+            lr_warmup_steps=warmup_steps,
+            lr_decay_steps=decay_steps,
+            lr_decay_style=section["lr_decay_style"],
+            start_wd=optim["weight_decay"] if start is None else start,
+            end_wd=optim["weight_decay"] if end is None else end,
+            wd_incr_steps=decay_steps,
+            wd_incr_style=section["weight_decay_incr_style"],
+        )
+    except AssertionError as error:
+        raise _refused("scheduler", SchedulerConfig, error) from error
+
+
+def _refused(section: str, keys: type, error: Exception) -> ConfigError:
+    """Megatron's own words, or its code where it says none, with the path of the first key that they name."""
+    words = " ".join(str(error).split()) or str(traceback.extract_tb(error.__traceback__)[-1].line)
+    named = [name for name in re.findall(r"\w+", words.replace("-", "_")) if name in keys_of(keys)]
+    path = ".".join(["policy.megatron_cfg", *([section] if section else []), *named[:1]])
+    return ConfigError(f"{path}: Megatron-Core refuses this configuration: {words}")

@@ -26,6 +26,8 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.megatron.offload_interface import offload_region
+from nemo_rl_offload.megatron.static_experts import GroupEnds
 
 
 def expert_stack(weights: tuple[Tensor, ...]) -> Tensor:
@@ -65,7 +67,8 @@ class _GroupedLinear(torch.autograd.Function):
 class TorchGroupedLinear(torch.nn.Module):
     """Linear layers of this rank's experts: [tokens sorted by expert, in] to [tokens, out], without bias.
 
-    Takes the place of Transformer Engine's grouped linear in Megatron's `TEGroupedMLP`.
+    Takes the place of Transformer Engine's grouped linear in Megatron's `TEGroupedMLP`. The second one is the region
+    `expert_fc2`; Megatron itself opens that of the first.
     """
 
     save_original_input = (
@@ -83,9 +86,11 @@ class TorchGroupedLinear(torch.nn.Module):
         init_method: Callable[[Tensor], Any],
         bias: bool,
         pg_collection: Any,
+        tp_comm_buffer_name: str | None = None,
         **_unused: Any,
     ) -> None:
         super().__init__()
+        self.config, self._is_fc2 = config, tp_comm_buffer_name == "fc2"
         if bias or pg_collection.expt_tp.size() > 1:
             raise ConfigError(
                 "transformer_impl: torch has no experts with bias and none split by tensor parallelism; "
@@ -94,17 +99,28 @@ class TorchGroupedLinear(torch.nn.Module):
         self.num_local_experts, self.pg_collection = num_local_experts, pg_collection
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         storage = torch.empty(num_local_experts, output_size, input_size, dtype=config.params_dtype, device=device)
+        # Megatron reduces gradients over the ranks that hold the same weights. For experts these differ from the
+        # others' also where tensor-parallel ranks hold whole experts.
+        is_like_dense = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1
         for expert in reversed(range(num_local_experts)):
             weight = torch.nn.Parameter(storage[expert])
-            weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            weight.allreduce = is_like_dense  # type: ignore[attr-defined]
             self.register_parameter(f"weight{expert}", weight)
         for expert in range(num_local_experts):
             init_method(getattr(self, f"weight{expert}"))
 
-    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
-        ends = torch.tensor(tokens_per_expert, device=x.device).cumsum(0).to(torch.int32)
+    def forward(self, x: Tensor, tokens_per_expert: list[int] | GroupEnds) -> tuple[Tensor, None]:
+        if isinstance(tokens_per_expert, GroupEnds):
+            ends = tokens_per_expert.ends
+        else:
+            ends = torch.tensor(tokens_per_expert, device=x.device).cumsum(0).to(torch.int32)
         weights = [getattr(self, f"weight{expert}") for expert in range(self.num_local_experts)]
-        return _GroupedLinear.apply(x, ends, *weights), None  # type: ignore[no-untyped-call]
+        if not self._is_fc2:
+            return _GroupedLinear.apply(x, ends, *weights), None  # type: ignore[no-untyped-call]
+        region = offload_region(self.config, x, "expert_fc2", self.training)
+        with region as x:
+            y = _GroupedLinear.apply(x, ends, *weights)  # type: ignore[no-untyped-call]
+        return region.group_offload(y), None
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here; Megatron calls this where they may be."""

@@ -1,5 +1,7 @@
 """SDPA in Megatron's layout against attention written out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.megatron.torch_backend import TorchDotProductAttention
+from nemo_rl_offload.megatron.torch_layers import TorchDotProductAttention
 
 
 def make_config(**changes: object) -> TransformerConfig:
@@ -90,6 +92,25 @@ def test_query_key_layer_scaling_divides_by_the_layer(scale: float | None) -> No
     forbidden = torch.ones(5, 5).triu(1).bool().repeat(2, 1, 1)
     expected = explicit_attention(query, key, value, forbidden, (scale or 8**-0.5) / 3)
     torch.testing.assert_close(attention(query, key, value, None).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value_width", [8, 5])
+@pytest.mark.parametrize("lengths", [(1,), (4, 1, 3), (2, 2, 2)])
+def test_a_packs_sequences_do_not_see_each_other(lengths: tuple[int, ...], value_width: int) -> None:
+    """Bit for bit what each sequence gives alone, also in the gradients."""
+    query, key = (torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2))
+    value = torch.randn(sum(lengths), 2, value_width, requires_grad=True)
+    attention = make_attention(make_config())
+    output = attention(query, key, value, None, packed_seq_params=SimpleNamespace(lengths=lengths))
+    assert output.shape == (sum(lengths), 4 * value_width)
+    parts = zip(*(t[:, None].split(lengths) for t in (query, key, value)), strict=True)
+    alone = [attention(*part, None)[:, 0] for part in parts]
+    assert torch.equal(output, torch.cat(alone))
+    weights = torch.randn_like(output)
+    gradients = torch.autograd.grad((output * weights).sum(), (query, key, value))
+    assert all(
+        map(torch.equal, gradients, torch.autograd.grad((torch.cat(alone) * weights).sum(), (query, key, value)))
+    )
 
 
 def test_dropout_only_in_training() -> None:

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from nemo_rl_offload.megatron.bridge import bridge, have_transformer_engine
-from nemo_rl_offload.megatron.torch_backend import TorchLayerNormColumnParallelLinear, TorchNorm
 from nemo_rl_offload.megatron.torch_experts import TorchGroupedLinear
+from nemo_rl_offload.megatron.torch_layers import TorchLayerNormColumnParallelLinear, TorchNorm
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,9 @@ def test_the_same_generator_gives_the_same_samples() -> None:
 class Counting(torch.nn.Module):
     """Says "the sum of all tokens so far, modulo 7" and checks positions; 7 prompts of any length share batches."""
 
+    pre_process = post_process = True
+    config = SimpleNamespace(sequence_parallel=False, fine_grained_activation_offloading=False)
+
     def __init__(self) -> None:
         super().__init__()
         self.sums: Tensor | None = None
@@ -127,7 +131,7 @@ def test_every_row_sees_its_own_tokens(
     prompts: list[list[int]], batch_size: int, max_new_tokens: int, end_id: int
 ) -> None:
     config = make_config(max_new_tokens=max_new_tokens, top_k=1)
-    responses = generate(Counting(), prompts, config, batch_size=batch_size, end_id=end_id, seed=0)
+    responses = generate([Counting()], prompts, config, batch_size=batch_size, end_id=end_id, seed=0)
     expected = [count_up(prompt, max_new_tokens, end_id) for prompt in prompts]
     assert [response.tokens for response in responses] == expected
     assert [response.finished for response in responses] == [tokens[-1] == end_id for tokens in expected]

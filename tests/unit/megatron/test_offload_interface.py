@@ -1,12 +1,15 @@
 """Megatron's contract for activation offloading, kept by this project's engine."""
 
 import gc
+import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import recompute, tensor_parallel
 from megatron.core.models.gpt import gpt_model
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 from megatron.core.pipeline_parallel import schedules
@@ -14,8 +17,14 @@ from megatron.core.transformer import attention
 from megatron.core.transformer.moe import experts
 from torch import Tensor
 
-from nemo_rl_offload.megatron.offload_interface import OffloadInterface, exclude_parameters, use_engine
+from nemo_rl_offload.megatron.offload_interface import OffloadInterface, exclude_parameters, forward_only, use_engine
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
+
+_MEGATRONS_OWN = next(
+    each
+    for each in vars(megatron_offload).values()
+    if isinstance(each, type) and each.__module__ == megatron_offload.__name__ and "Interface" in each.__name__
+)
 
 
 @pytest.fixture
@@ -38,6 +47,36 @@ def squared(x: Tensor, *, flag: bool = True, name: str = "moe_act", wrap: Callab
 
 def activation() -> Tensor:
     return torch.arange(4.0, requires_grad=True) * 2
+
+
+@pytest.mark.usefixtures("engine")
+def test_megatrons_own_engine_sleeps_through_forward_only_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Recorder:
+        disable_offload = staticmethod(lambda: calls.append("disable"))
+        enable_offload = staticmethod(lambda: calls.append("enable"))
+
+    config = types.SimpleNamespace(fine_grained_activation_offloading=True)
+    with forward_only(config):
+        assert config.fine_grained_activation_offloading  # ours is in place
+    monkeypatch.setattr(megatron_offload, "FineGrainedActivationOffloadingInterface", Recorder)
+
+    def fail() -> None:
+        with forward_only(config):
+            assert not config.fine_grained_activation_offloading
+            assert calls == ["disable"]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert config.fine_grained_activation_offloading
+    assert calls == ["disable", "enable"]
+    config.fine_grained_activation_offloading = False
+    with forward_only(config):
+        assert not config.fine_grained_activation_offloading
+    assert not config.fine_grained_activation_offloading
+    assert calls == ["disable", "enable"]
 
 
 def test_a_region_moves_what_is_saved_and_gives_it_back(engine: OffloadEngine) -> None:
@@ -140,11 +179,24 @@ def test_what_attention_leaves_to_the_projection(engine: OffloadEngine) -> None:
             y = inner.exp()  # saved by the node that made it, as attention's output is
         y = attend.group_offload(y)
         squared(y, flag="attn_proj" in modules, name="attn_proj").sum().backward()
-        after = engine.stats().per_module
-        return {name: after[name].bytes_out - before.get(name, 0) for name in modules}
+        after = {name: stats.bytes_out for name, stats in engine.stats().per_module.items()}
+        return {name: after.get(name, 0) - before.get(name, 0) for name in modules}
 
-    assert run(("core_attn",)) == {"core_attn": 16}
+    assert run(("core_attn",)) == {"core_attn": 0}
     assert run(("core_attn", "attn_proj")) == {"core_attn": 0, "attn_proj": 16}
+
+
+def test_what_shared_experts_leave_to_the_router(engine: OffloadEngine) -> None:
+    def forward(name: str) -> torch.Tensor:
+        manager = OffloadInterface(True, x := activation(), name)
+        with manager as inner:
+            y = inner * inner
+        return manager.group_offload(y * x).sum()  # type: ignore[no-any-return]
+
+    forward("shared_experts").backward()
+    assert engine.stats().bytes_out == 0
+    forward("mlp_fc1").backward()
+    assert engine.stats().bytes_out == 16
 
 
 def test_marked_tensors_and_parameters_stay(engine: OffloadEngine) -> None:
@@ -178,10 +230,106 @@ def test_calls_of_schedules_and_models(engine: OffloadEngine) -> None:
     manager = OffloadInterface(True, activation(), "moe_act")
     assert manager._region is not None
     assert str(manager._region) == "moe_act of layer 0"  # occurrences are counted anew in each forward
+    OffloadInterface.init_chunk_handler(1, 2, 1, 1, 0, 1.0)
+    for number in range(2):
+        manager = OffloadInterface(True, activation(), "moe_act")
+        assert str(manager._region) == f"moe_act of layer 1.{number}"
+    OffloadInterface.init_chunk_handler(0, 1, None, 1, 0, 1.0)
     OffloadInterface.reset()
     use_engine(None)
     OffloadInterface.reset()
     OffloadInterface.mark_not_offload(torch.ones(1))
+
+
+def test_replay_delays_only_what_asks_for_it(engine: OffloadEngine) -> None:
+    def commit(*, delay_offload: bool) -> Tensor:
+        x = activation()
+        manager = OffloadInterface(True, x, "expert_fc1")
+        with manager:
+            y = x * x
+        assert manager.group_offload(y, delay_offload=delay_offload) is y
+        return y
+
+    first = commit(delay_offload=True)  # not in a replay
+    assert engine.stats().bytes_out == 16
+    OffloadInterface.enter_replay()
+    second = commit(delay_offload=False)
+    assert engine.stats().bytes_out == 32
+    third = commit(delay_offload=True)
+    assert engine.stats().bytes_out == 32
+    OffloadInterface.flush_delayed_groups()
+    OffloadInterface.exit_replay()
+    assert engine.stats().bytes_out == 48
+    for y in (third, second, first):
+        y.sum().backward()
+    assert engine.stats().bytes_in == 48
+    OffloadInterface.flush_delayed_groups()
+    assert engine.stats().host_bytes == 0
+
+
+@pytest.mark.parametrize("forget", [OffloadInterface.reset, OffloadInterface.reset_instance])
+def test_a_delayed_group_does_not_outlive_its_step(forget: Callable[[], None], engine: OffloadEngine) -> None:
+    OffloadInterface.enter_replay()
+    x = activation()
+    manager = OffloadInterface(True, x, "expert_fc1")
+    with manager:
+        y = x * x
+    alive = weakref.ref(manager.group_offload(y, delay_offload=True))
+    del y
+    forget()
+    assert alive() is None
+    OffloadInterface.flush_delayed_groups()
+    assert engine.stats().bytes_out == 0
+    OffloadInterface.reset_instance()
+    squared(activation()).sum().backward()
+    assert engine.stats().bytes_out == 16
+
+
+def test_every_call_of_megatrons_interface_is_there() -> None:
+    names = {name for name in vars(_MEGATRONS_OWN) if not name.startswith("_")} | {"group_offload"}
+    assert names <= set(dir(OffloadInterface))
+    for name in names:
+        own = inspect.signature(getattr(_MEGATRONS_OWN, name)).parameters
+        ours = inspect.signature(getattr(OffloadInterface, name)).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in ours.values())
+        assert takes_any or list(own) == list(ours), name
+
+
+def test_records_pass_tensors_and_gradients_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
+    monkeypatch.setattr(OffloadInterface, "forward_record", lambda: recorded.append("recorded"))
+    x = activation()
+    assert OffloadInterface.backward_record(x) is x
+    assert recorded == []
+    (x * 3).sum().backward()
+    assert recorded == ["recorded"]
+    constant = torch.ones(2)
+    assert OffloadInterface.backward_record(constant) is constant
+    with OffloadInterface.get_context(True):
+        pass
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("modules", [("attn_norm",), ("mlp_norm",)])
+def test_a_recomputed_layer_offloads_its_input(modules: tuple[str, ...], engine: OffloadEngine) -> None:
+    use_engine(engine, modules)
+    table, seen = torch.full((4,), 3.0), []
+
+    def layer(x: Tensor, table: Tensor, unused: None) -> tuple[Tensor, None]:
+        seen.append(engine.stats().bytes_in)
+        return squared(x, name="mlp_norm", flag="mlp_norm" in modules) * table, None
+
+    leaf = torch.arange(4.0, requires_grad=True)
+    x = leaf * 2
+    y, _ = recompute.tensor_parallel.checkpoint(layer, False, x, table, None)
+    del x
+    moved = 16 if modules == ("attn_norm",) else 0  # neither the table nor what is recomputed
+    assert engine.stats().bytes_out == moved
+    y.sum().backward()
+    assert torch.equal(leaf.grad, 24 * torch.arange(4.0))
+    assert engine.stats().bytes_in == engine.stats().bytes_out == moved
+    assert seen == [0, moved]
+    assert recompute.tensor_parallel.random is tensor_parallel.random
 
 
 def test_it_is_bound_wherever_megatron_bound_its_own(engine: OffloadEngine) -> None:

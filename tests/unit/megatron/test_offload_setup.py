@@ -1,30 +1,14 @@
-"""Host memory for one rank, and the engine that gets it."""
+"""The engine that the policy's offloading section makes."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron import offload_setup
 from nemo_rl_offload.megatron.offload_interface import OffloadInterface, use_engine
-from nemo_rl_offload.megatron.offload_setup import host_memory_budget_bytes, install_offloading
-
-
-@pytest.mark.parametrize(("ranks", "expected"), [(None, 500), ("1", 500), ("4", 125)])
-def test_a_share_is_divided_by_the_ranks(ranks: str | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_setup, "free_host_bytes", lambda: 1000)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if ranks is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert host_memory_budget_bytes(0.5) == expected
-
-
-def test_a_size_is_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert host_memory_budget_bytes("3MiB") == 3 << 20
-    with pytest.raises(ConfigError, match="not a size"):
-        host_memory_budget_bytes("much")
+from nemo_rl_offload.megatron.offload_setup import install_offloading
+from nemo_rl_offload.offload.selection import Selection
 
 
 @pytest.fixture
@@ -44,6 +28,26 @@ def test_the_engine_follows_the_section(make_policy: Callable[..., Any]) -> None
     assert OffloadInterface.modules == {"core_attn", "mlp_norm"}
     assert engine._arena._budget_bytes == 3 << 20
     assert engine._min_tensor_elements == 9
+    assert engine._selection == Selection()
+    assert engine._copies._max_inflight_groups is None
     assert install_offloading(make_policy(modules, "fine_grained_activation_offloading=false")) is None
     assert OffloadInterface.engine is None
+    engine.close()
+
+
+@pytest.mark.usefixtures("process_group", "no_engine_afterwards")
+@pytest.mark.parametrize(("pipeline_rank", "kept_bytes"), [(0, 0), (3, 3000)])
+def test_megatrons_knobs_reach_the_engine(
+    make_policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, pipeline_rank: int, kept_bytes: int
+) -> None:
+    monkeypatch.setattr(offload_setup.parallel_state, "get_pipeline_model_parallel_rank", lambda: pipeline_rank)
+    knobs = (
+        "activation_offload_fraction=0.25",
+        "delta_offload_bytes_across_pp_ranks=1000",
+        "fine_grained_offloading_max_inflight_offloads=2",
+    )
+    engine = install_offloading(make_policy(*knobs))
+    assert engine is not None
+    assert engine._selection == Selection(fraction=0.25, kept_bytes_per_step=kept_bytes)
+    assert engine._copies._max_inflight_groups == 2
     engine.close()

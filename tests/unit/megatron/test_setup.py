@@ -161,7 +161,7 @@ def test_checks_run_on_the_view_and_the_values_come_back(
     ],
 )
 def test_megatrons_refusal_is_a_config_error(overrides: tuple[str, ...], words: str, make_policy: MakePolicy) -> None:
-    with pytest.raises(ConfigError, match=rf"(?is)^policy.megatron_cfg: Megatron-Core refuses .*{words}"):
+    with pytest.raises(ConfigError, match=rf"(?is)^policy.megatron_cfg[.\w]*: Megatron-Core refuses .*{words}"):
         setup.configure_provider(Provider(), make_policy(*overrides))
 
 
@@ -254,3 +254,17 @@ def test_learning_rates(overrides: tuple[str, ...], expected: list[float], make_
         assert optimizer.param_groups[0]["weight_decay"] == 0.3
         scheduler.step(increment=1)
     assert rates == pytest.approx(expected)
+
+
+def test_capacity_and_stash_are_not_megatrons(make_policy: MakePolicy) -> None:
+    provider = Provider()
+    keys = ("transformer_impl=torch", "moe_expert_rank_capacity_factor=1.5", "moe_paged_stash=true")
+    setup.configure_provider(provider, make_policy(*keys))
+    assert provider.moe_expert_rank_capacity_factor == 1.5
+    assert provider.moe_paged_stash is False, "Megatron's schedules would start their own"
+
+
+def test_auto_leaves_what_the_stash_holds_to_it(make_policy: MakePolicy) -> None:
+    policy = make_policy("offload_modules=auto", "moe_paged_stash=true")
+    assert not {"expert_fc1", "moe_act", "expert_fc2"} & set(setup.offloaded_modules(policy["megatron_cfg"]))
+    assert "shared_experts" in setup.offloaded_modules(policy["megatron_cfg"])

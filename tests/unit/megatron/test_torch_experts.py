@@ -17,7 +17,12 @@ IN, OUT = 4, 8  # grouped_mm wants rows of whole 16 bytes
 
 
 def make_linear(num_experts: int, *, bias: bool = False, expert_tensor_parallel_size: int = 1) -> TorchGroupedLinear:
-    config: Any = SimpleNamespace(use_cpu_initialization=True, params_dtype=torch.float32, expert_model_parallel_size=1)
+    config: Any = SimpleNamespace(
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+        expert_model_parallel_size=1,
+        tensor_model_parallel_size=1,
+    )
     groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: expert_tensor_parallel_size))
     torch.manual_seed(0)
     return TorchGroupedLinear(

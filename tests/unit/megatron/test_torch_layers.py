@@ -1,7 +1,5 @@
 """Norms, the dense MLP and the layer specification."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,13 +8,8 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.megatron.torch_backend import (
-    TorchLayerNormColumnParallelLinear,
-    TorchMLP,
-    TorchNorm,
-    TorchSpecProvider,
-    torch_block_spec,
-)
+from nemo_rl_offload.megatron.torch_backend import TorchSpecProvider, torch_block_spec
+from nemo_rl_offload.megatron.torch_layers import TorchLayerNormColumnParallelLinear, TorchMLP, TorchNorm
 
 
 def make_config(**changes: object) -> TransformerConfig:
@@ -98,8 +91,3 @@ def test_layers_have_experts_where_the_frequency_says(frequency: object, expecte
     spec = torch_block_spec(config)
     dense = [getattr(layer.submodules.mlp, "func", None) == TorchMLP.as_mlp_submodule for layer in spec.layer_specs]
     assert [not each for each in dense] == expected
-
-
-def test_multi_latent_attention_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no multi-latent attention"):
-        torch_block_spec(SimpleNamespace(multi_latent_attention=True))  # type: ignore[arg-type]

@@ -1,0 +1,88 @@
+"""A run's checkpoint as a Hugging Face folder: `nemo-rl-offload export RUN_DIR/step_N OUT`.
+
+The checkpoint is read as one rank would have written it, in this process and on the CPU, whatever layout wrote it: an
+export needs neither Ray nor the GPUs of the run, but host memory for the whole model, twice.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl_offload.config.loader import resolve_model_path
+from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.errors import CheckpointError, ConfigError
+from nemo_rl_offload.observability.run_directory import CONFIG_FILE, POLICY, read_checkpoint
+
+ONE_RANK: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "transformer_impl": "torch",  # the same names and shapes of weights as Transformer Engine's
+    "fine_grained_activation_offloading": False,
+    "offload_modules": None,
+}
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Path]:
+    """The run directory and the checkpoint's folder that `RUN_DIR/step_N` or `RUN_DIR/checkpoints/step_N` names.
+
+    Raises:
+        CheckpointError: there is none; the message lists those that there are.
+    """
+    run_dir = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    folder = run_dir / "checkpoints" / path.name
+    if folder.is_dir() and path.name.startswith("step_"):
+        return run_dir, folder
+    steps = sorted((run_dir / "checkpoints").glob("step_*"), key=lambda step: int(step.name.removeprefix("step_")))
+    there = ", ".join(step.name for step in steps)
+    raise CheckpointError(
+        f"{path}: there is no such checkpoint. "
+        + (f"{run_dir} has: {there}." if there else "Give RUN_DIR/step_N of a run that has written checkpoints.")
+    )
+
+
+def export_checkpoint(checkpoint: Path, destination: Path) -> None:
+    """Write the checkpoint's weights to a new folder, with the start model's configuration and tokenizer.
+
+    Raises:
+        CheckpointError: it is not there, damaged, or of another model.
+        ConfigError: the destination exists, or the start model is not where the run found it.
+    """
+    run_dir, folder = find_checkpoint(checkpoint)
+    if destination.exists():
+        raise ConfigError(f"{destination}: exists already. Name a new folder.")
+    _, _, files = read_checkpoint(folder)
+    policy = _policy_of(run_dir)
+    model_path = resolve_model_path(policy["model_name"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices: the whole model may be larger than one
+    import torch.distributed as dist
+
+    from nemo_rl_offload.megatron.cpu import install_cpu_support
+
+    install_cpu_support()
+    from nemo_rl_offload.megatron.checkpoint import load, verify
+    from nemo_rl_offload.megatron.model import build_model, export_hf, init_process_groups
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    init_process_groups(policy, seed=0)
+    verify(folder / POLICY, files)
+    model = build_model(policy, model_path, num_steps=None)
+    load(model, folder / POLICY)
+    export_hf(model, model_path, destination)
+
+
+def _policy_of(run_dir: Path) -> PolicyConfig:
+    path = run_dir / CONFIG_FILE
+    try:
+        policy: PolicyConfig = yaml.safe_load(path.read_text())["policy"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: is not the configuration of a run: {error}") from error
+    merged: Any = {**policy, "megatron_cfg": {**policy["megatron_cfg"], **ONE_RANK}}
+    return merged  # type: ignore[no-any-return]

@@ -1,0 +1,63 @@
+"""What the routers of a step measured: the losses that keep experts evenly loaded, logged as NeMo-RL does.
+
+Megatron's routers add to a tracker that belongs to the process and that somebody has to read at the end of each step.
+One that nobody reads grows over the steps, and its size stays that of the first model of the process.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+from megatron.core.transformer.moe.router import TopKRouter
+
+_LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+
+
+class _Metrics(dict[str, float]):
+    """Stands where the tracker expects a TensorBoard writer."""
+
+    def add_scalar(self, name: str, value: Any, _: int) -> None:
+        self[f"moe/{name.removeprefix('moe/')}"] = float(value)
+
+
+def _tracked_names(config: Any) -> list[str]:
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    pairs = [(kinds, coefficients)] if isinstance(kinds, str) else list(zip(kinds, coefficients, strict=True))
+    names = [_LOSS_NAMES[kind] for kind, coefficient in pairs if kind in _LOSS_NAMES and coefficient]
+    return names + (["z_loss"] if config.moe_z_loss_coeff else [])
+
+
+def forget_routing(modules: Iterable[torch.nn.Module]) -> None:
+    """Drop what routers of these models counted since the last step's end: in a step that failed."""
+    destroy_moe_metrics_tracker()
+    for router in (each for module in modules for each in module.modules() if isinstance(each, TopKRouter)):
+        if router.local_tokens_per_expert is not None:
+            router.local_tokens_per_expert.zero_()
+
+
+def collect_moe_metrics(config: Any, num_microbatches: int) -> dict[str, float]:
+    """The step's balancing losses, `moe/<name>`: a mean over layers with experts, microbatches and ranks.
+
+    With `moe_per_layer_logging` also `moe/<name>_layer_<index>`. A collective call of all ranks; empties the tracker.
+    """
+    if config.num_moe_experts is None:
+        return {}
+    metrics = _Metrics()
+    get_moe_metrics_tracker().report(
+        loss_scale=1 / num_microbatches,
+        iteration=0,
+        writer=metrics,
+        per_layer_logging=config.moe_per_layer_logging,
+        force_initialize=True,
+        track_names=_tracked_names(config),
+        num_layers=config.num_layers,
+        moe_layer_freq=config.moe_layer_freq,
+        mtp_num_layers=config.mtp_num_layers,
+    )
+    destroy_moe_metrics_tracker()
+    return dict(metrics)
