@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,6 @@ from typing import Any, Literal, Self
 import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from nemo_rl_offload.errors import ResourceError
@@ -111,6 +111,7 @@ class VirtualCluster:
     Args:
         num_nodes: nodes that carry workers.
         gpus_per_node: workers on each; ``auto`` takes the GPUs there are, or one CPU worker without any.
+        groups_per_slot: worker groups that share each slot, and take turns.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
@@ -123,22 +124,40 @@ class VirtualCluster:
         ResourceError: Ray cannot be started or joined, or is too small or too busy.
     """
 
-    def __init__(self, num_nodes: int, gpus_per_node: int | Literal["auto"]) -> None:
+    def __init__(self, num_nodes: int, gpus_per_node: int | Literal["auto"], groups_per_slot: int = 1) -> None:
+        self.groups_per_slot = groups_per_slot
         self.placement_groups: tuple[PlacementGroup, ...] = ()
         self._connected_here = not ray.is_initialized()
         try:
             if self._connected_here:
                 _connect()
-            self.layout = choose_layout(_alive_nodes(), num_nodes, gpus_per_node)
-            self._reserve()
+            self._take(num_nodes, gpus_per_node)
         except BaseException:
             self.shutdown()
             raise
-        self.device = self.layout.device
-        self.workers_per_node = self.layout.workers_per_node
-        self.world_size = num_nodes * self.workers_per_node
 
-    def _reserve(self) -> None:
+    def renew(self) -> None:
+        """End every worker in the slots, and take as many anew, on nodes that are alive.
+
+        Raises:
+            ResourceError: too few are left.
+        """
+        num_nodes, workers_per_node = len(self.layout.nodes), self.workers_per_node
+        self._give_back()
+        self._take(num_nodes, workers_per_node)
+
+    def _take(self, num_nodes: int, gpus_per_node: int | Literal["auto"]) -> None:
+        while True:
+            self.layout = choose_layout(_alive_nodes(), num_nodes, gpus_per_node)
+            self.device = self.layout.device
+            self.workers_per_node = self.layout.workers_per_node
+            self.world_size = num_nodes * self.workers_per_node
+            if self._reserve():
+                return
+            self._give_back()
+
+    def _reserve(self) -> bool:
+        """Wait for the slots; False when a chosen node turns out to be lost, which Ray notices after a while."""
         for node in self.layout.nodes:
             workers = self.layout.workers_per_node
             group = placement_group(
@@ -148,22 +167,30 @@ class VirtualCluster:
             )
             self.placement_groups += (group,)
         for node, group in zip(self.layout.nodes, self.placement_groups, strict=True):
-            if not group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
-                raise ResourceError(
-                    f"Node {node.address} did not give {self.layout.workers_per_node} x "
-                    f"{self.layout.slot(node)} in {PLACEMENT_TIMEOUT_S} s: another job holds them. "
-                    "Wait for it (see `ray status`), or lower cluster.gpus_per_node."
-                )
+            end_s = time.monotonic() + PLACEMENT_TIMEOUT_S
+            while not group.wait(timeout_seconds=1):
+                if node.node_id not in {alive.node_id for alive in _alive_nodes()}:
+                    return False
+                if time.monotonic() >= end_s:
+                    raise ResourceError(
+                        f"Node {node.address} did not give {self.layout.workers_per_node} x "
+                        f"{self.layout.slot(node)} in {PLACEMENT_TIMEOUT_S} s: another job holds them. "
+                        "Wait for it (see `ray status`), or lower cluster.gpus_per_node."
+                    )
+        return True
 
     def shutdown(self) -> None:
         """Give the slots back, and stop (or leave) Ray if it was started (or joined) here. Idempotent."""
-        groups, self.placement_groups = self.placement_groups, ()
         try:
-            for group in groups:
-                remove_placement_group(group)
+            self._give_back()
         finally:
             if self._connected_here:
                 ray.shutdown(wait_for_processes=True)
+
+    def _give_back(self) -> None:
+        groups, self.placement_groups = self.placement_groups, ()
+        for group in groups:
+            remove_placement_group(group)
 
     def __enter__(self) -> Self:
         return self
@@ -195,7 +222,7 @@ def _connect() -> None:
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
             )
-    except (OSError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # Ray raises plain ones too: "node timed out during startup"
         if not address:
             raise ResourceError(f"Could not start a local Ray cluster: {error}") from error
         raise ResourceError(

@@ -12,6 +12,7 @@ before any exception), and kills the rest. The limit: between nodes whose clocks
 good as the clocks.
 """
 
+import math
 import os
 import re
 import socket
@@ -200,7 +201,7 @@ def _to_error(failure: Failure, where: str) -> NemoRLOffloadError:
 def _start_actor(cluster: VirtualCluster, rank: int, extra_env: Mapping[str, str]) -> Any:
     node_index, local_rank = divmod(rank, cluster.workers_per_node)
     node = cluster.layout.node_of(rank)
-    slot = cluster.layout.slot(node)
+    share = {name: amount / cluster.groups_per_slot for name, amount in cluster.layout.slot(node).items()}
     env = {
         "RANK": str(rank),
         "WORLD_SIZE": str(cluster.world_size),
@@ -220,8 +221,8 @@ def _start_actor(cluster: VirtualCluster, rank: int, extra_env: Mapping[str, str
         cluster.placement_groups[node_index], placement_group_bundle_index=local_rank
     )
     options = {
-        "num_cpus": slot.get("CPU", 0),
-        "num_gpus": slot.get("GPU", 0),
+        "num_cpus": math.floor(share.get("CPU", 0) * 10_000) / 10_000,  # Ray counts in ten-thousandths
+        "num_gpus": share.get("GPU", 0),
         "runtime_env": {"env_vars": env | dict(extra_env)},
         "scheduling_strategy": placement,
     }

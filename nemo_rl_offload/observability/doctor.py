@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from nemo_rl_offload.observability.host_memory import cgroup_memory, free_host_bytes
 from nemo_rl_offload.observability.report import human_bytes
 from nemo_rl_offload.observability.topology import (
     Gpu,
@@ -31,6 +30,7 @@ from nemo_rl_offload.observability.topology import (
     read_gpus,
     read_topology,
 )
+from nemo_rl_offload.offload.host_memory import cgroup_memory, free_host_bytes
 
 PROJECT = "nemo-rl-offload"
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "ray", "transformers")

@@ -11,7 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from nemo_rl_offload.config.schema import LoggerConfig
 from nemo_rl_offload.errors import ResourceError
+
+METRICS_FILE = "metrics.jsonl"
 
 
 class _Sink(Protocol):
@@ -68,22 +71,30 @@ class _TensorBoard:
 
 
 class MetricLogger:
-    """Writes metrics under ``run_dir`` as they come; a context manager.
+    """Writes metrics under ``run_dir`` as they come, to what the section ``logger`` enables; a context manager.
 
     ``metrics.jsonl`` has one object a line, ``{"step", "prefix", "time", "metrics"}``, with the time in
     seconds since the epoch and null for a value that is not finite; a resumed run appends. ``tensorboard/``
-    has the same under ``prefix/name``.
+    has the same under ``prefix/name``, and so have trackers, which are given the whole ``config`` besides.
 
     Raises:
         ResourceError: a file cannot be written (here and in every method).
     """
 
-    def __init__(self, run_dir: Path, tensorboard: bool, jsonl: bool) -> None:
+    def __init__(self, run_dir: Path, section: LoggerConfig, config: Mapping[str, Any]) -> None:
         self._sinks: list[_Sink] = []
-        if jsonl:
-            self._sinks.append(_JsonLines(run_dir / "metrics.jsonl"))
-        if tensorboard:
+        if section["jsonl_enabled"]:
+            self._sinks.append(_JsonLines(run_dir / METRICS_FILE))
+        if section["tensorboard_enabled"]:
             self._sinks.append(_TensorBoard(run_dir / "tensorboard"))
+        if section["wandb_enabled"]:
+            from nemo_rl_offload.observability.trackers import Wandb
+
+            self._sinks.append(Wandb(run_dir, section["wandb"], config))
+        if section["mlflow_enabled"]:
+            from nemo_rl_offload.observability.trackers import Mlflow
+
+            self._sinks.append(Mlflow(run_dir, section["mlflow"], config))
 
     def log(self, metrics: Mapping[str, float], step: int, prefix: str) -> None:
         """Write the metrics of one step; ``prefix`` says what they belong to, such as ``train``."""

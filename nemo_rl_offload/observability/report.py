@@ -31,6 +31,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_column("value", overflow="fold", ratio=1)
     _add_group(table, _run_rows(summary))
     _add_group(table, _offload_rows(summary["offload"]))
+    if summary["paged_stash"] is not None:
+        _add_group(table, _stash_rows(summary["paged_stash"]))
     table.add_section()
     table.add_row("peak device memory", human_bytes(summary["memory"]["peak_device_bytes"]))
     table.add_row("run directory", str(summary["run_dir"]))
@@ -38,9 +40,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _run_rows(summary: Mapping[str, Any]) -> dict[str, str]:
-    validation = summary["validation"]
+    first, last = (_number(summary["validation"][key]) for key in ("first", "last"))
     return {
-        "validation, first to last": f"{_number(validation['first'])} -> {_number(validation['last'])}",
+        f"validation {summary['validation_metric']}": f"{first} -> {last}",
         "training loss": _number(summary["train"]["loss"]),
         "wall time": _duration(summary["wall_seconds"]),
         "workers": _number(summary["world_size"]),
@@ -62,6 +64,17 @@ def _offload_rows(offload: Mapping[str, Any]) -> dict[str, str]:
         "ineffective": human_bytes(offload["ineffective_bytes"]),
         "reloads on demand": _number(offload["demand_reloads"]),
     }
+
+
+def _stash_rows(stash: Mapping[str, Any]) -> dict[str, str]:
+    rows = {
+        "steps run again": f"{stash['reruns']} ({stash['over_budget']} buffers, {stash['overflows']} pages too few)",
+        "needed capacity factor": _number(stash["needed_capacity_factor"]),
+    }
+    if "peak_bytes" in stash:
+        rows["paged stash"] = f"{human_bytes(stash['peak_bytes'])} of {human_bytes(stash['device_bytes'])}"
+        rows["  and on the host"] = human_bytes(stash["host_bytes"])
+    return rows
 
 
 def _moved(stats: Mapping[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """The folder that holds everything a run writes, and its checkpoints: each is either whole or absent.
 
-A checkpoint is written under a name that nobody reads (`.step_50.partial`) and renamed when it is complete. What a
-killed run leaves half-written or half-removed is removed by the next one.
+A checkpoint is written under a name that nobody reads (`.step_50.partial`) and renamed when it is complete, with a
+manifest of its files. What a killed run leaves half-written or half-removed is removed by the next one. A damaged
+checkpoint ends the run that would go on from it: which older one to fall back to, and how many steps to give away for
+that, is the user's to decide.
 """
 
 import fcntl
@@ -12,15 +14,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import yaml
 
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl_offload.observability.logger import write_json_atomic
+from nemo_rl_offload.observability.manifest import Manifest, check_contents, check_sizes, file_digest
 
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
-ERROR_FILE, LOCK_FILE = "error.log", ".lock"
+MANIFEST_FILE, POLICY = "manifest.json", "policy"
+MEMORY_FILE = "memory_trace.json"
+ERROR_FILE, RESTARTS_FILE, LOCK_FILE = "error.log", "restarts.log", ".lock"
 BEFORE_TRAINING = {CONFIG_FILE, f".{CONFIG_FILE}.partial", ERROR_FILE, LOCK_FILE}
 
 
@@ -108,6 +113,57 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
+class Checkpoint(NamedTuple):
+    """A checkpoint as it was found."""
+
+    folder: Path
+    state: dict[str, Any]
+    """The driver's own, with `step` and `metric`."""
+    policy_files: Manifest
+    """Files of the folder `policy`, by their names there."""
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint's own files, and compare the sizes of all others.
+
+    Raises:
+        CheckpointError: something is missing or has another size; the message says how to go on.
+    """
+    try:
+        manifest: Manifest = _read_json(folder / MANIFEST_FILE)
+        check_sizes(folder, manifest)
+        check_contents(folder, manifest, [STATE_FILE])
+        state = read_state(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {way_out(folder)}") from error
+    files = {name.removeprefix(f"{POLICY}/"): digest for name, digest in manifest.items() if name != STATE_FILE}
+    return Checkpoint(folder, state, files)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The driver's own state in a checkpoint; CheckpointError where it cannot be read."""
+    return _read_json(folder / STATE_FILE)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.parent} is damaged: {path.name} cannot be read: {error}.") from error
+    return content
+
+
+def way_out(folder: Path) -> str:
+    """What to do about a damaged checkpoint of a run."""
+    older = [step for step in _steps_in(folder.parent) if step < int(folder.name.removeprefix("step_"))]
+    return f"Remove {folder} to {f'go on from step {older[-1]}' if older else 'start again'}."
+
+
+def _steps_in(folder: Path) -> list[int]:
+    matches = (re.fullmatch(r"step_(\d+)", path.name) for path in folder.glob("step_*"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
 class Checkpoints:
     """The checkpoints of a run directory: `checkpoints/step_N`, each with the driver's own state as JSON.
 
@@ -122,51 +178,59 @@ class Checkpoints:
             for leftover in self._folder.glob(".*.partial"):
                 shutil.rmtree(leftover)
 
-    def save(self, step: int, state: Mapping[str, Any], metric: float | None, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint: `write` fills the folder `policy` in it. Returns where it stands.
+    def begin(self, step: int, write: Callable[[Path], None]) -> None:
+        """Begin a checkpoint, which nobody reads yet: `write` fills the folder `policy` in it, or begins to.
 
         Raises:
             ResourceError: it could not be written; then it is absent, and older ones are untouched.
         """
-        partial = self._folder / f".step_{step}.partial"
-        final = self._folder / f"step_{step}"
-        try:
-            with _explained(final):
-                partial.mkdir(parents=True)
-                write(partial / "policy")
-                write_json_atomic(partial / STATE_FILE, {"step": step, "metric": metric, **state})
-                partial.rename(final)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        with self._absent_on_failure(step):
+            self._partial(step).mkdir(parents=True)
+            write(self._partial(step) / POLICY)
+
+    def commit(
+        self, step: int, state: Mapping[str, Any], metric: float | None, complete: Callable[[], Manifest]
+    ) -> Path:
+        """End what `begin` began: `complete` waits until `policy` is whole and returns its files.
+
+        Returns where the checkpoint stands. Raises as `begin`.
+        """
+        partial, final = self._partial(step), self._path(step)
+        with self._absent_on_failure(step):
+            manifest = {f"{POLICY}/{name}": digest for name, digest in complete().items()}
+            write_json_atomic(partial / STATE_FILE, {"step": step, "metric": metric, **state})
+            manifest[STATE_FILE] = file_digest(partial / STATE_FILE)
+            write_json_atomic(partial / MANIFEST_FILE, manifest)
+            partial.rename(final)
         self._prune()
         return final
 
-    def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The folder and the driver's state of the newest checkpoint; None without one.
+    @contextmanager
+    def _absent_on_failure(self, step: int) -> Iterator[None]:
+        try:
+            with _explained(self._path(step)):
+                yield
+        except BaseException:
+            shutil.rmtree(self._partial(step), ignore_errors=True)
+            raise
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint; None without one.
 
         Raises:
-            CheckpointError: its state cannot be read.
+            CheckpointError: it is damaged, as far as that shows without reading everything.
         """
         steps = self._steps()
-        return (self._path(steps[-1]), self._state(steps[-1])) if steps else None
+        return read_checkpoint(self._path(steps[-1])) if steps else None
 
     def _steps(self) -> list[int]:
-        matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self._folder.glob("step_*"))
-        return sorted(int(match[1]) for match in matches if match)
+        return _steps_in(self._folder)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step_{step}"
 
-    def _state(self, step: int) -> dict[str, Any]:
-        path = self._path(step) / STATE_FILE
-        try:
-            state: dict[str, Any] = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read: {error}. Remove {path.parent} to go on from an older one."
-            ) from error
-        return state
+    def _partial(self, step: int) -> Path:
+        return self._folder / f".step_{step}.partial"
 
     def _prune(self) -> None:
         steps = self._steps()
@@ -175,12 +239,11 @@ class Checkpoints:
         sign = -1.0 if self._higher_is_better else 1.0
 
         def rank(step: int) -> tuple[bool, float, int]:
-            metric = self._state(step)["metric"]
+            metric = read_state(self._path(step))["metric"]
             return metric is None, sign * (metric or 0.0), -step
 
         for step in sorted(steps, key=rank)[self._keep_top_k :]:
             if step != steps[-1]:
-                partial = self._folder / f".step_{step}.partial"
                 with _explained(self._path(step)):
-                    self._path(step).rename(partial)
-                    shutil.rmtree(partial)
+                    self._path(step).rename(self._partial(step))
+                    shutil.rmtree(self._partial(step))

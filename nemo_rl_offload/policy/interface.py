@@ -8,6 +8,8 @@ from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.observability.manifest import Manifest
+from nemo_rl_offload.observability.memory_trace import MemorySample
 
 
 class PolicyInterface(Protocol):
@@ -16,23 +18,63 @@ class PolicyInterface(Protocol):
     def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
         """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics."""
 
+    def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+        """The loss and its metrics over a batch of any size, without a step."""
+
     def get_logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of every token under the current weights, float32 [B, S]; position 0 is 0."""
 
     def get_reference_policy_logprobs(self, batch: Batch) -> Tensor:
         """The same under the weights that the run started from."""
 
+    def get_topk_logits(self, batch: Batch, k: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The `k` largest logits that predict each token, over temperature, and their ids, [B, S, K]; position 0 is 0.
+
+        Only the first `num_tokens` of the vocabulary count.
+        """
+
     def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
         """Sample one response for each prompt."""
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule into a new folder."""
+    def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
+        """Begin to write weights, optimizer, schedule and random numbers into a new folder.
 
-    def load_checkpoint(self, folder: Path) -> None:
-        """Read what `save_checkpoint` wrote."""
+        In the background, training may go on before `finish_checkpoint`.
+        """
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait."""
+
+    def finish_checkpoint(self) -> Manifest:
+        """Complete what `start_checkpoint` began; returns the files."""
+
+    def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
+        """Read what was written, with these files."""
 
     def offload_stats(self) -> dict[str, Any]:
         """Totals of the offload engines of all ranks."""
 
+    def paged_stash_stats(self) -> dict[str, Any] | None:
+        """Steps that ran again because the experts' buffers or stash were too small, and sizes; None without limits."""
+
     def peak_device_bytes(self) -> int | None:
         """Highest device memory of any rank; None on a CPU."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+
+    def trained_flops(self) -> float | None:
+        """Floating-point operations of all passes for training so far; None for a model of unknown shape."""
+
+    def peak_flops_per_s(self) -> float | None:
+        """Peak rate of all devices together; None where one is not known."""
+
+    def start_memory_trace(self) -> None:
+        """Begin to sample the memory of the first worker."""
+
+    def finish_memory_trace(self) -> list[MemorySample]:
+        """The samples since."""
+
+    def shutdown(self) -> None:
+        """End the workers."""

@@ -1,21 +1,30 @@
 """The driver's handle on a policy: cuts batches into shards for the ranks and puts results together."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_offload.batching.batch import Batch, num_samples, select, shard
+from nemo_rl_offload.batching.batch import Batch, num_samples, select
+from nemo_rl_offload.batching.division import Division
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.cluster.worker_group import WorkerGroup
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers
-from nemo_rl_offload.policy.worker import PolicyWorker
+from nemo_rl_offload.losses.registry import rows_per_sample
+from nemo_rl_offload.observability.manifest import Manifest
+from nemo_rl_offload.observability.memory_trace import MemorySample
+from nemo_rl_offload.planner.catalogue import load_model_shape
+from nemo_rl_offload.planner.hardware import recognise
+from nemo_rl_offload.planner.shape import ModelShape
+from nemo_rl_offload.planner.work import training_flops
+from nemo_rl_offload.policy.microbatches import divide, is_planned
+from nemo_rl_offload.policy.worker import Placement, PolicyWorker
 
 
 def worker_env(config: PolicyConfig) -> dict[str, str]:
@@ -26,11 +35,49 @@ def worker_env(config: PolicyConfig) -> dict[str, str]:
     return ({"NVTE_CPU_OFFLOAD_V1": "1"} if is_megatron else {}) | (cfg["env_vars"] or {})
 
 
+def data_parallel_size(config: PolicyConfig, world_size: int) -> int:
+    """How many shards a batch is cut into.
+
+    Raises ConfigError when the ranks do not divide among the parallel sizes, or a global batch among the shards.
+    """
+    cfg = config["megatron_cfg"]
+    num_stages = cfg["pipeline_model_parallel_size"]
+    num_together = cfg["tensor_model_parallel_size"] * num_stages
+    if world_size % num_together:
+        raise ConfigError(
+            f"policy.megatron_cfg.tensor_model_parallel_size x pipeline_model_parallel_size = {num_together} does not "
+            f"divide the cluster's {world_size} workers"
+        )
+    num_shards = world_size // num_together
+    num_ranks = num_shards * cfg["tensor_model_parallel_size"]
+    if num_ranks % cfg["expert_model_parallel_size"]:
+        raise ConfigError(
+            f"policy.megatron_cfg.expert_model_parallel_size: {cfg['expert_model_parallel_size']} does not divide the "
+            f"{num_ranks} workers of a pipeline stage"
+        )
+    if is_planned(config):
+        return num_shards
+    size = config["train_micro_batch_size"]
+    multiple = num_shards * size
+    if config["train_global_batch_size"] % multiple:
+        raise ConfigError(
+            f"policy.train_global_batch_size: {config['train_global_batch_size']} is not a multiple of "
+            f"train_micro_batch_size x data-parallel ranks = {size} x {num_shards} = {multiple}"
+        )
+    num_microbatches = config["train_global_batch_size"] // multiple
+    if cfg["virtual_pipeline_model_parallel_size"] and num_microbatches % num_stages:
+        raise ConfigError(
+            f"policy.train_global_batch_size: with virtual_pipeline_model_parallel_size, a step's {num_microbatches} "
+            f"micro batches must be a multiple of the {num_stages} pipeline ranks"
+        )
+    return num_shards
+
+
 class Policy:
     """A policy on the slots of `cluster`; implements `PolicyInterface`.
 
-    `num_steps` is the number of optimizer steps that the learning-rate schedule spans. With `keep_reference` each rank
-    keeps a copy of the start weights in host memory.
+    `num_steps` is the number of optimizer steps that the learning-rate schedule spans; None for a policy that is never
+    trained. With `keep_reference` each rank keeps a copy of the start weights in host memory.
 
     Raises ConfigError when a global batch cannot be cut into whole micro batches over the ranks, or when Megatron
     refuses the configuration; WorkerError when a worker fails.
@@ -44,19 +91,12 @@ class Policy:
         end_id: int,
         *,
         seed: int,
-        num_steps: int,
+        num_steps: int | None,
         keep_reference: bool,
     ) -> None:
         self._config = config
         self._end_id = end_id
-        self.world_size = cluster.world_size
-        multiple = self.world_size * config["train_micro_batch_size"]
-        if config["train_global_batch_size"] % multiple:
-            raise ConfigError(
-                f"policy.train_global_batch_size: {config['train_global_batch_size']} is not a multiple of "
-                f"train_micro_batch_size x data-parallel ranks = {config['train_micro_batch_size']} x "
-                f"{self.world_size} = {multiple}"
-            )
+        self._num_shards = data_parallel_size(config, cluster.world_size)
         self._workers = WorkerGroup(
             cluster,
             PolicyWorker,
@@ -67,18 +107,50 @@ class Policy:
             num_steps=num_steps,
             keep_reference=keep_reference,
         )
+        self._placements: list[Placement] = self._workers.run_all("placement")
+        self._trained_flops = 0.0
+        self._shape: ModelShape | None = None
+        with suppress(ConfigError):  # of a family that the planner does not know
+            self._shape = load_model_shape(config["model_name"], model_path)
+
+    def _run_sharded(self, method: str, shards: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Give each rank the shard of its data-parallel rank; returns one result for each shard."""
+        results = self._workers.run_sharded(method, [shards[place.data_parallel_rank] for place in self._placements])
+        sources = {
+            place.data_parallel_rank: result
+            for place, result in zip(self._placements, results, strict=True)
+            if place.is_source
+        }
+        return [sources[number] for number in range(len(shards))]
 
     def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
         """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics."""
-        size = self._config["train_global_batch_size"]
+        rows = rows_per_sample(loss_name)
+        size = self._config["train_global_batch_size"] * rows
         assert num_samples(batch) % size == 0, "checked with the configuration"
+        if self._shape is not None:
+            self._trained_flops += training_flops(self._shape, batch["input_lengths"].tolist())
         steps: list[dict[str, float]] = []
         for start in range(0, num_samples(batch), size):
             global_batch = select(batch, slice(start, start + size))
-            norm = normalizers(global_batch)
-            shards = [(piece, loss_name, loss_config, norm) for piece in shard(global_batch, self.world_size)]
-            steps.append(self._workers.run_sharded("train", shards)[0])
+            steps.append(self._with_loss("train", global_batch, loss_name, loss_config))
         return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+
+    def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+        """The loss and its metrics over a batch of any size, without a step."""
+        return self._with_loss("evaluate", batch, loss_name, loss_config)
+
+    def _with_loss(self, method: str, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+        division = divide(batch, self._config, self._num_shards, "train", rows_per_sample(loss_name))
+        metrics: dict[str, float] = self._run_divided(method, division, loss_name, loss_config, normalizers(batch))[0]
+        return metrics
+
+    def _run_divided(self, method: str, division: Division, *args: Any) -> list[Any]:
+        """Run a method of the workers with their shards, `args`, and how to cut the shard where that is planned."""
+        shards = [(shard, *args) for shard in division.shards]
+        if division.cuttings is not None:
+            shards = [(*each, cutting) for each, cutting in zip(shards, division.cuttings, strict=True)]
+        return self._run_sharded(method, shards)
 
     def get_logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of every token under the current weights, float32 [B, S]; position 0 is 0."""
@@ -89,28 +161,55 @@ class Policy:
         return self._sharded_logprobs("get_reference_policy_logprobs", batch)
 
     def _sharded_logprobs(self, method: str, batch: Batch) -> Tensor:
+        division = self._for_logprobs(batch)
+        parts = self._run_divided(method, division)
+        return division.gather([torch.tensor(part) for part in parts])  # copies: Ray's arrays are read-only
+
+    def _for_logprobs(self, batch: Batch) -> Division:
         inputs = {key: batch[key] for key in ("input_ids", "input_lengths")}
-        shards = [(piece,) for piece in shard(inputs, self.world_size)]
-        parts = self._workers.run_sharded(method, shards)
-        return torch.from_numpy(np.concatenate(parts))[: num_samples(batch)]
+        return divide(inputs, self._config, self._num_shards, "logprob")
+
+    def get_topk_logits(self, batch: Batch, k: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The `k` largest logits that predict each token, over temperature, and their ids, [B, S, K]; position 0 is 0.
+
+        Only the first `num_tokens` of the vocabulary count.
+        """
+        division = self._for_logprobs(batch)
+        values, ids = zip(*self._run_divided("get_topk_logits", division, k, num_tokens), strict=True)
+        return division.gather(list(map(torch.tensor, values))), division.gather(list(map(torch.tensor, ids)))
 
     def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
-        """Sample one response for each prompt; a function of weights, prompts, `seed` and number of ranks."""
-        size = -(-len(prompts) // self.world_size)
+        """Sample one response for each prompt; a function of weights, prompts, `seed` and number of shards.
+
+        Ranks that hold each other's experts sample together, from the same prompts.
+        """
+        cfg = self._config["megatron_cfg"]
+        num_alike = max(1, cfg["expert_model_parallel_size"] // cfg["tensor_model_parallel_size"])
+        num_shards = self._num_shards // num_alike
+        size = -(-len(prompts) // num_shards)
         shards = [
-            (list(prompts[rank * size : (rank + 1) * size]), seed * self.world_size + rank, self._end_id)
-            for rank in range(self.world_size)
+            (list(prompts[number * size : (number + 1) * size]), seed * num_shards + number, self._end_id)
+            for number in range(num_shards)
+            for _ in range(num_alike)
         ]
-        return [response for part in self._workers.run_sharded("generate", shards) for response in part]
+        return [response for part in self._run_sharded("generate", shards)[::num_alike] for response in part]
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule into a new folder, which all nodes must share."""
+    def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
+        """Begin to write weights, optimizer, schedule and random numbers into a new folder, which all nodes share."""
         folder.mkdir(parents=True)
-        self._workers.run_all("save_checkpoint", folder.resolve())
+        self._workers.run_all("start_checkpoint", folder.resolve(), in_background=in_background)
 
-    def load_checkpoint(self, folder: Path) -> None:
-        """Read what `save_checkpoint` wrote."""
-        self._workers.run_all("load_checkpoint", folder.resolve())
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait."""
+        return all(self._workers.run_all("checkpoint_is_written"))
+
+    def finish_checkpoint(self) -> Manifest:
+        """Complete what `start_checkpoint` began; returns the files."""
+        return {name: digest for part in self._workers.run_all("finish_checkpoint") for name, digest in part.items()}
+
+    def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
+        """Read what was written, with these files."""
+        self._workers.run_all("load_checkpoint", folder.resolve(), manifest)
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, with the start model's configuration and tokenizer."""
@@ -123,11 +222,14 @@ class Policy:
         per_rank = [stats for stats in self._workers.run_all("offload_stats") if stats is not None]
         totals: dict[str, Any] = {
             "engine": cfg["activation_offload"]["engine"] if on else None,
-            "modules": list(cfg["offload_modules"] or []) if on else [],
+            "modules": [],
         }
         names = ("bytes_out", "bytes_in", "peak_host_bytes", "host_capacity_bytes", "denied_bytes")
         for name in (*names, "ineffective_bytes", "demand_reloads"):
             totals[name] = sum(stats[name] for stats in per_rank)
+        moved = {name for stats in per_rank for name in stats["per_module"]}
+        listed = cfg["offload_modules"] or []
+        totals["modules"] = [] if not on else sorted(moved) if listed == "auto" else list(listed)
         totals["per_module"] = {
             module: {
                 name: sum(stats["per_module"].get(module, {}).get(name, 0) for stats in per_rank)
@@ -137,10 +239,55 @@ class Policy:
         }
         return totals
 
+    def paged_stash_stats(self) -> dict[str, Any] | None:
+        """Steps that ran again because experts' buffers or stash were too small, and what they needed at most.
+
+        Sizes in bytes are sums over the ranks; None where the experts have no limits.
+        """
+        per_rank = self._workers.run_all("paged_stash_stats")
+        if per_rank[0] is None:
+            return None
+        totals = dict(per_rank[0])
+        for name in totals:
+            values = [stats[name] for stats in per_rank if stats[name] is not None]
+            if name.endswith("_bytes"):
+                totals[name] = sum(values)
+            elif name.endswith("_factor"):
+                totals[name] = max(values, default=None)
+        return totals
+
     def peak_device_bytes(self) -> int | None:
         """Highest device memory of any rank; None on a CPU."""
         peaks = self._workers.run_all("peak_device_bytes")
         return None if None in peaks else max(peaks)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self._workers.world_size
+
+    def trained_flops(self) -> float | None:
+        """Floating-point operations of all passes for training so far; None for a model of unknown shape."""
+        return None if self._shape is None else self._trained_flops
+
+    def peak_flops_per_s(self) -> float | None:
+        """Peak rate of all devices together, in the policy's precision; None where one is not known."""
+        if self._config["precision"] != "bfloat16":
+            return None
+        devices = self._workers.run_all("device")
+        try:
+            return sum(recognise(name, num_bytes).bf16_tflops * 1e12 for name, num_bytes in devices)
+        except ConfigError:
+            return None
+
+    def start_memory_trace(self) -> None:
+        """Begin to sample the memory of the first worker."""
+        self._workers.run_all("start_memory_trace")
+
+    def finish_memory_trace(self) -> list[MemorySample]:
+        """The samples since."""
+        samples: list[MemorySample] = self._workers.run_all("finish_memory_trace")[0]
+        return samples
 
     def shutdown(self) -> None:
         """Kill the workers. May be called twice."""

@@ -7,13 +7,17 @@ paying for the import.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_rl_offload.batching.batch import Batch
+from nemo_rl_offload.batching.plan import Cutting
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.errors import ResourceError
+from nemo_rl_offload.observability.memory_trace import MemorySample, MemoryTrace
+from nemo_rl_offload.offload.host_memory import give_back_free_memory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,16 +25,26 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nemo_rl_offload.losses.reduction import Normalizers
+    from nemo_rl_offload.megatron.checkpoint import Save
+    from nemo_rl_offload.observability.manifest import Manifest
+
+
+class Placement(NamedTuple):
+    """A rank's part in the work: which shard of a batch it gets, and whether its results are its shard's."""
+
+    data_parallel_rank: int
+    is_source: bool
 
 
 class PolicyWorker:
     """Trains, scores and samples with this rank's part of the model.
 
-    Every method is called on all ranks with the same arguments, or with this rank's shard of a batch.
+    Every method is called on all ranks with the same arguments, or with the shard of a batch that this rank's
+    data-parallel rank gets. Results stand on the last pipeline stage.
     """
 
     def __init__(
-        self, policy: PolicyConfig, model_path: Path, *, seed: int, num_steps: int, keep_reference: bool
+        self, policy: PolicyConfig, model_path: Path, *, seed: int, num_steps: int | None, keep_reference: bool
     ) -> None:
         from nemo_rl_offload.megatron.affinity import bind
 
@@ -49,52 +63,121 @@ class PolicyWorker:
         self._model = build_model(policy, model_path, num_steps)
         if self._engine is not None:
             exclude_parameters(self._engine, self._model.modules)
+        self._save: Save | None = None
         self._reference: list[torch.Tensor] | None = None
         if keep_reference:
             self._reference = [weight.detach().cpu().clone() for weight in self._parameters()]
+
+    def placement(self) -> Placement:
+        """Where this rank stands in Megatron's groups."""
+        from megatron.core import parallel_state
+
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        return Placement(
+            parallel_state.get_data_parallel_rank(),
+            is_first and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        )
 
     def _parameters(self) -> list[torch.Tensor]:
         return [weight for module in self._model.modules for weight in module.parameters()]
 
     def train(
-        self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any], norm: Normalizers
+        self,
+        batch: Batch,
+        loss_name: str,
+        loss_config: Mapping[str, Any],
+        norm: Normalizers,
+        cutting: Cutting | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on this rank's shard of a global batch, which `norm` counts as a whole."""
-        from nemo_rl_offload.losses.registry import build_loss
+        """One optimizer step on this rank's shard of a global batch, which `norm` counts as a whole.
+
+        `cutting` says what the microbatches are; without one they have the configured number of samples.
+        """
+        import torch
+
         from nemo_rl_offload.megatron.train_step import train_step
 
-        metrics = train_step(
-            self._model,
-            batch,
-            build_loss(loss_name, loss_config),
-            norm,
-            self._policy["train_micro_batch_size"],
-            self._policy["generation"]["temperature"],
-        )
+        try:
+            metrics = self._with_loss(train_step, batch, loss_name, loss_config, norm, cutting)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory() from error
         self._empty_cache(from_level=1)
+        give_back_free_memory()
         return metrics
 
-    def get_logprobs(self, batch: Batch) -> NDArray[np.float32]:
-        """Log-probabilities of this rank's shard, float32 [B, S].
+    def _out_of_memory(self) -> ResourceError:
+        import torch
+        import torch.distributed as dist
+
+        from nemo_rl_offload.policy.out_of_memory import out_of_memory
+
+        total_bytes, peak_bytes = torch.cuda.mem_get_info()[1], torch.cuda.max_memory_allocated()
+        name = torch.cuda.get_device_name()
+        return out_of_memory(self._policy, self._model_path, dist.get_world_size(), name, total_bytes, peak_bytes)
+
+    def evaluate(
+        self,
+        batch: Batch,
+        loss_name: str,
+        loss_config: Mapping[str, Any],
+        norm: Normalizers,
+        cutting: Cutting | None = None,
+    ) -> dict[str, float]:
+        """The loss and its metrics on this rank's shard of a batch, which `norm` counts as a whole."""
+        from nemo_rl_offload.megatron.train_step import evaluate
+
+        return self._with_loss(evaluate, batch, loss_name, loss_config, norm, cutting)
+
+    def _with_loss(
+        self,
+        function: Callable[..., dict[str, float]],
+        batch: Batch,
+        loss_name: str,
+        loss_config: Mapping[str, Any],
+        norm: Normalizers,
+        cutting: Cutting | None,
+    ) -> dict[str, float]:
+        from nemo_rl_offload.losses.registry import build_loss
+
+        loss = build_loss(loss_name, loss_config)
+        microbatches = cutting or self._policy["train_micro_batch_size"] * loss.rows_per_sample
+        temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
+        return function(self._model, batch, loss, norm, microbatches, temperature, chunk_size)
+
+    def get_logprobs(self, batch: Batch, cutting: Cutting | None = None) -> NDArray[np.float32] | None:
+        """Log-probabilities of this rank's shard, float32 [B, S]; None before the last pipeline stage.
 
         Megatron changes how tensors are pickled, such that unpickling one imports Megatron: an array travels instead.
         """
         from nemo_rl_offload.megatron.train_step import compute_logprobs
 
-        temperature = self._policy["generation"]["temperature"]
-        logprobs = compute_logprobs(self._model, batch, self._policy["logprob_batch_size"], temperature)
+        temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
+        microbatches = cutting or self._policy["logprob_batch_size"]
+        logprobs = compute_logprobs(self._model, batch, microbatches, temperature, chunk_size)
         self._empty_cache(from_level=2)
-        return logprobs.numpy()
+        return None if logprobs is None else logprobs.numpy()
 
-    def get_reference_policy_logprobs(self, batch: Batch) -> NDArray[np.float32]:
+    def get_reference_policy_logprobs(self, batch: Batch, cutting: Cutting | None = None) -> NDArray[np.float32] | None:
         """The same with the start weights, which take the place of the current ones meanwhile."""
         assert self._reference is not None, "built with keep_reference=False"
         current = [weight.detach().cpu().clone() for weight in self._parameters()]
         self._write_weights(self._reference)
         try:
-            return self.get_logprobs(batch)
+            return self.get_logprobs(batch, cutting)
         finally:
             self._write_weights(current)
+
+    def get_topk_logits(
+        self, batch: Batch, k: int, num_tokens: int, cutting: Cutting | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]] | None:
+        """The largest logits of this rank's shard and their ids, [B, S, K]; None before the last pipeline stage."""
+        from nemo_rl_offload.megatron.train_step import compute_topk_logits
+
+        temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
+        microbatches = cutting or self._policy["logprob_batch_size"]
+        top = compute_topk_logits(self._model, batch, microbatches, temperature, k, num_tokens, chunk_size)
+        self._empty_cache(from_level=2)
+        return None if top is None else (top[0].numpy(), top[1].numpy())
 
     def _write_weights(self, values: list[torch.Tensor]) -> None:
         for weight, value in zip(self._parameters(), values, strict=True):
@@ -105,7 +188,7 @@ class PolicyWorker:
         from nemo_rl_offload.megatron.generation import generate
 
         responses = generate(
-            self._model.modules[0],
+            self._model.modules,
             prompts,
             self._policy["generation"],
             batch_size=self._policy["generation_batch_size"],
@@ -121,16 +204,27 @@ class PolicyWorker:
         if torch.cuda.is_available() and self._policy["megatron_cfg"]["empty_unused_memory_level"] >= from_level:
             torch.cuda.empty_cache()
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint."""
+    def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
+        """Begin to write this rank's part of a checkpoint, from a copy where training goes on meanwhile."""
+        from nemo_rl_offload.megatron.checkpoint import Save
+
+        self._save = Save(self._model, folder, copies=in_background)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether this rank's part is on the disk."""
+        return self._save is not None and self._save.is_written
+
+    def finish_checkpoint(self) -> Manifest:
+        """Complete the checkpoint with the other ranks; returns the files of this one."""
+        assert self._save is not None, "start_checkpoint comes first"
+        save, self._save = self._save, None
+        return save.finish()
+
+    def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
+        """Read this rank's part of a checkpoint, once all its files are found to be what was written."""
         from nemo_rl_offload.megatron import checkpoint
 
-        checkpoint.save(self._model, folder)
-
-    def load_checkpoint(self, folder: Path) -> None:
-        """Read this rank's part of a checkpoint."""
-        from nemo_rl_offload.megatron import checkpoint
-
+        checkpoint.verify(folder, manifest)
         checkpoint.load(self._model, folder)
 
     def export_hf(self, folder: Path) -> None:
@@ -143,11 +237,40 @@ class PolicyWorker:
         """Totals of this rank's engine; None when offloading is off."""
         return None if self._engine is None else dataclasses.asdict(self._engine.stats())
 
+    def paged_stash_stats(self) -> dict[str, Any] | None:
+        """Counts of steps that ran again, and the stash's sizes, on this rank; None where experts have no limits."""
+        return None if self._model.guard is None else self._model.guard.stats()
+
     def peak_device_bytes(self) -> int | None:
         """Highest device memory that torch has allocated; None on a CPU."""
         import torch
 
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+    def device(self) -> tuple[str, int]:
+        """The driver's name for the device, and its memory in bytes; "cpu" and 0 without one."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return "cpu", 0
+        return torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
+
+    def start_memory_trace(self) -> None:
+        """Begin to sample this rank's memory."""
+        import psutil
+        import torch
+
+        def used_bytes() -> int:
+            if torch.cuda.is_available():
+                return torch.cuda.memory_allocated()
+            return int(psutil.Process().memory_info().rss)
+
+        engine = self._engine
+        self._trace = MemoryTrace(lambda: (used_bytes(), 0 if engine is None else engine.stats().host_bytes))
+
+    def finish_memory_trace(self) -> list[MemorySample]:
+        """The samples since."""
+        return self._trace.finish()
 
     def shutdown(self) -> None:
         """Leave the process group and free the host arena."""

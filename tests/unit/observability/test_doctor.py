@@ -10,8 +10,8 @@ import pynvml
 import pytest
 
 from nemo_rl_offload.observability import doctor
-from nemo_rl_offload.observability.host_memory import cgroup_memory
 from nemo_rl_offload.observability.topology import Gpu, Topology, read_gpus
+from nemo_rl_offload.offload.host_memory import cgroup_memory
 
 GIB = 1 << 30
 

@@ -2,18 +2,27 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.observability.logger import MetricLogger, write_json_atomic
 
 
+def metric_logger(run_dir: Path, **enabled: bool) -> MetricLogger:
+    """A logger with these sinks and no other."""
+    section: Any = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml")["logger"]
+    section |= {f"{name}_enabled": enabled.get(name, False) for name in ("tensorboard", "jsonl", "wandb", "mlflow")}
+    return MetricLogger(run_dir, section, {"grpo": {"seed": 1}, "logger": section})
+
+
 def test_both_sinks_hold_what_was_logged(tmp_path: Path) -> None:
-    with MetricLogger(tmp_path, tensorboard=True, jsonl=True) as logger:
+    with metric_logger(tmp_path, tensorboard=True, jsonl=True) as logger:
         logger.log({"loss": 0.5, "grad_norm": math.inf}, step=3, prefix="train")
         logger.log({"accuracy": 0.25}, step=4, prefix="validation")
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close: nothing is held back
@@ -31,7 +40,7 @@ def test_both_sinks_hold_what_was_logged(tmp_path: Path) -> None:
 
 def test_resumed_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
-        with MetricLogger(tmp_path, tensorboard=False, jsonl=True) as logger:
+        with metric_logger(tmp_path, tensorboard=False, jsonl=True) as logger:
             logger.log({"loss": 1.0}, step=step, prefix="train")
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
@@ -41,7 +50,7 @@ def test_resumed_run_appends(tmp_path: Path) -> None:
 def test_full_disk_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
-    logger = MetricLogger(tmp_path, tensorboard=False, jsonl=True)
+    logger = metric_logger(tmp_path, tensorboard=False, jsonl=True)
     with pytest.raises(ResourceError, match=rf"{path}: No space left on device.*--run-dir"):
         logger.log({"loss": 1.0}, step=1, prefix="train")
     with pytest.raises(ResourceError, match="No space left"):
@@ -52,7 +61,36 @@ def test_full_disk_names_the_file(tmp_path: Path) -> None:
 def test_unwritable_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="file/run"):
-        MetricLogger(tmp_path / "file" / "run", tensorboard=True, jsonl=False)
+        metric_logger(tmp_path / "file" / "run", tensorboard=True, jsonl=False)
+
+
+def log_twice(run_dir: Path, tracker: str) -> None:
+    """Log in two runs, of which the second resumes the first."""
+    for step in (1, 2):
+        with metric_logger(run_dir, **{tracker: True}) as logger:
+            logger.log({"loss": 1.0 / step, "grad_norm": math.inf}, step=step, prefix="train")
+            logger.log({"accuracy": 0.25 * step}, step=step, prefix="validation")
+
+
+def test_wandb_goes_on_in_one_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    log_twice(tmp_path, "wandb")
+    files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len({file.stem for file in files}) == 1
+    assert sum(file.read_bytes().count(b"validation/accuracy") for file in files) >= 2
+
+
+def test_mlflow_goes_on_in_one_run(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    log_twice(tmp_path, "mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (experiment,) = client.search_experiments(filter_string="name = 'nemo-rl-offload'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == tmp_path.name
+    assert run.data.params["grpo.seed"] == "1"
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [(1, 1.0), (2, 0.5)]
+    assert run.data.metrics["validation/accuracy"] == 0.5
 
 
 JSON = st.recursive(

@@ -18,8 +18,10 @@ def summary(**changes: Any) -> dict[str, Any]:
         "seed": 1,
         "world_size": 2,
         "wall_seconds": 3725.4,
+        "validation_metric": "accuracy",
         "validation": {"first": 0.315, "last": None},
         "train": {"loss": -0.01234567},
+        "paged_stash": None,
         "offload": {
             "engine": "native",
             "modules": ["core_attn", "mlp_norm"],
@@ -47,7 +49,7 @@ def rows(content: dict[str, Any]) -> tuple[dict[str, str], str]:
 def test_every_figure_is_shown() -> None:
     shown, text = rows(summary(run_dir="results/x"))
     assert shown == {
-        "validation, first to last": "0.315 -> -",
+        "validation accuracy": "0.315 -> -",
         "training loss": "-0.01235",
         "wall time": "1:02:05",
         "workers": "2",
@@ -104,3 +106,14 @@ def test_human_bytes_is_close_and_short(num_bytes: int) -> None:
 )
 def test_human_bytes_examples(num_bytes: float | None, text: str) -> None:
     assert human_bytes(num_bytes) == text
+
+
+def test_steps_that_ran_again_and_pages_are_shown() -> None:
+    stash = {"reruns": 3, "over_budget": 2, "overflows": 1, "needed_capacity_factor": 1.25}
+    shown, _ = rows(summary(paged_stash=stash))
+    assert shown["steps run again"] == "3 (2 buffers, 1 pages too few)"
+    assert shown["needed capacity factor"] == "1.25"
+    assert "paged stash" not in shown
+    sizes = {"peak_bytes": 1 << 20, "device_bytes": 2 << 20, "host_bytes": 0}
+    shown, _ = rows(summary(paged_stash=stash | sizes))
+    assert shown["paged stash"] == "1.00 MiB of 2.00 MiB"

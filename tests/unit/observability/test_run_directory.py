@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, and a run directory is entered only by whom it belongs to."""
 
+import hashlib
 import json
 import os
 import random
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
+from nemo_rl_offload.observability.manifest import check_contents, file_digest
 from nemo_rl_offload.observability.run_directory import Checkpoints, open_run_directory
 
 CONFIG = {"grpo": {"seed": 1, "names": ["a", "b"]}, "lr": 1e-5, "none": None}
@@ -26,6 +28,7 @@ SAVES_FOREVER = """
 import sys
 from itertools import count
 from pathlib import Path
+from nemo_rl_offload.observability.manifest import file_digest
 from nemo_rl_offload.observability.run_directory import Checkpoints
 
 def write(folder):
@@ -33,9 +36,12 @@ def write(folder):
     for part in range(50):
         (folder / str(part)).write_text("x" * 1000)
 
-checkpoints = Checkpoints(Path(sys.argv[1]), 2, True)
+run_dir = Path(sys.argv[1])
+checkpoints = Checkpoints(run_dir, 2, True)
 for step in count(1):
-    checkpoints.save(step, {}, step % 3, write)
+    folder = run_dir / "checkpoints" / f".step_{step}.partial" / "policy"
+    checkpoints.begin(step, write)
+    checkpoints.commit(step, {}, step % 3, lambda: {path.name: file_digest(path) for path in folder.iterdir()})
     print(step, flush=True)
 """
 
@@ -43,6 +49,20 @@ for step in count(1):
 def write(folder: Path) -> None:
     folder.mkdir()
     (folder / "weights").write_text("w")
+
+
+def save(
+    checkpoints: Checkpoints, step: int, state: dict[str, Any], metric: float | None, write: Callable[[Path], None]
+) -> Path:
+    """Begin and commit a checkpoint, of which `write` makes the files."""
+    written: list[Path] = []
+
+    def write_and_note(folder: Path) -> None:
+        write(folder)
+        written.extend(folder.iterdir())
+
+    checkpoints.begin(step, write_and_note)
+    return checkpoints.commit(step, state, metric, lambda: {path.name: file_digest(path) for path in written})
 
 
 def names(run_dir: Path) -> set[str]:
@@ -70,19 +90,20 @@ def test_a_saved_checkpoint_is_whole(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, None, True)
     assert checkpoints.latest() is None
     state = {"prompts": {"epoch": 0, "position": 7}, "validation": {"first": 0.25, "last": None}}
-    assert checkpoints.save(9, state, 0.5, write) == tmp_path / "checkpoints" / "step_9"
-    assert checkpoints.save(10, state, None, write) == tmp_path / "checkpoints" / "step_10"
-    folder, loaded = Checkpoints(tmp_path, None, True).latest() or pytest.fail("none")
+    assert save(checkpoints, 9, state, 0.5, write) == tmp_path / "checkpoints" / "step_9"
+    assert save(checkpoints, 10, state, None, write) == tmp_path / "checkpoints" / "step_10"
+    folder, loaded, files = Checkpoints(tmp_path, None, True).latest() or pytest.fail("none")
     assert folder.name == "step_10"
     assert loaded == {"step": 10, "metric": None, **state}
     assert (folder / "policy" / "weights").read_text() == "w"
+    assert files == {"weights": {"bytes": 1, "sha256": hashlib.sha256(b"w").hexdigest()}}
 
 
 @pytest.mark.parametrize("error", [ValueError("bug"), KeyboardInterrupt(), OSError(28, "No space left on device")])
 @pytest.mark.parametrize("when", ["at once", "half-way"])
 def test_a_failed_checkpoint_is_absent(error: BaseException, when: str, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, 1, True)
-    checkpoints.save(1, {}, 1.0, write)
+    save(checkpoints, 1, {}, 1.0, write)
 
     def fail(folder: Path) -> None:
         if when == "half-way":
@@ -90,7 +111,7 @@ def test_a_failed_checkpoint_is_absent(error: BaseException, when: str, tmp_path
         raise error
 
     with pytest.raises(ResourceError if isinstance(error, OSError) else type(error)) as caught:
-        checkpoints.save(2, {}, 2.0, fail)
+        save(checkpoints, 2, {}, 2.0, fail)
     assert names(tmp_path) == {"step_1"}
     if isinstance(error, OSError):
         assert str(caught.value).startswith(f"Cannot write {tmp_path}/checkpoints/step_2: No space left on device.")
@@ -111,7 +132,7 @@ def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
         last_reported = max(last_reported, *map(int, process.stdout.read().split()), 0)
         process.stdout.close()
         process.wait()
-        _, state = Checkpoints(run_dir, 2, True).latest() or pytest.fail("none")
+        _, state, _ = Checkpoints(run_dir, 2, True).latest() or pytest.fail("none")
         assert state["step"] >= last_reported
         for name in names(run_dir):
             assert name.startswith("step_")
@@ -131,7 +152,7 @@ def test_pruning(metrics: list[float | None], keep: int | None, higher: bool, tm
     checkpoints = Checkpoints(run_dir, keep, higher)
     kept: list[tuple[int, float | None]] = []
     for step, metric in enumerate(metrics, start=1):
-        checkpoints.save(step, {}, metric, write)
+        save(checkpoints, step, {}, metric, write)
         kept.append((step, metric))
         if keep is not None:
             # Worst first: without a metric, then the lower, then the older.
@@ -151,29 +172,60 @@ def test_leftovers_are_removed_and_strangers_ignored(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, 1, True)
     assert names(tmp_path) == {"step_2.bak", "notes"}
     assert checkpoints.latest() is None
-    checkpoints.save(3, {}, None, write)
+    save(checkpoints, 3, {}, None, write)
     assert names(tmp_path) == {"step_2.bak", "notes", "step_3"}
 
 
-@pytest.mark.parametrize("content", [None, "{"])
-def test_a_damaged_state_says_what_to_do(content: str | None, tmp_path: Path) -> None:
-    folder = Checkpoints(tmp_path, 1, True).save(4, {}, None, write)
-    state = folder / "training_info.json"
-    state.unlink() if content is None else state.write_text(content)
-    with pytest.raises(CheckpointError, match=r"step_4/training_info.json cannot be read: .* Remove .*step_4 to go on"):
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("training_info.json", None, "training_info.json is missing"),
+        ("training_info.json", b"", "training_info.json has 0 bytes instead of"),
+        ("manifest.json", None, "manifest.json cannot be read"),
+        ("manifest.json", b"{", "manifest.json cannot be read"),
+        ("policy/weights", None, "policy/weights is missing"),
+        ("policy/weights", b"ww", "policy/weights has 2 bytes instead of 1"),
+    ],
+)
+def test_a_damaged_checkpoint_says_what_to_do(file: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, None, True)
+    for step in (2, 4):
+        folder = save(checkpoints, step, {}, None, write)
+    damaged = folder / file
+    damaged.unlink() if content is None else damaged.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{folder} is damaged: {message}.* Remove {folder} to go on from step 2"):
+        checkpoints.latest()
+    shutil.rmtree(folder)
+    older, _, _ = checkpoints.latest() or pytest.fail("none")
+    assert older.name == "step_2"
+    (older / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=f"Remove {older} to start again"):
+        checkpoints.latest()
+
+
+def test_contents_are_told_from_others_of_the_same_size(tmp_path: Path) -> None:
+    folder = save(Checkpoints(tmp_path, 1, True), 4, {}, None, write)
+    (folder / "policy" / "weights").write_text("v")
+    _, _, files = Checkpoints(tmp_path, 1, True).latest() or pytest.fail("none")
+    check_contents(folder / "policy", files, [])
+    with pytest.raises(CheckpointError, match="the content of weights is not what was written"):
+        check_contents(folder / "policy", files, ["weights"])
+    state = (folder / "training_info.json").read_text()
+    (folder / "training_info.json").write_text(state.replace("4", "5"))
+    with pytest.raises(CheckpointError, match=r"the content of training_info\.json is not what was written"):
         Checkpoints(tmp_path, 1, True).latest()
 
 
 def test_full_disk(small_disk: Path) -> None:
     checkpoints = Checkpoints(small_disk, None, True)
-    checkpoints.save(1, {}, None, write)
+    save(checkpoints, 1, {}, None, write)
 
     def fill(folder: Path) -> None:
         folder.mkdir()
         (folder / "weights").write_bytes(bytes(1 << 20))
 
     with pytest.raises(ResourceError, match="step_2: No space left on device"):
-        checkpoints.save(2, {}, None, fill)
+        save(checkpoints, 2, {}, None, fill)
     assert names(small_disk) == {"step_1"}
     (small_disk / "rest").touch()
     with pytest.raises(OSError, match="No space left"):

@@ -12,33 +12,61 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_offload.batching.batch import Batch, num_samples
+from nemo_rl_offload.batching.plan import Cutting
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers, valid_tokens
 from nemo_rl_offload.policy import policy as policy_module
 from nemo_rl_offload.policy.policy import Policy
+from nemo_rl_offload.policy.worker import Placement
 
 WORDS = ("bytes_out", "bytes_in", "peak_host_bytes", "host_capacity_bytes", "denied_bytes", "ineffective_bytes")
 
 
 class FakeWorker:
-    """Computes simple functions of what it receives."""
+    """Computes simple functions of what it receives. Ranks are laid out as Megatron does: tensor, data, pipeline."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, world_size: int, cfg: Any) -> None:
         self.rank = rank
+        tensor_size, num_stages = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
+        stage, rest = divmod(rank, world_size // num_stages)
+        self.place = Placement(rest // tensor_size, rest % tensor_size == 0 and stage == num_stages - 1)
         self.calls: list[tuple[Any, ...]] = []
+        self.cuttings: list[Cutting | None] = []
 
-    def train(self, batch: Batch, loss_name: str, loss_config: Any, norm: Any) -> dict[str, float]:
+    def placement(self) -> Placement:
+        return self.place
+
+    def train(
+        self, batch: Batch, loss_name: str, loss_config: Any, norm: Any, cutting: Cutting | None = None
+    ) -> dict[str, float]:
         self.calls.append((batch, loss_name, loss_config, norm))
+        self.cuttings.append(cutting)
         return {"loss": float(norm.global_valid_tokens), "lr": float(len(self.calls))}
 
-    def get_logprobs(self, batch: Batch) -> np.ndarray[Any, Any]:
+    def evaluate(
+        self, batch: Batch, loss_name: str, loss_config: Any, norm: Any, cutting: Cutting | None = None
+    ) -> dict[str, float]:
+        return self.train(batch, loss_name, loss_config, norm, cutting)
+
+    def get_topk_logits(
+        self, batch: Batch, k: int, num_tokens: int, cutting: Cutting | None = None
+    ) -> tuple[np.ndarray[Any, Any], ...]:
+        ids = batch["input_ids"][..., None].expand(-1, -1, k).numpy()
+        return ids.astype(np.float32) * num_tokens, ids
+
+    def get_logprobs(self, batch: Batch, cutting: Cutting | None = None) -> np.ndarray[Any, Any] | None:
+        if not self.place.is_source:
+            return None
         assert set(batch) == {"input_ids", "input_lengths"}
         return -batch["input_ids"].float().numpy()
 
-    def get_reference_policy_logprobs(self, batch: Batch) -> np.ndarray[Any, Any]:
-        return self.get_logprobs(batch) - 1
+    def get_reference_policy_logprobs(
+        self, batch: Batch, cutting: Cutting | None = None
+    ) -> np.ndarray[Any, Any] | None:
+        logprobs = self.get_logprobs(batch, cutting)
+        return None if logprobs is None else logprobs - 1
 
     def generate(self, prompts: list[list[int]], seed: int, end_id: int) -> list[Response]:
         self.calls.append((prompts, seed))
@@ -48,13 +76,18 @@ class FakeWorker:
         per_module = {"core_attn": {"bytes_out": 5, "bytes_in": 4}} if self.rank == 0 else {}
         return {**dict.fromkeys(WORDS, 10 + self.rank), "demand_reloads": 1, "per_module": per_module}
 
+    def paged_stash_stats(self) -> dict[str, Any] | None:
+        factors = {"needed_capacity_factor": 1.0 + self.rank / 2, "needed_stash_factor": [None, 1.25][self.rank % 2]}
+        return {"steps": 7, "reruns": 2, **factors, "device_bytes": 100 + self.rank}
+
     def peak_device_bytes(self) -> int | None:
         return 100 + self.rank
 
 
 class FakeGroup:
     def __init__(self, cluster: Any, worker_cls: type, *args: Any, **kwargs: Any) -> None:
-        self.workers = [FakeWorker(rank) for rank in range(cluster.world_size)]
+        cfg = args[0]["megatron_cfg"]
+        self.workers = [FakeWorker(rank, cluster.world_size, cfg) for rank in range(cluster.world_size)]
 
     def run_all(self, method: str, *args: Any) -> list[Any]:
         return [getattr(worker, method)(*args) for worker in self.workers]
@@ -109,6 +142,40 @@ def test_train_takes_a_step_for_each_global_batch(world_size: int, make: Make) -
         assert all(shard[1:] == ("clipped_pg", loss_config, normalizers(step)) for shard in shards)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_pairs_stay_together(world_size: int, make: Make) -> None:
+    """A pair of rows is one sample of the global batch, and never cut."""
+    policy, workers = make(world_size)
+    batch = make_batch(48)
+    policy.train(batch, "dpo", {})
+    assert [len(worker.calls) for worker in workers] == [2] * world_size
+    for step in (0, 1):
+        pieces = [worker.calls[step][0]["input_ids"] for worker in workers]
+        assert torch.equal(torch.cat(pieces), batch["input_ids"][24 * step : 24 * step + 24])
+        assert all(len(piece) % 2 == 0 for piece in pieces)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_evaluation_counts_the_whole_batch(world_size: int, make: Make) -> None:
+    policy, workers = make(world_size)
+    batch = make_batch(10)
+    assert policy.evaluate(batch, "dpo", {})["loss"] == float(valid_tokens(batch).sum())
+    pieces = [worker.calls[0][0] for worker in workers]
+    assert all(num_samples(piece) % 2 == 0 for piece in pieces)
+    counted = torch.cat([piece["input_ids"][piece["sample_mask"] == 1] for piece in pieces])
+    assert torch.equal(counted, batch["input_ids"])
+
+
+@settings(deadline=None, max_examples=20)
+@given(size=st.integers(1, 9), world_size=st.sampled_from([1, 2, 3, 6]))
+def test_topk_logits_come_back_in_order(size: int, world_size: int, make: Make) -> None:
+    policy, _ = make(world_size)
+    batch = make_batch(size)
+    values, ids = policy.get_topk_logits(batch, 3, 5)
+    assert torch.equal(ids, batch["input_ids"][..., None].expand(-1, -1, 3))
+    assert torch.equal(values, ids.float() * 5)
+
+
 @settings(deadline=None, max_examples=40)
 @given(size=st.integers(1, 9), world_size=st.sampled_from([1, 2, 3, 6]))
 def test_logprobs_come_back_in_order(size: int, world_size: int, make: Make) -> None:
@@ -116,6 +183,36 @@ def test_logprobs_come_back_in_order(size: int, world_size: int, make: Make) -> 
     batch = make_batch(size)
     assert torch.equal(policy.get_logprobs(batch), -batch["input_ids"].float())
     assert torch.equal(policy.get_reference_policy_logprobs(batch), -batch["input_ids"].float() - 1)
+
+
+BY_TOKENS = {
+    name: [
+        f"policy.{name}.{setting}"
+        for setting in ("enabled=true", "train_mb_tokens=16", "logprob_mb_tokens=24", "sequence_length_round=1")
+    ]
+    for name in ("dynamic_batching", "sequence_packing")
+}
+
+
+@pytest.mark.parametrize("name", BY_TOKENS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_microbatches_by_tokens(name: str, world_size: int, make: Make) -> None:
+    """Results come back in order; ranks get as many microbatches; any global batch will do, and pairs stay together."""
+    policy, workers = make(world_size, *BY_TOKENS[name], "policy.train_global_batch_size=7")
+    batch = make_batch(14)
+    assert torch.equal(policy.get_logprobs(batch), -batch["input_ids"].float())
+    assert torch.equal(policy.get_topk_logits(batch, 3, 5)[1], batch["input_ids"][..., None].expand(-1, -1, 3))
+    policy.train(batch, "dpo", {})
+    assert all(len(worker.calls) == 1 for worker in workers)
+    cuttings = [worker.cuttings[0] for worker in workers]
+    assert len({len(cutting.sizes) for cutting in cuttings if cutting is not None}) == 1
+    assert [cutting is not None and cutting.is_packed for cutting in cuttings] == [
+        name == "sequence_packing"
+    ] * world_size
+    pieces = [worker.calls[0][0] for worker in workers]
+    counted = torch.cat([piece["input_ids"][piece["sample_mask"] == 1] for piece in pieces])
+    pairs = {tuple(map(tuple, pair)) for pair in counted.view(7, 2, -1).tolist()}
+    assert pairs == {tuple(map(tuple, pair)) for pair in batch["input_ids"].view(7, 2, -1).tolist()}
 
 
 @settings(deadline=None, max_examples=40)
@@ -128,6 +225,49 @@ def test_generation_comes_back_in_order(size: int, world_size: int, seed: int, m
     policy.generate(prompts, seed + 1)
     seeds = [call[1] for worker in workers for call in worker.calls]
     assert len(set(seeds)) == 2 * world_size
+
+
+TP, PP, EP = (f"policy.megatron_cfg.{name}_model_parallel_size=2" for name in ("tensor", "pipeline", "expert"))
+
+
+@pytest.mark.parametrize(("overrides", "num_shards"), [((TP,), 2), ((PP,), 2), ((TP, PP), 1), ((EP,), 4)])
+def test_ranks_of_one_shard_get_the_same_and_one_of_them_answers(
+    overrides: tuple[str, ...], num_shards: int, make: Make
+) -> None:
+    overrides = (*overrides, "policy.train_micro_batch_size=1")
+    policy, workers = make(4, *overrides)
+    batch = make_batch(12)
+    assert torch.equal(policy.get_logprobs(batch), -batch["input_ids"].float())
+    policy.train(batch, "nll", {})
+    for worker in workers:
+        shard_size = 12 // num_shards
+        first = worker.place.data_parallel_rank * shard_size
+        assert torch.equal(worker.calls[0][0]["input_ids"], batch["input_ids"][first : first + shard_size])
+    prompts = [[index] * 2 for index in range(5)]
+    assert [response.tokens for response in policy.generate(prompts, 3)] == [[*prompt, 9] for prompt in prompts]
+    # Ranks that hold each other's experts sample the same prompts with the same seed.
+    samples = [str(worker.calls[1]) for worker in workers]
+    assert len(set(samples)) == (2 if overrides[0] == EP else num_shards)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "words"),
+    [
+        (3, (TP,), "does not divide the cluster's 3 workers"),
+        (2, (TP, PP), "pipeline_model_parallel_size = 4 does not divide"),
+        (3, (EP,), "expert_model_parallel_size: 2 does not divide the 3 workers"),
+        (
+            2,
+            (PP, "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2", "policy.train_micro_batch_size=4"),
+            "a step's 3 micro batches must be a multiple of the 2 pipeline ranks",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit_the_cluster(
+    world_size: int, overrides: tuple[str, ...], words: str, make: Make
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(world_size, *overrides)
 
 
 @pytest.mark.parametrize(("world_size", "micro"), [(5, 2), (2, 4), (1, 5)])
@@ -163,3 +303,20 @@ def test_peak_device_bytes(
     policy, _ = make(2)
     monkeypatch.setattr(FakeWorker, "peak_device_bytes", lambda self: peaks[self.rank])
     assert policy.peak_device_bytes() == expected
+
+
+def test_paged_stash_stats_of_all_ranks(make: Make) -> None:
+    policy, _ = make(2)
+    assert policy.paged_stash_stats() == {
+        "steps": 7,
+        "reruns": 2,
+        "needed_capacity_factor": 1.5,
+        "needed_stash_factor": 1.25,
+        "device_bytes": 201,
+    }
+
+
+def test_paged_stash_stats_without_limits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, _ = make(2)
+    monkeypatch.setattr(FakeWorker, "paged_stash_stats", lambda self: None)
+    assert policy.paged_stash_stats() is None

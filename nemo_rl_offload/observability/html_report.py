@@ -1,0 +1,192 @@
+"""A run as one HTML page that needs nothing else: `nemo-rl-offload report RUN_DIR`."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import yaml
+
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.observability.logger import METRICS_FILE
+from nemo_rl_offload.observability.report import human_bytes
+from nemo_rl_offload.observability.run_directory import CONFIG_FILE, MEMORY_FILE, RESTARTS_FILE, SUMMARY_FILE
+from nemo_rl_offload.observability.svg import bar, line_chart
+
+FIRST_CURVES = ("loss", "reward", "accuracy", "grad_norm", "lr", "tokens_per_s")
+STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:56em;padding:0 1em;color:#1f2937}
+h1{margin-bottom:.2em}h2{margin:1.8em 0 .5em;border-bottom:1px solid #e5e7eb;padding-bottom:.2em}
+h3{font-size:1em;margin:.2em 0}figure{margin:0}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(24em,1fr));gap:1em 1.5em}
+table{border-collapse:collapse}td,th{padding:.25em .9em .25em 0;border-bottom:1px solid #e5e7eb;text-align:left}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}svg text{font-size:11px;fill:#4b5563}
+svg .grid{stroke:#e5e7eb}.legend span{margin-right:1.2em;white-space:nowrap;display:inline-block}
+.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
+pre{background:#f6f7f9;padding:1em;overflow:auto;font-size:13px}.note{color:#6b7280}
+"""
+
+Curves = dict[str, dict[str, list[tuple[float, float]]]]
+"""By metric and prefix: steps and values."""
+
+
+def write_report(run_dir: Path, destination: Path) -> None:
+    """Write the page of a run, finished or not.
+
+    Raises:
+        ConfigError: the folder holds no run that has logged metrics, or the page cannot be written.
+    """
+    try:
+        page = "".join(_page(run_dir))
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir}: {Path(error.filename or run_dir).name} cannot be read: {error.strerror}. Give the folder of a "
+            "run with logger.jsonl_enabled=true."
+        ) from error
+    try:
+        destination.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{destination}: cannot be written: {error.strerror}") from error
+
+
+def _page(run_dir: Path) -> Iterator[str]:
+    config = (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+    curves = read_curves(run_dir / METRICS_FILE)
+    if not curves:
+        raise ConfigError(f"{run_dir}: the run has logged nothing yet.")
+    summary = _read_json(run_dir / SUMMARY_FILE)
+    algorithm = yaml.safe_load(config)["algorithm"]
+    title = f"{algorithm}: {run_dir.resolve().name}"
+    yield f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>"
+    yield f"<h1>{escape(title)}</h1>"
+    yield from _overview(summary, curves, run_dir)
+    yield "<h2>Curves</h2>"
+    yield from _curves(curves)
+    if trace := _read_json(run_dir / MEMORY_FILE):
+        yield f"<h2>Memory over step {trace['step']}</h2>"
+        yield from _memory(trace["samples"], summary)
+    if summary:
+        yield "<h2>Where the bytes went</h2>"
+        yield from _bytes(summary["offload"], summary["memory"])
+    yield "<h2>Timings</h2>"
+    yield from _timings(curves)
+    yield f"<h2>Configuration</h2><details><summary>{CONFIG_FILE}</summary><pre>{escape(config)}</pre></details>"
+    yield "</html>\n"
+
+
+def read_curves(path: Path) -> Curves:
+    """The metrics of a run; of a step that was repeated after a restart, the last. What a kill cut off is left out."""
+    latest: dict[tuple[str, str, int], float] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        for name, value in record["metrics"].items():
+            if value is not None:
+                latest[name, record["prefix"], record["step"]] = value
+    curves: Curves = {}
+    for (name, prefix, step), value in sorted(latest.items()):
+        curves.setdefault(name, {}).setdefault(prefix, []).append((step, value))
+    return curves
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _overview(summary: Mapping[str, Any] | None, curves: Curves, run_dir: Path) -> Iterator[str]:
+    last_step = max(step for prefixes in curves.values() for line in prefixes.values() for step, _ in line)
+    rows = {"steps": f"{last_step:g}"}
+    if summary is None:
+        rows["state"] = "not finished"
+    else:
+        first, last = summary["validation"]["first"], summary["validation"]["last"]
+        shown = " to ".join("-" if value is None else f"{value:.4g}" for value in (first, last))
+        rows |= {
+            f"validation {summary['validation_metric']}": shown,
+            "wall time": f"{summary['wall_seconds']:.0f} s",
+            "workers": f"{summary['world_size']} on {summary['device']}",
+            "steps skipped (not finite)": str(summary["skipped_steps"]),
+            "restarts": str(summary["restarts"]),
+        }
+    if (run_dir / RESTARTS_FILE).exists():
+        rows["why it was restarted"] = f"see {RESTARTS_FILE}"
+    yield _table(rows)
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    cells = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows.items())
+    return f"<table>{cells}</table>"
+
+
+def _curves(curves: Curves) -> Iterator[str]:
+    names = [name for name in curves if not name.startswith("timing/")]
+    first = [name for name in FIRST_CURVES if name in names]
+    yield _charts(_figure(name, curves[name]) for name in first)
+    others = [name for name in names if name not in first]
+    yield f"<details><summary>{len(others)} more</summary>{_charts(_figure(name, curves[name]) for name in others)}"
+    yield "</details>"
+
+
+def _charts(figures: Iterable[str]) -> str:
+    return f"<div class='charts'>{''.join(figures)}</div>"
+
+
+def _figure(name: str, lines: Mapping[str, list[tuple[float, float]]]) -> str:
+    is_bytes = name.endswith("_bytes") or "bytes_" in name
+    chart = line_chart(lines, "step", human_bytes, 1024) if is_bytes else line_chart(lines, "step")
+    return f"<figure><h3>{escape(name)}</h3>{chart}</figure>"
+
+
+def _memory(samples: list[dict[str, float]], summary: Mapping[str, Any] | None) -> Iterator[str]:
+    is_device = bool(summary and summary["memory"]["peak_device_bytes"])
+    used = "device memory" if is_device else "memory of the process"
+    figures = []
+    for name, key in ((used, "used_bytes"), ("offloaded, in host memory", "offloaded_bytes")):
+        line = [(1000 * sample["seconds"], sample[key]) for sample in samples]
+        chart = line_chart({name: line}, "ms since the step began", human_bytes, 1024)
+        figures.append(f"<figure><h3>{name}</h3>{chart}</figure>")
+    yield _charts(figures)
+    yield "<p class='note'>Of the first worker, generation and log-probabilities included.</p>"
+
+
+def _bytes(offload: Mapping[str, Any], memory: Mapping[str, Any]) -> Iterator[str]:
+    modules = offload["per_module"] or {}
+    if any(module["bytes_out"] for module in modules.values()):
+        yield bar({name: module["bytes_out"] for name, module in modules.items()})
+        yield "<table><tr><th>module</th><th class='n'>to host memory</th><th class='n'>back</th></tr>"
+        for name, module in modules.items():
+            cells = "".join(f"<td class='n'>{human_bytes(module[key])}</td>" for key in ("bytes_out", "bytes_in"))
+            yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
+        yield "</table>"
+    else:
+        yield "<p>Nothing was offloaded.</p>"
+    yield _table(
+        {
+            "peak host memory of all workers": human_bytes(offload["peak_host_bytes"]),
+            "denied (host budget)": human_bytes(offload["denied_bytes"]),
+            "ineffective": human_bytes(offload["ineffective_bytes"]),
+            "reloads on demand": str(offload["demand_reloads"]),
+            "peak device memory": human_bytes(memory["peak_device_bytes"]),
+        }
+    )
+
+
+def _timings(curves: Curves) -> Iterator[str]:
+    phases = {
+        name.removeprefix("timing/").removesuffix("_s"): [value for _, value in lines["train"]]
+        for name, lines in curves.items()
+        if name.startswith("timing/")
+    }
+    steps = phases.pop("step")
+    if phases:
+        others = max(0.0, sum(steps) - sum(map(sum, phases.values())))
+        yield bar({name: sum(values) for name, values in phases.items()} | {"other": others})
+    yield "<table><tr><th>phase</th><th class='n'>mean</th><th class='n'>median</th><th class='n'>longest</th></tr>"
+    for name, values in (*phases.items(), ("step", steps)):
+        cells = "".join(f"<td class='n'>{1000 * f(values):,.1f} ms</td>" for f in (mean, median, max))
+        yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
+    yield "</table>"

@@ -1,0 +1,72 @@
+"""What to say when a training step finds no device memory: the peak, the largest module, and the planner's way out."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.errors import ConfigError, ResourceError
+from nemo_rl_offload.planner.catalogue import load_model_shape
+from nemo_rl_offload.planner.changes import least_shortfall
+from nemo_rl_offload.planner.hardware import recognise
+from nemo_rl_offload.planner.job import Job, read_job
+from nemo_rl_offload.planner.plan import JobPlan, highest_peak, make_plan, module_rows, run_whole_modules
+
+GIB = 1 << 30
+MARGIN = 0.9
+"""The plan to propose takes at most this share of what the failed one was predicted to take."""
+
+
+def out_of_memory(
+    policy: PolicyConfig, model_path: Path, world_size: int, device_name: str, total_bytes: int, peak_bytes: int
+) -> ResourceError:
+    """The error for a device of this name (the driver's) and memory, of which torch held `peak_bytes` at most."""
+    lines = [
+        f"out of device memory in a training step: torch held up to {peak_bytes / GIB:.1f} GiB of the "
+        f"{total_bytes / GIB:.1f} GiB of this {device_name}."
+    ]
+    try:
+        device = replace(recognise(device_name, total_bytes), memory_gib=total_bytes / GIB)
+        job = read_job(policy, load_model_shape(policy["model_name"], model_path), device, world_size)
+        lines += _proposals(job, policy["train_micro_batch_size"])
+    except ConfigError as error:  # what the planner does not know
+        lines.append(f"Offload more modules, or lower policy.train_micro_batch_size ({error}).")
+    return ResourceError(" ".join(lines))
+
+
+def _proposals(job: Job, micro_batch_size: int) -> Iterator[str]:
+    present = highest_peak(run_whole_modules(job, job.offload_modules))
+    plan = make_plan(replace(job, memory_bytes=int(min(job.device.memory_bytes, MARGIN * present))))
+    rank = max(range(len(plan.baseline.stages)), key=plan.baseline.peak_bytes)
+    rows = [row for row in module_rows(plan.baseline, rank) if row.module not in job.offload_modules]
+    if rows:
+        largest = max(rows, key=lambda row: row.live_bytes)
+        yield (
+            f"Most of what stays there for the backward pass is {largest.module}'s: {largest.live_bytes / GIB:.2f} GiB "
+            "by the planner's formulas."
+        )
+    yield f"To need a tenth less: {' or '.join(_changes(plan, job, micro_batch_size))}."
+
+
+def _changes(plan: JobPlan, job: Job, micro_batch_size: int) -> Iterator[str]:
+    if plan.shortfall_bytes:
+        fitting = next((size for size in _halves(micro_batch_size) if _fits(plan.job, size)), None)
+        others = [change for change in plan.changes if not change.startswith("train_micro_batch_size")]
+        yield from [f"train_micro_batch_size={fitting}", *others[:2]] if fitting else others[:3]
+        return
+    if set(plan.modules_to_write) - set(job.offload_modules):
+        yield f"fine_grained_activation_offloading=true with offload_modules=[{','.join(plan.modules_to_write)}]"
+    if recompute := set(plan.recompute_to_write) - job.recompute.modules:
+        yield f"recompute_granularity=selective with recompute_modules=[{','.join(sorted(recompute))}]"
+    yield f"train_micro_batch_size={micro_batch_size // 2}" if micro_batch_size > 1 else "recompute_granularity=full"
+
+
+def _halves(size: int) -> Iterator[int]:
+    while size > 1:
+        size //= 2
+        yield size
+
+
+def _fits(job: Job, micro_batch_size: int) -> bool:
+    num_microbatches = job.num_microbatches * job.micro_batch // micro_batch_size
+    return least_shortfall(replace(job, micro_batch=micro_batch_size, num_microbatches=num_microbatches)) == 0

@@ -1,0 +1,136 @@
+"""The page of a run: every part is there, from a finished run and from one that was killed."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.cli import main
+from nemo_rl_offload.observability.html_report import read_curves
+from nemo_rl_offload.observability.svg import bar, line_chart, ticks
+
+SUMMARY = {
+    "validation": {"first": 0.25, "last": 0.5},
+    "validation_metric": "accuracy",
+    "wall_seconds": 61.2,
+    "world_size": 2,
+    "device": "cpu",
+    "skipped_steps": 1,
+    "restarts": 3,
+    "offload": {
+        "per_module": {
+            "core_attn": {"bytes_out": 3 << 20, "bytes_in": 2 << 20},
+            "mlp_norm": {"bytes_out": 1 << 20, "bytes_in": 1 << 20},
+        },
+        "peak_host_bytes": 4 << 20,
+        "denied_bytes": 0,
+        "ineffective_bytes": 0,
+        "demand_reloads": 0,
+    },
+    "memory": {"peak_device_bytes": None},
+}
+
+
+class Balanced(HTMLParser):
+    """Fails where a tag is closed that is not open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "a <run>"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("algorithm: grpo\ndata:\n  prompt_template: '<{question}>'\n")
+    lines = [
+        {"step": step, "prefix": prefix, "metrics": {"loss": 1.0 / (step + 1), "offloaded_bytes": 1e6, **timing}}
+        for step, prefix, timing in (
+            (0, "validation", {}),
+            (1, "train", {"timing/train_s": 0.25, "timing/step_s": 1.0}),
+            (2, "train", {"timing/train_s": 0.75, "timing/step_s": 1.0}),
+            (2, "train", {"timing/train_s": 0.5, "timing/step_s": 1.0, "grad_norm": None}),
+        )
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "pre')
+    return folder
+
+
+def report(run_dir: Path) -> Balanced:
+    assert main(["report", str(run_dir)]) == 0
+    page = Balanced()
+    text = (run_dir / "report.html").read_text()
+    assert "http" not in text.replace("http://www.w3.org", "")
+    page.feed(text)
+    assert page.open == []
+    return page
+
+
+def test_a_finished_run(run_dir: Path) -> None:
+    (run_dir / "summary.json").write_text(json.dumps(SUMMARY))
+    samples = [{"seconds": 0.1 * n, "used_bytes": n << 20, "offloaded_bytes": 512 * n} for n in range(5)]
+    (run_dir / "memory_trace.json").write_text(json.dumps({"step": 3, "samples": samples}))
+    text = report(run_dir).text
+    for part in ("grpo: a <run>", "0.25 to 0.5", "2 on cpu", "Memory over step 3", "core_attn 75.0%", "3.00 MiB"):
+        assert part in text, part
+    assert "<{question}>" in text
+    # Of step 2 the second record counts: 0.25 and 0.5 s.
+    assert "train 37.5%" in text
+    assert "375.0 ms" in text
+    assert "other 62.5%" in text
+
+
+def test_a_run_that_was_killed(run_dir: Path) -> None:
+    text = report(run_dir).text
+    assert "not finished" in text
+    assert "Where the bytes went" not in text
+
+
+def test_curves_hold_the_last_of_each_step(run_dir: Path) -> None:
+    curves = read_curves(run_dir / "metrics.jsonl")
+    assert curves["timing/train_s"] == {"train": [(1, 0.25), (2, 0.5)]}
+    assert curves["loss"] == {"train": [(1, 0.5), (2, 1 / 3)], "validation": [(0, 1.0)]}
+    assert "grad_norm" not in curves
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl"])
+def test_no_run_is_one_error(missing: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / missing).unlink()
+    assert main(["report", str(run_dir)]) == 2
+    assert re.search(rf"^error: .*{missing} cannot be read", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (1, 500, [100, 200, 300, 400, 500]),
+        (-0.3, 0.4, [-0.2, 0, 0.2, 0.4]),
+        (7, 7, [7]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_charts_stay_inside_their_frame() -> None:
+    chart = line_chart({"a": [(1, -5.0), (100, 1e9)], "b": [(50, 3.0)]}, "step")
+    numbers = [float(n) for pair in re.findall(r"points='([^']*)'", chart) for n in re.split("[ ,]", pair)]
+    assert all(0 <= number <= 420 for number in numbers)
+    widths = [float(width) for width in re.findall(r"width='([\d.]+)' height='26' fill", bar({"a": 3, "b": 1}))]
+    assert widths == [645, 215]

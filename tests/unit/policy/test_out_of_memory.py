@@ -1,0 +1,67 @@
+"""What is said when a step finds no device memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.errors import ResourceError
+from nemo_rl_offload.megatron import train_step as train_step_module
+from nemo_rl_offload.policy.out_of_memory import out_of_memory
+from nemo_rl_offload.policy.worker import PolicyWorker
+
+GIB = 1 << 30
+H100 = ("NVIDIA H100 80GB HBM3", 79 * GIB, 77 * GIB)
+LARGE = (
+    "policy.model_name=Qwen/Qwen2.5-1.5B",
+    "policy.precision=bfloat16",
+    "policy.max_total_sequence_length=8192",
+    "policy.train_micro_batch_size=8",
+    "policy.megatron_cfg.offload_modules=[core_attn]",
+    "policy.megatron_cfg.min_offloaded_tensor_size=1048576",
+)
+
+
+def policy(*overrides: str) -> Any:
+    return load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [*LARGE, *overrides])["policy"]
+
+
+def test_names_the_peak_the_largest_module_and_what_to_change() -> None:
+    error = str(out_of_memory(policy(), Path("nowhere"), 1, *H100))
+    assert "torch held up to 77.0 GiB of the 79.0 GiB of this NVIDIA H100 80GB HBM3" in error
+    # 28 layers x 65536 tokens x 2 widths of 8960 x 2 bytes: the largest by far.
+    assert "Most of what stays there for the backward pass is mlp_act's: 61.25 GiB" in error
+    assert "To need a tenth less: train_micro_batch_size=2 or " in error  # the planner says that 4 would not do
+    assert len(error.splitlines()) == 1
+
+
+def test_one_sample_at_a_time_is_not_halved() -> None:
+    error = str(out_of_memory(policy("policy.train_micro_batch_size=1"), Path("nowhere"), 1, *H100))
+    assert "train_micro_batch_size=" not in error
+    assert "To need a tenth less: fine_grained_activation_offloading=true with offload_modules=[" in error
+
+
+def test_an_unknown_device_or_model_gets_what_holds_for_all() -> None:
+    error = str(out_of_memory(policy(), Path("nowhere"), 1, "Abacus", 8 * GIB, 8 * GIB))
+    assert "Offload more modules, or lower policy.train_micro_batch_size (the device Abacus is not" in error
+    error = str(out_of_memory(policy("policy.model_name=mine"), Path("nowhere"), 1, *H100))
+    assert "lower policy.train_micro_batch_size ('mine' is neither" in error
+
+
+def test_a_worker_translates_torchs_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(train_step_module, "train_step", fail)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, H100[1]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: H100[2])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100[0])
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    worker = PolicyWorker.__new__(PolicyWorker)
+    worker._policy, worker._model_path, worker._model = policy(), Path("nowhere"), None  # type: ignore[assignment]
+    batch, norm = {"input_ids": torch.zeros(1, 2)}, None
+    with pytest.raises(ResourceError, match=r"held up to 77\.0 GiB") as caught:
+        worker.train(batch, "nll", {}, norm)  # type: ignore[arg-type]
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
