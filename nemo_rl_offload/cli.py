@@ -7,70 +7,21 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_offload.command_line import ALGORITHMS, build_parser
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from nemo_rl_offload.planner.expert_buffers import Skew
+    from nemo_rl_offload.planner.job import Job
+
 PROJECT_ROOT = Path(__file__).parent.parent
-ALGORITHMS = {"grpo": "examples/configs/grpo_tiny.yaml"}
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
-
-EPILOG = """\
-overrides (Hydra's grammar):
-  a.b=value     change a key       policy.megatron_cfg.optimizer.lr=1e-4
-  +a.b=value    add a key          +env.reasoning_gym.params.max_word_len=6
-  ~a.b          remove a key       ~env.reasoning_gym.params.max_word_len
-"""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The command line's grammar."""
-    parser = argparse.ArgumentParser(
-        prog="nemo-rl-offload", description="Post-train language models on Megatron-Core with activation offloading."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser(
-        "run",
-        help="train a model",
-        description="Train a model. Without --config, a small example that runs anywhere.",
-        usage="%(prog)s ALGORITHM [options] [KEY=VALUE ...]",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    run.add_argument("algorithm", choices=sorted(ALGORITHMS))
-    run.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML configuration (default: the algorithm's example)"
-    )
-    run.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="where everything goes (default: results/<config name>)"
-    )
-    run.add_argument(
-        "--format", choices=("table", "json"), default="table", help="how the summary is printed at the end"
-    )
-    run.set_defaults(execute=_run)
-    check = commands.add_parser(
-        "check",
-        help="check a configuration",
-        description="Check a configuration, offline and in seconds, all problems at once; exit code 2 if there are any",
-        usage="%(prog)s FILE [KEY=VALUE ...]",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    check.add_argument("config", type=Path, metavar="FILE", help="YAML configuration")
-    check.set_defaults(execute=_check)
-    doctor = commands.add_parser(
-        "doctor",
-        help="look at this machine",
-        description="Look at what offloading needs of this machine. Exit code 2 if something makes it impossible.",
-    )
-    doctor.add_argument("--format", choices=("table", "json"), default="table")
-    doctor.set_defaults(execute=_doctor)
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_dirs: list[Path] = []
     try:
         with _terminated_like_interrupted():
-            return int(options.execute(options, overrides, run_dirs))
+            return _EXECUTE[options.command](options, overrides, run_dirs)
     except NemoRLOffloadError as error:
         print(f"error: {error}", file=sys.stderr)
         _keep_details(error, run_dirs)
@@ -100,10 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> int:
     from nemo_rl_offload.config.checks import check_config
-    from nemo_rl_offload.config.loader import load_config
+    from nemo_rl_offload.config.loader import read_config
 
     source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm]
-    checked = check_config(load_config(source, overrides), str(source))
+    config = read_config(source, overrides)
+    if (other := config.values.get("algorithm")) in ALGORITHMS and other != options.algorithm:
+        raise ConfigError(
+            f"{source}: algorithm: this configuration is for {other}, not for {options.algorithm}. "
+            f"Run `nemo-rl-offload run {other}`, or set algorithm={options.algorithm}."
+        )
+    checked = check_config(config, str(source))
     from nemo_rl_offload.observability.run_directory import SUMMARY_FILE, open_run_directory
 
     with open_run_directory(options.run_dir, Path("results") / source.stem, checked.config) as run_dir:
@@ -124,14 +81,94 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
-    from nemo_rl_offload.config.checks import check_config
-    from nemo_rl_offload.config.loader import load_config
+    from nemo_rl_offload.config.report import as_json, as_text, check_file
 
-    checked = check_config(load_config(options.config, overrides), str(options.config), run_here=False)
-    for warning in checked.warnings:
-        print(f"warning: {warning}")
-    print(f"{options.config}: no problems")
-    return 0
+    found = check_file(options.config, overrides, allow_unsupported=options.allow_unsupported)
+    if options.megatron:
+        from nemo_rl_offload.megatron.config_check import ask_megatron
+
+        found = ask_megatron(found)
+    if options.format == "json":
+        print(as_json(options.config, found))
+    else:
+        print(as_text(options.config, found), file=sys.stderr if found.problems else sys.stdout)
+    return EXIT_USER_ERROR if found.problems else 0
+
+
+def _plan(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
+    from nemo_rl_offload.planner import render
+    from nemo_rl_offload.planner.plan import make_plan
+
+    plan = make_plan(_job(options, overrides))
+    if options.html is not None:
+        _write(options.html, render.plan_html(plan))
+    if options.write is not None:
+        _write(options.write, render.plan_overlay(plan, options.config, options.write, overrides))
+    if options.format == "json":
+        print(json.dumps(render.plan_data(plan), indent=2))
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False, soft_wrap=True, markup=False)
+        console.width = max(console.width, 110)  # tables are cut, not wrapped, where they have less
+        console.print(render.plan_tables(plan))
+    return EXIT_USER_ERROR if plan.shortfall_bytes else 0
+
+
+def _job(options: argparse.Namespace, overrides: Sequence[str]) -> "Job":
+    """The configuration on the command line as the planner sees it."""
+    from nemo_rl_offload.config.checks import check_schema
+    from nemo_rl_offload.config.loader import load_config, resolve_model_path
+    from nemo_rl_offload.config.sizes import parse_bytes
+    from nemo_rl_offload.planner.catalogue import load_model_shape
+    from nemo_rl_offload.planner.hardware import find_device
+    from nemo_rl_offload.planner.job import read_job
+
+    config = load_config(options.config, overrides)
+    check_schema(config, str(options.config), ("policy", "cluster", "loss_fn"))
+    policy, cluster, name = config["policy"], config["cluster"], config["policy"]["model_name"]
+    device = find_device(options.gpu)
+    folder = None
+    with contextlib.suppress(ConfigError):  # then the catalogue is asked, whose message names both
+        folder = resolve_model_path(name)
+    per_node = options.gpus_per_node if options.gpus_per_node is not None else cluster["gpus_per_node"]
+    per_node = device.devices_per_node if per_node == "auto" else per_node
+    if per_node < 1:
+        raise ConfigError(f"--gpus-per-node {per_node}: give a number from 1 on.")
+    offload = policy["megatron_cfg"]["activation_offload"]
+    host_budget, memory = offload["host_memory_budget"], options.memory or offload["gpu_memory_budget"]
+    return read_job(
+        policy,
+        load_model_shape(name, folder),
+        device,
+        cluster["num_nodes"] * per_node,
+        skew=_skew(options),
+        memory_bytes=parse_bytes(memory) if memory else 0,
+        host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
+        reference_on_host=config["loss_fn"]["reference_policy_kl_penalty"] > 0,
+    )
+
+
+def _skew(options: argparse.Namespace) -> "Skew | None":
+    from nemo_rl_offload.observability.run_directory import SUMMARY_FILE
+    from nemo_rl_offload.planner.expert_buffers import Skew, recorded_skew
+
+    if options.recorded_run is not None:
+        return recorded_skew(options.recorded_run / SUMMARY_FILE)
+    if options.routing_skew is None:
+        return None
+    if options.routing_skew < 1:
+        raise ConfigError(
+            f"--routing-skew {options.routing_skew:g}: the fullest rank has at least the average. Give 1.3."
+        )
+    return Skew(options.routing_skew, options.routing_skew)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
@@ -144,16 +181,44 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: li
     return EXIT_USER_ERROR if any(finding.status == "error" for finding in found) else 0
 
 
+def _export(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
+    if overrides:
+        raise ConfigError(f"export takes no configuration: {' '.join(overrides)}")
+    from nemo_rl_offload.megatron.export import export_checkpoint
+
+    export_checkpoint(options.checkpoint, options.destination)
+    print(f"Wrote {options.destination}")
+    return 0
+
+
+def _report(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
+    if overrides:
+        raise ConfigError(f"report takes no configuration: {' '.join(overrides)}")
+    from nemo_rl_offload.observability.html_report import write_report
+
+    destination: Path = options.out or options.run_dir / "report.html"
+    write_report(options.run_dir, destination)
+    print(f"Wrote {destination}")
+    return 0
+
+
+def _bench(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
+    if overrides:
+        raise ConfigError(f"bench takes no configuration: {' '.join(overrides)}")
+    from nemo_rl_offload.bench.run import run_offload_bench, run_stash_bench
+
+    return run_stash_bench(options) if options.what == "stash" else run_offload_bench(options)
+
+
 def _train(algorithm: str, config: Any, run_dir: Path, console: "Console") -> None:
-    assert algorithm == "grpo"
     # transformers says that it found no PyTorch or what it would rather have; Ray warns about its own defaults.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from nemo_rl_offload.algorithms.grpo import run_grpo
+    from nemo_rl_offload.algorithms.registry import RUNNERS
 
     def say(line: str) -> None:
         console.print(f"{line} ...", markup=False)
 
-    run_grpo(config, run_dir, say, sys.stderr if console.stderr else None)
+    RUNNERS[algorithm](config, run_dir, say, sys.stderr if console.stderr else None)
 
 
 def _show_summary(text: str, form: str, console: "Console") -> None:
@@ -206,6 +271,17 @@ def _how_to_go_on(run_dirs: list[Path]) -> str:
     if not run_dirs or not any(run_dirs[0].glob("checkpoints/step_*")):
         return ""
     return f" The same command goes on from the last checkpoint in {run_dirs[0]}."
+
+
+_EXECUTE: dict[str, Callable[[argparse.Namespace, Sequence[str], list[Path]], int]] = {
+    "run": _run,
+    "check": _check,
+    "plan": _plan,
+    "doctor": _doctor,
+    "export": _export,
+    "report": _report,
+    "bench": _bench,
+}
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ class CheckpointError(NemoRLOffloadError):
     """A checkpoint that is missing, damaged or does not fit the run."""
 
 
+class TrainingError(NemoRLOffloadError):
+    """Training cannot go on as configured, though every part of it works."""
+
+
 class WorkerError(NemoRLOffloadError):
     """A worker failed; the message holds its rank and the original message."""
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_offload import cli
+from nemo_rl_offload import cli, command_line
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.errors import WorkerError
 
@@ -21,8 +22,10 @@ SUMMARY: dict[str, Any] = {
     "seed": 1,
     "world_size": 1,
     "wall_seconds": 1.0,
+    "validation_metric": "accuracy",
     "validation": {"first": 0.5, "last": None},
     "train": {"loss": None},
+    "paged_stash": None,
     "offload": {
         "engine": None,
         "modules": [],
@@ -179,7 +182,7 @@ def test_long_lines_are_not_broken(
     assert cli.main(["run", "grpo", "--run-dir", str(run_dir), off]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"Run directory: {run_dir}" in lines
-    assert sum(line.startswith("warning: ") and line.endswith("to offload.") for line in lines) == 1
+    assert sum(line.startswith("warning: ") and "grpo_tiny.yaml:" in line for line in lines) == 1
 
 
 def test_default_run_directories(training: Training, tmp_path: Path) -> None:
@@ -250,13 +253,17 @@ def test_a_run_directory_that_cannot_be_written(
     assert capsys.readouterr().err.startswith("error: Cannot write file/out: Not a directory.")
 
 
-EXEMPLARS = sorted((PROJECT_ROOT / "examples" / "configs").glob("grpo_*.yaml"))
+EXEMPLARS = sorted(
+    set((PROJECT_ROOT / "examples" / "configs").glob("*.yaml")) - {PROJECT_ROOT / "examples/configs/base.yaml"}
+)
 
 
 @pytest.mark.parametrize("exemplar", EXEMPLARS, ids=lambda path: path.stem)
 def test_every_exemplar_passes_the_check(exemplar: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(exemplar)]) == 0
-    assert capsys.readouterr().out.endswith(f"{exemplar}: no problems\n")
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index(f"{exemplar}: no problems")
+    assert lines[start + 2].split()[0] == "fine_grained_activation_offloading"
 
 
 def test_check_names_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,3 +285,26 @@ def test_doctor_answers_for_machines(capsys: pytest.CaptureFixture[str]) -> None
 def test_doctor_takes_no_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "grpo.seed=1"]) == cli.EXIT_USER_ERROR
     assert "grpo.seed=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("algorithm", sorted(command_line.ALGORITHMS))
+def test_each_algorithm_has_an_example_and_a_script(
+    algorithm: str, training: Training, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = PROJECT_ROOT / "examples" / f"run_{algorithm}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--run-dir", "out", f"{algorithm}.seed=5"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(path), run_name="__main__")
+    assert exit_.value.code == 0
+    assert training.configs[0]["algorithm"] == algorithm
+    assert training.configs[0][algorithm]["seed"] == 5
+
+
+def test_a_configuration_for_another_algorithm(training: Training, capsys: pytest.CaptureFixture[str]) -> None:
+    exemplar = PROJECT_ROOT / "examples" / "configs" / "grpo_tiny.yaml"
+    assert cli.main(["run", "dpo", "--config", str(exemplar)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {exemplar}: algorithm: this configuration is for grpo, not for dpo. "
+        "Run `nemo-rl-offload run grpo`, or set algorithm=dpo.\n"
+    )
+    assert training.configs == []

@@ -31,6 +31,8 @@ LAYERS = (
     "environments",
     "policy",
     "algorithms",
+    "bench",
+    "command_line",
     "cli",
 )
 """Each imports only from those before it."""

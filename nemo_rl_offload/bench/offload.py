@@ -1,0 +1,336 @@
+"""Device memory against step time: this engine beside what else one would use, on one model in one process.
+
+A Qwen2-shaped decoder with random weights takes forward and backward passes, several microbatches a step. Each variant
+is first checked (loss and every gradient against no offloading, `torch.equal` under deterministic algorithms), then the
+variants are measured in turn, round by round, so that a drifting clock hits all alike. Times come from the device's
+events, memory from the allocator; medians over the rounds. On a CPU the same code runs a small case, to show that it
+works: times there mean nothing, since copies on a CPU overlap with nothing.
+"""
+
+import gc
+import importlib
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.offload.stats import OffloadStats
+from nemo_rl_offload.offload.torch_modules import ActivationOffload, offload_activations
+
+MODULE_SETS = {
+    "core_attn": ("core_attn",),
+    "norms": ("attn_norm", "mlp_norm"),
+    "mlp": ("mlp_norm", "mlp_fc1", "mlp_act"),
+    "all": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act"),
+}
+AUTO_BUDGETS = (0.95, 0.9, 0.85, 0.8, 0.7)
+"""Shares of the peak without offloading."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and its input. `vocabulary_size` is small, so that activations rather than logits make the peak."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocabulary_size: int
+    sequence_length: int
+    micro_batch_size: int
+    num_microbatches: int
+    dtype: str
+
+
+QWEN2_7B_LAYERS = Shape(12, 3584, 18944, 28, 4, 8192, 8192, 1, 2, "bfloat16")
+"""Layers of Qwen2.5-7B."""
+SMALL = Shape(3, 64, 160, 4, 2, 128, 48, 2, 2, "float32")
+"""What a CPU does in a second."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to spend less memory. `enter` makes it effective for a model until the context is left."""
+
+    name: str
+    enter: Callable[[nn.Module], AbstractContextManager[ActivationOffload | None]]
+
+
+@dataclass
+class Figures:
+    """One variant's measurements; bytes and milliseconds, per step."""
+
+    name: str
+    bit_identical: bool | None = None
+    step_ms: float = 0.0
+    step_ms_rounds: list[float] = field(default_factory=list)
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    saved_bytes: int = 0
+    """Of the peak, against no offloading."""
+    effectiveness: float | None = None
+    """Saved bytes over the bytes offloaded per microbatch: those of one microbatch are alive at the peak."""
+    bytes_out: int = 0
+    host_capacity_bytes: int = 0
+    stall_ms: float = 0.0
+    overlap: float | None = None
+    error: str | None = None
+
+
+def _model(shape: Shape, device: torch.device) -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=shape.vocabulary_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        max_position_embeddings=shape.sequence_length,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: nn.Module = Qwen2ForCausalLM(config).to(getattr(torch, shape.dtype)).train()
+    return model
+
+
+@contextmanager
+def _ours(
+    model: nn.Module, modules: Sequence[str], min_tensor_bytes: int, budget: str | None = None
+) -> Iterator[ActivationOffload | None]:
+    with offload_activations(model, modules, min_tensor_bytes=min_tensor_bytes, gpu_memory_budget=budget) as offload:
+        yield offload
+
+
+@contextmanager
+def _recompute_layers(model: Any) -> Iterator[None]:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+@contextmanager
+def _recompute_mlps(model: nn.Module) -> Iterator[None]:
+    mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
+    for mlp in mlps:
+        mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for mlp in mlps:
+            del mlp.forward
+
+
+@contextmanager
+def _trl(model: nn.Module) -> Iterator[None]:
+    context = importlib.import_module("trl.models.activation_offloading").get_act_offloading_ctx_manager
+    with context(model):
+        yield
+
+
+def variants(device: torch.device, peak_bytes: int, names: Sequence[str] | None = None) -> list[Variant]:
+    """All variants that this machine can run, or those of `names`; the first is without anything. `peak_bytes` is the
+    peak without offloading. Raises ConfigError for an unknown name."""
+    ours = partial(_ours, min_tensor_bytes=1 << 20 if device.type == "cuda" else 0)
+    every = [Variant("none", lambda model: nullcontext())]
+    every += [Variant(f"ours: {name}", partial(ours, modules=modules)) for name, modules in MODULE_SETS.items()]
+    for share in AUTO_BUDGETS:
+        budget = f"{peak_bytes * share / (1 << 20):.3f}MiB"
+        every.append(Variant(f"ours: auto {share:.0%}", partial(ours, modules="auto", budget=budget)))
+    every += [
+        Variant("recompute: layers", _recompute_layers),
+        Variant("recompute: mlp", _recompute_mlps),
+        Variant("save_on_cpu", lambda model: save_on_cpu(pin_memory=device.type == "cuda")),
+    ]
+    if importlib.util.find_spec("trl") is not None and device.type == "cuda":
+        every.append(Variant("TRL OffloadActivations", _trl))
+    if names is None:
+        return every
+    known = [each.name for each in every]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"no variant '{name}' here; there are: {', '.join(known)}.{nearest(name, known)}")
+    return [each for each in every if each.name == "none" or each.name in names]
+
+
+class Bench:
+    """One model, and what it takes to measure a variant on it."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape, self.device = shape, device
+        self.model = _model(shape, device)
+        generator = torch.Generator().manual_seed(1)
+        size = (shape.num_microbatches, shape.micro_batch_size, shape.sequence_length)
+        self.tokens = torch.randint(0, shape.vocabulary_size, size, generator=generator).to(device)
+
+    def step(self, offload: ActivationOffload | None = None) -> Tensor:
+        """Forward and backward of all microbatches; gradients add up. Returns the losses."""
+        losses = []
+        for tokens in self.tokens:
+            loss = self.model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            losses.append(loss.detach())
+        if offload is not None:
+            offload.end_step()
+        return torch.stack(losses)
+
+    def plain_peak_bytes(self) -> int:
+        """Device memory that a step takes without offloading; on a CPU, what its backward keeps."""
+        if self.device.type == "cuda":
+            self.step()
+            torch.cuda.reset_peak_memory_stats()
+            self.step()
+            return torch.cuda.max_memory_allocated()
+        with offload_activations(self.model, MODULE_SETS["all"], min_tensor_bytes=0) as offload:
+            self.step(offload)
+            return offload.stats().peak_host_bytes
+
+    def check(self, variant: Variant, reference: tuple[Tensor, list[Tensor]]) -> bool:
+        """Whether losses and gradients equal the reference's bit for bit, over two steps."""
+        with variant.enter(self.model) as offload:
+            return all(_same(self.outcome(offload), reference) for _ in range(2))
+
+    def outcome(self, offload: ActivationOffload | None = None) -> tuple[Tensor, list[Tensor]]:
+        """Losses, and copies of all gradients on the host."""
+        self.model.zero_grad(set_to_none=True)
+        losses = self.step(offload)
+        return losses.cpu(), [p.grad.cpu() for p in self.model.parameters() if p.grad is not None]
+
+    def measure(self, variant: Variant, figures: Figures, num_warmup: int, num_steps: int) -> None:
+        """Some steps after some others; adds to `figures`."""
+        with variant.enter(self.model) as offload:
+            for _ in range(num_warmup):
+                self.step(offload)
+            self._synchronize()
+            before = None if offload is None else offload.stats()
+            peaks = [self._timed(figures, offload) for _ in range(num_steps)]
+            figures.step_ms = statistics.median(figures.step_ms_rounds)
+            figures.peak_allocated_bytes = max(figures.peak_allocated_bytes, *peaks)
+            if self.device.type == "cuda":
+                figures.peak_reserved_bytes = max(figures.peak_reserved_bytes, torch.cuda.max_memory_reserved())
+            if offload is not None and before is not None:
+                self._add_stats(figures, before, offload.stats(), num_steps)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _add_stats(self, figures: Figures, before: OffloadStats, after: OffloadStats, num_steps: int) -> None:
+        figures.bytes_out = (after.bytes_out - before.bytes_out) // num_steps
+        figures.host_capacity_bytes = max(figures.host_capacity_bytes, after.host_capacity_bytes)
+        stalls = [each.stall_in_ms + each.stall_out_ms for each in (before, after)]
+        figures.stall_ms = (stalls[1] - stalls[0]) / num_steps
+        figures.overlap = after.overlap
+
+    def _timed(self, figures: Figures, offload: ActivationOffload | None) -> int:
+        """One step; returns its highest device memory. The peak is read before the engine hears of the step's end,
+        since with `auto` it starts a new one."""
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            self.step(offload)
+            figures.step_ms_rounds.append((time.perf_counter() - start) * 1e3)
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start_event.record()
+        self.step()
+        end_event.record()
+        torch.cuda.synchronize()
+        peak_bytes = torch.cuda.max_memory_allocated()
+        if offload is not None:
+            offload.end_step()
+        figures.step_ms_rounds.append(float(start_event.elapsed_time(end_event)))
+        return peak_bytes
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _same(outcome: tuple[Tensor, list[Tensor]], reference: tuple[Tensor, list[Tensor]]) -> bool:
+    return torch.equal(outcome[0], reference[0]) and all(
+        torch.equal(a, b) for a, b in zip(outcome[1], reference[1], strict=True)
+    )
+
+
+def run(
+    shape: Shape,
+    device: torch.device,
+    *,
+    num_rounds: int = 5,
+    num_warmup: int = 4,
+    num_steps: int = 2,
+    names: Sequence[str] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Figures]:
+    """Check and measure every variant; one that fails says so in its `error` and is left out afterwards."""
+    bench = Bench(shape, device)
+    chosen = variants(device, bench.plain_peak_bytes(), names)
+    figures = {each.name: Figures(each.name) for each in chosen}
+    with _deterministic():
+        reference = bench.outcome()
+        for variant in chosen:
+            progress(f"checking {variant.name}")
+            with _failing_into(figures[variant.name]):
+                figures[variant.name].bit_identical = bench.check(variant, reference)
+    for number in range(num_rounds):
+        for variant in chosen:
+            entry = figures[variant.name]
+            if entry.error is None:
+                progress(f"round {number + 1} of {num_rounds}: {variant.name}")
+                with _failing_into(entry):
+                    bench.measure(variant, entry, num_warmup, num_steps)
+    _compare(list(figures.values()), shape.num_microbatches)
+    return list(figures.values())
+
+
+@contextmanager
+def _failing_into(figures: Figures) -> Iterator[None]:
+    """Other people's code may fail here, and memory may run out: a result too."""
+    try:
+        yield
+    except (ImportError, RuntimeError, TypeError, ValueError, AssertionError) as error:
+        figures.error = f"{type(error).__name__}: {error}".splitlines()[0]
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _compare(figures: Sequence[Figures], num_microbatches: int) -> None:
+    plain = figures[0]
+    for each in figures[1:]:
+        if plain.peak_allocated_bytes and each.peak_allocated_bytes:
+            each.saved_bytes = plain.peak_allocated_bytes - each.peak_allocated_bytes
+            if each.bytes_out:
+                each.effectiveness = each.saved_bytes * num_microbatches / each.bytes_out
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # flash attention's backward ignores a mere wish (`warn_only`)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def to_json(shape: Shape, figures: Sequence[Figures], device: torch.device) -> dict[str, Any]:
+    """Everything, for machines."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    return {"device": name, "versions": versions, "shape": asdict(shape), "variants": [asdict(f) for f in figures]}

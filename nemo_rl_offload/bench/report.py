@@ -1,0 +1,75 @@
+"""A bench's figures as a table, as JSON, and as a picture of memory against time."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from nemo_rl_offload.bench.offload import Figures
+from nemo_rl_offload.observability.report import human_bytes
+
+
+def table(figures: Sequence[Figures], means_something: bool) -> Table:
+    """One row a variant; times relative to the first, which is without offloading."""
+    note = "" if means_something else " (a small case on the CPU: shows that it works, its figures mean nothing)"
+    result = Table(title=f"Offloading bench{note}")
+    for name in ("variant", "step", "time", "peak", "reserved", "saved", "effective", "moved", "waited", "same bits"):
+        result.add_column(name, justify="left" if name == "variant" else "right")
+    for each in figures:
+        if each.error is not None:
+            result.add_row(each.name, each.error)
+            continue
+        result.add_row(
+            each.name,
+            f"{each.step_ms:.1f} ms",
+            f"{each.step_ms / figures[0].step_ms:.3f}",
+            human_bytes(each.peak_allocated_bytes or None),
+            human_bytes(each.peak_reserved_bytes or None),
+            human_bytes(each.saved_bytes or None),
+            "-" if each.effectiveness is None else f"{each.effectiveness:.3f}",
+            human_bytes(each.bytes_out or None),
+            f"{each.stall_ms:.1f} ms",
+            "yes" if each.bit_identical else "NO",
+        )
+    return result
+
+
+def write(folder: Path, name: str, data: dict[str, Any], figures: Sequence[Figures]) -> list[Path]:
+    """Write `name`.json and `name`.png into `folder`; returns their paths."""
+    paths = [write_json(folder / f"{name}.json", data), folder / f"{name}.png"]
+    _plot(paths[1], data, figures)
+    return paths
+
+
+def write_json(path: Path, data: dict[str, Any]) -> Path:
+    """Write it aside, then rename; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".json.part")
+    aside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+    return path
+
+
+def _plot(path: Path, data: dict[str, Any], figures: Sequence[Figures]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for each in figures:
+        if each.error is None:
+            x_gib = (each.peak_allocated_bytes or each.bytes_out) / (1 << 30)
+            color = "tab:blue" if each.name.startswith("ours") else "black" if each.name == "none" else "tab:orange"
+            axes.plot(x_gib, each.step_ms, "o", color=color)
+            axes.annotate(each.name, (x_gib, each.step_ms), xytext=(4, 3), textcoords="offset points", fontsize=7)
+    axes.set_xlabel("peak device memory, GiB")
+    axes.set_ylabel("step, ms")
+    axes.set_title(f"{data['device']}, {data['shape']['num_layers']} layers, {data['shape']['sequence_length']} tokens")
+    aside = path.with_suffix(".part.png")
+    figure.savefig(aside, dpi=120)
+    pyplot.close(figure)
+    os.replace(aside, path)

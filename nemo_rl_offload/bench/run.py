@@ -1,0 +1,82 @@
+"""`nemo-rl-offload bench`: from the command line's options to figures."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from nemo_rl_offload.errors import ConfigError
+
+
+def run_offload_bench(options: argparse.Namespace) -> int:
+    """Run the offloading bench; returns the exit code, 1 when a variant of ours changed a bit or failed."""
+    # Before the first CUDA call: without it, matrix products are not reproducible enough to be compared bit by bit.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import torch
+
+    from nemo_rl_offload.bench import offload, report
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = _wanted(
+        options.rounds,
+        num_layers=options.layers,
+        sequence_length=options.sequence,
+        num_microbatches=options.microbatches,
+    )
+    shape = dataclasses.replace(offload.QWEN2_7B_LAYERS if device.type == "cuda" else offload.SMALL, **wanted)
+    progress = Console(stderr=True, highlight=False)
+    with progress.status("building the model") as status:
+        figures = offload.run(shape, device, num_rounds=options.rounds, names=options.variant, progress=status.update)
+    data = offload.to_json(shape, figures, device)
+    if options.format == "json":
+        sys.stdout.write(json.dumps(data, indent=1) + "\n")
+    else:
+        Console(highlight=False, width=150).print(report.table(figures, device.type == "cuda"))
+    if options.out is not None:
+        name = f"offload_{shape.num_layers}_layers_{shape.sequence_length}_tokens"
+        for path in report.write(options.out, name, data, figures):
+            progress.print(f"wrote {path}")
+    ours = [each for each in figures if each.name.startswith("ours")]
+    return 1 if any(each.error is not None or not each.bit_identical for each in ours) else 0
+
+
+def run_stash_bench(options: argparse.Namespace) -> int:
+    """Run the paged stash's bench; returns the exit code, 1 when a variant changed a bit or failed."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    from nemo_rl_offload.bench import report, stash, stash_report
+    from nemo_rl_offload.bench.expert_layers import one_rank
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = _wanted(options.rounds, num_layers=options.layers, num_tokens=options.sequence)
+    shape = dataclasses.replace(stash.ON_DEVICE if device.type == "cuda" else stash.SMALL, **wanted)
+    progress = Console(stderr=True, highlight=False)
+    with progress.status("copies") as status:
+        copies = stash.measure_copies(device, options.rounds)
+        with one_rank():
+            layers = stash.measure_layers(shape, device, options.rounds, status.update)
+    data = stash.to_json(shape, device, copies, layers)
+    if options.format == "json":
+        sys.stdout.write(json.dumps(data, indent=1) + "\n")
+    else:
+        console = Console(highlight=False, width=150)
+        console.print(stash_report.copies_table(copies), stash_report.layers_table(layers))
+    if options.out is not None:
+        path = report.write_json(options.out / "stash.json", data)
+        stash_report.plot(path.with_suffix(".png"), data, copies, layers)
+        progress.print(f"wrote {path} and {path.with_suffix('.png')}")
+    return 0 if all(each.error is None and each.bit_identical for each in layers) else 1
+
+
+def _wanted(rounds: int, **changes: int | None) -> dict[str, Any]:
+    """The changes of a shape that were asked for. Raises ConfigError where a number is below 1."""
+    wanted = {key: value for key, value in changes.items() if value is not None}
+    if bad := [f"{key}={value}" for key, value in {**wanted, "rounds": rounds}.items() if value < 1]:
+        raise ConfigError(f"{', '.join(bad)}: give at least 1")
+    return wanted

@@ -1,0 +1,142 @@
+"""The command line's grammar; `cli` executes it."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+ALGORITHMS = {name: f"examples/configs/{name}_tiny.yaml" for name in ("grpo", "sft", "dpo", "distillation")}
+
+EPILOG = """\
+overrides (Hydra's grammar):
+  a.b=value     change a key       policy.megatron_cfg.optimizer.lr=1e-4
+  +a.b=value    add a key          +env.reasoning_gym.params.max_word_len=6
+  ~a.b          remove a key       ~env.reasoning_gym.params.max_word_len
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    parser = argparse.ArgumentParser(
+        prog="nemo-rl-offload", description="Post-train language models on Megatron-Core with activation offloading."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_run, _add_check, _add_plan, _add_doctor, _add_export, _add_report, _add_bench):
+        add(commands)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser(
+        "run",
+        help="train a model",
+        description="Train a model. Without --config, a small example that runs anywhere.",
+        usage="%(prog)s ALGORITHM [options] [KEY=VALUE ...]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("algorithm", choices=sorted(ALGORITHMS))
+    run.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML configuration (default: the algorithm's example)"
+    )
+    run.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="where everything goes (default: results/<config name>)"
+    )
+    run.add_argument(
+        "--format", choices=("table", "json"), default="table", help="how the summary is printed at the end"
+    )
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser(
+        "check",
+        help="check a configuration",
+        description="Check a configuration, offline and in seconds, all problems at once; exit code 2 if there are any",
+        usage="%(prog)s FILE [KEY=VALUE ...]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument("config", type=Path, metavar="FILE", help="YAML configuration")
+    check.add_argument("--format", choices=("text", "json"), default="text", help="how the findings are printed")
+    check.add_argument(
+        "--megatron",
+        action="store_true",
+        help="where nothing is wrong, also build Megatron-Core's own configuration objects; takes seconds more",
+    )
+    check.add_argument(
+        "--allow-unsupported",
+        action="store_true",
+        help="read a recipe of NeMo-RL: what only NeMo-RL has is a warning",
+    )
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="predict memory and time, and choose what to offload",
+        description="Predict memory and time of a configuration on a GPU, offline, and choose what to offload for it. "
+        "Exit code 2 if nothing makes it fit.",
+        usage="%(prog)s FILE --gpu NAME [options] [KEY=VALUE ...]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_argument("config", type=Path, metavar="FILE", help="YAML configuration")
+    plan.add_argument("--gpu", required=True, metavar="NAME|FILE", help="device, as h100-80gb, or a YAML file with one")
+    plan.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="device memory to use, as 72GiB (default: activation_offload.gpu_memory_budget, else all)",
+    )
+    plan.add_argument("--gpus-per-node", type=int, metavar="N", help="in place of cluster.gpus_per_node")
+    skew = plan.add_mutually_exclusive_group()
+    skew.add_argument("--routing-skew", type=float, metavar="X", help="fullest rank's tokens over the average: factors")
+    skew.add_argument("--recorded-run", type=Path, metavar="DIR", help="the same from a run with buffers of fixed size")
+    plan.add_argument("--format", choices=("table", "json"), default="table")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan as one HTML page")
+    plan.add_argument("--write", type=Path, metavar="FILE", help="write a configuration with the chosen keys")
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at this machine",
+        description="Look at what offloading needs of this machine. Exit code 2 if something makes it impossible.",
+    )
+    doctor.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face folder",
+        description="Write the weights of a run's checkpoint as a Hugging Face folder, with its tokenizer.",
+    )
+    export.add_argument("checkpoint", type=Path, metavar="RUN_DIR/step_N")
+    export.add_argument("destination", type=Path, metavar="OUT", help="a new folder")
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="show a run as one HTML page",
+        description="Write a page with a run's curves, memory, timings and configuration, which needs nothing else.",
+    )
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report.add_argument("--out", type=Path, metavar="FILE", help="where it goes (default: RUN_DIR/report.html)")
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure offloading on this machine",
+        description="Measure device memory and step time of this engine beside recomputation and other ways to "
+        "offload, on layers of Qwen2.5-7B (offload), or of the paged stash, its copies and a stack of MoE layers "
+        "(stash); on a CPU, on a small model, to show that it works.",
+    )
+    bench.add_argument("what", choices=("offload", "stash"))
+    bench.add_argument("--layers", type=int, metavar="N")
+    bench.add_argument("--sequence", type=int, metavar="TOKENS")
+    bench.add_argument("--microbatches", type=int, metavar="N", help="offload: per step")
+    bench.add_argument("--rounds", type=int, default=5, metavar="N", help="of all variants in turn (default: 5)")
+    bench.add_argument("--variant", action="append", metavar="NAME", help="offload: this one; may be repeated")
+    bench.add_argument("--out", type=Path, metavar="DIR", help="write the figures and a picture there")
+    bench.add_argument("--format", choices=("table", "json"), default="table")

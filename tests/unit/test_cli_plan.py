@@ -1,0 +1,96 @@
+"""`nemo-rl-offload plan` as a user meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_rl_offload.cli import EXIT_USER_ERROR, main
+from nemo_rl_offload.config.checks import check_config
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+
+EXAMPLES = PROJECT_ROOT / "examples" / "configs"
+SMALL = str(EXAMPLES / "grpo_math_1B_megatron.yaml")
+TINY = str(EXAMPLES / "grpo_tiny.yaml")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["plan", *words]) == code
+    captured = capsys.readouterr()
+    return captured.err if code and captured.err else captured.out
+
+
+def test_an_exemplar_is_planned_from_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, SMALL, "--gpu", "h100-80gb", "policy.train_micro_batch_size=4")
+    assert "fits without offloading" in text
+    assert "stage 0: layers 0-27" in text
+
+
+def test_a_local_folder_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(plan(capsys, TINY, "--gpu", "a100", "--gpus-per-node", "1", "--format", "json"))
+    assert data["world"] == 1
+    assert data["device"] == "a100-80gb"
+    shape = json.loads((PROJECT_ROOT / "examples/models/tiny_speller/config.json").read_text())
+    assert data["stages"][0]["layers"] == [[0, shape["num_hidden_layers"]]]
+
+
+def test_what_it_writes_passes_the_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    overlay, page = tmp_path / "planned.yaml", tmp_path / "plan.html"
+    text = plan(capsys, SMALL, "--gpu", "h100", "--memory", "74GiB", "--write", str(overlay), "--html", str(page))
+    section = yaml.safe_load(overlay.read_text())["policy"]["megatron_cfg"]
+    assert section["offload_modules"]
+    assert f"fits with offload_modules: [{', '.join(section['offload_modules'])}]" in text
+    checked = check_config(load_config(overlay), run_here=False).config["policy"]["megatron_cfg"]
+    assert checked["offload_modules"] == section["offload_modules"]
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_the_configured_budget_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    budget = 'policy.megatron_cfg.activation_offload.gpu_memory_budget="75GiB"'
+    data = json.loads(plan(capsys, SMALL, "--gpu", "h100", "--format", "json", budget))
+    assert data["budget_bytes"] == 75 * 2**30
+
+
+def test_what_does_not_fit_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, SMALL, "--gpu", "h100", "--memory", "20GiB", code=EXIT_USER_ERROR)
+    assert "does not fit: stage 0 needs" in text
+    assert "changes that would do:" in text
+
+
+REFUSED = [
+    (("--gpu", "h1000"), "--gpu h1000: unknown device. Did you mean 'h100'?"),
+    (("--gpu", "h100", "policy.model_name=nowhere"), "'nowhere' is neither a local folder with a config.json nor"),
+    (("--gpu", "h100", "--memory", "80GB"), "'80GB' is not a size"),
+    (("--gpu", "h100", "--memory", "81GiB"), "--memory, gpu_memory_budget: h100-80gb has 79.1 GiB. Give at most that."),
+    (("--gpu", "h100", "--gpus-per-node", "0"), "--gpus-per-node 0: give a number from 1 on."),
+    (("--gpu", "h100", "policy.megatron_cfg.tensor_model_parallel_size=5"), "5 does not divide the attention heads 12"),
+    (("--gpu", "h100", "policy.megatron_cfg.tensor_model_parallel_size=two"), '"two" is not allowed'),
+    (
+        ("--gpu", "h100", "policy.train_global_batch_size=100", "policy.sequence_packing.enabled=false"),
+        "100 is not a multiple of train_micro_batch_size",
+    ),
+    (("--gpu", "h100", "--html", "/nowhere/plan.html"), "/nowhere/plan.html: cannot be written: No such file"),
+    (("--gpu", "a100", "+policy.megatron_cfg.model_overrides.fp8=hybrid"), "a100-80gb has no 8-bit formats"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
+def test_bad_input_gets_one_message_with_the_fix(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = plan(capsys, SMALL, *words, code=EXIT_USER_ERROR)
+    assert text.startswith("error: ")
+    assert message in text
+    assert "Traceback" not in text
+
+
+def test_it_imports_neither_torch_nor_ray() -> None:
+    script = (
+        "import sys; from nemo_rl_offload.cli import main; "
+        f"code = main(['plan', {TINY!r}, '--gpu', 'h100', '--gpus-per-node', '1']); "
+        "sys.exit(code or 1 * bool({'torch', 'ray', 'megatron', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).returncode == 0
