@@ -3,6 +3,9 @@
 A Qwen2 of 370 thousand parameters over bytes learns to spell words backward, through the same workers and the same
 optimizer step as every other run, and is stopped half-way: it solves about a third of the task, so that
 reinforcement learning has something to find. Byte for byte the same on the same machine and thread count.
+
+The teacher of distillation_tiny.yaml is the same model trained to the end: `--num-steps 250 --output
+examples/models/tiny_teacher`.
 """
 
 import argparse
