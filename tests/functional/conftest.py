@@ -7,8 +7,8 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def megatron_process_group() -> Iterator[None]:
-    """A group of one rank on the CPU in this process, split for Megatron."""
+def any_device_process_group() -> Iterator[None]:
+    """A group of one rank in this process, split for Megatron: on a GPU where there is one, else on the CPU."""
     import torch
     import torch.distributed as dist
     from models import make_policy
@@ -16,7 +16,8 @@ def megatron_process_group() -> Iterator[None]:
     from nemo_rl_offload.megatron.cpu import install_cpu_support
 
     if not install_cpu_support():
-        pytest.skip("compares with the CPU's arithmetic, in a process without CUDA")
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
     from megatron.core import parallel_state
 
     from nemo_rl_offload.megatron.model import init_process_groups
@@ -38,15 +39,26 @@ def megatron_process_group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def megatron_process_group(request: pytest.FixtureRequest) -> None:
+    """The same for tests that compare with the CPU's arithmetic."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("compares with the CPU's arithmetic, in a process without CUDA")
+    request.getfixturevalue("any_device_process_group")
+
+
+@pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny random model of a family; made once."""
     from models import write_model
 
-    folders: dict[str, Path] = {}
+    folders: dict[object, Path] = {}
 
-    def folder(family: str) -> Path:
-        if family not in folders:
-            folders[family] = write_model(family, tmp_path_factory.mktemp(family))
-        return folders[family]
+    def folder(family: str, **shape: int) -> Path:
+        key = family, *shape.items()
+        if key not in folders:
+            folders[key] = write_model(family, tmp_path_factory.mktemp(family), **shape)
+        return folders[key]
 
     return folder

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -22,9 +25,11 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.model import MegatronModel
+from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.train_step import train_step
+from nemo_rl_offload.offload.engine import OffloadEngine
 
-VOCABULARY_SIZE = 259
+VOCABULARY_SIZE = 260  # even, for two tensor-parallel ranks
 MICRO_BATCH_SIZE = 2
 
 _SHAPE = {
@@ -44,27 +49,61 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+}
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _EXPERTS),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, _LATENT),
+    "deepseek_v3_mtp": (DeepseekV3Config, DeepseekV3ForCausalLM, _LATENT | {"num_nextn_predict_layers": 1}),
 }
 
 
-def write_model(family: str, folder: Path) -> Path:
-    """Write a random model with a tokenizer. No norm is 1 and no bias 0, so that a parameter left out shows."""
+def write_model(family: str, folder: Path, **shape: Any) -> Path:
+    """Write a random model with a tokenizer. No norm is 1 and no bias 0, so that a parameter left out shows.
+
+    `shape` replaces values of the family's configuration.
+    """
     config_class, model_class, changes = FAMILIES[family]
     torch.manual_seed(0)
-    model = model_class(config_class(**_SHAPE | changes)).float()
+    model = model_class(config_class(**_SHAPE | changes | shape)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
     model.save_pretrained(folder)
+    if changes.get("num_nextn_predict_layers"):
+        _add_mtp_layer(folder / "model.safetensors", model.config)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PROJECT_ROOT / "examples/models/tiny_speller" / name, folder)
     return folder
+
+
+def _add_mtp_layer(file: Path, config: Any) -> None:
+    """Write a layer that predicts a further token, a copy of the last one, which transformers neither has nor saves."""
+    weights = load_file(file)
+    last, new = (f"model.layers.{config.num_hidden_layers - 1 + offset}." for offset in (0, 1))
+    weights |= {new + key.removeprefix(last): value.clone() for key, value in weights.items() if key.startswith(last)}
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{new}{name}.weight"] = 1 + 0.3 * torch.randn(config.hidden_size)
+    weights[f"{new}eh_proj.weight"] = 0.1 * torch.randn(config.hidden_size, 2 * config.hidden_size)
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def read_model(folder: Path, family: str) -> Any:
@@ -103,10 +142,30 @@ def make_batch(step: int, num_samples: int = 6) -> dict[str, Tensor]:
     }
 
 
-def take_step(model: MegatronModel, step: int) -> dict[str, float]:
-    """One optimizer step of several microbatches on the batch of this step number."""
-    batch = make_batch(step)
+def take_step(model: MegatronModel, step: int, num_samples: int = 6) -> dict[str, float]:
+    """One optimizer step on the batch of this step number; two samples are a microbatch."""
+    batch = make_batch(step, num_samples)
     return train_step(model, batch, build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
+
+
+def count_step(model: MegatronModel, engine: OffloadEngine, num_microbatches: int, sequence: int) -> dict[str, int]:
+    """Take a step on microbatches of full length, then close the engine; the bytes per module that it counted."""
+    exclude_parameters(engine, model.modules)
+    try:
+        num_samples = num_microbatches * MICRO_BATCH_SIZE
+        batch = {
+            "input_ids": torch.randint(0, VOCABULARY_SIZE, (num_samples, sequence)),
+            "input_lengths": torch.full((num_samples,), sequence),
+            "token_mask": torch.ones(num_samples, sequence, dtype=torch.long),
+            "sample_mask": torch.ones(num_samples),
+        }
+        train_step(model, batch, build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
+        stats = engine.stats()
+        assert stats.denied_bytes == 0
+        return {name: module.bytes_out for name, module in stats.per_module.items()}
+    finally:
+        use_engine(None)
+        engine.close()
 
 
 def weights_of(model: MegatronModel) -> dict[str, Tensor]:

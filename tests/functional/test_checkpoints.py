@@ -1,20 +1,46 @@
 """Checkpoints: a resumed run is the run that was never stopped, bit for bit; anything else is refused."""
 
+import resource
 import shutil
+import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from models import make_policy, same_tensors, take_step, weights_of
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from models import make_batch, make_policy, read_model, same_tensors, take_step, weights_of
+from torch import Tensor
+from transformers import AutoTokenizer
 
-from nemo_rl_offload.errors import CheckpointError, ConfigError
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
+from nemo_rl_offload.losses.nll import NegativeLogLikelihood
+from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.megatron import checkpoint
+from nemo_rl_offload.megatron.export import export_checkpoint
 from nemo_rl_offload.megatron.model import MegatronModel, build_model
+from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
+from nemo_rl_offload.observability.manifest import file_digest
+from nemo_rl_offload.observability.run_directory import Checkpoints, open_run_directory
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")
 
 SCHEDULE = ("scheduler.lr_warmup_iters=3", "scheduler.lr_decay_style=cosine", "optimizer.weight_decay=0.1")
 Build = Callable[..., MegatronModel]
+
+
+@dataclass(frozen=True)
+class Times(NegativeLogLikelihood):
+    """A loss times a value."""
+
+    value: float
+
+    def __call__(self, logprobs: Tensor, batch: Any, norm: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = super().__call__(logprobs, batch, norm)
+        return loss * self.value, metrics
 
 
 @pytest.fixture
@@ -53,6 +79,100 @@ def test_resuming_changes_no_bit(family: str, distributed: str, optimizer: str, 
         assert same_tensors(weights_of(resumed), final)
 
 
+def test_steps_during_a_save_are_not_in_it(build: Build, tmp_path: Path) -> None:
+    model = build("qwen2")
+    take_step(model, 0)
+    at_save = weights_of(model)
+    save = checkpoint.Save(model, tmp_path, copies=True)
+    expected = take_step(model, 1)
+    final = weights_of(model)
+    manifest = save.finish()
+    assert set(manifest) == {path.name for path in tmp_path.iterdir()}
+    assert save.is_written
+    resumed = build("qwen2")
+    checkpoint.verify(tmp_path, manifest)
+    checkpoint.load(resumed, tmp_path)
+    assert same_tensors(weights_of(resumed), at_save)
+    assert take_step(resumed, 1) == expected
+    assert same_tensors(weights_of(resumed), final)
+
+
+def test_random_numbers_go_on(build: Build, tmp_path: Path) -> None:
+    def draw() -> list[torch.Tensor]:
+        with get_cuda_rng_tracker().fork():
+            inside = torch.rand(3)
+        return [inside, torch.rand(3)]
+
+    model = build("qwen2")
+    take_step(model, 0)
+    draw()
+    checkpoint.save(model, tmp_path)
+    expected, later = draw(), draw()
+    checkpoint.load(model, tmp_path)
+    assert all(map(torch.equal, draw(), expected))
+    assert not any(map(torch.equal, expected, later))
+
+
+def test_a_step_that_is_not_finite_is_as_if_it_never_was(build: Build, tmp_path: Path) -> None:
+    model, undisturbed = build("qwen2"), build("qwen2")
+    for each in (model, undisturbed):
+        take_step(each, 0)
+    before = weights_of(model)
+    batch = make_batch(1)
+    for value in (float("nan"), float("inf")):
+        metrics = train_step(model, batch, Times(value), normalizers(batch), 2, temperature=1.0)
+        assert metrics["skipped_updates"] == 1
+        assert same_tensors(weights_of(model), before)
+    expected = take_step(undisturbed, 2)
+    assert expected["skipped_updates"] == 0
+    assert take_step(model, 2) == expected
+    assert same_tensors(weights_of(model), weights_of(undisturbed))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_an_exported_checkpoint_is_a_model_of_transformers(
+    family: str, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config: Any = load_config(
+        PROJECT_ROOT / "examples/configs/grpo_tiny.yaml",
+        [
+            f"policy.model_name={model_folder(family)}",
+            "policy.megatron_cfg.fine_grained_activation_offloading=false",
+            "policy.megatron_cfg.optimizer.lr=1e-2",
+        ],
+    )
+    model = build_model(config["policy"], model_folder(family), num_steps=6)
+    take_step(model, 0)
+    take_step(model, 1)  # the first is one of the warm-up, of rate 0
+    with open_run_directory(tmp_path / "run", tmp_path, config) as run_dir:
+        saved: list[checkpoint.Manifest] = []
+
+        def write(folder: Path) -> None:
+            folder.mkdir()
+            saved.append(checkpoint.save(model, folder))
+
+        checkpoints = Checkpoints(run_dir, None, True)
+        checkpoints.begin(2, write)
+        folder = checkpoints.commit(2, {}, None, saved.pop)
+    export_checkpoint(run_dir / "step_2", tmp_path / "exported")
+    batch = make_batch(3)
+    del batch["token_mask"], batch["sample_mask"]
+    batch["input_lengths"][:] = batch["input_ids"].shape[1]
+    logits = read_model(tmp_path / "exported", family)(batch["input_ids"]).logits
+    start_logits = read_model(model_folder(family), family)(batch["input_ids"]).logits
+    expected = compute_logprobs(model, batch, 2, temperature=1.0)
+    assert expected is not None
+    found = logits[:, :-1].log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None])[..., 0]
+    assert torch.allclose(found, expected[:, 1:], atol=2e-5)  # float32, operations in another order
+    assert (logits - start_logits).abs().max() > 1e-3, "training shows"
+    AutoTokenizer.from_pretrained(tmp_path / "exported")
+    with pytest.raises(ConfigError, match="exported: exists already"):
+        export_checkpoint(folder, tmp_path / "exported")
+    with pytest.raises(CheckpointError, match=f"step_3: there is no such checkpoint. {run_dir} has: step_2"):
+        export_checkpoint(run_dir / "step_3", tmp_path / "other")
+
+
 def test_megatron_refuses_to_distribute_sgd(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"policy.megatron_cfg.optimizer: .*Only Adam"):
         build("qwen2", "optimizer.optimizer=sgd", "optimizer.use_distributed_optimizer=true")
@@ -61,6 +181,29 @@ def test_megatron_refuses_to_distribute_sgd(build: Build) -> None:
 def test_missing_folder(build: Build, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{tmp_path / 'nothing'} is not a checkpoint"):
         checkpoint.load(build("qwen2"), tmp_path / "nothing")
+
+
+def test_a_changed_file_is_told_before_anything_is_read(build: Build, saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    manifest = {path.name: file_digest(path) for path in folder.iterdir()}
+    data = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{folder} is damaged: the content of {data.name} is not what was"):
+        checkpoint.verify(folder, manifest)
+
+
+def test_a_file_that_grows_too_large_is_a_full_disk(build: Build, tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limit[1]))
+    try:
+        with pytest.raises(ResourceError, match=f"Cannot write the checkpoint {tmp_path}: .*File too large"):
+            checkpoint.save(build("qwen2"), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_truncated_file(build: Build, saved: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from ray.cluster_utils import Cluster
 
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.cluster.worker_group import WorkerGroup
@@ -114,3 +115,23 @@ def test_shutdown_leaves_no_process(cluster: VirtualCluster) -> None:
     assert children
     cluster.shutdown()
     assert eventually_gone(children)
+
+
+@pytest.mark.slow
+def test_workers_of_a_lost_node_go_on_another(cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.shutdown()
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        workers = [nodes.add_node(num_cpus=1, wait=True) for _ in range(2)]
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        with VirtualCluster(num_nodes=1, gpus_per_node=1) as joined:
+            group = WorkerGroup(joined, HangingWorker)
+            lost = joined.layout.nodes[0].node_id
+            nodes.remove_node(next(node for node in workers if node.node_id == lost), allow_graceful=False)
+            with pytest.raises(WorkerError, match="rank 0 of 1"):
+                group.run_all("pid")
+            joined.renew()
+            assert joined.layout.nodes[0].node_id != lost
+            assert WorkerGroup(joined, HangingWorker).run_all("pid")
+    finally:
+        nodes.shutdown()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from ranks import relative_error
 
 from nemo_rl_offload.batching.batch import Batch, shard
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Arrays = dict[str, "NDArray[np.float32]"]
 NUM_STEPS = 3
 TOLERANCE = 1e-5
+EXEMPLAR = PROJECT_ROOT / "examples/configs/grpo_tiny.yaml"
 
 
 class OpenWorker(PolicyWorker):
@@ -108,17 +110,6 @@ def three_steps(group: WorkerGroup, policy: Any, batch: Batch, loss: dict[str, A
     return metrics, gradients[0][0], before, weights[0]
 
 
-def relative_error(values: Arrays, reference: Arrays) -> float:
-    """Largest of any tensor; one that is all but zero counts by the norm of all."""
-    assert values.keys() == reference.keys()
-    total = sum(float(np.square(array, dtype=np.float64).sum()) for array in reference.values()) ** 0.5
-    assert total > 0
-    return max(
-        float(np.linalg.norm(values[name] - array) / max(np.linalg.norm(array), 1e-3 * total))
-        for name, array in reference.items()
-    )
-
-
 @pytest.mark.parametrize("size", [8, 6, 5], ids=["whole", "short-last-microbatch", "odd"])
 @pytest.mark.parametrize(
     "optimizer",
@@ -137,10 +128,8 @@ def test_two_workers_compute_what_one_does(
     logprobs = torch.tensor(run_sharded(groups[0], "get_logprobs", batch)[0])
     noise = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0))
     batch["prev_logprobs"] = logprobs + 0.2 * noise
-    loss = {
-        "ratio_clip_min": 0.2,
-        "ratio_clip_max": 0.2,
-        "reference_policy_kl_penalty": 0.0,
+    loss = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")["loss_fn"] | {
+        "entropy_coeff": 0.01,
         "token_level_loss": size != 6,
     }
     one, two = (three_steps(group, policy, batch, loss) for group in groups)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +77,29 @@ def metrics(run_dir: Path) -> dict[tuple[int, str], dict[str, float]]:
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return {
         (record["step"], record["prefix"]): {
-            name: value for name, value in record["metrics"].items() if "timing" not in name and name != "tokens_per_s"
+            name: value for name, value in record["metrics"].items() if "timing" not in name and "per_s" not in name
         }
         for record in records
     }
 
 
-def saved_state(run_dir: Path) -> dict[str, Any]:
-    """Return every tensor of the last checkpoint, weights and optimizer, as bytes, and other state as text."""
-    folder = run_dir / "checkpoints" / "step_4" / "policy"
+def saved_state(run_dir: Path, step: int = 4) -> dict[str, Any]:
+    """Return every tensor of a checkpoint, weights and optimizer, as bytes, and other state as text."""
+    folder = run_dir / "checkpoints" / f"step_{step}" / "policy"
     state = {}
     for index, place in FileSystemReader(folder).read_metadata().storage_data.items():
         content = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
         value = torch.load(io.BytesIO(content), weights_only=False)
         state[f"{index.fqn} {index.offset}"] = content if isinstance(value, torch.Tensor) else repr(value)
     return state
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and what they start inherits that: the run would go on."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +137,7 @@ def test_what_a_run_writes(finished: tuple[Path, str, str]) -> None:
         "summary.json",
         "tensorboard",
         "checkpoints",
+        "memory_trace.json",
     }
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"step_2", "step_4"}
     assert any((run_dir / "tensorboard").iterdir())
@@ -182,6 +191,7 @@ def wait_until_gone(mark: str) -> None:
     assert left == []
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("signal_number", "to_group", "when"),
     [

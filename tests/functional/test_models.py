@@ -76,16 +76,15 @@ def test_greedy_generation_gives_the_tokens_of_transformers(family: str, batch_s
     prompts = [torch.randint(0, VOCABULARY_SIZE, (n,), generator=generator).tolist() for n in (7, 1, 12, 4, 7)]
 
     def expected(end_id: int) -> list[list[int]]:
-        return [
-            reference.generate(
-                torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=end_id, pad_token_id=0
-            )[0, len(prompt) :].tolist()
-            for prompt in prompts
-        ]
+        rows = [torch.tensor([prompt]) for prompt in prompts]
+        settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": end_id, "pad_token_id": 0}
+        # Without a mask, transformers takes a prompt's zeros for padding.
+        outputs = [reference.generate(row, attention_mask=torch.ones_like(row), **settings) for row in rows]
+        return [output[0, row.shape[1] :].tolist() for output, row in zip(outputs, rows, strict=True)]
 
     unused = next(token for token in range(VOCABULARY_SIZE) if not any(token in row for row in expected(-1)))
     for end_id in (unused, expected(unused)[0][4], expected(unused)[3][0]):
-        responses = generate(model, prompts, GREEDY, batch_size=batch_size, end_id=end_id, seed=0)
+        responses = generate([model], prompts, GREEDY, batch_size=batch_size, end_id=end_id, seed=0)
         assert [response.tokens for response in responses] == expected(end_id)
         assert [response.finished for response in responses] == [end_id in row for row in expected(end_id)]
         assert any(response.finished for response in responses) == (end_id != unused)

@@ -16,16 +16,18 @@ from nemo_rl_offload.megatron.generation import generate
 from nemo_rl_offload.megatron.model import MegatronModel, build_model
 from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import install_offloading
-from nemo_rl_offload.megatron.train_step import compute_logprobs
+from nemo_rl_offload.megatron.train_step import compute_logprobs, to_device
 from nemo_rl_offload.offload import OffloadEngine, OffloadStats
-from nemo_rl_offload.planner.modules import DENSE_MLP_MODULES, MOE_MODULES, SUPPORTED_MODULES
+from nemo_rl_offload.planner.modules import DENSE_MLP_MODULES, DISCARDED_BY_RECOMPUTE, MOE_MODULES, SUPPORTED_MODULES
 
-pytestmark = pytest.mark.usefixtures("megatron_process_group")
+pytestmark = pytest.mark.usefixtures("any_device_process_group")
 
-NUM_STEPS = 3
+NUM_SAMPLES = (2, 17, 8)
+"""Of each step: one microbatch, nine with a last one that is not full, four."""
 MODULES = {
     "qwen2": tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES),
-    "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in DENSE_MLP_MODULES),
+    "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
+    "deepseek_v3_mtp": SUPPORTED_MODULES,
 }
 # Megatron lets attn_proj be offloaded only beside core_attn.
 SINGLE = [
@@ -57,6 +59,10 @@ class Outcome:
     metrics: list[dict[str, float]]
     weights: dict[str, Tensor]
     stats: OffloadStats
+
+
+def take_steps(model: MegatronModel) -> list[dict[str, float]]:
+    return [take_step(model, step, num_samples) for step, num_samples in enumerate(NUM_SAMPLES)]
 
 
 Build = Callable[..., tuple[MegatronModel, OffloadEngine | None]]
@@ -91,12 +97,17 @@ def train(build: Build) -> Train:
     def run(family: str, *overrides: str) -> Outcome:
         if (family, *overrides) not in outcomes:
             model, engine = build(family, *overrides)
-            metrics = [take_step(model, step) for step in range(NUM_STEPS)]
+            metrics = take_steps(model)
             stats = engine.stats() if engine is not None else OffloadStats()
             outcomes[family, *overrides] = Outcome(metrics, weights_of(model), stats)
         return outcomes[family, *overrides]
 
     return run
+
+
+def offered_bytes(stats: OffloadStats) -> int:
+    """Moved, or kept: on a GPU, times decide between the two."""
+    return stats.bytes_out + stats.kept_bytes
 
 
 def assert_same_training(outcome: Outcome, reference: Outcome) -> None:
@@ -112,8 +123,8 @@ def test_offloading_changes_no_bit(family: str, modules: tuple[str, ...], train:
     assert_same_training(outcome, train(family))
     stats = outcome.stats
     assert stats.per_module.keys() == set(modules)
-    for name in modules:
-        assert stats.per_module[name].bytes_out == stats.per_module[name].bytes_in > 0, name
+    assert all(stats.per_module[name].bytes_out > 0 for name in modules)
+    assert stats.bytes_out == stats.bytes_in + stats.returned_bytes
     assert stats.denied_bytes == 0
 
 
@@ -124,9 +135,45 @@ def test_offloading_changes_no_bit_beside(setting: str, family: str, modules: tu
         pytest.skip("a setting of experts")
     if setting in COMPILED and family == "qwen3_moe" and not (shutil.which("c++") and shutil.which("ninja")):
         pytest.skip("Megatron builds a C++ extension for it")
+    discarded = DISCARDED_BY_RECOMPUTE.get(setting.removeprefix("recompute_"), ())
+    modules = tuple(name for name in modules if name not in discarded)
     outcome = train(family, *SETTINGS[setting], *offload(modules))
     assert_same_training(outcome, train(family, *SETTINGS[setting]))
-    assert outcome.stats.bytes_out == outcome.stats.bytes_in > 0
+    assert outcome.stats.bytes_out == outcome.stats.bytes_in + outcome.stats.returned_bytes > 0
+
+
+@pytest.mark.parametrize(("family", "modules"), ALL)
+def test_a_recomputed_layer_offloads_its_input_alone(family: str, modules: tuple[str, ...], train: Train) -> None:
+    stats = train(family, *SETTINGS["recompute_full"], *offload(modules)).stats
+    assert stats.per_module.keys() == {"attn_norm"}
+    with_all = train(family, *offload(modules)).stats
+    assert 0 < stats.bytes_out <= with_all.per_module["attn_norm"].bytes_out
+
+
+@pytest.mark.parametrize(("family", "modules"), ALL)
+def test_megatrons_knobs_leave_some_on_the_device(family: str, modules: tuple[str, ...], train: Train) -> None:
+    whole = train(family, *offload(modules)).stats
+    half = train(family, *offload(modules), "activation_offload_fraction=0.5")
+    one_at_a_time = train(family, *offload(modules), "fine_grained_offloading_max_inflight_offloads=0")
+    for outcome in (half, one_at_a_time):
+        assert_same_training(outcome, train(family))
+    assert offered_bytes(one_at_a_time.stats) == offered_bytes(whole)
+    assert 0.3 * whole.bytes_out < half.stats.bytes_out < offered_bytes(whole)
+    # The first passes of a step keep their groups only after one such pass has had its backward.
+    assert offered_bytes(half.stats) == offered_bytes(whole)
+
+
+@pytest.mark.parametrize(("family", "modules"), ALL)
+@pytest.mark.parametrize("budget", ["1GiB", "64KiB"])
+@pytest.mark.filterwarnings("ignore:gpu_memory_budget. .* cannot be met:UserWarning")
+def test_auto_changes_no_bit(family: str, modules: tuple[str, ...], budget: str, train: Train) -> None:
+    auto = ("fine_grained_activation_offloading=true", "offload_modules=auto")
+    outcome = train(family, *auto, f'activation_offload.gpu_memory_budget="{budget}"')
+    assert_same_training(outcome, train(family))
+    whole = offered_bytes(train(family, *offload(modules)).stats)
+    assert outcome.stats.per_module.keys() <= set(modules)
+    # The first step offloads everything; what follows, as much as the budget asks for.
+    assert 0 < outcome.stats.bytes_out <= (whole if budget == "64KiB" else 0.6 * whole)
 
 
 @pytest.mark.parametrize(("family", "modules"), ALL)
@@ -147,9 +194,10 @@ def test_small_tensors_stay(train: Train) -> None:
 
 
 def forward(model: MegatronModel) -> Tensor:
-    ids = make_batch(0)["input_ids"]
+    ids = to_device(make_batch(0))["input_ids"]
     chunk: Any = model.chunks[0]
-    loss: Tensor = chunk.train()(ids, torch.arange(ids.shape[1]).expand_as(ids), None).sum()
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    loss: Tensor = chunk.train()(ids, positions, None).sum()
     return loss
 
 
@@ -181,7 +229,7 @@ def test_a_dropped_or_failed_forward_leaves_the_arena_empty(
     gc.collect()  # the traceback's frames
     assert held_bytes[0] > 0
     assert engine.stats().host_bytes == 0
-    metrics = [take_step(model, step) for step in range(NUM_STEPS)]
+    metrics = take_steps(model)
     assert metrics == train(family).metrics
     assert same_tensors(weights_of(model), train(family).weights)
 
@@ -195,13 +243,13 @@ def test_forward_only_passes_move_nothing(family: str, modules: tuple[str, ...],
     def pass_forward_only() -> None:
         before = engine.stats().bytes_out
         compute_logprobs(model, make_batch(0), 2, 1.0)
-        generate(model.modules[0], [[1, 2], [3]], greedy, batch_size=2, end_id=258, seed=0)  # type: ignore[arg-type]
+        generate(model.modules, [[1, 2], [3]], greedy, batch_size=2, end_id=258, seed=0)  # type: ignore[arg-type]
         assert engine.stats().bytes_out == before
 
     pass_forward_only()
     metrics = []
-    for step in range(NUM_STEPS):
-        metrics.append(take_step(model, step))
+    for step, num_samples in enumerate(NUM_SAMPLES):
+        metrics.append(take_step(model, step, num_samples))
         pass_forward_only()
     assert metrics == train(family).metrics
-    assert engine.stats().bytes_out == train(family, *offload(modules)).stats.bytes_out
+    assert offered_bytes(engine.stats()) == offered_bytes(train(family, *offload(modules)).stats)

@@ -1,0 +1,210 @@
+"""Random small configurations, and the bytes per module that the planner's table of plain operators gives for them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from nemo_rl_offload.planner.activations import LayerContext, Numbers, Storage, Tokens
+from nemo_rl_offload.planner.catalogue import load_model_shape
+from nemo_rl_offload.planner.layout import Layout, stage_layers
+from nemo_rl_offload.planner.modules import (
+    DENSE_MLP_MODULES,
+    DISCARDED_BY_RECOMPUTE,
+    MOE_MODULES,
+    SUPPORTED_MODULES,
+)
+from nemo_rl_offload.planner.schedule import pipeline_schedule
+from nemo_rl_offload.planner.shape import ModelShape
+from nemo_rl_offload.planner.torch_activations import (
+    torch_layer,
+    torch_mtp_layer,
+    torch_recomputed_layers,
+    with_received_input,
+)
+
+MICRO_BATCH_SIZE = 2
+_DENSE = ("core_attn", "mlp", "layernorm")
+_LATENT = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "mla_up_proj", "shared_experts")
+SELECTIVE = {
+    "qwen2": _DENSE,
+    "qwen3": _DENSE,
+    "llama": _DENSE,
+    "qwen3_moe": ("core_attn", "layernorm", "moe_act", "moe"),
+    "deepseek_v3": _LATENT,
+    "deepseek_v3_mtp": _LATENT,
+}
+LAYOUTS = {
+    "one": Layout(),
+    "tp2": Layout(2, tensor=2),
+    "tp2-sp": Layout(2, tensor=2, sequence_parallel=True),
+    "pp2": Layout(2, pipeline=2),
+    "pp2-vpp2": Layout(2, pipeline=2, virtual=2),
+    "pp2-vpp2-tp2-sp": Layout(4, pipeline=2, virtual=2, tensor=2, sequence_parallel=True),
+}
+
+
+@dataclass
+class Case:
+    """A random small configuration."""
+
+    family: str
+    shape: dict[str, Any]
+    modules: tuple[str, ...]
+    recompute: tuple[str, ...] | str | None
+    """Modules of selective recomputation, or the method of full recomputation."""
+    element_bytes: int
+    router_bytes: int
+    min_elements: int
+    num_microbatches: int
+    sequence: int
+    layout: Layout = field(default_factory=Layout)
+
+    def overrides(self) -> Iterator[str]:
+        """For `make_policy`."""
+        yield "fine_grained_activation_offloading=true"
+        yield f"offload_modules=[{','.join(self.modules)}]"
+        yield f".precision={'float32' if self.element_bytes == 4 else 'bfloat16'}"
+        yield f"min_offloaded_tensor_size={self.min_elements}"
+        if self.router_bytes == 4:
+            yield "moe_router_dtype=fp32"
+        if isinstance(self.recompute, tuple):
+            yield "recompute_granularity=selective"
+            yield f"recompute_modules=[{','.join(self.recompute)}]"
+        elif self.recompute is not None:
+            yield "recompute_granularity=full"
+            yield f"recompute_method={self.recompute}"
+            yield "recompute_num_layers=1"
+        layout = self.layout
+        yield f"tensor_model_parallel_size={layout.tensor}"
+        yield f"sequence_parallel={str(layout.sequence_parallel).lower()}"
+        yield f"pipeline_model_parallel_size={layout.pipeline}"
+        if layout.virtual > 1:
+            yield f"virtual_pipeline_model_parallel_size={layout.virtual}"
+            yield "overlap_p2p_comm=true"
+            yield "batch_p2p_comm=false"
+
+
+def random_case(seed: int, layout: str = "one") -> Case:
+    """Every family is among the first seeds."""
+    random, ranks = Random(f"{layout} {seed}"), LAYOUTS[layout]
+    families = list(SELECTIVE)
+    family = families[seed % len(families)]
+    if ranks.tensor > 1 and not ranks.sequence_parallel:
+        family = families[seed % 3]  # Megatron's experts need sequence parallelism beside tensor parallelism
+    recompute = _random_recompute(random, family)
+    element_bytes = random.choice([2, 4])
+    return Case(
+        family,
+        _random_shape(random, family, ranks),
+        _random_modules(random, family, recompute if isinstance(recompute, tuple) else ()),
+        recompute,
+        element_bytes,
+        router_bytes=4 if family.startswith("deepseek") else random.choice([element_bytes, 4]),
+        min_elements=random.choice([0, 0, 700]),
+        num_microbatches=random.choice([2, 4, 6]) if ranks.pipeline > 1 else random.randint(1, 3),
+        sequence=2 * random.randint(3, 12) if ranks.tensor > 1 else random.randint(5, 24),
+        layout=ranks,
+    )
+
+
+def _random_shape(random: Random, family: str, layout: Layout) -> dict[str, Any]:
+    groups = random.choice([1, 2, 4]) * layout.tensor
+    shape: dict[str, Any] = {
+        "hidden_size": 16 * random.randint(2, 5),
+        "intermediate_size": 8 * random.randint(4, 15),
+        "num_hidden_layers": random.randint(1, 3) if layout.pipeline == 1 else random.choice([4, 8]),
+        "num_attention_heads": groups * random.choice([1, 2, 3]),
+        "num_key_value_heads": groups,
+        "head_dim": 8 * random.randint(1, 4),
+    }
+    if family in ("qwen2", "llama"):
+        shape["hidden_size"] = shape.pop("head_dim") * shape["num_attention_heads"]
+    experts = {
+        "num_experts": random.choice([3, 4, 6]),
+        "num_experts_per_tok": random.choice([2, 3]),
+        "moe_intermediate_size": 8 * random.randint(2, 8),
+    }
+    if family == "qwen3_moe":
+        shape |= experts
+    if family.startswith("deepseek"):
+        del shape["head_dim"]
+        nope, rope = random.choice([(16, 8), (8, 8), (24, 16)])
+        shape |= experts | {
+            "n_routed_experts": experts.pop("num_experts"),
+            "num_key_value_heads": shape["num_attention_heads"],
+            "q_lora_rank": random.choice([None, 24, 40]),
+            "kv_lora_rank": random.choice([12, 32]),
+            "qk_nope_head_dim": nope,
+            "qk_rope_head_dim": rope,
+            "v_head_dim": random.choice([12, nope + rope]),
+            "first_k_dense_replace": random.randint(0, 1),
+            "n_shared_experts": random.choice([1, 2]),
+        }
+    return shape
+
+
+def _random_recompute(random: Random, family: str) -> tuple[str, ...] | str | None:
+    chosen = tuple(name for name in SELECTIVE[family] if random.random() < 0.4) or None
+    if chosen and "mla_up_proj" in chosen:
+        chosen = tuple(name for name in chosen if name != "layernorm")  # with both, qkv_linear cannot be listed
+    if chosen and "moe" in chosen:
+        chosen = tuple(name for name in chosen if name not in ("moe_act", "shared_experts"))
+    return random.choices([None, chosen, "uniform", "block"], [3, 7, 1, 1])[0]
+
+
+def _random_modules(random: Random, family: str, recompute: tuple[str, ...]) -> tuple[str, ...]:
+    is_latent = family.startswith("deepseek")
+    absent = {"qwen3_moe": (*DENSE_MLP_MODULES, "shared_experts")}.get(family, () if is_latent else MOE_MODULES)
+    modules = {name for name in SUPPORTED_MODULES if name not in absent and random.random() < 0.8}
+    modules -= {
+        name
+        for part in recompute
+        for name in DISCARDED_BY_RECOMPUTE.get(part, ())
+        if is_latent or name not in ("qkv_linear", "core_attn")
+    }
+    if "moe" in recompute:
+        modules -= set(MOE_MODULES)
+    if "core_attn" not in modules:
+        modules -= {"attn_proj"}
+    return tuple(name for name in SUPPORTED_MODULES if name in modules) or ("attn_norm",)
+
+
+def predict(case: Case, folder: Path, rank: int = 0) -> dict[str, int]:
+    """Bytes per module over all microbatches of a step, on one pipeline rank."""
+    shape = load_model_shape(str(folder), folder)
+    tokens = Tokens(MICRO_BATCH_SIZE * case.sequence, case.sequence)
+    numbers = Numbers(case.element_bytes, router_bytes=case.router_bytes)
+    context = LayerContext(shape, case.layout, tokens, numbers)
+    passes = pipeline_schedule(case.layout.pipeline, case.num_microbatches, case.layout.virtual)[rank]
+    found: Counter[str] = Counter()
+    for number, layers in enumerate(stage_layers(case.layout, shape.num_layers)[rank]):
+        # What a copy did not free is known, and left alone, when backward first comes to a pass of this chunk.
+        num_tries = [each.forward for each in passes if each.chunk == number].index(False)
+        for storage in _chunk(case, context, shape, layers, is_received=rank > 0 or number > 0):
+            module = storage.charged_to(case.modules, case.min_elements)
+            if module is not None and storage.num_bytes:
+                num_useless = 1 if storage.constant else num_tries
+                num_copies = case.num_microbatches if storage.leaves(case.modules) else num_useless
+                found[module] += storage.num_bytes * num_copies
+    return dict(found)
+
+
+def _chunk(case: Case, context: LayerContext, shape: ModelShape, layers: range, is_received: bool) -> Iterator[Storage]:
+    selective = case.recompute if isinstance(case.recompute, tuple) else ()
+    for number, layer in enumerate(layers):
+        if case.recompute == "uniform" or (case.recompute == "block" and number == 0):
+            storages = torch_recomputed_layers(context)
+        else:
+            storages = torch_layer(context, shape.layers_with_experts[layer], selective)
+        if number == 0 and is_received:
+            storages = [with_received_input(storages[0], context), *storages[1:]]
+        yield from storages
+    if layers.stop == shape.num_layers:
+        for _ in range(shape.num_mtp_layers):
+            if case.recompute == "uniform":
+                yield from torch_recomputed_layers(context, is_mtp=True)
+            else:
+                yield from torch_mtp_layer(context, selective)

@@ -1,0 +1,228 @@
+"""What the ranks of a test do: build a policy's model in a parallel layout, train it, and show what came out."""
+
+import gc
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from models import VOCABULARY_SIZE, count_step, make_batch, make_policy, write_model
+from numpy.typing import NDArray
+
+from nemo_rl_offload.batching.batch import shard
+from nemo_rl_offload.batching.division import Division
+from nemo_rl_offload.batching.plan import Cutting
+from nemo_rl_offload.losses.reduction import normalizers
+from nemo_rl_offload.losses.registry import build_loss
+from nemo_rl_offload.megatron import checkpoint
+from nemo_rl_offload.megatron.generation import generate
+from nemo_rl_offload.megatron.model import MegatronModel, build_model, init_process_groups
+from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
+from nemo_rl_offload.megatron.offload_setup import install_offloading
+from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
+from nemo_rl_offload.observability.manifest import Manifest
+from nemo_rl_offload.paged_stash.kernels import Pool
+from nemo_rl_offload.policy.microbatches import divide
+
+Arrays = dict[str, NDArray[np.float32]]
+MICRO_BATCH_SIZE = 2
+GREEDY: Any = {"backend": "megatron", "max_new_tokens": 6, "temperature": 1.0, "top_k": 1, "top_p": 1.0}
+
+
+class Outcome(NamedTuple):
+    """What a short training run leaves on one rank."""
+
+    metrics: list[dict[str, float]]
+    digests: list[str]
+    """Of this rank's gradients after each step and its weights at the end, bit for bit."""
+    gradients: Arrays
+    """Of the last step, by the names of the model's folder; on rank 0."""
+    weights: Arrays
+    logprobs: NDArray[np.float32] | None
+    """Of the last batch, or of its shard where ranks do not share it; on the last pipeline stage."""
+    bytes_out: dict[str, int]
+    host_bytes: int
+    stash: dict[str, Any] | None
+    """Counts of steps that ran again, and sizes."""
+
+
+def write(family: str, folder: Path, **shape: Any) -> Path:
+    """Write a family's model, of enough layers for two parts on each of two pipeline ranks."""
+    return write_model(family, folder, **{"num_hidden_layers": 4} | shape)
+
+
+def train(
+    folder: Path,
+    overrides: tuple[str, ...],
+    steps: tuple[tuple[int, int], ...],
+    full_at: tuple[tuple[int, int], ...] = (),
+) -> Outcome:
+    """Train on batches given by (number for the generator and the lengths, number of samples over all ranks).
+
+    `full_at`: ranks and numbers of steps whose paged stash has no page.
+    """
+    model, engine = _build(folder, overrides)
+    metrics, digests = [], []
+    for index, (number, num_samples) in enumerate(steps):
+        if (torch.distributed.get_rank(), index) in full_at:
+            _empty_stash(model)
+        batch = make_batch(number, num_samples)
+        division = _divide(batch, overrides)
+        mine, microbatches = _share(division)
+        metrics.append(
+            train_step(model, mine, build_loss("nll", {}), normalizers(batch), microbatches, temperature=1.0)
+        )
+        digests.append(_digest([weight.main_grad for weight in _parameters(model)]))
+    digests.append(_digest([weight.detach() for weight in _parameters(model)]))
+    logprobs = compute_logprobs(model, mine, microbatches, 1.0)
+    if logprobs is not None:
+        logprobs *= torch.arange(logprobs.shape[1]) < mine["input_lengths"][:, None]
+        logprobs = division.gather([logprobs]) if len(division.shards) == 1 else logprobs
+    stats = None if engine is None else engine.stats()
+    outcome = Outcome(
+        metrics,
+        digests,
+        _exported(model, gradients=True),
+        _exported(model, gradients=False),
+        None if logprobs is None else logprobs.numpy(),
+        {} if stats is None else {name: each.bytes_out for name, each in stats.per_module.items()},
+        0 if stats is None else stats.host_bytes,
+        None if model.guard is None else model.guard.stats(),
+    )
+    if engine is not None:
+        use_engine(None)
+        engine.close()
+    return outcome
+
+
+def _empty_stash(model: MegatronModel) -> None:
+    assert model.guard is not None
+    assert model.guard.stash is not None
+    pools = model.guard.stash.pools
+    for width, pool in pools.items():
+        pools[width] = Pool(width, pool.page_size, 0, 0, torch.device("cpu"))
+
+
+def count(folder: Path, overrides: tuple[str, ...], num_microbatches: int, sequence: int) -> dict[str, int]:
+    """Take a step on microbatches of full length; the bytes per module that the engine counted."""
+    model, engine = _build(folder, overrides)
+    return count_step(model, engine, num_microbatches, sequence)
+
+
+def sample(folder: Path, overrides: tuple[str, ...], prompts: list[list[int]]) -> list[list[int]]:
+    """Generate greedily, and train afterwards: sampling leaves the model as it was."""
+    model, _ = _build(folder, overrides)
+    responses = generate(model.modules, prompts, GREEDY, batch_size=3, end_id=VOCABULARY_SIZE - 1, seed=0)
+    batch = make_batch(0, 4)
+    train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
+    return [response.tokens for response in responses]
+
+
+class Resumed(NamedTuple):
+    """What a run leaves on one rank from a checkpoint on."""
+
+    at_checkpoint: Arrays
+    """Weights by the names of the model's folder; on rank 0."""
+    metrics: list[dict[str, float]]
+    weights: Arrays
+    digest: str
+    """Of this rank's weights in the end, and of random numbers after them, bit for bit."""
+    manifest: Manifest
+
+
+def train_and_save(folder: Path, overrides: tuple[str, ...], checkpoint_folder: Path) -> Resumed:
+    """Take two steps, write a checkpoint in the background of one step more, and take another."""
+    model, _ = _build(folder, overrides)
+    _steps(model, (0, 1))
+    at_checkpoint = _exported(model, gradients=False)
+    torch.rand(torch.distributed.get_rank() + 1)  # every rank at its own place in its random numbers
+    save = checkpoint.Save(model, checkpoint_folder, copies=True)
+    metrics = _steps(model, (2,))
+    manifest = save.finish()
+    return _resumed(model, at_checkpoint, metrics, manifest)
+
+
+def load_and_train(folder: Path, overrides: tuple[str, ...], checkpoint_folder: Path, manifest: Manifest) -> Resumed:
+    """Read the checkpoint in this layout, and take the same two steps from there."""
+    model, _ = _build(folder, overrides)
+    checkpoint.verify(checkpoint_folder, manifest)
+    checkpoint.load(model, checkpoint_folder)
+    at_checkpoint = _exported(model, gradients=False)
+    return _resumed(model, at_checkpoint, _steps(model, (2,)), manifest)
+
+
+def _resumed(model: MegatronModel, at_checkpoint: Arrays, metrics: list[dict[str, float]], files: Manifest) -> Resumed:
+    metrics += _steps(model, (3,))
+    digest = _digest([*(weight.detach() for weight in _parameters(model)), torch.rand(8)])
+    return Resumed(at_checkpoint, metrics, _exported(model, gradients=False), digest, files)
+
+
+def _steps(model: MegatronModel, numbers: tuple[int, ...]) -> list[dict[str, float]]:
+    return [
+        train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
+        for batch in (make_batch(number, 8) for number in numbers)
+    ]
+
+
+def _build(folder: Path, overrides: tuple[str, ...]) -> tuple[MegatronModel, Any]:
+    torch.set_num_threads(1)
+    policy = make_policy(*overrides)
+    _leave_groups()
+    init_process_groups(policy, seed=1)
+    engine = install_offloading(policy)
+    model = build_model(policy, folder, num_steps=10)
+    if engine is not None:
+        exclude_parameters(engine, model.modules)
+    return model, engine
+
+
+def _leave_groups() -> None:
+    """Destroy all process groups but the world's. Each has three threads, and Megatron's make dozens a layout, which
+    spin when a peer dies."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+        for group in list(torch.distributed.distributed_c10d._world.pg_map):
+            if group is not torch.distributed.group.WORLD:
+                torch.distributed.destroy_process_group(group)
+        del group
+        gc.collect()
+
+
+def _divide(batch: dict[str, torch.Tensor], overrides: tuple[str, ...]) -> Division:
+    return divide(batch, make_policy(*overrides), parallel_state.get_data_parallel_world_size(), "train")
+
+
+def _share(division: Division) -> tuple[dict[str, torch.Tensor], int | Cutting]:
+    rank = parallel_state.get_data_parallel_rank()
+    return division.shards[rank], MICRO_BATCH_SIZE if division.cuttings is None else division.cuttings[rank]
+
+
+def _shard(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    number = parallel_state.get_data_parallel_world_size()
+    return shard(batch, number)[parallel_state.get_data_parallel_rank()]
+
+
+def _parameters(model: MegatronModel) -> list[Any]:
+    return [weight for module in model.modules for weight in module.parameters()]
+
+
+def _digest(tensors: list[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _exported(model: MegatronModel, *, gradients: bool) -> Arrays:
+    own = [weight.data for weight in _parameters(model)]
+    if gradients:
+        for weight in _parameters(model):
+            weight.data = weight.main_grad.to(weight.dtype).clone()
+    exported = model.auto_bridge.export_hf_weights(model.modules, cpu=True, show_progress=False)
+    arrays = {name: weight.detach().float().numpy().copy() for name, weight in exported}
+    for weight, data in zip(_parameters(model), own, strict=True):
+        weight.data = data
+    return arrays if torch.distributed.get_rank() == 0 else {}

@@ -1,0 +1,86 @@
+"""Processes that are the ranks of one gloo group, forked from a server that has imported Megatron once."""
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+TIMEOUT_S = 240
+
+
+class Ranks:
+    """`world_size` processes that call functions of the module `rank_work` at the same time, one after another."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["rank_preload"])
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where the server looks for it
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: str, *args: Any) -> list[Any]:
+        """Return what `rank_work.function(*args)` returns on each rank."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(TIMEOUT_S), f"rank {rank} hangs in {function}{args}"
+            try:
+                is_done, result = pipe.recv()
+            except EOFError:
+                self._processes[rank].join()
+                raise AssertionError(f"rank {rank} ended with {self._processes[rank].exitcode}") from None
+            assert is_done, f"rank {rank}: {result}"
+            results.append(result)
+        return results
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    importlib.import_module("rank_preload")
+    work = importlib.import_module("rank_work")
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send((True, getattr(work, function)(*args)))
+        except Exception:  # noqa: BLE001 - the test shows it
+            pipe.send((False, traceback.format_exc()))
+
+
+def relative_error(values: dict[str, "NDArray[np.float32]"], reference: dict[str, "NDArray[np.float32]"]) -> float:
+    """Largest of any tensor; one that is all but zero counts by the norm of all."""
+    assert values.keys() == reference.keys()
+    total = sum(float(np.square(array, dtype=np.float64).sum()) for array in reference.values()) ** 0.5
+    assert total > 0
+    return max(
+        float(np.linalg.norm(values[name] - array) / max(np.linalg.norm(array), 1e-3 * total))
+        for name, array in reference.items()
+    )

@@ -1,0 +1,116 @@
+"""What `examples/cluster` holds: a job on a Ray cluster that is up; scripts and manifest as far as they can be read."""
+
+import json
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_grpo_run import SMALL, leftovers
+
+from nemo_rl_offload.command_line import build_parser
+from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
+
+CLUSTER = PROJECT_ROOT / "examples/cluster"
+RAY = str(Path(sys.executable).parent / "ray")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_a_submitted_job(tmp_path: Path) -> None:
+    dashboard = free_port()
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(RAY).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(PROJECT_ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RUN_MARK": str(tmp_path),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
+        "NEMO_RL_OFFLOAD": f"{sys.executable} -m nemo_rl_offload.cli",
+    }
+    names = ("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port")
+    ports = [f"--{name}={free_port()}" for name in names]
+    address = ("--node-ip-address=127.0.0.1", f"--dashboard-port={dashboard}", "--disable-usage-stats")
+    head = subprocess.Popen(
+        [RAY, "start", "--head", "--block", "--num-cpus=2", "--object-store-memory=200000000", *ports, *address],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_for_port(dashboard, head)
+        run_dir = tmp_path / "run"
+        command = [CLUSTER / "ray_job_submit.sh", "grpo", "--run-dir", run_dir, *SMALL, "cluster.gpus_per_node=1"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert json.loads((run_dir / "summary.json").read_text())["steps"] == 4
+        assert "succeeded" in done.stdout + done.stderr
+        refused = subprocess.run(
+            [*command[:3], tmp_path / "other", *SMALL, "cluster.num_nodes=2"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert refused.returncode != 0
+        assert "The Ray cluster is too small for cluster.num_nodes=2" in refused.stdout + refused.stderr
+    finally:
+        head.send_signal(signal.SIGTERM)
+        head.wait(60)
+    end_s = time.monotonic() + 30
+    while leftovers(str(tmp_path)) and time.monotonic() < end_s:
+        time.sleep(0.2)
+    assert leftovers(str(tmp_path)) == []
+
+
+def wait_for_port(port: int, process: subprocess.Popen[Any]) -> None:
+    end_s = time.monotonic() + 120
+    while time.monotonic() < end_s:
+        assert process.poll() is None
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.2)
+    raise AssertionError("the dashboard does not answer")
+
+
+@pytest.mark.parametrize("script", ["ray_job_submit.sh", "ray.sub"])
+def test_scripts_can_be_run(script: str) -> None:
+    assert os.access(CLUSTER / script, os.X_OK)
+    assert subprocess.run(["bash", "-n", CLUSTER / script], check=False).returncode == 0
+
+
+def test_the_manifests_command_is_one_of_ours() -> None:
+    job = yaml.safe_load((CLUSTER / "ray_job.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    words = shlex.split(job["spec"]["entrypoint"])
+    start = words.index("nemo-rl-offload")
+    options, overrides = build_parser().parse_known_args(words[start + 1 :])
+    config = read_config(PROJECT_ROOT / options.config, overrides).values
+    (group,) = cluster["workerGroupSpecs"]
+    (worker,) = group["template"]["spec"]["containers"]
+    assert config["cluster"] == {
+        "num_nodes": group["replicas"],
+        "gpus_per_node": int(worker["resources"]["limits"]["nvidia.com/gpu"]),
+    }
+    head = cluster["headGroupSpec"]["template"]["spec"]
+    assert head["terminationGracePeriodSeconds"] > config["fault_tolerance"]["grace_period_s"]
+    assert head["containers"][0]["image"] == worker["image"]

@@ -1,0 +1,175 @@
+"""Offloading under transformers' Trainer, TRL's trainers and FSDP2: the same weights come out."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from huggingface_models import DENSE_NAMES, DEVICE, gradients, identical, make_batch, make_model, offload
+
+from nemo_rl_offload import OffloadCallback
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+
+NAMES = ["core_attn", "mlp_norm", "mlp_act"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def callback(modules: list[str]) -> OffloadCallback:
+    return OffloadCallback(modules, host_memory_budget="64MiB", min_tensor_bytes=0)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    common = {"output_dir": "out", "report_to": [], "disable_tqdm": True, "use_cpu": DEVICE == "cpu", "seed": 1}
+    common |= {"per_device_train_batch_size": 2, "max_steps": 2, "save_strategy": "no", "logging_strategy": "no"}
+    return common | {"bf16": False, "gradient_checkpointing": False} | changes
+
+
+def assert_same_weights(left: Any, right: Any) -> None:
+    assert identical([*left.parameters()], [*right.parameters()])
+
+
+def train(callbacks: list[Any], **changes: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{name: each[0].cpu() for name, each in make_batch(9, seed).items()} for seed in range(8)]
+    settings = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "full_determinism": False}
+    model = make_model("llama", num_hidden_layers=3)
+    trainer = Trainer(
+        model,
+        TrainingArguments(**arguments(**settings, **changes)),
+        train_dataset=rows,
+        eval_dataset=rows[:2],
+        callbacks=callbacks,
+    )
+    trainer.train()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("modules", "changes"),
+    [
+        (NAMES, {}),
+        pytest.param(NAMES, {"bf16": True}, marks=pytest.mark.slow),
+        (["model.layers.*"], {"gradient_checkpointing": True}),
+        (
+            ["model.layers.*"],
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        ),
+    ],
+)
+def test_trainer(modules: list[str], changes: dict[str, Any]) -> None:
+    active = callback(modules)
+    assert_same_weights(train([active], **changes), train([], **changes))
+    stats = active.stats()
+    assert all(stats.per_module[each].num_groups == 3 * 2 * 2 for each in modules)  # layers, microbatches, steps
+    assert stats.bytes_out == stats.bytes_in > 0
+    assert stats.host_bytes == stats.host_capacity_bytes == 0
+
+
+def test_a_training_after_one_that_failed() -> None:
+    active = callback(NAMES)
+    assert active.stats().bytes_out == 0
+    model = make_model("llama")
+    num_bytes = []
+    for _ in range(2):  # the first begins, and never ends
+        active.on_train_begin(None, None, None, model=model)
+        gradients(model, [make_batch(5)])
+        num_bytes.append(active.stats().bytes_out)
+    active.on_train_end(None, None, None)
+    gradients(model, [make_batch(5)])
+    assert num_bytes[0] == num_bytes[1] == active.stats().bytes_out > 0
+
+
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(PROJECT_ROOT / "examples/models/tiny_speller")
+
+
+def sft(trl: Any, callbacks: list[Any]) -> Any:
+    from datasets import Dataset
+
+    model = make_model("llama", vocab_size=259)
+    trl.SFTTrainer(
+        model,
+        args=trl.SFTConfig(**arguments()),
+        train_dataset=Dataset.from_list([{"text": f"number {i}"} for i in range(8)]),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+    ).train()
+    return model
+
+
+def grpo(trl: Any, callbacks: list[Any]) -> Any:
+    from datasets import Dataset
+
+    model = make_model("llama", vocab_size=259)
+    trl.GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=trl.GRPOConfig(**arguments(num_generations=2, max_completion_length=6)),
+        train_dataset=Dataset.from_list([{"prompt": f"number {i}"} for i in range(8)]),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+    ).train()
+    return model
+
+
+@pytest.mark.parametrize("method", [sft, grpo])
+@pytest.mark.filterwarnings("ignore:::trl")
+def test_trl(method: Any) -> None:
+    trl = pytest.importorskip("trl")
+    active = callback(NAMES)
+    assert_same_weights(method(trl, [active]), method(trl, []))
+    assert active.stats().bytes_out == active.stats().bytes_in > 0
+
+
+def shard_and_train(rank: int, port: int, folder: Path) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    results = []
+    cases = [(None, None), (True, torch.bfloat16), (False, torch.bfloat16)]
+    for use_reentrant, param_dtype in cases:
+        model = make_model("qwen3")
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mp_policy=policy)
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        batches = [make_batch(11, seed=rank), make_batch(6, seed=rank)]
+        expected = [each.to_local() if hasattr(each, "to_local") else each for each in gradients(model, batches)]
+        for modules in (["model.layers.*"], [*DENSE_NAMES])[: 1 if use_reentrant else 2]:
+            with offload(model, modules) as active:
+                got = [each.to_local() if hasattr(each, "to_local") else each for each in gradients(model, batches)]
+            stats = active.stats()
+            moved = all(stats.per_module[each].bytes_out > 0 for each in modules)
+            results.append(identical(got, expected) and moved and stats.host_bytes == 0)
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda", reason="two ranks on the CPU")
+def test_fsdp2_on_two_ranks(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(shard_and_train, args=(port, tmp_path), nprocs=2)
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [True] * 5

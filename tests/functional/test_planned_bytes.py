@@ -1,0 +1,61 @@
+"""The planner's table of `transformer_impl: torch` on a CPU gives, per module, the bytes that the engine counts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import count_step, make_policy, write_model
+from planned_bytes import LAYOUTS, SELECTIVE, predict, random_case
+from ranks import Ranks
+
+from nemo_rl_offload.megatron.model import build_model
+from nemo_rl_offload.megatron.offload_setup import install_offloading
+
+NUM_CASES = 90
+DEFAULT_SEEDS = 2 * len(SELECTIVE)
+"""Configurations of the default run, every family among them; the others are slow."""
+
+ON_RANKS = [(layout, seed) for layout in LAYOUTS if layout != "one" for seed in range(6)]
+
+
+def seeds() -> list[Any]:
+    slow = [pytest.mark.slow]
+    return [pytest.param(seed, marks=slow * (seed >= DEFAULT_SEEDS)) for seed in range(NUM_CASES)]
+
+
+@pytest.mark.usefixtures("megatron_process_group")
+@pytest.mark.parametrize("seed", seeds())
+def test_predicted_bytes_are_the_counted_ones(seed: int, tmp_path: Path) -> None:
+    case = random_case(seed)
+    folder = write_model(case.family, tmp_path, **case.shape)
+    policy = make_policy(*case.overrides())
+    engine = install_offloading(policy)
+    assert engine is not None
+    counted = count_step(build_model(policy, folder, num_steps=1), engine, case.num_microbatches, case.sequence)
+    assert counted == predict(case, folder), case
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[int, Ranks]]:
+    """Running groups by their number of ranks."""
+    groups: dict[int, Ranks] = {}
+    yield groups
+    for group in groups.values():
+        group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "seed"), ON_RANKS)
+def test_predicted_bytes_are_those_of_every_rank(
+    layout: str, seed: int, ranks: dict[int, Ranks], tmp_path: Path
+) -> None:
+    case = random_case(seed, layout)
+    folder = write_model(case.family, tmp_path, **case.shape)
+    if case.layout.world not in ranks:
+        ranks[case.layout.world] = Ranks(case.layout.world)
+    counted = ranks[case.layout.world].run(
+        "count", folder, tuple(case.overrides()), case.num_microbatches, case.sequence
+    )
+    per_stage = case.layout.world // case.layout.pipeline
+    assert counted == [predict(case, folder, rank // per_stage) for rank in range(case.layout.world)], case

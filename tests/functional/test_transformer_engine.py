@@ -1,0 +1,135 @@
+"""Offloading inside Transformer Engine's layers, by this project's engine and by Megatron-Core's, changes no bit."""
+
+import importlib.util
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from models import make_batch, make_policy, offload, same_tensors, take_step, weights_of
+from torch import Tensor
+
+from nemo_rl_offload.megatron.model import build_model, init_process_groups
+from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
+from nemo_rl_offload.megatron.offload_setup import install_offloading
+from nemo_rl_offload.megatron.train_step import compute_logprobs
+from nemo_rl_offload.offload import OffloadStats
+
+HAS_TRANSFORMER_ENGINE = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not HAS_TRANSFORMER_ENGINE, reason="needs a CUDA device and Transformer Engine"),
+    pytest.mark.usefixtures("any_device_process_group"),
+]
+
+ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
+EXPERTS = ("mlp_norm", "expert_fc1", "moe_act")
+MODULES = {
+    "qwen2": ATTENTION,
+    "qwen3_moe": (*ATTENTION, *EXPERTS),
+    "deepseek_v3_mtp": ("attn_norm", *ATTENTION, *EXPERTS),
+}
+SINGLE = [
+    (family, ("core_attn", "attn_proj") if name == "attn_proj" else (name,))
+    for family, modules in MODULES.items()
+    for name in modules
+]
+TRANSFORMER_ENGINE = ("transformer_impl=transformer_engine", "attention_backend=unfused")
+FP8 = (".precision=bfloat16", "model_overrides={fp8:hybrid,fp8_recipe:tensorwise}")
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+Outcome = tuple[list[dict[str, float]], dict[str, Tensor], OffloadStats]
+
+
+@pytest.fixture(scope="module")
+def train(model_folder: Callable[..., Path]) -> Callable[..., Outcome]:
+    """A few steps of several microbatches on the batches of these numbers; each combination runs once."""
+    outcomes: dict[tuple[object, ...], Outcome] = {}
+
+    def run(family: str, *overrides: str, steps: tuple[int, ...] = (0, 1, 2), **shape: int) -> Outcome:
+        key = (family, overrides, steps, tuple(shape.items()))
+        if key not in outcomes:
+            policy = make_policy(*TRANSFORMER_ENGINE, *overrides)
+            engine = install_offloading(policy)
+            model = build_model(policy, model_folder(family, **shape), num_steps=10)
+            if engine is not None:
+                exclude_parameters(engine, model.modules)
+            metrics = [take_step(model, step) for step in steps]
+            stats = OffloadStats() if engine is None else engine.stats()
+            outcomes[key] = metrics, weights_of(model), stats
+            use_engine(None)
+            if engine is not None:
+                engine.close()
+        return outcomes[key]
+
+    return run
+
+
+def assert_same_training(outcome: Outcome, reference: Outcome) -> None:
+    assert outcome[0] == reference[0]
+    assert same_tensors(outcome[1], reference[1])
+    assert all(metrics["grad_norm"] > 0 for metrics in reference[0])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "modules"), [*SINGLE, *MODULES.items()])
+def test_our_engine_changes_no_bit(
+    family: str, modules: tuple[str, ...], precision: str, train: Callable[..., Outcome]
+) -> None:
+    setting = f".precision={precision}"
+    outcome = train(family, setting, *offload(modules))
+    assert_same_training(outcome, train(family, setting))
+    stats = outcome[2]
+    assert all(stats.per_module[name].bytes_out > 0 for name in modules)
+    assert stats.bytes_out == stats.bytes_in + stats.returned_bytes
+    assert stats.host_bytes == 0
+
+
+def test_eight_bit_tensors_move_as_they_are_stored(train: Callable[..., Outcome]) -> None:
+    steps = (2, 5, 8)  # 24 tokens in a microbatch: matrix products of 8 bits want a multiple of 8
+    outcome = train("qwen2", *FP8, *offload(("qkv_linear",)), steps=steps, **SHAPE)
+    assert_same_training(outcome, train("qwen2", *FP8, steps=steps, **SHAPE))
+    in_bfloat16 = train("qwen2", ".precision=bfloat16", *offload(("qkv_linear",)), steps=steps, **SHAPE)
+    assert 0 < outcome[2].bytes_out < in_bfloat16[2].bytes_out
+
+
+def _train_with_megatrons_engine(folder: Path, overrides: tuple[str, ...], pipe: Connection) -> None:
+    """In a process of its own: our class, once put into Megatron's place, stays there."""
+    os.environ |= {"NVTE_CPU_OFFLOAD_V1": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29507"}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    policy = make_policy(*TRANSFORMER_ENGINE, *overrides)
+    init_process_groups(policy, seed=1)
+    assert install_offloading(policy) is None
+    model = build_model(policy, folder, num_steps=10)
+    compute_logprobs(model, make_batch(0), 2, 1.0)  # would spoil the warm-up
+    metrics = []
+    for step in (0, 0, 0):  # lengths that stay: Megatron-Core's schedule is that of the first step
+        metrics.append(take_step(model, step))
+        compute_logprobs(model, make_batch(0), 2, 1.0)
+    manager = PipelineOffloadManager.get_instance()
+    weights = {name: weight.float().cpu().numpy() for name, weight in weights_of(model).items()}
+    pipe.send((metrics, weights, dict(manager.offload_summary_bytes)))
+
+
+@pytest.mark.parametrize(("family", "modules"), MODULES.items())
+def test_megatrons_engine_changes_no_bit_and_is_spared_forward_only_passes(
+    family: str, modules: tuple[str, ...], model_folder: Callable[..., Path], train: Callable[..., Outcome]
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    overrides = (*offload(modules), "activation_offload.engine=megatron")
+    process = context.Process(target=_train_with_megatrons_engine, args=(model_folder(family), overrides, theirs))
+    process.start()
+    theirs.close()
+    assert ours.poll(240)
+    metrics, weights, offloaded_bytes = ours.recv()
+    process.join()
+    reference = train(family, steps=(0, 0, 0))
+    assert metrics == reference[0]
+    assert weights.keys() == reference[1].keys()
+    assert all(torch.equal(torch.from_numpy(weights[name]), reference[1][name].float().cpu()) for name in weights)
+    assert all(offloaded_bytes[name] > 0 for name in modules)
