@@ -43,6 +43,19 @@ class MegatronModel:
     scheduler: Any
     guard: StepGuard | None = None
     """Runs a step again whose experts' buffers or stash did not suffice; None where they have no limits."""
+    weights_are_whole: bool = True
+    """False after a step with `overlap_param_gather`, which leaves each rank its own part until the next forward."""
+
+    def gather_weights(self) -> None:
+        """Bring the last step's weights to all ranks, which call this together.
+
+        For whoever reads or replaces weights, and for forwards that a rank may leave out, having nothing to do: the
+        others would wait for it in the forward's own gather.
+        """
+        if not self.weights_are_whole:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+            self.weights_are_whole = True
 
     @property
     def modules(self) -> list[torch.nn.Module]:

@@ -135,6 +135,7 @@ def train_step(
     grad_norm = None
     if is_finite := all_finite(model, outputs):
         _, grad_norm, _ = model.optimizer.step()
+        model.weights_are_whole = not model.chunks[0].ddp_config.overlap_param_gather
         model.scheduler.step(increment=1)
     return {
         **_reduce_metrics(outputs),

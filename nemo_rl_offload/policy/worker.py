@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from nemo_rl_offload.losses.reduction import Normalizers
     from nemo_rl_offload.megatron.checkpoint import Save
+    from nemo_rl_offload.megatron.model import MegatronModel
     from nemo_rl_offload.observability.manifest import Manifest
 
 
@@ -79,7 +80,12 @@ class PolicyWorker:
         )
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [weight for module in self._model.modules for weight in module.parameters()]
+        return [weight for module in self._whole_model().modules for weight in module.parameters()]
+
+    def _whole_model(self) -> MegatronModel:
+        """The model with the last step's weights on every rank, for everything but the next step."""
+        self._model.gather_weights()
+        return self._model
 
     def train(
         self,
@@ -126,6 +132,7 @@ class PolicyWorker:
         """The loss and its metrics on this rank's shard of a batch, which `norm` counts as a whole."""
         from nemo_rl_offload.megatron.train_step import evaluate
 
+        self._model.gather_weights()
         return self._with_loss(evaluate, batch, loss_name, loss_config, norm, cutting)
 
     def _with_loss(
@@ -153,7 +160,7 @@ class PolicyWorker:
 
         temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
         microbatches = cutting or self._policy["logprob_batch_size"]
-        logprobs = compute_logprobs(self._model, batch, microbatches, temperature, chunk_size)
+        logprobs = compute_logprobs(self._whole_model(), batch, microbatches, temperature, chunk_size)
         self._empty_cache(from_level=2)
         return None if logprobs is None else logprobs.numpy()
 
@@ -175,7 +182,7 @@ class PolicyWorker:
 
         temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
         microbatches = cutting or self._policy["logprob_batch_size"]
-        top = compute_topk_logits(self._model, batch, microbatches, temperature, k, num_tokens, chunk_size)
+        top = compute_topk_logits(self._whole_model(), batch, microbatches, temperature, k, num_tokens, chunk_size)
         self._empty_cache(from_level=2)
         return None if top is None else (top[0].numpy(), top[1].numpy())
 
@@ -188,7 +195,7 @@ class PolicyWorker:
         from nemo_rl_offload.megatron.generation import generate
 
         responses = generate(
-            self._model.modules,
+            self._whole_model().modules,
             prompts,
             self._policy["generation"],
             batch_size=self._policy["generation_batch_size"],
@@ -208,7 +215,7 @@ class PolicyWorker:
         """Begin to write this rank's part of a checkpoint, from a copy where training goes on meanwhile."""
         from nemo_rl_offload.megatron.checkpoint import Save
 
-        self._save = Save(self._model, folder, copies=in_background)
+        self._save = Save(self._whole_model(), folder, copies=in_background)
 
     def checkpoint_is_written(self) -> bool:
         """Whether this rank's part is on the disk."""
@@ -225,13 +232,13 @@ class PolicyWorker:
         from nemo_rl_offload.megatron import checkpoint
 
         checkpoint.verify(folder, manifest)
-        checkpoint.load(self._model, folder)
+        checkpoint.load(self._whole_model(), folder)
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder."""
         from nemo_rl_offload.megatron.model import export_hf
 
-        export_hf(self._model, self._model_path, folder)
+        export_hf(self._whole_model(), self._model_path, folder)
 
     def offload_stats(self) -> dict[str, Any] | None:
         """Totals of this rank's engine; None when offloading is off."""

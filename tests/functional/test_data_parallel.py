@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Arrays = dict[str, "NDArray[np.float32]"]
 NUM_STEPS = 3
+DDP = "distributed_data_parallel_config"
 TOLERANCE = 1e-5
 EXEMPLAR = PROJECT_ROOT / "examples/configs/grpo_tiny.yaml"
 
@@ -51,7 +52,8 @@ class OpenWorker(PolicyWorker):
         return {name: weight.detach().numpy().copy() for name, weight in self._named_parameters()}
 
     def _named_parameters(self) -> list[tuple[str, Any]]:
-        return [item for module in self._model.modules for item in module.named_parameters()]
+        names = [name for module in self._model.modules for name, _ in module.named_parameters()]
+        return list(zip(names, self._parameters(), strict=True))
 
 
 def make_policy(*overrides: str) -> Any:
@@ -62,7 +64,7 @@ def make_policy(*overrides: str) -> Any:
         "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
         "policy.megatron_cfg.optimizer.clip_grad=0",
     )
-    changes = [f"policy.megatron_cfg.optimizer.{text}" for text in overrides]
+    changes = [f"policy.megatron_cfg.{text if text.startswith(DDP) else f'optimizer.{text}'}" for text in overrides]
     return load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [*fixed, *changes])["policy"]
 
 
@@ -139,6 +141,27 @@ def test_two_workers_compute_what_one_does(
     assert relative_error(two[1], one[1]) < TOLERANCE
     assert relative_error(two[3], one[3]) < TOLERANCE
     assert relative_error(one[2], one[3]) > 100 * TOLERANCE, "the weights moved"
+
+
+def test_weights_whose_gather_is_put_off_are_whole_before_they_are_used(
+    groups: tuple[WorkerGroup, WorkerGroup],
+) -> None:
+    """`overlap_param_gather` leaves each rank its own part of a step until the next forward; others read before."""
+    batch = recorded_batch(8)
+    loss = load_config(EXEMPLAR)["loss_fn"]
+    outcomes = []
+    for overlap in ("false", "true"):
+        ddp = [f"{DDP}.{key}={overlap}" for key in ("overlap_param_gather", "overlap_grad_reduce")]
+        policy = make_policy("use_distributed_optimizer=true", "optimizer=adam", "lr=0.01", *ddp)
+        groups[1].run_all("rebuild", policy)
+        batch["prev_logprobs"] = torch.zeros(8, 14)
+        run_sharded(groups[1], "train", batch, "clipped_pg", loss, normalizers(batch))
+        weights = groups[1].run_all("weights")
+        outcomes.append((run_sharded(groups[1], "get_logprobs", batch), weights))
+    for expected, found in zip(outcomes[0][0], outcomes[1][0], strict=True):
+        assert np.array_equal(expected, found)
+    for expected, found in zip(outcomes[0][1], outcomes[1][1], strict=True):
+        assert all(np.array_equal(expected[name], found[name]) for name in expected)
 
 
 def test_logprobs_do_not_depend_on_the_number_of_workers(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
