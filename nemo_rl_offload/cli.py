@@ -17,6 +17,7 @@ from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from nemo_rl_offload.config.schema import PolicyConfig
     from nemo_rl_offload.planner.expert_buffers import Skew
     from nemo_rl_offload.planner.job import Job
 
@@ -141,12 +142,22 @@ def _job(options: argparse.Namespace, overrides: Sequence[str]) -> "Job":
         policy,
         load_model_shape(name, folder),
         device,
-        cluster["num_nodes"] * per_node,
+        _num_training_workers(policy, cluster["num_nodes"], per_node),
         skew=_skew(options),
         memory_bytes=parse_bytes(memory) if memory else 0,
         host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
         reference_on_host=config["loss_fn"]["reference_policy_kl_penalty"] > 0,
     )
+
+
+def _num_training_workers(policy: "PolicyConfig", num_nodes: int, per_node: int) -> int:
+    colocated = policy["generation"]["colocated"]
+    if not colocated["enabled"]:
+        if num_nodes > 1:
+            num_nodes -= colocated["resources"]["num_nodes"] or 0
+        else:
+            per_node -= colocated["resources"]["gpus_per_node"] or 0
+    return max(1, num_nodes * per_node)
 
 
 def _skew(options: argparse.Namespace) -> "Skew | None":

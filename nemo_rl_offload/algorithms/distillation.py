@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop
-from nemo_rl_offload.algorithms.problems import ProblemLoop, num_optimizer_steps
+from nemo_rl_offload.algorithms.problems import ProblemLoop, num_optimizer_steps, training_and_generation_slots
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
@@ -20,6 +20,7 @@ from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.policy.policy import Policy
+from nemo_rl_offload.policy.ranks import without_offloading
 
 
 class Distillation(ProblemLoop):
@@ -62,12 +63,7 @@ def teacher_config(config: MasterConfig) -> PolicyConfig:
     """The teacher's policy section: the student's with the section `teacher` over it, and nothing offloaded."""
     student, teacher = config["policy"], config["teacher"]
     assert teacher["model_name"] is not None, "checked with the configuration"
-    off = {"fine_grained_activation_offloading": False, "offload_modules": None}
-    merged: Any = {
-        **student,
-        **{key: value for key, value in teacher.items() if value is not None},
-        "megatron_cfg": {**student["megatron_cfg"], **off},
-    }
+    merged: Any = {**without_offloading(student), **{key: value for key, value in teacher.items() if value is not None}}
     return merged  # type: ignore[no-any-return]
 
 
@@ -88,10 +84,19 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
         environment = make_environment(config)
         shared: dict[str, Any] = {"seed": section["seed"], "keep_reference": False}
         end_id = tokenizer.eos_token_id
-        teacher = Policy(cluster, teacher_policy, teacher_path, end_id, num_steps=None, **shared)
+        slots, generation_slots = training_and_generation_slots(cluster, policy_config)
+        teacher = Policy(slots, teacher_policy, teacher_path, end_id, num_steps=None, **shared)
         student_path = resolve_model_path(policy_config["model_name"])
         num_steps = num_optimizer_steps(config)
-        policy = Policy(cluster, policy_config, student_path, end_id, num_steps=num_steps, **shared)
+        policy = Policy(
+            slots,
+            policy_config,
+            student_path,
+            end_id,
+            num_steps=num_steps,
+            generation_slots=generation_slots,
+            **shared,
+        )
         return Distillation(config, policy, teacher, environment, tokenizer, prompts, run_dir)
 
     return run_loop(config, run_dir, say, progress_stream, build, groups_per_slot=2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop
-from nemo_rl_offload.algorithms.problems import ProblemLoop, num_optimizer_steps
+from nemo_rl_offload.algorithms.problems import ProblemLoop, num_optimizer_steps, training_and_generation_slots
 from nemo_rl_offload.algorithms.rollout import Rollout
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
@@ -117,14 +117,16 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
 
     def build(cluster: VirtualCluster) -> GRPO:
         environment = make_environment(config)
+        slots, generation_slots = training_and_generation_slots(cluster, policy_config)
         policy = Policy(
-            cluster,
+            slots,
             policy_config,
             resolve_model_path(policy_config["model_name"]),
             tokenizer.eos_token_id,
             seed=grpo["seed"],
             num_steps=num_optimizer_steps(config) * grpo["ppo_epochs"],
             keep_reference=config["loss_fn"]["reference_policy_kl_penalty"] > 0,
+            generation_slots=generation_slots,
         )
         return GRPO(config, policy, environment, tokenizer, prompts, run_dir)
 

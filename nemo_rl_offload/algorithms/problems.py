@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 from nemo_rl_offload.algorithms.loop import TrainingLoop, section_of
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
-from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
+from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts
 from nemo_rl_offload.environments.pool import EnvironmentPool
 from nemo_rl_offload.policy.interface import PolicyInterface
@@ -69,6 +70,14 @@ class ProblemLoop(TrainingLoop):
                 policy_config["max_total_sequence_length"],
             ),
         )
+
+
+def training_and_generation_slots(
+    cluster: VirtualCluster, policy_config: PolicyConfig
+) -> tuple[VirtualCluster | ClusterPart, ClusterPart | None]:
+    """Where the policy trains, and where it generates if not in the same workers."""
+    colocated = policy_config["generation"]["colocated"]
+    return (cluster, None) if colocated["enabled"] else cluster.split(**colocated["resources"])
 
 
 def num_optimizer_steps(config: MasterConfig) -> int:

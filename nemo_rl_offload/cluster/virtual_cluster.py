@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
@@ -136,6 +136,34 @@ class VirtualCluster:
             self.shutdown()
             raise
 
+    def whole(self) -> "ClusterPart":
+        """All slots, for one worker group."""
+        return ClusterPart(self, 0, len(self.layout.nodes), 0, self.workers_per_node)
+
+    def split(self, num_nodes: int | None, gpus_per_node: int | None) -> tuple["ClusterPart", "ClusterPart"]:
+        """The slots without, and those with, the last `gpus_per_node` of the one node or the last `num_nodes` nodes.
+
+        Raises:
+            ResourceError: nothing would be left.
+        """
+        first, last = self.whole(), self.whole()
+        if len(self.layout.nodes) > 1:
+            assert num_nodes is not None
+            cut = len(self.layout.nodes) - num_nodes
+            first, last = replace(first, num_nodes=cut), replace(last, first_node=cut, num_nodes=num_nodes)
+        else:
+            assert gpus_per_node is not None
+            cut = self.workers_per_node - gpus_per_node
+            first = replace(first, workers_per_node=cut)
+            last = replace(last, first_worker=cut, workers_per_node=gpus_per_node)
+        if cut < 1:
+            raise ResourceError(
+                f"policy.generation.colocated.resources: {num_nodes or gpus_per_node} are to generate, which leaves "
+                f"none of {len(self.layout.nodes)} node(s) with {self.workers_per_node} worker(s) each to train. Lower "
+                "that, or raise cluster.gpus_per_node."
+            )
+        return first, last
+
     def renew(self) -> None:
         """End every worker in the slots, and take as many anew, on nodes that are alive.
 
@@ -201,6 +229,32 @@ class VirtualCluster:
         self.shutdown()
 
 
+@dataclass(frozen=True)
+class ClusterPart:
+    """Some of a cluster's slots: the same ones of neighbouring nodes. Ranks fill one node after the other."""
+
+    cluster: VirtualCluster
+    first_node: int
+    num_nodes: int
+    first_worker: int
+    """Of each node's slots."""
+    workers_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.num_nodes * self.workers_per_node
+
+    def node_of(self, rank: int) -> Node:
+        """The node of a rank."""
+        return self.cluster.layout.nodes[self.first_node + rank // self.workers_per_node]
+
+    def slot_of(self, rank: int) -> tuple[PlacementGroup, int]:
+        """The placement group of a rank, and the number of its bundle there."""
+        node, worker = divmod(rank, self.workers_per_node)
+        return self.cluster.placement_groups[self.first_node + node], self.first_worker + worker
+
+
 def _connect() -> None:
     # Under `uv run`, Ray would upload the working directory and start each worker through its own `uv run`: a
     # copy of the sources and a synchronization per worker, though workers share this environment already. The
@@ -215,13 +269,13 @@ def _connect() -> None:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
             _provide_local_token()
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=OBJECT_STORE_BYTES,
-            )
+            try:
+                _start_local()
+            except Exception as error:
+                if "timed out during startup" not in str(error):
+                    raise
+                ray.shutdown()
+                _start_local()  # on a busy machine Ray's 30 s are soon over; its files are in memory the second time
     except Exception as error:  # Ray raises plain ones too: "node timed out during startup"
         if not address:
             raise ResourceError(f"Could not start a local Ray cluster: {error}") from error
@@ -232,6 +286,16 @@ def _connect() -> None:
     if threading.current_thread() is threading.main_thread():
         # Ray's own handler prints a native stack and exits without running `VirtualCluster.__exit__`.
         signal.signal(signal.SIGTERM, _exit_on_sigterm)
+
+
+def _start_local() -> None:
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+    )
 
 
 def _probe(address: str) -> None:

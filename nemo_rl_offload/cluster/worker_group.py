@@ -30,7 +30,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
+from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.errors import NemoRLOffloadError, ResourceError, WorkerError
 
 GRACE_S = 1.0
@@ -79,11 +79,17 @@ class RankActor:
         return None
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the method's result, or a `Failure`."""
+        """Return the method's result, or a `Failure`. An argument that another rank kept is fetched from there."""
         try:
-            return getattr(self._worker, method)(*args, **kwargs)
+            fetched = [ray.get(argument) if isinstance(argument, ray.ObjectRef) else argument for argument in args]
+            return getattr(self._worker, method)(*fetched, **kwargs)
         except Exception as error:  # noqa: BLE001 - reported by the driver
             return _failure(error)
+
+    def keep(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Keep the method's result in Ray's store on this node; return a reference to it, or a `Failure`."""
+        result = self.call(method, args, {})
+        return result if isinstance(result, Failure) else ray.put(result)
 
 
 def _failure(error: Exception) -> Failure:
@@ -98,7 +104,7 @@ def _failure(error: Exception) -> Failure:
 
 
 class WorkerGroup:
-    """One ``worker_cls(*args, **kwargs)`` in its own process per slot of ``cluster``.
+    """One ``worker_cls(*args, **kwargs)`` in its own process per slot of ``cluster``, or of a part of it.
 
     ``env`` are environment variables for all of them. Besides, each process has RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR and (on CPU) OMP_NUM_THREADS in its environment before the module of
@@ -112,16 +118,16 @@ class WorkerGroup:
 
     def __init__(
         self,
-        cluster: VirtualCluster,
+        cluster: VirtualCluster | ClusterPart,
         worker_cls: type,
         *args: Any,
         env: Mapping[str, str] = MappingProxyType({}),
         **kwargs: Any,
     ) -> None:
-        self.world_size = cluster.world_size
-        self._layout = cluster.layout
+        self._slots = cluster if isinstance(cluster, ClusterPart) else cluster.whole()
+        self.world_size = self._slots.world_size
         self._places: list[Place] = []
-        self._actors = [_start_actor(cluster, rank, env) for rank in range(self.world_size)]
+        self._actors = [_start_actor(self._slots, rank, env) for rank in range(self.world_size)]
         self._places = self._gather([actor.locate.remote() for actor in self._actors])
         port = self._places[0].free_port
         self._gather([actor.construct.remote(port, worker_cls, args, kwargs) for actor in self._actors])
@@ -144,6 +150,14 @@ class WorkerGroup:
         assert len(shards) == self.world_size
         calls = zip(self._actors, shards, strict=True)
         return self._gather([actor.call.remote(method, shard, kwargs) for actor, shard in calls])
+
+    def keep_all(self, method: str, *args: Any) -> list[Any]:
+        """Call ``method`` as `run_all` does, but leave the results where they are.
+
+        Returns references in rank order, for `run_sharded` of another group to take as arguments: what they stand for
+        travels from node to node without passing through this process.
+        """
+        return self._gather([actor.keep.remote(method, args) for actor in self._actors])
 
     def shutdown(self) -> None:
         """Kill every rank. May be called twice."""
@@ -187,7 +201,7 @@ class WorkerGroup:
 
     def _where(self, rank: int) -> str:
         pid = f", pid {self._places[rank].pid}" if self._places else ""
-        return f"rank {rank} of {self.world_size} ({self._layout.node_of(rank).address}{pid})"
+        return f"rank {rank} of {self.world_size} ({self._slots.node_of(rank).address}{pid})"
 
 
 def _to_error(failure: Failure, where: str) -> NemoRLOffloadError:
@@ -198,16 +212,16 @@ def _to_error(failure: Failure, where: str) -> NemoRLOffloadError:
     return error
 
 
-def _start_actor(cluster: VirtualCluster, rank: int, extra_env: Mapping[str, str]) -> Any:
-    node_index, local_rank = divmod(rank, cluster.workers_per_node)
-    node = cluster.layout.node_of(rank)
+def _start_actor(slots: ClusterPart, rank: int, extra_env: Mapping[str, str]) -> Any:
+    cluster, node = slots.cluster, slots.node_of(rank)
+    placement_group, local_rank = slots.slot_of(rank)
     share = {name: amount / cluster.groups_per_slot for name, amount in cluster.layout.slot(node).items()}
     env = {
         "RANK": str(rank),
-        "WORLD_SIZE": str(cluster.world_size),
+        "WORLD_SIZE": str(slots.world_size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(cluster.workers_per_node),
-        "MASTER_ADDR": cluster.layout.nodes[0].address,
+        "MASTER_ADDR": slots.node_of(0).address,
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(_own_import_paths()),
     }
@@ -217,14 +231,13 @@ def _start_actor(cluster: VirtualCluster, rank: int, extra_env: Mapping[str, str
         # A thread that waits for the others spins, by default for long: beside one other busy process a step of the
         # tiny run took 7.5 s instead of 0.6 s. With a short spin it takes 1.0 s, and no longer on a quiet machine.
         env["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "1000")
-    placement = PlacementGroupSchedulingStrategy(
-        cluster.placement_groups[node_index], placement_group_bundle_index=local_rank
-    )
     options = {
         "num_cpus": math.floor(share.get("CPU", 0) * 10_000) / 10_000,  # Ray counts in ten-thousandths
         "num_gpus": share.get("GPU", 0),
         "runtime_env": {"env_vars": env | dict(extra_env)},
-        "scheduling_strategy": placement,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group, placement_group_bundle_index=local_rank
+        ),
     }
     return ray.remote(RankActor).options(**options).remote()
 

@@ -44,7 +44,7 @@ _NAMES = {
         "average_in_collective use_custom_fsdp data_parallel_sharding_strategy"
     ),
     "policy.generation": (
-        "vllm_cfg vllm_kwargs sglang_cfg trtllm_cfg mcore_generation_config colocated "
+        "vllm_cfg vllm_kwargs sglang_cfg trtllm_cfg mcore_generation_config "
         "stop_token_ids stop_strings bad_words val_temperature val_top_p val_top_k model_name use_async_rollouts "
         "port_range_low port_range_high refit_transport refit_cfg lora_refit_mode quant_cfg real_quant "
         "real_quant_ignore real_quant_export_cpu_offload nvfp4_pertoken_rollout worker_extension_cls_fqn"
@@ -96,8 +96,7 @@ _REASONS = {
     "policy.megatron_cfg.optimizer.bf16": "it follows policy.precision",
     "policy.megatron_cfg.optimizer.fp16": "it follows policy.precision",
     "policy.megatron_cfg.optimizer.params_dtype": "it follows policy.precision",
-    "policy.generation.vllm_cfg": "the training workers generate",
-    "policy.generation.colocated": "the training workers generate",
+    "policy.generation.vllm_cfg": "Megatron-Core generates, in workers laid out like the training workers",
     "grpo.async_grpo": "steps generate and train by turns",
     "data.dataset_name": "env.reasoning_gym.task generates the problems",
     "data.train.dataset_name": "env.reasoning_gym.task generates the problems",

@@ -14,7 +14,7 @@ from nemo_rl_offload.config.offload_recompute_rules import OFFLOAD_RECOMPUTE_RUL
 from nemo_rl_offload.config.offload_rules import OFFLOAD_RULES, OFFLOAD_WARNINGS
 from nemo_rl_offload.config.parallel_rules import PARALLEL_RULES
 from nemo_rl_offload.config.rule import MEGATRON, Get, Rule, megatron
-from nemo_rl_offload.config.run_rules import RUN_RULES, RUN_RULES_OF_THIS_MACHINE
+from nemo_rl_offload.config.run_rules import RUN_RULES, RUN_RULES_OF_THIS_MACHINE, RUN_WARNINGS
 from nemo_rl_offload.config.shapes import read_shape
 from nemo_rl_offload.config.stash_rules import STASH_RULES
 from nemo_rl_offload.config.worker_rules import WORKER_RULES, WORKER_WARNINGS
@@ -110,5 +110,6 @@ WARNINGS: tuple[Rule, ...] = (
     *MEGATRON_WARNINGS,
     *WORKER_WARNINGS,
     *BATCHING_WARNINGS,
+    *RUN_WARNINGS,
     *ALGORITHM_WARNINGS,
 )

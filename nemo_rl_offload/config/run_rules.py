@@ -45,6 +45,35 @@ def _function(get: Get) -> Iterator[str]:
         yield "env.function.path: missing value. Give one: env.function.path=package.module:name"
 
 
+def _generation_workers(get: Get) -> Iterator[str]:
+    path = "policy.generation.colocated"
+    if get("algorithm") not in GENERATES or get(f"{path}.enabled"):
+        return
+    key = "gpus_per_node" if get("cluster.num_nodes") == 1 else "num_nodes"
+    other = "num_nodes" if key == "gpus_per_node" else "gpus_per_node"
+    wanted, there = get(f"{path}.resources.{key}"), get(f"cluster.{key}")
+    if wanted is None:
+        yield f"{path}.resources.{key}: missing value: how many of cluster.{key} generate. Give at least 1."
+    elif there != "auto" and wanted >= there:
+        yield (
+            f"{path}.resources.{key}: {wanted} of cluster.{key}={there} leaves none to train. "
+            f"Set cluster.{key} to at least {wanted + 1}."
+        )
+    if (useless := get(f"{path}.resources.{other}")) not in (None, 1 if other == "num_nodes" else None):
+        yield (
+            f"{path}.resources.{other}: {useless} is not allowed with cluster.num_nodes={get('cluster.num_nodes')}, "
+            f"where {path}.resources.{key} says which workers generate. Set it to null."
+        )
+
+
+def _useless_resources(get: Get) -> Iterator[str]:
+    path = "policy.generation.colocated"
+    if get("algorithm") in GENERATES and get(f"{path}.enabled"):
+        for key in ("gpus_per_node", "num_nodes"):
+            if (value := get(f"{path}.resources.{key}")) is not None:
+                yield f"{path}.resources.{key}: {value} has no effect while {path}.enabled is true."
+
+
 @cache
 def task_names() -> set[str]:
     """Return the names of reasoning-gym's data sets, read from its sources: importing it takes seconds."""
@@ -72,4 +101,6 @@ RUN_RULES: tuple[Rule, ...] = (
     _prompt_template,
     _task,
     _function,
+    _generation_workers,
 )
+RUN_WARNINGS: tuple[Rule, ...] = (_useless_resources,)

@@ -23,9 +23,27 @@ class TokenizerConfig(TypedDict):
 
 
 @closed
+class GenerationResources(TypedDict):
+    gpus_per_node: Positive | None
+    """On one machine: how many of its workers only generate."""
+    num_nodes: Positive | None
+    """On several machines: how many of them only generate."""
+
+
+@closed
+class ColocatedConfig(TypedDict):
+    enabled: bool
+    """Generate in the training workers; false: in workers of their own, which take the weights over after each step."""
+    resources: GenerationResources
+    """With false: how many of the cluster's workers generate; the others train."""
+
+
+@closed
 class GenerationConfig(TypedDict):
     backend: Literal["megatron"]
-    """Engine that generates the responses, in the training workers."""
+    """Engine that generates the responses."""
+    colocated: ColocatedConfig
+    """Which workers generate."""
     max_new_tokens: Positive
     """Longest response, in tokens."""
     temperature: Annotated[float, Gt(0)]

@@ -11,8 +11,7 @@ from torch import Tensor
 from nemo_rl_offload.batching.batch import Batch, num_samples, select
 from nemo_rl_offload.batching.division import Division
 from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
-from nemo_rl_offload.cluster.worker_group import WorkerGroup
+from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers
@@ -24,41 +23,15 @@ from nemo_rl_offload.planner.hardware import recognise
 from nemo_rl_offload.planner.shape import ModelShape
 from nemo_rl_offload.planner.work import training_flops
 from nemo_rl_offload.policy.microbatches import divide, is_planned
-from nemo_rl_offload.policy.worker import Placement, PolicyWorker
+from nemo_rl_offload.policy.ranks import Ranks, data_parallel_size, without_offloading
 
 
-def worker_env(config: PolicyConfig) -> dict[str, str]:
-    """Environment variables of the workers: what their engine needs, and the user's `env_vars` over it."""
-    cfg = config["megatron_cfg"]
-    is_megatron = cfg["activation_offload"]["engine"] == "megatron"
-    # Megatron-Core's engine hooks into Transformer Engine's first offloading interface, which is off by default.
-    return ({"NVTE_CPU_OFFLOAD_V1": "1"} if is_megatron else {}) | (cfg["env_vars"] or {})
-
-
-def data_parallel_size(config: PolicyConfig, world_size: int) -> int:
-    """How many shards a batch is cut into.
-
-    Raises ConfigError when the ranks do not divide among the parallel sizes, or a global batch among the shards.
-    """
-    cfg = config["megatron_cfg"]
-    num_stages = cfg["pipeline_model_parallel_size"]
-    num_together = cfg["tensor_model_parallel_size"] * num_stages
-    if world_size % num_together:
-        raise ConfigError(
-            f"policy.megatron_cfg.tensor_model_parallel_size x pipeline_model_parallel_size = {num_together} does not "
-            f"divide the cluster's {world_size} workers"
-        )
-    num_shards = world_size // num_together
-    num_ranks = num_shards * cfg["tensor_model_parallel_size"]
-    if num_ranks % cfg["expert_model_parallel_size"]:
-        raise ConfigError(
-            f"policy.megatron_cfg.expert_model_parallel_size: {cfg['expert_model_parallel_size']} does not divide the "
-            f"{num_ranks} workers of a pipeline stage"
-        )
+def check_batches(config: PolicyConfig, num_shards: int) -> None:
+    """Raise ConfigError when a global batch cannot be cut into whole micro batches over the shards."""
     if is_planned(config):
-        return num_shards
-    size = config["train_micro_batch_size"]
-    multiple = num_shards * size
+        return
+    cfg, size = config["megatron_cfg"], config["train_micro_batch_size"]
+    multiple, num_stages = num_shards * size, cfg["pipeline_model_parallel_size"]
     if config["train_global_batch_size"] % multiple:
         raise ConfigError(
             f"policy.train_global_batch_size: {config['train_global_batch_size']} is not a multiple of "
@@ -70,14 +43,14 @@ def data_parallel_size(config: PolicyConfig, world_size: int) -> int:
             f"policy.train_global_batch_size: with virtual_pipeline_model_parallel_size, a step's {num_microbatches} "
             f"micro batches must be a multiple of the {num_stages} pipeline ranks"
         )
-    return num_shards
 
 
 class Policy:
     """A policy on the slots of `cluster`; implements `PolicyInterface`.
 
     `num_steps` is the number of optimizer steps that the learning-rate schedule spans; None for a policy that is never
-    trained. With `keep_reference` each rank keeps a copy of the start weights in host memory.
+    trained. With `keep_reference` each rank keeps a copy of the start weights in host memory. `generation_slots` are
+    for workers that only generate; without any the training workers do it.
 
     Raises ConfigError when a global batch cannot be cut into whole micro batches over the ranks, or when Megatron
     refuses the configuration; WorkerError when a worker fails.
@@ -85,7 +58,7 @@ class Policy:
 
     def __init__(
         self,
-        cluster: VirtualCluster,
+        cluster: VirtualCluster | ClusterPart,
         config: PolicyConfig,
         model_path: Path,
         end_id: int,
@@ -93,35 +66,28 @@ class Policy:
         seed: int,
         num_steps: int | None,
         keep_reference: bool,
+        generation_slots: ClusterPart | None = None,
     ) -> None:
         self._config = config
         self._end_id = end_id
-        self._num_shards = data_parallel_size(config, cluster.world_size)
-        self._workers = WorkerGroup(
-            cluster,
-            PolicyWorker,
-            config,
-            model_path.resolve(),
-            env=worker_env(config),
-            seed=seed,
-            num_steps=num_steps,
-            keep_reference=keep_reference,
-        )
-        self._placements: list[Placement] = self._workers.run_all("placement")
+        check_batches(config, data_parallel_size(config, cluster.world_size))
+        self._ranks = Ranks(cluster, config, model_path, seed=seed, num_steps=num_steps, keep_reference=keep_reference)
+        self._workers = self._ranks.workers
+        self._generators: Ranks | None = None
+        if generation_slots is not None:
+            self._generators = Ranks(
+                generation_slots,
+                without_offloading(config),
+                model_path,
+                seed=seed,
+                num_steps=None,
+                keep_reference=False,
+            )
+        self._generators_are_behind = False
         self._trained_flops = 0.0
         self._shape: ModelShape | None = None
         with suppress(ConfigError):  # of a family that the planner does not know
             self._shape = load_model_shape(config["model_name"], model_path)
-
-    def _run_sharded(self, method: str, shards: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Give each rank the shard of its data-parallel rank; returns one result for each shard."""
-        results = self._workers.run_sharded(method, [shards[place.data_parallel_rank] for place in self._placements])
-        sources = {
-            place.data_parallel_rank: result
-            for place, result in zip(self._placements, results, strict=True)
-            if place.is_source
-        }
-        return [sources[number] for number in range(len(shards))]
 
     def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
         """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics."""
@@ -134,6 +100,7 @@ class Policy:
         for start in range(0, num_samples(batch), size):
             global_batch = select(batch, slice(start, start + size))
             steps.append(self._with_loss("train", global_batch, loss_name, loss_config))
+        self._generators_are_behind = True
         return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
 
     def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
@@ -141,7 +108,7 @@ class Policy:
         return self._with_loss("evaluate", batch, loss_name, loss_config)
 
     def _with_loss(self, method: str, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
-        division = divide(batch, self._config, self._num_shards, "train", rows_per_sample(loss_name))
+        division = divide(batch, self._config, self._ranks.num_shards, "train", rows_per_sample(loss_name))
         metrics: dict[str, float] = self._run_divided(method, division, loss_name, loss_config, normalizers(batch))[0]
         return metrics
 
@@ -150,7 +117,7 @@ class Policy:
         shards = [(shard, *args) for shard in division.shards]
         if division.cuttings is not None:
             shards = [(*each, cutting) for each, cutting in zip(shards, division.cuttings, strict=True)]
-        return self._run_sharded(method, shards)
+        return self._ranks.run_sharded(method, shards)
 
     def get_logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of every token under the current weights, float32 [B, S]; position 0 is 0."""
@@ -167,7 +134,7 @@ class Policy:
 
     def _for_logprobs(self, batch: Batch) -> Division:
         inputs = {key: batch[key] for key in ("input_ids", "input_lengths")}
-        return divide(inputs, self._config, self._num_shards, "logprob")
+        return divide(inputs, self._config, self._ranks.num_shards, "logprob")
 
     def get_topk_logits(self, batch: Batch, k: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The `k` largest logits that predict each token, over temperature, and their ids, [B, S, K]; position 0 is 0.
@@ -179,20 +146,13 @@ class Policy:
         return division.gather(list(map(torch.tensor, values))), division.gather(list(map(torch.tensor, ids)))
 
     def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
-        """Sample one response for each prompt; a function of weights, prompts, `seed` and number of shards.
-
-        Ranks that hold each other's experts sample together, from the same prompts.
-        """
-        cfg = self._config["megatron_cfg"]
-        num_alike = max(1, cfg["expert_model_parallel_size"] // cfg["tensor_model_parallel_size"])
-        num_shards = self._num_shards // num_alike
-        size = -(-len(prompts) // num_shards)
-        shards = [
-            (list(prompts[number * size : (number + 1) * size]), seed * num_shards + number, self._end_id)
-            for number in range(num_shards)
-            for _ in range(num_alike)
-        ]
-        return [response for part in self._run_sharded("generate", shards)[::num_alike] for response in part]
+        """Sample one response for each prompt; a function of weights, prompts, `seed` and number of shards."""
+        if self._generators is None:
+            return self._ranks.generate(prompts, seed, self._end_id)
+        if self._generators_are_behind:
+            self._ranks.hand_weights_to(self._generators)
+            self._generators_are_behind = False
+        return self._generators.generate(prompts, seed, self._end_id)
 
     def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write weights, optimizer, schedule and random numbers into a new folder, which all nodes share."""
@@ -210,6 +170,7 @@ class Policy:
     def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
         """Read what was written, with these files."""
         self._workers.run_all("load_checkpoint", folder.resolve(), manifest)
+        self._generators_are_behind = True
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, with the start model's configuration and tokenizer."""
@@ -263,7 +224,7 @@ class Policy:
 
     @property
     def world_size(self) -> int:
-        """Number of workers."""
+        """Number of workers that train."""
         return self._workers.world_size
 
     def trained_flops(self) -> float | None:
@@ -292,3 +253,5 @@ class Policy:
     def shutdown(self) -> None:
         """Kill the workers. May be called twice."""
         self._workers.shutdown()
+        if self._generators is not None:
+            self._generators.workers.shutdown()

@@ -30,11 +30,19 @@ if TYPE_CHECKING:
     from nemo_rl_offload.observability.manifest import Manifest
 
 
+WEIGHT_PIECE_BYTES = 64 << 20
+"""Weights travel in pieces of about this size."""
+
+
 class Placement(NamedTuple):
-    """A rank's part in the work: which shard of a batch it gets, and whether its results are its shard's."""
+    """A rank's part in the work: which shard of a batch it gets, and whether its results are its shard's.
+
+    Ranks with the same `coordinates` (tensor, pipeline, expert tensor and expert rank) hold the same parameters.
+    """
 
     data_parallel_rank: int
     is_source: bool
+    coordinates: tuple[int, ...] = ()
 
 
 class PolicyWorker:
@@ -77,6 +85,12 @@ class PolicyWorker:
         return Placement(
             parallel_state.get_data_parallel_rank(),
             is_first and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+            (
+                parallel_state.get_tensor_model_parallel_rank(),
+                parallel_state.get_pipeline_model_parallel_rank(),
+                parallel_state.get_expert_tensor_parallel_rank(),
+                parallel_state.get_expert_model_parallel_rank(),
+            ),
         )
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -189,6 +203,41 @@ class PolicyWorker:
     def _write_weights(self, values: list[torch.Tensor]) -> None:
         for weight, value in zip(self._parameters(), values, strict=True):
             weight.data.copy_(value)
+
+    def num_weight_pieces(self) -> int:
+        """How many pieces `read_weights` has."""
+        return len(self._weight_pieces())
+
+    def _weight_pieces(self) -> list[list[torch.Tensor]]:
+        """Parameters, and buffers such as the routers' biases, in the order of the modules."""
+        pieces: list[list[torch.Tensor]] = [[]]
+        size_bytes = 0
+        for module in self._whole_model().modules:
+            for weight in (*module.parameters(), *module.buffers()):
+                if size_bytes and size_bytes + weight.nbytes > WEIGHT_PIECE_BYTES:
+                    pieces.append([])
+                    size_bytes = 0
+                pieces[-1].append(weight.detach())
+                size_bytes += weight.nbytes
+        return pieces
+
+    def read_weights(self, piece: int, ranks: list[int]) -> list[NDArray[np.uint8]] | None:
+        """The bytes of a piece of this rank's weights, as `write_weights` takes them; None where nothing is to send."""
+        import torch
+        import torch.distributed as dist
+
+        pieces = self._weight_pieces()
+        if dist.get_rank() not in ranks or piece >= len(pieces):
+            return None
+        return [weight.cpu().contiguous().flatten().view(torch.uint8).numpy() for weight in pieces[piece]]
+
+    def write_weights(self, piece: int, values: list[NDArray[np.uint8]] | None) -> None:
+        """Take over a piece of the weights of a rank with the same parameters."""
+        import torch
+
+        if values is not None:
+            for weight, value in zip(self._weight_pieces()[piece], values, strict=True):
+                weight.copy_(torch.tensor(value).view(weight.dtype).view(weight.shape))
 
     def generate(self, prompts: list[list[int]], seed: int, end_id: int) -> list[Response]:
         """Sample one response for each prompt."""

@@ -1,10 +1,12 @@
+from contextlib import nullcontext
 from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.cluster.virtual_cluster import Node, VirtualCluster, choose_layout
+from nemo_rl_offload.cluster import virtual_cluster
+from nemo_rl_offload.cluster.virtual_cluster import Layout, Node, VirtualCluster, choose_layout
 from nemo_rl_offload.errors import ResourceError
 
 
@@ -78,8 +80,57 @@ def test_slots_fit_and_leave_cores(
         assert ("GPU" in slot) == (layout.device == "cuda") == any(gpus for _, gpus in shapes)
 
 
+@given(num_nodes=st.integers(1, 5), per_node=st.integers(1, 8), nodes=st.integers(1, 5), workers=st.integers(1, 8))
+def test_a_split_gives_every_slot_to_one_part(num_nodes: int, per_node: int, nodes: int, workers: int) -> None:
+    whole = VirtualCluster.__new__(VirtualCluster)  # its constructor starts Ray
+    whole.layout = Layout("cuda", tuple(cluster(*[(16, per_node)] * num_nodes)), per_node)
+    whole.workers_per_node = per_node
+    whole.placement_groups = tuple(f"group of {node.address}" for node in whole.layout.nodes)  # type: ignore[misc]
+    is_possible = nodes < num_nodes if num_nodes > 1 else workers < per_node
+    if not is_possible:
+        with pytest.raises(ResourceError, match=r"none of .* to train"):
+            whole.split(nodes, workers)
+        return
+    first, last = whole.split(nodes, workers)
+    assert last.world_size == (nodes * per_node if num_nodes > 1 else workers)
+    slots = [part.slot_of(rank) for part in (first, last) for rank in range(part.world_size)]
+    every = [whole.whole().slot_of(rank) for rank in range(num_nodes * per_node)]
+    assert slots == every
+    assert len(set(every)) == num_nodes * per_node
+    for part in (first, last, whole.whole()):
+        for rank in range(part.world_size):
+            assert part.slot_of(rank)[0] == f"group of {part.node_of(rank).address}"
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:port"])
 def test_address_without_a_cluster(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ResourceError, match=f"RAY_ADDRESS={address}: .*RAY_AUTH_MODE=token"):
         VirtualCluster(1, "auto")
+
+
+@pytest.mark.parametrize(
+    ("errors", "num_tries", "is_up"),
+    [
+        (["The current node timed out during startup."], 2, True),
+        (["The current node timed out during startup."] * 2, 2, False),
+        (["no space left"], 1, False),
+    ],
+)
+def test_ray_gets_a_second_chance_on_a_busy_machine(
+    errors: list[str], num_tries: int, is_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    def init(address: str, **_: object) -> None:
+        tries.append(address)
+        if len(tries) <= len(errors):
+            raise Exception(errors[len(tries) - 1])
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "kept from the environment of this process")
+    monkeypatch.setattr(virtual_cluster.ray, "init", init)
+    monkeypatch.setattr(virtual_cluster.signal, "signal", lambda *_: None)
+    with nullcontext() if is_up else pytest.raises(ResourceError, match=errors[-1]):
+        virtual_cluster._connect()
+    assert tries == ["local"] * num_tries

@@ -15,7 +15,30 @@ Refuses = Callable[[str, str, str, str], None]
 MakeModel = Callable[..., Path]
 M = "policy.megatron_cfg"
 
+COLOCATED = "policy.generation.colocated"
+APART = f"{COLOCATED}.enabled=false cluster.gpus_per_node=4 {COLOCATED}.resources.gpus_per_node"
+NODES_APART = f"{COLOCATED}.enabled=false cluster.num_nodes=3 {COLOCATED}.resources"
 CASES = [
+    (f"{COLOCATED}.enabled=false", f"{COLOCATED}.resources.gpus_per_node", "Give at least 1", f"{APART}=1"),
+    (f"{APART}=4", f"{COLOCATED}.resources.gpus_per_node", "at least 5", f"{APART}=3"),
+    (
+        f"{APART}=1 {COLOCATED}.resources.num_nodes=2",
+        f"{COLOCATED}.resources.num_nodes",
+        "Set it to null",
+        f"{APART}=1 {COLOCATED}.resources.num_nodes=1",
+    ),
+    (
+        f"{NODES_APART}.num_nodes=3",
+        f"{COLOCATED}.resources.num_nodes",
+        "at least 4",
+        f"{NODES_APART}.num_nodes=2",
+    ),
+    (
+        f"{NODES_APART}.num_nodes=1 {COLOCATED}.resources.gpus_per_node=1",
+        f"{COLOCATED}.resources.gpus_per_node",
+        "Set it to null",
+        f"{COLOCATED}.resources.gpus_per_node=null",
+    ),
     (
         "data.max_input_seq_length=89",
         "policy.max_total_sequence_length",

@@ -17,7 +17,7 @@ from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers, valid_tokens
-from nemo_rl_offload.policy import policy as policy_module
+from nemo_rl_offload.policy import ranks as ranks_module
 from nemo_rl_offload.policy.policy import Policy
 from nemo_rl_offload.policy.worker import Placement
 
@@ -31,7 +31,9 @@ class FakeWorker:
         self.rank = rank
         tensor_size, num_stages = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
         stage, rest = divmod(rank, world_size // num_stages)
-        self.place = Placement(rest // tensor_size, rest % tensor_size == 0 and stage == num_stages - 1)
+        coordinates = (rest % tensor_size, stage)
+        self.place = Placement(rest // tensor_size, rest % tensor_size == 0 and stage == num_stages - 1, coordinates)
+        self.weights = ["start", "start", "start"][: stage + 1]
         self.calls: list[tuple[Any, ...]] = []
         self.cuttings: list[Cutting | None] = []
 
@@ -72,6 +74,17 @@ class FakeWorker:
         self.calls.append((prompts, seed))
         return [Response([*prompt, end_id], [0.0] * (len(prompt) + 1), True) for prompt in prompts]
 
+    def num_weight_pieces(self) -> int:
+        return len(self.weights)
+
+    def read_weights(self, piece: int, ranks: list[int]) -> str | None:
+        is_there = self.rank in ranks and piece < len(self.weights)
+        return f"piece {piece} of {self.place.coordinates}" if is_there else None
+
+    def write_weights(self, piece: int, value: str | None) -> None:
+        if value is not None:
+            self.weights[piece] = value
+
     def offload_stats(self) -> dict[str, Any]:
         per_module = {"core_attn": {"bytes_out": 5, "bytes_in": 4}} if self.rank == 0 else {}
         return {**dict.fromkeys(WORDS, 10 + self.rank), "demand_reloads": 1, "per_module": per_module}
@@ -92,6 +105,9 @@ class FakeGroup:
     def run_all(self, method: str, *args: Any) -> list[Any]:
         return [getattr(worker, method)(*args) for worker in self.workers]
 
+    def keep_all(self, method: str, *args: Any) -> list[Any]:
+        return self.run_all(method, *args)
+
     def run_sharded(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]:
         return [getattr(worker, method)(*shard) for worker, shard in zip(self.workers, shards, strict=True)]
 
@@ -100,16 +116,18 @@ class FakeGroup:
 def make() -> Any:
     """Build a policy over fake workers; returns it and them."""
 
-    def make(world_size: int, *overrides: str) -> tuple[Policy, list[FakeWorker]]:
+    def make(world_size: int, *overrides: str, num_generators: int = 0) -> tuple[Policy, list[FakeWorker]]:
         changes = ["policy.train_global_batch_size=12", "policy.train_micro_batch_size=2", *overrides]
         config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", changes)["policy"]
         cluster: Any = SimpleNamespace(world_size=world_size)
-        policy = Policy(cluster, config, Path("model"), 9, seed=1, num_steps=1, keep_reference=False)
+        slots: Any = SimpleNamespace(world_size=num_generators) if num_generators else None
+        arguments: Any = {"seed": 1, "num_steps": 1, "keep_reference": False, "generation_slots": slots}
+        policy = Policy(cluster, config, Path("model"), 9, **arguments)
         group: Any = policy._workers
         return policy, group.workers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy_module, "WorkerGroup", FakeGroup)
+        patch.setattr(ranks_module, "WorkerGroup", FakeGroup)
         yield make
 
 
@@ -125,6 +143,30 @@ def make_batch(size: int) -> Batch:
         "token_mask": (torch.arange(7) < lengths[:, None]).float(),
         "sample_mask": torch.ones(size),
     }
+
+
+@pytest.mark.parametrize(("num_trainers", "num_generators"), [(4, 8), (8, 4)])
+def test_generators_take_the_weights_over_after_each_change(num_trainers: int, num_generators: int, make: Any) -> None:
+    sizes = [f"policy.megatron_cfg.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline")]
+    policy, trainers = make(num_trainers, *sizes, num_generators=num_generators)
+    generators = policy._generators.workers.workers
+    prompts = [[number] for number in range(5)]
+
+    def generated() -> list[int]:
+        assert [response.tokens for response in policy.generate(prompts, 3)] == [[*prompt, 9] for prompt in prompts]
+        return [len(worker.calls) for worker in trainers]
+
+    assert generated() == [0] * num_trainers, "the trainers do not generate"
+    assert all(set(worker.weights) == {"start"} for worker in generators)
+    policy.train(make_batch(12), "clipped_pg", {"ratio_clip_min": 0.1})
+    assert all(set(worker.weights) == {"start"} for worker in generators), "not before they are needed"
+    generated()
+    for worker in generators:
+        expected = [f"piece {piece} of {worker.place.coordinates}" for piece in range(len(worker.weights))]
+        assert worker.weights == expected
+        worker.weights = ["kept"] * len(expected)
+    generated()
+    assert all(set(worker.weights) == {"kept"} for worker in generators), "not again without a step"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

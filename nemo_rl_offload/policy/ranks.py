@@ -1,0 +1,120 @@
+"""The workers of one model: how work is cut for them, and how they sample.
+
+Training and generation can have workers of their own (`policy.generation.colocated`). Both are laid out alike by
+Megatron's tensor, pipeline and expert sizes, so that each rank of one group has a rank of the other with the same
+parameters in the same order, and weights go from rank to rank as they are, without a detour by Hugging Face's names or
+a whole model in any one place. The rejected alternative is a communicator over both groups: NCCL's would be faster than
+Ray's object store, but both groups would have to start, fail and restart as one. The limit: generation cannot be laid
+out in another way than training.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
+from nemo_rl_offload.cluster.worker_group import WorkerGroup
+from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.policy.worker import Placement, PolicyWorker
+
+
+def worker_env(config: PolicyConfig) -> dict[str, str]:
+    """Environment variables of the workers: what their engine needs, and the user's `env_vars` over it."""
+    cfg = config["megatron_cfg"]
+    is_megatron = cfg["activation_offload"]["engine"] == "megatron"
+    # Megatron-Core's engine hooks into Transformer Engine's first offloading interface, which is off by default.
+    return ({"NVTE_CPU_OFFLOAD_V1": "1"} if is_megatron else {}) | (cfg["env_vars"] or {})
+
+
+def without_offloading(config: PolicyConfig) -> PolicyConfig:
+    """For workers that never train."""
+    off: Any = {"fine_grained_activation_offloading": False, "offload_modules": None}
+    return {**config, "megatron_cfg": config["megatron_cfg"] | off}
+
+
+def data_parallel_size(config: PolicyConfig, world_size: int) -> int:
+    """How many shards a batch is cut into.
+
+    Raises ConfigError when the ranks do not divide among the parallel sizes.
+    """
+    cfg = config["megatron_cfg"]
+    num_together = cfg["tensor_model_parallel_size"] * cfg["pipeline_model_parallel_size"]
+    if world_size % num_together:
+        raise ConfigError(
+            f"policy.megatron_cfg.tensor_model_parallel_size x pipeline_model_parallel_size = {num_together} does not "
+            f"divide the cluster's {world_size} workers"
+        )
+    num_shards = world_size // num_together
+    num_ranks = num_shards * cfg["tensor_model_parallel_size"]
+    if num_ranks % cfg["expert_model_parallel_size"]:
+        raise ConfigError(
+            f"policy.megatron_cfg.expert_model_parallel_size: {cfg['expert_model_parallel_size']} does not divide the "
+            f"{num_ranks} workers of a pipeline stage"
+        )
+    return num_shards
+
+
+class Ranks:
+    """One model on the slots of `cluster`, in `num_shards` copies. Arguments and errors as for `Policy`."""
+
+    def __init__(
+        self,
+        cluster: VirtualCluster | ClusterPart,
+        config: PolicyConfig,
+        model_path: Path,
+        *,
+        seed: int,
+        num_steps: int | None,
+        keep_reference: bool,
+    ) -> None:
+        self._config = config
+        self.num_shards = data_parallel_size(config, cluster.world_size)
+        self.workers = WorkerGroup(
+            cluster,
+            PolicyWorker,
+            config,
+            model_path.resolve(),
+            env=worker_env(config),
+            seed=seed,
+            num_steps=num_steps,
+            keep_reference=keep_reference,
+        )
+        self._placements: list[Placement] = self.workers.run_all("placement")
+
+    def run_sharded(self, method: str, shards: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Give each rank the shard of its data-parallel rank; returns one result for each shard."""
+        results = self.workers.run_sharded(method, [shards[place.data_parallel_rank] for place in self._placements])
+        sources = {
+            place.data_parallel_rank: result
+            for place, result in zip(self._placements, results, strict=True)
+            if place.is_source
+        }
+        return [sources[number] for number in range(len(shards))]
+
+    def generate(self, prompts: Sequence[list[int]], seed: int, end_id: int) -> list[Response]:
+        """Sample one response for each prompt; a function of weights, prompts, `seed` and number of shards.
+
+        Ranks that hold each other's experts sample together, from the same prompts.
+        """
+        cfg = self._config["megatron_cfg"]
+        num_alike = max(1, cfg["expert_model_parallel_size"] // cfg["tensor_model_parallel_size"])
+        num_shards = self.num_shards // num_alike
+        size = -(-len(prompts) // num_shards)
+        shards = [
+            (list(prompts[number * size : (number + 1) * size]), seed * num_shards + number, end_id)
+            for number in range(num_shards)
+            for _ in range(num_alike)
+        ]
+        return [response for part in self.run_sharded("generate", shards)[::num_alike] for response in part]
+
+    def hand_weights_to(self, other: "Ranks") -> None:
+        """Give the ranks of a group that is laid out alike the weights of this one."""
+        sources: dict[tuple[int, ...], int] = {}
+        for rank, place in enumerate(self._placements):
+            sources.setdefault(place.coordinates, rank)
+        wanted = [sources[place.coordinates] for place in other._placements]
+        for piece in range(max(self.workers.run_all("num_weight_pieces"))):
+            kept = self.workers.keep_all("read_weights", piece, sorted(set(wanted)))
+            other.workers.run_sharded("write_weights", [(piece, kept[rank]) for rank in wanted])
