@@ -26,6 +26,19 @@ CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training
 MANIFEST_FILE, POLICY = "manifest.json", "policy"
 MEMORY_FILE = "memory_trace.json"
 ERROR_FILE, RESTARTS_FILE, LOCK_FILE = "error.log", "restarts.log", ".lock"
+_LAYOUT_AND_MEMORY = """
+    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size sequence_parallel num_layers_in_first_pipeline_stage
+    num_layers_in_last_pipeline_stage fine_grained_activation_offloading offload_modules activation_offload
+    min_offloaded_tensor_size activation_offload_fraction delta_offload_bytes_across_pp_ranks
+    fine_grained_offloading_max_inflight_offloads activation_checkpointing recompute_granularity recompute_modules
+    recompute_method recompute_num_layers empty_unused_memory_level cpu_affinity env_vars
+"""
+MEANS = (
+    *("cluster", "fault_tolerance", "logger", "policy.generation.colocated"),
+    *(f"policy.megatron_cfg.{key}" for key in _LAYOUT_AND_MEMORY.split()),
+)
+"""Keys that say by what means a run computes, not what: a run may go on with others."""
 BEFORE_TRAINING = {CONFIG_FILE, f".{CONFIG_FILE}.partial", ERROR_FILE, LOCK_FILE}
 
 
@@ -34,8 +47,8 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
     """Create or re-enter the folder of a run, note its configuration there, and keep other processes out meanwhile.
 
     Without an explicit folder, an unfinished run of the same configuration under `default` is taken up again; any other
-    run there is left alone, and `default-2`, `default-3`, ... is used. A folder in which nothing was trained yet is
-    free for any configuration.
+    run there is left alone, and `default-2`, `default-3`, ... is used. Configurations are the same but for `MEANS`. A
+    folder in which nothing was trained yet is free for any configuration.
 
     Raises:
         ConfigError: the explicit folder holds a run of another configuration, or other files, or is in use.
@@ -55,7 +68,8 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
             return
     raise ConfigError(
         f"--run-dir {explicit}: the folder holds something else than a run of this configuration (compare its "
-        f"{CONFIG_FILE}), or that run is still going on. Choose another folder."
+        f"{CONFIG_FILE}; parallel sizes, offloading, recomputation and the cluster may differ), or that run is still "
+        "going on. Choose another folder."
     )
 
 
@@ -79,7 +93,16 @@ def _can_enter(folder: Path, config: Mapping[str, Any], unfinished: bool) -> boo
         saved = yaml.safe_load((folder / CONFIG_FILE).read_text())
     except (UnicodeDecodeError, yaml.YAMLError):
         return False
-    return bool(saved == dict(config))
+    return isinstance(saved, dict) and _what(saved) == _what(config)
+
+
+def _what(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The configuration without `MEANS`."""
+    return {
+        key: _what(value, f"{path}{key}.") if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if f"{path}{key}" not in MEANS
+    }
 
 
 def _acquire(lock: IO[str]) -> bool:

@@ -184,6 +184,28 @@ def test_a_killed_run_resumes_to_the_same_end(finished: tuple[Path, str, str], t
     assert [name for name in expected_state if resumed_state[name] != expected_state[name]] == []
 
 
+@pytest.mark.slow
+def test_a_killed_run_goes_on_in_another_layout(finished: tuple[Path, str, str], tmp_path: Path) -> None:
+    run_dir, mark = tmp_path / "run", str(tmp_path)
+    process = start_run(run_dir, mark=mark)
+    wait_for((run_dir / "checkpoints" / "step_2").exists, process)
+    process.kill()
+    process.communicate()
+    wait_until_gone(mark)
+    two = ("cluster.gpus_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
+    resumed = start_run(run_dir, *two, "policy.megatron_cfg.fine_grained_activation_offloading=false", mark=mark)
+    output, errors = resumed.communicate(timeout=TIMEOUT_S)
+    assert resumed.returncode == 0, errors
+    assert f"Resuming from {run_dir}/checkpoints/step_2" in errors
+    assert json.loads(output)["world_size"] == 2
+    expected, found = metrics(finished[0]), metrics(run_dir)
+    assert found.keys() == expected.keys()
+    for step in (3, 4):
+        for name in ("reward", "grad_norm", "mean_gen_tokens_per_sample", "lr"):
+            # Sums in another order; the same responses were sampled.
+            assert found[step, "train"][name] == pytest.approx(expected[step, "train"][name], rel=1e-3)
+
+
 def wait_until_gone(mark: str) -> None:
     end_s = time.monotonic() + 15
     while (left := leftovers(mark)) and time.monotonic() < end_s:

@@ -1,7 +1,10 @@
 """Checkpoints are whole or absent, and a run directory is entered only by whom it belongs to."""
 
+import copy
+import functools
 import hashlib
 import json
+import operator
 import os
 import random
 import shutil
@@ -17,10 +20,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl_offload.observability.manifest import check_contents, file_digest
-from nemo_rl_offload.observability.run_directory import Checkpoints, open_run_directory
+from nemo_rl_offload.observability.run_directory import MEANS, Checkpoints, open_run_directory
 
 CONFIG = {"grpo": {"seed": 1, "names": ["a", "b"]}, "lr": 1e-5, "none": None}
 OTHER = {**CONFIG, "lr": 2e-5}
@@ -298,6 +301,34 @@ def test_explicit_folder_is_refused_or_entered(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         enter(tmp_path / "home", tmp_path, CONFIG)
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_may_go_on_by_other_means_alone(tmp_path: Path) -> None:
+    config = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")
+    folder = enter(tmp_path / "run", tmp_path, config)
+    (folder / "checkpoints").mkdir()
+    paths = list(leaves(config))
+    by_means = [path for path in paths if any(f"{path}.".startswith(f"{means}.") for means in MEANS)]
+    assert all(any(f"{path}.".startswith(f"{means}.") for path in by_means) for means in MEANS), "all are keys"
+    assert len(by_means) > 40
+    for path in paths:
+        other = copy.deepcopy(config)
+        *sections, key = path.split(".")
+        functools.reduce(operator.getitem, sections, other)[key] = "something else"
+        if path in by_means:
+            assert enter(folder, tmp_path, other) == folder
+        else:
+            with pytest.raises(ConfigError, match="parallel sizes, offloading"):
+                enter(folder, tmp_path, other)
+        enter(folder, tmp_path, config)
+
+
+def leaves(node: dict[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}"
 
 
 def test_a_running_run_is_left_alone(tmp_path: Path) -> None:
