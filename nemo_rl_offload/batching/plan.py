@@ -27,6 +27,11 @@ Lengths = Sequence[int]
 """Lengths of the rows of a sample."""
 
 
+def width_multiple(sequence_parallel_size: int, context_parallel_size: int) -> int:
+    """What divides the width of every microbatch."""
+    return sequence_parallel_size * (2 * context_parallel_size if context_parallel_size > 1 else 1)
+
+
 @dataclass(frozen=True)
 class Budget:
     """How large a microbatch may be, and on how many ranks."""

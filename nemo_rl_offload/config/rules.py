@@ -21,7 +21,6 @@ from nemo_rl_offload.config.worker_rules import WORKER_RULES, WORKER_WARNINGS
 from nemo_rl_offload.errors import ConfigError
 
 NOT_YET: dict[str, Any] = {
-    "context_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "cuda_graph_impl": "none",
     "optimizer.optimizer_cpu_offload": False,

@@ -20,6 +20,8 @@ class Shape:
     has_shared_experts: bool
     has_latent_attention: bool
     has_linear_attention: bool
+    predicts_further_tokens: bool
+    """Multi-token prediction."""
     activation: str | None
     """Hugging Face's name of the activation in the MLP."""
 
@@ -41,6 +43,7 @@ def read_shape(model_name: str) -> Shape:
         has_shared_experts=_whole(content, "n_shared_experts") + _whole(content, "shared_expert_intermediate_size") > 0,
         has_latent_attention=_whole(content, "kv_lora_rank") > 0,
         has_linear_attention=_whole(content, "linear_num_value_heads") > 0,
+        predicts_further_tokens=_whole(content, "num_nextn_predict_layers") > 0,
         activation=activation if isinstance(activation, str) else None,
     )
 

@@ -68,6 +68,7 @@ def _layout() -> dict[str, int]:
         "world_size": dist.get_world_size(),
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
         "expert": parallel_state.get_expert_model_parallel_world_size(),
     }
 

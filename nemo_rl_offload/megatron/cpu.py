@@ -99,7 +99,7 @@ def _streams() -> None:
 
 
 class _TorchWithoutCuda(types.ModuleType):
-    """`torch` as some Megatron modules see it: `device="cuda"` means the CPU in the two factories they use."""
+    """`torch` as some Megatron modules see it: in the two factories they use, `device="cuda"` means the CPU, unpinned."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -109,12 +109,13 @@ class _TorchWithoutCuda(types.ModuleType):
         return torch.zeros(*args, device=_CPU if str(device).startswith("cuda") else device, **kwargs)
 
     @staticmethod
-    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def tensor(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return torch.tensor(*args, **kwargs, device=_CPU if str(device).startswith("cuda") else device)  # type: ignore[misc]
 
 
 def _factories() -> None:
-    """`torch.zeros(..., device="cuda")`, `torch.tensor(..., device="cuda")` (schedules.py:749, optimizer.py:698).
+    """`torch.zeros(..., device="cuda")`, `torch.tensor(..., device="cuda")` (schedules.py:749, optimizer.py:698), and
+    `pin_memory=True` (rope_utils.py:59).
 
     Not in `torch` itself: there it would break `with torch.device(...)`, by which transformers builds its models.
     """
@@ -125,6 +126,7 @@ def _factories() -> None:
         "optimizer.clip_grads",
         "distributed.param_and_grad_buffer",
         "dist_checkpointing.strategies.state_dict_saver",
+        "models.common.embeddings.rope_utils",
     ):
         importlib.import_module(f"megatron.core.{name}").torch = _TorchWithoutCuda("torch")  # type: ignore[attr-defined]
 

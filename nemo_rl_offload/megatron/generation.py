@@ -8,7 +8,8 @@ a mask in every decoding step. Limit: one batch runs until its longest response 
 
 All ranks of one tensor-, pipeline- and expert-parallel group get the same prompts and stay in step. Pipeline stages
 hand activations on one after the other, and the last one's logits go to all of them, so that each rank samples the
-same tokens from the same random state. Sequence parallelism is off meanwhile: a decoding step has one position.
+same tokens from the same random state. Sequence and context parallelism are off meanwhile: a decoding step has one
+position.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,26 +51,45 @@ def sample(logits_BV: Tensor, config: GenerationConfig, generator: torch.Generat
     return tokens, scaled.log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
 
 
-_OF_SEQUENCE_PARALLELISM = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+_OF_SEQUENCE_PARALLELISM = {
+    "sequence_parallel": False,
+    "scatter_to_sequence_parallel": False,
+    "reduce_scatter_embeddings": False,
+}
+_OF_CONTEXT_PARALLELISM = {"context_parallel_size": 1, "cp_group": None}
 
 
 @contextmanager
-def _without_sequence_parallelism(chunks: list[Any]) -> Iterator[None]:
+def _with_whole_sequences(chunks: list[Any]) -> Iterator[None]:
+    """Every rank runs the model on whole sequences: a decoding step's one position cannot be split."""
+    config = chunks[0].config
+    off = (_OF_SEQUENCE_PARALLELISM if config.sequence_parallel else {}) | (
+        _OF_CONTEXT_PARALLELISM if config.context_parallel_size > 1 else {}
+    )
     modules = [module for chunk in chunks for module in chunk.modules()]
     holders = {id(each): each for module in modules for each in (module, getattr(module, "config", module))}
-    on = [
-        (each, name)
+    before = [
+        (each, name, getattr(each, name))
         for each in holders.values()
-        for name in _OF_SEQUENCE_PARALLELISM
-        if chunks[0].config.sequence_parallel and getattr(each, name, None) is True
+        for name, value in off.items()
+        if getattr(each, name, value) not in (value, False)
     ]
-    for each, name in on:
-        setattr(each, name, False)
+    for each, name, _ in before:
+        setattr(each, name, off[name])
+    _forget_positions(modules)
     try:
         yield
     finally:
-        for each, name in on:
-            setattr(each, name, True)
+        for each, name, value in before:
+            setattr(each, name, value)
+        _forget_positions(modules)
+
+
+def _forget_positions(modules: list[Any]) -> None:
+    """Position embeddings keep what they returned, whole or a rank's part, by the length alone."""
+    for module in modules:
+        if hasattr(module, "cp_group") and hasattr(type(module).forward, "cache_clear"):
+            type(module).forward.cache_clear()
 
 
 def generate(
@@ -93,7 +113,7 @@ def generate(
     results: dict[int, Response] = {}
     for chunk in chunks:
         chunk.eval()
-    with torch.no_grad(), forward_only(chunks[0].config), _without_sequence_parallelism(chunks):
+    with torch.no_grad(), forward_only(chunks[0].config), _with_whole_sequences(chunks):
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             batch = _generate_batch(chunks, [prompts[row] for row in rows], config, end_id, generator, device)

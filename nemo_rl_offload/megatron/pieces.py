@@ -4,7 +4,8 @@ Without a pipeline every microbatch is as wide as its longest sequence. Pipeline
 for the whole schedule: Megatron can announce shapes as it goes (`variable_seq_lengths`), but with two stages it sends
 the announcements of both directions to the same rank without telling them apart. So all microbatches of a schedule
 have one shape here, and the next schedule may have another. The same holds where the experts' ranks gather their tokens
-as tensors of equal shapes. Sequence parallelism needs widths that the tensor-parallel ranks divide.
+as tensors of equal shapes. Sequence parallelism needs widths that the tensor-parallel ranks divide, context parallelism
+such that twice its ranks do.
 
 What is filled up counts for nothing: positions behind a row's end are masked, rows repeat the last one with
 `sample_mask` 0. Interleaved schedules want as many microbatches as a multiple of the pipeline's ranks: more such rows.
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples, select
 from nemo_rl_offload.batching.packing import Packing
-from nemo_rl_offload.batching.plan import Cutting
+from nemo_rl_offload.batching.plan import Cutting, width_multiple
 
 
 @dataclass
@@ -85,7 +86,8 @@ def cut(batch: Batch, how: int | Cutting, config: Any) -> list[Piece]:
         return _cut_by_plan(batch, how)
     num_stages = config.pipeline_model_parallel_size
     gathers = config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather"
-    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    tensor_size = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    multiple = width_multiple(tensor_size, config.context_parallel_size)
     if num_stages == 1 and not gathers:
         return [Piece(_widen(piece, multiple)) for piece in microbatches(batch, how)]
     group_size = how * (num_stages if config.virtual_pipeline_model_parallel_size else 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -26,8 +27,10 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.megatron.context_parallel import chunks_of, gather_sequence
 from nemo_rl_offload.megatron.offload_interface import offload_region
 
 
@@ -175,6 +178,9 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
     forbidden, and broadcasts to [b, heads, sq, sk]; without one, a causal mask type is causal by position and `no_mask`
     attends everywhere.
 
+    Context-parallel ranks gather keys and values of the whole sequence, and attend from their own chunks of it. That
+    sends no more than passing them around in a ring would, in one piece; the price is that a layer holds them whole.
+
     A pack (`packed_seq_params` with `lengths`) has tokens in the place of sq and no b, and so has the result: [tokens,
     heads / TP * d_v]. Each sequence is a call of its own, which costs exactly what it costs unpacked; one call with a
     block-causal mask would compute, and mask, the square of the whole pack.
@@ -192,7 +198,6 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         refused = {
-            "context_parallel_size": config.context_parallel_size > 1,
             "window_size": config.window_size is not None,
             "softmax_type": config.softmax_type != "vanilla",
         }
@@ -222,6 +227,10 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
         if packed_seq_params is not None:
             return self._attend_packed(query, key, value, packed_seq_params.lengths)
         mask_type = attn_mask_type or self.attn_mask_type
+        if self.config.context_parallel_size > 1:
+            assert mask_type == AttnMaskType.causal
+            assert attention_mask is None
+            return self._attend_split(query, key, value)
         # A single new token sees the whole cache; torch's `is_causal` would align it with the cache's start.
         causal = mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal) and attention_mask is None
         allowed = None if attention_mask is None or mask_type == AttnMaskType.no_mask else ~attention_mask
@@ -230,6 +239,17 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_packed(self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: Sequence[int]) -> Tensor:
         parts = (torch.split(t.unsqueeze(1), list(lengths)) for t in (query_TND, key_TGD, value_TGD))
         return torch.cat([self._attend(q, k, v, None, True).squeeze(1) for q, k, v in zip(*parts, strict=True)])
+
+    def _attend_split(self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor) -> Tensor:
+        num_ranks, rank = self.config.context_parallel_size, parallel_state.get_context_parallel_rank()
+        key, value = (gather_sequence(part, sums_gradients=True) for part in (key_SBGD, value_SBGD))
+        length = query_SBND.shape[0] // 2
+        parts = []
+        for query, chunk in zip(torch.split(query_SBND, length), chunks_of(rank, num_ranks), strict=True):
+            seen = (chunk + 1) * length
+            # The last query sees the last of these keys; torch's `is_causal` aligns the first ones.
+            parts.append(self._attend(query, key[:seen], value[:seen], causal_lower_right(length, seen), False))
+        return torch.cat(parts)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, causal: bool) -> Tensor:
         dropout = self.dropout if self.training else 0.0

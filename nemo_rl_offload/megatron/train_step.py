@@ -20,6 +20,7 @@ from nemo_rl_offload.batching.batch import Batch, num_samples
 from nemo_rl_offload.batching.plan import Cutting
 from nemo_rl_offload.losses.reduction import Normalizers, valid_tokens
 from nemo_rl_offload.losses.registry import Loss
+from nemo_rl_offload.megatron.context_parallel import own_part
 from nemo_rl_offload.megatron.finite import all_finite
 from nemo_rl_offload.megatron.model import MegatronModel, unwrap
 from nemo_rl_offload.megatron.moe_metrics import collect_moe_metrics, forget_routing
@@ -54,8 +55,8 @@ def _forward_step(process: Callable[[Tensor, Piece], Any], iterator: Iterator[Pi
         # Layers that predict further tokens have a loss of their own, which Megatron adds to the gradients.
         is_scored = "token_mask" not in piece.batch
         mask = torch.ones_like(piece.batch["input_ids"]) if is_scored else valid_tokens(piece.batch).long()
-        further["loss_mask"] = piece.for_model(mask)
-    logits = chunk(piece.input_ids, piece.position_ids, None, **further)
+        further["loss_mask"] = own_part(piece.for_model(mask))
+    logits = chunk(own_part(piece.input_ids), own_part(piece.position_ids), None, **further)
     return logits, partial(_on_logits, process, piece)
 
 

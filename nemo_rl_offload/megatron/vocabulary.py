@@ -22,23 +22,25 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nemo_rl_offload.megatron.context_parallel import of_rows, predicted, predicting
+
 
 def of_tokens(
     function: Callable[..., Tensor], logits_BSV: Tensor, *per_token: Tensor, temperature: float, chunk_size: int | None
 ) -> Tensor:
     """`function` of the logits that predict each token, over temperature in float32, and of the token's own values.
 
-    `per_token` and the result are [B, S, ...]; position t of the result comes from the logits at t - 1 and from
-    `per_token` at t, and position 0 is 0. `chunk_size` positions are computed at a time; None: all at once.
+    `per_token` and the result are [B, S, ...], of whole rows, and the logits of this context-parallel rank's part;
+    position t of the result comes from the logits at t - 1 and from `per_token` at t, and position 0 is 0. `chunk_size`
+    positions are computed at a time; None: all at once.
     """
     whole = max(1, logits_BSV.shape[1])
-    logits = torch.split(logits_BSV[:, :-1], chunk_size or whole, dim=1)
-    others = [torch.split(values[:, 1:], chunk_size or whole, dim=1) for values in per_token]
+    logits = torch.split(predicting(logits_BSV), chunk_size or whole, dim=1)
+    others = [torch.split(predicted(values), chunk_size or whole, dim=1) for values in per_token]
     of_chunk = partial(_at_temperature, function, temperature)
     if len(logits) > 1 and torch.is_grad_enabled():
         of_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-    values = torch.cat([of_chunk(*chunk) for chunk in zip(logits, *others, strict=True)], dim=1)
-    return torch.nn.functional.pad(values, (0, 0) * (values.ndim - 2) + (1, 0))
+    return of_rows(torch.cat([of_chunk(*chunk) for chunk in zip(logits, *others, strict=True)], dim=1))
 
 
 def _at_temperature(
@@ -88,9 +90,9 @@ def topk_of_tokens(
     logits_BSV: Tensor, k: int, num_tokens: int, *, temperature: float, chunk_size: int | None
 ) -> tuple[Tensor, Tensor]:
     """`topk_logits` of what predicts each token, as in `of_tokens`, but without a gradient."""
-    chunks = torch.split(logits_BSV[:, :-1], chunk_size or max(1, logits_BSV.shape[1]), dim=1)
+    chunks = torch.split(predicting(logits_BSV), chunk_size or max(1, logits_BSV.shape[1]), dim=1)
     parts = [topk_logits(chunk.float() / temperature, k, num_tokens) for chunk in chunks]
-    values, ids = (torch.nn.functional.pad(torch.cat(each, dim=1), (0, 0, 1, 0)) for each in zip(*parts, strict=True))
+    values, ids = (of_rows(torch.cat(each, dim=1)) for each in zip(*parts, strict=True))
     return values, ids
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.division import Division, divide_by_plan, divide_evenly
-from nemo_rl_offload.batching.plan import Budget, plan_packed, plan_padded
+from nemo_rl_offload.batching.plan import Budget, plan_packed, plan_padded, width_multiple
 from nemo_rl_offload.config.schema import DynamicBatchingConfig, PolicyConfig
 
 
@@ -42,7 +42,9 @@ def _budget(
     return Budget(
         num_tokens=section["train_mb_tokens"] if phase == "train" else section["logprob_mb_tokens"],
         length_round=section["sequence_length_round"],
-        width_multiple=cfg["tensor_model_parallel_size"] if cfg["sequence_parallel"] else 1,
+        width_multiple=width_multiple(
+            cfg["tensor_model_parallel_size"] if cfg["sequence_parallel"] else 1, cfg["context_parallel_size"]
+        ),
         num_ranks=num_shards,
         group_size=num_stages if cfg["virtual_pipeline_model_parallel_size"] else 1,
         one_shape=num_stages > 1 or gathers,

@@ -40,14 +40,15 @@ def data_parallel_size(config: PolicyConfig, world_size: int) -> int:
     Raises ConfigError when the ranks do not divide among the parallel sizes.
     """
     cfg = config["megatron_cfg"]
-    num_together = cfg["tensor_model_parallel_size"] * cfg["pipeline_model_parallel_size"]
+    num_alike = cfg["tensor_model_parallel_size"] * cfg["context_parallel_size"]
+    num_together = num_alike * cfg["pipeline_model_parallel_size"]
     if world_size % num_together:
         raise ConfigError(
-            f"policy.megatron_cfg.tensor_model_parallel_size x pipeline_model_parallel_size = {num_together} does not "
-            f"divide the cluster's {world_size} workers"
+            "policy.megatron_cfg.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size = "
+            f"{num_together} does not divide the cluster's {world_size} workers"
         )
     num_shards = world_size // num_together
-    num_ranks = num_shards * cfg["tensor_model_parallel_size"]
+    num_ranks = num_shards * num_alike
     if num_ranks % cfg["expert_model_parallel_size"]:
         raise ConfigError(
             f"policy.megatron_cfg.expert_model_parallel_size: {cfg['expert_model_parallel_size']} does not divide the "
@@ -99,7 +100,8 @@ class Ranks:
         Ranks that hold each other's experts sample together, from the same prompts.
         """
         cfg = self._config["megatron_cfg"]
-        num_alike = max(1, cfg["expert_model_parallel_size"] // cfg["tensor_model_parallel_size"])
+        num_of_a_shard = cfg["tensor_model_parallel_size"] * cfg["context_parallel_size"]
+        num_alike = max(1, cfg["expert_model_parallel_size"] // num_of_a_shard)
         num_shards = self.num_shards // num_alike
         size = -(-len(prompts) // num_shards)
         shards = [

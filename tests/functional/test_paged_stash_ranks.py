@@ -62,8 +62,8 @@ def assert_same_bits(outcomes: list[Outcome], references: list[Outcome]) -> None
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3_moe", EP), ("deepseek_v3", EP), ("qwen3_moe", VPP)],
-    ids=["ep2", "ep2-shared-experts", "pp2-vpp2"],
+    [("qwen3_moe", EP), ("deepseek_v3", EP), ("qwen3_moe", VPP), ("qwen3_moe", (*EP, "context_parallel_size=2"))],
+    ids=["ep2", "ep2-shared-experts", "pp2-vpp2", "cp2-ep2"],
 )
 def test_a_stash_changes_no_bit(family: str, layout: tuple[str, ...], train: Callable[..., list[Outcome]]) -> None:
     outcomes = train(family, layout, *STASH)

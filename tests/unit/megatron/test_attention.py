@@ -119,9 +119,7 @@ def test_dropout_only_in_training() -> None:
     assert torch.equal(with_dropout(query, key, value, None), make_attention(make_config())(query, key, value, None))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("context_parallel_size", 2), ("window_size", (4, 0)), ("softmax_type", "learnable")]
-)
+@pytest.mark.parametrize(("field", "value"), [("window_size", (4, 0)), ("softmax_type", "learnable")])
 def test_refuses_what_it_does_not_have(field: str, value: object) -> None:
     config = make_config()
     setattr(config, field, value)

@@ -95,7 +95,7 @@ class Counting(torch.nn.Module):
     """Says "the sum of all tokens so far, modulo 7" and checks positions; 7 prompts of any length share batches."""
 
     pre_process = post_process = True
-    config = SimpleNamespace(sequence_parallel=False, fine_grained_activation_offloading=False)
+    config = SimpleNamespace(sequence_parallel=False, context_parallel_size=1, fine_grained_activation_offloading=False)
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from nemo_rl_offload.megatron.pieces import cut
 def config(**changes: object) -> SimpleNamespace:
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1}
     rest = {
+        "context_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "sequence_parallel": False,
         "moe_token_dispatcher_type": "alltoall",
@@ -37,9 +38,9 @@ cases = st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 4)
 
 
 @settings(deadline=None, max_examples=60)
-@given(*cases, st.sampled_from([None, 2]), st.sampled_from([1, 2, 4]))
+@given(*cases, st.sampled_from([None, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
 def test_a_pipelines_microbatches_have_one_shape_and_hold_all(
-    lengths: list[int], size: int, num_parts: int | None, tensor_size: int
+    lengths: list[int], size: int, num_parts: int | None, tensor_size: int, context_size: int
 ) -> None:
     batch = make_batch(lengths, width=11)
     layout = config(
@@ -47,14 +48,16 @@ def test_a_pipelines_microbatches_have_one_shape_and_hold_all(
         virtual_pipeline_model_parallel_size=num_parts,
         tensor_model_parallel_size=tensor_size,
         sequence_parallel=tensor_size > 1,
+        context_parallel_size=context_size,
     )
     pieces = [piece.batch for piece in cut(batch, size, layout)]
     assert len({piece["input_ids"].shape for piece in pieces}) == 1
     assert all(num_samples(piece) == size for piece in pieces)
     assert not num_parts or len(pieces) % 2 == 0
     width = pieces[0]["input_ids"].shape[1]
-    assert width % tensor_size == 0
-    assert max(lengths) <= width < max(lengths) + tensor_size
+    multiple = tensor_size * (1 if context_size == 1 else 2 * context_size)
+    assert width % multiple == 0
+    assert max(lengths) <= width < max(lengths) + multiple
     whole = {key: torch.cat([piece[key] for piece in pieces]) for key in batch}
     kept = max(lengths)
     for key, value in batch.items():

@@ -296,7 +296,8 @@ def test_ranks_of_one_shard_get_the_same_and_one_of_them_answers(
     ("world_size", "overrides", "words"),
     [
         (3, (TP,), "does not divide the cluster's 3 workers"),
-        (2, (TP, PP), "pipeline_model_parallel_size = 4 does not divide"),
+        (2, (TP, PP), "x context_parallel_size = 4 does not divide"),
+        (3, ("policy.megatron_cfg.context_parallel_size=2",), "does not divide the cluster's 3 workers"),
         (3, (EP,), "expert_model_parallel_size: 2 does not divide the 3 workers"),
         (
             2,

@@ -1,0 +1,82 @@
+"""Sequences split over context-parallel ranks.
+
+A sequence is cut into twice as many chunks as there are ranks, and rank r of R takes chunk r from the front and chunk
+2R - 1 - r from the back: with causal attention that is the same work for every rank. Megatron's position embeddings,
+its layers that predict further tokens, and Transformer Engine's attention know this order.
+
+Inside the model everything has the length of a rank's part. Losses are not split: what they need of each token is one
+number (or a few), which is gathered over the ranks, so that a loss sees whole rows whatever the layout, and each rank
+computes it alike. The backward pass takes each rank's own part of the gradient. Megatron multiplies a microbatch's loss
+by the number of ranks and divides the sum of their gradients by it.
+
+The price: a rank's last logits of a chunk predict a token that another rank has, so tokens are split after they are
+shifted, not before; and the losses' own arithmetic is repeated on every rank.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+
+def num_ranks() -> int:
+    """Ranks that share a sequence."""
+    size: int = parallel_state.get_context_parallel_world_size()
+    return size
+
+
+def chunks_of(rank: int, num_ranks: int) -> tuple[int, int]:
+    """The two chunks of a sequence that a rank holds, of 2 x `num_ranks`."""
+    return rank, 2 * num_ranks - 1 - rank
+
+
+def own_part(values_BS: Tensor) -> Tensor:
+    """This rank's positions of [B, S, ...]; S is a multiple of twice the number of ranks."""
+    if num_ranks() == 1:
+        return values_BS
+    chunks = values_BS.chunk(2 * num_ranks(), dim=1)
+    return torch.cat([chunks[index] for index in chunks_of(parallel_state.get_context_parallel_rank(), num_ranks())], 1)
+
+
+def gather_sequence(values_SB: Tensor, *, sums_gradients: bool) -> Tensor:
+    """All ranks' positions, in the sequence's order, of this rank's [S / ranks, ...]; the result is [S, ...].
+
+    With `sums_gradients` the ranks use the result for different things and the gradients of all are summed; without,
+    they compute the same from it, and each takes its own part of its own gradient.
+    """
+    group = parallel_state.get_context_parallel_group()
+    gathered = gather_from_sequence_parallel_region(
+        values_SB.contiguous(), tensor_parallel_output_grad=sums_gradients, group=group
+    )
+    chunks = gathered.chunk(2 * group.size())
+    return torch.cat([chunks[index] for index in _places(group.size())])
+
+
+@cache
+def _places(num_ranks: int) -> list[int]:
+    """Where each chunk of the sequence stands after the ranks' parts were put together."""
+    gathered = [chunk for rank in range(num_ranks) for chunk in chunks_of(rank, num_ranks)]
+    return [gathered.index(chunk) for chunk in range(2 * num_ranks)]
+
+
+def predicting(logits_BSV: Tensor) -> Tensor:
+    """The logits that predict a token of the row."""
+    return logits_BSV[:, :-1] if num_ranks() == 1 else logits_BSV
+
+
+def predicted(values_BS: Tensor) -> Tensor:
+    """Values of tokens [B, S, ...], of those that this rank's `predicting` logits predict."""
+    following = values_BS[:, 1:]
+    if num_ranks() == 1:
+        return following
+    return own_part(F.pad(following, (0, 0) * (following.ndim - 2) + (0, 1)))
+
+
+def of_rows(values_BS: Tensor) -> Tensor:
+    """What was computed of `predicting` logits as values of whole rows' tokens [B, S, ...]; position 0 is 0."""
+    if num_ranks() > 1:
+        values_BS = gather_sequence(values_BS.transpose(0, 1), sums_gradients=False).transpose(0, 1)[:, :-1]
+    return F.pad(values_BS, (0, 0) * (values_BS.ndim - 2) + (1, 0))
