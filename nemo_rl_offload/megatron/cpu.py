@@ -99,7 +99,7 @@ def _streams() -> None:
 
 
 class _TorchWithoutCuda(types.ModuleType):
-    """`torch` as some Megatron modules see it: in the two factories they use, `device="cuda"` means the CPU, unpinned."""
+    """`torch` as some Megatron modules see it: `device="cuda"` in the two factories they use is the CPU, unpinned."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -109,7 +109,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     process = start_run(run_dir, mark=str(run_dir))
     output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
-    assert leftovers(str(run_dir)) == []
+    wait_until_gone(str(run_dir))
     return run_dir, output, errors
 
 
@@ -192,7 +192,8 @@ def test_a_killed_run_goes_on_in_another_layout(finished: tuple[Path, str, str],
     process.kill()
     process.communicate()
     wait_until_gone(mark)
-    two = ("cluster.gpus_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
+    stages = ("pipeline_model_parallel_size=2", "num_layers_in_first_pipeline_stage=1")
+    two = ("cluster.gpus_per_node=2", *(f"policy.megatron_cfg.{key}" for key in stages))
     resumed = start_run(run_dir, *two, "policy.megatron_cfg.fine_grained_activation_offloading=false", mark=mark)
     output, errors = resumed.communicate(timeout=TIMEOUT_S)
     assert resumed.returncode == 0, errors
