@@ -179,7 +179,8 @@ def _advance(chunks: list[Any], new_tokens: Tensor, context: StaticInferenceCont
     if group.size() == 1:
         return output[:, -1]
     vocabulary_size = chunks[-1].vocab_size
-    logits = output[:, -1].float() if chunks[-1].post_process else output.new_empty(num_rows, vocabulary_size).float()
+    logits = output[:, -1] if chunks[-1].post_process else output.new_empty(num_rows, vocabulary_size)
+    logits = logits.float().contiguous()  # gloo sends the bytes behind a slice, not the slice
     dist.broadcast(logits, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return logits
 

@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2-tp2": (4, (PP, TP)),
     "pp2-ep2": (4, (PP, EP)),
     "pp2-vpp2-tp2-sp": (4, (*VPP, TP, SP)),
+    "pp2-uneven": (2, (PP, "num_layers_in_first_pipeline_stage=1")),
     "cp2": (2, (CP,)),
     "cp2-ep2": (2, (CP, EP)),
     "cp2-tp2-sp": (4, (CP, TP, SP)),
@@ -51,8 +52,8 @@ MODULES = {
 # cut: data parallelism cuts it anew, and interleaving fills up nine microbatches with an empty one.
 CASES = [
     *(("qwen2", layout) for layout in ("dp2", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "pp2-tp2", "pp2-vpp2-tp2-sp")),
-    *(("qwen2", layout) for layout in ("cp2", "cp2-tp2-sp", "pp2-cp2")),
-    *(("qwen3_moe", layout) for layout in LAYOUTS if layout not in ("one", "tp2", "pp2-tp2", "cp2")),
+    *(("qwen2", layout) for layout in ("pp2-uneven", "cp2", "cp2-tp2-sp", "pp2-cp2")),
+    *(("qwen3_moe", layout) for layout in LAYOUTS if layout not in ("one", "tp2", "pp2-tp2", "cp2", "pp2-uneven")),
     *(("deepseek_v3_mtp", layout) for layout in ("tp2-sp", "pp2", "pp2-vpp2", "tp2-sp-ep2")),
 ]
 CUT_ALIKE = [case for case in CASES if case != ("deepseek_v3_mtp", "pp2-vpp2")]
@@ -218,7 +219,8 @@ def test_each_module_alone_changes_no_bit(family: str, layout: str, module: str,
 def test_a_layout_samples_as_one_rank_does(
     family: str, layout: str, run: Callable[..., list[Any]], folder: Callable[[str], Path]
 ) -> None:
-    prompts = [[5, 7, 9], [11], [3, 1, 4, 1, 5], [2, 6], [200, 100]]
+    # Three generation batches: of different lengths, of one length above 1, of one row.
+    prompts = [[5, 7, 9], [11], [3, 1, 4, 1, 5], [2, 6], [200, 100], [4, 40, 4], [80, 9, 10]]
     (expected,) = run("one", "sample", folder(family), SGD, prompts)
     assert [len(tokens) for tokens in expected] == [6] * len(prompts)
     assert (
