@@ -13,7 +13,7 @@ from collections import Counter, deque
 import torch
 
 from nemo_rl_offload.offload.arena import HostArena
-from nemo_rl_offload.offload.backends.base import Backend, Spec
+from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.selection import Selection
 from nemo_rl_offload.offload.slots import CopyOut, Group, Pass, Remains, Slot, State
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
@@ -103,7 +103,7 @@ class Copies:
                 self._take_back(slot, source)
                 return
         self._judge(slot)
-        slot.reloaded, slot.in_event = self._backend.copy_in(slot.block, Spec(slot.num_bytes))
+        slot.reloaded, slot.in_event = self._backend.copy_in(slot.block)
         self._timing.copied(slot.in_event, slot.num_bytes, out=False)
         slot.block.last_event = slot.in_event
         self._give_back(slot)

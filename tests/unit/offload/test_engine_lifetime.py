@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
-from nemo_rl_offload.offload.backends.base import Block, Event, Spec
+from nemo_rl_offload.offload.backends.base import Block, Event
 
 Make = Callable[..., OffloadEngine]
 
@@ -27,8 +27,8 @@ class LateBackend(HostBackend):
         super().copy_out(source, block)
         return self._event("out")
 
-    def copy_in(self, block: Block, like: Spec) -> tuple[Tensor, Event]:
-        destination, _ = super().copy_in(block, like)
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
+        destination, _ = super().copy_in(block)
         return destination, self._event("in")
 
     def compute_wait(self, event: Event) -> None:

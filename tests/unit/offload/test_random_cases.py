@@ -59,15 +59,15 @@ def handle_with_grad_fn(patch: pytest.MonkeyPatch) -> None:
 
 
 def fences_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(arena_module.FreeExtents, "_pending", lambda self, fences: ())
+    patch.setattr(arena_module.FreeExtents, "pending", lambda self, fences: ())
 
 
 def reload_before_its_copy(patch: pytest.MonkeyPatch) -> None:
     copy_in = SimulatedBackend.copy_in
 
-    def copy_at_once(self: SimulatedBackend, block: Block, like: Any) -> Any:
+    def copy_at_once(self: SimulatedBackend, block: Block) -> Any:
         block.last_event = self._operation_on(0, 0.0)
-        return copy_in(self, block, like)
+        return copy_in(self, block)
 
     patch.setattr(SimulatedBackend, "copy_in", copy_at_once)
 
