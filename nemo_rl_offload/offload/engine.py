@@ -56,7 +56,7 @@ from nemo_rl_offload.offload.exclusions import Exclusions
 from nemo_rl_offload.offload.passes import Order
 from nemo_rl_offload.offload.prefetch import Prefetch
 from nemo_rl_offload.offload.selection import Selection
-from nemo_rl_offload.offload.slots import Group, Handle, Kept, Remains, Slot, deref, unchanged
+from nemo_rl_offload.offload.slots import Empties, Group, Handle, Kept, Remains, Slot, State, deref, unchanged
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
@@ -131,7 +131,7 @@ class OffloadEngine:
         self._slots: dict[int, weakref.ref[Slot]] = {}  # by storage address: the newest slot of that storage
         self._graveyard: deque[Remains] = deque()
         self._exclusions = Exclusions()
-        self._empty = torch.empty(0, device=backend.device)
+        self._empties = Empties(backend.device)
         self._stats = OffloadStats()
         self._arena = HostArena(backend, host_memory_budget_bytes)
         self._selection = selection or Selection()
@@ -143,6 +143,7 @@ class OffloadEngine:
             self._timing,
             self._selection,
             self._stats,
+            self._empties,
             max_inflight_bytes=max_inflight_bytes,
             max_inflight_groups=max_inflight_groups,
         )
@@ -191,18 +192,20 @@ class OffloadEngine:
             own = {
                 position: slot
                 for position, slot in enumerate(slots)
-                if slot.wanted and slot.uncopied and slot.place is None
+                if slot.wanted and not slot.copied and slot.place is None
             }
-            if not own and not any(slot.offloaded for slot in slots):
+            if not own and all(slot.block is None for slot in slots):
                 return output
-            group = Group(
-                (region.module, region.layer), list(map(weakref.ref, slots)), sum(s.num_bytes for s in own.values())
-            )
+            saved_bytes = sum(slot.num_bytes for slot in own.values())
+            group = Group((region.module, region.layer), list(map(weakref.ref, slots)), saved_bytes)
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
                 self._auto.visit(group, forward=True)
             self._offload(group, own)
+            group.pending_bytes = sum(slot.num_bytes for slot in slots if slot.block is not None)
+            if group.pending_bytes:
+                self._copies.module_stats(region.module).num_groups += 1
             for tensor in release:
                 storage = tensor.untyped_storage()
                 slot = deref(self._slots.get(storage._cdata))
@@ -234,6 +237,8 @@ class OffloadEngine:
         with self._lock:
             self._collect()
             totals = copy.deepcopy(self._stats)
+            totals.bytes_out = sum(module.bytes_out for module in totals.per_module.values())
+            totals.bytes_in = sum(module.bytes_in for module in totals.per_module.values())
             totals.host_bytes = self._arena.used_bytes
             totals.peak_host_bytes = self._arena.peak_bytes
             totals.host_capacity_bytes = self._arena.capacity_bytes
@@ -268,18 +273,14 @@ class OffloadEngine:
                 slot = Slot(storage, self._graveyard)
                 self._slots[slot.key] = weakref.ref(slot)
             detached = tensor.detach()
-            if not slot.uncopied:
-                detached.data = self._empty
+            if slot.copied:
+                detached.data = self._empties[tensor.dtype]
+            number = len(slot.saved)
             slot.saved.append((detached, tensor._version))
-            num_elements = tensor.numel()
-            slot.wanted |= (
-                num_elements >= self._min_tensor_elements
-                and num_elements * tensor.element_size() >= self._min_tensor_bytes
-            )
+            if not slot.wanted:
+                slot.wanted = tensor.numel() >= self._min_tensor_elements and tensor.nbytes >= self._min_tensor_bytes
             region._slots.append(weakref.ref(slot))
-            offset = int(tensor.storage_offset())
-            number = len(slot.saved) - 1
-            return Handle(slot, number, tensor.dtype, tensor.size(), tensor.stride(), offset, region)
+            return Handle(slot, number, tensor.size(), tensor.stride(), int(tensor.storage_offset()), region)
 
     def _unpack(self, packed: Handle | Kept) -> Tensor:
         if isinstance(packed, Kept):
@@ -287,17 +288,16 @@ class OffloadEngine:
         slot = packed.slot
         with self._lock:
             saved = unchanged(*slot.saved[packed.number], packed.where)
-            if slot.uncopied:
+            if not slot.copied:
                 return saved
-            if slot.offloaded:
+            if slot.block is not None:
                 assert not self._closed, "the offload engine was closed before the backward that needs it"
                 self._stats.demand_reloads += 1
                 self._copies.reload(slot)
-            self._copies.arrive(slot)
+            if slot.state is State.COPYING_IN:
+                self._copies.arrive(slot)
             assert slot.reloaded is not None
-            storage = slot.reloaded.untyped_storage()
-            view = self._empty.new_empty(0, dtype=packed.dtype)
-            return view.set_(storage, packed.offset, packed.size, packed.stride)
+            return saved.data.set_(slot.reloaded, packed.offset, packed.size, packed.stride)
 
     def _backward_reached(self, group: Group, grad_outputs: object) -> None:
         with self._lock:
@@ -311,9 +311,7 @@ class OffloadEngine:
                 self._order.reached(group)
                 if self._auto is not None:
                     self._auto.visit(group, forward=False)
-            self._copies.reload_group(group)
-            for slot in group.alive_slots():
-                self._copies.used(slot)
+            self._copies.reached(group)
             self._copies.let_go()
             self._prefetch.ahead(group, forward=False)
 
@@ -328,11 +326,8 @@ class OffloadEngine:
                 moving.append(slot)
             else:
                 self._stats.kept_bytes += slot.num_bytes
-        for slot in moving:
-            self._copies.offload(slot, group.key[0], slot is moving[-1])
-        group.pending_bytes = sum(slot.num_bytes for slot in group.alive_slots() if slot.offloaded)
-        if group.pending_bytes:
-            self._copies.module_stats(group.key[0]).num_groups += 1
+        if moving:
+            self._copies.offload(moving, group.key[0])
 
     def _group_moves(self, group: Group) -> bool:
         if not self._selection.eligible(group.key):

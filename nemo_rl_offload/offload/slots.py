@@ -4,12 +4,14 @@ import enum
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nemo_rl_offload.offload.backends.base import Block, Event
+from nemo_rl_offload.offload.stats import ModuleStats
 
 type Key = tuple[str, int | str]
 """Module and layer: names a group across steps."""
@@ -23,6 +25,17 @@ _storage_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type:
 _free_storage_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
 
+class Empties(dict[torch.dtype, Tensor]):
+    """An empty tensor of each dtype, which takes the place of a tensor's data when that goes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __missing__(self, dtype: torch.dtype) -> Tensor:
+        empty = self[dtype] = torch.empty(0, dtype=dtype, device=self._device)
+        return empty
+
+
 class State(enum.Enum):
     RESIDENT = enum.auto()
     COPYING_OUT = enum.auto()
@@ -30,12 +43,13 @@ class State(enum.Enum):
     COPYING_IN = enum.auto()
 
 
-class Remains(NamedTuple):
-    """What a dead slot leaves to be cleaned up."""
+@dataclass(slots=True, eq=False)
+class Remains:
+    """What a dead slot leaves to be cleaned up. `loading` is what an unfinished copy in writes, with its event."""
 
     key: int
     block: Block | None
-    loading: tuple[Tensor, Event] | None
+    loading: tuple[torch.UntypedStorage, Event] | None
     unused_bytes: int
     resident_bytes: int
 
@@ -45,8 +59,8 @@ class Slot:
     copy out that tensor is a witness."""
 
     __slots__ = (
-        "__weakref__", "block", "denied", "graveyard", "in_event", "judged", "key", "module", "num_bytes", "place",
-        "released", "reloaded", "saved", "source", "state", "unused", "wanted",
+        "__weakref__", "block", "copied", "graveyard", "in_event", "judged", "key", "num_bytes", "place", "released",
+        "reloaded", "saved", "source", "state", "stats", "unused", "wanted",
     )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, graveyard: deque[Remains]) -> None:
@@ -57,14 +71,14 @@ class Slot:
         self.state = State.RESIDENT
         self.saved: list[tuple[Tensor, int]] = []
         self.wanted = False  # a tensor at or above the threshold is among `saved`
-        self.denied = False  # the arena had no room
+        self.copied = False  # to the host, at any time: `saved` has witnesses
         self.judged = False  # known whether the copy freed the source
         self.released = False  # the source was shrunk by force
         self.unused = False  # reloaded, and not unpacked yet
-        self.module = ""  # of the first commit
         self.place: Place | None = None  # of the first commit
-        self.block: Block | None = None
-        self.reloaded: Tensor | None = None  # the bytes, back on the device
+        self.stats: ModuleStats | None = None  # of that commit's module, once copied
+        self.block: Block | None = None  # while offloaded
+        self.reloaded: torch.UntypedStorage | None = None  # the bytes, back on the device
         self.in_event: Event | None = None
 
     def __del__(self) -> None:
@@ -77,14 +91,6 @@ class Slot:
         self.graveyard.append(Remains(self.key, self.block, loading, unused_bytes, resident_bytes))
 
     @property
-    def offloaded(self) -> bool:
-        return self.state in (State.COPYING_OUT, State.HOST)
-
-    @property
-    def uncopied(self) -> bool:
-        return self.state is State.RESIDENT and self.reloaded is None
-
-    @property
     def unwritten(self) -> bool:
         """Whether nothing was written since it was saved, as far as the saved tensors tell."""
         return all(witness._version == version for witness, version in self.saved)
@@ -95,17 +101,18 @@ class Slot:
 
     def holds_content_of(self, tensor: Tensor) -> bool:
         """Whether a handle on `tensor`, whose storage is this slot's, can be served by this slot."""
-        if self.uncopied:
+        if not self.copied:
             return True
-        return self.offloaded and tensor._version == 0 and self.unwritten
+        return self.block is not None and tensor._version == 0 and self.unwritten
 
 
-class Handle(NamedTuple):
-    """What autograd keeps in place of a saved tensor: a slot, and the view of it. Strides in elements."""
+@dataclass(slots=True, eq=False)
+class Handle:
+    """What autograd keeps in place of a saved tensor: a slot, which of its saved tensors, and that one's view of the
+    storage. Strides and offset in elements."""
 
     slot: Slot
     number: int
-    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -163,12 +170,14 @@ class Pass:
                 yield group
 
 
-class CopyOut(NamedTuple):
-    """A copy that may still be reading `source`. By `expected_ms`, on the clock of what was learned, it will have
-    ended. `ends_group` is the module, when it is the last copy of a commit."""
+@dataclass(slots=True, eq=False)
+class CopyOut:
+    """A copy of `num_bytes` that may still be reading `source`. By `expected_ms`, on the clock of what was learned, it
+    will have ended. `ends_group` is the module, when it is the last copy of a commit."""
 
     slot: weakref.ref[Slot]
-    source: Tensor
+    source: torch.UntypedStorage
+    num_bytes: int
     event: Event
     expected_ms: float
     ends_group: str | None

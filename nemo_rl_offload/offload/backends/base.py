@@ -52,7 +52,7 @@ class Block:
         """(piece on the host, its part of `device_bytes`), both one-dimensional uint8 of the same length."""
         if len(self._host) == 1:
             return ((self._host[0], device_bytes),)
-        return zip(self._host, device_bytes.split([piece.numel() for piece in self._host]), strict=True)
+        return zip(self._host, device_bytes.split_with_sizes([piece.numel() for piece in self._host]), strict=True)
 
 
 class Backend(Protocol):
