@@ -65,9 +65,9 @@ class FreeExtents:
         return slab, offset, size, fences
 
     def pending(self, fences: tuple[Event, ...]) -> tuple[Event, ...]:
-        if not fences:
-            return fences
-        return tuple(fence for fence in dict.fromkeys(fences) if not self._done(fence))
+        if len(fences) > 1:
+            fences = tuple(dict.fromkeys(fences))
+        return tuple([fence for fence in fences if not self._done(fence)])
 
     def _insert(self, slab: int, offset: int, size: int, fences: tuple[Event, ...]) -> None:
         insort(self._by_size, (size, slab, offset))

@@ -13,7 +13,7 @@ from nemo_rl_offload.offload.backends.base import Block
 from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
-from nemo_rl_offload.offload.slots import Slot, State
+from nemo_rl_offload.offload.slots import Handle, Slot, State
 
 pytestmark = pytest.mark.filterwarnings("ignore:Host memory for offloading stays")
 
@@ -33,10 +33,9 @@ def test_no_fault_is_found_in_a_thousand() -> None:
 
 def wait_removed(patch: pytest.MonkeyPatch) -> None:
     def arrive(self: Copies, slot: Slot) -> None:
-        if slot.state is State.COPYING_IN:
-            slot.state = State.RESIDENT
-            self.unused_bytes -= slot.num_bytes
-            slot.unused = False
+        slot.state = State.RESIDENT
+        if slot.unused:
+            self.used(slot)
 
     patch.setattr(Copies, "arrive", arrive)
 
@@ -53,7 +52,10 @@ def handle_with_grad_fn(patch: pytest.MonkeyPatch) -> None:
     pack = OffloadEngine._pack
 
     def pack_and_hold(self: OffloadEngine, region: Region, tensor: Tensor) -> Any:
-        return pack(self, region, tensor)._replace(where=(region, tensor))
+        packed: Any = pack(self, region, tensor)
+        if isinstance(packed, Handle):
+            packed.where = (region, tensor)
+        return packed
 
     patch.setattr(OffloadEngine, "_pack", pack_and_hold)
 
