@@ -7,7 +7,6 @@ Caps on what is held (bytes, or copies of one module) do the same without asking
 points of every step, whatever the host's speed.
 """
 
-import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -81,7 +80,7 @@ class Copies:
             if ms_per_byte is not None:
                 expected_ms = max(self._link_free_ms, self.now_ms) + ms_per_byte * num_bytes
                 self._link_free_ms = expected_ms
-            copy_out = CopyOut(weakref.ref(slot), source, num_bytes, event, expected_ms, None)
+            copy_out = CopyOut(slot.ref, source, num_bytes, event, expected_ms, None)
             self._inflight.append(copy_out)
             self._inflight_bytes += num_bytes
             slot.block, slot.stats = block, stats

@@ -67,6 +67,8 @@ class Region:
     """One occurrence of `module` in `layer`. A context manager: tensors saved inside go to the engine. It can
     be entered again until it is committed, and other regions can open, close and be committed in between."""
 
+    __slots__ = ("_engine", "_hooks", "_slots", "layer", "module")
+
     def __init__(self, engine: "OffloadEngine", module: str, layer: int | str) -> None:
         self.module = module
         self.layer = layer
@@ -188,7 +190,9 @@ class OffloadEngine:
             assert not self._closed, "the offload engine is closed"
             self._collect()
             left = {tensor.untyped_storage()._cdata for tensor in later}
-            slots = [slot for slot in dict.fromkeys(ref() for ref in refs) if slot is not None and slot.key not in left]
+            slots = [
+                slot for slot in dict.fromkeys([ref() for ref in refs]) if slot is not None and slot.key not in left
+            ]
             own = {
                 position: slot
                 for position, slot in enumerate(slots)
@@ -196,14 +200,14 @@ class OffloadEngine:
             }
             if not own and all(slot.block is None for slot in slots):
                 return output
-            saved_bytes = sum(slot.num_bytes for slot in own.values())
-            group = Group((region.module, region.layer), list(map(weakref.ref, slots)), saved_bytes)
+            saved_bytes = sum([slot.num_bytes for slot in own.values()])
+            group = Group((region.module, region.layer), [slot.ref for slot in slots], saved_bytes)
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
                 self._auto.visit(group, forward=True)
             self._offload(group, own)
-            group.pending_bytes = sum(slot.num_bytes for slot in slots if slot.block is not None)
+            group.pending_bytes = sum([slot.num_bytes for slot in slots if slot.block is not None])
             if group.pending_bytes:
                 self._copies.module_stats(region.module).num_groups += 1
             for tensor in release:
@@ -271,7 +275,7 @@ class OffloadEngine:
             slot = deref(self._slots.get(storage._cdata))
             if slot is None or not slot.holds_content_of(tensor):
                 slot = Slot(storage, self._graveyard)
-                self._slots[slot.key] = weakref.ref(slot)
+                self._slots[slot.key] = slot.ref
             detached = tensor.detach()
             if slot.copied:
                 detached.data = self._empties[tensor.dtype]
@@ -279,7 +283,7 @@ class OffloadEngine:
             slot.saved.append((detached, tensor._version))
             if not slot.wanted:
                 slot.wanted = tensor.numel() >= self._min_tensor_elements and tensor.nbytes >= self._min_tensor_bytes
-            region._slots.append(weakref.ref(slot))
+            region._slots.append(slot.ref)
             return Handle(slot, number, tensor.size(), tensor.stride(), int(tensor.storage_offset()), region)
 
     def _unpack(self, packed: Handle | Kept) -> Tensor:
@@ -287,7 +291,8 @@ class OffloadEngine:
             return unchanged(packed.tensor, packed.version, packed.where)
         slot = packed.slot
         with self._lock:
-            saved = unchanged(*slot.saved[packed.number], packed.where)
+            saved, version = slot.saved[packed.number]
+            unchanged(saved, version, packed.where)
             if not slot.copied:
                 return saved
             if slot.block is not None:

@@ -59,14 +59,15 @@ class Slot:
     copy out that tensor is a witness."""
 
     __slots__ = (
-        "__weakref__", "block", "copied", "graveyard", "in_event", "judged", "key", "num_bytes", "place", "released",
-        "reloaded", "saved", "source", "state", "stats", "unused", "wanted",
+        "__weakref__", "block", "copied", "graveyard", "in_event", "judged", "key", "num_bytes", "place", "ref",
+        "released", "reloaded", "saved", "source", "state", "stats", "unused", "wanted",
     )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, graveyard: deque[Remains]) -> None:
         self.source: int = storage._weak_ref()  # type: ignore[assignment]
         self.key = storage._cdata
         self.num_bytes = storage.nbytes()
+        self.ref = weakref.ref(self)
         self.graveyard = graveyard
         self.state = State.RESIDENT
         self.saved: list[tuple[Tensor, int]] = []
