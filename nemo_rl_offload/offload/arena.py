@@ -136,7 +136,8 @@ class HostArena:
 
     def _count(self, size: int) -> None:
         self.used_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        if self.used_bytes > self.peak_bytes:
+            self.peak_bytes = self.used_bytes
 
     def release(self, block: Block) -> None:
         """Give a block back; its last copy becomes a fence of the next owner."""

@@ -55,7 +55,8 @@ class Copies:
     def resident(self, num_bytes: int) -> None:
         """Count bytes that have come to the device."""
         self.resident_bytes += num_bytes
-        self._peak_resident_bytes = max(self._peak_resident_bytes, self.resident_bytes)
+        if self.resident_bytes > self._peak_resident_bytes:
+            self._peak_resident_bytes = self.resident_bytes
 
     def take_peak_resident_bytes(self) -> int:
         """The highest `resident_bytes` since the last call."""
@@ -179,12 +180,13 @@ class Copies:
 
     def bury(self, remains: Remains, closed: bool) -> None:
         """Clean up after a slot that died."""
-        if remains.block is not None and not closed:
-            self._arena.release(remains.block)
-        if remains.loading is not None:  # freed only behind the copy that is still writing it
-            self._backend.compute_wait(remains.loading[1])
-        self.unused_bytes -= remains.unused_bytes
-        self.resident_bytes -= remains.resident_bytes
+        _, block, loading, unused_bytes, resident_bytes = remains
+        if block is not None and not closed:
+            self._arena.release(block)
+        if loading is not None:  # freed only behind the copy that is still writing it
+            self._backend.compute_wait(loading[1])
+        self.unused_bytes -= unused_bytes
+        self.resident_bytes -= resident_bytes
 
     def module_stats(self, module: str) -> ModuleStats:
         stats = self._stats.per_module.get(module)

@@ -284,15 +284,15 @@ class OffloadEngine:
             if not slot.wanted:
                 slot.wanted = tensor.numel() >= self._min_tensor_elements and tensor.nbytes >= self._min_tensor_bytes
             region._slots.append(slot.ref)
-            return Handle(slot, number, tensor.size(), tensor.stride(), int(tensor.storage_offset()), region)
+            return slot, number, tensor.size(), tensor.stride(), int(tensor.storage_offset()), region
 
     def _unpack(self, packed: Handle | Kept) -> Tensor:
         if isinstance(packed, Kept):
             return unchanged(packed.tensor, packed.version, packed.where)
-        slot = packed.slot
+        slot, number, size, stride, offset, where = packed
         with self._lock:
-            saved, version = slot.saved[packed.number]
-            unchanged(saved, version, packed.where)
+            saved, version = slot.saved[number]
+            unchanged(saved, version, where)
             if not slot.copied:
                 return saved
             if slot.block is not None:
@@ -302,7 +302,7 @@ class OffloadEngine:
             if slot.state is State.COPYING_IN:
                 self._copies.arrive(slot)
             assert slot.reloaded is not None
-            return saved.data.set_(slot.reloaded, packed.offset, packed.size, packed.stride)
+            return saved.data.set_(slot.reloaded, offset, size, stride)
 
     def _backward_reached(self, group: Group, grad_outputs: object) -> None:
         with self._lock:
@@ -351,8 +351,9 @@ class OffloadEngine:
             return
         while self._graveyard:
             remains = self._graveyard.popleft()
-            if remains.key in self._slots and self._slots[remains.key]() is None:
-                del self._slots[remains.key]
+            key = remains[0]
+            if key in self._slots and self._slots[key]() is None:
+                del self._slots[key]
             self._copies.bury(remains, self._closed)
         if not self._slots:
             self._exclusions.stale = True

@@ -19,6 +19,14 @@ type Key = tuple[str, int | str]
 type Place = tuple[Key, int]
 """A slot's group, and its position there: names a slot across steps."""
 
+type Handle = tuple[Slot, int, torch.Size, tuple[int, ...], int, object]
+"""What autograd keeps in place of a saved tensor: a slot, the number of the tensor among its saved ones, that one's
+size, stride and offset (in elements), and where it was saved. A plain tuple, since one is made for every tensor."""
+
+type Remains = tuple[int, Block | None, tuple[torch.UntypedStorage, Event] | None, int, int]
+"""What a dead slot leaves to be cleaned up: its key, its block, what an unfinished copy in writes and that one's event,
+its bytes that were reloaded and never used, and its bytes on the device."""
+
 # What `torch.multiprocessing.reductions.StorageWeakRef` wraps, at a third of its time. Names of this module, since
 # finalizers may run when the interpreter ends and `torch` is gone.
 _storage_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
@@ -41,17 +49,6 @@ class State(enum.Enum):
     COPYING_OUT = enum.auto()
     HOST = enum.auto()
     COPYING_IN = enum.auto()
-
-
-@dataclass(slots=True, eq=False)
-class Remains:
-    """What a dead slot leaves to be cleaned up. `loading` is what an unfinished copy in writes, with its event."""
-
-    key: int
-    block: Block | None
-    loading: tuple[torch.UntypedStorage, Event] | None
-    unused_bytes: int
-    resident_bytes: int
 
 
 class Slot:
@@ -89,7 +86,7 @@ class Slot:
             loading = self.reloaded, self.in_event
         unused_bytes = self.num_bytes if self.unused else 0
         resident_bytes = self.num_bytes if self.place is not None and self.state is not State.HOST else 0
-        self.graveyard.append(Remains(self.key, self.block, loading, unused_bytes, resident_bytes))
+        self.graveyard.append((self.key, self.block, loading, unused_bytes, resident_bytes))
 
     @property
     def unwritten(self) -> bool:
@@ -105,19 +102,6 @@ class Slot:
         if not self.copied:
             return True
         return self.block is not None and tensor._version == 0 and self.unwritten
-
-
-@dataclass(slots=True, eq=False)
-class Handle:
-    """What autograd keeps in place of a saved tensor: a slot, which of its saved tensors, and that one's view of the
-    storage. Strides and offset in elements."""
-
-    slot: Slot
-    number: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    where: object
 
 
 class Kept(NamedTuple):

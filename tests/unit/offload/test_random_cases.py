@@ -13,7 +13,7 @@ from nemo_rl_offload.offload.backends.base import Block
 from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
-from nemo_rl_offload.offload.slots import Handle, Slot, State
+from nemo_rl_offload.offload.slots import Kept, Slot, State
 
 pytestmark = pytest.mark.filterwarnings("ignore:Host memory for offloading stays")
 
@@ -52,10 +52,9 @@ def handle_with_grad_fn(patch: pytest.MonkeyPatch) -> None:
     pack = OffloadEngine._pack
 
     def pack_and_hold(self: OffloadEngine, region: Region, tensor: Tensor) -> Any:
-        packed: Any = pack(self, region, tensor)
-        if isinstance(packed, Handle):
-            packed.where = (region, tensor)
-        return packed
+        packed = pack(self, region, tensor)
+        held = *packed[:-1], (packed[-1], tensor)
+        return Kept(*held) if isinstance(packed, Kept) else held
 
     patch.setattr(OffloadEngine, "_pack", pack_and_hold)
 
