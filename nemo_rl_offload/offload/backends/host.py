@@ -6,6 +6,7 @@ from torch import Tensor
 from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
 
 _DONE: Event = "done"
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class HostBackend:
@@ -22,7 +23,7 @@ class HostBackend:
         return _DONE
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
-        destination = torch.empty(block.num_bytes, dtype=torch.uint8, device=self.device)
+        destination = _NO_BYTES.new_empty(block.num_bytes)
         for host, device in block.views(destination):
             device.copy_(host)
         return destination, _DONE
