@@ -319,6 +319,17 @@ def test_sources_go_when_their_copy_has_ended_or_the_compute_stream_waits() -> N
     assert engine.stats().host_bytes == 0
 
 
+def test_a_cap_on_commits_counts_one_whose_last_tensor_finds_no_room() -> None:
+    engine, backend = late_engine(max_inflight_groups=1, host_memory_budget_bytes=3 * 512)
+    x = torch.randn(32, requires_grad=True)
+    for layer in range(2):
+        with engine.region("m", layer) as region:
+            x = x.exp() * x.tanh()
+        x = engine.commit(region, x)
+    assert engine.stats().denied_bytes == 128
+    assert backend.waits == ["out1", "out2"]
+
+
 @pytest.mark.usefixtures("no_collector")
 def test_a_prefetch_nobody_used_is_freed_behind_its_copy() -> None:
     engine, backend = late_engine()
