@@ -69,12 +69,12 @@ class Copies:
         stats = self.module_stats(module)
         copy_out = None
         for slot in slots:
-            num_bytes = slot.num_bytes
+            source, num_bytes = slot.storage, slot.num_bytes
+            assert source is not None
             block = self._arena.reserve(num_bytes)
             if block is None:
                 self._stats.denied_bytes += num_bytes
                 continue
-            source = slot.saved[0][0].untyped_storage()
             event = block.last_event = self._backend.copy_out(self._bytes.set_(source), block)
             self._timing.copied(event, num_bytes, out=True)
             expected_ms = float("inf")
@@ -85,7 +85,7 @@ class Copies:
             self._inflight.append(copy_out)
             self._inflight_bytes += num_bytes
             slot.block, slot.stats = block, stats
-            slot.state, slot.copied = State.COPYING_OUT, True
+            slot.state, slot.storage = State.COPYING_OUT, None
             for tensor, _ in slot.saved:
                 tensor.data = self._empties[tensor.dtype]
             stats.bytes_out += num_bytes

@@ -124,7 +124,7 @@ class OffloadEngine:
         selection: Selection | None = None,
         auto: Auto | None = None,
     ) -> None:
-        self._backend = backend
+        self._backend, self._device = backend, backend.device
         self._min_tensor_bytes = min_tensor_bytes
         self._min_tensor_elements = min_tensor_elements
         # Backward runs in autograd's threads, one per device and the caller's: nodes on the CPU and on the
@@ -196,7 +196,7 @@ class OffloadEngine:
             own = {
                 position: slot
                 for position, slot in enumerate(slots)
-                if slot.wanted and not slot.copied and slot.place is None
+                if slot.wanted and slot.storage is not None and slot.place is None
             }
             if not own and all(slot.block is None for slot in slots):
                 return output
@@ -277,7 +277,7 @@ class OffloadEngine:
                 slot = Slot(storage, self._graveyard)
                 self._slots[slot.key] = slot.ref
             detached = tensor.detach()
-            if slot.copied:
+            if slot.storage is None:
                 detached.data = self._empties[tensor.dtype]
             number = len(slot.saved)
             slot.saved.append((detached, tensor._version))
@@ -293,7 +293,7 @@ class OffloadEngine:
         with self._lock:
             saved, version = slot.saved[number]
             unchanged(saved, version, where)
-            if not slot.copied:
+            if slot.storage is not None:
                 return saved
             if slot.block is not None:
                 assert not self._closed, "the offload engine was closed before the backward that needs it"
@@ -370,7 +370,7 @@ class OffloadEngine:
         """Whether dtype, size, stride and offset describe it, and it is on this device."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return False
-        if tensor.device != self._backend.device:
+        if tensor.device != self._device:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 

@@ -56,12 +56,13 @@ class Slot:
     copy out that tensor is a witness."""
 
     __slots__ = (
-        "__weakref__", "block", "copied", "graveyard", "in_event", "judged", "key", "num_bytes", "place", "ref",
-        "released", "reloaded", "saved", "source", "state", "stats", "unused", "wanted",
+        "__weakref__", "block", "graveyard", "in_event", "judged", "key", "num_bytes", "place", "ref", "released",
+        "reloaded", "saved", "source", "state", "stats", "storage", "unused", "wanted",
     )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, graveyard: deque[Remains]) -> None:
         self.source: int = storage._weak_ref()  # type: ignore[assignment]
+        self.storage: torch.UntypedStorage | None = storage  # until it is copied out
         self.key = storage._cdata
         self.num_bytes = storage.nbytes()
         self.ref = weakref.ref(self)
@@ -69,7 +70,6 @@ class Slot:
         self.state = State.RESIDENT
         self.saved: list[tuple[Tensor, int]] = []
         self.wanted = False  # a tensor at or above the threshold is among `saved`
-        self.copied = False  # to the host, at any time: `saved` has witnesses
         self.judged = False  # known whether the copy freed the source
         self.released = False  # the source was shrunk by force
         self.unused = False  # reloaded, and not unpacked yet
@@ -99,7 +99,7 @@ class Slot:
 
     def holds_content_of(self, tensor: Tensor) -> bool:
         """Whether a handle on `tensor`, whose storage is this slot's, can be served by this slot."""
-        if not self.copied:
+        if self.storage is not None:
             return True
         return self.block is not None and tensor._version == 0 and self.unwritten
 
