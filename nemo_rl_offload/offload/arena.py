@@ -2,14 +2,17 @@
 
 Blocks are placed best fit at 512-byte-aligned offsets, and neighbors that are free become one. A block that fits
 nowhere in one piece is cut into the largest free pieces, so that memory grows only when there is not enough of it,
-never for want of a hole of the right size. A pool keyed by tensor shape, the usual choice, never gives a shape's
-memory to another shape and so grows with every new sequence length. Slabs are powers of two, because allocators of
+never for want of a hole of the right size. A block that is given back waits as it is for the next tensor of its size,
+which in training mostly comes, and costs no bookkeeping then; as soon as something does not fit, all that wait become
+free extents. A pool keyed by tensor shape, the usual choice, never gives a shape's memory to another shape and so
+grows with every new sequence length. Slabs are powers of two, because allocators of
 pinned memory round up to one anyway. A free extent carries the events of the copies that may still touch it as
 fences: the host never waits for them, the next owner's first copy does. Limit: slabs stay until `close`.
 """
 
 import warnings
 from bisect import bisect_left, insort
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from nemo_rl_offload.offload.backends.base import Backend, Block, Event, HostSlab, Piece
@@ -40,7 +43,7 @@ class FreeExtents:
         if (slab, offset + size) in self._by_start:
             right_size, right_fences = self._remove(slab, offset + size)
             size, fences = size + right_size, fences + right_fences
-        self._insert(slab, offset, size, self._pending(fences))
+        self._insert(slab, offset, size, self.pending(fences))
 
     def largest(self, count: int) -> int:
         """Sum of the `count` largest ranges."""
@@ -56,15 +59,15 @@ class FreeExtents:
             position -= 1
         found_size, slab, offset = self._by_size[position]
         size = min(size, found_size)
-        fences = self._pending(self._remove(slab, offset, position)[1])
+        fences = self.pending(self._remove(slab, offset, position)[1])
         if found_size > size:
             self._insert(slab, offset + size, found_size - size, fences)
         return slab, offset, size, fences
 
-    def _pending(self, fences: tuple[Event, ...]) -> tuple[Event, ...]:
-        if not fences:
-            return fences
-        return tuple(fence for fence in dict.fromkeys(fences) if not self._done(fence))
+    def pending(self, fences: tuple[Event, ...]) -> tuple[Event, ...]:
+        if len(fences) > 1:
+            fences = tuple(dict.fromkeys(fences))
+        return tuple([fence for fence in fences if not self._done(fence)])
 
     def _insert(self, slab: int, offset: int, size: int, fences: tuple[Event, ...]) -> None:
         insort(self._by_size, (size, slab, offset))
@@ -86,6 +89,7 @@ class HostArena:
         self._budget_bytes = budget_bytes
         self._slabs: list[HostSlab] = []
         self._free = FreeExtents(backend.done)
+        self._waiting: defaultdict[int, deque[Block]] = defaultdict(deque)  # by `num_bytes`; the oldest first
         self.capacity_bytes = 0
         self.used_bytes = 0
         self.peak_bytes = 0
@@ -96,7 +100,16 @@ class HostArena:
         size = _aligned(num_bytes)
         if size > self._budget_bytes - self.used_bytes:
             return None
+        waiting = self._waiting.get(num_bytes)
+        if waiting:
+            block = waiting.popleft()
+            block.fences = self._free.pending(block.fences)
+            self._count(size)
+            return block
         extent = self._free.take(size, in_part=False)
+        if extent is None and self._waiting:
+            self._free_waiting()
+            extent = self._free.take(size, in_part=False)
         if extent is None:
             return self._reserve_in_parts(num_bytes, size)
         self._count(size)
@@ -123,18 +136,33 @@ class HostArena:
 
     def _count(self, size: int) -> None:
         self.used_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        if self.used_bytes > self.peak_bytes:
+            self.peak_bytes = self.used_bytes
 
     def release(self, block: Block) -> None:
         """Give a block back; its last copy becomes a fence of the next owner."""
-        fences = block.fences if block.last_event is None else (block.last_event,)
+        if block.last_event is not None:
+            block.fences, block.last_event = (block.last_event,), None
+        self.used_bytes -= _aligned(block.num_bytes)
+        if len(block.pieces) == 1:
+            self._waiting[block.num_bytes].append(block)
+        else:
+            self._free_pieces(block)
+
+    def _free_waiting(self) -> None:
+        for blocks in self._waiting.values():
+            for block in blocks:
+                self._free_pieces(block)
+        self._waiting.clear()
+
+    def _free_pieces(self, block: Block) -> None:
         for _, index, offset, size in block.pieces:
-            self.used_bytes -= size
-            self._free.add(index, offset, size, fences)
+            self._free.add(index, offset, size, block.fences)
 
     def close(self) -> None:
         """Drop every slab; a slab's memory goes back to the system with the last block that uses it."""
         self._slabs.clear()
+        self._waiting.clear()
         self._free = FreeExtents(self._backend.done)
         self.capacity_bytes = self.used_bytes = 0
 

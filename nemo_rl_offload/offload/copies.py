@@ -7,15 +7,15 @@ Caps on what is held (bytes, or copies of one module) do the same without asking
 points of every step, whatever the host's speed.
 """
 
-import weakref
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import torch
 
 from nemo_rl_offload.offload.arena import HostArena
-from nemo_rl_offload.offload.backends.base import Backend, Spec
+from nemo_rl_offload.offload.backends.base import Backend, Block
 from nemo_rl_offload.offload.selection import Selection
-from nemo_rl_offload.offload.slots import CopyOut, Group, Pass, Remains, Slot, State
+from nemo_rl_offload.offload.slots import CopyOut, Empties, Group, Pass, Remains, Slot, State
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
 from nemo_rl_offload.offload.timing import Timing
 
@@ -30,15 +30,16 @@ class Copies:
         timing: Timing,
         selection: Selection,
         stats: OffloadStats,
+        empties: Empties,
         *,
         max_inflight_bytes: int,
         max_inflight_groups: int | None,
     ) -> None:
         self._backend, self._arena, self._timing = backend, arena, timing
-        self._selection, self._stats = selection, stats
+        self._selection, self._stats, self._empties = selection, stats, empties
         self._max_inflight_bytes = max_inflight_bytes
         self._max_inflight_groups = max_inflight_groups
-        self._empty = torch.empty(0, device=backend.device)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=backend.device)  # of the storage being copied out
         self._inflight: deque[CopyOut] = deque()
         self._inflight_bytes = 0
         self._inflight_groups: Counter[str] = Counter()
@@ -52,96 +53,110 @@ class Copies:
         self._peak_resident_bytes = 0
 
     def resident(self, num_bytes: int) -> None:
-        """Count bytes that have come to the device, or left it."""
+        """Count bytes that have come to the device."""
         self.resident_bytes += num_bytes
-        self._peak_resident_bytes = max(self._peak_resident_bytes, self.resident_bytes)
+        if self.resident_bytes > self._peak_resident_bytes:
+            self._peak_resident_bytes = self.resident_bytes
 
     def take_peak_resident_bytes(self) -> int:
         """The highest `resident_bytes` since the last call."""
         peak_bytes, self._peak_resident_bytes = self._peak_resident_bytes, self.resident_bytes
         return peak_bytes
 
-    def offload(self, slot: Slot, module: str, ends_group: bool) -> None:
-        """Start the copy of a resident slot, if the arena has room."""
-        block = self._arena.reserve(slot.num_bytes)
-        if block is None:
-            slot.denied = True
-            self._stats.denied_bytes += slot.num_bytes
-            return
-        slot.block, slot.module = block, module
-        source = self._empty.new_empty(0, dtype=torch.uint8)
-        source.set_(slot.saved[0][0].untyped_storage())
-        event = block.last_event = self._backend.copy_out(source, block)
-        self._timing.copied(event, slot.num_bytes, out=True)
-        copy_ms = self._timing.copy_ms(slot.num_bytes, out=True)
-        expected_ms = float("inf")
-        if copy_ms is not None:
-            expected_ms = self._link_free_ms = max(self._link_free_ms, self.now_ms) + copy_ms
-        self._inflight.append(CopyOut(weakref.ref(slot), source, event, expected_ms, module if ends_group else None))
-        self._inflight_bytes += slot.num_bytes
-        self._inflight_groups[module] += ends_group
-        slot.state = State.COPYING_OUT
-        for tensor, _ in slot.saved:
-            tensor.data = self._empty
-        self._stats.bytes_out += slot.num_bytes
-        self.module_stats(module).bytes_out += slot.num_bytes
+    def offload(self, slots: Sequence[Slot], module: str) -> None:
+        """Start the copies of a commit's resident slots, as far as the arena has room."""
+        ms_per_byte = self._timing.copy_ms(1, out=True)
+        stats = self.module_stats(module)
+        copy_out = None
+        for slot in slots:
+            source, num_bytes = slot.storage, slot.num_bytes
+            assert source is not None
+            block = self._arena.reserve(num_bytes)
+            if block is None:
+                self._stats.denied_bytes += num_bytes
+                continue
+            event = block.last_event = self._backend.copy_out(self._bytes.set_(source), block)
+            self._timing.copied(event, num_bytes, out=True)
+            expected_ms = float("inf")
+            if ms_per_byte is not None:
+                expected_ms = max(self._link_free_ms, self.now_ms) + ms_per_byte * num_bytes
+                self._link_free_ms = expected_ms
+            copy_out = CopyOut(slot.ref, source, num_bytes, event, expected_ms, None)
+            self._inflight.append(copy_out)
+            self._inflight_bytes += num_bytes
+            slot.block, slot.stats = block, stats
+            slot.state, slot.storage = State.COPYING_OUT, None
+            for tensor, _ in slot.saved:
+                tensor.data = self._empties[tensor.dtype]
+            stats.bytes_out += num_bytes
+        if copy_out is not None:
+            copy_out.ends_group = module
+            self._inflight_groups[module] += 1
+            self._bytes.data = self._empties[torch.uint8]
+
+    def reached(self, group: Group) -> None:
+        """Backward is at `group`: bring back what is still on the host, and take all of it as used."""
+        group.pending_bytes = 0
+        for slot in group.alive_slots():
+            if slot.block is not None:
+                self.reload(slot)
+            if slot.unused:
+                self.used(slot)
 
     def reload_group(self, group: Group) -> None:
         """Bring back whatever of a group is on the host."""
         if group.pending_bytes:
             group.pending_bytes = 0
             for slot in group.alive_slots():
-                if slot.offloaded:
+                if slot.block is not None:
                     self.reload(slot)
 
     def reload(self, slot: Slot) -> None:
         """Bring an offloaded slot back, or take its source back where it was not let go yet."""
-        assert slot.block is not None
-        if slot.state is State.COPYING_OUT and slot.unwritten and not slot.released:
-            source = next((copy.source for copy in self._inflight if copy.slot() is slot), None)
-            if source is not None:
-                self._take_back(slot, source)
-                return
-        self._judge(slot)
-        slot.reloaded, slot.in_event = self._backend.copy_in(slot.block, Spec(slot.num_bytes))
-        self._timing.copied(slot.in_event, slot.num_bytes, out=False)
-        slot.block.last_event = slot.in_event
-        self._give_back(slot)
+        block, stats = slot.block, slot.stats
+        assert block is not None
+        assert stats is not None
+        if slot.state is State.COPYING_OUT and self._take_back(slot, block):
+            return
+        if not slot.judged:
+            self._judge(slot)
+        destination, event = self._backend.copy_in(block)
+        self._timing.copied(event, slot.num_bytes, out=False)
+        slot.reloaded, slot.in_event, slot.block = destination.untyped_storage(), event, None
+        block.last_event = event
+        self._arena.release(block)
         if slot.state is State.HOST:
             self.resident(slot.num_bytes)
         slot.state = State.COPYING_IN
         slot.unused = True
         self.unused_bytes += slot.num_bytes
-        self._stats.bytes_in += slot.num_bytes
-        self.module_stats(slot.module).bytes_in += slot.num_bytes
+        stats.bytes_in += slot.num_bytes
 
     def judge_pass(self, pass_: Pass) -> None:
         """Look which copies of a pass freed their sources, before its backward does: it frees a tensor that the next
         module saved too, outside of every region, before it comes to the region that copied it."""
         for group in pass_.before(len(pass_.groups)):
             for slot in group.alive_slots():
-                if slot.state is State.HOST:
+                if slot.state is State.HOST and not slot.judged:
                     self._judge(slot)
 
     def arrive(self, slot: Slot) -> None:
-        """Let the compute stream wait for a reload that it is about to read."""
-        if slot.state is not State.COPYING_IN:
-            return
+        """Let the compute stream wait for the reload of a slot that it is about to read."""
         assert slot.in_event is not None
         self._timing.waits(slot.in_event, out=False)
         self._backend.compute_wait(slot.in_event)
         slot.state = State.RESIDENT
-        self.used(slot)
+        if slot.unused:
+            self.used(slot)
 
     def used(self, slot: Slot) -> None:
-        """Backward has come to what a reload was for."""
-        if slot.unused:
-            slot.unused = False
-            self.unused_bytes -= slot.num_bytes
+        """Backward has come to what an unused reload was for."""
+        slot.unused = False
+        self.unused_bytes -= slot.num_bytes
 
     def shrink(self, storage: torch.UntypedStorage, slot: Slot) -> None:
         """Free the device memory of an offloaded slot by force: now, or when its copy has ended."""
-        if slot.offloaded:
+        if slot.block is not None:
             slot.released = True
             if slot.state is State.HOST:
                 storage.resize_(0)
@@ -165,12 +180,13 @@ class Copies:
 
     def bury(self, remains: Remains, closed: bool) -> None:
         """Clean up after a slot that died."""
-        if remains.block is not None and not closed:
-            self._arena.release(remains.block)
-        if remains.loading is not None:  # freed only behind the copy that is still writing it
-            self._backend.compute_wait(remains.loading[1])
-        self.unused_bytes -= remains.unused_bytes
-        self.resident(-remains.resident_bytes)
+        _, block, loading, unused_bytes, resident_bytes = remains
+        if block is not None and not closed:
+            self._arena.release(block)
+        if loading is not None:  # freed only behind the copy that is still writing it
+            self._backend.compute_wait(loading[1])
+        self.unused_bytes -= unused_bytes
+        self.resident_bytes -= resident_bytes
 
     def module_stats(self, module: str) -> ModuleStats:
         stats = self._stats.per_module.get(module)
@@ -179,25 +195,25 @@ class Copies:
         return stats
 
     def _judge(self, slot: Slot) -> None:
-        """Learn, once, whether a copy freed what it copied."""
-        if slot.judged:
-            return
+        """Learn whether a copy freed what it copied."""
         slot.judged = True
         if not slot.source_freed():
             self._stats.ineffective_bytes += slot.num_bytes
             if slot.state is State.HOST and slot.place is not None:
                 self._selection.was_ineffective(slot.place)
 
-    def _take_back(self, slot: Slot, source: torch.Tensor) -> None:
-        slot.reloaded = source
+    def _take_back(self, slot: Slot, block: Block) -> bool:
+        """End the offloading of a slot whose source was not let go yet, where nothing has written to that."""
+        if slot.released or not slot.unwritten:
+            return False
+        source = next((copy.source for copy in self._inflight if copy.slot() is slot), None)
+        if source is None:
+            return False
+        slot.reloaded, slot.block = source, None
         slot.state = State.RESIDENT
-        self._give_back(slot)
+        self._arena.release(block)
         self._stats.returned_bytes += slot.num_bytes
-
-    def _give_back(self, slot: Slot) -> None:
-        assert slot.block is not None
-        self._arena.release(slot.block)
-        slot.block = None
+        return True
 
     def _over_cap(self) -> bool:
         cap = self._max_inflight_groups
@@ -207,7 +223,7 @@ class Copies:
 
     def _drop_oldest(self) -> None:
         copy_out = self._inflight.popleft()
-        self._inflight_bytes -= copy_out.source.numel()
+        self._inflight_bytes -= copy_out.num_bytes
         if copy_out.ends_group is not None:
             self._inflight_groups[copy_out.ends_group] -= 1
         slot = copy_out.slot()
@@ -215,6 +231,6 @@ class Copies:
             return
         if slot.state is State.COPYING_OUT:
             slot.state = State.HOST
-            self.resident(-slot.num_bytes)
+            self.resident_bytes -= slot.num_bytes
         if slot.released:
-            copy_out.source.untyped_storage().resize_(0)
+            copy_out.source.resize_(0)

@@ -56,7 +56,7 @@ from nemo_rl_offload.offload.exclusions import Exclusions
 from nemo_rl_offload.offload.passes import Order
 from nemo_rl_offload.offload.prefetch import Prefetch
 from nemo_rl_offload.offload.selection import Selection
-from nemo_rl_offload.offload.slots import Group, Handle, Kept, Remains, Slot, deref, unchanged
+from nemo_rl_offload.offload.slots import Empties, Group, Handle, Kept, Remains, Slot, State, deref, unchanged
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
@@ -66,6 +66,8 @@ T = TypeVar("T", bound=Tensor | Sequence[Tensor | None])
 class Region:
     """One occurrence of `module` in `layer`. A context manager: tensors saved inside go to the engine. It can
     be entered again until it is committed, and other regions can open, close and be committed in between."""
+
+    __slots__ = ("_engine", "_hooks", "_slots", "layer", "module")
 
     def __init__(self, engine: "OffloadEngine", module: str, layer: int | str) -> None:
         self.module = module
@@ -122,7 +124,7 @@ class OffloadEngine:
         selection: Selection | None = None,
         auto: Auto | None = None,
     ) -> None:
-        self._backend = backend
+        self._backend, self._device = backend, backend.device
         self._min_tensor_bytes = min_tensor_bytes
         self._min_tensor_elements = min_tensor_elements
         # Backward runs in autograd's threads, one per device and the caller's: nodes on the CPU and on the
@@ -131,7 +133,7 @@ class OffloadEngine:
         self._slots: dict[int, weakref.ref[Slot]] = {}  # by storage address: the newest slot of that storage
         self._graveyard: deque[Remains] = deque()
         self._exclusions = Exclusions()
-        self._empty = torch.empty(0, device=backend.device)
+        self._empties = Empties(backend.device)
         self._stats = OffloadStats()
         self._arena = HostArena(backend, host_memory_budget_bytes)
         self._selection = selection or Selection()
@@ -143,6 +145,7 @@ class OffloadEngine:
             self._timing,
             self._selection,
             self._stats,
+            self._empties,
             max_inflight_bytes=max_inflight_bytes,
             max_inflight_groups=max_inflight_groups,
         )
@@ -187,22 +190,26 @@ class OffloadEngine:
             assert not self._closed, "the offload engine is closed"
             self._collect()
             left = {tensor.untyped_storage()._cdata for tensor in later}
-            slots = [slot for slot in dict.fromkeys(ref() for ref in refs) if slot is not None and slot.key not in left]
+            slots = [
+                slot for slot in dict.fromkeys([ref() for ref in refs]) if slot is not None and slot.key not in left
+            ]
             own = {
                 position: slot
                 for position, slot in enumerate(slots)
-                if slot.wanted and slot.uncopied and slot.place is None
+                if slot.wanted and slot.storage is not None and slot.place is None
             }
-            if not own and not any(slot.offloaded for slot in slots):
+            if not own and all(slot.block is None for slot in slots):
                 return output
-            group = Group(
-                (region.module, region.layer), list(map(weakref.ref, slots)), sum(s.num_bytes for s in own.values())
-            )
+            saved_bytes = sum([slot.num_bytes for slot in own.values()])
+            group = Group((region.module, region.layer), [slot.ref for slot in slots], saved_bytes)
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
                 self._auto.visit(group, forward=True)
             self._offload(group, own)
+            group.pending_bytes = sum([slot.num_bytes for slot in slots if slot.block is not None])
+            if group.pending_bytes:
+                self._copies.module_stats(region.module).num_groups += 1
             for tensor in release:
                 storage = tensor.untyped_storage()
                 slot = deref(self._slots.get(storage._cdata))
@@ -234,6 +241,8 @@ class OffloadEngine:
         with self._lock:
             self._collect()
             totals = copy.deepcopy(self._stats)
+            totals.bytes_out = sum(module.bytes_out for module in totals.per_module.values())
+            totals.bytes_in = sum(module.bytes_in for module in totals.per_module.values())
             totals.host_bytes = self._arena.used_bytes
             totals.peak_host_bytes = self._arena.peak_bytes
             totals.host_capacity_bytes = self._arena.capacity_bytes
@@ -266,38 +275,34 @@ class OffloadEngine:
             slot = deref(self._slots.get(storage._cdata))
             if slot is None or not slot.holds_content_of(tensor):
                 slot = Slot(storage, self._graveyard)
-                self._slots[slot.key] = weakref.ref(slot)
+                self._slots[slot.key] = slot.ref
             detached = tensor.detach()
-            if not slot.uncopied:
-                detached.data = self._empty
+            if slot.storage is None:
+                detached.data = self._empties[tensor.dtype]
+            number = len(slot.saved)
             slot.saved.append((detached, tensor._version))
-            num_elements = tensor.numel()
-            slot.wanted |= (
-                num_elements >= self._min_tensor_elements
-                and num_elements * tensor.element_size() >= self._min_tensor_bytes
-            )
-            region._slots.append(weakref.ref(slot))
-            offset = int(tensor.storage_offset())
-            number = len(slot.saved) - 1
-            return Handle(slot, number, tensor.dtype, tensor.size(), tensor.stride(), offset, region)
+            if not slot.wanted:
+                slot.wanted = tensor.numel() >= self._min_tensor_elements and tensor.nbytes >= self._min_tensor_bytes
+            region._slots.append(slot.ref)
+            return slot, number, tensor.size(), tensor.stride(), int(tensor.storage_offset()), region
 
     def _unpack(self, packed: Handle | Kept) -> Tensor:
         if isinstance(packed, Kept):
             return unchanged(packed.tensor, packed.version, packed.where)
-        slot = packed.slot
+        slot, number, size, stride, offset, where = packed
         with self._lock:
-            saved = unchanged(*slot.saved[packed.number], packed.where)
-            if slot.uncopied:
+            saved, version = slot.saved[number]
+            unchanged(saved, version, where)
+            if slot.storage is not None:
                 return saved
-            if slot.offloaded:
+            if slot.block is not None:
                 assert not self._closed, "the offload engine was closed before the backward that needs it"
                 self._stats.demand_reloads += 1
                 self._copies.reload(slot)
-            self._copies.arrive(slot)
+            if slot.state is State.COPYING_IN:
+                self._copies.arrive(slot)
             assert slot.reloaded is not None
-            storage = slot.reloaded.untyped_storage()
-            view = self._empty.new_empty(0, dtype=packed.dtype)
-            return view.set_(storage, packed.offset, packed.size, packed.stride)
+            return saved.data.set_(slot.reloaded, offset, size, stride)
 
     def _backward_reached(self, group: Group, grad_outputs: object) -> None:
         with self._lock:
@@ -311,9 +316,7 @@ class OffloadEngine:
                 self._order.reached(group)
                 if self._auto is not None:
                     self._auto.visit(group, forward=False)
-            self._copies.reload_group(group)
-            for slot in group.alive_slots():
-                self._copies.used(slot)
+            self._copies.reached(group)
             self._copies.let_go()
             self._prefetch.ahead(group, forward=False)
 
@@ -328,11 +331,8 @@ class OffloadEngine:
                 moving.append(slot)
             else:
                 self._stats.kept_bytes += slot.num_bytes
-        for slot in moving:
-            self._copies.offload(slot, group.key[0], slot is moving[-1])
-        group.pending_bytes = sum(slot.num_bytes for slot in group.alive_slots() if slot.offloaded)
-        if group.pending_bytes:
-            self._copies.module_stats(group.key[0]).num_groups += 1
+        if moving:
+            self._copies.offload(moving, group.key[0])
 
     def _group_moves(self, group: Group) -> bool:
         if not self._selection.eligible(group.key):
@@ -351,8 +351,9 @@ class OffloadEngine:
             return
         while self._graveyard:
             remains = self._graveyard.popleft()
-            if remains.key in self._slots and self._slots[remains.key]() is None:
-                del self._slots[remains.key]
+            key = remains[0]
+            if key in self._slots and self._slots[key]() is None:
+                del self._slots[key]
             self._copies.bury(remains, self._closed)
         if not self._slots:
             self._exclusions.stale = True
@@ -369,7 +370,7 @@ class OffloadEngine:
         """Whether dtype, size, stride and offset describe it, and it is on this device."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return False
-        if tensor.device != self._backend.device:
+        if tensor.device != self._device:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 

@@ -23,7 +23,7 @@ class Exclusions:
     def covers(self, tensor: Tensor, storage_key: int) -> bool:
         """Whether `tensor`, or what it is a view of, is excluded or lies on an excluded storage; `storage_key` is the
         address of its own. Parameters themselves are the caller's to recognize."""
-        if storage_key in self._storages or self._is_named(tensor):
+        if storage_key in self._storages or (id(tensor) in self._tensors and self._is_named(tensor)):
             return True
         base = tensor._base
         return base is not None and (isinstance(base, Parameter) or self._is_named(base))

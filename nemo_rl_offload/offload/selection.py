@@ -47,6 +47,8 @@ class Selection:
 
     def effective(self, place: Place) -> bool:
         """Whether the last copy of such a slot freed its source; now and then it is tried again."""
+        if not self._ineffective:
+            return True
         left = self._ineffective.get(place)
         if left is None:
             return True

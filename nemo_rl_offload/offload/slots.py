@@ -4,12 +4,14 @@ import enum
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nemo_rl_offload.offload.backends.base import Block, Event
+from nemo_rl_offload.offload.stats import ModuleStats
 
 type Key = tuple[str, int | str]
 """Module and layer: names a group across steps."""
@@ -17,10 +19,29 @@ type Key = tuple[str, int | str]
 type Place = tuple[Key, int]
 """A slot's group, and its position there: names a slot across steps."""
 
+type Handle = tuple[Slot, int, torch.Size, tuple[int, ...], int, object]
+"""What autograd keeps in place of a saved tensor: a slot, the number of the tensor among its saved ones, that one's
+size, stride and offset (in elements), and where it was saved. A plain tuple, since one is made for every tensor."""
+
+type Remains = tuple[int, Block | None, tuple[torch.UntypedStorage, Event] | None, int, int]
+"""What a dead slot leaves to be cleaned up: its key, its block, what an unfinished copy in writes and that one's event,
+its bytes that were reloaded and never used, and its bytes on the device."""
+
 # What `torch.multiprocessing.reductions.StorageWeakRef` wraps, at a third of its time. Names of this module, since
 # finalizers may run when the interpreter ends and `torch` is gone.
 _storage_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 _free_storage_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+
+
+class Empties(dict[torch.dtype, Tensor]):
+    """An empty tensor of each dtype, which takes the place of a tensor's data when that goes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __missing__(self, dtype: torch.dtype) -> Tensor:
+        empty = self[dtype] = torch.empty(0, dtype=dtype, device=self._device)
+        return empty
 
 
 class State(enum.Enum):
@@ -30,41 +51,32 @@ class State(enum.Enum):
     COPYING_IN = enum.auto()
 
 
-class Remains(NamedTuple):
-    """What a dead slot leaves to be cleaned up."""
-
-    key: int
-    block: Block | None
-    loading: tuple[Tensor, Event] | None
-    unused_bytes: int
-    resident_bytes: int
-
-
 class Slot:
     """One storage. `saved` has, per handle, a detached tensor and its version when it was saved; after the
     copy out that tensor is a witness."""
 
     __slots__ = (
-        "__weakref__", "block", "denied", "graveyard", "in_event", "judged", "key", "module", "num_bytes", "place",
-        "released", "reloaded", "saved", "source", "state", "unused", "wanted",
+        "__weakref__", "block", "graveyard", "in_event", "judged", "key", "num_bytes", "place", "ref", "released",
+        "reloaded", "saved", "source", "state", "stats", "storage", "unused", "wanted",
     )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, graveyard: deque[Remains]) -> None:
         self.source: int = storage._weak_ref()  # type: ignore[assignment]
+        self.storage: torch.UntypedStorage | None = storage  # until it is copied out
         self.key = storage._cdata
         self.num_bytes = storage.nbytes()
+        self.ref = weakref.ref(self)
         self.graveyard = graveyard
         self.state = State.RESIDENT
         self.saved: list[tuple[Tensor, int]] = []
         self.wanted = False  # a tensor at or above the threshold is among `saved`
-        self.denied = False  # the arena had no room
         self.judged = False  # known whether the copy freed the source
         self.released = False  # the source was shrunk by force
         self.unused = False  # reloaded, and not unpacked yet
-        self.module = ""  # of the first commit
         self.place: Place | None = None  # of the first commit
-        self.block: Block | None = None
-        self.reloaded: Tensor | None = None  # the bytes, back on the device
+        self.stats: ModuleStats | None = None  # of that commit's module, once copied
+        self.block: Block | None = None  # while offloaded
+        self.reloaded: torch.UntypedStorage | None = None  # the bytes, back on the device
         self.in_event: Event | None = None
 
     def __del__(self) -> None:
@@ -74,15 +86,7 @@ class Slot:
             loading = self.reloaded, self.in_event
         unused_bytes = self.num_bytes if self.unused else 0
         resident_bytes = self.num_bytes if self.place is not None and self.state is not State.HOST else 0
-        self.graveyard.append(Remains(self.key, self.block, loading, unused_bytes, resident_bytes))
-
-    @property
-    def offloaded(self) -> bool:
-        return self.state in (State.COPYING_OUT, State.HOST)
-
-    @property
-    def uncopied(self) -> bool:
-        return self.state is State.RESIDENT and self.reloaded is None
+        self.graveyard.append((self.key, self.block, loading, unused_bytes, resident_bytes))
 
     @property
     def unwritten(self) -> bool:
@@ -95,21 +99,9 @@ class Slot:
 
     def holds_content_of(self, tensor: Tensor) -> bool:
         """Whether a handle on `tensor`, whose storage is this slot's, can be served by this slot."""
-        if self.uncopied:
+        if self.storage is not None:
             return True
-        return self.offloaded and tensor._version == 0 and self.unwritten
-
-
-class Handle(NamedTuple):
-    """What autograd keeps in place of a saved tensor: a slot, and the view of it. Strides in elements."""
-
-    slot: Slot
-    number: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    where: object
+        return self.block is not None and tensor._version == 0 and self.unwritten
 
 
 class Kept(NamedTuple):
@@ -163,12 +155,14 @@ class Pass:
                 yield group
 
 
-class CopyOut(NamedTuple):
-    """A copy that may still be reading `source`. By `expected_ms`, on the clock of what was learned, it will have
-    ended. `ends_group` is the module, when it is the last copy of a commit."""
+@dataclass(slots=True, eq=False)
+class CopyOut:
+    """A copy of `num_bytes` that may still be reading `source`. By `expected_ms`, on the clock of what was learned, it
+    will have ended. `ends_group` is the module, when it is the last copy of a commit."""
 
     slot: weakref.ref[Slot]
-    source: Tensor
+    source: torch.UntypedStorage
+    num_bytes: int
     event: Event
     expected_ms: float
     ends_group: str | None

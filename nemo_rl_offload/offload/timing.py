@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nemo_rl_offload.offload.backends.base import Backend, Event
-from nemo_rl_offload.offload.slots import Group
+from nemo_rl_offload.offload.slots import Group, Key
 from nemo_rl_offload.offload.stats import OffloadStats
 
 NEWEST = 0.5  # weight of the newest observation in an average
@@ -65,18 +65,12 @@ class GroupTimes:
     backward_ms: float = 0.0
 
 
-class Rates:
-    """Exponential averages by key; a missing one is None."""
+class Rates[K](dict[K, float]):
+    """Exponential averages by key."""
 
-    def __init__(self) -> None:
-        self._values: dict[object, float] = {}
-
-    def add(self, key: object, value: float) -> None:
-        old = self._values.get(key)
-        self._values[key] = value if old is None else old + NEWEST * (value - old)
-
-    def get(self, key: object) -> float | None:
-        return self._values.get(key)
+    def add(self, key: K, value: float) -> None:
+        old = self.get(key)
+        self[key] = value if old is None else old + NEWEST * (value - old)
 
 
 class Timing:
@@ -96,7 +90,10 @@ class Timing:
         self._mark: Event | None = None
         self._latest: Boundary | None = None  # of those read
         self._latest_reached: Boundary | None = None
-        self._rates = Rates()
+        self._forward, self._backward = Rates[Key](), Rates[Key]()  # ms per byte
+        self._after = {forward: Rates[Key]() for forward in (True, False)}  # ms per byte
+        self._turn = Rates[Key]()  # ms, by a pass's first key
+        self._link = Rates[bool]()  # ms per byte; True is out
 
     def boundary(self, group: Group, forward: bool) -> None:
         """The compute stream is at a boundary; copies recorded until the next one start here at the earliest."""
@@ -132,24 +129,24 @@ class Timing:
 
     def forward_ms(self, group: Group) -> float:
         """From the boundary before to the commit of such a group; 0 when unknown."""
-        return (self._rates.get(("forward", group.key)) or 0.0) * group.saved_bytes
+        return self._forward.get(group.key, 0.0) * group.saved_bytes
 
     def backward_ms(self, group: Group) -> float:
         """From the group reached before, in the same pass, to such a group; 0 when unknown."""
-        return (self._rates.get(("backward", group.key)) or 0.0) * group.saved_bytes
+        return self._backward.get(group.key, 0.0) * group.saved_bytes
 
     def turn_ms(self, last: Group) -> float:
         """From a group like `last`, the last of its pass in backward, to the first of the next pass; 0 when unknown."""
-        return self._rates.get(("turn", last.pass_.first_key)) or 0.0
+        return self._turn.get(last.pass_.first_key, 0.0)
 
     def after_ms(self, group: Group, forward: bool) -> float | None:
         """From such a group's commit, or from backward's arrival there, to the next boundary; None when unknown."""
-        rate = self._rates.get(("after", forward, group.key))
+        rate = self._after[forward].get(group.key)
         return None if rate is None else rate * group.saved_bytes
 
     def copy_ms(self, num_bytes: int, out: bool) -> float | None:
         """How long the link takes, by what it has shown; None before that."""
-        rate = self._rates.get(("link", out))
+        rate = self._link.get(out)
         return None if rate is None else rate * num_bytes
 
     def _passed(self, step: Step) -> bool:
@@ -180,17 +177,16 @@ class Timing:
             if before is not None:
                 interval = at - before[1]
                 former = before[0]
-                after = "after", former.forward, former.group.key
-                self._rates.add(after, interval / max(1, former.group.saved_bytes))
+                self._after[former.forward].add(former.group.key, interval / max(1, former.group.saved_bytes))
             before = boundary, at
             if boundary.forward:
-                self._rates.add(("forward", group.key), interval / max(1, group.saved_bytes))
+                self._forward.add(group.key, interval / max(1, group.saved_bytes))
                 groups[group] = GroupTimes(group, at, interval)
                 continue
             if last_reached is not None and last_reached[0].group.pass_ is group.pass_:
-                self._rates.add(("backward", group.key), interval / max(1, group.saved_bytes))
+                self._backward.add(group.key, interval / max(1, group.saved_bytes))
             elif last_reached is not None:
-                self._rates.add(("turn", last_reached[0].group.pass_.first_key), at - last_reached[1])
+                self._turn.add(last_reached[0].group.pass_.first_key, at - last_reached[1])
             last_reached = boundary, at
             if group in groups:
                 groups[group].reached_ms = at
@@ -217,7 +213,7 @@ class Timing:
         for out in (True, False):
             self._stats.copy_ms += busy_ms[out]
             if num_bytes[out]:
-                self._rates.add(("link", out), busy_ms[out] / num_bytes[out])
+                self._link.add(out, busy_ms[out] / num_bytes[out])
 
     def _read_waits(self, waits: list[tuple[int, Wait]], num_boundaries: int) -> list[float]:
         """Milliseconds waited between each boundary and the one before it."""

@@ -1,6 +1,6 @@
 """What the engine asks of a device: host memory, copies both ways, and events that order and time them."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,37 +28,31 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-@dataclass(slots=True, eq=False)
 class Block:
-    """Host memory for the bytes of one storage: one piece of a slab, or several.
+    """Host memory for the `num_bytes` of one storage: one piece of a slab, or several.
 
     `fences` are the copies of former owners that may still touch these bytes: a first write waits for them.
     `last_event` is this owner's latest copy, out or in: whatever touches the bytes next waits for it.
     """
 
-    pieces: tuple[Piece, ...]
-    num_bytes: int
-    fences: tuple[Event, ...] = ()
-    last_event: Event | None = None
+    __slots__ = ("_host", "fences", "last_event", "num_bytes", "pieces")
 
-    def views(self, device_bytes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def __init__(self, pieces: tuple[Piece, ...], num_bytes: int, fences: tuple[Event, ...] = ()) -> None:
+        self.pieces = pieces
+        self.num_bytes = num_bytes
+        self.fences = fences
+        self.last_event: Event | None = None
+        self._host: list[Tensor] = []
+        remaining = num_bytes
+        for slab, _, offset, size in pieces:
+            self._host.append(slab.data[offset : offset + min(size, remaining)])
+            remaining -= size
+
+    def views(self, device_bytes: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """(piece on the host, its part of `device_bytes`), both one-dimensional uint8 of the same length."""
-        if len(self.pieces) == 1:
-            slab, _, offset, _ = self.pieces[0]
-            yield slab.data[offset : offset + self.num_bytes], device_bytes
-            return
-        start = 0
-        for slab, _, offset, size in self.pieces:
-            stop = min(start + size, self.num_bytes)
-            yield slab.data[offset : offset + stop - start], device_bytes[start:stop]
-            start = stop
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """The device tensor that a copy in makes: one-dimensional uint8, `num_bytes` long."""
-
-    num_bytes: int
+        if len(self._host) == 1:
+            return ((self._host[0], device_bytes),)
+        return zip(self._host, device_bytes.split_with_sizes([piece.numel() for piece in self._host]), strict=True)
 
 
 class Backend(Protocol):
@@ -72,10 +66,12 @@ class Backend(Protocol):
 
     def copy_out(self, source: Tensor, block: Block) -> Event:
         """Copy `source` (uint8, one-dimensional, on the device) into `block`, after the work that the compute
-        stream holds now and after `block.fences`. The caller keeps `source` alive until the event is done."""
+        stream holds now and after `block.fences`. The caller keeps the storage of `source` alive until the event is
+        done; the tensor itself may change at once."""
 
-    def copy_in(self, block: Block, like: Spec) -> tuple[Tensor, Event]:
-        """Copy `block` into a new device tensor from the compute stream's pool, after `block.last_event`.
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
+        """Copy `block` into a new device tensor (uint8, one-dimensional, of `block.num_bytes`) from the compute
+        stream's pool, after `block.last_event`.
         The caller lets the compute stream wait for the event before it reads, or frees, the tensor."""
 
     def compute_wait(self, event: Event) -> None:

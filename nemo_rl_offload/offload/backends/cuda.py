@@ -25,7 +25,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, Spec, allocate_pageable
+from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
 
 MAX_PIECE_OUT_BYTES = 32 << 20
 MAX_PIECE_IN_BYTES = 128 << 20  # layers wait for answers to the host, hardly for small copies from it
@@ -105,9 +105,9 @@ class CudaBackend:
                 self._out.copy(host, device)
         return _record(self._out.stream)
 
-    def copy_in(self, block: Block, like: Spec) -> tuple[Tensor, Event]:
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         assert block.last_event is not None
-        destination = torch.empty(like.num_bytes, dtype=torch.uint8, device=self.device)
+        destination = torch.empty(block.num_bytes, dtype=torch.uint8, device=self.device)
         self._in.stream.wait_stream(self._compute_stream())
         self._in.stream.wait_event(_cuda_event(block.last_event))
         with torch.cuda.stream(self._in.stream):

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, Spec, allocate_pageable
+from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
 
 _DONE: Event = "done"
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class HostBackend:
@@ -21,8 +22,8 @@ class HostBackend:
             host.copy_(device)
         return _DONE
 
-    def copy_in(self, block: Block, like: Spec) -> tuple[Tensor, Event]:
-        destination = torch.empty(like.num_bytes, dtype=torch.uint8, device=self.device)
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
+        destination = _NO_BYTES.new_empty(block.num_bytes)
         for host, device in block.views(destination):
             device.copy_(host)
         return destination, _DONE

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, Spec, allocate_pageable
+from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
 
 COMPUTE, OUT, IN = range(3)
 POISON = 0xFF
@@ -87,8 +87,8 @@ class SimulatedBackend:
         self._access(operation, block, writes=True)
         return operation
 
-    def copy_in(self, block: Block, like: Spec) -> tuple[Tensor, Event]:
-        destination = torch.full((like.num_bytes,), POISON, dtype=torch.uint8)
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
+        destination = torch.full((block.num_bytes,), POISON, dtype=torch.uint8)
         operation = self._enqueue(IN, destination, block, [_operation(block.last_event)])
         self._access(operation, block, writes=False)
         return destination, operation

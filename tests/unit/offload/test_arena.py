@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_rl_offload.offload import arena as arena_module
 from nemo_rl_offload.offload.arena import FreeExtents, HostArena
@@ -131,6 +132,41 @@ def test_a_new_owner_waits_for_the_last_copies_of_the_former_ones() -> None:
     assert again.fences == ("second",)
 
 
+def test_a_block_given_back_goes_to_the_next_tensor_of_its_size() -> None:
+    backend = PendingBackend()
+    arena = HostArena(backend, 64 << 20)
+    older, newer = arena.reserve(700), arena.reserve(700)
+    assert older is not None
+    assert newer is not None
+    older.last_event, newer.last_event = "older", "newer"
+    arena.release(older)
+    arena.release(newer)
+    backend.pending = {"newer"}
+    assert arena.reserve(700) is older  # its copy is the likeliest to have ended
+    assert older.fences == ()
+    assert arena.reserve(700) is newer
+    assert newer.fences == ("newer",)
+    assert newer.last_event is None
+    other = arena.reserve(701)
+    assert other is not None
+    assert other.pieces[0].offset not in (older.pieces[0].offset, newer.pieces[0].offset)
+
+
+def test_blocks_that_wait_make_room_before_memory_grows() -> None:
+    arena = HostArena(HostBackend(), 1 << 30)
+    blocks = [arena.reserve(1 << 20) for _ in range(16)]
+    for block in blocks:
+        assert block is not None
+        arena.release(block)
+    whole = arena.reserve(16 << 20)
+    assert whole is not None
+    assert len(whole.pieces) == 1
+    assert arena.capacity_bytes == 16 << 20
+    again = arena.reserve(1 << 20)  # none of the sixteen is left
+    assert again is not None
+    assert again.pieces[0].number == 1
+
+
 def test_slabs_are_powers_of_two_and_grow_with_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "MIN_SLAB_BYTES", 1 << 10)
     monkeypatch.setattr(arena_module, "MAX_SLAB_BYTES", 1 << 13)
@@ -175,6 +211,37 @@ def test_a_block_takes_several_pieces_rather_than_more_memory() -> None:
     write(other, 5)
     assert holds(scattered, 3)
     assert arena.capacity_bytes == 32 << 20
+
+
+def test_closing_gives_the_memory_of_unused_blocks_back() -> None:
+    arena = HostArena(HostBackend(), 64 << 20)
+    block = arena.reserve(700)
+    assert block is not None
+    slab = StorageWeakRef(block.pieces[0].slab.data.untyped_storage())
+    arena.release(block)
+    del block
+    assert not slab.expired()
+    arena.close()
+    assert slab.expired()
+
+
+def test_a_block_that_was_cut_is_not_kept_so() -> None:
+    arena = HostArena(HostBackend(), 64 << 20)
+    left, middle, right = (arena.reserve(size << 20) for size in (6, 4, 6))
+    assert left is not None
+    assert middle is not None
+    assert right is not None
+    arena.release(left)
+    arena.release(right)
+    cut = arena.reserve(8 << 20)
+    assert cut is not None
+    assert len(cut.pieces) == 2
+    arena.release(middle)
+    arena.release(cut)
+    whole = arena.reserve(8 << 20)
+    assert whole is not None
+    assert len(whole.pieces) == 1
+    assert arena.capacity_bytes == 16 << 20
 
 
 @settings(max_examples=10, deadline=None)

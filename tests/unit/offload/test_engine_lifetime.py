@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
-from nemo_rl_offload.offload.backends.base import Block, Event, Spec
+from nemo_rl_offload.offload.backends.base import Block, Event
 
 Make = Callable[..., OffloadEngine]
 
@@ -27,8 +27,8 @@ class LateBackend(HostBackend):
         super().copy_out(source, block)
         return self._event("out")
 
-    def copy_in(self, block: Block, like: Spec) -> tuple[Tensor, Event]:
-        destination, _ = super().copy_in(block, like)
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
+        destination, _ = super().copy_in(block)
         return destination, self._event("in")
 
     def compute_wait(self, event: Event) -> None:
@@ -317,6 +317,17 @@ def test_sources_go_when_their_copy_has_ended_or_the_compute_stream_waits() -> N
     assert {"in5", "in6"} <= set(backend.waits)  # of the region "m", and of the first exp
     assert engine.stats().returned_bytes == 2 * 128  # the sources of the last two copies were still there
     assert engine.stats().host_bytes == 0
+
+
+def test_a_cap_on_commits_counts_one_whose_last_tensor_finds_no_room() -> None:
+    engine, backend = late_engine(max_inflight_groups=1, host_memory_budget_bytes=3 * 512)
+    x = torch.randn(32, requires_grad=True)
+    for layer in range(2):
+        with engine.region("m", layer) as region:
+            x = x.exp() * x.tanh()
+        x = engine.commit(region, x)
+    assert engine.stats().denied_bytes == 128
+    assert backend.waits == ["out1", "out2"]
 
 
 @pytest.mark.usefixtures("no_collector")
