@@ -1,0 +1,45 @@
+"""Each experiment's small form runs on a CPU, and says what a result on a device would say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_runs import run_python
+
+pytestmark = pytest.mark.slow
+
+
+def run(folder: Path, script: str, *options: str) -> list[dict[str, Any]]:
+    """The results that a script wrote."""
+    done = run_python(f"benchmarks/{script}.py", "--out", str(folder), *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def test_e1_changes_no_bit(tmp_path: Path) -> None:
+    results = run(tmp_path, "deepseek_layers", "--layers", "1", "--rounds", "1", "--inflight", "1", "2")
+    assert [result["max_inflight_bytes"] >> 30 for result in results] == [1, 2]
+    for result in results:
+        assert result["bit_identical"]
+        assert result["figures"]["offloaded_bytes_alive_at_the_peak"] > 0
+        assert result["per_module"].keys() == set(result["modules"])
+
+
+def test_e2_compares_variants_that_change_no_bit(tmp_path: Path) -> None:
+    (result,) = run(tmp_path, "dense_rl", "--rounds", "1")
+    variants = {each["name"]: each for each in result["variants"]}
+    assert len([name for name in variants if name.startswith("ours: auto")]) == 5
+    ran = {name: each for name, each in variants.items() if each["error"] is None}
+    assert {"nothing", "recompute: full", "recompute: mlp", "recompute: core_attn", "save_on_cpu"} <= ran.keys()
+    assert all(each["bit_identical"] and each["medians"]["ms"] > 0 for each in ran.values())
+    listed = [each for name, each in ran.items() if name.startswith("ours") and "auto" not in name]
+    assert len(listed) == 5
+    assert all(each["medians"]["bytes_out"] > 0 for each in listed)
+    assert variants["ours: all"]["medians"]["bytes_out"] > variants["ours: full recompute"]["medians"]["bytes_out"]
+
+
+def test_e2_takes_the_variants_that_are_named_and_other_algorithms(tmp_path: Path) -> None:
+    (result,) = run(tmp_path, "dense_rl", "--algorithm", "sft", "--variant", "ours: norms", "--rounds", "1")
+    assert [each["name"] for each in result["variants"]] == ["nothing", "ours: norms"]
+    assert all(each["bit_identical"] for each in result["variants"])
