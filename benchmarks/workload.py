@@ -132,9 +132,9 @@ class Workload:
         self._trees[()] = chunks[0].module, provider
         return MegatronModel(chunks, provider, None, self.shape.transformer_impl, optimizer, scheduler)
 
-    def complete(self, batch: Batch) -> Batch:
-        """Add the log-probabilities that a policy-gradient loss compares with: the policy's own, all at once."""
-        logprobs = compute_logprobs(self.model, batch, 1, 1.0, LOGPROB_CHUNK_SIZE)
+    def complete(self, batch: Batch, how: int | Cutting = 1) -> Batch:
+        """Add the log-probabilities that a policy-gradient loss compares with: the policy's own, by forward passes."""
+        logprobs = compute_logprobs(self.model, batch, how, 1.0, LOGPROB_CHUNK_SIZE)
         assert logprobs is not None
         return {**batch, "prev_logprobs": logprobs, "reference_policy_logprobs": logprobs}
 

@@ -43,3 +43,15 @@ def test_e2_takes_the_variants_that_are_named_and_other_algorithms(tmp_path: Pat
     (result,) = run(tmp_path, "dense_rl", "--algorithm", "sft", "--variant", "ours: norms", "--rounds", "1")
     assert [each["name"] for each in result["variants"]] == ["nothing", "ours: norms"]
     assert all(each["bit_identical"] for each in result["variants"])
+
+
+def test_e3_takes_the_same_steps_with_and_without(tmp_path: Path) -> None:
+    (result,) = run(tmp_path, "rl_reality", "--steps", "4", "--layers", "1")
+    plain, ours = result["variants"]
+    assert (plain["name"], ours["name"]) == ("nothing", "ours: all")
+    assert len({len(rollout["widths"]) for rollout in result["rollouts"]}) > 1
+    for entry in (plain, ours):
+        assert entry["error"] is None
+        assert entry["bit_identical"]
+        assert entry["figures"]["num_steps"] == 4
+    assert ours["figures"]["largest_steps_own_host_bytes"] > 0
