@@ -10,6 +10,7 @@ The vocabulary is small, so that layers rather than logits make the peak.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -117,7 +118,6 @@ class Workload:
         self._trees: dict[tuple[str, ...], Any] = {}
         self.model = self._build(settings["policy"])
         self.vocabulary_size = int(model_config(shape)["vocab_size"])
-        self.batch = self.complete(random_batch([shape.sequence] * shape.num_microbatches, self.vocabulary_size, 1))
 
     def _build(self, policy: Any) -> MegatronModel:
         provider, chunks = _build_modules(self.shape, policy, with_ddp=True)
@@ -137,6 +137,11 @@ class Workload:
         logprobs = compute_logprobs(self.model, batch, how, 1.0, LOGPROB_CHUNK_SIZE)
         assert logprobs is not None
         return {**batch, "prev_logprobs": logprobs, "reference_policy_logprobs": logprobs}
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Sequences of full length."""
+        return self.complete(random_batch([self.shape.sequence] * self.shape.num_microbatches, self.vocabulary_size, 1))
 
     def policy(self, *overrides: str) -> Any:
         """The workload's `policy` section with further settings of `megatron_cfg`."""

@@ -55,3 +55,14 @@ def test_e3_takes_the_same_steps_with_and_without(tmp_path: Path) -> None:
         assert entry["bit_identical"]
         assert entry["figures"]["num_steps"] == 4
     assert ours["figures"]["largest_steps_own_host_bytes"] > 0
+
+
+def test_e4_ends_where_a_cpu_is_taken_to_be_full(tmp_path: Path) -> None:
+    (result,) = run(tmp_path, "reach", "--variant", "recompute: full")
+    tried = result["sequence"]["recompute: full"]["tried"]
+    assert {size for size, sample in tried.items() if "out_of_memory" not in sample} == {"64", "96"}
+    assert result["figures"]["longest_sequence"] == {"recompute: full": 96}
+    assert result["compared"]["sequence"] == 96
+    assert result["figures"]["time_per_token"] > 0
+    again = run(tmp_path, "reach", "--variant", "recompute: full")
+    assert again[0]["sequence"] == result["sequence"], "what is known is not tried again"
