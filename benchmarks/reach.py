@@ -81,6 +81,7 @@ class Steps:
         self.workload = Workload(Shape(num_layers, longest, 1))
         self.short = self.batch(min(512, longest))
         self.workload.step(self.short)
+        self.optimizer_ms = timed(self.workload.model.optimizer.step)["ms"]
 
     def batch(self, sequence: int) -> Any:
         """Scored as equally likely tokens: the pass that would score them costs time and no memory."""
@@ -97,7 +98,14 @@ class Steps:
         batch = self.batch(sequence)
         with self.variants[name].enter(self.workload):
             self.workload.step(batch if is_warm else self.short)
-            return timed(lambda: self.workload.step(batch))
+            return timed(lambda: self.workload.step(batch)) | {"optimizer_ms": self.optimizer_ms}
+
+
+def describe() -> None:
+    """In a process of its own, since this one is to take no memory of the device: print what the results are of."""
+    from workload import Shape, model_config
+
+    print(json.dumps({**environment(), "model": model_config(Shape(NUM_LAYERS, SEQUENCE, 1))}), flush=True)
 
 
 def compare(sequence: int) -> None:
@@ -171,7 +179,8 @@ def run(options: argparse.Namespace) -> int:
     data: dict[str, Any] = {"experiment": "E4", "sequence": {}, "layers": {}}
     if path.exists():
         data |= json.loads(path.read_text(encoding="utf-8"))
-    data |= environment()
+    ((about,), _) = in_process({"describe": True})
+    data |= about | {"command": ["python", *sys.argv]}
     data |= {"num_layers": NUM_LAYERS, "sequence_of_layers": SEQUENCE, "transformer_impl": "torch"}
     limit_bytes = int(data["device_memory_bytes"] * RESERVE)
 
@@ -203,7 +212,9 @@ def main() -> int:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if options.task is None:
         return run(options)
-    if "compare" in options.task:
+    if "describe" in options.task:
+        describe()
+    elif "compare" in options.task:
         compare(options.task["compare"])
     else:
         run_attempt(options.task)
