@@ -1,10 +1,8 @@
 """One steady training step under torch's profiler, without offloading and with it.
 
     python benchmarks/profile_step.py --out benchmarks/results/DEVICE
-    python benchmarks/profile_step.py --out benchmarks/results/DEVICE --draw
 
-Writes a trace for each, which https://ui.perfetto.dev opens, and when each lane was busy; `--draw` makes a picture of
-that, anywhere (the profiled machine need not have matplotlib).
+Writes a trace for each, which https://ui.perfetto.dev opens, and when each lane was busy, which `make_docs.py` draws.
 """
 
 import argparse
@@ -18,7 +16,6 @@ from typing import Any
 from common import HAS_GPU, environment, give_back_memory, prepare_process, say
 from lanes import LANES, figures, lanes
 
-COLORS = {"compute": "tab:blue", "copy out": "tab:orange", "copy in": "tab:green", "host": "tab:gray"}
 MAX_TRACE_MIB = 16
 
 
@@ -65,43 +62,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def draw(folder: Path) -> Path:
-    """Make the picture of a profile; returns its path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    data = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
-    figure, all_axes = pyplot.subplots(2, 1, figsize=(10, 5), sharex=True, layout="constrained")
-    for step, axes in zip(data["steps"], all_axes, strict=True):
-        for row, lane in enumerate(reversed(LANES)):
-            bars = [(start, end - start) for start, end in step["lanes"][lane]]
-            axes.broken_barh(bars, (row - 0.4, 0.8), color=COLORS[lane])
-        axes.set_yticks(range(len(LANES)), list(reversed(LANES)))
-        axes.set_ylim(-0.6, len(LANES) - 0.4)
-        axes.set_title(f"{step['name']}: {step['figures']['span_ms']:.0f} ms", fontsize=9)
-    all_axes[-1].set_xlabel("ms")
-    shape = data["shape"]
-    figure.suptitle(f"{data['device']}: {shape['num_layers']} layers, {shape['sequence']} tokens, {shape['algorithm']}")
-    path = folder / "profile.png"
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--draw", action="store_true", help="only the picture, of what is there")
     parser.add_argument("--sequence", type=int, default=8192, metavar="TOKENS")
     parser.add_argument("--layers", type=int, default=8 if HAS_GPU else 2, metavar="N")
     parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
     parser.add_argument("--modules", default="core_attn", help="a set of variants.py")
     options = parser.parse_args()
-    if options.draw:
-        print(draw(options.out))
-        return 0
     os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
     prepare_process()
     return run(options)
