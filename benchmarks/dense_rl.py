@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, metavar="N", help="instead of as many as leave room")
     parser.add_argument("--microbatches", type=int, default=2, metavar="N", help="per step")
     parser.add_argument("--vocabulary", type=int, default=8192, metavar="N")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N")
     parser.add_argument(
         "--variant", action="append", metavar="NAME", help="only those whose names begin so; again for more"
     )
