@@ -11,6 +11,7 @@ need in the whole run. First the losses and gradients of three of the steps are 
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def make_batch(workload: Any, rollout: Rollout, seed: int) -> Any:
     return workload.complete(batch, rollout.cutting)
 
 
-def check(workload: Any, variant: Any, rollouts: list[Rollout]) -> bool:
+def check(workload: Any, variant: Any, entry: dict[str, Any], rollouts: list[Rollout]) -> None:
     """Whether the first steps of different sizes give the same losses and gradients with it as without anything."""
     from variants import nothing
     from workload import same
@@ -50,7 +51,7 @@ def check(workload: Any, variant: Any, rollouts: list[Rollout]) -> bool:
                 pairs = zip(batches, rollouts, strict=False)
                 outcomes.append([workload.outcome(batch, rollout.cutting) for batch, rollout in pairs])
         workload.forget_trees()
-    return all(same(left, right) for left, right in zip(*outcomes, strict=True))
+    entry["bit_identical"] = all(same(left, right) for left, right in zip(*outcomes, strict=True))
 
 
 def measure(workload: Any, variant: Any, entry: dict[str, Any], rollouts: list[Rollout], write: Any) -> None:
@@ -100,13 +101,10 @@ def run(options: argparse.Namespace) -> int:
     suffix = "" if options.variant is None else f"_{options.variant}"
     path = options.out / f"rl_reality_{options.impl}{suffix}.json"
 
-    def run_one(variant: Any, entry: dict[str, Any]) -> None:
-        entry["bit_identical"] = check(workload, variant, rollouts)
-        give_back_memory()
-        measure(workload, variant, entry, rollouts, lambda: write_json(path, data))
-
     for variant, entry in zip(found, entries, strict=True):
-        entry["error"] = attempt(lambda variant=variant, entry=entry: run_one(variant, entry))
+        entry["check_error"] = attempt(partial(check, workload, variant, entry, rollouts))
+        give_back_memory()
+        entry["error"] = attempt(partial(measure, workload, variant, entry, rollouts, partial(write_json, path, data)))
         give_back_memory()
         write_json(path, data)
     return report(entries)
@@ -115,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
 def report(entries: list[dict[str, Any]]) -> int:
     """Print the figures; returns 1 where ours failed or changed a bit."""
     for entry in entries:
-        print(f"{entry['name']}: {entry['error'] or ''} bits: {entry['bit_identical']}")
+        print(f"{entry['name']}: {entry['error'] or ''} bits: {entry['bit_identical']} {entry['check_error'] or ''}")
         for key, value in entry.get("figures", {}).items():
             print(f"    {key:42} {value:,.3f}")
     return 0 if all(each["bit_identical"] and not each["error"] for each in entries if each["kind"] == "ours") else 1

@@ -67,7 +67,7 @@ class Variant:
     def entry(self) -> dict[str, Any]:
         """What a result says of it, before anything is measured."""
         about = {key: getattr(self, key) for key in ("name", "kind", "offload_modules", "recompute")}
-        return {**about, "bit_identical": None, "error": None, "samples": []}
+        return {**about, "bit_identical": None, "check_error": None, "error": None, "samples": []}
 
 
 @contextmanager

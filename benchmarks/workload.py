@@ -204,6 +204,6 @@ def _share_parameters(tree: torch.nn.Module, owner: torch.nn.Module) -> None:
 def _without_temporaries(optimizer: Any) -> None:
     """Torch's Adam, which stands in where Transformer Engine's is missing, copies all weights unless it is fused."""
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if HAS_GPU and isinstance(each.optimizer, torch.optim.Adam):
+        if isinstance(each.optimizer, torch.optim.Adam):
             for group in each.optimizer.param_groups:
                 group["fused"], group["foreach"] = True, False

@@ -43,9 +43,10 @@ def test_figures_have_no_worst_ratio_where_a_level_is_not_reached() -> None:
         return {"name": point.name, "kind": point.kind, "error": None, "medians": medians}
 
     failed = {"name": "TRL", "kind": "hooks", "error": "ImportError: no module", "samples": []}
-    found = figures([*map(entry, FOUND), failed])
+    failed_later = entry(Point("recompute: core_attn", "recompute", 70, 1.0)) | {"error": "OutOfMemoryError"}
+    found = figures([*map(entry, FOUND), failed, failed_later])
     against = found["against recomputation and hooks"]
-    assert (against["num_levels_not_reached"], against["worst_ratio"]) == (1, None)
+    assert (len(against["levels"]), against["num_levels_not_reached"], against["worst_ratio"]) == (3, 1, None)
     assert found["against engines"]["worst_ratio"] == pytest.approx(1.0)
     without = figures([entry(point) for point in FOUND if point.kind != "hooks"])["against recomputation and hooks"]
     assert without["worst_ratio"] == pytest.approx(58 / 60)

@@ -45,6 +45,7 @@ def test_figures_say_what_went_on_beside_compute() -> None:
 
 def test_overlaps_count_once_and_in_any_pattern() -> None:
     assert joined([(5, 6), (0, 2), (1, 3), (3.004, 4)]) == [(0, 4), (5, 6)]
+    assert joined([(0, 9), (1, 2)]) == [(0, 9)]
     assert overlap_ms([(0, 10)], [(1, 2), (3, 5), (9, 12)]) == pytest.approx(4)
     assert overlap_ms([(1, 2), (3, 5), (9, 12)], [(0, 10)]) == pytest.approx(4)
 
