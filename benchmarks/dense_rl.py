@@ -15,6 +15,7 @@ no offloading and ours again.
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def plain_peak(workload: Any) -> tuple[int, int]:
         return 0, 1 << 20
     import torch
 
-    peaks = []
+    peaks: list[int] = []
 
     def run() -> None:
         with nothing().enter(workload):
@@ -75,22 +76,23 @@ def check(workload: Any, found: list[Any], entries: dict[str, Any]) -> None:
 
     shape = workload.shape
     lengths = [min(shape.sequence, CHECKED_SEQUENCE)] * shape.num_microbatches
+    reference: list[Any] = []
+
+    def compare(variant: Any, entry: dict[str, Any]) -> None:
+        with variant.enter(workload) as probe:
+            if not reference:
+                assert variant.kind == "nothing", "there is nothing to compare with"
+                reference.extend(workload.outcome(batch))
+            entry["bit_identical"] = all(same(workload.outcome(batch), reference) for _ in range(2))
+            entry["checked_bytes_out"] = probe().get("bytes_out")
+
     with deterministic():
         workload.forget_trees()
         batch = workload.complete(random_batch(lengths, workload.vocabulary_size, 2))
-        reference: list[Any] = []
         for variant in found:
-            entry = entries[variant.name]
-
-            def run(variant: Any = variant, entry: dict[str, Any] = entry) -> None:
-                with variant.enter(workload) as probe:
-                    if not reference:
-                        reference.extend(workload.outcome(batch))
-                    entry["bit_identical"] = all(same(workload.outcome(batch), reference) for _ in range(2))
-                    entry["checked_bytes_out"] = probe().get("bytes_out")
-
             say(f"checking {variant.name}")
-            entry["check_error"] = attempt(run)
+            entry = entries[variant.name]
+            entry["check_error"] = attempt(partial(compare, variant, entry))
             give_back_memory()
         workload.forget_trees()
 
@@ -143,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
         entry = entries[name]
         if entry["error"] is None:
             say(f"round {number + 1} of {options.rounds}: {name}")
-            entry["error"] = attempt(lambda name=name, entry=entry: measure(workload, by_name[name], entry))
+            entry["error"] = attempt(partial(measure, workload, by_name[name], entry))
             give_back_memory()
         data["figures"] = figures(data["variants"])
         write_json(path, data)
@@ -188,6 +190,7 @@ def main() -> int:
         "--variant", action="append", metavar="NAME", help="only those whose names begin so; again for more"
     )
     options = parser.parse_args()
+    # Read when Transformer Engine is imported: whatever imports it is imported later.
     os.environ["NVTE_CPU_OFFLOAD_V1"] = "0" if wants_transformer_engines(options.variant) else "1"
     prepare_process()
     return run(options)

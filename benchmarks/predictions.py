@@ -218,8 +218,8 @@ def main() -> int:
         print(f"{options.results} has no result of E1, E2 or E4 from a GPU")
         return 1
     print("\n".join(table(found)))
-    for kind, error in worst(found).items():
-        print(f"worst error of {kind}: {error if error is None else f'{error:.1%}'} (bar: {BARS[kind]:.0%})")
+    for kind, largest in worst(found).items():
+        print(f"worst error of {kind}: {'-' if largest is None else f'{largest:.1%}'} (bar: {BARS[kind]:.0%})")
     return 0
 
 

@@ -8,7 +8,6 @@ Writes a trace for each, which https://ui.perfetto.dev opens, and when each lane
 import argparse
 import gzip
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,6 @@ def main() -> int:
     parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
     parser.add_argument("--modules", default="core_attn", help="a set of variants.py")
     options = parser.parse_args()
-    os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
     prepare_process()
     return run(options)
 

@@ -208,7 +208,6 @@ def main() -> int:
     parser.add_argument("--variant", nargs="+", choices=VARIANTS)
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if options.task is None:
         return run(options)
