@@ -57,8 +57,8 @@ def engine_cost(results: Mapping[str, Result]) -> Iterator[str]:
     yield "| tensors on | whose | a tensor, forward | backward | a group, forward | backward |"
     yield "|---|---|---|---|---|---|"
     keys = ("tensor_forward_us", "tensor_backward_us", "group_forward_us", "group_backward_us")
-    for device, each in results["engine_cost"].items():
-        for name, figures in each.items():
+    for device in ("cpu", "cuda"):
+        for name, figures in results["engine_cost"].get(device, {}).items():
             yield f"| {device} | {name} | " + " | ".join(f"{figures[key]:.0f} us" for key in keys) + " |"
     yield ""
 
