@@ -12,11 +12,6 @@ deterministic algorithms. Then both are timed in turn, step by step, by the devi
 """
 
 import argparse
-import gc
-import json
-import os
-import socket
-import statistics
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -25,20 +20,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import (
+    HAS_GPU,
+    Sample,
+    deterministic,
+    environment,
+    give_back_memory,
+    in_turn,
+    medians,
+    prepare_process,
+    say,
+    timed,
+)
 from torch import Tensor
 
+from nemo_rl_offload.bench.report import write_json
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.megatron.bridge import quiet
 from nemo_rl_offload.megatron.config_check import provider_for
 from nemo_rl_offload.megatron.model import init_process_groups, unwrap
 from nemo_rl_offload.megatron.offload_interface import OffloadInterface, exclude_parameters, use_engine
-from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.megatron.setup import configure_provider
-from nemo_rl_offload.offload import OffloadEngine
+from nemo_rl_offload.offload import CudaBackend, HostBackend, OffloadEngine
 from nemo_rl_offload.planner.catalogue import CATALOGUE
 
 MODULES = ("attn_norm", "mlp_norm", "expert_fc1", "moe_act")  # those of the published run
 NUM_AHEAD = 4  # microbatches in flight on the first of four stages
+GIB = 1 << 30
 PUBLISHED = {"tflops_lost_percent": 1.9, "saved_of_peak_percent": 17.8}
 
 
@@ -85,25 +93,26 @@ def make_policy(modules: Sequence[str], sequence: int, implementation: str, *ove
         f"{cfg}.offload_modules=[{','.join(modules)}]",
         f"{cfg}.min_offloaded_tensor_size=0",
         f"{cfg}.moe_router_load_balancing_type=none",
-        f"{cfg}.activation_offload.host_memory_budget=64GiB",
         *overrides,
     ]
     return load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", settings)["policy"]
 
 
 class Stage:
-    """Layers on this device, and a step over them."""
+    """Layers on this device, and a step over them. Copies out hold up to `inflight_bytes` of the device's memory."""
 
-    def __init__(self, policy: Any, num_layers: int, sequence: int, num_microbatches: int) -> None:
+    def __init__(
+        self, policy: Any, num_layers: int, sequence: int, num_microbatches: int, inflight_bytes: int = GIB
+    ) -> None:
         use_engine(None)
-        self.engine = install_offloading(policy)
-        assert self.engine is not None
+        backend = CudaBackend() if HAS_GPU else HostBackend()
+        self.engine = OffloadEngine(
+            backend, host_memory_budget_bytes=64 * GIB, min_tensor_bytes=0, max_inflight_bytes=inflight_bytes
+        )
         with quiet():
-            provider = provider_for(model_config(num_layers, is_small=not torch.cuda.is_available()))
+            provider = provider_for(model_config(num_layers, is_small=not HAS_GPU))
             configure_provider(provider, policy)
-            chunks = provider.provide_distributed_model(
-                wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
-            )
+            chunks = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=not HAS_GPU)
         self.model = unwrap(chunks[0]).train()
         exclude_parameters(self.engine, [self.model])
         generator = torch.Generator(torch.cuda.current_device()).manual_seed(0)
@@ -144,21 +153,18 @@ class Stage:
 
     def close(self) -> None:
         use_engine(None)
-        assert self.engine is not None
         self.engine.close()
 
 
 def is_bit_identical(implementation: str, sequence: int) -> bool:
     """Whether two layers give the same losses and gradients with offloading, twice, as without."""
-    torch.use_deterministic_algorithms(True)
-    stage = Stage(make_policy(MODULES, sequence, implementation), 2, sequence, NUM_AHEAD + 2)
-    outcomes = []
-    for engine in (None, None, stage.engine, stage.engine):
-        stage.use(engine)
-        stage.model.zero_grad(set_to_none=True)
-        outcomes.append([stage.step(), *(gradient.clone() for gradient in stage.gradients())])
-    torch.use_deterministic_algorithms(False)
-    assert stage.engine is not None
+    with deterministic():
+        stage = Stage(make_policy(MODULES, sequence, implementation), 2, sequence, NUM_AHEAD + 2)
+        outcomes = []
+        for engine in (None, None, stage.engine, stage.engine):
+            stage.use(engine)
+            stage.model.zero_grad(set_to_none=True)
+            outcomes.append([stage.step(), *(gradient.clone() for gradient in stage.gradients())])
     assert stage.engine.stats().bytes_out > 0
     stage.close()
     plain, again, *offloaded = outcomes
@@ -166,67 +172,57 @@ def is_bit_identical(implementation: str, sequence: int) -> bool:
     return all(all(map(torch.equal, plain, other)) for other in offloaded)
 
 
-def timed_step(stage: Stage) -> dict[str, float]:
-    if not torch.cuda.is_available():
-        stage.step()
-        return {"ms": 0.0, "peak_allocated_bytes": 0, "peak_reserved_bytes": 0}
-    torch.cuda.reset_peak_memory_stats()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    stage.step()
-    end.record()
-    torch.cuda.synchronize()
+def counters(engine: OffloadEngine) -> Sample:
+    stats = engine.stats()
     return {
-        "ms": float(start.elapsed_time(end)),
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "bytes_out": stats.bytes_out,
+        "stall_in_ms": stats.stall_in_ms,
+        "stall_out_ms": stats.stall_out_ms,
+        "demand_reloads": stats.demand_reloads,
     }
 
 
-def measure(implementation: str, num_layers: int, sequence: int, num_microbatches: int, rounds: int) -> dict[str, Any]:
-    stage = Stage(make_policy(MODULES, sequence, implementation), num_layers, sequence, num_microbatches)
-    engine = stage.engine
-    assert engine is not None
-    samples: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
-    for number in range(-2, rounds):
-        for name, used in (("off", None), ("on", engine)):
-            stage.use(used)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            stage.step()  # after the other one: caches of the allocator, and the arena's first slabs
-            before = engine.stats()
-            sample = timed_step(stage)
-            if number >= 0:
-                after = engine.stats()
-                sample["bytes_out"] = after.bytes_out - before.bytes_out
-                sample["stall_ms"] = after.stall_in_ms + after.stall_out_ms - before.stall_in_ms - before.stall_out_ms
-                samples[name].append(sample)
-    stats = asdict(replace(engine.stats(), per_module={}))
-    per_module = {name: asdict(each) for name, each in engine.stats().per_module.items()}
-    stage.close()
-    return {"samples": samples, "stats": stats, "per_module": per_module}
+def measure(stage: Stage, data: dict[str, Any], rounds: int, path: Path) -> None:
+    """Time steps without and with offloading in turn; fills `data` and writes it after each round."""
+    engine, samples = stage.engine, data["samples"]
+    for number, name in in_turn(["off", "on"], rounds, num_warmup_rounds=2):
+        stage.use(engine if name == "on" else None)
+        if HAS_GPU:
+            torch.cuda.empty_cache()
+        stage.step()  # after the other one: caches of the allocator, and the arena's first slabs
+        before = counters(engine)
+        sample = timed(stage.step)
+        if number >= 0:
+            after = counters(engine)
+            samples[name].append(sample | {key: after[key] - before[key] for key in after})
+            say(f"round {number + 1} of {rounds}: {name} {sample['ms']:.1f} ms")
+        if samples["on"]:
+            data["figures"] = derive(samples, data["microbatches"])
+            data["stats"] = asdict(replace(engine.stats(), per_module={}))
+            data["per_module"] = {name: asdict(each) for name, each in engine.stats().per_module.items()}
+            write_json(path, data)
 
 
-def derive(measured: dict[str, Any], num_microbatches: int) -> dict[str, float]:
+def derive(samples: dict[str, list[Sample]], num_microbatches: int) -> dict[str, float]:
     """Figures beside the published ones. Of the bytes of a step, those of four microbatches are alive at once."""
-    medians = {
-        name: {key: statistics.median(sample[key] for sample in samples) for key in samples[0]}
-        for name, samples in measured["samples"].items()
-    }
-    off, on = medians["off"], medians["on"]
+    off, on = medians(samples["off"]), medians(samples["on"])
     live_bytes = on["bytes_out"] * NUM_AHEAD / num_microbatches
     saved = off["peak_allocated_bytes"] - on["peak_allocated_bytes"]
     return {
         "step_ms_off": off["ms"],
         "step_ms_on": on["ms"],
-        "throughput_lost_percent": 100 * (1 - off["ms"] / on["ms"]) if on["ms"] else 0.0,
+        "step_ms_spread": max(off["ms_spread"], on["ms_spread"]),
+        "throughput_lost_percent": 100 * (1 - off["ms"] / on["ms"]),
         "saved_bytes": saved,
         "offloaded_bytes_alive_at_the_peak": live_bytes,
-        "saved_of_offloaded": saved / live_bytes if live_bytes else 0.0,
+        "saved_of_offloaded": saved / live_bytes,
         "saved_of_peak_percent": 100 * saved / max(1.0, off["peak_allocated_bytes"]),
+        "peak_allocated_bytes_off": off["peak_allocated_bytes"],
+        "peak_allocated_bytes_on": on["peak_allocated_bytes"],
         "peak_reserved_bytes_off": off["peak_reserved_bytes"],
         "peak_reserved_bytes_on": on["peak_reserved_bytes"],
-        "stall_ms": on["stall_ms"],
+        "stall_in_ms": on["stall_in_ms"],
+        "stall_out_ms": on["stall_out_ms"],
     }
 
 
@@ -237,38 +233,39 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="per step")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
+    parser.add_argument(
+        "--inflight", type=int, nargs="+", default=[1], metavar="GIB", help="bounds of copies under way, one run each"
+    )
     options = parser.parse_args()
-    has_gpu = torch.cuda.is_available()
-    sequence = 4096 if has_gpu else 32
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-    if not has_gpu:
-        from nemo_rl_offload.megatron.cpu import install_cpu_support
-
-        install_cpu_support()
-    init_process_groups(make_policy(MODULES, sequence, options.impl), seed=1)
+    prepare_process()
+    sequence = 4096 if HAS_GPU else 32
+    policy = make_policy(MODULES, sequence, options.impl)
+    init_process_groups(policy, seed=1)
     same_bits = is_bit_identical(options.impl, min(sequence, 1024))
-    gc.collect()
-    measured = measure(options.impl, options.layers, sequence, options.microbatches, options.rounds)
-    data = {
-        "device": torch.cuda.get_device_name() if has_gpu else "cpu",
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-        "transformer_impl": options.impl,
-        "layers": options.layers,
-        "microbatches": options.microbatches,
-        "modules": MODULES,
-        "bit_identical": same_bits,
-        "figures": derive(measured, options.microbatches),
-        "published": PUBLISHED,
-        **measured,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"deepseek_{options.layers}_layers_{options.impl}.json"
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps({key: data[key] for key in ("device", "bit_identical", "figures")}, indent=1) + "\n")
+    for inflight_gib in options.inflight:
+        give_back_memory()
+        stage = Stage(policy, options.layers, sequence, options.microbatches, inflight_gib * GIB)
+        data: dict[str, Any] = {
+            "experiment": "E1",
+            **environment(),
+            "transformer_impl": options.impl,
+            "model": model_config(options.layers, is_small=not HAS_GPU),
+            "layers": options.layers,
+            "sequence": sequence,
+            "microbatches": options.microbatches,
+            "modules": MODULES,
+            "max_inflight_bytes": inflight_gib * GIB,
+            "bit_identical": same_bits,
+            "published": PUBLISHED,
+            "samples": {"off": [], "on": []},
+        }
+        name = f"deepseek_{options.layers}_layers_{options.impl}_{inflight_gib}_gib_inflight.json"
+        measure(stage, data, options.rounds, options.out / name)
+        stage.close()
+        del stage
+        say(f"{data['device']}, {inflight_gib} GiB in flight, same bits: {same_bits}")
+        for key, value in data["figures"].items():
+            print(f"{key:36} {value:,.3f}")
     return 0 if same_bits else 1
 
 

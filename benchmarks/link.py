@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import environment
+
+from nemo_rl_offload.bench.report import write_json
 
 SIZES_MIB = (1, 4, 16, 64, 256, 1024)
 NUM_REPETITIONS = 9
@@ -65,6 +68,7 @@ def rates_gb_per_s(num_bytes: int) -> dict[str, list[float]]:
 
 
 def pin_ms(num_bytes: int) -> float:
+    torch._C._host_emptyCache()  # else a block that was pinned before comes back at once
     start = time.perf_counter()
     torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     return (time.perf_counter() - start) * 1e3
@@ -80,8 +84,7 @@ def measure() -> dict[str, Any]:
     torch.cuda.init()
     copies = {size: rates_gb_per_s(size << 20) for size in SIZES_MIB}
     return {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        **environment(),
         "copies_gb_per_s": {
             f"{size} MiB": {way: statistics.median(values) for way, values in ways.items()}
             for size, ways in copies.items()
@@ -98,10 +101,9 @@ def main() -> int:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    text = json.dumps(measure(), indent=1) + "\n"
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "link.json").write_text(text, encoding="utf-8")
-    sys.stdout.write(text)
+    data = measure()
+    write_json(options.out / "link.json", data)
+    print(json.dumps(data, indent=1))
     return 0
 
 

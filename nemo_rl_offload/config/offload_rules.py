@@ -99,7 +99,8 @@ def _transformer_engines_layers(get: Get) -> Iterator[str]:
     if not names or megatron(get, "transformer_impl") != "transformer_engine":
         return
     shape = model_shape(get)
-    has_own_norm = {"attn_norm": shape.has_latent_attention, "mlp_norm": shape.has_experts}
+    is_layers_input = is_native(get) and recompute(get)["recompute_granularity"] == "full"
+    has_own_norm = {"attn_norm": shape.has_latent_attention or is_layers_input, "mlp_norm": shape.has_experts}
     for name in names:
         if not has_own_norm.get(name, True):
             yield (

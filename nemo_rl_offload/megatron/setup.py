@@ -210,6 +210,8 @@ def _check_layers(provider: Any, policy: PolicyConfig, transformer_impl: str) ->
     listed = [] if cfg["offload_modules"] == "auto" else offloaded_modules(cfg)
     has_boundary = dict.fromkeys(set(NATIVE_MODULES) - set(MEGATRON_MODULES), False)
     has_boundary |= {"attn_norm": provider.multi_latent_attention, "mlp_norm": provider.num_moe_experts is not None}
+    if cfg["activation_offload"]["engine"] == "native" and recompute_settings(cfg)["recompute_granularity"] == "full":
+        has_boundary["attn_norm"] = True  # the layer's input, in the checkpoint around it
     if without := [name for name in listed if not has_boundary.get(name, True)]:
         raise ConfigError(
             f"policy.megatron_cfg.offload_modules: {without} have no boundary of their own in Transformer Engine's "

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_rl_offload.planner.activations import LayerContext, Storage, fused_layer, with_recomputation
+from nemo_rl_offload.planner.activations import Storage, fused_layer, with_recomputation
 from nemo_rl_offload.planner.choose import Action, GroupRecord, Link
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.layout import stage_layers
@@ -224,7 +224,7 @@ class _Builder:
             method = job.recompute.method
             if method == "uniform" or (method == "block" and number < job.recompute.num_layers):
                 is_input = method == "block" or number % job.recompute.num_layers == 0
-                parts = (_recomputed(job.context, parts, is_input),)
+                parts = (_recomputed(job, parts, self.modules, is_input),)
             found += [replace(part, layer=layer) for part in parts]
         return tuple(found)
 
@@ -245,11 +245,15 @@ class _Builder:
         return (*found, end)
 
 
-def _recomputed(context: LayerContext, parts: Sequence[Part], is_input: bool) -> Part:
+def _recomputed(job: Job, parts: Sequence[Part], modules: Collection[str], is_input: bool) -> Part:
+    """A layer that saves its input at most, which `attn_norm` stands for."""
     forward_ms = sum(part.forward_ms for part in parts)
-    hidden = context.norm_tokens * context.shape.hidden_size * context.numbers.element_bytes
-    backward_ms = forward_ms + sum(part.backward_ms for part in parts)
-    return Part(0, "recomputed_layer", forward_ms, backward_ms, kept_bytes=hidden if is_input else 0)
+    whole = Part(0, "recomputed_layer", forward_ms, forward_ms + sum(part.backward_ms for part in parts))
+    num_elements = job.context.norm_tokens * job.shape.hidden_size if is_input else 0
+    num_bytes = num_elements * job.numbers.element_bytes
+    if num_bytes and "attn_norm" in modules and num_elements >= job.min_elements:
+        return replace(whole, groups=(Group("attn_norm", num_bytes, True, None, None),))
+    return replace(whole, kept_bytes=num_bytes)
 
 
 def _layer_parts(

@@ -100,6 +100,12 @@ CASES = [
         "'attn_norm' has no boundary of its own in Transformer Engine's fused norm",
         "M.transformer_impl=torch",
     ),
+    (
+        f"{TE} M.offload_modules=[attn_norm]",
+        "offload_modules",
+        "'attn_norm' has no boundary of its own",
+        "M.recompute_granularity=full M.recompute_method=uniform M.recompute_num_layers=1",
+    ),
     (f"{TE} M.offload_modules=[mlp_norm]", "offload_modules", "'mlp_norm' has no boundary of its own", "MOE"),
     (
         f"{TE} MOE M.offload_modules=[expert_fc2]",

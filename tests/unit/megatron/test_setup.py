@@ -226,6 +226,17 @@ def test_fused_norms_of_transformer_engine_are_refused(
         setup.configure_provider(Provider(num_moe_experts=None), make_policy("offload_modules=[core_attn,mlp_norm]"))
 
 
+def test_the_input_of_recomputed_layers_needs_no_norm_of_its_own(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "resolve_transformer_impl", lambda _name: "transformer_engine")
+    full = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
+    policy = make_policy("offload_modules=[attn_norm]", *full)
+    assert setup.configure_provider(Provider(num_moe_experts=None), policy) == "transformer_engine"
+    with pytest.raises(ConfigError, match="have no boundary"):
+        setup.configure_provider(Provider(num_moe_experts=None), make_policy("offload_modules=[attn_norm]"))
+
+
 SCHEDULES = [
     (("lr_decay_style=constant",), [1.0] * 6),
     (("lr_warmup_iters=2", "lr_warmup_init=0.5"), [0.5, 0.75, 1.0, 1.0, 1.0, 1.0]),

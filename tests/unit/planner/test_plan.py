@@ -9,7 +9,7 @@ from nemo_rl_offload.planner.changes import least_shortfall
 from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.layout import Layout
-from nemo_rl_offload.planner.plan import JobPlan, highest_peak, make_plan, module_rows, run_stages
+from nemo_rl_offload.planner.plan import JobPlan, highest_peak, make_plan, module_rows, run_stages, run_whole_modules
 from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
 from nemo_rl_offload.planner.simulator import Transfers, simulate
 from nemo_rl_offload.planner.stages import build_stages, candidates, job_link, job_schedule, live_at_peak
@@ -103,6 +103,18 @@ def test_full_recomputation_keeps_layer_inputs_alone() -> None:
     assert outcomes[1].step_ms == pytest.approx(outcomes[0].step_ms * 4 / 3, rel=0.05)
     block = build_stages(replace(job, recompute=Recompute(method="block", num_layers=10)), candidates(job))[0]
     assert [part.module for part in block.chunks[0]].count("recomputed_layer") == 10
+
+
+def test_the_inputs_of_recomputed_layers_can_be_offloaded() -> None:
+    job = replace(make_job("Qwen/Qwen3-8B", layout=Layout(8)), recompute=Recompute(method="uniform"))
+    kept, offloaded = run_whole_modules(job, ()), run_whole_modules(job, ("attn_norm",))
+    one_input = 4096 * 4096 * 2
+    assert offloaded.host_bytes(0) == 36 * one_input
+    assert kept.peak_bytes(0) - offloaded.peak_bytes(0) >= 25 * one_input, "but for copies on their way"
+    assert run_whole_modules(job, ("core_attn", "mlp_norm")).host_bytes(0) == 0
+    assert run_whole_modules(replace(job, min_elements=1 << 40), ("attn_norm",)).host_bytes(0) == 0
+    groups = replace(job, recompute=Recompute(method="uniform", num_layers=4))
+    assert run_whole_modules(groups, ("attn_norm",)).host_bytes(0) == 9 * one_input
 
 
 @pytest.mark.parametrize(

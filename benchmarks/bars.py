@@ -1,0 +1,172 @@
+"""The bars that results are held against, and whether they are met: from the results alone. Pure Python."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frontier import RIVALS
+from predictions import BARS as PREDICTION_BARS
+from predictions import predictions, worst
+
+MET, MISSED, NOT_YET, NO_BAR = "met", "missed", "not yet measured", "no bar"
+PUBLISHED_SAVED_SHARE = 17.8
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure and its bar."""
+
+    experiment: str
+    figure: str
+    bar: str
+    measured: str
+    state: str
+    source: str
+    """The result's name."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`limit` is the most that is allowed, or with `at_least` the least."""
+
+    experiment: str
+    figure: str
+    text: str
+    limit: float
+    unit: str = ""
+    at_least: bool = False
+    digits: int = 3
+
+    def row(self, source: str, value: float | None, note: str = "") -> Row:
+        """Hold a value against the bar; None: it could not be reached, as the note says."""
+        if value is None:
+            return Row(self.experiment, self.figure, self.text, note, MISSED, source)
+        is_met = value >= self.limit if self.at_least else value <= self.limit
+        shown = f"{value:.{self.digits}f}{self.unit}{f' ({note})' if note else ''}"
+        return Row(self.experiment, self.figure, self.text, shown, MET if is_met else MISSED, source)
+
+    def without_result(self) -> Row:
+        """No result has it."""
+        return Row(self.experiment, self.figure, self.text, "-", NOT_YET, "-")
+
+
+E1_TIME = Bar("E1", "throughput lost", "at most 0.5 % (published: 1.9 %)", 0.5, " %", digits=2)
+E1_MEMORY = Bar("E1", "saved of the offloaded bytes alive at the peak", "at least 0.998", 0.998, at_least=True)
+E2_TIME = {
+    "recomputation and hooks": Bar(
+        "E2", "step time at equal peak memory, beside recomputation, `save_on_cpu`, TRL", "at most 0.87", 0.87
+    ),
+    "engines": Bar(
+        "E2",
+        "step time at equal peak memory, beside Megatron-Core's and Transformer Engine's offloading",
+        "at most 1.00",
+        1.0,
+    ),
+}
+E2_PEAK = Bar("E2", "peak beside Megatron-Core's engine, same modules", "at most 1.00", 1.0)
+E3_PEAK = Bar("E3", "highest device peak over the largest step's own", "at most 1.02", 1.02)
+E3_HOST = Bar("E3", "host memory less one slab over the largest step's own", "at most 1.10", 1.1)
+E4_LENGTH = Bar(
+    "E4", "longest sequence with recomputation, over recomputation alone", "at least 1.5", 1.5, at_least=True
+)
+E4_TIME = Bar("E4", "time per token at recomputation's longest, over its own", "at most 1.00", 1.0)
+E6 = {
+    kind: Bar("E6", f"worst error of predicted {kind}", f"at most {100 * limit:.0f} %", 100 * limit, " %", digits=1)
+    for kind, limit in PREDICTION_BARS.items()
+}
+BITS = "losses and gradients bit for bit as without"
+
+
+def load(folder: Path) -> dict[str, Result]:
+    """Results of a device by name. Those that a CPU made are no results."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    return {name: result for name, result in found.items() if result.get("device") != "cpu"}
+
+
+def of(results: Mapping[str, Result], experiment: str) -> dict[str, Result]:
+    """The results of one experiment."""
+    return {name: result for name, result in results.items() if result.get("experiment") == experiment}
+
+
+def rows(results: Mapping[str, Result], folder: Path) -> list[Row]:
+    """Every bar with every result that has its figure; a bar without any stays as not yet measured."""
+    found = [*_e1(results), *_e2(results), *_e3(results), *_e4(results), *_e5(results), *_e6(folder), *_bits(results)]
+    order = ["E1", "E2", "E3", "E4", "E5", "E6", "all"]
+    return sorted(found, key=lambda row: order.index(row.experiment))
+
+
+def _each(bar: Bar, found: Sequence[Row]) -> list[Row]:
+    return list(found) or [bar.without_result()]
+
+
+def _e1(results: Mapping[str, Result]) -> Iterator[Row]:
+    own = {name: result["figures"] for name, result in of(results, "E1").items()}
+    yield from _each(E1_TIME, [E1_TIME.row(name, each["throughput_lost_percent"]) for name, each in own.items()])
+    yield from _each(E1_MEMORY, [E1_MEMORY.row(name, each["saved_of_offloaded"]) for name, each in own.items()])
+    for name, each in own.items():
+        beside = f"{each['saved_of_peak_percent']:.1f} % (published: {PUBLISHED_SAVED_SHARE} %)"
+        yield Row("E1", "saved share of the peak", "-", beside, NO_BAR, name)
+
+
+def _e2(results: Mapping[str, Result]) -> Iterator[Row]:
+    for kind in RIVALS:
+        found = []
+        for name, result in of(results, "E2").items():
+            against = result["figures"][f"against {kind}"]
+            if against["levels"]:
+                missing = against["num_levels_not_reached"]
+                note = f"{missing} of {len(against['levels'])} peaks not reached" if missing else "the worst peak"
+                found.append(E2_TIME[kind].row(name, against["worst_ratio"], note))
+        yield from _each(E2_TIME[kind], found)
+    peaks = [
+        E2_PEAK.row(name, ratio, modules)
+        for name, result in of(results, "E2").items()
+        for modules, ratio in result["figures"]["peak_over_megatrons"].items()
+    ]
+    yield from _each(E2_PEAK, peaks)
+
+
+def _e3(results: Mapping[str, Result]) -> Iterator[Row]:
+    keys = {E3_PEAK: "peak_over_largest_steps_own", E3_HOST: "host_less_a_slab_over_largest_steps_own"}
+    for bar, key in keys.items():
+        found = []
+        for name, result in of(results, "E3").items():
+            values = {each["kind"]: each["figures"][key] for each in result["variants"] if "figures" in each}
+            if "ours" in values:
+                theirs = f"Megatron-Core's: {values['megatron']:.3f}" if "megatron" in values else ""
+                found.append(bar.row(name, values["ours"], theirs))
+        yield from _each(bar, found)
+
+
+def _e4(results: Mapping[str, Result]) -> Iterator[Row]:
+    for bar, key in ((E4_LENGTH, "longer"), (E4_TIME, "time_per_token")):
+        values = {name: result["figures"][key] for name, result in of(results, "E4").items()}
+        yield from _each(bar, [bar.row(name, value) for name, value in values.items() if value is not None])
+
+
+def _e5(results: Mapping[str, Result]) -> Iterator[Row]:
+    state = NO_BAR if "stash" in results else NOT_YET
+    yield Row("E5", "the paged stash's bench", "-", "below" if state == NO_BAR else "-", state, "stash")
+
+
+def _e6(folder: Path) -> Iterator[Row]:
+    for kind, error in worst(predictions(folder)).items():
+        bar = E6[kind]
+        yield bar.without_result() if error is None else bar.row("results of E1, E2, E4", 100 * error)
+
+
+def _bits(results: Mapping[str, Result]) -> Iterator[Row]:
+    """Of ours; others' may fail and change bits as they like."""
+    for name, result in results.items():
+        if "bit_identical" in result:
+            claims = [result["bit_identical"]]
+        else:
+            entries = [each for each in result.get("variants", ()) if each["name"].startswith("ours")]
+            claims = [bool(each["bit_identical"]) for each in entries if each["error"] is None]
+        if claims:
+            shown = f"{sum(claims)} of {len(claims)}"
+            yield Row("all", BITS, "all", shown, MET if all(claims) else MISSED, name)

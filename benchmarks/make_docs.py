@@ -1,0 +1,249 @@
+"""Writes `docs/benchmarks.md` and the README's table from `results/`, and draws the pictures of results.
+
+    python benchmarks/make_docs.py
+
+Whatever stands there comes from the JSON files alone. `--no-pictures` leaves the pictures as they are.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from bars import NO_BAR, Result, Row, load, of, rows
+from frontier import RIVALS, Level, Point, levels, points
+from predictions import predictions, table
+
+PROJECT = Path(__file__).resolve().parents[1]
+RESULTS = PROJECT / "benchmarks" / "results"
+DOCUMENT = PROJECT / "docs" / "benchmarks.md"
+README = PROJECT / "README.md"
+BEGIN, END = "<!-- Written by `python benchmarks/make_docs.py`. -->\n", "<!-- Until here. -->\n"
+GIB = 1 << 30
+
+INTRODUCTION = """# Benchmarks
+
+Written by `python benchmarks/make_docs.py` from the JSON files in `benchmarks/results/`, which hold every sample, the
+device, the versions and the command. [benchmarks/README.md](../benchmarks/README.md) says how to repeat each. A bar is
+the value that a figure was to reach, set before it was measured. Runs whose samples were not kept are not counted here;
+[log.md](log.md) has their figures.
+
+"""
+
+
+def bars_table(found: list[Row]) -> Iterator[str]:
+    """One row a bar and result."""
+    yield "| | figure | must be | measured | | result |"
+    yield "|---|---|---|---|---|---|"
+    for row in found:
+        state = row.state if row.state in ("met", NO_BAR) else f"**{row.state}**"
+        yield f"| {row.experiment} | {row.figure} | {row.bar} | {row.measured} | {state} | {row.source} |"
+
+
+def link(results: Mapping[str, Result]) -> Iterator[str]:
+    result = results["link"]
+    yield "## The link to the host, and other ceilings\n"
+    yield "| copies of | out | in | both ways at once | inside the device (read and write) |"
+    yield "|---|---|---|---|---|"
+    for size, rates in result["copies_gb_per_s"].items():
+        yield f"| {size} | " + " | ".join(f"{rates[way]:.1f} GB/s" for way in ("out", "in", "both", "device")) + " |"
+    size, ms = list(result["pin_ms"].items())[-1]
+    yield f"\nbfloat16 matrix products: {result['bf16_tflops']:.0f} TFLOP/s. Pinning {size} on the host: {ms:.0f} ms.\n"
+
+
+def engine_cost(results: Mapping[str, Result]) -> Iterator[str]:
+    yield "## The engine's own time on the host\n"
+    yield "| tensors on | whose | a tensor, forward | backward | a group, forward | backward |"
+    yield "|---|---|---|---|---|---|"
+    keys = ("tensor_forward_us", "tensor_backward_us", "group_forward_us", "group_backward_us")
+    for device in ("cpu", "cuda"):
+        for name, figures in results["engine_cost"].get(device, {}).items():
+            yield f"| {device} | {name} | " + " | ".join(f"{figures[key]:.0f} us" for key in keys) + " |"
+    yield ""
+
+
+def offload_bench(name: str, result: Result) -> Iterator[str]:
+    """`nemo-rl-offload bench offload`."""
+    shape, variants = result["shape"], result["variants"]
+    yield f"## {shape['num_layers']} layers of Hugging Face's Qwen2, {shape['sequence_length']} tokens\n"
+    about = f"{shape['num_microbatches']} microbatches, without an optimizer (`{name}.json`)"
+    yield f"`nemo-rl-offload bench offload`, {about}. It is not E2, but read in the same way.\n"
+    yield "| variant | step | beside none | peak | saved | offloaded a step | same bits |"
+    yield "|---|---|---|---|---|---|---|"
+    for each in variants:
+        if each["error"]:
+            yield f"| {each['name']} | {each['error']} | | | | | |"
+            continue
+        yield (
+            f"| {each['name']} | {each['step_ms']:.1f} ms | {each['step_ms'] / variants[0]['step_ms']:.3f} "
+            f"| {each['peak_allocated_bytes'] / GIB:.2f} GiB | {each['saved_bytes'] / GIB:.2f} GiB "
+            f"| {each['bytes_out'] / GIB:.2f} GiB | {'yes' if each['bit_identical'] else '**no**'} |"
+        )
+    kinds = {"none": "nothing", "ours": "ours", "recompute": "recompute"}
+    found = [
+        Point(
+            each["name"], kinds.get(each["name"].split(":")[0], "hooks"), each["peak_allocated_bytes"], each["step_ms"]
+        )
+        for each in variants
+        if not each["error"]
+    ]
+    yield from equal_peaks(levels(found, RIVALS["recomputation and hooks"]))
+    yield f"\n![memory against time](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
+
+
+def e1(name: str, result: Result) -> Iterator[str]:
+    yield (
+        f"### {result['layers']} DeepSeek-V3 layers ({result['transformer_impl']}), "
+        f"{result['microbatches']} microbatches, at most {result['max_inflight_bytes'] / GIB:g} GiB on their way "
+        f"(`{name}.json`)\n"
+    )
+    yield "| figure | |"
+    yield "|---|---|"
+    for key, value in result["figures"].items():
+        is_size = "bytes" in key
+        yield f"| {key.replace('_', ' ')} | {f'{value / GIB:.2f} GiB' if is_size else f'{value:.3f}'} |"
+    yield ""
+
+
+def e2(name: str, result: Result) -> Iterator[str]:
+    shape = result["shape"]
+    yield (
+        f"### {shape['algorithm'].upper()}, {shape['num_layers']} layers ({shape['transformer_impl']}), "
+        f"{shape['sequence']} tokens, {shape['num_microbatches']} microbatches (`{name}.json`)\n"
+    )
+    yield "| variant | step | spread | peak | reserved | same bits |"
+    yield "|---|---|---|---|---|---|"
+    for each in result["variants"]:
+        middle = each.get("medians")
+        if each["error"] or middle is None:
+            yield f"| {each['name']} | {each['error'] or 'not measured'} | | | | |"
+            continue
+        yield (
+            f"| {each['name']} | {middle['ms']:.1f} ms | {middle['ms_spread']:.1%} "
+            f"| {middle['peak_allocated_bytes'] / GIB:.2f} GiB | {middle['peak_reserved_bytes'] / GIB:.2f} GiB "
+            f"| {'yes' if each['bit_identical'] else '**no**'} |"
+        )
+    for kinds in RIVALS.values():
+        yield from equal_peaks(levels(points(result["variants"]), kinds))
+    yield f"\n![memory against time](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
+
+
+def equal_peaks(found: list[Level]) -> Iterator[str]:
+    """What the best of ours takes where a rival has its peak."""
+    for level in found:
+        ours = f"{level.ours} takes {level.ratio:.3f} of the time" if level.ours else "nothing of ours needs so little"
+        yield f"\nAt {level.peak_bytes / GIB:.2f} GiB, beside {level.rival}: {ours}."
+
+
+def e3(name: str, result: Result) -> Iterator[str]:
+    yield f"### {len(result['rollouts'])} steps, {result['shape']['transformer_impl']} (`{name}.json`)\n"
+    yield "| variant | whole time | highest peak | largest step's own | host memory | largest step's own |"
+    yield "|---|---|---|---|---|---|"
+    keys = ("highest_peak_bytes", "largest_steps_own_peak_bytes", "host_bytes", "largest_steps_own_host_bytes")
+    for each in result["variants"]:
+        if "figures" not in each:
+            yield f"| {each['name']} | {each['error']} | | | | |"
+            continue
+        sizes = " | ".join(f"{each['figures'][key] / GIB:.2f} GiB" for key in keys)
+        yield f"| {each['name']} | {each['figures']['total_ms'] / 1e3:.1f} s | {sizes} |"
+    yield f"\n![memory by step](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
+
+
+def e4(name: str, result: Result) -> Iterator[str]:
+    about = f"{result['num_layers']} layers, the most layers at {result['sequence_of_layers']} tokens"
+    yield f"### The longest sequence of {about} (`{name}.json`)\n"
+    yield "| variant | longest sequence | most layers |"
+    yield "|---|---|---|"
+    longest, layers = result["figures"]["longest_sequence"], result["figures"]["most_layers"]
+    for variant in dict.fromkeys([*longest, *layers]):
+        yield f"| {variant} | {longest.get(variant) or '-'} | {layers.get(variant) or '-'} |"
+    yield ""
+
+
+def folder_name(result: Result) -> str:
+    return str(result["device"]).lower().replace(" ", "-")
+
+
+SECTIONS = {
+    "E1": ("The first pipeline stage of Megatron-LM's PR 1913", e1),
+    "E2": ("Dense layers: memory against step time", e2),
+    "E3": ("Steps of different sizes", e3),
+    "E4": ("Reach", e4),
+}
+
+
+def device_page(folder: Path) -> Iterator[str]:
+    """Everything that was measured on one device."""
+    results = load(folder)
+    yield f"# {next((str(each['device']) for each in results.values() if 'device' in each), folder.name)}\n"
+    yield from bars_table(rows(results, folder))
+    yield ""
+    for experiment, (title, section) in SECTIONS.items():
+        yield f"## {experiment}: {title}\n"
+        found = of(results, experiment)
+        for name, result in found.items():
+            yield from section(name, result)
+        if not found:
+            yield "Not yet measured.\n"
+    yield "## E6: the planner's predictions\n"
+    yield from (
+        table(predictions(folder)) if predictions(folder) else ["Nothing to compare yet: no result of E1, E2 or E4."]
+    )
+    yield ""
+    for name, result in of(results, "profile").items():
+        yield f"## A steady step\n\n![lanes](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
+    for name, result in results.items():
+        if name.startswith("offload_"):
+            yield from offload_bench(name, result)
+    for name, general in (("link", link), ("engine_cost", engine_cost)):
+        if name in results:
+            yield from general(results)
+
+
+def document() -> str:
+    """The whole page."""
+    lines = [line for folder in device_folders() for line in device_page(folder)]
+    return INTRODUCTION + "\n".join(lines).rstrip() + "\n"
+
+
+def readme() -> str:
+    """The README with its table made anew."""
+    text = README.read_text(encoding="utf-8")
+    own = re.search(re.escape(BEGIN) + ".*" + re.escape(END), text, re.DOTALL)
+    assert own, f"{README} has lost the lines {BEGIN} and {END}"
+    found = [row for folder in device_folders() for row in rows(load(folder), folder)]
+    return text[: own.start()] + BEGIN + "\n".join(bars_table(found)) + "\n" + END + text[own.end() :]
+
+
+def device_folders() -> list[Path]:
+    return sorted(path for path in RESULTS.iterdir() if path.is_dir())
+
+
+def draw_pictures() -> None:
+    """Beside each result of E2, E3 and the profile."""
+    import plots
+
+    for folder in device_folders():
+        results = load(folder)
+        for name, result in of(results, "E2").items():
+            plots.draw_frontier(folder / f"{name}.png", result, points(result["variants"]))
+        for name, result in of(results, "E3").items():
+            plots.draw_steps(folder / f"{name}.png", result)
+        for name, result in of(results, "profile").items():
+            plots.draw_lanes(folder / f"{name}.png", result)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--no-pictures", action="store_true")
+    options = parser.parse_args()
+    if not options.no_pictures:
+        draw_pictures()
+    DOCUMENT.write_text(document(), encoding="utf-8")
+    README.write_text(readme(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

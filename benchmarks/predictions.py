@@ -1,0 +1,227 @@
+"""E6: what the planner predicts for the runs of E1, E2 and E4, beside what they measured. Needs no GPU.
+
+    python benchmarks/predictions.py benchmarks/results/DEVICE
+
+Memory: the predicted peak less the planner's allowances for the runtime and for fragmentation, beside the most that
+torch's allocator had handed out. Time: the planner does not know what share of the device's peak rate a model reaches,
+so that share is fitted to the run without offloading and recomputation of each result (of E4: the shortest with full
+recomputation), which is then no prediction and is left out; the optimizer's part of a step, which the planner leaves
+out, is taken off. The link's rates are those of `link.json`. What `auto` will choose is not predicted.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.planner.choose import Action
+from nemo_rl_offload.planner.hardware import Device, recognise
+from nemo_rl_offload.planner.job import Job, Recompute
+from nemo_rl_offload.planner.layout import Layout
+from nemo_rl_offload.planner.memory import Optimizer
+from nemo_rl_offload.planner.plan import run_whole_modules
+from nemo_rl_offload.planner.schedule import pipeline_schedule
+from nemo_rl_offload.planner.shape import read_model_shape
+from nemo_rl_offload.planner.simulator import Transfers, simulate
+from nemo_rl_offload.planner.stages import build_stages, job_link
+
+ALLOWANCES = ("runtime", "fragmentation")
+BARS = {"memory": 0.03, "time": 0.05}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one step."""
+
+    peak_bytes: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """`predicted.ms` is None where the time was fitted."""
+
+    source: str
+    variant: str
+    measured: Figures
+    predicted_peak_bytes: int
+    predicted_ms: float | None
+
+    @property
+    def memory_error(self) -> float:
+        """Relative; above 0: predicted too much."""
+        return self.predicted_peak_bytes / self.measured.peak_bytes - 1
+
+    @property
+    def time_error(self) -> float | None:
+        """Likewise."""
+        return None if self.predicted_ms is None else self.predicted_ms / self.measured.ms - 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured step and the job that it was."""
+
+    source: str
+    variant: str
+    job: Job
+    modules: tuple[str, ...]
+    measured: Figures
+    num_ahead: int = 1
+    """Microbatches in flight."""
+    max_inflight_bytes: int = 1 << 30
+
+
+def predict(run: Run, device: Device) -> Figures:
+    """The planner's figures for a run on this device."""
+    job = replace(run.job, device=device)
+    if run.num_ahead == 1:
+        outcome = run_whole_modules(job, run.modules)
+        static, peak_bytes, ms = outcome.stages[0].static_bytes, outcome.peak_bytes(0), outcome.step_ms
+    else:
+        (stage,) = build_stages(job, run.modules)
+        actions = [Action.OFFLOAD if record.can_offload else Action.KEEP for record in stage.records()]
+        passes = pipeline_schedule(run.num_ahead, job.num_microbatches)[0]
+        transfers = Transfers(job_link(job), max_inflight_bytes=run.max_inflight_bytes)
+        timeline = simulate([passes], [stage.segments(actions)], transfers)
+        static, ms = stage.static_bytes, timeline.step_ms
+        peak_bytes = sum(static.values()) + timeline.stages[0].peak_bytes
+    return Figures(peak_bytes - sum(static[name] for name in ALLOWANCES), ms)
+
+
+def compare(runs: Sequence[Run]) -> list[Prediction]:
+    """Fit the device's rates to the first run, then predict all."""
+    first = runs[0]
+    factor = predict(first, first.job.device).ms / first.measured.ms
+    device = first.job.device
+    device = replace(device, achieved=device.achieved * factor, achieved_memory=device.achieved_memory * factor)
+    found = []
+    for run in runs:
+        predicted = predict(run, device)
+        ms = None if run is first else predicted.ms
+        found.append(Prediction(run.source, run.variant, run.measured, predicted.peak_bytes, ms))
+    return found
+
+
+def predictions(folder: Path) -> list[Prediction]:
+    """Of every result of E1, E2 and E4 in a folder; none for results of a CPU."""
+    found: list[Prediction] = []
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        readers = {"E1": _runs_of_e1, "E2": _runs_of_e2, "E4": _runs_of_e4}
+        reader = readers.get(result.get("experiment"))
+        if reader is None or not result["device_memory_bytes"]:
+            continue
+        if runs := list(reader(result, path.stem, _device(result, folder))):
+            found += compare(runs)
+    return found
+
+
+def _device(result: Mapping[str, Any], folder: Path) -> Device:
+    device = recognise(result["device"], result["device_memory_bytes"])
+    link = folder / "link.json"
+    if not link.exists():
+        return device
+    rates = list(json.loads(link.read_text(encoding="utf-8"))["copies_gb_per_s"].values())[-1]
+    return replace(device, link_out_gb_per_s=rates["out"], link_in_gb_per_s=rates["in"])
+
+
+def _job(model: Mapping[str, Any], device: Device, sequence: int, num_microbatches: int, impl: str) -> Job:
+    return Job(
+        read_model_shape(model, "the result"),
+        Layout(),
+        device,
+        sequence,
+        1,
+        num_microbatches,
+        transformer_engine=impl == "transformer_engine",
+    )
+
+
+def _recompute(name: str | None) -> Recompute:
+    if name == "full":
+        return Recompute(method="uniform")
+    return Recompute(modules=frozenset([name] if name else []))
+
+
+def _runs_of_e1(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:
+    job = replace(
+        _job(result["model"], device, result["sequence"], result["microbatches"], result["transformer_impl"]),
+        optimizer=Optimizer(distributed=False, gradient_bytes=2, state_bytes=0, master_bytes=0),
+        min_elements=0,
+    )
+    figures = result["figures"]
+    for name, modules in (("off", ()), ("on", tuple(result["modules"]))):
+        measured = Figures(int(figures[f"peak_allocated_bytes_{name}"]), figures[f"step_ms_{name}"])
+        yield Run(source, name, job, modules, measured, num_ahead=4, max_inflight_bytes=result["max_inflight_bytes"])
+
+
+def _runs_of_e2(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:
+    shape = result["shape"]
+    job = _job(result["model"], device, shape["sequence"], shape["num_microbatches"], shape["transformer_impl"])
+    variants = [each for each in result["variants"] if "medians" in each and each["offload_modules"] != "auto"]
+    for each in sorted(variants, key=lambda each: each["kind"] != "nothing"):
+        if each["kind"] not in ("nothing", "ours", "recompute"):
+            continue
+        measured = Figures(int(each["medians"]["peak_allocated_bytes"]), each["medians"]["ms"] - result["optimizer_ms"])
+        recomputing = replace(job, recompute=_recompute(each["recompute"]))
+        yield Run(source, each["name"], recomputing, tuple(each["offload_modules"]), measured)
+
+
+def _runs_of_e4(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:
+    """Those at the number of layers of the longest sequence."""
+    about = {"recompute: full": ("full", ()), "ours: full recompute": ("full", ("attn_norm",)), "nothing": (None, ())}
+    for name, (recompute, modules) in about.items():
+        tried = result["sequence"].get(name, {"tried": {}})["tried"]
+        for size in sorted((size for size in tried if "out_of_memory" not in tried[size]), key=int):
+            model = {**result["model"], "num_hidden_layers": result["num_layers"]}
+            job = replace(_job(model, device, int(size), 1, "torch"), recompute=_recompute(recompute))
+            sample = tried[size]
+            measured = Figures(int(sample["peak_allocated_bytes"]), sample["ms"] - sample["optimizer_ms"])
+            yield Run(source, f"{name}, {size} tokens", job, modules, measured)
+
+
+def worst(found: Sequence[Prediction]) -> dict[str, float | None]:
+    """The largest relative error of each kind, whatever its sign; None where nothing was predicted."""
+    times = [abs(each.time_error) for each in found if each.time_error is not None]
+    return {"memory": max((abs(each.memory_error) for each in found), default=None), "time": max(times, default=None)}
+
+
+def table(found: Sequence[Prediction]) -> list[str]:
+    """Markdown."""
+    lines = ["| result | variant | peak | predicted | error | step | predicted | error |", "|---|---|" + "---|" * 6]
+    for each in found:
+        time = "fitted | - " if each.time_error is None else f"{each.predicted_ms:.1f} ms | {each.time_error:+.1%} "
+        peaks = [
+            f"{peak_bytes / 2**30:.2f} GiB" for peak_bytes in (each.measured.peak_bytes, each.predicted_peak_bytes)
+        ]
+        lines.append(
+            f"| {each.source} | {each.variant} | {peaks[0]} | {peaks[1]} | {each.memory_error:+.1%} "
+            f"| {each.measured.ms:.1f} ms | {time}|"
+        )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", type=Path, metavar="DIR")
+    options = parser.parse_args()
+    try:
+        found = predictions(options.results)
+    except ConfigError as error:
+        parser.error(str(error))
+    if not found:
+        print(f"{options.results} has no result of E1, E2 or E4 from a GPU")
+        return 1
+    print("\n".join(table(found)))
+    for kind, largest in worst(found).items():
+        print(f"worst error of {kind}: {'-' if largest is None else f'{largest:.1%}'} (bar: {BARS[kind]:.0%})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

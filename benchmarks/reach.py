@@ -1,0 +1,224 @@
+"""E4: the longest sequence, and the largest number of layers, that train on the one card.
+
+    python benchmarks/reach.py --out benchmarks/results/DEVICE --variant "recompute: full" "ours: full recompute"
+
+Layers of Qwen2.5-7B (all 28 of them where the sequence is searched) with Adam's state, one sequence a step,
+log-probabilities in chunks. Attempts run in processes of their own, each of which takes ever larger steps until one
+does not fit, so that running out of memory leaves nothing behind. What is known is in the result, which is written
+after each process; a further command goes on from there. At the longest sequence of full recomputation, that and ours
+with recomputation take turns in one process, for the time per token. That no bit changes is E2's to show, with the same
+variants.
+
+A CPU runs out of nothing: there, steps above a made-up limit count as too large.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import HAS_GPU, Sample, environment, give_back_memory, in_turn, medians, prepare_process, say, timed
+from search import longest, next_candidates
+
+VARIANTS = ("recompute: full", "ours: full recompute", "nothing", "ours: all")
+COMPARED = VARIANTS[:2]
+NUM_LAYERS, SEQUENCE = (28, 16384) if HAS_GPU else (2, 48)
+"""Where the other one is searched."""
+START = {"sequence": 8192 if HAS_GPU else 64, "layers": 8 if HAS_GPU else 1}
+STEP = {"sequence": 1024 if HAS_GPU else 32, "layers": 1}
+CPU_LIMIT = {"sequence": 100, "layers": 3}
+RESERVE = 0.98
+"""Share of the device's memory that the allocator is taken to use before it gives up."""
+ATTEMPT_TIMEOUT_S = 400
+
+
+def run_attempt(task: dict[str, Any]) -> None:
+    """In a process of its own: print one line of JSON for each step that fits, and end at the first that does not."""
+    prepare_process()
+    import torch
+
+    sizes = task["sizes"]
+    steps = Steps(NUM_LAYERS, max(sizes)) if task["searched"] == "sequence" else None
+    for size in sizes:
+        found: dict[str, Any] = {"size": size}
+        try:
+            if not HAS_GPU and size > CPU_LIMIT[task["searched"]]:
+                raise torch.OutOfMemoryError
+            if steps:
+                found |= steps.timed(task["variant"], size)
+            else:
+                found |= Steps(size, SEQUENCE).timed(task["variant"], SEQUENCE)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            found["out_of_memory"] = True
+        print(json.dumps(found), flush=True)
+        if "out_of_memory" in found:
+            break
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the device had no room; libraries below torch say so in words alone."""
+    import torch
+
+    words = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "alloc_failed" in words
+
+
+class Steps:
+    """A model that has taken a short step, which makes Adam's state, and steps of it."""
+
+    def __init__(self, num_layers: int, longest: int) -> None:
+        from variants import MODULE_SETS, full_recompute, nothing, ours, ours_with_recompute
+        from workload import Shape, Workload
+
+        found = [full_recompute(), ours_with_recompute(), nothing(), ours("all", MODULE_SETS["torch"]["all"])]
+        self.variants = {each.name: each for each in found}
+        self.workload = Workload(Shape(num_layers, longest, 1))
+        self.short = self.batch(min(512, longest))
+        self.workload.step(self.short)
+        self.optimizer_ms = timed(self.workload.model.optimizer.step)["ms"]
+
+    def batch(self, sequence: int) -> Any:
+        """Scored as equally likely tokens: the pass that would score them costs time and no memory."""
+        import torch
+        from workload import random_batch
+
+        batch = random_batch([sequence], self.workload.vocabulary_size, 3)
+        logprobs = torch.full(batch["input_ids"].shape, -math.log(self.workload.vocabulary_size))
+        return {**batch, "prev_logprobs": logprobs, "reference_policy_logprobs": logprobs}
+
+    def timed(self, name: str, sequence: int, *, is_warm: bool = False) -> Sample:
+        """A step after a short one, which an engine learns the order of modules from, or after one as long."""
+        give_back_memory()
+        batch = self.batch(sequence)
+        with self.variants[name].enter(self.workload):
+            self.workload.step(batch if is_warm else self.short)
+            return timed(lambda: self.workload.step(batch)) | {"optimizer_ms": self.optimizer_ms}
+
+
+def describe() -> None:
+    """In a process of its own, since this one is to take no memory of the device: print what the results are of."""
+    from workload import Shape, model_config
+
+    print(json.dumps({**environment(), "model": model_config(Shape(NUM_LAYERS, SEQUENCE, 1))}), flush=True)
+
+
+def compare(sequence: int) -> None:
+    """In a process of its own: print the compared variants' samples at one sequence."""
+    prepare_process()
+    steps = Steps(NUM_LAYERS, sequence)
+    samples: dict[str, list[Sample]] = {name: [] for name in COMPARED}
+    for _, name in in_turn(COMPARED, 2):
+        samples[name].append(steps.timed(name, sequence, is_warm=True))
+    print(json.dumps(samples), flush=True)
+
+
+def in_process(task: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+    """Run this script for a task: what it printed before it ended, and how it ended where that was no success."""
+    command = [sys.executable, __file__, "--out", ".", "--task", json.dumps(task)]
+    ended = None
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=ATTEMPT_TIMEOUT_S)
+        printed = done.stdout
+        if done.returncode:
+            ended = f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        printed, ended = (error.stdout or b"").decode(), f"took more than {ATTEMPT_TIMEOUT_S} s"
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")], ended
+
+
+def search(name: str, searched: str, entry: dict[str, Any], limit_bytes: int, write: Any) -> None:
+    """Try until the largest that fits is known; fills the entry, whose keys are sizes as text."""
+    entry["error"] = None
+    while entry["error"] is None:
+        known = {
+            int(size): None if "out_of_memory" in sample else int(sample["peak_reserved_bytes"])
+            for size, sample in entry["tried"].items()
+        }
+        sizes = next_candidates(known, limit_bytes, START[searched], STEP[searched])
+        if not sizes:
+            entry["largest"] = longest(known)
+            write()
+            return
+        say(f"{name}: {searched} {', '.join(map(str, sizes))}")
+        # Another number of layers is another model, which the one before would leave no room for.
+        for together in [sizes] if searched == "sequence" else [[size] for size in sizes]:
+            samples, entry["error"] = in_process({"variant": name, "searched": searched, "sizes": together})
+            for sample in samples:
+                entry["tried"][str(sample.pop("size"))] = sample
+            if entry["error"] or "out_of_memory" in samples[-1]:
+                break
+        write()
+
+
+def figures(data: dict[str, Any]) -> dict[str, Any]:
+    """What E4's bars are held against."""
+    sequences = {name: entry.get("largest") for name, entry in data["sequence"].items()}
+    alone, ours = (sequences.get(name) for name in COMPARED)
+    found: dict[str, Any] = {
+        "longest_sequence": sequences,
+        "most_layers": {name: entry.get("largest") for name, entry in data["layers"].items()},
+        "longer": ours / alone if alone and ours else None,
+        "time_per_token": None,
+    }
+    if (compared := data.get("compared")) and compared["samples"]:
+        times = [medians(compared["samples"][name])["ms"] for name in COMPARED]
+        found["time_per_token"] = times[1] / times[0]
+    return found
+
+
+def run(options: argparse.Namespace) -> int:
+    from nemo_rl_offload.bench.report import write_json
+
+    path = options.out / "reach.json"
+    data: dict[str, Any] = {"experiment": "E4", "sequence": {}, "layers": {}}
+    if path.exists():
+        data |= json.loads(path.read_text(encoding="utf-8"))
+    ((about,), _) = in_process({"describe": True})
+    data |= about | {"command": ["python", *sys.argv]}
+    data |= {"num_layers": NUM_LAYERS, "sequence_of_layers": SEQUENCE, "transformer_impl": "torch"}
+    limit_bytes = int(data["device_memory_bytes"] * RESERVE)
+
+    def write() -> None:
+        data["figures"] = figures(data)
+        write_json(path, data)
+
+    for searched in options.search:
+        for name in options.variant or VARIANTS:
+            search(name, searched, data[searched].setdefault(name, {"tried": {}}), limit_bytes, write)
+        alone = data["sequence"].get(COMPARED[0], {}).get("largest")
+        if searched == "sequence" and alone and data.get("compared", {}).get("sequence") != alone:
+            say(f"time per token at {alone} tokens")
+            samples, error = in_process({"compare": alone})
+            data["compared"] = {"sequence": alone, "samples": samples[0] if samples else {}, "error": error}
+            write()
+    print(json.dumps(data["figures"], indent=1))
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--search", nargs="+", choices=("sequence", "layers"), default=["sequence"])
+    parser.add_argument("--variant", nargs="+", choices=VARIANTS)
+    parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if options.task is None:
+        return run(options)
+    if "describe" in options.task:
+        describe()
+    elif "compare" in options.task:
+        compare(options.task["compare"])
+    else:
+        run_attempt(options.task)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Runs parts of the experiments on a GPU, together within ten minutes: run_on_device.sh OUT PART...
+# Results of earlier parts that OUT has are gone on from. BENCH_COMMIT names the commit where there is no git.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+out=${1:?where the results go}
+shift
+mkdir -p "$out"
+limit_s=${LIMIT_S:-580}
+
+run() { timeout $((limit_s - SECONDS)) python3 -W ignore "benchmarks/$1.py" --out "$out" "${@:2}"; }
+
+part() {
+    case $1 in
+    # In the order of importance.
+    e1) run deepseek_layers --impl transformer_engine --inflight 1 2 3 ;;
+    e1-torch) run deepseek_layers --impl torch ;;
+    e2) run dense_rl --sequence 8192 ;;
+    e2-te) run dense_rl --sequence 8192 --impl transformer_engine ;;
+    e3) run rl_reality --impl transformer_engine ;;
+    e4) run reach --variant "recompute: full" ;;
+    e4-ours) run reach --variant "ours: full recompute" ;;
+    stash) timeout $((limit_s - SECONDS)) benchmarks/stash_on_device.sh "$out" ;;
+    profile) run profile_step ;;
+    e2-te-own) run dense_rl --sequence 8192 --impl transformer_engine --variant "Transformer Engine" ;;
+    e2-4k | e2-16k | e2-32k | e2-64k) size=${1#e2-} && run dense_rl --sequence $((${size%k} * 1024)) ;;
+    e2-sft) run dense_rl --sequence 8192 --algorithm sft ;;
+    e4-rest) run reach --variant nothing "ours: all" ;;
+    e4-layers) run reach --search layers ;;
+    link) run link ;;
+    *) echo "no part $1; see $0" && return 2 ;;
+    esac
+}
+
+failed=0
+for name in "$@"; do
+    part "$name" 2>&1 | tee "$out/$name.log"
+    code=${PIPESTATUS[0]}
+    echo "part $name: exit code $code, $SECONDS s since the start"
+    failed=$((failed | code))
+done
+exit "$failed"

@@ -1,0 +1,225 @@
+"""Ways to spend less device memory on one workload: this project's, and what else one would use.
+
+A variant is entered for some steps and left again. Megatron-Core's own engine and this project's take turns in one
+process by being bound, one at a time, where Megatron's modules look their offload interface up.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import psutil
+from common import HAS_GPU, Sample, pinned_bytes
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
+from torch.autograd.graph import save_on_cpu
+from workload import Workload
+
+from nemo_rl_offload.megatron.bridge import have_transformer_engine
+from nemo_rl_offload.megatron.model import unwrap
+from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
+from nemo_rl_offload.megatron.offload_setup import install_offloading
+from nemo_rl_offload.offload.auto import FIRST_PLANS, PLAN_EVERY
+
+AUTO_SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
+"""Of the device memory that a step without offloading takes beside weights and optimizer state."""
+MODULE_SETS: dict[str, dict[str, tuple[str, ...]]] = {
+    "torch": {
+        "core_attn": ("core_attn",),
+        "norms": ("attn_norm", "mlp_norm"),
+        "mlp": ("mlp_norm", "mlp_fc1", "mlp_act"),
+        "all": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act"),
+    },
+    "transformer_engine": {
+        "core_attn": ("core_attn",),
+        "attention": ("qkv_linear", "core_attn", "attn_proj"),
+    },
+}
+FULL = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
+NUM_STEPS = PLAN_EVERY - 1 - FIRST_PLANS[-1]
+"""Steps timed in a row: with `auto`, those between two plans, which reset the allocator's peak."""
+
+_INTERFACE = "FineGrainedActivationOffloadingInterface"
+_MEGATRONS = getattr(megatron_offload, _INTERFACE)
+assert _MEGATRONS.__module__ == megatron_offload.__name__, "import this before an engine is put in its place"
+
+Probe = Callable[[], Sample]
+"""Totals so far of whatever is in force; empty where nothing counts."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`enter` puts it in force for a workload until the context is left."""
+
+    name: str
+    kind: str
+    """nothing | ours | recompute | hooks (every saved tensor moves) | megatron | transformer_engine."""
+    enter: Callable[[Workload], AbstractContextManager[Probe]]
+    offload_modules: tuple[str, ...] | str = ()
+    recompute: str | None = None
+    """full, or the entry of `recompute_modules`."""
+    num_warmup: int = 3
+
+    def entry(self) -> dict[str, Any]:
+        """What a result says of it, before anything is measured."""
+        about = {key: getattr(self, key) for key in ("name", "kind", "offload_modules", "recompute")}
+        return {**about, "bit_identical": None, "check_error": None, "error": None, "samples": []}
+
+
+@contextmanager
+def _tree(workload: Workload, overrides: Sequence[str]) -> Iterator[Probe]:
+    workload.use_tree(*overrides)
+    yield dict
+
+
+@contextmanager
+def _ours(
+    workload: Workload, modules: Sequence[str] | str, budget_bytes: int | None = None, recompute: Sequence[str] = ()
+) -> Iterator[Probe]:
+    listed = modules if isinstance(modules, str) else f"[{','.join(modules)}]"
+    overrides = ("fine_grained_activation_offloading=true", f"offload_modules={listed}", *recompute)
+    budget = () if budget_bytes is None else (f"activation_offload.gpu_memory_budget={budget_bytes / 2**20:.3f}MiB",)
+    engine = install_offloading(workload.policy(*overrides, *budget))
+    assert engine is not None
+    try:
+        workload.use_tree(*overrides)
+        exclude_parameters(engine, workload.model.modules)
+
+        def probe() -> Sample:
+            stats = engine.stats()
+            return {
+                "bytes_out": stats.bytes_out,
+                "stall_ms": stats.stall_in_ms + stats.stall_out_ms,
+                "peak_host_bytes": stats.peak_host_bytes,
+                "host_capacity_bytes": stats.host_capacity_bytes,
+            }
+
+        yield probe
+    finally:
+        use_engine(None)
+        engine.close()
+
+
+@contextmanager
+def _hooks(workload: Workload, make: Callable[[Any], AbstractContextManager[Any]], step_bytes: int) -> Iterator[Probe]:
+    """Everything saved moves to pinned blocks, which torch rounds up to powers of two."""
+    if 2 * step_bytes > (available := psutil.virtual_memory().available):
+        raise RuntimeError(f"up to {2 * step_bytes >> 30} GiB of host memory for {available >> 30} GiB")
+    workload.use_tree("recompute_granularity=null")
+    with make(unwrap(workload.model.chunks[0])):
+        yield dict
+
+
+def _save_on_cpu(model: Any) -> AbstractContextManager[Any]:
+    return save_on_cpu(pin_memory=HAS_GPU)
+
+
+@contextmanager
+def _trl(model: Any) -> Iterator[None]:
+    """As `get_act_offloading_ctx_manager` does for heads that it knows: the output layer's tensors stay."""
+    trl = importlib.import_module("trl.models.activation_offloading")
+    context, head = trl.OffloadActivations(), trl.NoOpManager()
+    context.update_model_params(model)
+    hooks = [
+        model.output_layer.register_forward_pre_hook(lambda *_: head.__enter__()),
+        model.output_layer.register_forward_hook(lambda *_: head.__exit__(), always_call=True),
+    ]
+    try:
+        with context:
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _bind(wanted: type) -> None:
+    """Put a class where Megatron's modules are bound to whichever offload interface is there now."""
+    current = getattr(megatron_offload, _INTERFACE)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and module is not None:
+            for attribute in [key for key, value in vars(module).items() if value is current]:
+                setattr(module, attribute, wanted)
+
+
+@contextmanager
+def _megatron(workload: Workload, modules: Sequence[str]) -> Iterator[Probe]:
+    if not have_transformer_engine():
+        raise ImportError("Megatron-Core's engine needs Transformer Engine")
+    assert os.environ.get("NVTE_CPU_OFFLOAD_V1") == "1", "Megatron-Core's engine needs it"
+    _bind(_MEGATRONS)
+    manager = megatron_offload.PipelineOffloadManager
+    try:
+        manager.reset_instance()
+        listed = f"offload_modules=[{','.join(modules)}]"
+        workload.use_tree("fine_grained_activation_offloading=true", listed, "activation_offload.engine=megatron")
+        before = pinned_bytes()
+        yield lambda: {"host_capacity_bytes": pinned_bytes() - before}
+    finally:
+        manager.reset_instance()
+        use_engine(None)
+
+
+def nothing() -> Variant:
+    """Neither offloading nor recomputation."""
+    return Variant("nothing", "nothing", partial(_tree, overrides=("recompute_granularity=null",)))
+
+
+def ours(name: str, modules: Sequence[str]) -> Variant:
+    """This project's engine with listed modules."""
+    return Variant(f"ours: {name}", "ours", partial(_ours, modules=modules), tuple(modules))
+
+
+def ours_auto(share: float, budget_bytes: int) -> Variant:
+    """This project's engine, which chooses for a budget."""
+    enter = partial(_ours, modules="auto", budget_bytes=budget_bytes)
+    return Variant(f"ours: auto {share:.0%}", "ours", enter, "auto", num_warmup=FIRST_PLANS[-1])
+
+
+def ours_with_recompute() -> Variant:
+    """Whole layers are recomputed, and their inputs wait on the host."""
+    modules = ("attn_norm",)
+    return Variant("ours: full recompute", "ours", partial(_ours, modules=modules, recompute=FULL), modules, "full")
+
+
+def full_recompute() -> Variant:
+    """Each layer saves its input alone."""
+    return Variant("recompute: full", "recompute", partial(_tree, overrides=FULL), recompute="full")
+
+
+def megatron(name: str, modules: Sequence[str]) -> Variant:
+    """Megatron-Core's own engine."""
+    return Variant(f"megatron: {name}", "megatron", partial(_megatron, modules=modules), tuple(modules))
+
+
+def every_variant(workload: Workload, static_bytes: int, peak_bytes: int) -> list[Variant]:
+    """What this workload can be compared with. `peak_bytes` is without anything, `static_bytes` between steps."""
+    shape, step_bytes = workload.shape, peak_bytes - static_bytes
+    sets = MODULE_SETS[shape.transformer_impl]
+    found = [nothing(), *(ours(name, modules) for name, modules in sets.items())]
+    found += [ours_auto(share, static_bytes + round(step_bytes * share)) for share in AUTO_SHARES]
+    found += [ours_with_recompute(), full_recompute()]
+    for name in ("core_attn", "mlp"):
+        overrides = ("recompute_granularity=selective", f"recompute_modules=[{name}]")
+        found.append(Variant(f"recompute: {name}", "recompute", partial(_tree, overrides=overrides), recompute=name))
+    for name, make in (("save_on_cpu", _save_on_cpu), ("TRL OffloadActivations", _trl)):
+        found.append(Variant(name, "hooks", partial(_hooks, make=make, step_bytes=step_bytes)))
+    if shape.transformer_impl == "transformer_engine":
+        found += [megatron(name, modules) for name, modules in sets.items()]
+        for number in sorted({max(1, shape.num_layers // 2), shape.num_layers - 1}):
+            overrides = ("cpu_offloading=true", f"cpu_offloading_num_layers={number}")
+            enter = partial(_tree, overrides=overrides)
+            found.append(Variant(f"Transformer Engine: {number} layers", "transformer_engine", enter))
+    return found
+
+
+def attempt(run: Callable[[], None]) -> str | None:
+    """Run others' code, which may fail, or run out of memory: a result too. Returns the error's first line."""
+    try:
+        run()
+    except (ImportError, RuntimeError, TypeError, ValueError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return None

@@ -1,0 +1,75 @@
+"""Each experiment's small form runs on a CPU, and says what a result on a device would say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_runs import run_python
+
+pytestmark = pytest.mark.slow
+
+
+def run(folder: Path, script: str, *options: str) -> list[dict[str, Any]]:
+    """The results that a script wrote."""
+    done = run_python(f"benchmarks/{script}.py", "--out", str(folder), *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def test_e1_changes_no_bit(tmp_path: Path) -> None:
+    results = run(tmp_path, "deepseek_layers", "--layers", "1", "--rounds", "1", "--inflight", "1", "2")
+    assert [result["max_inflight_bytes"] >> 30 for result in results] == [1, 2]
+    for result in results:
+        assert result["bit_identical"]
+        assert result["figures"]["offloaded_bytes_alive_at_the_peak"] > 0
+        assert result["per_module"].keys() == set(result["modules"])
+
+
+def test_e2_compares_variants_that_change_no_bit(tmp_path: Path) -> None:
+    (result,) = run(tmp_path, "dense_rl", "--rounds", "1")
+    variants = {each["name"]: each for each in result["variants"]}
+    assert len([name for name in variants if name.startswith("ours: auto")]) == 5
+    ran = {name: each for name, each in variants.items() if each["error"] is None}
+    assert {"nothing", "recompute: full", "recompute: mlp", "recompute: core_attn", "save_on_cpu"} <= ran.keys()
+    assert all(each["bit_identical"] and each["medians"]["ms"] > 0 for each in ran.values())
+    listed = [each for name, each in ran.items() if name.startswith("ours") and "auto" not in name]
+    assert len(listed) == 5
+    assert all(each["medians"]["bytes_out"] > 0 for each in listed)
+    assert variants["ours: all"]["medians"]["bytes_out"] > variants["ours: full recompute"]["medians"]["bytes_out"]
+
+
+def test_e2_takes_the_variants_that_are_named_and_other_algorithms(tmp_path: Path) -> None:
+    (result,) = run(tmp_path, "dense_rl", "--algorithm", "sft", "--variant", "ours: norms", "--rounds", "1")
+    assert [each["name"] for each in result["variants"]] == ["nothing", "ours: norms"]
+    assert all(each["bit_identical"] for each in result["variants"])
+
+
+def test_e3_takes_the_same_steps_with_and_without(tmp_path: Path) -> None:
+    (result,) = run(tmp_path, "rl_reality", "--steps", "4", "--layers", "1")
+    plain, ours = result["variants"]
+    assert (plain["name"], ours["name"]) == ("nothing", "ours: all")
+    assert len({len(rollout["widths"]) for rollout in result["rollouts"]}) > 1
+    for entry in (plain, ours):
+        assert entry["error"] is None
+        assert entry["bit_identical"]
+        assert entry["figures"]["num_steps"] == 4
+    assert ours["figures"]["largest_steps_own_host_bytes"] > 0
+
+
+def test_e4_ends_where_a_cpu_is_taken_to_be_full(tmp_path: Path) -> None:
+    (result,) = run(tmp_path, "reach", "--variant", "recompute: full")
+    tried = result["sequence"]["recompute: full"]["tried"]
+    assert {size for size, sample in tried.items() if "out_of_memory" not in sample} == {"64", "96"}
+    assert result["figures"]["longest_sequence"] == {"recompute: full": 96}
+    assert result["compared"]["sequence"] == 96
+    assert result["figures"]["time_per_token"] > 0
+    again = run(tmp_path, "reach", "--variant", "recompute: full")
+    assert again[0]["sequence"] == result["sequence"], "what is known is not tried again"
+
+
+def test_a_profile_has_traces_and_lanes(tmp_path: Path) -> None:
+    (result,) = run(tmp_path, "profile_step", "--layers", "1")
+    assert [step["name"] for step in result["steps"]] == ["nothing", "ours: core_attn"]
+    assert all(step["figures"]["host_ms"] > 0 for step in result["steps"])
+    assert all((tmp_path / f"profile_{label}.trace.json.gz").stat().st_size > 0 for label in ("without", "with"))

@@ -1,0 +1,194 @@
+"""The page of benchmarks: what is committed is fresh, and every bar says what the results say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bars import MET, MISSED, NOT_YET, Row, load, rows
+from frontier import figures as e2_figures
+from make_docs import DOCUMENT, README, device_page, document, readme
+
+from nemo_rl_offload.planner.catalogue import CATALOGUE
+
+GIB = 1 << 30
+ABOUT = {"device": "NVIDIA H200", "device_memory_bytes": int(139.8 * GIB)}
+
+
+def e1(lost_percent: float, saved: float) -> dict[str, Any]:
+    figures = {
+        "step_ms_off": 1000.0,
+        "step_ms_on": 1000.0 / (1 - lost_percent / 100),
+        "throughput_lost_percent": lost_percent,
+        "saved_of_offloaded": saved,
+        "saved_of_peak_percent": 18.1,
+        "peak_allocated_bytes_off": 80 * GIB,
+        "peak_allocated_bytes_on": 66 * GIB,
+    }
+    model = {
+        **CATALOGUE["deepseek-ai/DeepSeek-V3"],
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 16,
+        "num_nextn_predict_layers": 0,
+        "vocab_size": 1024,
+    }
+    shape = {"layers": 4, "sequence": 4096, "microbatches": 8, "transformer_impl": "torch"}
+    modules = ["attn_norm", "mlp_norm", "expert_fc1", "moe_act"]
+    about = {"model": model, **shape, "modules": modules, "max_inflight_bytes": GIB, "bit_identical": True}
+    return {"experiment": "E1", **ABOUT, **about, "figures": figures}
+
+
+def e2() -> dict[str, Any]:
+    points = [
+        ("nothing", "nothing", 80, 500.0),
+        ("ours: core_attn", "ours", 70, 505.0),
+        ("recompute: full", "recompute", 70, 640.0),
+        ("megatron: core_attn", "megatron", 72, 500.0),
+    ]
+    variants: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "kind": kind,
+            "error": None,
+            "bit_identical": True,
+            "offload_modules": ["core_attn"] if kind == "ours" else [],
+            "recompute": None,
+            "medians": {
+                "ms": ms,
+                "ms_spread": 0.01,
+                "peak_allocated_bytes": peak * GIB,
+                "peak_reserved_bytes": peak * GIB,
+            },
+        }
+        for name, kind, peak, ms in points
+    ]
+    failed = {"bit_identical": None, "offload_modules": [], "recompute": None, "error": "ImportError: no trl"}
+    variants.append({"name": "TRL OffloadActivations", "kind": "hooks", **failed})
+    shape = {
+        "num_layers": 4,
+        "sequence": 8192,
+        "num_microbatches": 2,
+        "algorithm": "grpo",
+        "transformer_impl": "transformer_engine",
+    }
+    model = {**CATALOGUE["Qwen/Qwen2.5-7B"], "num_hidden_layers": 4, "vocab_size": 8192}
+    about = {"shape": shape, "model": model, "optimizer_ms": 20.0, "variants": variants}
+    return {"experiment": "E2", **ABOUT, **about, "figures": e2_figures(variants)}
+
+
+def e3() -> dict[str, Any]:
+    def variant(name: str, kind: str, peak: float, host: float) -> dict[str, Any]:
+        figures = {
+            "total_ms": 60_000.0,
+            "highest_peak_bytes": peak * 10 * GIB,
+            "largest_steps_own_peak_bytes": 10 * GIB,
+            "host_bytes": host * GIB,
+            "largest_steps_own_host_bytes": GIB,
+            "peak_over_largest_steps_own": peak,
+            "host_less_a_slab_over_largest_steps_own": host,
+        }
+        return {"name": name, "kind": kind, "error": None, "bit_identical": True, "figures": figures}
+
+    variants = [variant("ours: attention", "ours", 1.01, 1.2), variant("megatron: attention", "megatron", 1.3, 19.1)]
+    shape = {"transformer_impl": "transformer_engine"}
+    return {"experiment": "E3", **ABOUT, "shape": shape, "rollouts": [{}] * 300, "variants": variants}
+
+
+def e4(longer: float | None) -> dict[str, Any]:
+    figures = {
+        "longest_sequence": {"recompute: full": 50176, "ours: full recompute": 92160},
+        "most_layers": {},
+        "longer": longer,
+        "time_per_token": None,
+    }
+    return {
+        "experiment": "E4",
+        **ABOUT,
+        "num_layers": 28,
+        "sequence_of_layers": 16384,
+        "sequence": {},
+        "figures": figures,
+    }
+
+
+def write(folder: Path, **results: dict[str, Any]) -> Path:
+    for name, result in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(result))
+    return folder
+
+
+def bars_of(folder: Path) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows(load(folder), folder):
+        found.setdefault(f"{row.experiment} {row.figure}", []).append(row)
+    return found
+
+
+def test_what_is_committed_is_fresh() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == document(), "python benchmarks/make_docs.py"
+    assert README.read_text(encoding="utf-8") == readme(), "python benchmarks/make_docs.py"
+
+
+def test_without_results_no_bar_is_met(tmp_path: Path) -> None:
+    assert {row.state for found in bars_of(tmp_path).values() for row in found} == {NOT_YET}
+
+
+@pytest.mark.parametrize(("lost_percent", "time"), [(0.5, MET), (0.51, MISSED), (-0.2, MET)])
+@pytest.mark.parametrize(("saved", "memory"), [(0.998, MET), (0.997, MISSED)])
+def test_e1(lost_percent: float, time: str, saved: float, memory: str, tmp_path: Path) -> None:
+    found = bars_of(write(tmp_path, deepseek=e1(lost_percent, saved)))
+    assert [row.state for row in found["E1 throughput lost"]] == [time]
+    assert [row.state for row in found["E1 saved of the offloaded bytes alive at the peak"]] == [memory]
+    assert found["E1 saved share of the peak"][0].measured == "18.1 % (published: 17.8 %)"
+
+
+def test_each_result_of_an_experiment_has_its_own_row(tmp_path: Path) -> None:
+    found = bars_of(write(tmp_path, good=e1(0.1, 1.0), bad=e1(4.2, 0.8)))
+    assert {(row.source, row.state) for row in found["E1 throughput lost"]} == {("good", MET), ("bad", MISSED)}
+
+
+def test_e2_and_e3_and_e4(tmp_path: Path) -> None:
+    found = bars_of(write(tmp_path, dense=e2(), rollouts=e3(), reach=e4(1.8)))
+    states = {name: [row.state for row in each] for name, each in found.items()}
+    assert states["E2 step time at equal peak memory, beside recomputation, `save_on_cpu`, TRL"] == [MET]
+    engines = "E2 step time at equal peak memory, beside Megatron-Core's and Transformer Engine's offloading"
+    assert states[engines] == [MISSED], "1.01 of its time"
+    assert states["E2 peak beside Megatron-Core's engine, same modules"] == [MET]
+    assert states["E3 highest device peak over the largest step's own"] == [MET]
+    (host,) = found["E3 host memory less one slab over the largest step's own"]
+    assert (host.state, host.measured) == (MISSED, "1.200 (Megatron-Core's: 19.100)")
+    assert states["E4 longest sequence with recomputation, over recomputation alone"] == [MET]
+    assert states["E4 time per token at recomputation's longest, over its own"] == [NOT_YET]
+    assert {row.state for name, each in found.items() if name.startswith("E6") for row in each} <= {MET, MISSED}
+
+
+def test_a_peak_that_nothing_of_ours_reaches_misses_the_bar(tmp_path: Path) -> None:
+    result = e2()
+    result["variants"][2]["medians"]["peak_allocated_bytes"] = 60 * GIB
+    result["figures"] = e2_figures(result["variants"])
+    (row,) = bars_of(write(tmp_path, dense=result))[
+        "E2 step time at equal peak memory, beside recomputation, `save_on_cpu`, TRL"
+    ]
+    assert (row.state, row.measured) == (MISSED, "1 of 1 peaks not reached")
+
+
+def test_a_changed_bit_of_ours_is_missed(tmp_path: Path) -> None:
+    result = e3()
+    result["variants"][0]["bit_identical"] = False
+    (row,) = bars_of(write(tmp_path, rollouts=result))["all losses and gradients bit for bit as without"]
+    assert (row.state, row.measured) == (MISSED, "0 of 1")
+
+
+def test_results_of_a_cpu_are_none(tmp_path: Path) -> None:
+    write(tmp_path, deepseek=e1(0.1, 1.0) | {"device": "cpu", "device_memory_bytes": 0})
+    assert {row.state for found in bars_of(tmp_path).values() for row in found} == {NOT_YET}
+
+
+def test_the_page_has_every_section(tmp_path: Path) -> None:
+    page = "\n".join(device_page(write(tmp_path, deepseek=e1(0.1, 1.0), dense=e2(), rollouts=e3(), reach=e4(1.8))))
+    assert page.startswith("# NVIDIA H200")
+    assert "Not yet measured." not in page
+    for words in ("ImportError: no trl", "At 70.00 GiB, beside recompute: full: ours: core_attn takes 0.789", "92160"):
+        assert words in page
+    assert "| deepseek | on |" in page, "the planner's prediction"

@@ -1,0 +1,141 @@
+"""E6: the planner's predictions beside results. Measurements made of predictions have no error."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from predictions import ALLOWANCES, Run, compare, predict, predictions, table, worst
+
+from nemo_rl_offload.planner.catalogue import CATALOGUE
+from nemo_rl_offload.planner.hardware import Device, find_device
+from nemo_rl_offload.planner.plan import run_whole_modules
+
+ALL = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act"]
+MODEL = {**CATALOGUE["Qwen/Qwen2.5-7B"], "num_hidden_layers": 4, "vocab_size": 8192}
+OPTIMIZER_MS = 25.0
+ABOUT = {"device": "NVIDIA H200", "device_memory_bytes": int(139.8 * 2**30)}
+
+
+def entry(name: str, kind: str, modules: list[str] | str = (), recompute: str | None = None) -> dict[str, Any]:  # type: ignore[assignment]
+    figures = {"peak_allocated_bytes": 40e9, "ms": 500.0}
+    return {"name": name, "kind": kind, "offload_modules": modules, "recompute": recompute, "medians": figures}
+
+
+def e2() -> dict[str, Any]:
+    shape = {"sequence": 8192, "num_microbatches": 2, "transformer_impl": "torch"}
+    variants = [
+        entry("ours: all", "ours", ALL),
+        entry("nothing", "nothing"),
+        entry("ours: auto 60%", "ours", "auto"),
+        entry("recompute: full", "recompute", recompute="full"),
+        entry("save_on_cpu", "hooks"),
+        {"name": "TRL", "kind": "hooks", "error": "ImportError", "offload_modules": [], "recompute": None},
+    ]
+    return {
+        "experiment": "E2",
+        **ABOUT,
+        "model": MODEL,
+        "shape": shape,
+        "optimizer_ms": OPTIMIZER_MS,
+        "variants": variants,
+    }
+
+
+def e1() -> dict[str, Any]:
+    model = {
+        **CATALOGUE["deepseek-ai/DeepSeek-V3"],
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 16,
+        "num_nextn_predict_layers": 0,
+        "vocab_size": 1024,
+    }
+    names = ["peak_allocated_bytes_off", "peak_allocated_bytes_on", "step_ms_off", "step_ms_on"]
+    return {
+        "experiment": "E1",
+        **ABOUT,
+        "model": model,
+        "sequence": 4096,
+        "microbatches": 8,
+        "transformer_impl": "torch",
+        "max_inflight_bytes": 1 << 30,
+        "modules": ["attn_norm", "mlp_norm", "expert_fc1", "moe_act"],
+        "figures": dict(zip(names, [80e9, 70e9, 2100.0, 2200.0], strict=True)),
+    }
+
+
+def write(folder: Path, result: dict[str, Any]) -> Path:
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def test_rates_are_fitted_to_the_run_without_anything_and_the_rest_is_predicted(tmp_path: Path) -> None:
+    found = {each.variant: each for each in predictions(write(tmp_path, e2()))}
+    assert found.keys() == {"nothing", "ours: all", "recompute: full"}
+    assert found["nothing"].time_error is None
+    assert found["nothing"].measured.ms == 500.0 - OPTIMIZER_MS
+    assert found["recompute: full"].predicted_ms == pytest.approx(1.33 * 475, rel=0.02)
+    assert found["nothing"].predicted_peak_bytes > found["ours: all"].predicted_peak_bytes
+    assert found["ours: all"].predicted_peak_bytes > found["recompute: full"].predicted_peak_bytes - 2**30
+
+
+def _runs(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Run]:
+    caught: list[Run] = []
+    monkeypatch.setattr("predictions.compare", lambda runs: caught.extend(runs) or [])
+    predictions(folder)
+    monkeypatch.undo()
+    return caught
+
+
+@pytest.mark.parametrize("result", [e1(), e2()])
+def test_what_was_measured_as_predicted_has_no_error(
+    result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = _runs(monkeypatch, write(tmp_path, result))
+    faster = replace(runs[0].job.device, achieved=0.55, achieved_memory=0.7 * 0.55 / 0.4)
+    truth = [replace(run, measured=predict(run, faster)) for run in runs]
+    errors = worst(compare(truth))
+    assert errors["memory"] == 0
+    assert errors["time"] == pytest.approx(0, abs=1e-9)
+    last = replace(truth[-1].measured, peak_bytes=int(truth[-1].measured.peak_bytes / 1.1))
+    wrong = [*truth[:-1], replace(truth[-1], measured=last)]
+    assert worst(compare(wrong))["memory"] == pytest.approx(0.1, rel=1e-6)
+
+
+def test_four_microbatches_of_e1_are_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    off, on = _runs(monkeypatch, write(tmp_path, e1()))
+    device = off.job.device
+    saved = predict(off, device).peak_bytes - predict(on, device).peak_bytes
+    assert saved / 2**20 == pytest.approx(13055 - 1024, rel=0.08), "13055 MiB by hand, less what is on its way"
+
+
+def test_the_peak_is_without_the_planners_allowances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _runs(monkeypatch, write(tmp_path, e2()))[0]
+    outcome = run_whole_modules(run.job, ())
+    allowed = sum(outcome.stages[0].static_bytes[name] for name in ALLOWANCES)
+    assert predict(run, run.job.device).peak_bytes == outcome.peak_bytes(0) - allowed
+
+
+def test_measured_rates_of_the_link_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def device() -> Device:
+        return _runs(monkeypatch, tmp_path)[0].job.device
+
+    write(tmp_path, e2())
+    assert device() == find_device("h200")
+    (tmp_path / "link.json").write_text(
+        json.dumps({"copies_gb_per_s": {"1 MiB": {}, "1024 MiB": {"out": 50, "in": 51}}})
+    )
+    assert (device().link_out_gb_per_s, device().link_in_gb_per_s) == (50, 51)
+
+
+def test_results_of_a_cpu_and_of_other_experiments_are_left_out(tmp_path: Path) -> None:
+    assert predictions(write(tmp_path, e2() | {"device": "cpu", "device_memory_bytes": 0})) == []
+    assert predictions(write(tmp_path, {"device": "NVIDIA H200"})) == []
+
+
+def test_the_table_says_what_was_fitted(tmp_path: Path) -> None:
+    lines = table(predictions(write(tmp_path, e2())))
+    assert "fitted" in lines[2]
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
