@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from bars import NO_BAR, Result, Row, load, of, rows
+from bars import NO_BAR, NOT_YET, Result, Row, load, of, rows
 from frontier import RIVALS, Level, Point, levels, points
 from predictions import predictions, table
 
@@ -213,7 +213,9 @@ def readme() -> str:
     own = re.search(re.escape(BEGIN) + ".*" + re.escape(END), text, re.DOTALL)
     assert own, f"{README} has lost the lines {BEGIN} and {END}"
     found = [row for folder in device_folders() for row in rows(load(folder), folder)]
-    return text[: own.start()] + BEGIN + "\n".join(bars_table(found)) + "\n" + END + text[own.end() :]
+    measured = [row for row in found if row.state != NOT_YET]
+    lines = [*bars_table(measured), "", f"{len(found) - len(measured)} more figures have a bar and no kept result yet."]
+    return text[: own.start()] + BEGIN + "\n".join(lines) + "\n" + END + text[own.end() :]
 
 
 def device_folders() -> list[Path]:
