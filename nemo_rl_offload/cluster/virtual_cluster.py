@@ -15,6 +15,7 @@ cluster that is joined decides itself: offering a token to one that uses none lo
 cannot call this process back, and then cancel every actor.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -30,6 +31,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
+import psutil
 import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 512 << 20  # Ray moves it to a file in /tmp where /dev/shm is smaller
 PLACEMENT_TIMEOUT_S = 60
+EXIT_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,9 @@ class VirtualCluster:
             self._give_back()
         finally:
             if self._connected_here:
+                processes = _processes_of_ray()
                 ray.shutdown(wait_for_processes=True)
+                _see_off(processes)
 
     def _give_back(self) -> None:
         groups, self.placement_groups = self.placement_groups, ()
@@ -296,6 +301,25 @@ def _start_local() -> None:
         logging_level=logging.ERROR,
         object_store_memory=OBJECT_STORE_BYTES,
     )
+
+
+def _processes_of_ray() -> list[psutil.Process]:
+    """Those below this process: none where Ray was joined."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(part.startswith("ray::") or "/ray/" in part for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def _see_off(processes: list[psutil.Process]) -> None:
+    """Ray waits for its daemons, not for the workers, which may take a while to end on a busy machine."""
+    _, alive = psutil.wait_procs(processes, timeout=EXIT_TIMEOUT_S)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=EXIT_TIMEOUT_S)
 
 
 def _probe(address: str) -> None:

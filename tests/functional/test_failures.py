@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_grpo_run import SMALL, leftovers, start_run, wait_for
+from test_grpo_run import SMALL, start_run, wait_for, wait_until_gone
 
 from nemo_rl_offload.cli import main
 from nemo_rl_offload.cluster import virtual_cluster
@@ -136,7 +136,7 @@ def test_a_killed_worker(tmp_path: Path) -> None:
     assert "error: rank 0 of 1 (" in errors
     assert f"pid {ranks[0].pid}): the process died." in errors
     assert "Traceback" not in errors
-    assert leftovers(mark) == []
+    wait_until_gone(mark)
 
 
 def is_rank(process: psutil.Process) -> bool:

@@ -239,7 +239,7 @@ def test_interrupted(signal_number: int, to_group: bool, when: str, tmp_path: Pa
     hint = f" The same command goes on from the last checkpoint in {run_dir}." if when == "training" else ""
     assert errors.endswith(f"Interrupted.{hint}\n")
     assert "Traceback" not in errors
-    assert leftovers(mark) == []
+    wait_until_gone(mark)
     assert not list((run_dir / "checkpoints").glob(".*"))
 
 
