@@ -41,6 +41,7 @@ class Job:
     """As configured; empty also for `auto`."""
     transformer_engine: bool = False
     min_elements: int = 1 << 20
+    logprob_chunk_size: int | None = None
     memory_bytes: int = 0
     """Device memory that may be used; 0: all of it."""
     host_budget: float | int = 0.5
@@ -108,6 +109,7 @@ def read_job(
         offload_modules=tuple(modules) if listed else (),
         transformer_engine=cfg["transformer_impl"] == "transformer_engine",
         min_elements=cfg["min_offloaded_tensor_size"],
+        logprob_chunk_size=policy["logprob_chunk_size"],
         memory_bytes=memory_bytes,
         expert_buffers=_expert_buffers(cfg, skew),
         **other,

@@ -66,13 +66,20 @@ def state_bytes(parameters: ParameterCount, layout: Layout, optimizer: Optimizer
     }
 
 
-def logits_bytes(shape: ModelShape, layout: Layout, num_tokens: int, element_bytes: int) -> int:
+def logits_bytes(
+    shape: ModelShape, layout: Layout, num_tokens: int, element_bytes: int, chunk_tokens: int | None = None
+) -> int:
     """Most memory that output logits and their loss take at a time, on the last stage.
 
     Per token and entry of the vocabulary: the logits themselves, their float32 copy, the float32 softmax that the loss
-    saves, and the float32 gradient before it is cast.
+    saves, and the float32 gradient before it is cast. With `chunk_tokens` tokens of a microbatch at a time
+    (`logprob_chunk_size`), only those have what is float32; beside all logits there are the chunks' gradients, which
+    are put together in the end.
     """
-    return num_tokens * (shape.vocab_size // layout.tensor) * (element_bytes + 3 * 4)
+    vocabulary = shape.vocab_size // layout.tensor
+    if chunk_tokens is None or chunk_tokens >= num_tokens:
+        return num_tokens * vocabulary * (element_bytes + 3 * 4)
+    return vocabulary * (2 * element_bytes * num_tokens + max(3 * 4 * chunk_tokens, element_bytes * num_tokens))
 
 
 def allowance_bytes(device: Device) -> dict[str, int]:

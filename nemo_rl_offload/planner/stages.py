@@ -205,7 +205,8 @@ class _Builder:
         static = state_bytes(parameters, job.layout, job.optimizer, job.numbers.element_bytes)
         if is_last:
             tokens = job.context.tokens.count
-            static["logits"] = logits_bytes(job.shape, job.layout, tokens, job.numbers.element_bytes)
+            chunk = None if job.logprob_chunk_size is None else job.logprob_chunk_size * job.micro_batch
+            static["logits"] = logits_bytes(job.shape, job.layout, tokens, job.numbers.element_bytes, chunk)
         if any(self.workspace.values()):
             static["recomputation"] = max(self.workspace.values()) * job.recompute.num_layers
         num_expert_layers = [sum(job.shape.layers_with_experts[layer] for layer in chunk) for chunk in chunks]

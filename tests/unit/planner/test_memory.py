@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from jobs import SENSIBLE, make_job
 
@@ -6,6 +8,7 @@ from nemo_rl_offload.planner.hardware import find_device
 from nemo_rl_offload.planner.layout import Layout, stage_layers
 from nemo_rl_offload.planner.memory import Optimizer, logits_bytes, stage_parameters, state_bytes
 from nemo_rl_offload.planner.parameters import ParameterCount, model_parameters, mtp_parameters
+from nemo_rl_offload.planner.plan import make_plan
 from nemo_rl_offload.planner.work import layer_work, recompute_ms
 
 
@@ -43,6 +46,21 @@ def test_context_parallel_ranks_share_the_optimizer_too() -> None:
 def test_logits() -> None:
     shape = load_model_shape("Qwen/Qwen2.5-7B", None)
     assert logits_bytes(shape, Layout(2, tensor=2), 100, 2) == 100 * 152064 // 2 * 14
+
+
+def test_logits_in_chunks() -> None:
+    shape, vocabulary = load_model_shape("Qwen/Qwen2.5-7B", None), 152064
+    layout = Layout(1)
+    assert logits_bytes(shape, layout, 100, 2, 100) == logits_bytes(shape, layout, 100, 2)
+    assert logits_bytes(shape, layout, 100, 2, 50) == vocabulary * (4 * 100 + 12 * 50)
+    assert logits_bytes(shape, layout, 100, 2, 10) == vocabulary * (4 * 100 + 2 * 100)
+
+
+def test_a_plan_counts_the_configured_chunk() -> None:
+    job = make_job("Qwen/Qwen2.5-7B", sequence=8192)
+    whole, chunked = (make_plan(each) for each in (job, dataclasses.replace(job, logprob_chunk_size=1024)))
+    saved = whole.baseline.stages[-1].static_bytes["logits"] - chunked.baseline.stages[-1].static_bytes["logits"]
+    assert saved == 8192 * (152064 // job.layout.tensor) * (2 + 12 - 3 * 2)
 
 
 @pytest.mark.parametrize(
