@@ -164,15 +164,19 @@ def test_metrics_of_a_run(finished: tuple[Path, str, str]) -> None:
     }
 
 
-@pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_end(finished: tuple[Path, str, str], tmp_path: Path) -> None:
-    run_dir, mark = tmp_path / "run", str(tmp_path)
+def kill_after_step_2(run_dir: Path, mark: str) -> None:
     process = start_run(run_dir, mark=mark)
     wait_for((run_dir / "checkpoints" / "step_2").exists, process)
     process.kill()
     process.communicate()
-    assert not (run_dir / "summary.json").exists()
     wait_until_gone(mark)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_end(finished: tuple[Path, str, str], tmp_path: Path) -> None:
+    run_dir, mark = tmp_path / "run", str(tmp_path)
+    kill_after_step_2(run_dir, mark)
+    assert not (run_dir / "summary.json").exists()
     resumed = start_run(run_dir, mark=mark)
     output, errors = resumed.communicate(timeout=TIMEOUT_S)
     assert resumed.returncode == 0, errors
@@ -187,11 +191,7 @@ def test_a_killed_run_resumes_to_the_same_end(finished: tuple[Path, str, str], t
 @pytest.mark.slow
 def test_a_killed_run_goes_on_in_another_layout(finished: tuple[Path, str, str], tmp_path: Path) -> None:
     run_dir, mark = tmp_path / "run", str(tmp_path)
-    process = start_run(run_dir, mark=mark)
-    wait_for((run_dir / "checkpoints" / "step_2").exists, process)
-    process.kill()
-    process.communicate()
-    wait_until_gone(mark)
+    kill_after_step_2(run_dir, mark)
     stages = ("pipeline_model_parallel_size=2", "num_layers_in_first_pipeline_stage=1")
     two = ("cluster.gpus_per_node=2", *(f"policy.megatron_cfg.{key}" for key in stages))
     resumed = start_run(run_dir, *two, "policy.megatron_cfg.fine_grained_activation_offloading=false", mark=mark)
