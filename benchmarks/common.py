@@ -7,18 +7,17 @@ works and whose figures mean nothing.
 import importlib.metadata
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import psutil
 import torch
 
+from nemo_rl_offload.bench.process import be_the_only_rank
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 HAS_GPU = torch.cuda.is_available()
@@ -73,23 +72,10 @@ def prepare_process() -> None:
     """Set up what has to be there before the first CUDA call, and a process group of one rank for Megatron."""
     # Without it, matrix products are not reproducible enough to be compared bit by bit.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    be_the_only_rank()
     from nemo_rl_offload.megatron.cpu import install_cpu_support
 
     install_cpu_support()
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Operations without a reproducible form raise; what is built inside asks for reproducible kernels."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def in_turn(names: Sequence[str], num_rounds: int, num_warmup_rounds: int = 0) -> Iterator[tuple[int, str]]:

@@ -23,7 +23,6 @@ import torch
 from common import (
     HAS_GPU,
     Sample,
-    deterministic,
     environment,
     give_back_memory,
     in_turn,
@@ -34,6 +33,7 @@ from common import (
 )
 from torch import Tensor
 
+from nemo_rl_offload.bench.process import deterministic
 from nemo_rl_offload.bench.report import write_json
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.megatron.bridge import quiet

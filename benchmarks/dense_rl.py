@@ -22,7 +22,6 @@ from typing import Any
 from common import (
     HAS_GPU,
     Sample,
-    deterministic,
     environment,
     give_back_memory,
     in_turn,
@@ -32,6 +31,8 @@ from common import (
     timed,
 )
 from frontier import figures
+
+from nemo_rl_offload.bench.process import deterministic
 
 NUM_LAYERS = {4096: 16, 8192: 14, 16384: 10, 32768: 6, 65536: 4}
 """As many as leave room without offloading on a device of 139 GiB, with a reserve, by the planner's word."""

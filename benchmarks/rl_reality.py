@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import HAS_GPU, Sample, deterministic, environment, give_back_memory, prepare_process, say, timed
+from common import HAS_GPU, Sample, environment, give_back_memory, prepare_process, say, timed
 from rollouts import Rollout, draw, figures, largest
+
+from nemo_rl_offload.bench.process import deterministic
 
 NUM_CHECKED = 3
 NUM_ALONE = 4

@@ -1,7 +1,5 @@
 """A stack of Megatron's MoE layers in plain torch, alone in a process, for the stash's bench and its device tests."""
 
-import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_rl_offload.bench.process import be_the_only_rank
 from nemo_rl_offload.megatron.cpu import install_cpu_support
 
 
@@ -36,10 +35,7 @@ def one_rank() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    be_the_only_rank()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from nemo_rl_offload.bench.process import deterministic
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.torch_modules import ActivationOffload, offload_activations
@@ -282,7 +283,7 @@ def run(
     bench = Bench(shape, device)
     chosen = variants(device, bench.plain_peak_bytes(), names)
     figures = {each.name: Figures(each.name) for each in chosen}
-    with _deterministic():
+    with deterministic():
         reference = bench.outcome()
         for variant in chosen:
             progress(f"checking {variant.name}")
@@ -318,15 +319,6 @@ def _compare(figures: Sequence[Figures], num_microbatches: int) -> None:
             each.saved_bytes = plain.peak_allocated_bytes - each.peak_allocated_bytes
             if each.bytes_out:
                 each.effectiveness = each.saved_bytes * num_microbatches / each.bytes_out
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # flash attention's backward ignores a mere wish (`warn_only`)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def to_json(shape: Shape, figures: Sequence[Figures], device: torch.device) -> dict[str, Any]:

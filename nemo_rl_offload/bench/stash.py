@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_offload.bench.expert_layers import ExpertLayers, StackShape, make_input
+from nemo_rl_offload.bench.process import deterministic
 from nemo_rl_offload.offload.backends.cuda import CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
@@ -176,7 +177,7 @@ def _measure_variant(shape: StackShape, device: torch.device, num_rounds: int, f
         if figures.name == "stash, captured":
             assert model.guard is not None
             step = CapturedStep(attempt, model.guard)
-        with _deterministic():
+        with deterministic():
             gradients = [each.to("cpu", copy=True) for each in _run(model, attempt)]
         for _ in range(3):
             _run(model, step)
@@ -195,15 +196,6 @@ def _measure_variant(shape: StackShape, device: torch.device, num_rounds: int, f
 
 def _run(model: ExpertLayers, step: Callable[[], list[Tensor]]) -> list[Tensor]:
     return step() if model.guard is None else model.guard.run(step)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager

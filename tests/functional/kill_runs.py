@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from test_grpo_run import leftovers, metrics, saved_state, start_run, wait_for
+from test_grpo_run import metrics, saved_state, start_run, wait_for, wait_until_gone
 
 SAVE_PERIOD = 2
 
@@ -46,7 +46,7 @@ def start(run_dir: Path, num_steps: int) -> "subprocess.Popen[str]":
             time.sleep(0.2)
         _, errors = process.communicate()
         assert "timed out during startup" in errors, errors
-        _wait_until_gone(str(run_dir))
+        wait_until_gone(str(run_dir), timeout_s=60)
     raise AssertionError("Ray does not start")
 
 
@@ -73,7 +73,7 @@ def kill_workers(run_dir: Path, num_steps: int, num_kills: int, rng: random.Rand
     ]
     for kill, step in zip(kills, resumed[1:], strict=True):
         kill["resumed_from"] = step
-    _wait_until_gone(str(run_dir))
+    wait_until_gone(str(run_dir), timeout_s=60)
     return kills
 
 
@@ -91,7 +91,7 @@ def kill_drivers(run_dir: Path, num_steps: int, num_kills: int, rng: random.Rand
         outputs.append(process.communicate()[1])
         partial = [path.name for path in run_dir.glob("checkpoints/.*")]
         kills.append({"killed": "driver", "saved": _last_saved(run_dir), "unfinished": partial})
-        _wait_until_gone(str(run_dir))
+        wait_until_gone(str(run_dir), timeout_s=60)
     outputs.append(_finish(start(run_dir, num_steps)))
     for kill, output in zip(kills, outputs[1:], strict=True):
         kill["resumed_from"] = _resumed_from(output)[0]
@@ -148,13 +148,6 @@ def _last_step(run_dir: Path) -> int:
 
 def _last_saved(run_dir: Path) -> int:
     return max((int(path.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*")), default=0)
-
-
-def _wait_until_gone(mark: str) -> None:
-    end_s = time.monotonic() + 60
-    while leftovers(mark):
-        assert time.monotonic() < end_s, leftovers(mark)
-        time.sleep(0.2)
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_grpo_run import SMALL, leftovers
+from test_grpo_run import SMALL, wait_until_gone
 
 from nemo_rl_offload.command_line import build_parser
 from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
@@ -74,10 +74,7 @@ def test_a_submitted_job(tmp_path: Path) -> None:
     finally:
         head.send_signal(signal.SIGTERM)
         head.wait(60)
-    end_s = time.monotonic() + 30
-    while leftovers(str(tmp_path)) and time.monotonic() < end_s:
-        time.sleep(0.2)
-    assert leftovers(str(tmp_path)) == []
+    wait_until_gone(str(tmp_path), timeout_s=30)
 
 
 def wait_for_port(port: int, process: subprocess.Popen[Any]) -> None:
