@@ -5,7 +5,9 @@
 Four layers (multi-latent attention, hidden 7168, experts of 2048, top-8, one shared expert), sequence 4096, bfloat16,
 microbatches of one sequence. A rank of EP16 holds 16 of 256 experts and takes 4096 x 8 token copies when routing is
 balanced; 16 experts in all, of which a token takes 8, give one GPU the same. The schedule is 1F1B as the first of four
-stages runs it: three forwards ahead, then one forward and one backward in turn.
+stages runs it: three forwards ahead, then one forward and one backward in turn, over 32 microbatches: a global batch of
+512 on 16 data-parallel ranks. A real first stage waits, after its forwards ahead, for the first gradients to come back
+through three stages; here backward follows at once, so copies out have less time than there.
 
 Correctness first: losses and gradients of two layers with offloading equal those without, bit for bit, under
 deterministic algorithms. Then both are timed in turn, step by step, by the device's events.
@@ -185,7 +187,7 @@ def counters(engine: OffloadEngine) -> Sample:
 def measure(stage: Stage, data: dict[str, Any], rounds: int, path: Path) -> None:
     """Time steps without and with offloading in turn; fills `data` and writes it after each round."""
     engine, samples = stage.engine, data["samples"]
-    for number, name in in_turn(["off", "on"], rounds, num_warmup_rounds=2):
+    for number, name in in_turn(["off", "on"], rounds, num_warmup_rounds=1):
         stage.use(engine if name == "on" else None)
         if HAS_GPU:
             torch.cuda.empty_cache()
@@ -230,8 +232,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--layers", type=int, default=4, metavar="N")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="per step")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--microbatches", type=int, default=32 if HAS_GPU else 8, metavar="N", help="per step")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
     parser.add_argument(
         "--inflight", type=int, nargs="+", default=[1], metavar="GIB", help="bounds of copies under way, one run each"
@@ -260,6 +262,7 @@ def main() -> int:
             "samples": {"off": [], "on": []},
         }
         name = f"deepseek_{options.layers}_layers_{options.impl}_{inflight_gib}_gib_inflight.json"
+        say(f"{inflight_gib} GiB in flight")
         measure(stage, data, options.rounds, options.out / name)
         stage.close()
         del stage

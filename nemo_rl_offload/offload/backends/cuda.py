@@ -21,6 +21,8 @@ stream.
 """
 
 import warnings
+from collections.abc import Iterable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -38,10 +40,32 @@ class _Lane:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._other = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._compute, self._current_device = torch.cuda.current_stream(device), device.index
         ends = [torch.zeros(1, device=device), torch.zeros(1, device="cpu", pin_memory=True)]
         self._source, self._destination = ends if out else reversed(ends)
         self._max_piece_bytes = MAX_PIECE_OUT_BYTES if out else MAX_PIECE_IN_BYTES
         self._uninterrupted_bytes = 0
+
+    def after(self, compute: torch.cuda.Stream, events: Iterable[Event]) -> Self:
+        """A context whose work on the lane's stream follows the compute stream's present work and `events`.
+
+        Half the host's time of `torch.cuda.stream` with `wait_stream`, which make an event and look devices up.
+        """
+        self._computed.record(compute)
+        self.stream.wait_event(self._computed)
+        for event in events:
+            self.stream.wait_event(_cuda_event(event))
+        self._compute, self._current_device = compute, torch.cuda.current_device()
+        return self
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._compute)
+        if self._current_device != self._compute.device_index:  # setting a stream makes its device the current one
+            torch.cuda.set_device(self._current_device)
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
         """Copy bytes, one-dimensional uint8; the lane's stream must be the current one."""
@@ -97,23 +121,18 @@ class CudaBackend:
         return allocate_pageable(num_bytes)
 
     def copy_out(self, source: Tensor, block: Block) -> Event:
-        self._out.stream.wait_stream(self._compute_stream())
-        for fence in block.fences:
-            self._out.stream.wait_event(_cuda_event(fence))
-        with torch.cuda.stream(self._out.stream):
+        with self._out.after(self._compute_stream(), block.fences):
             for host, device in block.views(source):
                 self._out.copy(host, device)
-        return _record(self._out.stream)
+            return _record(self._out.stream)
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         assert block.last_event is not None
         destination = torch.empty(block.num_bytes, dtype=torch.uint8, device=self.device)
-        self._in.stream.wait_stream(self._compute_stream())
-        self._in.stream.wait_event(_cuda_event(block.last_event))
-        with torch.cuda.stream(self._in.stream):
+        with self._in.after(self._compute_stream(), (block.last_event,)):
             for host, device in block.views(destination):
                 self._in.copy(device, host)
-        return destination, _record(self._in.stream)
+            return destination, _record(self._in.stream)
 
     def compute_wait(self, event: Event) -> None:
         self._compute_stream().wait_event(_cuda_event(event))

@@ -73,6 +73,28 @@ def test_offloading_lowers_the_peak() -> None:
     engine.close()
 
 
+def test_copies_leave_the_current_stream_and_device_alone() -> None:
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+    engine = OffloadEngine(CudaBackend(device), host_memory_budget_bytes=1 << 30)
+    before = torch.cuda.current_device()
+    with torch.cuda.stream(stream):
+        x = torch.randn(1024, 1024, device=device)
+    torch.cuda.set_stream(stream)
+    torch.cuda.set_device(before)
+    try:
+        expected, got = (run(each, x, 6) for each in (None, engine))
+        assert torch.cuda.current_stream(device) == stream
+        assert torch.cuda.current_device() == before
+    finally:
+        torch.cuda.set_stream(torch.cuda.default_stream(device))
+        torch.cuda.set_device(before)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert engine.stats().bytes_out > 0
+    engine.close()
+
+
 def test_refused_pinning_is_a_warning_once(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
