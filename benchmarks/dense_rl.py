@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from common import (
     HAS_GPU,
     Sample,
@@ -128,7 +129,9 @@ def run(options: argparse.Namespace) -> int:
     shape = Shape(num_layers, sequence, options.microbatches, options.algorithm, options.impl, options.vocabulary)
     workload = Workload(shape)
     static_bytes, peak_bytes = plain_peak(workload)
-    found = [each for each in every_variant(workload, static_bytes, peak_bytes) if is_wanted(each, options.variant)]
+    host_bytes = options.host_memory << 30 if options.host_memory else psutil.virtual_memory().available
+    found = every_variant(workload, static_bytes, peak_bytes, host_bytes)
+    found = [each for each in found if is_wanted(each, options.variant)]
     entries = {each.name: each.entry() for each in found}
     data = {
         "experiment": "E2",
@@ -187,6 +190,9 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=2, metavar="N", help="per step")
     parser.add_argument("--vocabulary", type=int, default=8192, metavar="N")
     parser.add_argument("--rounds", type=int, default=2, metavar="N")
+    parser.add_argument(
+        "--host-memory", type=int, metavar="GIB", help="for those that move every tensor, instead of what is available"
+    )
     parser.add_argument(
         "--variant", action="append", metavar="NAME", help="only those whose names begin so; again for more"
     )

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import psutil
 from common import HAS_GPU, Sample, pinned_bytes
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 from torch.autograd.graph import save_on_cpu
@@ -105,10 +104,12 @@ def _ours(
 
 
 @contextmanager
-def _hooks(workload: Workload, make: Callable[[Any], AbstractContextManager[Any]], step_bytes: int) -> Iterator[Probe]:
+def _hooks(
+    workload: Workload, make: Callable[[Any], AbstractContextManager[Any]], step_bytes: int, host_bytes: int
+) -> Iterator[Probe]:
     """Everything saved moves to pinned blocks, which torch rounds up to powers of two."""
-    if 2 * step_bytes > (available := psutil.virtual_memory().available):
-        raise RuntimeError(f"up to {2 * step_bytes >> 30} GiB of host memory for {available >> 30} GiB")
+    if 2 * step_bytes > host_bytes:
+        raise RuntimeError(f"up to {2 * step_bytes >> 30} GiB of host memory for {host_bytes >> 30} GiB")
     workload.use_tree("recompute_granularity=null")
     with make(unwrap(workload.model.chunks[0])):
         yield dict
@@ -195,8 +196,9 @@ def megatron(name: str, modules: Sequence[str]) -> Variant:
     return Variant(f"megatron: {name}", "megatron", partial(_megatron, modules=modules), tuple(modules))
 
 
-def every_variant(workload: Workload, static_bytes: int, peak_bytes: int) -> list[Variant]:
-    """What this workload can be compared with. `peak_bytes` is without anything, `static_bytes` between steps."""
+def every_variant(workload: Workload, static_bytes: int, peak_bytes: int, host_bytes: int) -> list[Variant]:
+    """What this workload can be compared with. `peak_bytes` is without anything, `static_bytes` between steps;
+    `host_bytes` is what saved tensors may take on the host."""
     shape, step_bytes = workload.shape, peak_bytes - static_bytes
     sets = MODULE_SETS[shape.transformer_impl]
     found = [nothing(), *(ours(name, modules) for name, modules in sets.items())]
@@ -206,7 +208,7 @@ def every_variant(workload: Workload, static_bytes: int, peak_bytes: int) -> lis
         overrides = ("recompute_granularity=selective", f"recompute_modules=[{name}]")
         found.append(Variant(f"recompute: {name}", "recompute", partial(_tree, overrides=overrides), recompute=name))
     for name, make in (("save_on_cpu", _save_on_cpu), ("TRL OffloadActivations", _trl)):
-        found.append(Variant(name, "hooks", partial(_hooks, make=make, step_bytes=step_bytes)))
+        found.append(Variant(name, "hooks", partial(_hooks, make=make, step_bytes=step_bytes, host_bytes=host_bytes)))
     if shape.transformer_impl == "transformer_engine":
         found += [megatron(name, modules) for name, modules in sets.items()]
         for number in sorted({max(1, shape.num_layers // 2), shape.num_layers - 1}):
