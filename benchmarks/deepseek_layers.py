@@ -34,6 +34,7 @@ from common import (
     timed,
 )
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from nemo_rl_offload.bench.process import deterministic
 from nemo_rl_offload.bench.report import write_json
@@ -205,6 +206,18 @@ def measure(stage: Stage, data: dict[str, Any], rounds: int, path: Path) -> None
             write_json(path, data)
 
 
+def trace(stage: Stage, folder: Path) -> None:
+    """A short step without and with offloading under torch's profiler, for https://ui.perfetto.dev."""
+    stage.tokens = stage.tokens[: NUM_AHEAD + 2]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if HAS_GPU else [])]
+    for name, engine in (("off", None), ("on", stage.engine)):
+        stage.use(engine)
+        stage.step()
+        with profile(activities=activities) as profiler:
+            timed(stage.step)
+        profiler.export_chrome_trace(str(folder / f"deepseek_{name}.trace.json.gz"))
+
+
 def derive(samples: dict[str, list[Sample]], num_microbatches: int) -> dict[str, float]:
     """Figures beside the published ones. Of the bytes of a step, those of four microbatches are alive at once."""
     off, on = medians(samples["off"]), medians(samples["on"])
@@ -238,6 +251,7 @@ def main() -> int:
     parser.add_argument(
         "--inflight", type=int, nargs="+", default=[1], metavar="GIB", help="bounds of copies under way, one run each"
     )
+    parser.add_argument("--trace", action="store_true", help="profile a step without and with, after the last bound")
     options = parser.parse_args()
     prepare_process()
     sequence = 4096 if HAS_GPU else 32
@@ -264,6 +278,8 @@ def main() -> int:
         name = f"deepseek_{options.layers}_layers_{options.impl}_{inflight_gib}_gib_inflight.json"
         say(f"{inflight_gib} GiB in flight")
         measure(stage, data, options.rounds, options.out / name)
+        if options.trace and inflight_gib == options.inflight[-1]:
+            trace(stage, options.out)
         stage.close()
         del stage
         say(f"{data['device']}, {inflight_gib} GiB in flight, same bits: {same_bits}")

@@ -31,8 +31,9 @@ NUM_LAYERS, SEQUENCE = (28, 16384) if HAS_GPU else (2, 48)
 START = {"sequence": 8192 if HAS_GPU else 64, "layers": 8 if HAS_GPU else 1}
 STEP = {"sequence": 1024 if HAS_GPU else 32, "layers": 1}
 CPU_LIMIT = {"sequence": 100, "layers": 3}
-RESERVE = 0.98
-"""Share of the device's memory that the allocator is taken to use before it gives up."""
+RESERVE = 0.97
+"""Share of the device's memory that is taken to be allocated before the allocator gives up. What it has reserved says
+less: the step that makes the optimizer's state reserves more than a short one needs."""
 ATTEMPT_TIMEOUT_S = 400
 
 
@@ -137,7 +138,7 @@ def search(name: str, searched: str, entry: dict[str, Any], limit_bytes: int, wr
     entry["error"] = None
     while entry["error"] is None:
         known = {
-            int(size): None if "out_of_memory" in sample else int(sample["peak_reserved_bytes"])
+            int(size): None if "out_of_memory" in sample else int(sample["peak_allocated_bytes"])
             for size, sample in entry["tried"].items()
         }
         sizes = next_candidates(known, limit_bytes, START[searched], STEP[searched])

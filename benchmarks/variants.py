@@ -26,6 +26,7 @@ from nemo_rl_offload.offload.auto import FIRST_PLANS, PLAN_EVERY
 
 AUTO_SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 """Of the device memory that a step without offloading takes beside weights and optimizer state."""
+ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 MODULE_SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
         "core_attn": ("core_attn",),
@@ -35,7 +36,9 @@ MODULE_SETS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "transformer_engine": {
         "core_attn": ("core_attn",),
-        "attention": ("qkv_linear", "core_attn", "attn_proj"),
+        "attention": ATTENTION,
+        "mlp": ("mlp_fc1", "mlp_act"),
+        "all": (*ATTENTION, "mlp_fc1", "mlp_act"),
     },
 }
 FULL = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
@@ -186,6 +189,13 @@ def ours_with_recompute() -> Variant:
     return Variant("ours: full recompute", "ours", partial(_ours, modules=modules, recompute=FULL), modules, "full")
 
 
+def ours_beside_recomputed_mlp() -> Variant:
+    """The MLP is recomputed, and attention's tensors wait on the host."""
+    overrides = ("recompute_granularity=selective", "recompute_modules=[mlp]")
+    enter = partial(_ours, modules=ATTENTION, recompute=overrides)
+    return Variant("ours: attention, recomputed mlp", "ours", enter, ATTENTION, "mlp")
+
+
 def full_recompute() -> Variant:
     """Each layer saves its input alone."""
     return Variant("recompute: full", "recompute", partial(_tree, overrides=FULL), recompute="full")
@@ -203,14 +213,14 @@ def every_variant(workload: Workload, static_bytes: int, peak_bytes: int, host_b
     sets = MODULE_SETS[shape.transformer_impl]
     found = [nothing(), *(ours(name, modules) for name, modules in sets.items())]
     found += [ours_auto(share, static_bytes + round(step_bytes * share)) for share in AUTO_SHARES]
-    found += [ours_with_recompute(), full_recompute()]
+    found += [ours_with_recompute(), ours_beside_recomputed_mlp(), full_recompute()]
     for name in ("core_attn", "mlp"):
         overrides = ("recompute_granularity=selective", f"recompute_modules=[{name}]")
         found.append(Variant(f"recompute: {name}", "recompute", partial(_tree, overrides=overrides), recompute=name))
     for name, make in (("save_on_cpu", _save_on_cpu), ("TRL OffloadActivations", _trl)):
         found.append(Variant(name, "hooks", partial(_hooks, make=make, step_bytes=step_bytes, host_bytes=host_bytes)))
     if shape.transformer_impl == "transformer_engine":
-        found += [megatron(name, modules) for name, modules in sets.items()]
+        found += [megatron(name, sets[name]) for name in ("core_attn", "attention")]
         for number in sorted({max(1, shape.num_layers // 2), shape.num_layers - 1}):
             overrides = ("cpu_offloading=true", f"cpu_offloading_num_layers={number}")
             enter = partial(_tree, overrides=overrides)

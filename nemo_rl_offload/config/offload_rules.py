@@ -107,7 +107,7 @@ def _transformer_engines_layers(get: Get) -> Iterator[str]:
                 f"{PATH}: '{name}' has no boundary of its own in Transformer Engine's fused norm and linear layers. "
                 "Remove it, or set transformer_impl: torch."
             )
-        if name not in MEGATRON_MODULES and is_native(get):
+        if name not in (*MEGATRON_MODULES, *DENSE_MLP_MODULES) and is_native(get):
             yield f"{PATH}: '{name}' can be offloaded with transformer_impl: torch alone. Remove it, or set that."
 
 

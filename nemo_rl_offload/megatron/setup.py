@@ -31,8 +31,15 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.bridge import have_transformer_engine
+from nemo_rl_offload.megatron.dense_mlp import open_dense_mlps
 from nemo_rl_offload.megatron.torch_backend import torch_block_spec
-from nemo_rl_offload.planner.modules import DISCARDED_BY_RECOMPUTE, MEGATRON_MODULES, NATIVE_MODULES, STASHED_MODULES
+from nemo_rl_offload.planner.modules import (
+    DENSE_MLP_MODULES,
+    DISCARDED_BY_RECOMPUTE,
+    MEGATRON_MODULES,
+    NATIVE_MODULES,
+    STASHED_MODULES,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -208,7 +215,7 @@ def _check_layers(provider: Any, policy: PolicyConfig, transformer_impl: str) ->
             )
         return
     listed = [] if cfg["offload_modules"] == "auto" else offloaded_modules(cfg)
-    has_boundary = dict.fromkeys(set(NATIVE_MODULES) - set(MEGATRON_MODULES), False)
+    has_boundary = dict.fromkeys(set(NATIVE_MODULES) - {*MEGATRON_MODULES, *DENSE_MLP_MODULES}, False)
     has_boundary |= {"attn_norm": provider.multi_latent_attention, "mlp_norm": provider.num_moe_experts is not None}
     if cfg["activation_offload"]["engine"] == "native" and recompute_settings(cfg)["recompute_granularity"] == "full":
         has_boundary["attn_norm"] = True  # the layer's input, in the checkpoint around it
@@ -248,6 +255,8 @@ def apply_policy(provider: Any, policy: PolicyConfig, transformer_impl: str) -> 
         provider.offload_modules = modules
     if transformer_impl == "torch":  # Megatron's schedules would start their own stash if told of `moe_paged_stash`
         provider.moe_expert_rank_capacity_factor = cfg["moe_expert_rank_capacity_factor"]
+    elif offload and cfg["activation_offload"]["engine"] == "native":
+        provider.register_pre_wrap_hook(open_dense_mlps)
     if cfg["freeze_moe_router"]:
         provider.register_pre_wrap_hook(_freeze_routers)
 

@@ -37,13 +37,13 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from nemo_rl_offload.megatron.dense_mlp import DenseMLP
 from nemo_rl_offload.megatron.static_experts import TorchGroupedMLP, TorchMoELayer
 from nemo_rl_offload.megatron.torch_experts import TorchGroupedLinear
 from nemo_rl_offload.megatron.torch_layers import (
     TorchDotProductAttention,
     TorchLayerNormColumnParallelLinear,
     TorchMLASelfAttention,
-    TorchMLP,
     TorchNorm,
     TorchSharedExpertMLP,
 )
@@ -85,7 +85,7 @@ def _mlp(num_experts: int | None) -> Any:
     mlp = get_mlp_module_spec_for_backend(backend=_BACKEND, num_experts=num_experts, moe_grouped_gemm=True)
     submodules = mlp.keywords["submodules"]
     if num_experts is None:
-        return partial(TorchMLP.as_mlp_submodule, submodules=submodules)
+        return partial(DenseMLP.as_mlp_submodule, submodules=submodules)
     shared_experts = partial(TorchSharedExpertMLP, **submodules.shared_experts.keywords)
     return partial(TorchMoELayer, submodules=dataclasses.replace(submodules, shared_experts=shared_experts))
 

@@ -2,7 +2,7 @@
 
 Two things follow from fusing norm and linear into one module. Megatron itself skips `attn_norm` and `mlp_norm` there,
 since the norm has no boundary of its own; here the norm part opens that region inside the module. And the linear part
-of a dense MLP can be a region too (`mlp_fc1`, and `mlp_act` in `TorchMLP`), which Megatron cannot offload at all; nor
+of a dense MLP can be a region too (`mlp_fc1`; `dense_mlp` has the other one), which Megatron cannot offload at all; nor
 can it offload shared experts.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -21,7 +20,6 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
@@ -101,32 +99,6 @@ class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[
         with linear as y:
             output, bias = super().forward(y, *args, **kwargs)
         return linear.group_offload(output), bias
-
-
-class TorchMLP(MLP):  # type: ignore[misc]
-    """Megatron's dense MLP whose activation is the region `mlp_act`; [sequence, batch, hidden] in and out."""
-
-    def forward(
-        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_unused: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        assert per_token_scale is None, "a scale per token belongs to experts"
-        x, bias = self.linear_fc1(hidden_states)
-        act = offload_region(self.config, x, "mlp_act", self.training)
-        with act as x:
-            y = self._activate(x, bias)
-        output, output_bias = self.linear_fc2(y)
-        return act.group_offload(output), output_bias
-
-    def _activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        config = self.config
-        if config.bias_activation_fusion and config.gated_linear_unit and config.activation_func == F.silu:
-            return bias_swiglu_impl(x, bias)  # type: ignore[no-any-return]
-        if bias is not None:
-            x = x + bias
-        if not config.gated_linear_unit:
-            return self.activation_func(x)  # type: ignore[no-any-return]
-        gate, up = x.chunk(2, dim=-1)
-        return config.activation_func(gate) * up  # type: ignore[no-any-return]
 
 
 class TorchSharedExpertMLP(SharedExpertMLP):  # type: ignore[misc]

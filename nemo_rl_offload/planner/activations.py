@@ -199,12 +199,10 @@ def _dense(context: LayerContext) -> Iterator[Storage]:
     shape, size = context.shape, context.numbers.element_bytes
     hidden = context.norm_tokens * shape.hidden_size
     width = context.tokens.count * shape.ffn_hidden_size // context.layout.tensor
-    norm, fc1, act = ("mlp_norm",), ("mlp_fc1",), ("mlp_act",)
-    if context.fused_norm_linear:
-        norm = fc1 = act = ()  # type: ignore[assignment]
-    yield _tensor("MLP input", hidden, size, *norm)
-    yield _linear_input(context, "MLP norm output", hidden, *fc1, by=("mlp",))
-    yield _tensor("MLP activation input", 2 * width, size, *act, by=("mlp",))
+    norm = "mlp_fc1" if context.fused_norm_linear else "mlp_norm"
+    yield _tensor("MLP input", hidden, size, norm)
+    yield _linear_input(context, "MLP norm output", hidden, "mlp_fc1", by=("mlp",))
+    yield _tensor("MLP activation input", 2 * width, size, "mlp_act", by=("mlp",))
     yield _linear_input(context, "MLP activation output", width, by=("mlp",))
 
 

@@ -18,6 +18,7 @@ from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_e
 from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.megatron.train_step import compute_logprobs
 from nemo_rl_offload.offload import OffloadStats
+from nemo_rl_offload.planner.modules import DENSE_MLP_MODULES, MEGATRON_MODULES
 
 HAS_TRANSFORMER_ENGINE = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 pytestmark = [
@@ -29,9 +30,9 @@ pytestmark = [
 ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 EXPERTS = ("mlp_norm", "expert_fc1", "moe_act")
 MODULES = {
-    "qwen2": ATTENTION,
+    "qwen2": (*ATTENTION, *DENSE_MLP_MODULES),
     "qwen3_moe": (*ATTENTION, *EXPERTS),
-    "deepseek_v3_mtp": ("attn_norm", *ATTENTION, *EXPERTS),
+    "deepseek_v3_mtp": ("attn_norm", *ATTENTION, *EXPERTS, *DENSE_MLP_MODULES),
 }
 SINGLE = [
     (family, ("core_attn", "attn_proj") if name == "attn_proj" else (name,))
@@ -121,6 +122,7 @@ def test_megatrons_engine_changes_no_bit_and_is_spared_forward_only_passes(
 ) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
+    modules = tuple(name for name in modules if name in MEGATRON_MODULES)
     overrides = (*offload(modules), "activation_offload.engine=megatron")
     process = context.Process(target=_train_with_megatrons_engine, args=(model_folder(family), overrides, theirs))
     process.start()

@@ -8,8 +8,9 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.megatron.dense_mlp import DenseMLP
 from nemo_rl_offload.megatron.torch_backend import TorchSpecProvider, torch_block_spec
-from nemo_rl_offload.megatron.torch_layers import TorchLayerNormColumnParallelLinear, TorchMLP, TorchNorm
+from nemo_rl_offload.megatron.torch_layers import TorchLayerNormColumnParallelLinear, TorchNorm
 
 
 def make_config(**changes: object) -> TransformerConfig:
@@ -64,7 +65,7 @@ def test_mlp_is_megatrons_mlp_bit_by_bit(gated: bool, bias: bool) -> None:
     )
     submodules = get_mlp_module_spec_for_backend(TorchSpecProvider()).keywords["submodules"]
     results = []
-    for kind in (MLP, TorchMLP):
+    for kind in (MLP, DenseMLP):
         torch.manual_seed(0)
         mlp = kind(config, submodules, ffn_hidden_size=config.ffn_hidden_size)
         for parameter in mlp.parameters():
@@ -89,5 +90,5 @@ def test_layers_have_experts_where_the_frequency_says(frequency: object, expecte
     config.num_moe_experts = None if frequency is None else 4
     config.moe_layer_freq = frequency
     spec = torch_block_spec(config)
-    dense = [getattr(layer.submodules.mlp, "func", None) == TorchMLP.as_mlp_submodule for layer in spec.layer_specs]
+    dense = [getattr(layer.submodules.mlp, "func", None) == DenseMLP.as_mlp_submodule for layer in spec.layer_specs]
     assert [not each for each in dense] == expected
