@@ -48,6 +48,7 @@ def install_offloading(policy: PolicyConfig) -> OffloadEngine | None:
             kept_bytes_per_step=cfg["delta_offload_bytes_across_pp_ranks"] * pipeline_rank,
         ),
         auto=auto,
+        steps_are_told=True,
     )
     use_engine(engine, offloaded_modules(cfg))
     return engine

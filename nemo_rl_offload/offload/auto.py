@@ -6,7 +6,8 @@ measured rates, and the rest of the peak: what is in no group (the measured peak
 what is on its way (saved bytes on the device less those that stay there, the most that any plan has shown; two of
 the largest groups, before there is a plan, since a first step without learned times holds more). What is not worth its
 copy stays on the device as long as the budget allows. Lengths change from step to step, so a plan is made for the step
-that saved most since the last one.
+that saved most since the last one. Copies may lag behind as far as the budget has room: compute waits for them only
+where the next group would not fit. A fixed bound on their bytes made it wait for what the rest of the forward hides.
 
 Ranks that must not differ (data- and tensor-parallel ones of one pipeline stage) share the maximum of their
 measurements through `agree`; since that is a collective call, plans are made at fixed numbers of steps, behind a
@@ -18,6 +19,7 @@ Limit: memory that is neither in a group nor in the measured steps (another phas
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.copies import Copies
@@ -49,12 +51,20 @@ class Auto:
         self._warned = False
         self._moving_bytes = 0
         self._planned_bytes = 0
+        self._limit_bytes: int | None = None  # of groups' bytes on the device
+        self._following_bytes: dict[Key, int] = {}  # of the group that is committed after one
         self.plan: Plan | None = None
         """The plan in force."""
 
-    def visit(self, group: Group, forward: bool) -> None:
-        """A commit of `group`, or backward's arrival there."""
+    def visit(self, group: Group, forward: bool) -> int | None:
+        """A commit of `group`, or backward's arrival there.
+
+        Returns how many bytes of groups the device may hold now, so that the next group has room; None: unknown.
+        """
         self._visits.append((group, forward))
+        if self._limit_bytes is None:
+            return None
+        return self._limit_bytes - (self._following_bytes.get(group.key, 0) if forward else 0)
 
     def end_step(self, backend: Backend, copies: Copies, timing: Timing, selection: Selection) -> None:
         """Remember the step when it is the largest; at the steps where that is due, plan."""
@@ -69,7 +79,11 @@ class Auto:
         backend.synchronize()
         timing.end_step()
         resident_bytes = copies.take_peak_resident_bytes()
-        self._make_plan(backend.take_peak_bytes() or resident_bytes, resident_bytes, timing, selection)
+        peak_bytes = backend.take_peak_bytes() or resident_bytes
+        self._make_plan(peak_bytes, resident_bytes, timing, selection)
+        self._limit_bytes = self._budget_bytes - max(0, peak_bytes - resident_bytes)
+        first_commits = list({group.key: group for group, forward in self._largest if forward}.values())
+        self._following_bytes = {former.key: group.saved_bytes for former, group in pairwise(first_commits)}
         self._largest, self._largest_bytes = [], 0
 
     def _make_plan(self, peak_bytes: int, resident_bytes: int, timing: Timing, selection: Selection) -> None:

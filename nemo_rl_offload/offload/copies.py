@@ -14,6 +14,7 @@ import torch
 
 from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.backends.base import Backend, Block
+from nemo_rl_offload.offload.schedule import MARGIN
 from nemo_rl_offload.offload.selection import Selection
 from nemo_rl_offload.offload.slots import CopyOut, Empties, Group, Pass, Remains, Slot, State
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
@@ -50,6 +51,8 @@ class Copies:
         """Reloaded ahead of backward."""
         self.resident_bytes = 0
         """On the device, of slots that a group has committed."""
+        self.resident_limit_bytes: int | None = None
+        """In place of a bound on the bytes of copies under way: compute waits for those only above it."""
         self._peak_resident_bytes = 0
 
     def resident(self, num_bytes: int) -> None:
@@ -79,7 +82,7 @@ class Copies:
             self._timing.copied(event, num_bytes, out=True)
             expected_ms = float("inf")
             if ms_per_byte is not None:
-                expected_ms = max(self._link_free_ms, self.now_ms) + ms_per_byte * num_bytes
+                expected_ms = max(self._link_free_ms, self.now_ms) + ms_per_byte * num_bytes * MARGIN
                 self._link_free_ms = expected_ms
             copy_out = CopyOut(slot.ref, source, num_bytes, event, expected_ms, None)
             self._inflight.append(copy_out)
@@ -216,10 +219,11 @@ class Copies:
         return True
 
     def _over_cap(self) -> bool:
+        limit = self.resident_limit_bytes
+        if self._inflight_bytes > self._max_inflight_bytes if limit is None else self.resident_bytes > limit:
+            return True
         cap = self._max_inflight_groups
-        return self._inflight_bytes > self._max_inflight_bytes or (
-            cap is not None and any(count > cap for count in self._inflight_groups.values())
-        )
+        return cap is not None and any(count > cap for count in self._inflight_groups.values())
 
     def _drop_oldest(self) -> None:
         copy_out = self._inflight.popleft()

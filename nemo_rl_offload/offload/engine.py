@@ -109,6 +109,8 @@ class OffloadEngine:
         max_prefetch_bytes: device memory for groups reloaded ahead of the one that backward has reached.
         selection: what stays on the device although it is saved in a region.
         auto: chooses, from measurements, what else stays; None leaves nothing else.
+        steps_are_told: `end_step` will be called after each step. Else, until that happens for the first time, a step
+            is over when no graph is alive, as after each microbatch that is alone.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class OffloadEngine:
         max_prefetch_bytes: int = 1 << 30,
         selection: Selection | None = None,
         auto: Auto | None = None,
+        steps_are_told: bool = False,
     ) -> None:
         self._backend, self._device = backend, backend.device
         self._min_tensor_bytes = min_tensor_bytes
@@ -151,7 +154,7 @@ class OffloadEngine:
         )
         self._order = Order()
         self._prefetch = Prefetch(self._order, self._timing, self._copies, max_prefetch_bytes)
-        self._steps_are_told = False
+        self._steps_are_told = steps_are_told
         self._closed = False
 
     def region(self, module: str, layer: int | str) -> Region:
@@ -205,7 +208,7 @@ class OffloadEngine:
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
-                self._auto.visit(group, forward=True)
+                self._copies.resident_limit_bytes = self._auto.visit(group, forward=True)
             self._offload(group, own)
             group.pending_bytes = sum([slot.num_bytes for slot in slots if slot.block is not None])
             if group.pending_bytes:
@@ -315,7 +318,7 @@ class OffloadEngine:
                     self._copies.judge_pass(group.pass_)
                 self._order.reached(group)
                 if self._auto is not None:
-                    self._auto.visit(group, forward=False)
+                    self._copies.resident_limit_bytes = self._auto.visit(group, forward=False)
             self._copies.reached(group)
             self._copies.let_go()
             self._prefetch.ahead(group, forward=False)

@@ -49,6 +49,7 @@ class Order:
             pass_.begun = True
             if pass_ in self._waiting:
                 self._waiting.remove(pass_)
+            pass_.num_waiting = len(self._waiting)
         group.reached = True
         self.latest = group
 

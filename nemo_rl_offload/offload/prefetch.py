@@ -4,12 +4,11 @@ from itertools import islice
 
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.passes import Order
-from nemo_rl_offload.offload.schedule import Need, num_due
+from nemo_rl_offload.offload.schedule import MARGIN, Need, num_due
 from nemo_rl_offload.offload.slots import Group
 from nemo_rl_offload.offload.timing import Timing
 
-MARGIN = 1.1  # a copy is taken for this much slower than usual,
-LATENCY_MS = 0.03  # and for starting this late
+LATENCY_MS = 0.03  # a copy is taken for starting this late
 HORIZON = 16  # groups looked at
 
 

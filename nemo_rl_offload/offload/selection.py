@@ -76,7 +76,8 @@ class Selection:
             if out_ms is None or in_ms is None:
                 return
             reached_ms = times.reached_ms if times.reached_ms == times.reached_ms else float("inf")
-            visits.append(Visit(times.committed_ms, reached_ms, out_ms, in_ms))
+            forward = id(times.group.pass_)
+            visits.append(Visit(times.committed_ms, reached_ms, out_ms, in_ms, forward))
         worth = worth_moving(visits, boundaries_ms)
         long_enough = {times.group.key for times, moves in zip(groups, worth, strict=True) if moves}
         self._too_short = frozenset(times.group.key for times in groups) - long_enough

@@ -138,14 +138,15 @@ class Group:
 class Pass:
     """The groups of one forward, in the order of their commits."""
 
-    __slots__ = ("begun", "first_key", "groups", "last_key", "loaded_to", "num_eligible")
+    __slots__ = ("begun", "first_key", "groups", "last_key", "loaded_to", "num_eligible", "num_waiting")
 
     def __init__(self, first_key: Key) -> None:
         self.first_key = self.last_key = first_key
         self.groups: list[weakref.ref[Group]] = []
         self.num_eligible = 0
         self.loaded_to = 1 << 60  # index of the group down to which everything was reloaded ahead
-        self.begun = False  # backward has reached it
+        self.begun = False  # backward has reached it,
+        self.num_waiting: int | None = None  # when so many others waited for theirs
 
     def before(self, index: int) -> Iterator[Group]:
         """Groups from the one before `index` to the first."""

@@ -92,7 +92,9 @@ class Timing:
         self._latest_reached: Boundary | None = None
         self._forward, self._backward = Rates[Key](), Rates[Key]()  # ms per byte
         self._after = {forward: Rates[Key]() for forward in (True, False)}  # ms per byte
-        self._turn = Rates[Key]()  # ms, by a pass's first key
+        # ms from a pass to the next, by its first key and how many passes waited meanwhile: in a pipeline a forward
+        # comes between as long as microbatches are left, and none does after the last one. None stands for any number.
+        self._turn = Rates[tuple[Key, int | None]]()
         self._link = Rates[bool]()  # ms per byte; True is out
 
     def boundary(self, group: Group, forward: bool) -> None:
@@ -137,7 +139,8 @@ class Timing:
 
     def turn_ms(self, last: Group) -> float:
         """From a group like `last`, the last of its pass in backward, to the first of the next pass; 0 when unknown."""
-        return self._turn.get(last.pass_.first_key, 0.0)
+        key, num_waiting = last.pass_.first_key, last.pass_.num_waiting
+        return self._turn.get((key, num_waiting), self._turn.get((key, None), 0.0))
 
     def after_ms(self, group: Group, forward: bool) -> float | None:
         """From such a group's commit, or from backward's arrival there, to the next boundary; None when unknown."""
@@ -186,7 +189,9 @@ class Timing:
             if last_reached is not None and last_reached[0].group.pass_ is group.pass_:
                 self._backward.add(group.key, interval / max(1, group.saved_bytes))
             elif last_reached is not None:
-                self._turn.add(last_reached[0].group.pass_.first_key, at - last_reached[1])
+                former_pass = last_reached[0].group.pass_
+                for num_waiting in {former_pass.num_waiting, None}:
+                    self._turn.add((former_pass.first_key, num_waiting), at - last_reached[1])
             last_reached = boundary, at
             if group in groups:
                 groups[group].reached_ms = at

@@ -1,0 +1,132 @@
+"""Layers of several modules on the simulated device: what copies cost when they are produced faster than they leave."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from simulated_model import GroupShape, Module
+from torch import Tensor
+
+from nemo_rl_offload.offload.auto import Auto
+from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
+from nemo_rl_offload.offload.engine import OffloadEngine
+
+BYTES_PER_MS = 5500.0  # 55 GB/s, where a byte stands for 10 KB
+GB = 100_000
+DENSE = {  # a layer of Qwen2.5-7B at 8192 tokens
+    "qkv_linear": GroupShape(11_700, 0.9, 1.8),
+    "core_attn": GroupShape(14_000, 1.2, 2.4),
+    "attn_proj": GroupShape(5_870, 0.5, 1.0),
+    "mlp_fc1": GroupShape(11_700, 3.5, 7.0),
+    "mlp_act": GroupShape(62_000, 0.3, 0.6),
+}
+EXPERTS = {  # a layer of DeepSeek-V3 at 4096 tokens
+    "attn_norm": GroupShape(5_870, 0.3, 0.6),
+    "mlp_norm": GroupShape(5_870, 4.2, 8.4),
+    "expert_fc1": GroupShape(47_000, 3.2, 6.4),
+    "moe_act": GroupShape(27_000, 0.6, 1.2),
+}
+TAIL_MS = 2.0
+
+
+class Tail(torch.autograd.Function):
+    """What a layer does behind its last region; saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backend: SimulatedBackend) -> Tensor:
+        ctx.backend = backend
+        backend.compute(TAIL_MS)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.backend.compute(2 * TAIL_MS)
+        return grad, None
+
+
+@dataclass
+class Layers:
+    """Steps over `num_microbatches`, of which `num_ahead` are in flight as on the first of as many pipeline stages."""
+
+    modules: dict[str, GroupShape]
+    num_layers: int
+    num_microbatches: int
+    num_ahead: int
+    budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self.backend = SimulatedBackend(BYTES_PER_MS, BYTES_PER_MS, host_ahead_ms=50)
+        self.engine = OffloadEngine(
+            self.backend,
+            host_memory_budget_bytes=1 << 26,
+            min_tensor_bytes=0,
+            max_inflight_bytes=2 * GB,
+            max_prefetch_bytes=GB,
+            auto=None if self.budget_bytes is None else Auto(self.budget_bytes, 1 << 26),
+            steps_are_told=True,
+        )
+
+    def forward(self) -> Tensor:
+        x = torch.ones(1, requires_grad=True)
+        for layer in range(self.num_layers):
+            for module, shape in self.modules.items():
+                with self.engine.region(module, layer) as region:
+                    x = Module.apply(x, self.backend, shape)
+                x = self.engine.commit(region, x)
+            x = Tail.apply(x, self.backend)
+        return x.sum()
+
+    def step(self) -> tuple[float, int]:
+        """How long it takes, and the most that the device held at once of what the modules save."""
+        start_ms = self.backend.now_ms
+        alive: deque[Tensor] = deque()
+        for _ in range(self.num_microbatches):
+            alive.append(self.forward())
+            if len(alive) == self.num_ahead:
+                alive.popleft().backward()
+        while alive:
+            alive.popleft().backward()
+        step_ms = self.backend.now_ms - start_ms
+        self.backend.synchronize()
+        self.engine.end_step()
+        return step_ms, self.engine._copies.take_peak_resident_bytes()
+
+    @property
+    def compute_ms(self) -> float:
+        layer_ms = 3 * TAIL_MS + sum(shape.forward_ms + shape.backward_ms for shape in self.modules.values())
+        return layer_ms * self.num_layers * self.num_microbatches
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.num_layers * sum(shape.num_bytes for shape in self.modules.values())
+
+
+@pytest.mark.parametrize(("share", "lost"), [(0.9, 0.0), (0.8, 0.0), (0.7, 0.0), (0.6, 0.03), (0.5, 0.1)])
+def test_auto_meets_a_budget_and_lets_copies_lag_within_it(share: float, lost: float) -> None:
+    """Neighbouring layers save faster than the link takes it. As long as the budget has room, nothing waits for that;
+    the forward is long enough to hide what four tenths of the bytes take, and below that the link decides."""
+    layers = Layers(DENSE, 12, 2, 1)
+    layers = Layers(DENSE, 12, 2, 1, int(share * layers.saved_bytes))
+    figures = [layers.step() for _ in range(10)]
+    assert layers.budget_bytes is not None
+    for step_ms, peak_bytes in figures[4:]:
+        assert step_ms <= (1 + lost) * layers.compute_ms + 1e-6
+        assert peak_bytes <= layers.budget_bytes
+
+
+def test_a_pipeline_brings_nothing_back_before_a_forward_that_comes_between() -> None:
+    """As long as microbatches are left, a forward comes between two backwards; after the last one, none does."""
+    layers = Layers(EXPERTS, 4, 16, 4)
+    *_, (step_ms, peak_bytes) = [layers.step() for _ in range(5)]
+    assert step_ms < 1.04 * layers.compute_ms
+    assert peak_bytes < 3.6 * GB  # 13.7 GB are alive
+
+
+def test_the_first_plan_is_made_for_a_whole_step() -> None:
+    layers = Layers(DENSE, 2, 3, 1, GB)
+    layers.step()
+    auto = layers.engine._auto
+    assert auto is not None
+    assert auto._num_steps == 1
