@@ -9,7 +9,8 @@ imported.
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from copy import deepcopy
+from functools import lru_cache, reduce
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def _load_file(path: Path, including: tuple[Path, ...]) -> LoadedConfig:
 def _read_yaml(path: Path, origin: str) -> LoadedConfig:
     try:
         text = path.read_text(encoding="utf-8")
-        content = OmegaConf.to_container(OmegaConf.load(StringIO(text)))
+        content = deepcopy(_parse(text))
     except OSError as error:
         raise ConfigError(f"{path}{origin}: cannot read the file: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -162,6 +163,11 @@ def _read_yaml(path: Path, origin: str) -> LoadedConfig:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}{origin}: the file must hold 'key: value' lines, not a list")
     return LoadedConfig({str(key): value for key, value in content.items()}, places_of(text, str(path)))
+
+
+@lru_cache(maxsize=64)
+def _parse(text: str) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(StringIO(text)))
 
 
 def _defaults_of(content: dict[str, Any], path: Path) -> list[str]:

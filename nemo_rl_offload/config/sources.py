@@ -7,6 +7,7 @@ a value's path only when something is to be said about it.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -22,7 +23,7 @@ class LoadedConfig:
 
     values: dict[str, Any]
     """Plain dicts and lists; missing values (`???`) stay for `check_config` to report."""
-    origins: dict[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
     """``"file:line"`` or `OVERRIDE` of each key and list item, by its path."""
     problems: list[str] = field(default_factory=list)
     """Overrides that do not apply, one line each."""
@@ -43,7 +44,8 @@ def nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from nodes(child, inner)
 
 
-def places_of(text: str, file: str) -> dict[str, str]:
+@lru_cache(maxsize=64)
+def places_of(text: str, file: str) -> Mapping[str, str]:
     """Return ``"file:line"`` of each key and list item of YAML that is known to be valid, by its path."""
     return dict(_places(yaml.compose(text, Loader=yaml.SafeLoader), file, ""))
 
