@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ranks import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +47,23 @@ def megatron_process_group(request: pytest.FixtureRequest) -> None:
     if torch.cuda.is_available():
         pytest.skip("compares with the CPU's arithmetic, in a process without CUDA")
     request.getfixturevalue("any_device_process_group")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """The group of a number of ranks, which all tests share; after a failure a new one."""
+    groups: dict[int, Ranks] = {}
+
+    def group(world_size: int) -> Ranks:
+        if world_size in groups and not groups[world_size].is_whole:
+            groups.pop(world_size).close()
+        if world_size not in groups:
+            groups[world_size] = Ranks(world_size)
+        return groups[world_size]
+
+    yield group
+    for each in groups.values():
+        each.close()
 
 
 @pytest.fixture(scope="session")

@@ -64,12 +64,13 @@ def train(
     `full_at`: ranks and numbers of steps whose paged stash has no page.
     """
     model, engine = _build(folder, overrides)
+    policy = make_policy(*overrides)
     metrics, digests = [], []
     for index, (number, num_samples) in enumerate(steps):
         if (torch.distributed.get_rank(), index) in full_at:
             _empty_stash(model)
         batch = make_batch(number, num_samples)
-        division = _divide(batch, overrides)
+        division = _divide(batch, policy)
         mine, microbatches = _share(division)
         metrics.append(
             train_step(model, mine, build_loss("nll", {}), normalizers(batch), microbatches, temperature=1.0)
@@ -191,8 +192,8 @@ def _leave_groups() -> None:
         gc.collect()
 
 
-def _divide(batch: dict[str, torch.Tensor], overrides: tuple[str, ...]) -> Division:
-    return divide(batch, make_policy(*overrides), parallel_state.get_data_parallel_world_size(), "train")
+def _divide(batch: dict[str, torch.Tensor], policy: Any) -> Division:
+    return divide(batch, policy, parallel_state.get_data_parallel_world_size(), "train")
 
 
 def _share(division: Division) -> tuple[dict[str, torch.Tensor], int | Cutting]:

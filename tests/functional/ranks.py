@@ -1,5 +1,6 @@
 """Processes that are the ranks of one gloo group, forked from a server that has imported Megatron once."""
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -27,6 +28,8 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        self.is_whole = True
+        """No call has failed."""
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -37,6 +40,7 @@ class Ranks:
 
     def run(self, function: str, *args: Any) -> list[Any]:
         """Return what `rank_work.function(*args)` returns on each rank."""
+        self.is_whole = False
         for pipe in self._pipes:
             pipe.send((function, args))
         results = []
@@ -49,6 +53,7 @@ class Ranks:
                 raise AssertionError(f"rank {rank} ended with {self._processes[rank].exitcode}") from None
             assert is_done, f"rank {rank}: {result}"
             results.append(result)
+        self.is_whole = True
         return results
 
     def close(self) -> None:
@@ -67,6 +72,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     }
     importlib.import_module("rank_preload")
     work = importlib.import_module("rank_work")
+    gc.freeze()  # what a rank collects between two calls is its own, not all that was imported
     while True:
         function, args = pipe.recv()
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,24 +29,17 @@ STEPS = ((0, 8), (1, 16), (2, 4), (3, 8))
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    group = Ranks(2)
-    yield group
-    group.close()
-
-
-@pytest.fixture(scope="module")
-def train(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Outcome]]:
+def train(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Outcome]]:
     """Four steps of changing microbatch counts on two ranks; each combination runs once."""
     folders: dict[str, Path] = {}
     outcomes: dict[Any, list[Outcome]] = {}
 
     def run(family: str, layout: tuple[str, ...], *overrides: str, full_at: Any = ()) -> list[Outcome]:
         if family not in folders:
-            folders[family] = ranks.run("write", family, tmp_path_factory.mktemp(family))[0]
+            folders[family] = ranks(2).run("write", family, tmp_path_factory.mktemp(family))[0]
         key = (family, layout, overrides, full_at)
         if key not in outcomes:
-            outcomes[key] = ranks.run("train", folders[family], (*SGD, *layout, *overrides), STEPS, full_at)
+            outcomes[key] = ranks(2).run("train", folders[family], (*SGD, *layout, *overrides), STEPS, full_at)
         return outcomes[key]
 
     return run

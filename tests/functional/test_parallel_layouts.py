@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,19 +91,13 @@ Train = Callable[..., "list[Outcome]"]
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Callable[..., list[Any]]]:
+def run(ranks: Callable[[int], Ranks]) -> Callable[..., list[Any]]:
     """Call a function of `rank_work` on the ranks of a layout."""
-    groups: dict[int, Ranks] = {}
 
     def on_ranks(layout: str, function: str, *args: Any) -> list[Any]:
-        world_size = LAYOUTS[layout][0]
-        if world_size not in groups:
-            groups[world_size] = Ranks(world_size)
-        return groups[world_size].run(function, *args)
+        return ranks(LAYOUTS[layout][0]).run(function, *args)
 
-    yield on_ranks
-    for group in groups.values():
-        group.close()
+    return on_ranks
 
 
 @pytest.fixture(scope="module")

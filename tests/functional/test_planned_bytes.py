@@ -1,6 +1,6 @@
 """The planner's table of `transformer_impl: torch` on a CPU gives, per module, the bytes that the engine counts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +36,14 @@ def test_predicted_bytes_are_the_counted_ones(seed: int, tmp_path: Path) -> None
     assert counted == predict(case, folder), case
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, Ranks]]:
-    """Running groups by their number of ranks."""
-    groups: dict[int, Ranks] = {}
-    yield groups
-    for group in groups.values():
-        group.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "seed"), ON_RANKS)
 def test_predicted_bytes_are_those_of_every_rank(
-    layout: str, seed: int, ranks: dict[int, Ranks], tmp_path: Path
+    layout: str, seed: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     case = random_case(seed, layout)
     folder = write_model(case.family, tmp_path, **case.shape)
-    if case.layout.world not in ranks:
-        ranks[case.layout.world] = Ranks(case.layout.world)
-    counted = ranks[case.layout.world].run(
-        "count", folder, tuple(case.overrides()), case.num_microbatches, case.sequence
-    )
+    work = (folder, tuple(case.overrides()), case.num_microbatches, case.sequence)
+    counted = ranks(case.layout.world).run("count", *work)
     per_stage = case.layout.world // case.layout.pipeline
     assert counted == [predict(case, folder, rank // per_stage) for rank in range(case.layout.world)], case

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,26 +39,18 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Resumed]]]:
+def run(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Resumed]]:
     """Call a function of `rank_work` on the ranks of a layout, with the model of a family."""
-    groups: dict[int, Ranks] = {}
     folders: dict[str, Path] = {}
-
-    def group(world_size: int) -> Ranks:
-        if world_size not in groups:
-            groups[world_size] = Ranks(world_size)
-        return groups[world_size]
 
     def on_ranks(layout: str, function: str, family: str, distributed: bool, *args: Any) -> list[Resumed]:
         if family not in folders:
-            (folders[family],) = group(1).run("write", family, tmp_path_factory.mktemp(family))
+            (folders[family],) = ranks(1).run("write", family, tmp_path_factory.mktemp(family))
         world_size, overrides = LAYOUTS[layout]
         optimizer = f"optimizer.use_distributed_optimizer={str(distributed).lower()}"
-        return group(world_size).run(function, folders[family], (*SETTINGS, *overrides, optimizer), *args)
+        return ranks(world_size).run(function, folders[family], (*SETTINGS, *overrides, optimizer), *args)
 
-    yield on_ranks
-    for ranks in groups.values():
-        ranks.close()
+    return on_ranks
 
 
 @pytest.mark.parametrize(
