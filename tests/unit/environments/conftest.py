@@ -5,9 +5,9 @@ import pytest
 import ray
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    """Ray on this machine, for all tests of environments."""
+    """Ray on this machine."""
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
