@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nemo_rl_offload.config import loader
-from nemo_rl_offload.config.loader import load_config, resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.loader import load_config, read_config, resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.errors import ConfigError
 
@@ -45,6 +45,14 @@ def test_inheritance_merges_as_omegaconf_does(
 def test_lists_are_replaced(tmp_path: Path, own: str) -> None:
     path = write(tmp_path, base="a: [1, 2]\nb: {c: 1}\n", top=f"defaults: base.yaml\na: {own}\nb: {own}\n")
     assert load_config(path) == {"a": yaml.safe_load(own), "b": yaml.safe_load(own)}
+
+
+def test_a_file_read_again_is_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, base="a: {b: [1, 2]}\n")
+    read_config(path, ["a.b=[4]"], resolve=False).values["a"]["c"] = 3
+    read_config(path, resolve=False).values["a"]["b"].append(3)
+    assert load_config(path) == {"a": {"b": [1, 2]}}
+    assert load_config(write(tmp_path, base="a: 1\n")) == {"a": 1}, "what is known of a path is not kept"
 
 
 def test_defaults_are_relative_to_the_file_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
