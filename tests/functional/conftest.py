@@ -7,6 +7,12 @@ import pytest
 from ranks import Ranks
 
 
+@pytest.fixture
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU tells no times, as the CPU: the engine does not learn which groups have no time to leave."""
+    monkeypatch.setattr("nemo_rl_offload.offload.backends.cuda.CudaBackend.mark", lambda self: None)
+
+
 @pytest.fixture(scope="session")
 def any_device_process_group() -> Iterator[None]:
     """A group of one rank in this process, split for Megatron: on a GPU where there is one, else on the CPU."""

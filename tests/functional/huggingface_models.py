@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 from nemo_rl_offload import offload_activations
+from nemo_rl_offload.offload import OffloadStats
 from nemo_rl_offload.offload.torch_modules import ActivationOffload
 
 VOCABULARY_SIZE = 97
@@ -82,6 +83,12 @@ def gradients(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> list[Te
 
 def identical(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def all_came_back(stats: OffloadStats) -> bool:
+    """Something left, and was copied back; on a GPU, where copies take time, some may not have been let go before."""
+    returned_bytes = stats.returned_bytes if DEVICE == "cuda" else 0
+    return stats.bytes_out == stats.bytes_in + returned_bytes > 0
 
 
 def offload(model: nn.Module, modules: Sequence[str]) -> ActivationOffload:
