@@ -94,6 +94,7 @@ def test_a_stash_changes_no_bit(setting: str) -> None:
     assert reference_model.guard is not None
     reference = reference_model.guard.run(reference_attempt)
     model, attempt = build(setting)
+    model.load_state_dict(reference_model.state_dict())  # Megatron's own random numbers go on from build to build
     assert model.guard is not None
     for _ in range(3):
         assert all(map(torch.equal, model.guard.run(attempt), reference))
