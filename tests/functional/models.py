@@ -128,12 +128,16 @@ def offload(modules: Sequence[str]) -> tuple[str, ...]:
     return ("fine_grained_activation_offloading=true", f"offload_modules=[{','.join(modules)}]")
 
 
-def make_batch(step: int, num_samples: int = 6) -> dict[str, Tensor]:
-    """Random tokens padded on the right; lengths, and the longest of them, change with `step`."""
+def make_batch(step: int, num_samples: int = 6, multiple: int = 1) -> dict[str, Tensor]:
+    """Random tokens padded on the right; lengths, and the longest of them, change with `step`.
+
+    Lengths are rounded up to multiples of `multiple`.
+    """
     generator = torch.Generator().manual_seed(step)
     width = 18 - 3 * (step % 3)
     lengths = torch.randint(4, width + 1, (num_samples,), generator=generator)
     lengths[step % num_samples] = width
+    lengths, width = -(-lengths // multiple) * multiple, -(-width // multiple) * multiple
     return {
         "input_ids": torch.randint(0, VOCABULARY_SIZE, (num_samples, width), generator=generator),
         "input_lengths": lengths,
@@ -142,9 +146,9 @@ def make_batch(step: int, num_samples: int = 6) -> dict[str, Tensor]:
     }
 
 
-def take_step(model: MegatronModel, step: int, num_samples: int = 6) -> dict[str, float]:
+def take_step(model: MegatronModel, step: int, num_samples: int = 6, multiple: int = 1) -> dict[str, float]:
     """One optimizer step on the batch of this step number; two samples are a microbatch."""
-    batch = make_batch(step, num_samples)
+    batch = make_batch(step, num_samples, multiple)
     return train_step(model, batch, build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
 
 
