@@ -93,6 +93,13 @@ def test_megatron_refuses_nothing_of_much_that_is_accepted(models: list[Model]) 
     check_many(models, 400)
 
 
+@pytest.fixture
+def _without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asks in ("config.megatron_rules", "megatron.setup"):
+        monkeypatch.setattr(f"nemo_rl_offload.{asks}.have_transformer_engine", lambda: False)
+
+
+@pytest.mark.usefixtures("_without_transformer_engine")
 @given(changes=megatron_changes(), index=st.integers(0, 1))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_forwarded_fields_are_those_of_a_config_that_megatron_builds(

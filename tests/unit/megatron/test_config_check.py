@@ -87,6 +87,8 @@ def test_models_that_cannot_be_taken(
 
 def test_what_needs_transformer_engine_is_left_to_the_run(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_check, "have_transformer_engine", lambda: False)
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(f"megatron.core.models.common.embeddings.rope_utils.{name}", None)
     found = ask(
         f"{M}.transformer_impl=transformer_engine", f"{M}.offload_modules=[core_attn]", f"{M}.apply_rope_fusion=true"
     )

@@ -192,7 +192,7 @@ def test_transformer_impl(
 def test_optimizer_without_transformer_engine_is_refused(
     make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", None)
     policy = make_policy("optimizer.use_precision_aware_optimizer=true", "optimizer.use_distributed_optimizer=true")
     with pytest.raises(ConfigError, match=r"^policy.megatron_cfg.optimizer: Megatron-Core refuses .*FusedAdam"):
         setup.optimizer_config(policy)
