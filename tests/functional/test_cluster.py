@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from cpu_processes import cpu_cluster, without_gpus
 from ray.cluster_utils import Cluster
 
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
@@ -63,7 +64,7 @@ class UnpicklableError(Exception):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[VirtualCluster]:
-    with VirtualCluster(num_nodes=1, gpus_per_node=2) as cluster:
+    with cpu_cluster(2) as cluster:
         yield cluster
 
 
@@ -120,9 +121,11 @@ def test_shutdown_leaves_no_process(cluster: VirtualCluster) -> None:
 @pytest.mark.slow
 def test_workers_of_a_lost_node_go_on_another(cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.shutdown()
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    with without_gpus():
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
-        workers = [nodes.add_node(num_cpus=1, wait=True) for _ in range(2)]
+        with without_gpus():
+            workers = [nodes.add_node(num_cpus=1, wait=True) for _ in range(2)]
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)
         with VirtualCluster(num_nodes=1, gpus_per_node=1) as joined:
             group = WorkerGroup(joined, HangingWorker)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cpu_processes import cpu_environment
 from test_grpo_run import SMALL, wait_until_gone
 
 from nemo_rl_offload.command_line import build_parser
@@ -35,7 +36,7 @@ def test_a_submitted_job(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "PATH": f"{Path(RAY).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(PROJECT_ROOT),
+        **cpu_environment(),
         "OMP_NUM_THREADS": "1",
         "RUN_MARK": str(tmp_path),
         "RAY_AUTH_MODE": "token",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cpu_processes import cpu_cluster
 from test_grpo_run import SMALL, start_run, wait_for, wait_until_gone
 
 from nemo_rl_offload.cli import main
@@ -43,7 +44,7 @@ def fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Fail:
 @pytest.fixture(scope="module")
 def ray_running() -> Iterator[VirtualCluster]:
     """Ray, started once for this module; one slot of two stays taken."""
-    with VirtualCluster(1, 1) as cluster:
+    with cpu_cluster(1) as cluster:
         yield cluster
 
 

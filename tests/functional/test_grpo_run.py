@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from cpu_processes import cpu_environment
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from nemo_rl_offload.batching.batch import Batch
@@ -40,7 +41,7 @@ TIMEOUT_S = 240
 def start_run(run_dir: Path, *overrides: str, mark: str = "none") -> subprocess.Popen[str]:
     """Start a small run in a process group of its own; `mark` is found again by `leftovers`."""
     command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", "grpo", *SMALL, *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1", "RUN_MARK": mark}
+    environment = {**os.environ, **cpu_environment(), "OMP_NUM_THREADS": "1", "RUN_MARK": mark}
     return subprocess.Popen(
         [*command, "--format", "json", "--run-dir", str(run_dir)],
         stdout=subprocess.PIPE,

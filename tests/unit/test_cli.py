@@ -235,12 +235,12 @@ def test_sigterm_is_an_interrupt(
     assert capsys.readouterr().err == "Interrupted.\n"
 
 
-def test_closed_output_is_one_message(tmp_path: Path) -> None:
+def test_closed_output_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", "grpo", "--run-dir", str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}
-    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT_ROOT), prepend=os.pathsep)
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (2, "error: standard output was closed.\n")
 

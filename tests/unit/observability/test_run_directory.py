@@ -120,13 +120,13 @@ def test_a_failed_checkpoint_is_absent(error: BaseException, when: str, tmp_path
         assert str(caught.value).startswith(f"Cannot write {tmp_path}/checkpoints/step_2: No space left on device.")
 
 
-def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT_ROOT), prepend=os.pathsep)
     for round_ in range(4):
         run_dir = tmp_path / str(round_)
         process = subprocess.Popen(
-            [sys.executable, "-c", SAVES_FOREVER, str(run_dir)], stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", SAVES_FOREVER, str(run_dir)], stdout=subprocess.PIPE, text=True
         )
         assert process.stdout is not None
         last_reported = int(process.stdout.readline())
@@ -240,7 +240,7 @@ def test_full_disk(small_disk: Path) -> None:
     assert enter(small_disk / "new", small_disk, CONFIG) == small_disk / "new"
 
 
-def test_no_permission(tmp_path: Path) -> None:
+def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() != 0:
         locked = tmp_path / "locked"
         locked.mkdir(mode=0)
@@ -253,10 +253,10 @@ def test_no_permission(tmp_path: Path) -> None:
         "os.setuid(65534); c = r.open_run_directory(Path(sys.argv[1]), Path('x'), {}); c.__enter__()"
     )
     (tmp_path / "locked").mkdir(mode=0o700)
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT_ROOT), prepend=os.pathsep)
     for target in ("locked", "locked/run"):
         command = [sys.executable, "-c", script, str(tmp_path / target)]
-        environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert f"ResourceError: Cannot write {tmp_path / target}: Permission denied" in done.stderr
 
 
