@@ -33,6 +33,7 @@ from common import (
     say,
     timed,
 )
+from lanes import read_trace
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -206,16 +207,23 @@ def measure(stage: Stage, data: dict[str, Any], rounds: int, path: Path) -> None
             write_json(path, data)
 
 
-def trace(stage: Stage, folder: Path) -> None:
-    """A short step without and with offloading under torch's profiler, for https://ui.perfetto.dev."""
+def trace(stage: Stage, about: dict[str, Any], folder: Path) -> None:
+    """A short step without and with offloading under torch's profiler, for https://ui.perfetto.dev, and its lanes."""
     stage.tokens = stage.tokens[: NUM_AHEAD + 2]
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if HAS_GPU else [])]
+    steps = []
     for name, engine in (("off", None), ("on", stage.engine)):
         stage.use(engine)
         stage.step()
         with profile(activities=activities) as profiler:
             timed(stage.step)
-        profiler.export_chrome_trace(str(folder / f"deepseek_{name}.trace.json.gz"))
+        path = folder / f"deepseek_{name}.trace.json.gz"
+        profiler.export_chrome_trace(str(path))
+        steps.append(read_trace(path, f"offloading {name}"))
+    title = f"{about['layers']} DeepSeek-V3 layers ({about['transformer_impl']}), {len(stage.tokens)} microbatches"
+    write_json(
+        folder / "deepseek_profile.json", {**environment(), "experiment": "profile", "title": title, "steps": steps}
+    )
 
 
 def derive(samples: dict[str, list[Sample]], num_microbatches: int) -> dict[str, float]:
@@ -279,7 +287,7 @@ def main() -> int:
         say(f"{inflight_gib} GiB in flight")
         measure(stage, data, options.rounds, options.out / name)
         if options.trace and inflight_gib == options.inflight[-1]:
-            trace(stage, options.out)
+            trace(stage, data, options.out)
         stage.close()
         del stage
         say(f"{data['device']}, {inflight_gib} GiB in flight, same bits: {same_bits}")

@@ -3,7 +3,10 @@
 Pure Python over the trace's own events (Chrome's format, which Perfetto opens too). Times in a trace are microseconds.
 """
 
+import gzip
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 LANES = ("compute", "copy out", "copy in", "host")
@@ -63,6 +66,14 @@ def overlap_ms(left: Sequence[Interval], right: Sequence[Interval]) -> float:
         else:
             second += 1
     return total
+
+
+def read_trace(path: Path, name: str) -> dict[str, Any]:
+    """What a result keeps of a trace (.json.gz) of one step: figures, and when each lane was busy."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        found = lanes(json.load(file)["traceEvents"])
+    intervals = {lane: [[round(at, 3) for at in each] for each in found[lane]] for lane in LANES}
+    return {"name": name, "figures": figures(found), "lanes": intervals}
 
 
 def figures(found: Mapping[str, Sequence[Interval]]) -> dict[str, float]:

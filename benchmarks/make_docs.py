@@ -161,6 +161,27 @@ def e4(name: str, result: Result) -> Iterator[str]:
     yield ""
 
 
+def e5(name: str, result: Result) -> Iterator[str]:
+    """`nemo-rl-offload bench stash`."""
+    yield "Copies into pages and back, beside a device copy of the live rows:\n"
+    yield "| bytes a row | rows a page | live | device copy | stash | restore |"
+    yield "|---|---|---|---|---|---|"
+    for each in result["copies"]:
+        rates = " | ".join(f"{each[f'{way}_gb_per_s']:.0f} GB/s" for way in ("copy", "stash", "restore"))
+        yield f"| {each['row_bytes']} | {each['page_size']} | {each['live_fraction']:.0%} | {rates} |"
+    shape, number = result["shape"], result["microbatches"]
+    yield f"\n{shape['num_layers']} MoE layers, {number} microbatches of {shape['num_tokens']} tokens:\n"
+    yield "| variant | step | peak | pages | live bytes | same bits |"
+    yield "|---|---|---|---|---|---|"
+    for each in result["layers"]:
+        sizes = [each[key] and f"{each[key] / GIB:.1f} GiB" for key in ("peak_bytes", "stash_bytes", "live_bytes")]
+        yield (
+            f"| {each['name']} | {each['step_ms']:.1f} ms | {' | '.join(size or '-' for size in sizes)} "
+            f"| {'yes' if each['bit_identical'] else '**no**'} |"
+        )
+    yield f"\n![stash](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
+
+
 def folder_name(result: Result) -> str:
     return str(result["device"]).lower().replace(" ", "-")
 
@@ -186,6 +207,8 @@ def device_page(folder: Path) -> Iterator[str]:
             yield from section(name, result)
         if not found:
             yield "Not yet measured.\n"
+    yield "## E5: the paged stash\n"
+    yield from e5("stash", results["stash"]) if "stash" in results else ["Not yet measured.\n"]
     yield "## E6: the planner's predictions\n"
     yield from (
         table(predictions(folder)) if predictions(folder) else ["Nothing to compare yet: no result of E1, E2 or E4."]

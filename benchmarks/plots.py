@@ -22,6 +22,8 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _title(result: Any) -> str:
+    if "title" in result:
+        return f"{result['device']}: {result['title']}"
     shape = result["shape"]
     return (
         f"{result['device']}: {shape['algorithm'].upper()}, {shape['num_layers']} layers "

@@ -6,14 +6,13 @@ Writes a trace for each, which https://ui.perfetto.dev opens, and when each lane
 """
 
 import argparse
-import gzip
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from common import HAS_GPU, environment, give_back_memory, prepare_process, say
-from lanes import LANES, figures, lanes
+from lanes import read_trace
 
 MAX_TRACE_MIB = 16
 
@@ -32,12 +31,9 @@ def profile(workload: Any, variant: Any, path: Path) -> dict[str, Any]:
             workload.step()
             torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        found = lanes(json.load(file)["traceEvents"])
     if path.stat().st_size > MAX_TRACE_MIB << 20:
         say(f"{path} is above {MAX_TRACE_MIB} MiB: take fewer layers")
-    intervals = {lane: [[round(at, 3) for at in each] for each in found[lane]] for lane in LANES}
-    return {"name": variant.name, "figures": figures(found), "lanes": intervals}
+    return read_trace(path, variant.name)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ shapes, with buffers of fixed size kept as they are, with the stash (on the devi
 same modules offloaded. Gradients of each variant are compared with those of dynamic shapes (`torch.equal`).
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -153,6 +154,7 @@ def measure_layers(
 
 
 def _measure_variant(shape: StackShape, device: torch.device, num_rounds: int, figures: LayerFigures) -> list[Tensor]:
+    gc.collect()  # the variant before, whose model and step refer to each other
     torch.manual_seed(0)
     settings = dict(VARIANTS[figures.name])
     with _offloading(figures.name == "offload") as engine:

@@ -166,22 +166,28 @@ def _precision_fields(policy: PolicyConfig) -> dict[str, Any]:
     return {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16, "fp16": False}
 
 
-def _torch_fields(provider: Any) -> dict[str, Any]:
-    # Megatron fuses these two with torch.compile, which needs a C compiler at run time.
+def _fusions(provider: Any) -> dict[str, Any]:
+    """What Megatron fuses with torch.compile, which needs a C compiler at run time."""
     fuse = torch.cuda.is_available() and any(map(shutil.which, ("cc", "gcc", "clang")))
+    is_swiglu = provider.activation_func is F.silu and provider.gated_linear_unit
+    return {"bias_activation_fusion": fuse and is_swiglu, "bias_dropout_fusion": fuse}
+
+
+def _torch_fields(provider: Any) -> dict[str, Any]:
     return {
         "transformer_layer_spec": torch_block_spec,
         "moe_grouped_gemm": True,
-        "bias_activation_fusion": fuse and provider.activation_func is F.silu,
-        "bias_dropout_fusion": fuse,
         "moe_shared_expert_overlap": False,  # on a stream of their own, shared experts cannot be offloaded
+        **_fusions(provider),
         **dict.fromkeys(NOT_IN_TORCH, False),
     }
 
 
-def _transformer_engine_fields() -> dict[str, Any]:
-    """Bridge turns on what Transformer Engine's linears can do, which Megatron's own output layer needs Apex for."""
-    return {} if importlib.util.find_spec(_APEX_EXTENSION) else {"gradient_accumulation_fusion": False}
+def _transformer_engine_fields(provider: Any) -> dict[str, Any]:
+    """Bridge turns on what Transformer Engine's linears can do, which Megatron's own output layer needs Apex for, and
+    leaves fusions out for some models, whose MLPs then save a tensor more."""
+    fused = {name: True for name, is_fused in _fusions(provider).items() if is_fused}
+    return fused if importlib.util.find_spec(_APEX_EXTENSION) else {**fused, "gradient_accumulation_fusion": False}
 
 
 def _transformer_fields(provider: Any, policy: PolicyConfig, transformer_impl: str) -> dict[str, Any]:
@@ -195,7 +201,7 @@ def _transformer_fields(provider: Any, policy: PolicyConfig, transformer_impl: s
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # every weight is read from the model's folder
         "seq_length": policy["max_total_sequence_length"],
-        **(_torch_fields(provider) if transformer_impl == "torch" else _transformer_engine_fields()),
+        **(_torch_fields(provider) if transformer_impl == "torch" else _transformer_engine_fields(provider)),
         **{key: cfg[key] for key in FORWARDED},
         **{key: cfg[key] for key in FORWARDED_UNLESS_NULL if cfg[key] is not None},
         **({} if backend is None else {"attention_backend": AttnBackend[backend]}),

@@ -12,6 +12,7 @@ from make_docs import DOCUMENT, README, device_page, document, readme
 from nemo_rl_offload.planner.catalogue import CATALOGUE
 
 GIB = 1 << 30
+STASH_SIZES = ("live_bytes", "stash_bytes")
 ABOUT = {"device": "NVIDIA H200", "device_memory_bytes": int(139.8 * GIB)}
 
 
@@ -112,6 +113,21 @@ def e4(longer: float | None) -> dict[str, Any]:
     }
 
 
+def stash(ratio: float, num_bytes: int) -> dict[str, Any]:
+    def copies(row_bytes: int, page_size: int, restore_ratio: float) -> dict[str, Any]:
+        rates = {f"{way}_gb_per_s": 1000.0 for way in ("copy", "stash", "restore")}
+        ratios = {"stash_ratio": 0.9, "restore_ratio": restore_ratio}
+        return {"row_bytes": row_bytes, "page_size": page_size, "live_fraction": 0.5, **rates, **ratios}
+
+    sizes = {"stash": {"live_bytes": GIB, "stash_bytes": num_bytes}, "dynamic": dict.fromkeys(STASH_SIZES)}
+    layers = [
+        {"name": name, "step_ms": 9.0, "peak_bytes": GIB, "bit_identical": True, **own} for name, own in sizes.items()
+    ]
+    shape = {"num_layers": 4, "num_tokens": 8192}
+    both = [copies(14336, 64, ratio), copies(2048, 64, 0.1), copies(14336, 16, 0.1)]
+    return {"device": ABOUT["device"], "shape": shape, "microbatches": 2, "copies": both, "layers": layers}
+
+
 def write(folder: Path, **results: dict[str, Any]) -> Path:
     for name, result in results.items():
         (folder / f"{name}.json").write_text(json.dumps(result))
@@ -180,13 +196,28 @@ def test_a_changed_bit_of_ours_is_missed(tmp_path: Path) -> None:
     assert (row.state, row.measured) == (MISSED, "0 of 1")
 
 
+def test_bits_that_could_not_be_checked_are_not_claimed(tmp_path: Path) -> None:
+    result = e3()
+    result["variants"][0] |= {"bit_identical": None, "check_error": "OutOfMemoryError: the device was shared"}
+    assert "all losses and gradients bit for bit as without" not in bars_of(write(tmp_path, rollouts=result))
+
+
+@pytest.mark.parametrize(("ratio", "copies"), [(0.85, MET), (0.84, MISSED)])
+@pytest.mark.parametrize(("num_bytes", "memory"), [(int(1.15 * GIB), MET), (int(1.16 * GIB), MISSED)])
+def test_e5(ratio: float, copies: str, num_bytes: int, memory: str, tmp_path: Path) -> None:
+    found = bars_of(write(tmp_path, stash=stash(ratio, num_bytes)))
+    assert found["E5 slowest of stash and restore, over a device copy"][0].state == copies
+    assert found["E5 pages taken over live bytes"][0].state == memory
+
+
 def test_results_of_a_cpu_are_none(tmp_path: Path) -> None:
     write(tmp_path, deepseek=e1(0.1, 1.0) | {"device": "cpu", "device_memory_bytes": 0})
     assert {row.state for found in bars_of(tmp_path).values() for row in found} == {NOT_YET}
 
 
 def test_the_page_has_every_section(tmp_path: Path) -> None:
-    page = "\n".join(device_page(write(tmp_path, deepseek=e1(0.1, 1.0), dense=e2(), rollouts=e3(), reach=e4(1.8))))
+    results = {"deepseek": e1(0.1, 1.0), "dense": e2(), "rollouts": e3(), "reach": e4(1.8), "stash": stash(0.9, GIB)}
+    page = "\n".join(device_page(write(tmp_path, **results)))
     assert page.startswith("# NVIDIA H200")
     assert "Not yet measured." not in page
     for words in ("ImportError: no trl", "At 70.00 GiB, beside recompute: full: ours: core_attn takes 0.789", "92160"):
