@@ -12,7 +12,8 @@ after another, backwards in reverse order.
 For memory, copies in are moved to the latest time that delays nobody: that is what prefetching by time does. So the
 step time is that of copies which start as early as they may, the memory that of copies which start as late as they may.
 
-Limit: passes between stages take a constant time and no link of their own; compute is never slowed down by copies.
+Limit: passes between stages take a constant time and no link of their own; compute is never slowed down by copies. With
+a budget the engine has no bound of bytes: it waits for copies out only where the budget has no room, so less than here.
 """
 
 from bisect import bisect_left
