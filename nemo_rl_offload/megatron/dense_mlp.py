@@ -49,7 +49,9 @@ class DenseMLP(MLP):  # type: ignore[misc]
         gate, up = x.chunk(2, dim=-1)
         if (limit := config.activation_func_clamp_value) is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return activation(gate) * (up + config.glu_linear_offset)  # type: ignore[no-any-return]
+        if config.glu_linear_offset:
+            up = up + config.glu_linear_offset
+        return activation(gate) * up  # type: ignore[no-any-return]
 
 
 class FusedNormDenseMLP(DenseMLP):

@@ -34,7 +34,7 @@ def test_e2_compares_variants_that_change_no_bit(tmp_path: Path) -> None:
     assert {"nothing", "recompute: full", "recompute: mlp", "recompute: core_attn", "save_on_cpu"} <= ran.keys()
     assert all(each["bit_identical"] and each["medians"]["ms"] > 0 for each in ran.values())
     listed = [each for name, each in ran.items() if name.startswith("ours") and "auto" not in name]
-    assert len(listed) == 5
+    assert len(listed) == 6
     assert all(each["medians"]["bytes_out"] > 0 for each in listed)
     assert variants["ours: all"]["medians"]["bytes_out"] > variants["ours: full recompute"]["medians"]["bytes_out"]
 
