@@ -38,13 +38,15 @@ class DenseMLP(MLP):  # type: ignore[misc]
 
     def _activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
         config, activation = self.config, self.activation_func
+        gated = config.gated_linear_unit
         if config.bias_activation_fusion and not config.use_te_activation_func:
-            if activation == F.silu:
+            if activation == F.silu and gated:
                 return bias_swiglu_impl(x, bias, config.activation_func_fp8_input_store)  # type: ignore[no-any-return]
-            return (bias_geglu_impl if config.gated_linear_unit else bias_gelu_impl)(x, bias)  # type: ignore[no-any-return]
+            if activation == F.gelu and (gated or bias is not None):
+                return (bias_geglu_impl if gated else bias_gelu_impl)(x, bias)  # type: ignore[no-any-return]
         if bias is not None:
             x = x + bias
-        if config.use_te_activation_func or not config.gated_linear_unit:
+        if config.use_te_activation_func or not gated:
             return activation(x)  # type: ignore[no-any-return]
         gate, up = x.chunk(2, dim=-1)
         if (limit := config.activation_func_clamp_value) is not None:
