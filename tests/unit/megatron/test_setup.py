@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron import setup
+from nemo_rl_offload.megatron.dense_mlp import open_dense_mlps
 from nemo_rl_offload.planner.modules import MEGATRON_MODULES, NATIVE_MODULES
 
 MakePolicy = Callable[..., Any]
@@ -30,8 +31,12 @@ class Provider(TransformerConfig):
     transformer_layer_spec: Any = None
     seq_length: int = 0
     seen: dict[str, Any] = field(default_factory=dict)
+    hooks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None: ...
+
+    def register_pre_wrap_hook(self, hook: Any) -> None:
+        self.hooks.append(hook)
 
     def finalize(self) -> None:
         keys = ("transformer_impl", "fine_grained_activation_offloading", "offload_modules")
@@ -235,6 +240,24 @@ def test_the_input_of_recomputed_layers_needs_no_norm_of_its_own(
     assert setup.configure_provider(Provider(num_moe_experts=None), policy) == "transformer_engine"
     with pytest.raises(ConfigError, match="have no boundary"):
         setup.configure_provider(Provider(num_moe_experts=None), make_policy("offload_modules=[attn_norm]"))
+
+
+@pytest.mark.parametrize(
+    ("impl", "overrides", "opened"),
+    [
+        ("transformer_engine", (), True),
+        ("transformer_engine", ("fine_grained_activation_offloading=false",), False),
+        ("transformer_engine", ("activation_offload.engine=megatron",), False),
+        ("torch", (), False),
+    ],
+)
+def test_dense_mlps_get_regions_where_our_engine_moves_their_tensors(
+    impl: str, overrides: tuple[str, ...], opened: bool, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "resolve_transformer_impl", lambda _name: impl)
+    provider = Provider(num_moe_experts=None)
+    setup.configure_provider(provider, make_policy("offload_modules=[core_attn]", *overrides))
+    assert (open_dense_mlps in provider.hooks) is opened
 
 
 SCHEDULES = [

@@ -115,11 +115,12 @@ def test_eight_bit_linears_keep_eight_bit_inputs(fp8: str, size: float) -> None:
     assert narrow["attn_proj"] == wide["attn_proj"] * (1 + size / 2)
 
 
-def test_transformer_engine_has_no_regions_in_dense_norms_and_mlps() -> None:
+def test_transformer_engines_dense_norms_belong_to_the_linears_that_they_are_fused_with() -> None:
     context = replace(context_of("Qwen/Qwen2.5-7B", world=1), fused_norm_linear=True)
     saved = charged(fused_layer(context, has_experts=False))
-    assert set(saved) == {"qkv_linear", "core_attn", "attn_proj", "stays"}
-    assert saved["qkv_linear"] == 2 * 4096 * 3584 * 2
+    assert set(saved) == {"qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "stays"}
+    assert saved["qkv_linear"] == saved["mlp_fc1"] == 2 * 4096 * 3584 * 2
+    assert saved["mlp_act"] == 2 * 4096 * 18944 * 2
 
 
 def test_small_tensors_stay() -> None:
