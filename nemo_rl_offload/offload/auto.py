@@ -81,7 +81,9 @@ class Auto:
         resident_bytes = copies.take_peak_resident_bytes()
         peak_bytes = backend.take_peak_bytes() or resident_bytes
         self._make_plan(peak_bytes, resident_bytes, timing, selection)
-        self._limit_bytes = self._budget_bytes - max(0, peak_bytes - resident_bytes)
+        assert self.plan is not None
+        limit_bytes = self._budget_bytes - max(0, peak_bytes - resident_bytes)
+        self._limit_bytes = None if self.plan.shortfall_bytes else limit_bytes  # waiting would not help
         first_commits = list({group.key: group for group, forward in self._largest if forward}.values())
         self._following_bytes = {former.key: group.saved_bytes for former, group in pairwise(first_commits)}
         self._largest, self._largest_bytes = [], 0

@@ -130,3 +130,12 @@ def test_the_first_plan_is_made_for_a_whole_step() -> None:
     auto = layers.engine._auto
     assert auto is not None
     assert auto._num_steps == 1
+
+
+def test_a_budget_that_cannot_be_met_does_not_make_every_copy_wait() -> None:
+    layers = Layers(DENSE, 4, 2, 1, 1)
+    with pytest.warns(UserWarning, match="cannot be met"):
+        figures = [layers.step() for _ in range(6)]
+    unbounded = Layers(DENSE, 4, 2, 1)
+    plain = [unbounded.step() for _ in range(6)]
+    assert figures[-1][0] <= 1.1 * plain[-1][0]
