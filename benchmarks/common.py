@@ -12,14 +12,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from lanes import read_trace
+from torch.profiler import ProfilerActivity, profile
 
 from nemo_rl_offload.bench.process import be_the_only_rank
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
+MAX_TRACE_MIB = 16
 HAS_GPU = torch.cuda.is_available()
 _PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "trl")
 
@@ -43,8 +47,14 @@ def environment() -> dict[str, Any]:
         "host": {"cores": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total},
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
         "commit": _commit(),
-        "command": ["python", *sys.argv],
+        "command": command(),
     }
+
+
+def command() -> list[str]:
+    """This process's, but for the folder of the results, which is a path of this machine."""
+    arguments = ["python", *sys.argv]
+    return ["OUT" if before == "--out" else each for before, each in zip(["", *arguments], arguments, strict=False)]
 
 
 def _versions() -> dict[str, str | None]:
@@ -102,6 +112,17 @@ def timed(step: Callable[[], object]) -> Sample:
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
     }
+
+
+def profiled(step: Callable[[], object], path: Path, name: str) -> dict[str, Any]:
+    """Run a step under torch's profiler; write its trace to `path` (.json.gz), and return its lanes."""
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if HAS_GPU else [])]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+    if path.stat().st_size > MAX_TRACE_MIB << 20:
+        say(f"{path} is above {MAX_TRACE_MIB} MiB: take fewer layers")
+    return read_trace(path, name)
 
 
 def medians(samples: Iterable[Sample]) -> Sample:

@@ -30,12 +30,11 @@ from common import (
     in_turn,
     medians,
     prepare_process,
+    profiled,
     say,
     timed,
 )
-from lanes import read_trace
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from nemo_rl_offload.bench.process import deterministic
 from nemo_rl_offload.bench.report import write_json
@@ -210,16 +209,11 @@ def measure(stage: Stage, data: dict[str, Any], rounds: int, path: Path) -> None
 def trace(stage: Stage, about: dict[str, Any], folder: Path) -> None:
     """A short step without and with offloading under torch's profiler, for https://ui.perfetto.dev, and its lanes."""
     stage.tokens = stage.tokens[: NUM_AHEAD + 2]
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if HAS_GPU else [])]
     steps = []
     for name, engine in (("off", None), ("on", stage.engine)):
         stage.use(engine)
         stage.step()
-        with profile(activities=activities) as profiler:
-            timed(stage.step)
-        path = folder / f"deepseek_{name}.trace.json.gz"
-        profiler.export_chrome_trace(str(path))
-        steps.append(read_trace(path, f"offloading {name}"))
+        steps.append(profiled(stage.step, folder / f"deepseek_{name}.trace.json.gz", f"offloading {name}"))
     title = f"{about['layers']} DeepSeek-V3 layers ({about['transformer_impl']}), {len(stage.tokens)} microbatches"
     write_json(
         folder / "deepseek_profile.json", {**environment(), "experiment": "profile", "title": title, "steps": steps}

@@ -11,29 +11,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import HAS_GPU, environment, give_back_memory, prepare_process, say
-from lanes import read_trace
-
-MAX_TRACE_MIB = 16
+from common import HAS_GPU, environment, give_back_memory, prepare_process, profiled, say
 
 
 def profile(workload: Any, variant: Any, path: Path) -> dict[str, Any]:
     """Trace a step after some others into `path` (.json.gz); returns its lanes."""
     import torch
-    from torch.profiler import ProfilerActivity
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if HAS_GPU else [])]
     with variant.enter(workload):
         for _ in range(variant.num_warmup):
             workload.step()
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=activities) as profiler:
-            workload.step()
-            torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(path))
-    if path.stat().st_size > MAX_TRACE_MIB << 20:
-        say(f"{path} is above {MAX_TRACE_MIB} MiB: take fewer layers")
-    return read_trace(path, variant.name)
+        return profiled(workload.step, path, variant.name)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,7 +21,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import HAS_GPU, Sample, environment, give_back_memory, in_turn, medians, prepare_process, say, timed
+from common import (
+    HAS_GPU,
+    Sample,
+    command,
+    environment,
+    give_back_memory,
+    in_turn,
+    medians,
+    prepare_process,
+    say,
+    timed,
+)
 from search import longest, next_candidates
 
 VARIANTS = ("recompute: full", "ours: full recompute", "nothing", "ours: all")
@@ -181,7 +192,7 @@ def run(options: argparse.Namespace) -> int:
     if path.exists():
         data |= json.loads(path.read_text(encoding="utf-8"))
     ((about,), _) = in_process({"describe": True})
-    data |= about | {"command": ["python", *sys.argv]}
+    data |= about | {"command": command()}
     data |= {"num_layers": NUM_LAYERS, "sequence_of_layers": SEQUENCE, "transformer_impl": "torch"}
     limit_bytes = int(data["device_memory_bytes"] * RESERVE)
 

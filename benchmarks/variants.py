@@ -41,6 +41,7 @@ MODULE_SETS: dict[str, dict[str, tuple[str, ...]]] = {
         "all": (*ATTENTION, "mlp_fc1", "mlp_act"),
     },
 }
+SELECTIVE = "recompute_granularity=selective"
 FULL = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
 NUM_STEPS = PLAN_EVERY - 1 - FIRST_PLANS[-1]
 """Steps timed in a row: with `auto`, those between two plans, which reset the allocator's peak."""
@@ -191,8 +192,7 @@ def ours_with_recompute() -> Variant:
 
 def ours_beside_recomputed_mlp() -> Variant:
     """The MLP is recomputed, and attention's tensors wait on the host."""
-    overrides = ("recompute_granularity=selective", "recompute_modules=[mlp]")
-    enter = partial(_ours, modules=ATTENTION, recompute=overrides)
+    enter = partial(_ours, modules=ATTENTION, recompute=(SELECTIVE, "recompute_modules=[mlp]"))
     return Variant("ours: attention, recomputed mlp", "ours", enter, ATTENTION, "mlp")
 
 
@@ -215,7 +215,7 @@ def every_variant(workload: Workload, static_bytes: int, peak_bytes: int, host_b
     found += [ours_auto(share, static_bytes + round(step_bytes * share)) for share in AUTO_SHARES]
     found += [ours_with_recompute(), ours_beside_recomputed_mlp(), full_recompute()]
     for name in ("core_attn", "mlp"):
-        overrides = ("recompute_granularity=selective", f"recompute_modules=[{name}]")
+        overrides = (SELECTIVE, f"recompute_modules=[{name}]")
         found.append(Variant(f"recompute: {name}", "recompute", partial(_tree, overrides=overrides), recompute=name))
     for name, make in (("save_on_cpu", _save_on_cpu), ("TRL OffloadActivations", _trl)):
         found.append(Variant(name, "hooks", partial(_hooks, make=make, step_bytes=step_bytes, host_bytes=host_bytes)))

@@ -20,6 +20,7 @@ from nemo_rl_offload.planner.modules import (
     MOE_MODULES,
     NATIVE_MODULES,
     SUPPORTED_MODULES,
+    TRANSFORMER_ENGINE_MODULES,
 )
 
 PATH = f"{MEGATRON}.offload_modules"
@@ -107,7 +108,7 @@ def _transformer_engines_layers(get: Get) -> Iterator[str]:
                 f"{PATH}: '{name}' has no boundary of its own in Transformer Engine's fused norm and linear layers. "
                 "Remove it, or set transformer_impl: torch."
             )
-        if name not in (*MEGATRON_MODULES, *DENSE_MLP_MODULES) and is_native(get):
+        if name not in TRANSFORMER_ENGINE_MODULES and is_native(get):
             yield f"{PATH}: '{name}' can be offloaded with transformer_impl: torch alone. Remove it, or set that."
 
 

@@ -34,11 +34,11 @@ from nemo_rl_offload.megatron.bridge import have_transformer_engine
 from nemo_rl_offload.megatron.dense_mlp import open_dense_mlps
 from nemo_rl_offload.megatron.torch_backend import torch_block_spec
 from nemo_rl_offload.planner.modules import (
-    DENSE_MLP_MODULES,
     DISCARDED_BY_RECOMPUTE,
     MEGATRON_MODULES,
     NATIVE_MODULES,
     STASHED_MODULES,
+    TRANSFORMER_ENGINE_MODULES,
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -221,7 +221,7 @@ def _check_layers(provider: Any, policy: PolicyConfig, transformer_impl: str) ->
             )
         return
     listed = [] if cfg["offload_modules"] == "auto" else offloaded_modules(cfg)
-    has_boundary = dict.fromkeys(set(NATIVE_MODULES) - {*MEGATRON_MODULES, *DENSE_MLP_MODULES}, False)
+    has_boundary = dict.fromkeys(set(NATIVE_MODULES) - set(TRANSFORMER_ENGINE_MODULES), False)
     has_boundary |= {"attn_norm": provider.multi_latent_attention, "mlp_norm": provider.num_moe_experts is not None}
     if cfg["activation_offload"]["engine"] == "native" and recompute_settings(cfg)["recompute_granularity"] == "full":
         has_boundary["attn_norm"] = True  # the layer's input, in the checkpoint around it

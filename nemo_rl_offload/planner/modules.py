@@ -31,6 +31,9 @@ DENSE_MLP_MODULES = ("mlp_fc1", "mlp_act")
 SUPPORTED_MODULES = NATIVE_MODULES
 """Modules that a configuration may list."""
 
+TRANSFORMER_ENGINE_MODULES = (*MEGATRON_MODULES, *DENSE_MLP_MODULES)
+"""What can be offloaded of Transformer Engine's layers."""
+
 DISCARDED_BY_RECOMPUTE = {
     "layernorm": ("qkv_linear", "shared_experts"),
     "moe_act": ("expert_fc2",),

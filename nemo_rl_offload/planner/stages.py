@@ -9,7 +9,7 @@ from nemo_rl_offload.planner.choose import Action, GroupRecord, Link
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.layout import stage_layers
 from nemo_rl_offload.planner.memory import allowance_bytes, logits_bytes, stage_parameters, state_bytes
-from nemo_rl_offload.planner.modules import DENSE_MLP_MODULES, MEGATRON_MODULES, SUPPORTED_MODULES
+from nemo_rl_offload.planner.modules import SUPPORTED_MODULES, TRANSFORMER_ENGINE_MODULES
 from nemo_rl_offload.planner.schedule import Pass, pipeline_schedule
 from nemo_rl_offload.planner.simulator import Segment
 from nemo_rl_offload.planner.work import layer_work, recompute_ms, recomputed_ms
@@ -138,7 +138,9 @@ def _joined(first: Segment, second: Segment) -> Segment:
 
 def candidates(job: Job) -> tuple[str, ...]:
     """Modules that the job's layers can offload."""
-    return (*MEGATRON_MODULES[:-1], *DENSE_MLP_MODULES) if job.transformer_engine else SUPPORTED_MODULES
+    if not job.transformer_engine:
+        return SUPPORTED_MODULES
+    return tuple(name for name in SUPPORTED_MODULES if name in TRANSFORMER_ENGINE_MODULES)
 
 
 def job_link(job: Job) -> Link:

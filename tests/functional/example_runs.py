@@ -8,15 +8,19 @@ from pathlib import Path
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with these folders in front."""
+    return os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
+
+
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python in the project's folder, with one thread for each process."""
-    folders = filter(None, (str(PROJECT_ROOT), os.environ.get("PYTHONPATH")))
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         cwd=PROJECT_ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": python_path(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
         timeout=400,
         check=False,
     )
