@@ -38,6 +38,7 @@ from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from nemo_rl_offload.megatron.routing_result import pass_the_link
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
 
 _CLASS_NAME = "FineGrainedActivationOffloadingInterface"
@@ -226,6 +227,7 @@ def use_engine(engine: OffloadEngine | None, modules: Iterable[str] = ()) -> Non
         for module in (recompute, multi_token_prediction):
             module.tensor_parallel = _OffloadedCheckpoints("tensor_parallel")
     OffloadInterface.engine, OffloadInterface.modules = engine, frozenset(modules)
+    pass_the_link(engine is not None and engine.device.type == "cuda")
 
 
 @contextmanager

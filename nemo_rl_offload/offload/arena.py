@@ -21,6 +21,7 @@ ALIGNMENT_BYTES = 512
 MIN_SLAB_BYTES = 16 << 20
 MAX_SLAB_BYTES = 1 << 30
 MAX_PIECES = 8  # each piece is a copy of its own
+MAX_FENCES = 8  # of a free range, before the device is asked which have passed; asking takes longer than keeping one
 
 
 class FreeExtents:
@@ -43,7 +44,7 @@ class FreeExtents:
         if (slab, offset + size) in self._by_start:
             right_size, right_fences = self._remove(slab, offset + size)
             size, fences = size + right_size, fences + right_fences
-        self._insert(slab, offset, size, self.pending(fences))
+        self._insert(slab, offset, size, self.pending(fences) if len(fences) > MAX_FENCES else fences)
 
     def largest(self, count: int) -> int:
         """Sum of the `count` largest ranges."""
@@ -144,20 +145,14 @@ class HostArena:
         if block.last_event is not None:
             block.fences, block.last_event = (block.last_event,), None
         self.used_bytes -= _aligned(block.num_bytes)
-        if len(block.pieces) == 1:
-            self._waiting[block.num_bytes].append(block)
-        else:
-            self._free_pieces(block)
+        self._waiting[block.num_bytes].append(block)
 
     def _free_waiting(self) -> None:
         for blocks in self._waiting.values():
             for block in blocks:
-                self._free_pieces(block)
+                for _, index, offset, size in block.pieces:
+                    self._free.add(index, offset, size, block.fences)
         self._waiting.clear()
-
-    def _free_pieces(self, block: Block) -> None:
-        for _, index, offset, size in block.pieces:
-            self._free.add(index, offset, size, block.fences)
 
     def close(self) -> None:
         """Drop every slab; a slab's memory goes back to the system with the last block that uses it."""

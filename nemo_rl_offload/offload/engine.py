@@ -127,7 +127,7 @@ class OffloadEngine:
         auto: Auto | None = None,
         steps_are_told: bool = False,
     ) -> None:
-        self._backend, self._device = backend, backend.device
+        self._backend, self.device = backend, backend.device
         self._min_tensor_bytes = min_tensor_bytes
         self._min_tensor_elements = min_tensor_elements
         # Backward runs in autograd's threads, one per device and the caller's: nodes on the CPU and on the
@@ -373,7 +373,7 @@ class OffloadEngine:
         """Whether dtype, size, stride and offset describe it, and it is on this device."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return False
-        if tensor.device != self._device:
+        if tensor.device != self.device:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 

@@ -35,24 +35,24 @@ class Block:
     `last_event` is this owner's latest copy, out or in: whatever touches the bytes next waits for it.
     """
 
-    __slots__ = ("_host", "fences", "last_event", "num_bytes", "pieces")
+    __slots__ = ("fences", "last_event", "num_bytes", "parts", "pieces")
 
     def __init__(self, pieces: tuple[Piece, ...], num_bytes: int, fences: tuple[Event, ...] = ()) -> None:
         self.pieces = pieces
         self.num_bytes = num_bytes
         self.fences = fences
         self.last_event: Event | None = None
-        self._host: list[Tensor] = []
+        self.parts: list[Tensor] = []  # views of the slabs, one-dimensional uint8, `num_bytes` in all
         remaining = num_bytes
         for slab, _, offset, size in pieces:
-            self._host.append(slab.data[offset : offset + min(size, remaining)])
+            self.parts.append(slab.data[offset : offset + min(size, remaining)])
             remaining -= size
 
     def views(self, device_bytes: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """(piece on the host, its part of `device_bytes`), both one-dimensional uint8 of the same length."""
-        if len(self._host) == 1:
-            return ((self._host[0], device_bytes),)
-        return zip(self._host, device_bytes.split_with_sizes([piece.numel() for piece in self._host]), strict=True)
+        if len(self.parts) == 1:
+            return ((self.parts[0], device_bytes),)
+        return zip(self.parts, device_bytes.split_with_sizes([piece.numel() for piece in self.parts]), strict=True)
 
 
 class Backend(Protocol):

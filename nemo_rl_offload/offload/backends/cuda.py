@@ -14,7 +14,7 @@ is used or freed.
 Copies are cut into pieces, and between two of them the copy stream waits for a few bytes that another stream copies the
 same way. A device has one copy engine each way, which stays with a stream as long as that has copies ready: the few
 bytes of a routing result that a layer waits for stood 17 ms behind a gibibyte, in whatever pieces it was copied (H200;
-0.6 ms now, at 97 % of the link's rate).
+0.6 ms now, at 97 % of the link's rate). The calls go to the driver (`cuda_driver`).
 
 Limit: "the compute stream" is the stream that is current when the engine is called. One model, one such
 stream.
@@ -22,12 +22,12 @@ stream.
 
 import warnings
 from collections.abc import Iterable
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
+from nemo_rl_offload.offload.backends.cuda_driver import cuda_driver
 
 MAX_PIECE_OUT_BYTES = 32 << 20
 MAX_PIECE_IN_BYTES = 128 << 20  # layers wait for answers to the host, hardly for small copies from it
@@ -37,61 +37,49 @@ class _Lane:
     """A stream of copies one way, which lets copies of other streams pass between two pieces."""
 
     def __init__(self, device: torch.device, *, out: bool) -> None:
+        self._driver, self._device_index = cuda_driver(), device.index
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._other = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
-        self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._compute, self._current_device = torch.cuda.current_stream(device), device.index
+        self._events = [torch.cuda.Event() for _ in range(3)]  # type: ignore[no-untyped-call]
+        for event in self._events:
+            event.record(self.stream)  # which makes it; before that it has no handle
+        self._computed, before, after = self._events
+        self._before, self._after = before.cuda_event, after.cuda_event
         ends = [torch.zeros(1, device=device), torch.zeros(1, device="cpu", pin_memory=True)]
-        self._source, self._destination = ends if out else reversed(ends)
+        self._ends = ends if out else ends[::-1]
         self._max_piece_bytes = MAX_PIECE_OUT_BYTES if out else MAX_PIECE_IN_BYTES
-        self._uninterrupted_bytes = 0
+        self._left_bytes = self._max_piece_bytes  # of the present piece
 
-    def after(self, compute: torch.cuda.Stream, events: Iterable[Event]) -> Self:
-        """A context whose work on the lane's stream follows the compute stream's present work and `events`.
-
-        Half the host's time of `torch.cuda.stream` with `wait_stream`, which make an event and look devices up.
-        """
+    def after(self, compute: torch.cuda.Stream, events: Iterable[Event]) -> None:
+        """What follows on the lane's stream follows the compute stream's present work and `events`."""
         self._computed.record(compute)
         self.stream.wait_event(self._computed)
         for event in events:
             self.stream.wait_event(_cuda_event(event))
-        self._compute, self._current_device = compute, torch.cuda.current_device()
-        return self
 
-    def __enter__(self) -> None:
-        torch.cuda.set_stream(self.stream)
-
-    def __exit__(self, *error: object) -> None:
-        torch.cuda.set_stream(self._compute)
-        if self._current_device != self._compute.device_index:  # setting a stream makes its device the current one
-            torch.cuda.set_device(self._current_device)
-
-    def copy(self, destination: Tensor, source: Tensor) -> None:
-        """Copy bytes, one-dimensional uint8; the lane's stream must be the current one."""
-        num_bytes, step = source.numel(), self._max_piece_bytes
-        if num_bytes <= step:
-            destination.copy_(source, non_blocking=True)
-            self._copied(num_bytes)
+    def copy(self, destination: int, source: int, num_bytes: int) -> None:
+        """Copy bytes from one address to another."""
+        if torch.cuda.current_device() != self._device_index:
+            with torch.cuda.device(self._device_index):
+                self.copy(destination, source, num_bytes)
             return
-        for start in range(0, num_bytes, step):
-            piece = source[start : start + step]
-            destination[start : start + step].copy_(piece, non_blocking=True)
-            self._copied(piece.numel())
+        while num_bytes:
+            size = min(num_bytes, self._left_bytes)
+            self._driver.copy(destination, source, size, self.stream.cuda_stream)
+            destination, source, num_bytes = destination + size, source + size, num_bytes - size
+            self._left_bytes -= size
+            if not self._left_bytes:
+                self._let_pass()
 
-    def _copied(self, num_bytes: int) -> None:
-        self._uninterrupted_bytes += num_bytes
-        if self._uninterrupted_bytes < self._max_piece_bytes:
-            return
-        self._uninterrupted_bytes = 0
-        before, after = self._events
-        before.record(self.stream)
-        self._other.wait_event(before)
-        torch.cuda.set_stream(self._other)
-        self._destination.copy_(self._source, non_blocking=True)
-        torch.cuda.set_stream(self.stream)
-        after.record(self._other)
-        self.stream.wait_event(after)
+    def _let_pass(self) -> None:
+        self._left_bytes = self._max_piece_bytes
+        driver, own, other = self._driver, self.stream.cuda_stream, self._other.cuda_stream
+        source, destination = self._ends
+        driver.record(self._before, own)
+        driver.wait(other, self._before)
+        driver.copy(destination.data_ptr(), source.data_ptr(), source.nbytes, other)
+        driver.record(self._after, other)
+        driver.wait(own, self._after)
 
 
 class CudaBackend:
@@ -109,6 +97,7 @@ class CudaBackend:
         if self._pin:
             try:
                 data = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+                self._announce(data)
                 return HostSlab(data, num_bytes)
             except RuntimeError as error:
                 self._pin = False
@@ -121,18 +110,22 @@ class CudaBackend:
         return allocate_pageable(num_bytes)
 
     def copy_out(self, source: Tensor, block: Block) -> Event:
-        with self._out.after(self._compute_stream(), block.fences):
-            for host, device in block.views(source):
-                self._out.copy(host, device)
-            return _record(self._out.stream)
+        self._out.after(self._compute_stream(), block.fences)
+        address = source.data_ptr()
+        for host in block.parts:
+            self._out.copy(host.data_ptr(), address, host.nbytes)
+            address += host.nbytes
+        return _record(self._out.stream)
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         assert block.last_event is not None
         destination = torch.empty(block.num_bytes, dtype=torch.uint8, device=self.device)
-        with self._in.after(self._compute_stream(), (block.last_event,)):
-            for host, device in block.views(destination):
-                self._in.copy(device, host)
-            return destination, _record(self._in.stream)
+        self._in.after(self._compute_stream(), (block.last_event,))
+        address = destination.data_ptr()
+        for host in block.parts:
+            self._in.copy(address, host.data_ptr(), host.nbytes)
+            address += host.nbytes
+        return destination, _record(self._in.stream)
 
     def compute_wait(self, event: Event) -> None:
         self._compute_stream().wait_event(_cuda_event(event))
@@ -154,6 +147,12 @@ class CudaBackend:
         peak_bytes = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak_bytes
+
+    def _announce(self, pinned: Tensor) -> None:
+        """Tell torch's allocator which streams use this memory: it gives it to nobody else before they are done."""
+        for lane in (self._out, self._in):
+            with torch.cuda.stream(lane.stream):
+                torch.empty(1, dtype=torch.uint8, device=self.device).copy_(pinned[:1], non_blocking=True)
 
     def _compute_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)

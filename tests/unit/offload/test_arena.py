@@ -225,7 +225,7 @@ def test_closing_gives_the_memory_of_unused_blocks_back() -> None:
     assert slab.expired()
 
 
-def test_a_block_that_was_cut_is_not_kept_so() -> None:
+def test_a_block_that_was_cut_waits_for_its_size_until_something_else_does_not_fit() -> None:
     arena = HostArena(HostBackend(), 64 << 20)
     left, middle, right = (arena.reserve(size << 20) for size in (6, 4, 6))
     assert left is not None
@@ -238,7 +238,9 @@ def test_a_block_that_was_cut_is_not_kept_so() -> None:
     assert len(cut.pieces) == 2
     arena.release(middle)
     arena.release(cut)
-    whole = arena.reserve(8 << 20)
+    assert arena.reserve(8 << 20) is cut
+    arena.release(cut)
+    whole = arena.reserve(12 << 20)
     assert whole is not None
     assert len(whole.pieces) == 1
     assert arena.capacity_bytes == 16 << 20

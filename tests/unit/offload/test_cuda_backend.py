@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from nemo_rl_offload.offload import CudaBackend, OffloadEngine
+from nemo_rl_offload.offload.backends.base import Block, Piece
+from nemo_rl_offload.offload.backends.cuda_driver import cuda_driver
 
 pytestmark = [
     pytest.mark.cuda,
@@ -110,3 +112,41 @@ def test_refused_pinning_is_a_warning_once(monkeypatch: pytest.MonkeyPatch) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backend.allocate_host(512)
+
+
+@pytest.mark.parametrize("max_piece_bytes", [1, 7, 4096, 32 << 20])
+@pytest.mark.parametrize("num_bytes", [1, 511, 4099, (32 << 20) + 5])
+def test_copies_in_pieces_move_every_byte(max_piece_bytes: int, num_bytes: int) -> None:
+    if num_bytes // max_piece_bytes > 5000:
+        pytest.skip("thousands of pieces show no more than hundreds")
+    backend = CudaBackend()
+    for lane in (backend._out, backend._in):
+        lane._max_piece_bytes = lane._left_bytes = max_piece_bytes
+    slabs = [backend.allocate_host(num_bytes) for _ in range(2)]
+    pieces = (Piece(slabs[0], 0, 0, num_bytes // 2), Piece(slabs[1], 1, 0, num_bytes))
+    block = Block(pieces[num_bytes < 2 :], num_bytes)
+    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        block.last_event = backend.copy_out(source, block)
+        arrived, event = backend.copy_in(block)
+        backend.compute_wait(event)
+        assert torch.equal(arrived, source)
+        source += 1
+
+
+def test_pinned_memory_given_up_under_a_copy_goes_to_nobody_else() -> None:
+    backend = CudaBackend()
+    slab = backend.allocate_host(1 << 30)
+    address = slab.data.data_ptr()
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    copied = backend.copy_out(source, Block((Piece(slab, 0, 0, 1 << 30),), 1 << 30))
+    del slab
+    other = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    assert other.data_ptr() != address or backend.done(copied)
+
+
+def test_the_driver_names_what_it_refuses() -> None:
+    driver = cuda_driver()
+    with pytest.raises(RuntimeError, match="CUDA_ERROR"):
+        driver.copy(8, 16, 1 << 20, torch.cuda.current_stream().cuda_stream)
