@@ -43,8 +43,9 @@ from nemo_rl_offload.megatron.bridge import quiet
 from nemo_rl_offload.megatron.config_check import provider_for
 from nemo_rl_offload.megatron.model import init_process_groups, unwrap
 from nemo_rl_offload.megatron.offload_interface import OffloadInterface, exclude_parameters, use_engine
+from nemo_rl_offload.megatron.offload_setup import make_backend
 from nemo_rl_offload.megatron.setup import configure_provider
-from nemo_rl_offload.offload import CudaBackend, HostBackend, OffloadEngine
+from nemo_rl_offload.offload import OffloadEngine
 from nemo_rl_offload.planner.catalogue import CATALOGUE
 
 MODULES = ("attn_norm", "mlp_norm", "expert_fc1", "moe_act")  # those of the published run
@@ -108,9 +109,8 @@ class Stage:
         self, policy: Any, num_layers: int, sequence: int, num_microbatches: int, inflight_bytes: int = GIB
     ) -> None:
         use_engine(None)
-        backend = CudaBackend() if HAS_GPU else HostBackend()
         self.engine = OffloadEngine(
-            backend, host_memory_budget_bytes=64 * GIB, min_tensor_bytes=0, max_inflight_bytes=inflight_bytes
+            make_backend(), host_memory_budget_bytes=64 * GIB, min_tensor_bytes=0, max_inflight_bytes=inflight_bytes
         )
         with quiet():
             provider = provider_for(model_config(num_layers, is_small=not HAS_GPU))

@@ -10,7 +10,7 @@ from nemo_rl_offload.megatron.offload_interface import use_engine
 from nemo_rl_offload.megatron.setup import offloaded_modules
 from nemo_rl_offload.offload.auto import Auto
 from nemo_rl_offload.offload.backends.base import Backend
-from nemo_rl_offload.offload.backends.cuda import CudaBackend
+from nemo_rl_offload.offload.backends.cuda import MAX_PIECE_BYTES, CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
@@ -29,7 +29,6 @@ def install_offloading(policy: PolicyConfig) -> OffloadEngine | None:
         return None
     if cfg["activation_offload"]["engine"] == "megatron":
         return None
-    backend: Backend = CudaBackend() if torch.cuda.is_available() else HostBackend()
     host_budget_bytes = host_memory_budget_bytes(cfg["activation_offload"]["host_memory_budget"])
     gpu_budget = cfg["activation_offload"]["gpu_memory_budget"]
     auto = None
@@ -38,7 +37,7 @@ def install_offloading(policy: PolicyConfig) -> OffloadEngine | None:
         auto = Auto(parse_bytes(gpu_budget), host_budget_bytes, _largest_of_stage)
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     engine = OffloadEngine(
-        backend,
+        make_backend(),
         host_memory_budget_bytes=host_budget_bytes,
         min_tensor_bytes=0,
         min_tensor_elements=cfg["min_offloaded_tensor_size"],
@@ -52,6 +51,12 @@ def install_offloading(policy: PolicyConfig) -> OffloadEngine | None:
     )
     use_engine(engine, offloaded_modules(cfg))
     return engine
+
+
+def make_backend() -> Backend:
+    """Copies to and from this process's device. Large pieces, since no layer of Megatron's waits for the link
+    (`routing_result`)."""
+    return CudaBackend(max_piece_out_bytes=MAX_PIECE_BYTES) if torch.cuda.is_available() else HostBackend()
 
 
 def _largest_of_stage(values: list[float]) -> list[float]:

@@ -40,7 +40,6 @@ class Copies:
         self._selection, self._stats, self._empties = selection, stats, empties
         self._max_inflight_bytes = max_inflight_bytes
         self._max_inflight_groups = max_inflight_groups
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=backend.device)  # of the storage being copied out
         self._inflight: deque[CopyOut] = deque()
         self._inflight_bytes = 0
         self._inflight_groups: Counter[str] = Counter()
@@ -68,17 +67,22 @@ class Copies:
 
     def offload(self, slots: Sequence[Slot], module: str) -> None:
         """Start the copies of a commit's resident slots, as far as the arena has room."""
+        moving: list[Slot] = []
+        moves: list[tuple[torch.UntypedStorage, Block]] = []
+        for slot in slots:
+            assert slot.storage is not None
+            block = self._arena.reserve(slot.num_bytes)
+            if block is None:
+                self._stats.denied_bytes += slot.num_bytes
+                continue
+            moving.append(slot)
+            moves.append((slot.storage, block))
+        if not moving:
+            return
         ms_per_byte = self._timing.copy_ms(1, out=True)
         stats = self.module_stats(module)
-        copy_out = None
-        for slot in slots:
-            source, num_bytes = slot.storage, slot.num_bytes
-            assert source is not None
-            block = self._arena.reserve(num_bytes)
-            if block is None:
-                self._stats.denied_bytes += num_bytes
-                continue
-            event = block.last_event = self._backend.copy_out(self._bytes.set_(source), block)
+        for slot, (source, block), event in zip(moving, moves, self._backend.copy_out(moves), strict=True):
+            block.last_event, num_bytes = event, slot.num_bytes
             self._timing.copied(event, num_bytes, out=True)
             expected_ms = float("inf")
             if ms_per_byte is not None:
@@ -92,10 +96,8 @@ class Copies:
             for tensor, _ in slot.saved:
                 tensor.data = self._empties[tensor.dtype]
             stats.bytes_out += num_bytes
-        if copy_out is not None:
-            copy_out.ends_group = module
-            self._inflight_groups[module] += 1
-            self._bytes.data = self._empties[torch.uint8]
+        copy_out.ends_group = module
+        self._inflight_groups[module] += 1
 
     def reached(self, group: Group) -> None:
         """Backward is at `group`: bring back what is still on the host, and take all of it as used."""

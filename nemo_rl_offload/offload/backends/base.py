@@ -1,11 +1,11 @@
 """What the engine asks of a device: host memory, copies both ways, and events that order and time them."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 type Event = Hashable
 """A point in a stream of device work. Opaque: only the backend that made it reads it."""
@@ -64,10 +64,9 @@ class Backend(Protocol):
     def allocate_host(self, num_bytes: int) -> HostSlab:
         """Host memory; raises MemoryError when the system refuses."""
 
-    def copy_out(self, source: Tensor, block: Block) -> Event:
-        """Copy `source` (uint8, one-dimensional, on the device) into `block`, after the work that the compute
-        stream holds now and after `block.fences`. The caller keeps the storage of `source` alive until the event is
-        done; the tensor itself may change at once."""
+    def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> list[Event]:
+        """Copy storages on the device into their blocks, one after another, after the work that the compute stream
+        holds now and after the blocks' fences. The caller keeps each storage alive until its event is done."""
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         """Copy `block` into a new device tensor (uint8, one-dimensional, of `block.num_bytes`) from the compute

@@ -21,22 +21,22 @@ stream.
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
 from nemo_rl_offload.offload.backends.cuda_driver import cuda_driver
 
 MAX_PIECE_OUT_BYTES = 32 << 20
-MAX_PIECE_IN_BYTES = 128 << 20  # layers wait for answers to the host, hardly for small copies from it
+MAX_PIECE_BYTES = 128 << 20  # layers hardly wait for small copies from the host
 
 
 class _Lane:
     """A stream of copies one way, which lets copies of other streams pass between two pieces."""
 
-    def __init__(self, device: torch.device, *, out: bool) -> None:
+    def __init__(self, device: torch.device, max_piece_bytes: int, *, out: bool) -> None:
         self._driver, self._device_index = cuda_driver(), device.index
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._other = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -47,8 +47,7 @@ class _Lane:
         self._before, self._after = before.cuda_event, after.cuda_event
         ends = [torch.zeros(1, device=device), torch.zeros(1, device="cpu", pin_memory=True)]
         self._ends = ends if out else ends[::-1]
-        self._max_piece_bytes = MAX_PIECE_OUT_BYTES if out else MAX_PIECE_IN_BYTES
-        self._left_bytes = self._max_piece_bytes  # of the present piece
+        self._max_piece_bytes = self._left_bytes = max_piece_bytes  # left: of the present piece
 
     def after(self, compute: torch.cuda.Stream, events: Iterable[Event]) -> None:
         """What follows on the lane's stream follows the compute stream's present work and `events`."""
@@ -83,14 +82,18 @@ class _Lane:
 
 
 class CudaBackend:
-    """See `Backend`. `device` is a CUDA device; without an index, the current one."""
+    """See `Backend`. `device` is a CUDA device; without an index, the current one.
 
-    def __init__(self, device: torch.device | str = "cuda") -> None:
+    A small copy to the host waits for at most `max_piece_out_bytes` on the link; each piece takes the host 10 us.
+    """
+
+    def __init__(self, device: torch.device | str = "cuda", *, max_piece_out_bytes: int = MAX_PIECE_OUT_BYTES) -> None:
         device = torch.device(device)
         assert device.type == "cuda"
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._out, self._in = _Lane(self.device, out=True), _Lane(self.device, out=False)
+        self._out = _Lane(self.device, max_piece_out_bytes, out=True)
+        self._in = _Lane(self.device, MAX_PIECE_BYTES, out=False)
         self._pin = True
 
     def allocate_host(self, num_bytes: int) -> HostSlab:
@@ -109,13 +112,16 @@ class CudaBackend:
                 )
         return allocate_pageable(num_bytes)
 
-    def copy_out(self, source: Tensor, block: Block) -> Event:
-        self._out.after(self._compute_stream(), block.fences)
-        address = source.data_ptr()
-        for host in block.parts:
-            self._out.copy(host.data_ptr(), address, host.nbytes)
-            address += host.nbytes
-        return _record(self._out.stream)
+    def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> list[Event]:
+        self._out.after(self._compute_stream(), [fence for _, block in moves for fence in block.fences])
+        events = []
+        for source, block in moves:
+            address = source.data_ptr()
+            for host in block.parts:
+                self._out.copy(host.data_ptr(), address, host.nbytes)
+                address += host.nbytes
+            events.append(_record(self._out.stream))
+        return events
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         assert block.last_event is not None

@@ -1,7 +1,9 @@
 """The CPU as the device: copies are synchronous, the engine's code path is the same as on an accelerator."""
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
 
@@ -17,10 +19,12 @@ class HostBackend:
     def allocate_host(self, num_bytes: int) -> HostSlab:
         return allocate_pageable(num_bytes)
 
-    def copy_out(self, source: Tensor, block: Block) -> Event:
-        for host, device in block.views(source):
-            host.copy_(device)
-        return _DONE
+    def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> list[Event]:
+        whole = _NO_BYTES.new_empty(0)
+        for source, block in moves:
+            for host, device in block.views(whole.set_(source)):
+                host.copy_(device)
+        return [_DONE] * len(moves)
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         destination = _NO_BYTES.new_empty(block.num_bytes)

@@ -12,12 +12,12 @@ their direction. The host looks at events `host_ahead_ms` before the compute lan
 enqueues faster than the device works.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
@@ -81,15 +81,17 @@ class SimulatedBackend:
             raise MemoryError("no more host memory")
         return allocate_pageable(num_bytes)
 
-    def copy_out(self, source: Tensor, block: Block) -> Event:
-        needs = [_operation(fence) for fence in block.fences]
-        operation = self._enqueue(OUT, source, block, needs)
-        self._access(operation, block, writes=True)
-        return operation
+    def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> list[Event]:
+        operations: list[Event] = []
+        for source, block in moves:
+            operation = self._enqueue(OUT, source, block, [_operation(fence) for fence in block.fences])
+            self._access(operation, block, writes=True)
+            operations.append(operation)
+        return operations
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         destination = torch.full((block.num_bytes,), POISON, dtype=torch.uint8)
-        operation = self._enqueue(IN, destination, block, [_operation(block.last_event)])
+        operation = self._enqueue(IN, destination.untyped_storage(), block, [_operation(block.last_event)])
         self._access(operation, block, writes=False)
         return destination, operation
 
@@ -122,14 +124,14 @@ class SimulatedBackend:
             self.compute_wait(operation)
         self._synchronized_ms = self.now_ms
 
-    def _enqueue(self, lane: int, device: Tensor, block: Block, needs: list[Operation]) -> Operation:
+    def _enqueue(self, lane: int, device: UntypedStorage, block: Block, needs: list[Operation]) -> Operation:
         for each in needs:
             self._join(lane, each)
         self._join(lane, self._operation_on(COMPUTE, self.now_ms))
         start = max([self._free_ms[lane], self.now_ms, *(each.end_ms for each in needs)])
         self._free_ms[lane] = start + block.num_bytes / self._bytes_per_ms[lane]
         operation = self._operation_on(lane, self._free_ms[lane])
-        operation.device = StorageWeakRef(device.untyped_storage())  # type: ignore[no-untyped-call]
+        operation.device = StorageWeakRef(device)  # type: ignore[no-untyped-call]
         operation.block = block
         operation.needs = [*needs, *([self._last[lane]] if lane in self._last else [])]
         self._last[lane] = operation

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ CUDA = pytest.param(
 class PromptCudaBackend(CudaBackend):
     """Copies out have ended when they return, and no times are told, so that the same things happen as on the CPU."""
 
-    def copy_out(self, source: torch.Tensor, block: Block) -> Event:
-        event = super().copy_out(source, block)
+    def copy_out(self, moves: Sequence[tuple[torch.UntypedStorage, Block]]) -> list[Event]:
+        events = super().copy_out(moves)
         torch.cuda.synchronize()
-        return event
+        return events
 
     def mark(self) -> Event | None:
         return None

@@ -3,11 +3,11 @@
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
 from nemo_rl_offload.offload.backends.base import Block, Event
@@ -23,9 +23,9 @@ class LateBackend(HostBackend):
         self.completed: set[Event] = set()
         self.waits: list[Event] = []
 
-    def copy_out(self, source: Tensor, block: Block) -> Event:
-        super().copy_out(source, block)
-        return self._event("out")
+    def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> list[Event]:
+        super().copy_out(moves)
+        return [self._event("out") for _ in moves]
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         destination, _ = super().copy_in(block)
