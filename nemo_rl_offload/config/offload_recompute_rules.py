@@ -59,10 +59,10 @@ def _in_whole_layers(get: Get) -> Iterator[str]:
 
 def _in_modules(get: Get) -> Iterator[str]:
     names, covered = offloaded(get), recomputed(get)
-    shape = model_shape(get)
+    is_torch = megatron(get, "transformer_impl") == "torch"
     nothing_from = {
         "core_attn": ("core_attn",),
-        "mlp": DENSE_MLP_MODULES if shape.has_experts else ("mlp_norm", *DENSE_MLP_MODULES),
+        "mlp": DENSE_MLP_MODULES if is_torch else ("mlp_act",),  # the input is mlp_norm's, or mlp_fc1's
         "shared_experts": ("shared_experts",),
     }
     for part, silent in nothing_from.items():

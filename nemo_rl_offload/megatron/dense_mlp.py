@@ -59,6 +59,8 @@ class DenseMLP(MLP):  # type: ignore[misc]
 class FusedNormDenseMLP(DenseMLP):
     """The same where norm and first linear are one kernel."""
 
+    norm_is_fused = True
+
     def _first_linear(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         region = offload_region(self.config, x, "mlp_fc1", self.training)
         with region as x:

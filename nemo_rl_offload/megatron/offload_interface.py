@@ -16,7 +16,8 @@ listed; where it is not, a copy would free nothing. The shared experts' input is
 
 A layer that is recomputed whole saves only its input, in a checkpoint around the layer, where Megatron has no region.
 When `attn_norm` is listed, that checkpoint becomes a region of this name (`_OffloadedCheckpoints`): of all modules'
-inputs, the layer's input is the one that `attn_norm` stands for without recomputation, too.
+inputs, the layer's input is the one that `attn_norm` stands for without recomputation, too. A dense MLP that is
+recomputed alone likewise saves its input, which is `mlp_norm`'s, or `mlp_fc1`'s where norm and linear are one kernel.
 
 A CUDA graph may not contain an offloaded module with this engine, since a captured copy would read and write the same
 host memory at every replay; the configuration's rules refuse that. For graphs that do not contain one, replaying gives
@@ -34,7 +35,8 @@ from typing import Any, ClassVar
 import torch
 from megatron.core import recompute, tensor_parallel
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
-from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer import multi_token_prediction, transformer_layer
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -191,20 +193,34 @@ class OffloadInterface:
 
 
 class _OffloadedCheckpoints(types.ModuleType):
-    """`tensor_parallel` as full recomputation sees it: the checkpoint around layers is a region of `attn_norm`."""
+    """`tensor_parallel` as recomputation sees it: a checkpoint is a region of the module that names its input."""
+
+    def __init__(self, name_of: Callable[[Callable[..., Any]], str | None]) -> None:
+        super().__init__("tensor_parallel")
+        self._name_of = name_of
 
     def __getattr__(self, name: str) -> Any:
         return getattr(tensor_parallel, name)
 
-    @staticmethod
-    def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    def checkpoint(self, function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+        name = self._name_of(function)
+        if name is None:
+            return tensor_parallel.checkpoint(function, distribute_saved_activations, *args)
         for constant in args:  # rotary tables and masks, which the checkpoint saves with the activations
             if isinstance(constant, Tensor) and not constant.requires_grad:
                 OffloadInterface.mark_not_offload(constant)
-        region = OffloadInterface("attn_norm" in OffloadInterface.modules, args[0], "attn_norm")
+        region = OffloadInterface(name in OffloadInterface.modules, args[0], name)
         with region:
             output = tensor_parallel.checkpoint(function, distribute_saved_activations, *args)
         return region.group_offload(output)
+
+
+def _input_of_mlp(function: Callable[..., Any]) -> str | None:
+    """Megatron's layers call their dense MLP through a `partial`, and other parts by functions of their own."""
+    mlp = function.func if isinstance(function, partial) else None
+    if not isinstance(mlp, MLP):
+        return None
+    return "mlp_fc1" if getattr(mlp, "norm_is_fused", False) else "mlp_norm"
 
 
 def offload_region(config: TransformerConfig, tensor: Tensor, module: str | None, training: bool) -> Any:
@@ -225,7 +241,8 @@ def use_engine(engine: OffloadEngine | None, modules: Iterable[str] = ()) -> Non
                 for attribute in [key for key, value in vars(module).items() if value is original]:
                     setattr(module, attribute, OffloadInterface)
         for module in (recompute, multi_token_prediction):
-            module.tensor_parallel = _OffloadedCheckpoints("tensor_parallel")
+            module.tensor_parallel = _OffloadedCheckpoints(lambda _: "attn_norm")
+        transformer_layer.tensor_parallel = _OffloadedCheckpoints(_input_of_mlp)
     OffloadInterface.engine, OffloadInterface.modules = engine, frozenset(modules)
     pass_the_link(engine is not None and engine.device.type == "cuda")
 

@@ -23,7 +23,7 @@ SELECTIVE = f"{M}.recompute_granularity=selective"
         ((*BLOCK, f"{M}.recompute_num_layers=4"), "core_attn", ["core_attn"]),
         ((*BLOCK, f"{M}.recompute_num_layers=3"), "core_attn", []),
         ((SELECTIVE,), "attn_norm,core_attn", ["core_attn"]),
-        ((SELECTIVE, f"{M}.recompute_modules=[mlp]"), "core_attn,mlp_norm,mlp_act", ["mlp_norm", "mlp_act"]),
+        ((SELECTIVE, f"{M}.recompute_modules=[mlp]"), "core_attn,mlp_norm,mlp_act", ["mlp_act"]),
         ((SELECTIVE, f"{M}.recompute_modules=[layernorm]"), "attn_norm,qkv_linear,mlp_norm", []),
     ],
 )

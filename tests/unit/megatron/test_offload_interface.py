@@ -5,6 +5,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from megatron.core import recompute, tensor_parallel
 from megatron.core.models.gpt import gpt_model
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer import attention
+from megatron.core.transformer import attention, transformer_layer
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts
 from torch import Tensor
 
@@ -337,3 +339,35 @@ def test_it_is_bound_wherever_megatron_bound_its_own(engine: OffloadEngine) -> N
     for module in (schedules, attention, experts, gpt_model):
         bound = [value for value in vars(module).values() if value is OffloadInterface]
         assert bound, module.__name__
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("modules", [("mlp_norm",), ("mlp_fc1",), ("mlp_act",)])
+def test_a_recomputed_dense_mlp_offloads_its_input(
+    fused: bool, modules: tuple[str, ...], engine: OffloadEngine
+) -> None:
+    class Squared(MLP):
+        norm_is_fused = fused
+
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+        def forward(self, x: Tensor, padding_mask: None) -> tuple[Tensor, None]:
+            assert padding_mask is None
+            return squared(x, name="mlp_act", flag="mlp_act" in modules), None
+
+    use_engine(engine, modules)
+    leaf = torch.arange(4.0, requires_grad=True)
+    x = leaf * 2
+    checkpoint = transformer_layer.tensor_parallel.checkpoint
+    y, _ = checkpoint(partial(Squared(), padding_mask=None), False, x)
+    del x
+    moved = 16 if modules == ("mlp_fc1" if fused else "mlp_norm",) else 0
+    assert engine.stats().bytes_out == moved
+    y.sum().backward()
+    assert torch.equal(leaf.grad, 8 * torch.arange(4.0))
+    assert engine.stats().bytes_in == engine.stats().bytes_out == moved
+    whole = checkpoint(lambda x: squared(x, name="mlp_act", flag=False), False, leaf * 2)
+    assert engine.stats().bytes_out == moved, "no dense MLP"
+    whole.sum().backward()
