@@ -54,7 +54,8 @@ def run_attempt(task: dict[str, Any]) -> None:
     import torch
 
     sizes = task["sizes"]
-    steps = Steps(NUM_LAYERS, max(sizes)) if task["searched"] == "sequence" else None
+    impl = task["impl"]
+    steps = Steps(NUM_LAYERS, max(sizes), impl) if task["searched"] == "sequence" else None
     for size in sizes:
         found: dict[str, Any] = {"size": size}
         try:
@@ -63,7 +64,7 @@ def run_attempt(task: dict[str, Any]) -> None:
             if steps:
                 found |= steps.timed(task["variant"], size)
             else:
-                found |= Steps(size, SEQUENCE).timed(task["variant"], SEQUENCE)
+                found |= Steps(size, SEQUENCE, impl).timed(task["variant"], SEQUENCE)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -84,13 +85,13 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 class Steps:
     """A model that has taken a short step, which makes Adam's state, and steps of it."""
 
-    def __init__(self, num_layers: int, longest: int) -> None:
+    def __init__(self, num_layers: int, longest: int, impl: str) -> None:
         from variants import MODULE_SETS, full_recompute, nothing, ours, ours_with_recompute
         from workload import Shape, Workload
 
-        found = [full_recompute(), ours_with_recompute(), nothing(), ours("all", MODULE_SETS["torch"]["all"])]
+        found = [full_recompute(), ours_with_recompute(), nothing(), ours("all", MODULE_SETS[impl]["all"])]
         self.variants = {each.name: each for each in found}
-        self.workload = Workload(Shape(num_layers, longest, 1))
+        self.workload = Workload(Shape(num_layers, longest, 1, transformer_impl=impl))
         self.short = self.batch(min(512, longest))
         self.workload.step(self.short)
         self.optimizer_ms = timed(self.workload.model.optimizer.step)["ms"]
@@ -120,10 +121,10 @@ def describe() -> None:
     print(json.dumps({**environment(), "model": model_config(Shape(NUM_LAYERS, SEQUENCE, 1))}), flush=True)
 
 
-def compare(sequence: int) -> None:
+def compare(sequence: int, impl: str) -> None:
     """In a process of its own: print the compared variants' samples at one sequence."""
     prepare_process()
-    steps = Steps(NUM_LAYERS, sequence)
+    steps = Steps(NUM_LAYERS, sequence, impl)
     samples: dict[str, list[Sample]] = {name: [] for name in COMPARED}
     for _, name in in_turn(COMPARED, 2):
         samples[name].append(steps.timed(name, sequence, is_warm=True))
@@ -144,8 +145,12 @@ def in_process(task: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")], ended
 
 
-def search(name: str, searched: str, entry: dict[str, Any], limit_bytes: int, write: Any) -> None:
-    """Try until the largest that fits is known; fills the entry, whose keys are sizes as text."""
+def search(about: dict[str, str], entry: dict[str, Any], limit_bytes: int, write: Any) -> None:
+    """Try until the largest that fits is known; fills the entry, whose keys are sizes as text.
+
+    `about` is what an attempt's task says of itself: variant, searched, impl.
+    """
+    searched = about["searched"]
     entry["error"] = None
     while entry["error"] is None:
         known = {
@@ -157,10 +162,10 @@ def search(name: str, searched: str, entry: dict[str, Any], limit_bytes: int, wr
             entry["largest"] = longest(known)
             write()
             return
-        say(f"{name}: {searched} {', '.join(map(str, sizes))}")
+        say(f"{about['variant']}: {searched} {', '.join(map(str, sizes))}")
         # Another number of layers is another model, which the one before would leave no room for.
         for together in [sizes] if searched == "sequence" else [[size] for size in sizes]:
-            samples, entry["error"] = in_process({"variant": name, "searched": searched, "sizes": together})
+            samples, entry["error"] = in_process({**about, "sizes": together})
             for sample in samples:
                 entry["tried"][str(sample.pop("size"))] = sample
             if entry["error"] or "out_of_memory" in samples[-1]:
@@ -187,13 +192,13 @@ def figures(data: dict[str, Any]) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> int:
     from nemo_rl_offload.bench.report import write_json
 
-    path = options.out / "reach.json"
+    path = options.out / ("reach.json" if options.impl == "torch" else f"reach_{options.impl}.json")
     data: dict[str, Any] = {"experiment": "E4", "sequence": {}, "layers": {}}
     if path.exists():
         data |= json.loads(path.read_text(encoding="utf-8"))
-    ((about,), _) = in_process({"describe": True})
-    data |= about | {"command": command()}
-    data |= {"num_layers": NUM_LAYERS, "sequence_of_layers": SEQUENCE, "transformer_impl": "torch"}
+    ((machine,), _) = in_process({"describe": True})
+    data |= machine | {"command": command()}
+    data |= {"num_layers": NUM_LAYERS, "sequence_of_layers": SEQUENCE, "transformer_impl": options.impl}
     limit_bytes = int(data["device_memory_bytes"] * RESERVE)
 
     def write() -> None:
@@ -202,11 +207,12 @@ def run(options: argparse.Namespace) -> int:
 
     for searched in options.search:
         for name in options.variant or VARIANTS:
-            search(name, searched, data[searched].setdefault(name, {"tried": {}}), limit_bytes, write)
+            about = {"variant": name, "searched": searched, "impl": options.impl}
+            search(about, data[searched].setdefault(name, {"tried": {}}), limit_bytes, write)
         alone = data["sequence"].get(COMPARED[0], {}).get("largest")
         if searched == "sequence" and alone and data.get("compared", {}).get("sequence") != alone:
             say(f"time per token at {alone} tokens")
-            samples, error = in_process({"compare": alone})
+            samples, error = in_process({"compare": alone, "impl": options.impl})
             data["compared"] = {"sequence": alone, "samples": samples[0] if samples else {}, "error": error}
             write()
     print(json.dumps(data["figures"], indent=1))
@@ -218,6 +224,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--search", nargs="+", choices=("sequence", "layers"), default=["sequence"])
     parser.add_argument("--variant", nargs="+", choices=VARIANTS)
+    parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -226,7 +233,7 @@ def main() -> int:
     if "describe" in options.task:
         describe()
     elif "compare" in options.task:
-        compare(options.task["compare"])
+        compare(options.task["compare"], options.task["impl"])
     else:
         run_attempt(options.task)
     return 0

@@ -190,10 +190,11 @@ def ours_with_recompute() -> Variant:
     return Variant("ours: full recompute", "ours", partial(_ours, modules=modules, recompute=FULL), modules, "full")
 
 
-def ours_beside_recomputed_mlp() -> Variant:
-    """The MLP is recomputed, and attention's tensors wait on the host."""
-    enter = partial(_ours, modules=ATTENTION, recompute=(SELECTIVE, "recompute_modules=[mlp]"))
-    return Variant("ours: attention, recomputed mlp", "ours", enter, ATTENTION, "mlp")
+def ours_beside_recomputed_mlp(impl: str) -> Variant:
+    """The MLP is recomputed, and its input and attention's tensors wait on the host."""
+    modules = (*ATTENTION, "mlp_norm" if impl == "torch" else "mlp_fc1")
+    enter = partial(_ours, modules=modules, recompute=(SELECTIVE, "recompute_modules=[mlp]"))
+    return Variant("ours: attention, recomputed mlp", "ours", enter, modules, "mlp")
 
 
 def full_recompute() -> Variant:
@@ -213,7 +214,7 @@ def every_variant(workload: Workload, static_bytes: int, peak_bytes: int, host_b
     sets = MODULE_SETS[shape.transformer_impl]
     found = [nothing(), *(ours(name, modules) for name, modules in sets.items())]
     found += [ours_auto(share, static_bytes + round(step_bytes * share)) for share in AUTO_SHARES]
-    found += [ours_with_recompute(), ours_beside_recomputed_mlp(), full_recompute()]
+    found += [ours_with_recompute(), ours_beside_recomputed_mlp(shape.transformer_impl), full_recompute()]
     for name in ("core_attn", "mlp"):
         overrides = (SELECTIVE, f"recompute_modules=[{name}]")
         found.append(Variant(f"recompute: {name}", "recompute", partial(_tree, overrides=overrides), recompute=name))
