@@ -96,7 +96,12 @@ def _ours(
             stats = engine.stats()
             return {
                 "bytes_out": stats.bytes_out,
-                "stall_ms": stats.stall_in_ms + stats.stall_out_ms,
+                "bytes_in": stats.bytes_in,
+                "kept": stats.kept_bytes,
+                "ineffective": stats.ineffective_bytes,
+                "copy_ms": stats.copy_ms,
+                "stall_in_ms": stats.stall_in_ms,
+                "stall_out_ms": stats.stall_out_ms,
                 "peak_host_bytes": stats.peak_host_bytes,
                 "host_capacity_bytes": stats.host_capacity_bytes,
             }

@@ -3,6 +3,7 @@
 import importlib.util
 import multiprocessing
 import os
+import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -103,7 +104,10 @@ def test_eight_bit_tensors_move_as_they_are_stored(train: Callable[..., Outcome]
 
 def _train_with_megatrons_engine(folder: Path, overrides: tuple[str, ...], pipe: Connection) -> None:
     """In a process of its own: our class, once put into Megatron's place, stays there."""
-    os.environ |= {"NVTE_CPU_OFFLOAD_V1": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29507"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"NVTE_CPU_OFFLOAD_V1": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     policy = make_policy(*TRANSFORMER_ENGINE, *overrides)
     init_process_groups(policy, seed=1)
