@@ -67,6 +67,7 @@ class Copies:
 
     def offload(self, slots: Sequence[Slot], module: str) -> None:
         """Start the copies of a commit's resident slots, as far as the arena has room."""
+        capacity_bytes = self._arena.capacity_bytes
         moving: list[Slot] = []
         moves: list[tuple[torch.UntypedStorage, Block]] = []
         for slot in slots:
@@ -77,6 +78,8 @@ class Copies:
                 continue
             moving.append(slot)
             moves.append((slot.storage, block))
+        if self._arena.capacity_bytes != capacity_bytes:
+            self._timing.host_was_busy()
         if not moving:
             return
         ms_per_byte = self._timing.copy_ms(1, out=True)

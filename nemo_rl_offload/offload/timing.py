@@ -3,8 +3,9 @@
 Events are put on the streams as the step goes and read when the step is over and the device has passed them all, so
 that nothing here waits. Durations between boundaries are kept per byte that the group saves, because lengths change
 from step to step; time spent waiting for copies is taken out, or a late reload would look like slow compute and be
-issued late for ever. Averages are exponential. Limit: a device without a clock (see `Backend.mark`) teaches nothing,
-and then every rate stays unknown.
+issued late for ever. So is the time in which the host pins memory, in the first steps: a third of a second a gibibyte,
+in which the link seemed ten times slower than it is, and for some steps too slow for most groups. Averages are
+exponential. Limit: a device without a clock (see `Backend.mark`) teaches nothing, and then every rate stays unknown.
 """
 
 from collections import deque
@@ -30,11 +31,12 @@ class Boundary(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The compute stream, arriving at `since`, waited for the copy that ends at `until`."""
+    """The compute stream, arriving at `since`, waited for the copy that ends at `until`. `out` is its direction; None:
+    it waited for the host."""
 
     since: Event
     until: Event
-    out: bool
+    out: bool | None
 
 
 class Copy(NamedTuple):
@@ -117,6 +119,12 @@ class Timing:
         since = self._backend.mark()
         if since is not None and len(self._step.waits) < MAX_BOUNDARIES:
             self._step.waits.append((len(self._step.boundaries), Wait(since, until, out)))
+
+    def host_was_busy(self) -> None:
+        """Since the last boundary, without giving the device any work: what it waited is neither compute nor copy."""
+        since, self._mark = self._mark, self._backend.mark()
+        if since is not None and self._mark is not None and len(self._step.waits) < MAX_BOUNDARIES:
+            self._step.waits.append((len(self._step.boundaries), Wait(since, self._mark, None)))
 
     def end_step(self) -> None:
         """No graph is alive, or the caller says so: what was recorded is one step."""
@@ -227,7 +235,7 @@ class Timing:
             ms = max(0.0, self._backend.elapsed_ms(wait.since, wait.until))
             if wait.out:
                 self._stats.stall_out_ms += ms
-            else:
+            elif wait.out is not None:
                 self._stats.stall_in_ms += ms
             if position < num_boundaries:
                 lost[position] += ms

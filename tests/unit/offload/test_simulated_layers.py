@@ -10,6 +10,7 @@ from simulated_model import GroupShape, Module
 from torch import Tensor
 
 from nemo_rl_offload.offload.auto import Auto
+from nemo_rl_offload.offload.backends.base import HostSlab
 from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
 
@@ -55,9 +56,10 @@ class Layers:
     num_microbatches: int
     num_ahead: int
     budget_bytes: int | None = None
+    backend_type: type[SimulatedBackend] = SimulatedBackend
 
     def __post_init__(self) -> None:
-        self.backend = SimulatedBackend(BYTES_PER_MS, BYTES_PER_MS, host_ahead_ms=50)
+        self.backend = self.backend_type(BYTES_PER_MS, BYTES_PER_MS, host_ahead_ms=50)
         self.engine = OffloadEngine(
             self.backend,
             host_memory_budget_bytes=1 << 26,
@@ -139,3 +141,25 @@ def test_a_budget_that_cannot_be_met_does_not_make_every_copy_wait() -> None:
     unbounded = Layers(DENSE, 4, 2, 1)
     plain = [unbounded.step() for _ in range(6)]
     assert figures[-1][0] <= 1.1 * plain[-1][0]
+
+
+def test_pinning_memory_is_taken_neither_for_a_slow_link_nor_for_slow_compute() -> None:
+    """The device has nothing to do while the host pins memory, in the first step. The second step moves what every
+    later one does."""
+
+    class Pinning(SimulatedBackend):
+        def allocate_host(self, num_bytes: int) -> HostSlab:
+            self.compute(300)
+            return super().allocate_host(num_bytes)
+
+    moved: dict[type, list[int]] = {}
+    for kind in (SimulatedBackend, Pinning):
+        layers = Layers(DENSE, 4, 1, 1, backend_type=kind)
+        moved[kind] = []
+        for _ in range(4):
+            before = layers.engine.stats().bytes_out
+            layers.step()
+            moved[kind].append(layers.engine.stats().bytes_out - before)
+        assert layers.engine._timing.copy_ms(1, out=True) == pytest.approx(1 / BYTES_PER_MS)
+        assert layers.engine.stats().stall_out_ms < 100
+    assert moved[Pinning] == moved[SimulatedBackend]
