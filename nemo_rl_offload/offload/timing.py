@@ -68,11 +68,21 @@ class GroupTimes:
 
 
 class Rates[K](dict[K, float]):
-    """Exponential averages by key."""
+    """Exponential averages by key. Of two observations the second counts: kernels are compiled and chosen in the first,
+    which can take a thousand times as long."""
+
+    def __init__(self) -> None:
+        self._once: set[K] = set()
 
     def add(self, key: K, value: float) -> None:
-        old = self.get(key)
-        self[key] = value if old is None else old + NEWEST * (value - old)
+        if key not in self:
+            self._once.add(key)
+            self[key] = value
+        elif key in self._once:
+            self._once.remove(key)
+            self[key] = value
+        else:
+            self[key] += NEWEST * (value - self[key])
 
 
 class Timing:

@@ -4,7 +4,7 @@ from nemo_rl_offload.offload import HostBackend
 from nemo_rl_offload.offload.backends.base import Event
 from nemo_rl_offload.offload.slots import Group, Pass
 from nemo_rl_offload.offload.stats import OffloadStats
-from nemo_rl_offload.offload.timing import Timing
+from nemo_rl_offload.offload.timing import Rates, Timing
 
 
 class Clock(HostBackend):
@@ -44,3 +44,12 @@ def test_a_step_is_read_when_its_last_wait_has_begun_and_ended() -> None:
     timing.end_step()
     assert len(read) == 1
     assert stats.copy_ms == 1.0
+
+
+def test_the_second_observation_takes_the_place_of_the_first() -> None:
+    rates = Rates[str]()
+    seen = []
+    for value in (1000.0, 2.0, 4.0, 3.0):
+        rates.add("a", value)
+        seen.append(rates["a"])
+    assert seen == [1000.0, 2.0, 3.0, 3.0]
