@@ -82,23 +82,23 @@ class Copies:
             self._timing.host_was_busy()
         if not moving:
             return
-        ms_per_byte = self._timing.copy_ms(1, out=True)
+        event, total_bytes = self._backend.copy_out(moves), sum([slot.num_bytes for slot in moving])
+        self._timing.copied(event, total_bytes, out=True)
+        copy_ms = self._timing.copy_ms(total_bytes, out=True)
+        expected_ms = float("inf")
+        if copy_ms is not None:
+            expected_ms = self._link_free_ms = max(self._link_free_ms, self.now_ms) + copy_ms * MARGIN
         stats = self.module_stats(module)
-        for slot, (source, block), event in zip(moving, moves, self._backend.copy_out(moves), strict=True):
-            block.last_event, num_bytes = event, slot.num_bytes
-            self._timing.copied(event, num_bytes, out=True)
-            expected_ms = float("inf")
-            if ms_per_byte is not None:
-                expected_ms = max(self._link_free_ms, self.now_ms) + ms_per_byte * num_bytes * MARGIN
-                self._link_free_ms = expected_ms
-            copy_out = CopyOut(slot.ref, source, num_bytes, event, expected_ms, None)
+        for slot, (source, block) in zip(moving, moves, strict=True):
+            block.last_event = event
+            copy_out = CopyOut(slot.ref, source, slot.num_bytes, event, expected_ms, None)
             self._inflight.append(copy_out)
-            self._inflight_bytes += num_bytes
             slot.block, slot.stats = block, stats
             slot.state, slot.storage = State.COPYING_OUT, None
             for tensor, _ in slot.saved:
                 tensor.data = self._empties[tensor.dtype]
-            stats.bytes_out += num_bytes
+        self._inflight_bytes += total_bytes
+        stats.bytes_out += total_bytes
         copy_out.ends_group = module
         self._inflight_groups[module] += 1
 
@@ -171,13 +171,15 @@ class Copies:
 
     def let_go(self) -> None:
         """Drop sources whose copy has ended; beyond a cap, or where it should have, the compute stream waits."""
+        passed = None
         while self._inflight:
             oldest = self._inflight[0]
-            if not self._backend.done(oldest.event):
+            if oldest.event is not passed and not self._backend.done(oldest.event):
                 if not self._over_cap() and oldest.expected_ms > self.now_ms:
                     return
                 self._timing.waits(oldest.event, out=True)
                 self._backend.compute_wait(oldest.event)
+            passed = oldest.event
             self._drop_oldest()
 
     def drain(self) -> None:

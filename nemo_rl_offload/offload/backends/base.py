@@ -64,9 +64,10 @@ class Backend(Protocol):
     def allocate_host(self, num_bytes: int) -> HostSlab:
         """Host memory; raises MemoryError when the system refuses."""
 
-    def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> list[Event]:
+    def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> Event:
         """Copy storages on the device into their blocks, one after another, after the work that the compute stream
-        holds now and after the blocks' fences. The caller keeps each storage alive until its event is done."""
+        holds now and after the blocks' fences. The caller keeps the storages alive until the event is done, which is
+        one for all: the host's time for more is worth more than what goes a little sooner."""
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         """Copy `block` into a new device tensor (uint8, one-dimensional, of `block.num_bytes`) from the compute

@@ -112,16 +112,14 @@ class CudaBackend:
                 )
         return allocate_pageable(num_bytes)
 
-    def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> list[Event]:
+    def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> Event:
         self._out.after(self._compute_stream(), [fence for _, block in moves for fence in block.fences])
-        events = []
         for source, block in moves:
             address = source.data_ptr()
             for host in block.parts:
                 self._out.copy(host.data_ptr(), address, host.nbytes)
                 address += host.nbytes
-            events.append(_record(self._out.stream))
-        return events
+        return _record(self._out.stream)
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         assert block.last_event is not None

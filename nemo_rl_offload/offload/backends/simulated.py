@@ -81,13 +81,11 @@ class SimulatedBackend:
             raise MemoryError("no more host memory")
         return allocate_pageable(num_bytes)
 
-    def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> list[Event]:
-        operations: list[Event] = []
+    def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> Event:
         for source, block in moves:
             operation = self._enqueue(OUT, source, block, [_operation(fence) for fence in block.fences])
             self._access(operation, block, writes=True)
-            operations.append(operation)
-        return operations
+        return operation
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         destination = torch.full((block.num_bytes,), POISON, dtype=torch.uint8)

@@ -14,10 +14,10 @@ CUDA = pytest.param(
 class PromptCudaBackend(CudaBackend):
     """Copies out have ended when they return, and no times are told, so that the same things happen as on the CPU."""
 
-    def copy_out(self, moves: Sequence[tuple[torch.UntypedStorage, Block]]) -> list[Event]:
-        events = super().copy_out(moves)
+    def copy_out(self, moves: Sequence[tuple[torch.UntypedStorage, Block]]) -> Event:
+        event = super().copy_out(moves)
         torch.cuda.synchronize()
-        return events
+        return event
 
     def mark(self) -> Event | None:
         return None

@@ -127,7 +127,7 @@ def test_copies_in_pieces_move_every_byte(max_piece_bytes: int, num_bytes: int) 
     block = Block(pieces[num_bytes < 2 :], num_bytes)
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
     for _ in range(2):
-        (block.last_event,) = backend.copy_out([(source.untyped_storage(), block)])
+        block.last_event = backend.copy_out([(source.untyped_storage(), block)])
         arrived, event = backend.copy_in(block)
         backend.compute_wait(event)
         assert torch.equal(arrived, source)
@@ -141,7 +141,7 @@ def test_pinned_memory_given_up_under_a_copy_goes_to_nobody_else() -> None:
     source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     block = Block((Piece(slab, 0, 0, 1 << 30),), 1 << 30)
-    (copied,) = backend.copy_out([(source.untyped_storage(), block)])
+    copied = backend.copy_out([(source.untyped_storage(), block)])
     del block
     del slab
     other = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
