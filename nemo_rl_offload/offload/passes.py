@@ -21,16 +21,22 @@ class Order:
         self._current: Pass | None = None
         self._waiting: list[Pass] = []  # not begun; oldest first
         self._successors: dict[Key, tuple[Key, bool]] = {}  # first key of a pass: last key of the next, newest of them
+        self._last_keys: set[Key] = set()  # by which a pass is known to be complete
         self._lengths: dict[Key, int] = {}  # eligible groups of the latest pass that began with this key
         self.latest: Group | None = None  # reached last; its node may be gone
+        self.version = 0
+        """Another one whenever `upcoming` may give others first."""
 
     def commit(self, group: Group) -> None:
         """Place `group` at the end of the pass it belongs to."""
         current = self._current
         if current is None or current.begun or group.key == current.first_key:
             current = self._current = Pass(group.key)
+            self.version += 1
             self._waiting = [each for each in self._waiting if any(ref() for ref in each.groups)]
             self._waiting.append(current)
+        if group.key in self._last_keys:
+            self.version += 1
         group.pass_, group.index = current, len(current.groups)
         current.last_key = group.key
         current.groups.append(weakref.ref(group))
@@ -42,6 +48,7 @@ class Order:
     def reached(self, group: Group) -> None:
         """Backward is at `group`."""
         pass_ = group.pass_
+        self.version += 1
         if not pass_.begun:
             self._lengths[pass_.first_key] = pass_.num_eligible
             if self.latest is not None and group.key == pass_.last_key:
@@ -80,3 +87,4 @@ class Order:
         if len(alike) > 1:
             newest = alike[-1] is following
         self._successors[former.first_key] = following.last_key, newest
+        self._last_keys.add(following.last_key)

@@ -4,7 +4,7 @@ from itertools import islice
 
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.passes import Order
-from nemo_rl_offload.offload.schedule import MARGIN, Need, num_due
+from nemo_rl_offload.offload.schedule import MARGIN, Need, latest_starts_ms, num_due
 from nemo_rl_offload.offload.slots import Group
 from nemo_rl_offload.offload.timing import Timing
 
@@ -20,6 +20,7 @@ class Prefetch:
         self._max_bytes = max_bytes
         self._reached_ms = 0.0  # when backward was at the group reached last
         self._before: tuple[Group, bool] | None = None  # the last boundary
+        self._idle = -1, 0.0  # the order's version, and until when nothing is to be started there
 
     def boundary(self, group: Group, forward: bool) -> None:
         """A commit, or a backward that has reached `group`: the clock goes on by the interval usual here."""
@@ -44,6 +45,16 @@ class Prefetch:
             if not forward and self._timing.has_clock:
                 self._as_many_as_fit(former)
             return
+        version, idle_until_ms = self._idle
+        if version == self._order.version and self._copies.now_ms + next_boundary_ms <= idle_until_ms:
+            return
+        groups, first_start_ms = self._due(former, next_boundary_ms)
+        for each in groups:
+            self._copies.reload_group(each)
+        self._idle = (-1, 0.0) if groups else (self._order.version, self._copies.now_ms + first_start_ms)
+
+    def _due(self, former: Group, next_boundary_ms: float) -> tuple[list[Group], float]:
+        """What cannot wait, and in how many ms the first reload has to start."""
         needs: list[Need] = []
         groups: list[Group] = []
         num_fitting = 0
@@ -60,8 +71,9 @@ class Prefetch:
             copy_ms = self._timing.copy_ms(num_bytes, out=False)
             groups.append(following)
             needs.append(Need(due_ms, float("inf") if copy_ms is None else copy_ms * MARGIN + LATENCY_MS))
-        for each in groups[: min(num_due(needs, next_boundary_ms), num_fitting)]:
-            self._copies.reload_group(each)
+        starts_ms = latest_starts_ms(needs)
+        due = groups[: min(num_due(starts_ms, next_boundary_ms), num_fitting)]
+        return due, starts_ms[0] if starts_ms else float("inf")
 
     def _as_many_as_fit(self, group: Group) -> None:
         """Nothing is known: reload what comes next, within the cap; where the last such call stopped, go on."""

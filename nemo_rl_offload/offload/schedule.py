@@ -33,9 +33,9 @@ def latest_starts_ms(needs: Sequence[Need]) -> list[float]:
     return starts[::-1]
 
 
-def num_due(needs: Sequence[Need], next_boundary_ms: float) -> int:
-    """How many of `needs`, from the first, cannot wait for the next boundary."""
-    return bisect_left(latest_starts_ms(needs), next_boundary_ms)
+def num_due(starts_ms: Sequence[float], next_boundary_ms: float) -> int:
+    """How many reloads, from the first, cannot wait for the next boundary, by their `latest_starts_ms`."""
+    return bisect_left(starts_ms, next_boundary_ms)
 
 
 class Visit(NamedTuple):

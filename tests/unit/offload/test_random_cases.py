@@ -13,7 +13,8 @@ from nemo_rl_offload.offload.backends.base import Block
 from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
-from nemo_rl_offload.offload.slots import Kept, Slot, State
+from nemo_rl_offload.offload.prefetch import Prefetch
+from nemo_rl_offload.offload.slots import Group, Kept, Slot, State
 
 pytestmark = pytest.mark.filterwarnings("ignore:Host memory for offloading stays")
 
@@ -24,6 +25,29 @@ def faults(seeds: range) -> list[str]:
 
 def test_no_fault_is_found() -> None:
     assert faults(range(10_000, 10_150)) == []
+
+
+def test_what_a_forecast_lets_a_boundary_skip_is_not_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reloads are looked for again only where something may have become due since it was last known that nothing is."""
+    ahead, skipped = Prefetch.ahead, []
+
+    def ahead_and_check(self: Prefetch, group: Group, forward: bool) -> None:
+        searches = []
+
+        def due(*args: Any) -> Any:
+            searches.append(args)
+            return Prefetch._due(self, *args)
+
+        monkeypatch.setattr(self, "_due", due, raising=False)
+        ahead(self, group, forward)
+        former, next_boundary_ms = self._order.latest, self._timing.after_ms(group, forward)
+        if former is not None and next_boundary_ms is not None and not searches:
+            skipped.append(Prefetch._due(self, former, next_boundary_ms)[0])
+
+    monkeypatch.setattr(Prefetch, "ahead", ahead_and_check)
+    assert faults(range(20_000, 20_150)) == []
+    assert len(skipped) > 100
+    assert not any(skipped)
 
 
 @pytest.mark.slow

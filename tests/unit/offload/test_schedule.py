@@ -32,7 +32,7 @@ def test_latest_starts_meet_every_deadline_and_none_can_be_later(needs: list[Nee
 @given(NEEDS, st.integers(0, 30))
 def test_due_are_those_that_the_next_boundary_is_too_late_for(needs: list[Need], boundary_ms: int) -> None:
     late = [start < boundary_ms for start in latest_starts_ms(needs)]
-    assert num_due(needs, boundary_ms) == sum(late)
+    assert num_due(latest_starts_ms(needs), boundary_ms) == sum(late)
     assert late == sorted(late, reverse=True)
 
 
