@@ -101,12 +101,10 @@ def check(workload: Any, found: list[Any], entries: dict[str, Any]) -> None:
 
 def measure(workload: Any, variant: Any, entry: dict[str, Any]) -> None:
     """Some steps after some others; adds to the entry's samples."""
-    from variants import NUM_STEPS
-
     with variant.enter(workload) as probe:
         for _ in range(variant.num_warmup):
             workload.step()
-        for _ in range(NUM_STEPS):
+        for _ in range(variant.num_steps):
             before = probe()
             sample = timed(workload.step)
             entry["samples"].append(sample | counted(before, probe()))

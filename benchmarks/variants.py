@@ -43,8 +43,10 @@ MODULE_SETS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 SELECTIVE = "recompute_granularity=selective"
 FULL = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
-NUM_STEPS = PLAN_EVERY - 1 - FIRST_PLANS[-1]
-"""Steps timed in a row: with `auto`, those between two plans, which reset the allocator's peak."""
+NUM_STEPS = 5
+"""Steps timed in a row."""
+NUM_STEPS_BETWEEN_PLANS = PLAN_EVERY - 1 - FIRST_PLANS[-1]
+"""The same with `auto`, whose plans reset the allocator's peak."""
 
 _INTERFACE = "FineGrainedActivationOffloadingInterface"
 _MEGATRONS = getattr(megatron_offload, _INTERFACE)
@@ -66,6 +68,7 @@ class Variant:
     recompute: str | None = None
     """full, or the entry of `recompute_modules`."""
     num_warmup: int = 3
+    num_steps: int = NUM_STEPS
 
     def entry(self) -> dict[str, Any]:
         """What a result says of it, before anything is measured."""
@@ -186,7 +189,8 @@ def ours(name: str, modules: Sequence[str]) -> Variant:
 def ours_auto(share: float, budget_bytes: int) -> Variant:
     """This project's engine, which chooses for a budget."""
     enter = partial(_ours, modules="auto", budget_bytes=budget_bytes)
-    return Variant(f"ours: auto {share:.0%}", "ours", enter, "auto", num_warmup=FIRST_PLANS[-1])
+    steps = {"num_warmup": FIRST_PLANS[-1], "num_steps": NUM_STEPS_BETWEEN_PLANS}
+    return Variant(f"ours: auto {share:.0%}", "ours", enter, "auto", **steps)
 
 
 def ours_with_recompute() -> Variant:
@@ -224,7 +228,8 @@ def every_variant(workload: Workload, static_bytes: int, peak_bytes: int, host_b
         overrides = (SELECTIVE, f"recompute_modules=[{name}]")
         found.append(Variant(f"recompute: {name}", "recompute", partial(_tree, overrides=overrides), recompute=name))
     for name, make in (("save_on_cpu", _save_on_cpu), ("TRL OffloadActivations", _trl)):
-        found.append(Variant(name, "hooks", partial(_hooks, make=make, step_bytes=step_bytes, host_bytes=host_bytes)))
+        enter = partial(_hooks, make=make, step_bytes=step_bytes, host_bytes=host_bytes)
+        found.append(Variant(name, "hooks", enter, num_warmup=1, num_steps=2))
     if shape.transformer_impl == "transformer_engine":
         found += [megatron(name, sets[name]) for name in ("core_attn", "attention")]
         for number in sorted({max(1, shape.num_layers // 2), shape.num_layers - 1}):
