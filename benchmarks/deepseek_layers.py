@@ -6,8 +6,8 @@ Four layers (multi-latent attention, hidden 7168, experts of 2048, top-8, one sh
 microbatches of one sequence. A rank of EP16 holds 16 of 256 experts and takes 4096 x 8 token copies when routing is
 balanced; 16 experts in all, of which a token takes 8, give one GPU the same. The schedule is 1F1B as the first of four
 stages runs it: three forwards ahead, then one forward and one backward in turn, over 32 microbatches: a global batch of
-512 on 16 data-parallel ranks. A real first stage waits, after its forwards ahead, for the first gradients to come back
-through three stages; here backward follows at once, so copies out have less time than there.
+512 on 16 data-parallel ranks. As there, the stage stands still until the first gradient has come back through three
+more stages, and between the last ones (`pipeline_waits`).
 
 Correctness first: losses and gradients of two layers with offloading equal those without, bit for bit, under
 deterministic algorithms. Then both are timed in turn, step by step, by the device's events.
@@ -34,6 +34,7 @@ from common import (
     say,
     timed,
 )
+from pipeline_waits import PipelineWaits, mark
 from torch import Tensor
 
 from nemo_rl_offload.bench.process import deterministic
@@ -129,6 +130,7 @@ class Stage:
             0, 1024, (num_microbatches, 1, sequence), generator=generator, device=generator.device
         )
         self.positions = torch.arange(sequence, device=generator.device)[None]
+        self.waits = PipelineWaits(NUM_AHEAD, 0.0, 0.0)
 
     def use(self, engine: OffloadEngine | None) -> None:
         use_engine(engine, MODULES)
@@ -140,16 +142,42 @@ class Stage:
         """1F1B of the first of four stages; gradients add up. Returns the losses."""
         alive: deque[Tensor] = deque()
         losses = []
-        for tokens in self.tokens:
-            alive.append(self.forward(tokens))
-            if len(alive) == NUM_AHEAD:
-                losses.append(alive[0].detach())
-                alive.popleft().backward()
-        while alive:
+        began = self.waits.begin()
+
+        def backward() -> Any:
+            began = mark()
             losses.append(alive[0].detach())
             alive.popleft().backward()
+            return began
+
+        for number, tokens in enumerate(self.tokens):
+            alive.append(self.forward(tokens))
+            if len(alive) == NUM_AHEAD:
+                if number == NUM_AHEAD - 1:
+                    self.waits.for_first_gradient(began)
+                began = backward()
+        while alive:
+            self.waits.for_next_gradient(began)
+            began = backward()
         OffloadInterface.reset()
         return torch.stack(losses)
+
+    def time_passes(self) -> None:
+        """Let the waits be those beside stages that take as long as this one without offloading."""
+        self.use(None)
+        times: list[tuple[float, float]] = []
+        for tokens in self.tokens[:NUM_AHEAD]:
+            start = mark()
+            loss = self.forward(tokens)
+            middle = mark()
+            loss.backward()
+            end = mark()
+            if HAS_GPU:
+                torch.cuda.synchronize()
+                times.append((start.elapsed_time(middle), middle.elapsed_time(end)))
+        if times:
+            forward_ms, backward_ms = (min(column) for column in zip(*times, strict=True))
+            self.waits = PipelineWaits(NUM_AHEAD, forward_ms, backward_ms)
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
@@ -188,6 +216,8 @@ def counters(engine: OffloadEngine) -> Sample:
 def measure(stage: Stage, data: dict[str, Any], rounds: int, path: Path) -> None:
     """Time steps without and with offloading in turn; fills `data` and writes it after each round."""
     engine, samples = stage.engine, data["samples"]
+    stage.time_passes()
+    data |= {"forward_ms": stage.waits.forward_ms, "backward_ms": stage.waits.backward_ms}
     for number, name in in_turn(["off", "on"], rounds, num_warmup_rounds=1):
         stage.use(engine if name == "on" else None)
         if HAS_GPU:

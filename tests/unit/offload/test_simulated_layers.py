@@ -49,13 +49,18 @@ class Tail(torch.autograd.Function):
 
 @dataclass
 class Layers:
-    """Steps over `num_microbatches`, of which `num_ahead` are in flight as on the first of as many pipeline stages."""
+    """Steps over `num_microbatches`, of which `num_ahead` are in flight as on the first of as many pipeline stages.
+
+    With `waits`, the device stands still as there: until the first gradient has come back through the other stages, and
+    between the last ones.
+    """
 
     modules: dict[str, GroupShape]
     num_layers: int
     num_microbatches: int
     num_ahead: int
     budget_bytes: int | None = None
+    waits: bool = False
     backend_type: type[SimulatedBackend] = SimulatedBackend
 
     def __post_init__(self) -> None:
@@ -82,23 +87,38 @@ class Layers:
 
     def step(self) -> tuple[float, int]:
         """How long it takes, and the most that the device held at once of what the modules save."""
-        start_ms = self.backend.now_ms
+        start_ms = began_ms = self.backend.now_ms
+        forward_ms, backward_ms = self.pass_ms(forward=True), self.pass_ms(forward=False)
         alive: deque[Tensor] = deque()
-        for _ in range(self.num_microbatches):
+        for number in range(self.num_microbatches):
             alive.append(self.forward())
             if len(alive) == self.num_ahead:
+                if number == self.num_ahead - 1:
+                    self.wait_until(start_ms + forward_ms * self.num_ahead + backward_ms * (self.num_ahead - 1))
+                began_ms = self.backend.now_ms
                 alive.popleft().backward()
         while alive:
+            self.wait_until(began_ms + forward_ms + backward_ms)
+            began_ms = self.backend.now_ms
             alive.popleft().backward()
         step_ms = self.backend.now_ms - start_ms
         self.backend.synchronize()
         self.engine.end_step()
         return step_ms, self.engine._copies.take_peak_resident_bytes()
 
+    def wait_until(self, ms: float) -> None:
+        if self.waits:
+            self.backend.compute(max(0.0, ms - self.backend.now_ms))
+
+    def pass_ms(self, *, forward: bool) -> float:
+        tail_ms = TAIL_MS if forward else 2 * TAIL_MS
+        modules = self.modules.values()
+        return self.num_layers * (tail_ms + sum(each.forward_ms if forward else each.backward_ms for each in modules))
+
     @property
     def compute_ms(self) -> float:
-        layer_ms = 3 * TAIL_MS + sum(shape.forward_ms + shape.backward_ms for shape in self.modules.values())
-        return layer_ms * self.num_layers * self.num_microbatches
+        both_ms = self.pass_ms(forward=True) + self.pass_ms(forward=False)
+        return both_ms * (self.num_microbatches + (self.num_ahead - 1 if self.waits else 0))
 
     @property
     def saved_bytes(self) -> int:
