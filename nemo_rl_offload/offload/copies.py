@@ -20,6 +20,8 @@ from nemo_rl_offload.offload.slots import CopyOut, Empties, Group, Pass, Remains
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
 from nemo_rl_offload.offload.timing import Timing
 
+MIN_BOUND_BYTES = 1 << 30
+
 
 class Copies:
     """Not thread-safe: the engine's lock is held around every call."""
@@ -33,7 +35,7 @@ class Copies:
         stats: OffloadStats,
         empties: Empties,
         *,
-        max_inflight_bytes: int,
+        max_inflight_bytes: int | None,
         max_inflight_groups: int | None,
     ) -> None:
         self._backend, self._arena, self._timing = backend, arena, timing
@@ -42,6 +44,7 @@ class Copies:
         self._max_inflight_groups = max_inflight_groups
         self._inflight: deque[CopyOut] = deque()
         self._inflight_bytes = 0
+        self._largest_bytes = 0  # of a commit's copies
         self._inflight_groups: Counter[str] = Counter()
         self._link_free_ms = 0.0
         self.now_ms = 0.0
@@ -98,9 +101,15 @@ class Copies:
             for tensor, _ in slot.saved:
                 tensor.data = self._empties[tensor.dtype]
         self._inflight_bytes += total_bytes
+        self._largest_bytes = max(self._largest_bytes, total_bytes)
         stats.bytes_out += total_bytes
         copy_out.ends_group = module
         self._inflight_groups[module] += 1
+
+    def bound_bytes(self, given: int | None) -> int:
+        """How much may be under way where no bound is given. With less than two groups, which are large where sequences
+        are long, no copy goes on beside the compute behind it: simulated layers of 64k tokens took 9 % longer."""
+        return max(MIN_BOUND_BYTES, 2 * self._largest_bytes) if given is None else given
 
     def reached(self, group: Group) -> None:
         """Backward is at `group`: bring back what is still on the host, and take all of it as used."""
@@ -227,7 +236,9 @@ class Copies:
 
     def _over_cap(self) -> bool:
         limit = self.resident_limit_bytes
-        if self._inflight_bytes > self._max_inflight_bytes if limit is None else self.resident_bytes > limit:
+        if limit is None and self._inflight_bytes > self.bound_bytes(self._max_inflight_bytes):
+            return True
+        if limit is not None and self.resident_bytes > limit:
             return True
         cap = self._max_inflight_groups
         return cap is not None and any(count > cap for count in self._inflight_groups.values())

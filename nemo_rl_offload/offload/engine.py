@@ -104,9 +104,10 @@ class OffloadEngine:
         host_memory_budget_bytes: the most host memory taken; what does not fit stays on the device.
         min_tensor_bytes, min_tensor_elements: a tensor below either is not worth a copy. A smaller view of a
             storage that is offloaded anyway goes with it.
-        max_inflight_bytes: device memory that copies out may hold before the compute stream waits for them.
+        max_inflight_bytes: device memory that copies out may hold before the compute stream waits for them. None:
+            1 GiB, or two of the largest groups where that is more.
         max_inflight_groups: commits of one module whose copies may be under way; None for any number.
-        max_prefetch_bytes: device memory for groups reloaded ahead of the one that backward has reached.
+        max_prefetch_bytes: device memory for groups reloaded ahead of the one that backward has reached; None likewise.
         selection: what stays on the device although it is saved in a region.
         auto: chooses, from measurements, what else stays; None leaves nothing else.
         steps_are_told: `end_step` will be called after each step. Else, until that happens for the first time, a step
@@ -120,9 +121,9 @@ class OffloadEngine:
         host_memory_budget_bytes: int,
         min_tensor_bytes: int = 1 << 20,
         min_tensor_elements: int = 0,
-        max_inflight_bytes: int = 1 << 30,
+        max_inflight_bytes: int | None = None,
         max_inflight_groups: int | None = None,
-        max_prefetch_bytes: int = 1 << 30,
+        max_prefetch_bytes: int | None = None,
         selection: Selection | None = None,
         auto: Auto | None = None,
         steps_are_told: bool = False,

@@ -15,7 +15,7 @@ HORIZON = 16  # groups looked at
 class Prefetch:
     """Not thread-safe: the engine's lock is held around every call."""
 
-    def __init__(self, order: Order, timing: Timing, copies: Copies, max_bytes: int) -> None:
+    def __init__(self, order: Order, timing: Timing, copies: Copies, max_bytes: int | None) -> None:
         self._order, self._timing, self._copies = order, timing, copies
         self._max_bytes = max_bytes
         self._reached_ms = 0.0  # when backward was at the group reached last
@@ -58,7 +58,7 @@ class Prefetch:
         needs: list[Need] = []
         groups: list[Group] = []
         num_fitting = 0
-        room = self._max_bytes - self._copies.unused_bytes
+        room = self._copies.bound_bytes(self._max_bytes) - self._copies.unused_bytes
         due_ms = self._reached_ms - self._copies.now_ms
         for following in islice(self._order.upcoming(former), HORIZON):
             due_ms += self._interval_ms(former, following)
@@ -79,7 +79,7 @@ class Prefetch:
         """Nothing is known: reload what comes next, within the cap; where the last such call stopped, go on."""
         pass_ = group.pass_
         for following in pass_.before(min(group.index, pass_.loaded_to)):
-            if self._copies.unused_bytes + following.pending_bytes > self._max_bytes:
+            if self._copies.unused_bytes + following.pending_bytes > self._copies.bound_bytes(self._max_bytes):
                 return
             self._copies.reload_group(following)
             pass_.loaded_to = following.index

@@ -9,6 +9,7 @@ import torch
 from simulated_model import GroupShape, Module
 from torch import Tensor
 
+from nemo_rl_offload.offload import copies
 from nemo_rl_offload.offload.auto import Auto
 from nemo_rl_offload.offload.backends.base import HostSlab
 from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
@@ -28,6 +29,12 @@ EXPERTS = {  # a layer of DeepSeek-V3 at 4096 tokens
     "mlp_norm": GroupShape(5_870, 4.2, 8.4),
     "expert_fc1": GroupShape(47_000, 3.2, 6.4),
     "moe_act": GroupShape(27_000, 0.6, 1.2),
+}
+LONG = {  # a layer of Qwen2.5-7B at 65,536 tokens, whose MLP is recomputed
+    "qkv_linear": GroupShape(94_000, 9, 20),
+    "core_attn": GroupShape(108_000, 56, 140),
+    "attn_proj": GroupShape(47_000, 5, 10),
+    "mlp_fc1": GroupShape(47_000, 45, 135),
 }
 TAIL_MS = 2.0
 
@@ -61,6 +68,8 @@ class Layers:
     num_ahead: int
     budget_bytes: int | None = None
     waits: bool = False
+    bounds: tuple[int | None, int | None] = (2 * GB, GB)
+    """On copies out, and on what is reloaded ahead."""
     backend_type: type[SimulatedBackend] = SimulatedBackend
 
     def __post_init__(self) -> None:
@@ -69,8 +78,8 @@ class Layers:
             self.backend,
             host_memory_budget_bytes=1 << 26,
             min_tensor_bytes=0,
-            max_inflight_bytes=2 * GB,
-            max_prefetch_bytes=GB,
+            max_inflight_bytes=self.bounds[0],
+            max_prefetch_bytes=self.bounds[1],
             auto=None if self.budget_bytes is None else Auto(self.budget_bytes, 1 << 26),
             steps_are_told=True,
         )
@@ -152,6 +161,19 @@ def test_the_first_plan_is_made_for_a_whole_step() -> None:
     auto = layers.engine._auto
     assert auto is not None
     assert auto._num_steps == 1
+
+
+def test_groups_of_a_gibibyte_move_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a bound, the engine lets two of the largest groups be under way. A fixed gibibyte makes compute wait for
+    each, and holds no less at the peak."""
+    monkeypatch.setattr(copies, "MIN_BOUND_BYTES", GB)
+    layers = Layers(LONG, 12, 1, 1, bounds=(None, None))
+    *_, (step_ms, peak_bytes) = [layers.step() for _ in range(5)]
+    assert step_ms == pytest.approx(layers.compute_ms)
+    fixed = Layers(LONG, 12, 1, 1, bounds=(GB, GB))
+    *_, (fixed_ms, fixed_peak_bytes) = [fixed.step() for _ in range(5)]
+    assert fixed_ms > 1.05 * layers.compute_ms
+    assert peak_bytes <= fixed_peak_bytes < 0.1 * layers.saved_bytes
 
 
 def test_a_budget_that_cannot_be_met_does_not_make_every_copy_wait() -> None:
