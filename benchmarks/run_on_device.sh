@@ -14,20 +14,21 @@ run() { timeout $((limit_s - SECONDS)) python3 -W ignore "benchmarks/$1.py" --ou
 part() {
     case $1 in
     # In the order of importance.
-    e1) run deepseek_layers --impl transformer_engine --inflight 1 2 4 ;;
+    e1) run deepseek_layers --impl transformer_engine --inflight 2 --trace ;;
     e1-torch) run deepseek_layers --impl torch ;;
     e2) run dense_rl --sequence 8192 ;;
-    e2-te) run dense_rl --sequence 8192 --impl transformer_engine ;;
+    e2-te) run dense_rl --sequence 8192 --impl transformer_engine --layers 12 ;;
+    e2-te-64k) run dense_rl --sequence 65536 --impl transformer_engine --layers 12 --microbatches 1 ;;
     e3) run rl_reality --impl transformer_engine ;;
-    e4) run reach --variant "recompute: full" ;;
-    e4-ours) run reach --variant "ours: full recompute" ;;
+    e4) run reach --impl transformer_engine --variant "recompute: full" ;;
+    e4-ours) run reach --impl transformer_engine --variant "ours: full recompute" ;;
     stash) timeout $((limit_s - SECONDS)) benchmarks/stash_on_device.sh "$out" ;;
     profile) run profile_step ;;
     e2-te-own) run dense_rl --sequence 8192 --impl transformer_engine --variant "Transformer Engine" ;;
     e2-4k | e2-16k | e2-32k | e2-64k) size=${1#e2-} && run dense_rl --sequence $((${size%k} * 1024)) ;;
     e2-sft) run dense_rl --sequence 8192 --algorithm sft ;;
-    e4-rest) run reach --variant nothing "ours: all" ;;
-    e4-layers) run reach --search layers ;;
+    e4-rest) run reach --impl transformer_engine --variant nothing "ours: all" ;;
+    e4-layers) run reach --impl transformer_engine --search layers ;;
     link) run link ;;
     *) echo "no part $1; see $0" && return 2 ;;
     esac

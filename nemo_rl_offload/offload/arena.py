@@ -66,9 +66,9 @@ class FreeExtents:
         return slab, offset, size, fences
 
     def pending(self, fences: tuple[Event, ...]) -> tuple[Event, ...]:
-        if len(fences) > 1:
-            fences = tuple(dict.fromkeys(fences))
-        return tuple([fence for fence in fences if not self._done(fence)])
+        if len(fences) == 1:
+            return () if self._done(fences[0]) else fences
+        return tuple([fence for fence in dict.fromkeys(fences) if not self._done(fence)])
 
     def _insert(self, slab: int, offset: int, size: int, fences: tuple[Event, ...]) -> None:
         insort(self._by_size, (size, slab, offset))
@@ -104,7 +104,8 @@ class HostArena:
         waiting = self._waiting.get(num_bytes)
         if waiting:
             block = waiting.popleft()
-            block.fences = self._free.pending(block.fences)
+            if block.fences:
+                block.fences = self._free.pending(block.fences)
             self._count(size)
             return block
         extent = self._free.take(size, in_part=False)

@@ -16,7 +16,7 @@ from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.backends.base import Backend, Block
 from nemo_rl_offload.offload.schedule import MARGIN
 from nemo_rl_offload.offload.selection import Selection
-from nemo_rl_offload.offload.slots import CopyOut, Empties, Group, Pass, Remains, Slot, State
+from nemo_rl_offload.offload.slots import CopiesOut, Empties, Group, Pass, Remains, Slot, State
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
 from nemo_rl_offload.offload.timing import Timing
 
@@ -42,7 +42,7 @@ class Copies:
         self._selection, self._stats, self._empties = selection, stats, empties
         self._max_inflight_bytes = max_inflight_bytes
         self._max_inflight_groups = max_inflight_groups
-        self._inflight: deque[CopyOut] = deque()
+        self._inflight: deque[CopiesOut] = deque()
         self._inflight_bytes = 0
         self._largest_bytes = 0  # of a commit's copies
         self._inflight_groups: Counter[str] = Counter()
@@ -92,18 +92,18 @@ class Copies:
         if copy_ms is not None:
             expected_ms = self._link_free_ms = max(self._link_free_ms, self.now_ms) + copy_ms * MARGIN
         stats = self.module_stats(module)
+        sources = []
         for slot, (source, block) in zip(moving, moves, strict=True):
+            sources.append((slot.ref, source))
             block.last_event = event
-            copy_out = CopyOut(slot.ref, source, slot.num_bytes, event, expected_ms, None)
-            self._inflight.append(copy_out)
             slot.block, slot.stats = block, stats
             slot.state, slot.storage = State.COPYING_OUT, None
             for tensor, _ in slot.saved:
                 tensor.data = self._empties[tensor.dtype]
+        self._inflight.append(CopiesOut(sources, total_bytes, event, expected_ms, module))
         self._inflight_bytes += total_bytes
         self._largest_bytes = max(self._largest_bytes, total_bytes)
         stats.bytes_out += total_bytes
-        copy_out.ends_group = module
         self._inflight_groups[module] += 1
 
     def bound_bytes(self, given: int | None) -> int:
@@ -180,15 +180,13 @@ class Copies:
 
     def let_go(self) -> None:
         """Drop sources whose copy has ended; beyond a cap, or where it should have, the compute stream waits."""
-        passed = None
         while self._inflight:
             oldest = self._inflight[0]
-            if oldest.event is not passed and not self._backend.done(oldest.event):
+            if not self._backend.done(oldest.event):
                 if not self._over_cap() and oldest.expected_ms > self.now_ms:
                     return
                 self._timing.waits(oldest.event, out=True)
                 self._backend.compute_wait(oldest.event)
-            passed = oldest.event
             self._drop_oldest()
 
     def drain(self) -> None:
@@ -225,7 +223,8 @@ class Copies:
         """End the offloading of a slot whose source was not let go yet, where nothing has written to that."""
         if slot.released or not slot.unwritten:
             return False
-        source = next((copy.source for copy in self._inflight if copy.slot() is slot), None)
+        copying = (each for copies in self._inflight for each in copies.sources)
+        source = next((source for ref, source in copying if ref() is slot), None)
         if source is None:
             return False
         slot.reloaded, slot.block = source, None
@@ -244,15 +243,15 @@ class Copies:
         return cap is not None and any(count > cap for count in self._inflight_groups.values())
 
     def _drop_oldest(self) -> None:
-        copy_out = self._inflight.popleft()
-        self._inflight_bytes -= copy_out.num_bytes
-        if copy_out.ends_group is not None:
-            self._inflight_groups[copy_out.ends_group] -= 1
-        slot = copy_out.slot()
-        if slot is None:
-            return
-        if slot.state is State.COPYING_OUT:
-            slot.state = State.HOST
-            self.resident_bytes -= slot.num_bytes
-        if slot.released:
-            copy_out.source.resize_(0)
+        copies = self._inflight.popleft()
+        self._inflight_bytes -= copies.num_bytes
+        self._inflight_groups[copies.module] -= 1
+        for ref, source in copies.sources:
+            slot = ref()
+            if slot is None:
+                continue
+            if slot.state is State.COPYING_OUT:
+                slot.state = State.HOST
+                self.resident_bytes -= slot.num_bytes
+            if slot.released:
+                source.resize_(0)

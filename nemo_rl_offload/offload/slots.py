@@ -157,16 +157,15 @@ class Pass:
 
 
 @dataclass(slots=True, eq=False)
-class CopyOut:
-    """A copy of `num_bytes` that may still be reading `source`. By `expected_ms`, on the clock of what was learned, it
-    will have ended. `ends_group` is the module, when it is the last copy of a commit."""
+class CopiesOut:
+    """A commit's copies, of `num_bytes` in all, that may still be reading their sources. By `expected_ms`, on the clock
+    of what was learned, they will have ended."""
 
-    slot: weakref.ref[Slot]
-    source: torch.UntypedStorage
+    sources: list[tuple[weakref.ref[Slot], torch.UntypedStorage]]
     num_bytes: int
     event: Event
     expected_ms: float
-    ends_group: str | None
+    module: str
 
 
 def deref[V](ref: weakref.ref[V] | None) -> V | None:
