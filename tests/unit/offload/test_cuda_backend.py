@@ -134,6 +134,18 @@ def test_copies_in_pieces_move_every_byte(max_piece_bytes: int, num_bytes: int) 
         source += 1
 
 
+def test_pageable_memory_changes_no_bit() -> None:
+    backend = CudaBackend()
+    backend._pin = False
+    engine = OffloadEngine(backend, host_memory_budget_bytes=1 << 30)
+    for size in (1024, 768):
+        x = torch.randn(size, size, device="cuda")
+        expected, got = (run(each, x, 6) for each in (None, engine))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert engine.stats().bytes_out > 0
+    engine.close()
+
+
 def test_pinned_memory_given_up_under_a_copy_goes_to_nobody_else() -> None:
     backend = CudaBackend()
     slab = backend.allocate_host(1 << 30)
