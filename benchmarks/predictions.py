@@ -4,9 +4,10 @@
 
 Memory: the predicted peak less the planner's allowances for the runtime and for fragmentation, beside the most that
 torch's allocator had handed out. Time: the planner does not know what share of the device's peak rate a model reaches,
-so that share is fitted to the run without offloading and recomputation of each result (of E4: the shortest with full
-recomputation), which is then no prediction and is left out; the optimizer's part of a step, which the planner leaves
-out, is taken off. The link's rates are those of `link.json`. What `auto` will choose is not predicted.
+so that share is fitted to the run without offloading and recomputation of each result (of E4: the one with full
+recomputation that was compared), which is then no prediction and is left out; the optimizer's part of a step, which the
+planner leaves out, is taken off. E4's attempts are first steps of cold processes, which compile and choose kernels and
+pin memory: their times say nothing. The link's rates are those of `link.json`. What `auto` chooses is not predicted.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from nemo_rl_offload.errors import ConfigError
@@ -35,15 +37,15 @@ BARS = {"memory": 0.03, "time": 0.05}
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one step."""
+    """Of one step; `ms` is None where its time says nothing."""
 
     peak_bytes: int
-    ms: float
+    ms: float | None
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`predicted.ms` is None where the time was fitted."""
+    """`predicted_ms` is None where the time was fitted or not measured."""
 
     source: str
     variant: str
@@ -59,7 +61,9 @@ class Prediction:
     @property
     def time_error(self) -> float | None:
         """Likewise."""
-        return None if self.predicted_ms is None else self.predicted_ms / self.measured.ms - 1
+        if self.predicted_ms is None or self.measured.ms is None:
+            return None
+        return self.predicted_ms / self.measured.ms - 1
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ class Run:
     max_inflight_bytes: int = 1 << 30
 
 
-def predict(run: Run, device: Device) -> Figures:
-    """The planner's figures for a run on this device."""
+def predict(run: Run, device: Device) -> tuple[int, float]:
+    """The planner's peak in bytes and time in ms of a run on this device."""
     job = replace(run.job, device=device)
     if run.num_ahead == 1:
         outcome = run_whole_modules(job, run.modules)
@@ -90,20 +94,21 @@ def predict(run: Run, device: Device) -> Figures:
         timeline = simulate([passes], [stage.segments(actions)], transfers)
         static, ms = stage.static_bytes, timeline.step_ms
         peak_bytes = sum(static.values()) + timeline.stages[0].peak_bytes
-    return Figures(peak_bytes - sum(static[name] for name in ALLOWANCES), ms)
+    return peak_bytes - sum(static[name] for name in ALLOWANCES), ms
 
 
 def compare(runs: Sequence[Run]) -> list[Prediction]:
-    """Fit the device's rates to the first run, then predict all."""
+    """Fit the device's rates to the first run, where its time was measured, then predict all."""
     first = runs[0]
-    factor = predict(first, first.job.device).ms / first.measured.ms
     device = first.job.device
-    device = replace(device, achieved=device.achieved * factor, achieved_memory=device.achieved_memory * factor)
+    if first.measured.ms is not None:
+        factor = predict(first, device)[1] / first.measured.ms
+        device = replace(device, achieved=device.achieved * factor, achieved_memory=device.achieved_memory * factor)
     found = []
     for run in runs:
-        predicted = predict(run, device)
-        ms = None if run is first else predicted.ms
-        found.append(Prediction(run.source, run.variant, run.measured, predicted.peak_bytes, ms))
+        peak_bytes, ms = predict(run, device)
+        is_predicted = run is not first and run.measured.ms is not None and first.measured.ms is not None
+        found.append(Prediction(run.source, run.variant, run.measured, peak_bytes, ms if is_predicted else None))
     return found
 
 
@@ -173,16 +178,25 @@ def _runs_of_e2(result: Mapping[str, Any], source: str, device: Device) -> Itera
 
 
 def _runs_of_e4(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:
-    """Those at the number of layers of the longest sequence."""
+    """Those at the number of layers of the longest sequence: the compared ones, then the attempts."""
     about = {"recompute: full": ("full", ()), "ours: full recompute": ("full", ("attn_norm",)), "nothing": (None, ())}
-    for name, (recompute, modules) in about.items():
+    model = {**result["model"], "num_hidden_layers": result["num_layers"]}
+
+    def run(name: str, sequence: int, note: str, measured: Figures) -> Run:
+        recompute, modules = about[name]
+        job = replace(_job(model, device, sequence, 1, result["transformer_impl"]), recompute=_recompute(recompute))
+        return Run(source, f"{name}, {sequence} tokens{note}", job, modules, measured)
+
+    compared = result.get("compared", {"samples": {}})
+    for name in about:
+        if samples := compared["samples"].get(name):
+            peak_bytes = int(median(each["peak_allocated_bytes"] for each in samples))
+            ms = median(each["ms"] - each["optimizer_ms"] for each in samples)
+            yield run(name, compared["sequence"], ", warm", Figures(peak_bytes, ms))
+    for name in about:
         tried = result["sequence"].get(name, {"tried": {}})["tried"]
         for size in sorted((size for size in tried if "out_of_memory" not in tried[size]), key=int):
-            model = {**result["model"], "num_hidden_layers": result["num_layers"]}
-            job = replace(_job(model, device, int(size), 1, "torch"), recompute=_recompute(recompute))
-            sample = tried[size]
-            measured = Figures(int(sample["peak_allocated_bytes"]), sample["ms"] - sample["optimizer_ms"])
-            yield Run(source, f"{name}, {size} tokens", job, modules, measured)
+            yield run(name, int(size), "", Figures(int(tried[size]["peak_allocated_bytes"]), None))
 
 
 def worst(found: Sequence[Prediction]) -> dict[str, float | None]:
@@ -195,15 +209,22 @@ def table(found: Sequence[Prediction]) -> list[str]:
     """Markdown."""
     lines = ["| result | variant | peak | predicted | error | step | predicted | error |", "|---|---|" + "---|" * 6]
     for each in found:
-        time = "fitted | - " if each.time_error is None else f"{each.predicted_ms:.1f} ms | {each.time_error:+.1%} "
         peaks = [
             f"{peak_bytes / 2**30:.2f} GiB" for peak_bytes in (each.measured.peak_bytes, each.predicted_peak_bytes)
         ]
         lines.append(
-            f"| {each.source} | {each.variant} | {peaks[0]} | {peaks[1]} | {each.memory_error:+.1%} "
-            f"| {each.measured.ms:.1f} ms | {time}|"
+            f"| {each.source} | {each.variant} | {peaks[0]} | {peaks[1]} | {each.memory_error:+.1%} | {_times(each)} |"
         )
     return lines
+
+
+def _times(each: Prediction) -> str:
+    """A row's cells of time."""
+    if each.measured.ms is None:
+        return "- | - | -"
+    if each.time_error is None:
+        return f"{each.measured.ms:.1f} ms | fitted | -"
+    return f"{each.measured.ms:.1f} ms | {each.predicted_ms:.1f} ms | {each.time_error:+.1%}"
 
 
 def main() -> int:

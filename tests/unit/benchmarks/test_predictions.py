@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from predictions import ALLOWANCES, Run, compare, predict, predictions, table, worst
+from predictions import ALLOWANCES, Figures, Run, compare, predict, predictions, table, worst
 
 from nemo_rl_offload.planner.catalogue import CATALOGUE
 from nemo_rl_offload.planner.hardware import Device, find_device
@@ -66,6 +66,27 @@ def e1() -> dict[str, Any]:
     }
 
 
+def e4() -> dict[str, Any]:
+    def sample(ms: float) -> dict[str, float]:
+        return {"peak_allocated_bytes": 60e9, "ms": ms, "optimizer_ms": OPTIMIZER_MS}
+
+    return {
+        "experiment": "E4",
+        **ABOUT,
+        "model": MODEL,
+        "num_layers": 4,
+        "transformer_impl": "transformer_engine",
+        "sequence": {
+            "recompute: full": {"tried": {"8192": sample(9e9), "65536": {"out_of_memory": True}}},
+            "ours: full recompute": {"tried": {"16384": sample(1.0), "8192": sample(8e9)}},
+        },
+        "compared": {
+            "sequence": 8192,
+            "samples": {"ours: full recompute": [sample(575.0)], "recompute: full": [sample(500.0), sample(550.0)]},
+        },
+    }
+
+
 def write(folder: Path, result: dict[str, Any]) -> Path:
     (folder / "result.json").write_text(json.dumps(result))
     return folder
@@ -89,13 +110,13 @@ def _runs(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Run]:
     return caught
 
 
-@pytest.mark.parametrize("result", [e1(), e2()])
+@pytest.mark.parametrize("result", [e1(), e2(), e4()])
 def test_what_was_measured_as_predicted_has_no_error(
     result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = _runs(monkeypatch, write(tmp_path, result))
     faster = replace(runs[0].job.device, achieved=0.55, achieved_memory=0.7 * 0.55 / 0.4)
-    truth = [replace(run, measured=predict(run, faster)) for run in runs]
+    truth = [replace(run, measured=Figures(*predict(run, faster))) for run in runs]
     errors = worst(compare(truth))
     assert errors["memory"] == 0
     assert errors["time"] == pytest.approx(0, abs=1e-9)
@@ -107,7 +128,7 @@ def test_what_was_measured_as_predicted_has_no_error(
 def test_four_microbatches_of_e1_are_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     off, on = _runs(monkeypatch, write(tmp_path, e1()))
     device = off.job.device
-    saved = predict(off, device).peak_bytes - predict(on, device).peak_bytes
+    saved = predict(off, device)[0] - predict(on, device)[0]
     assert saved / 2**20 == pytest.approx(13055 - 1024, rel=0.08), "13055 MiB by hand, less what is on its way"
 
 
@@ -115,7 +136,35 @@ def test_the_peak_is_without_the_planners_allowances(tmp_path: Path, monkeypatch
     run = _runs(monkeypatch, write(tmp_path, e2()))[0]
     outcome = run_whole_modules(run.job, ())
     allowed = sum(outcome.stages[0].static_bytes[name] for name in ALLOWANCES)
-    assert predict(run, run.job.device).peak_bytes == outcome.peak_bytes(0) - allowed
+    assert predict(run, run.job.device)[0] == outcome.peak_bytes(0) - allowed
+
+
+def test_of_e4_only_the_compared_steps_have_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are first steps of cold processes."""
+    found = {each.variant: each for each in predictions(write(tmp_path, e4()))}
+    assert list(found) == [
+        "recompute: full, 8192 tokens, warm",
+        "ours: full recompute, 8192 tokens, warm",
+        "recompute: full, 8192 tokens",
+        "ours: full recompute, 8192 tokens",
+        "ours: full recompute, 16384 tokens",
+    ]
+    fitted, ours, *attempts = found.values()
+    assert (fitted.measured.ms, fitted.time_error) == (500.0, None)
+    assert ours.time_error == pytest.approx(500 / 550 - 1)
+    assert all(each.measured.ms is None and each.time_error is None for each in attempts)
+    lines = table(list(found.values()))
+    assert lines[2].endswith("| 500.0 ms | fitted | - |")
+    assert lines[4].endswith("| - | - | - |")
+    assert all(run.job.transformer_engine for run in _runs(monkeypatch, tmp_path))
+
+
+def test_without_compared_steps_e4_has_memory_alone(tmp_path: Path) -> None:
+    result = e4()
+    del result["compared"]
+    found = predictions(write(tmp_path, result))
+    assert len(found) == 3
+    assert worst(found)["time"] is None
 
 
 def test_measured_rates_of_the_link_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
