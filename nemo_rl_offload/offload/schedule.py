@@ -1,4 +1,4 @@
-"""When to bring offloaded bytes back, and which are not worth sending: pure arithmetic over times.
+"""When to bring offloaded bytes back: pure arithmetic over times.
 
 The link is a serial server, so the start of one reload bounds that of the reload before it: taken from the last one
 needed to the first, `L_k = min(D_k, L_{k+1}) - copy_k`, where `D_k` is the moment at which the compute stream needs
@@ -8,7 +8,7 @@ later would let the device wait. Rejected: a fixed number of groups ahead, which
 short ones and too early for the others.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,34 +36,3 @@ def latest_starts_ms(needs: Sequence[Need]) -> list[float]:
 def num_due(starts_ms: Sequence[float], next_boundary_ms: float) -> int:
     """How many reloads, from the first, cannot wait for the next boundary, by their `latest_starts_ms`."""
     return bisect_left(starts_ms, next_boundary_ms)
-
-
-class Visit(NamedTuple):
-    """One group in a recorded step: committed, reached by backward, and its copies' durations, all in ms; `forward`
-    is the same number for the groups of one forward."""
-
-    committed_ms: float
-    reached_ms: float
-    out_ms: float
-    in_ms: float
-    forward: int = 0
-
-
-def worth_moving(visits: Sequence[Visit], boundaries_ms: Sequence[float]) -> list[bool]:
-    """Whether each visit, in order of commit, can leave the device and be back in time.
-
-    It has to be copied out behind the ones before it, be let go at one boundary, and start its way back at a later
-    boundary that is early enough, also for those of its forward that are wanted after it and come back behind it.
-    Groups at the end of a forward often cannot: their backward follows at once. `boundaries_ms` are sorted.
-    """
-    worth = []
-    copied_ms = 0.0
-    latest_ms: dict[int, float] = {}  # by forward: when the link must turn to what it brought back so far
-    for committed, reached, out, back, forward in visits:
-        done = max(copied_ms, committed) + out
-        start = min(reached, latest_ms.get(forward, reached)) - back
-        num_inside = bisect_right(boundaries_ms, start) - bisect_left(boundaries_ms, done)
-        worth.append(num_inside >= 2)
-        if worth[-1]:
-            copied_ms, latest_ms[forward] = done, start
-    return worth

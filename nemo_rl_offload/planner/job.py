@@ -39,6 +39,8 @@ class Job:
     recompute: Recompute = field(default_factory=Recompute)
     offload_modules: tuple[str, ...] = ()
     """As configured; empty also for `auto`."""
+    native_engine: bool = True
+    """Whether this project's engine moves them, or Megatron-Core's."""
     transformer_engine: bool = False
     min_elements: int = 1 << 20
     logprob_chunk_size: int | None = None
@@ -107,6 +109,7 @@ def read_job(
         optimizer=_optimizer(cfg, element_bytes),
         recompute=_recompute(cfg),
         offload_modules=tuple(modules) if listed else (),
+        native_engine=cfg["activation_offload"]["engine"] == "native",
         transformer_engine=cfg["transformer_impl"] == "transformer_engine",
         min_elements=cfg["min_offloaded_tensor_size"],
         logprob_chunk_size=policy["logprob_chunk_size"],

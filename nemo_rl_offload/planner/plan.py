@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from nemo_rl_offload.planner.changes import fitting_changes, on_their_way, stage_budget
 from nemo_rl_offload.planner.choose import Action, Plan, choose
 from nemo_rl_offload.planner.job import Job
+from nemo_rl_offload.planner.listed import all_actions, listed_actions
 from nemo_rl_offload.planner.modules import NATIVE_MODULES
 from nemo_rl_offload.planner.simulator import StageTimes, Transfers, simulate
 from nemo_rl_offload.planner.stages import SEPARABLE, Stage, build_stages, candidates, job_link, job_schedule
@@ -69,7 +70,7 @@ class JobPlan:
     baseline: Outcome
     """Nothing offloaded."""
     configured: Outcome | None
-    """What `offload_modules` lists."""
+    """What the engine does with the modules that `offload_modules` lists."""
     chosen: Outcome
     """Chosen for the budget, per module and layer."""
     written: Outcome
@@ -93,7 +94,7 @@ def make_plan(job: Job) -> JobPlan:
     """Plan a job: simulate it as it is, choose for its budget, and look for changes where that is not enough."""
     stages = build_stages(job, candidates(job))
     baseline = run_stages(job, stages, [[Action.KEEP] * len(stage.records()) for stage in stages])
-    configured = run_whole_modules(job, job.offload_modules) if job.offload_modules else None
+    configured = run_listed_modules(job, job.offload_modules) if job.offload_modules else None
     chosen = baseline
     if highest_peak(baseline) > job.budget_bytes:
         chosen = _choose_all(job, build_stages(job, candidates(job), _recomputation(job, baseline)), baseline)
@@ -107,24 +108,32 @@ def make_plan(job: Job) -> JobPlan:
 def run_stages(job: Job, stages: Sequence[Stage], actions: Sequence[Sequence[Action]]) -> Outcome:
     """Simulate a few rounds of microbatches. A full pipeline repeats itself: the others take as long as one there."""
     segments = [stage.segments(chosen) for stage, chosen in zip(stages, actions, strict=True)]
-    ranks = job.layout.pipeline
-    simulated = min(job.num_microbatches, 4 * ranks)
+    ranks, simulated = job.layout.pipeline, _num_simulated(job)
     timeline = simulate(job_schedule(job, simulated), segments, Transfers(job_link(job)))
     step_ms = timeline.step_ms
     if simulated < job.num_microbatches:
         ends = timeline.microbatch_ends_ms
         step_ms += (job.num_microbatches - simulated) * (ends[3 * ranks - 1] - ends[2 * ranks - 1]) / ranks
-    all_actions = tuple(tuple(chosen) for chosen in actions)
-    return Outcome(tuple(stages), all_actions, tuple(timeline.stages), step_ms, timeline.step_ms)
+    actions_of_stages = tuple(tuple(chosen) for chosen in actions)
+    return Outcome(tuple(stages), actions_of_stages, tuple(timeline.stages), step_ms, timeline.step_ms)
+
+
+def _num_simulated(job: Job) -> int:
+    return min(job.num_microbatches, 4 * job.layout.pipeline)
 
 
 def run_whole_modules(job: Job, modules: Collection[str]) -> Outcome:
     """Offload these modules in every layer that has them."""
     stages = build_stages(job, modules)
-    actions = [
-        [Action.OFFLOAD if record.can_offload else Action.KEEP for record in stage.records()] for stage in stages
-    ]
-    return run_stages(job, stages, actions)
+    return run_stages(job, stages, all_actions(stages))
+
+
+def run_listed_modules(job: Job, modules: Collection[str]) -> Outcome:
+    """The same as the job's engine does it: this project's keeps what has no time to leave and come back."""
+    if not job.native_engine:
+        return run_whole_modules(job, modules)
+    stages = build_stages(job, modules)
+    return run_stages(job, stages, listed_actions(stages, job_schedule(job, _num_simulated(job)), job_link(job)))
 
 
 def _recomputation(job: Job, baseline: Outcome) -> tuple[str, ...]:

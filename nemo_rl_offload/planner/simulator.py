@@ -43,6 +43,10 @@ Segments = Sequence[Sequence[Sequence[Segment]]]
 """By stage, by chunk, in forward order."""
 
 
+type Visited = tuple[int, int, int]
+"""A segment of one microbatch: chunk, number in the chunk, microbatch."""
+
+
 @dataclass(frozen=True)
 class Transfers:
     """What moves and how fast."""
@@ -65,6 +69,10 @@ class StageTimes:
     peak_bytes: int = 0
     """Most device memory that saved activations took at a time."""
     peak_host_bytes: int = 0
+    committed_ms: dict[Visited, float] = field(default_factory=dict)
+    """When the forward of each segment that offloads had ended, in that order."""
+    reached_ms: dict[Visited, float] = field(default_factory=dict)
+    """When backward came to each of them, before it waited for the copy."""
 
     @property
     def exposed_ms(self) -> float:
@@ -138,7 +146,7 @@ class _Stage:
     transfers: Transfers
     now: float = 0.0
     out_free: float = 0.0
-    out_ends: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    out_ends: dict[Visited, float] = field(default_factory=dict)
     inflight: deque[tuple[float, int]] = field(default_factory=deque)
     copies_in: list[_CopyIn] = field(default_factory=list)
     reloaded_bytes: list[int] = field(default_factory=lambda: [0])
@@ -163,11 +171,12 @@ class _Stage:
                 self._backward(segment, (each.chunk, number, each.microbatch))
         return self.now
 
-    def _forward(self, segment: Segment, key: tuple[int, int, int]) -> None:
+    def _forward(self, segment: Segment, key: Visited) -> None:
         self.device.append((self.now, segment.kept_bytes + segment.offloaded_bytes))
         self.now += segment.forward_ms
         if not segment.offloaded_bytes:
             return
+        self.times.committed_ms[key] = self.now
         start = max(self.out_free, self.now)
         self.out_free = start + segment.offloaded_bytes / self.transfers.link.out_bytes_per_ms
         self.out_ends[key] = self.out_free
@@ -182,8 +191,9 @@ class _Stage:
             self.times.waits_out_ms[key[0]][key[1]] += max(0.0, end - self.now)
             self.now = max(self.now, end)
 
-    def _backward(self, segment: Segment, key: tuple[int, int, int]) -> None:
+    def _backward(self, segment: Segment, key: Visited) -> None:
         if segment.offloaded_bytes:
+            self.times.reached_ms[key] = self.now
             arrival = self._copy_in(segment.offloaded_bytes, self.out_ends[key])
             self.times.waits_in_ms[key[0]][key[1]] += max(0.0, arrival - self.now)
             self.now = max(self.now, arrival)

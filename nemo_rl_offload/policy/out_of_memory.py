@@ -10,7 +10,7 @@ from nemo_rl_offload.planner.catalogue import load_model_shape
 from nemo_rl_offload.planner.changes import least_shortfall
 from nemo_rl_offload.planner.hardware import recognise
 from nemo_rl_offload.planner.job import Job, read_job
-from nemo_rl_offload.planner.plan import JobPlan, highest_peak, make_plan, module_rows, run_whole_modules
+from nemo_rl_offload.planner.plan import JobPlan, highest_peak, make_plan, module_rows, run_listed_modules
 
 GIB = 1 << 30
 MARGIN = 0.9
@@ -35,7 +35,7 @@ def out_of_memory(
 
 
 def _proposals(job: Job, micro_batch_size: int) -> Iterator[str]:
-    present = highest_peak(run_whole_modules(job, job.offload_modules))
+    present = highest_peak(run_listed_modules(job, job.offload_modules))
     plan = make_plan(replace(job, memory_bytes=int(min(job.device.memory_bytes, MARGIN * present))))
     rank = max(range(len(plan.baseline.stages)), key=plan.baseline.peak_bytes)
     rows = [row for row in module_rows(plan.baseline, rank) if row.module not in job.offload_modules]

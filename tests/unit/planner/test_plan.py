@@ -140,7 +140,7 @@ def test_configured_recomputation_takes_time_and_gives_memory(name: str, module:
 
 
 def test_configured_modules_are_predicted_as_they_are() -> None:
-    job = make_job("Qwen/Qwen3-8B", offload_modules=("core_attn", "attn_proj"))
+    job = make_job("Qwen/Qwen3-8B", offload_modules=("core_attn", "attn_proj"), native_engine=False)
     plan = make_plan(job)
     assert plan.configured is not None
     rows = {row.module: row for row in module_rows(plan.configured, 0)}

@@ -1,0 +1,63 @@
+"""What the engine does with a list of modules: it leaves on the device what has no time to leave and come back.
+
+The engine learns that from a step's times, of which it takes out what compute waited for copies. So what it moves does
+not change what it learns, and one simulation, in which copies take no time, tells what it settles on. Limit: in a
+pipeline, a stage also waits for others that wait for copies, which is not taken out of its times and is neglected here.
+"""
+
+from collections.abc import Sequence
+
+from nemo_rl_offload.planner.choose import Action, Link
+from nemo_rl_offload.planner.schedule import Schedule
+from nemo_rl_offload.planner.simulator import Segment, StageTimes, Transfers, simulate
+from nemo_rl_offload.planner.stages import Stage
+from nemo_rl_offload.planner.worth import Visit, worth_moving
+
+_AT_ONCE = Transfers(Link(float("inf"), float("inf")))
+
+
+def all_actions(stages: Sequence[Stage]) -> list[list[Action]]:
+    """Offload whatever can be, by stage."""
+    return [[Action.OFFLOAD if record.can_offload else Action.KEEP for record in stage.records()] for stage in stages]
+
+
+def listed_actions(stages: Sequence[Stage], schedule: Schedule, link: Link) -> list[list[Action]]:
+    """The same, but for groups that in no microbatch of this schedule have the time to leave and come back."""
+    actions = all_actions(stages)
+    segments = [stage.segments(each) for stage, each in zip(stages, actions, strict=True)]
+    times = simulate(schedule, segments, _AT_ONCE).stages
+    return [
+        _without(stage, each, _moving(stage_times, own, link))
+        for stage, each, stage_times, own in zip(stages, actions, times, segments, strict=True)
+    ]
+
+
+def _moving(times: StageTimes, segments: Sequence[Sequence[Segment]], link: Link) -> set[tuple[int, int]]:
+    """The segments, by chunk and number, that are worth moving in some microbatch."""
+    visits = []
+    for (chunk, number, microbatch), committed_ms in times.committed_ms.items():
+        num_bytes = segments[chunk][number].offloaded_bytes
+        visits.append(
+            Visit(
+                committed_ms,
+                times.reached_ms[chunk, number, microbatch],
+                num_bytes / link.out_bytes_per_ms,
+                num_bytes / link.in_bytes_per_ms,
+                (chunk, microbatch),
+            )
+        )
+    boundaries_ms = sorted([*times.committed_ms.values(), *times.reached_ms.values()])
+    worth = worth_moving(visits, boundaries_ms)
+    return {key[:2] for key, moves in zip(times.committed_ms, worth, strict=True) if moves}
+
+
+def _without(stage: Stage, actions: Sequence[Action], moving: set[tuple[int, int]]) -> list[Action]:
+    """Keep what is in none of these segments."""
+    found, remaining = [], iter(actions)
+    for chunk, (parts, owners) in enumerate(zip(stage.chunks, stage.owners(actions), strict=True)):
+        for index, part in enumerate(parts):
+            moves = (chunk, owners.get(index)) in moving
+            for _ in part.groups or (None,):
+                action = next(remaining)
+                found.append(action if moves or action is not Action.OFFLOAD else Action.KEEP)
+    return found

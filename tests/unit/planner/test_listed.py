@@ -1,0 +1,83 @@
+"""What the engine leaves on the device of a list of modules."""
+
+from dataclasses import replace
+
+import pytest
+from jobs import make_job
+
+from nemo_rl_offload.planner.choose import Action, Link
+from nemo_rl_offload.planner.job import Job
+from nemo_rl_offload.planner.layout import Layout
+from nemo_rl_offload.planner.listed import listed_actions
+from nemo_rl_offload.planner.plan import make_plan, run_listed_modules, run_whole_modules
+from nemo_rl_offload.planner.stages import Group, Part, Stage, build_stages, job_schedule
+
+MODULES = ("mlp_fc1", "mlp_act")
+
+
+def job(gb_per_s: float, **changes: object) -> Job:
+    found = make_job("Qwen/Qwen2.5-7B", num_layers=8, layout=Layout(1), num_microbatches=2, **changes)
+    return replace(found, device=replace(found.device, link_out_gb_per_s=gb_per_s, link_in_gb_per_s=gb_per_s))
+
+
+def stage(num_layers: int) -> Stage:
+    """Layers of 10 ms forward and 20 ms backward that save 100 bytes at their end."""
+    group = Group("mlp_act", 100, can_offload=True, recomputed_by=None, recompute_ms=None)
+    parts = tuple(Part(layer, "mlp_act", 10.0, 20.0, groups=(group,)) for layer in range(num_layers))
+    return Stage(0, (range(num_layers),), (parts,), {}, (1,))
+
+
+def test_groups_stay_that_cannot_be_let_go_at_one_boundary_and_fetched_at_a_later_one() -> None:
+    """Layer k ends at 10 (k + 1), backward comes to it at 40 + 20 (3 - k): boundaries at 10, 20, 30, 40, 60, 80, 100.
+
+    A copy of 15 ms of layer 0 is out at 25, let go at 30, and has to start back at 85. That of layer 1 is out at 40,
+    let go then, and starts back at 60; layer 2's is out at 55 and would have to start back at 45.
+    """
+    passes = job_schedule(job(1.0), 1)
+    link = Link(100 / 15, 100 / 15)
+    keep, offload = Action.KEEP, Action.OFFLOAD
+    assert listed_actions([stage(4)], passes, link) == [[offload, offload, keep, keep]]
+    assert listed_actions([stage(4)], passes, Link(100 / 45, 100 / 45)) == [[keep] * 4]
+    assert listed_actions([stage(4)], passes, Link(1e9, 1e9)) == [[offload, offload, offload, keep]]
+
+
+def test_over_a_fast_link_only_the_end_of_a_forward_stays_and_over_a_slow_one_all() -> None:
+    whole = run_whole_modules(job(1e6), MODULES)
+    fast, slow = run_listed_modules(job(1e6), MODULES), run_listed_modules(job(0.01), MODULES)
+    kept = [
+        record.layer
+        for record, action in zip(fast.stages[0].records(), fast.actions[0], strict=True)
+        if record.can_offload and action is Action.KEEP
+    ]
+    assert kept == [7]
+    assert fast.host_bytes(0) < whole.host_bytes(0)
+    assert slow.host_bytes(0) == 0
+
+
+def test_what_stays_saves_time_and_costs_memory() -> None:
+    whole, listed = run_whole_modules(job(20.0), MODULES), run_listed_modules(job(20.0), MODULES)
+    assert 0 < listed.host_bytes(0) < whole.host_bytes(0)
+    assert listed.step_ms < whole.step_ms
+    assert listed.peak_bytes(0) > whole.peak_bytes(0)
+
+
+def test_megatrons_engine_moves_all() -> None:
+    theirs = job(20.0, native_engine=False)
+    assert run_listed_modules(theirs, MODULES).actions == run_whole_modules(theirs, MODULES).actions
+
+
+@pytest.mark.parametrize("layout", [Layout(4, pipeline=4), Layout(2, pipeline=2, virtual=2)])
+def test_in_a_pipeline_only_the_last_stage_has_no_time_for_its_end(layout: Layout) -> None:
+    one = replace(job(1e6), layout=layout, num_microbatches=8)
+    stages = build_stages(one, MODULES)
+    *others, last = listed_actions(stages, job_schedule(one, 8), Link(1e12, 1e12))
+    can = [[record.can_offload for record in stage.records()] for stage in stages]
+    for row, own in zip(others, can[:-1], strict=True):
+        assert row.count(Action.OFFLOAD) == sum(own) > 0
+    assert last.count(Action.OFFLOAD) < sum(can[-1])
+
+
+def test_a_plan_predicts_the_configured_list_as_the_engine_does_it() -> None:
+    configured = make_plan(job(20.0, offload_modules=MODULES)).configured
+    assert configured is not None
+    assert configured.actions == run_listed_modules(job(20.0), MODULES).actions
