@@ -34,6 +34,7 @@ from common import (
     say,
     timed,
 )
+from constants import NUM_AHEAD
 from pipeline_waits import PipelineWaits, mark
 from torch import Tensor
 
@@ -50,7 +51,6 @@ from nemo_rl_offload.offload import OffloadEngine
 from nemo_rl_offload.planner.catalogue import CATALOGUE
 
 MODULES = ("attn_norm", "mlp_norm", "expert_fc1", "moe_act")  # those of the published run
-NUM_AHEAD = 4  # microbatches in flight on the first of four stages
 GIB = 1 << 30
 PUBLISHED = {"tflops_lost_percent": 1.9, "saved_of_peak_percent": 17.8}
 

@@ -19,13 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from constants import LOGPROB_CHUNK_SIZE, NUM_AHEAD
+
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.hardware import Device, recognise
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.layout import Layout
+from nemo_rl_offload.planner.listed import listed_actions
 from nemo_rl_offload.planner.memory import Optimizer
-from nemo_rl_offload.planner.plan import run_whole_modules
+from nemo_rl_offload.planner.plan import run_listed_modules
 from nemo_rl_offload.planner.schedule import pipeline_schedule
 from nemo_rl_offload.planner.shape import read_model_shape
 from nemo_rl_offload.planner.simulator import Transfers, simulate
@@ -84,13 +86,13 @@ def predict(run: Run, device: Device) -> tuple[int, float]:
     """The planner's peak in bytes and time in ms of a run on this device."""
     job = replace(run.job, device=device)
     if run.num_ahead == 1:
-        outcome = run_whole_modules(job, run.modules)
+        outcome = run_listed_modules(job, run.modules)
         static, peak_bytes, ms = outcome.stages[0].static_bytes, outcome.peak_bytes(0), outcome.step_ms
     else:
         (stage,) = build_stages(job, run.modules)
-        actions = [Action.OFFLOAD if record.can_offload else Action.KEEP for record in stage.records()]
         passes = pipeline_schedule(run.num_ahead, job.num_microbatches)[0]
         transfers = Transfers(job_link(job), max_inflight_bytes=run.max_inflight_bytes)
+        (actions,) = listed_actions([stage], [passes], transfers.link)
         timeline = simulate([passes], [stage.segments(actions)], transfers)
         static, ms = stage.static_bytes, timeline.step_ms
         peak_bytes = sum(static.values()) + timeline.stages[0].peak_bytes
@@ -144,6 +146,7 @@ def _job(model: Mapping[str, Any], device: Device, sequence: int, num_microbatch
         1,
         num_microbatches,
         transformer_engine=impl == "transformer_engine",
+        logprob_chunk_size=LOGPROB_CHUNK_SIZE,
     )
 
 
@@ -158,11 +161,14 @@ def _runs_of_e1(result: Mapping[str, Any], source: str, device: Device) -> Itera
         _job(result["model"], device, result["sequence"], result["microbatches"], result["transformer_impl"]),
         optimizer=Optimizer(distributed=False, gradient_bytes=2, state_bytes=0, master_bytes=0),
         min_elements=0,
+        logprob_chunk_size=None,
     )
     figures = result["figures"]
     for name, modules in (("off", ()), ("on", tuple(result["modules"]))):
         measured = Figures(int(figures[f"peak_allocated_bytes_{name}"]), figures[f"step_ms_{name}"])
-        yield Run(source, name, job, modules, measured, num_ahead=4, max_inflight_bytes=result["max_inflight_bytes"])
+        yield Run(
+            source, name, job, modules, measured, num_ahead=NUM_AHEAD, max_inflight_bytes=result["max_inflight_bytes"]
+        )
 
 
 def _runs_of_e2(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from common import HAS_GPU
+from constants import LOGPROB_CHUNK_SIZE
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
@@ -32,7 +33,6 @@ from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
 from nemo_rl_offload.planner.catalogue import CATALOGUE
 
 LOSSES = {"sft": "nll", "grpo": "clipped_pg"}
-LOGPROB_CHUNK_SIZE = 1024
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 160,

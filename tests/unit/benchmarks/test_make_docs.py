@@ -106,6 +106,8 @@ def e4(longer: float | None) -> dict[str, Any]:
     return {
         "experiment": "E4",
         **ABOUT,
+        "model": {},
+        "transformer_impl": "torch",
         "num_layers": 28,
         "sequence_of_layers": 16384,
         "sequence": {},

@@ -1,0 +1,6 @@
+"""What the workloads and the predictions of them share, without torch."""
+
+LOGPROB_CHUNK_SIZE = 1024
+"""Tokens whose log-probabilities E2 to E4 compute at a time."""
+NUM_AHEAD = 4
+"""Microbatches in flight in E1, on the first of four stages."""
