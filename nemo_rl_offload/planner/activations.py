@@ -34,6 +34,8 @@ class Storage:
     """Modules that save it too, before those of `modules`: one that is not offloaded keeps it on the device."""
     pinned_by: tuple[str, ...] = ()
     """Names in `recompute_modules` whose checkpoint keeps it on the device, offloaded or not."""
+    only_with: tuple[str, ...] = ()
+    """Names in `recompute_modules` without which it does not exist; none: it always does."""
     pinned: bool = False
     constant: bool = False
     """The same tensor for all microbatches."""
@@ -120,7 +122,8 @@ def with_recomputation(storages: Sequence[Storage], modules: Set[str]) -> list[S
     """Mark what selective recomputation of these `recompute_modules` gives up, and what its checkpoints hold.
 
     Such a checkpoint (Megatron-Core's `CheckpointWithoutOutput`) saves detached inputs that require gradients. Autograd
-    keeps the accumulator of a saved leaf's gradient, and that keeps the leaf itself.
+    keeps the accumulator of a saved leaf's gradient, and that keeps the leaf itself. What only a checkpoint saves is
+    left out without it.
     """
     return [
         replace(
@@ -129,6 +132,7 @@ def with_recomputation(storages: Sequence[Storage], modules: Set[str]) -> list[S
             pinned=not modules.isdisjoint(storage.pinned_by),
         )
         for storage in storages
+        if not storage.only_with or not modules.isdisjoint(storage.only_with)
     ]
 
 
@@ -159,18 +163,37 @@ def _grouped_query(context: LayerContext) -> Iterator[Storage]:
     norm = ("qkv_linear",) if context.fused_norm_linear else ("attn_norm", "qkv_linear")
     yield _tensor("layer input", hidden, size, *norm)
     yield _linear_input(context, "attention norm output", hidden, "qkv_linear")
-    # Queries and keys are rotated into storages of their own; values stay views of the projection's whole output.
-    projected = count * (context.heads + 2 * context.groups) * head
-    if shape.qk_norm:
-        if context.heads > context.groups > 1:  # of several groups they are copied beside each other
-            yield _tensor("queries before their norm", count * context.heads * head, size, "qkv_linear")
-        both = _tensor("projected queries, keys, values", projected, size, "core_attn")
-        yield replace(both, held_by=("qkv_linear",))
-    else:
-        yield _tensor("projected queries, keys, values", projected, size, "core_attn")
+    yield from (_copied_projection if context.fused_norm_linear else _viewed_projection)(context)
     yield _tensor("queries", count * context.heads * head, size, "core_attn")
     yield _tensor("keys", count * context.groups * head, size, "core_attn")
     yield from _attention_output(context)
+
+
+def _viewed_projection(context: LayerContext) -> Iterator[Storage]:
+    """Queries and keys are rotated into storages of their own; values stay views of the projection's whole output."""
+    shape, count, size = context.shape, context.tokens.count, context.numbers.element_bytes
+    projected = count * (context.heads + 2 * context.groups) * shape.head_dim
+    both = _tensor("projected queries, keys, values", projected, size, "core_attn")
+    if shape.qk_norm:
+        if context.heads > context.groups > 1:  # of several groups they are copied beside each other
+            queries = count * context.heads * shape.head_dim
+            yield _tensor("queries before their norm", queries, size, "qkv_linear")
+        both = replace(both, held_by=("qkv_linear",))
+    yield both
+
+
+def _copied_projection(context: LayerContext) -> Iterator[Storage]:
+    """Transformer Engine's attention takes values whose strides are not those of the keys as a copy, and its norms take
+    what is not contiguous likewise: nothing holds the projection's output, but for a checkpoint around attention."""
+    shape, count, size = context.shape, context.tokens.count, context.numbers.element_bytes
+    of_groups = count * context.groups * shape.head_dim
+    if shape.qk_norm:
+        yield _tensor("queries before their norm", count * context.heads * shape.head_dim, size, "qkv_linear")
+        yield _tensor("keys before their norm", of_groups, size, "qkv_linear")
+    yield _tensor("values", of_groups, size, "core_attn", by=("core_attn",))
+    projected = count * context.heads * shape.head_dim + 2 * of_groups
+    both = _tensor("projected queries, keys, values", projected, size, "core_attn")
+    yield replace(both, only_with=("core_attn",))
 
 
 def _latent(context: LayerContext) -> Iterator[Storage]:
