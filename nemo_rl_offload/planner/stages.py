@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from nemo_rl_offload.planner.activations import Storage, fused_layer, with_recomputation
 from nemo_rl_offload.planner.choose import Action, GroupRecord, Link
+from nemo_rl_offload.planner.gradients import backward_bytes
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.layout import stage_layers
 from nemo_rl_offload.planner.memory import allowance_bytes, logits_bytes, stage_parameters, state_bytes
@@ -210,7 +211,10 @@ class _Builder:
             chunk = None if job.logprob_chunk_size is None else job.logprob_chunk_size * job.micro_batch
             static["logits"] = logits_bytes(job.shape, job.layout, tokens, job.numbers.element_bytes, chunk)
         if any(self.workspace.values()):
-            static["recomputation"] = max(self.workspace.values()) * job.recompute.num_layers
+            static["recomputation"] = self._recomputation_bytes()
+        # At the end of the pipeline, what was there for the loss is gone when the layers' backward begins.
+        gone = static.get("logits", 0) + (parts[-1][-1].kept_bytes if is_last else 0)
+        static["backward"] = max(0, self._backward_bytes(chunks) - gone)
         num_expert_layers = [sum(job.shape.layers_with_experts[layer] for layer in chunk) for chunk in chunks]
         if self.alive_bytes and any(num_expert_layers):
             static["experts' buffers"] = self.alive_bytes
@@ -219,6 +223,18 @@ class _Builder:
         live = live_at_peak(passes, sizes)
         host_bytes = self.host_bytes * sum(count * each for count, each in zip(live, num_expert_layers, strict=True))
         return Stage(rank, tuple(chunks), tuple(parts), static, live, host_bytes)
+
+    def _recomputation_bytes(self) -> int:
+        """What is recomputed at a time: some of a layer, or a group of layers but for its input, which was kept."""
+        recompute, largest = self.job.recompute, max(self.workspace.values())
+        if recompute.method is None:
+            return largest
+        hidden = self.job.context.norm_tokens * self.job.shape.hidden_size * self.job.numbers.element_bytes
+        return largest * (recompute.num_layers if recompute.method == "uniform" else 1) - hidden
+
+    def _backward_bytes(self, chunks: Sequence[range]) -> int:
+        kinds = {self.job.shape.layers_with_experts[layer] for chunk in chunks for layer in chunk}
+        return max(backward_bytes(self.job.context, has_experts) for has_experts in kinds)
 
     def _chunk(self, layers: range) -> tuple[Part, ...]:
         job, found = self.job, []

@@ -1,0 +1,59 @@
+"""Gradients on their way, by hand."""
+
+from dataclasses import replace
+
+from jobs import make_job
+
+from nemo_rl_offload.planner.activations import LayerContext, Tokens
+from nemo_rl_offload.planner.gradients import backward_bytes
+from nemo_rl_offload.planner.job import Recompute
+from nemo_rl_offload.planner.layout import Layout
+from nemo_rl_offload.planner.stages import Stage, build_stages
+
+TOKENS = 4096
+
+
+def context_of(name: str, **layout: int) -> LayerContext:
+    return replace(make_job(name).context, layout=Layout(**layout))
+
+
+def test_of_experts_the_gradients_of_the_first_products_weights_are_most() -> None:
+    """16 of DeepSeek-V3's experts, 8 a token: hidden 7168, width 2048. By then, activations of both sizes are freed."""
+    rows, hidden, width = TOKENS * 8, 7168, 2048
+    weights = 16 * 2 * width * hidden
+    expected = 2 * (TOKENS * hidden + 2 * rows * width + rows * hidden + weights - rows * width - 2 * rows * width)
+    assert backward_bytes(context_of("deepseek-ai/DeepSeek-V3", world=16, expert=16), has_experts=True) == expected
+
+
+def test_of_a_wide_dense_layer_the_activations_gradients_are_most() -> None:
+    """Qwen2.5-7B: the gradient of the activation's output and the two of its inputs; its output is freed."""
+    context = replace(context_of("Qwen/Qwen2.5-7B", world=1), tokens=Tokens(2 * TOKENS, 2 * TOKENS))
+    expected = 2 * 2 * TOKENS * (3584 + 3 * 18944 - 18944)
+    assert backward_bytes(context, has_experts=False) == expected
+
+
+def stages_of(recompute: Recompute, **changes: int) -> list[Stage]:
+    job = make_job(
+        "Qwen/Qwen2.5-7B", num_layers=8, layout=Layout(2, pipeline=2), recompute=recompute, num_microbatches=8
+    )
+    return build_stages(replace(job, shape=replace(job.shape, **changes)), ())
+
+
+def test_at_the_end_of_the_pipeline_the_logits_are_gone_by_then() -> None:
+    first, last = stages_of(Recompute(), vocab_size=512)
+    final_norm = 2 * 2 * TOKENS * 3584
+    assert first.static_bytes["backward"] - last.static_bytes["backward"] == last.static_bytes["logits"] + final_norm
+    _, last = stages_of(Recompute(), vocab_size=152064)
+    assert last.static_bytes["backward"] == 0
+
+
+def test_layers_are_recomputed_a_group_at_a_time_beside_its_input() -> None:
+    def bytes_of(**how: int | str) -> int:
+        return stages_of(Recompute(**how))[0].static_bytes["recomputation"]  # type: ignore[arg-type]
+
+    layer_input = 2 * TOKENS * 3584
+    one = bytes_of(method="uniform")
+    assert bytes_of(method="uniform", num_layers=2) == 2 * one + layer_input
+    assert bytes_of(method="block", num_layers=3) == one
+    saved = sum(part.kept_bytes for part in stages_of(Recompute())[0].chunks[0] if part.layer == 0)
+    assert one == saved - layer_input
