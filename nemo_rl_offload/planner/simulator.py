@@ -52,8 +52,10 @@ class Transfers:
     """What moves and how fast."""
 
     link: Link
-    max_inflight_bytes: int = GIB
-    max_prefetch_bytes: int = GIB
+    max_inflight_bytes: int | None = None
+    """None: the engine's own bound, 1 GiB or two of a stage's largest copies where that is more."""
+    max_prefetch_bytes: int | None = None
+    """Likewise."""
     message_ms: float = 0.0
     """From the end of a pass to the start of the next stage's."""
 
@@ -157,6 +159,10 @@ class _Stage:
 
     def __post_init__(self) -> None:
         self.pending = deque(self.passes)
+        largest = max(segment.offloaded_bytes for chunk in self.segments for segment in chunk)
+        given = self.transfers.max_inflight_bytes, self.transfers.max_prefetch_bytes
+        bounds = [max(GIB, 2 * largest) if bound is None else bound for bound in given]
+        self.max_inflight_bytes, self.max_prefetch_bytes = bounds
         zeros = [[0.0] * len(chunk) for chunk in self.segments]
         self.times = StageTimes(zeros, [list(row) for row in zeros])
 
@@ -185,7 +191,7 @@ class _Stage:
         self.inflight.append((self.out_free, segment.offloaded_bytes))
         while self.inflight and (
             self.inflight[0][0] <= self.now
-            or sum(num_bytes for _, num_bytes in self.inflight) > self.transfers.max_inflight_bytes
+            or sum(num_bytes for _, num_bytes in self.inflight) > self.max_inflight_bytes
         ):
             end, _ = self.inflight.popleft()
             self.times.waits_out_ms[key[0]][key[1]] += max(0.0, end - self.now)
@@ -209,7 +215,7 @@ class _Stage:
             start = max(start, before.start + before.duration)
         total = self.reloaded_bytes[-1] + num_bytes
         # The first of the copies that, together with all after it, is within the cap.
-        first = bisect_left(self.reloaded_bytes, total - self.transfers.max_prefetch_bytes)
+        first = bisect_left(self.reloaded_bytes, total - self.max_prefetch_bytes)
         if (blocking := min(first, len(self.copies_in)) - 1) >= 0:
             start = max(start, self.copies_in[blocking].used)
         duration = num_bytes / self.transfers.link.in_bytes_per_ms

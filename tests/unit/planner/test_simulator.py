@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_offload.planner.choose import Link
 from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
-from nemo_rl_offload.planner.simulator import Segment, Segments, Transfers, simulate
+from nemo_rl_offload.planner.simulator import GIB, Segment, Segments, Transfers, simulate
 
 FREE = Transfers(Link(1e30, 1e30))
 
@@ -97,6 +97,19 @@ def test_a_cap_on_copies_out_makes_compute_wait() -> None:
     capped = simulate(pipeline_schedule(1, 1), segments, Transfers(Link(1, 1), max_inflight_bytes=3))
     assert capped.stages[0].waits_out_ms == [[0, 2, 0]]
     assert simulate(pipeline_schedule(1, 1), segments, Transfers(Link(1, 1))).stages[0].exposed_ms == 0
+
+
+def test_without_a_bound_two_of_the_largest_copies_may_be_on_their_way() -> None:
+    """As the engine does it: with 1 GiB, compute would wait for each of these copies of 3 GiB before it goes on."""
+    copy = Segment(1, 9, offloaded_bytes=3 * GIB)
+    segments, link = [[[copy, copy, Segment(99, 9)]]], Link(GIB, GIB)
+    passes = pipeline_schedule(1, 1)
+    assert simulate(passes, segments, Transfers(link)).stages[0].waits_out_ms == [[0, 0, 0]]
+    bounded = simulate(passes, segments, Transfers(link, max_inflight_bytes=GIB))
+    assert bounded.stages[0].waits_out_ms == [[3, 3, 0]]
+    small = Segment(1, 9, offloaded_bytes=GIB // 4)
+    many = simulate(passes, [[[small] * 5 + [Segment(99, 9)]]], Transfers(Link(GIB / 100, GIB)))
+    assert many.stages[0].waits_out_ms == [[0, 0, 0, 0, 25 - 4, 0]], "up to 1 GiB"
 
 
 def test_late_copies_in_take_no_memory_early() -> None:
