@@ -4,10 +4,11 @@
 
 Memory: the predicted peak less the planner's allowances for the runtime and for fragmentation, beside the most that
 torch's allocator had handed out. Time: the planner does not know what share of the device's peak rate a model reaches,
-so that share is fitted to the run without offloading and recomputation of each result (of E4: the one with full
-recomputation that was compared), which is then no prediction and is left out; the optimizer's part of a step, which the
-planner leaves out, is taken off. E4's attempts are first steps of cold processes, which compile and choose kernels and
-pin memory: their times say nothing. The link's rates are those of `link.json`. What `auto` chooses is not predicted.
+so that share is fitted to the run without offloading and recomputation of each result (where that did not fit: to the
+first that recomputes; of E4: to the compared one with full recomputation), which is then no prediction and is left out;
+the optimizer's part of a step, which the planner leaves out, is taken off. E4's attempts are first steps of cold
+processes, which compile and choose kernels and pin memory: their times say nothing. The link's rates are those of
+`link.json`. What `auto` chooses is not predicted.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from nemo_rl_offload.planner.memory import Optimizer
 from nemo_rl_offload.planner.plan import run_listed_modules
 from nemo_rl_offload.planner.schedule import pipeline_schedule
 from nemo_rl_offload.planner.shape import read_model_shape
-from nemo_rl_offload.planner.simulator import Transfers, simulate
+from nemo_rl_offload.planner.simulator import Segment, Transfers, simulate
 from nemo_rl_offload.planner.stages import build_stages, job_link
 
 ALLOWANCES = ("runtime", "fragmentation")
@@ -78,8 +79,8 @@ class Run:
     modules: tuple[str, ...]
     measured: Figures
     num_ahead: int = 1
-    """Microbatches in flight."""
-    max_inflight_bytes: int = 1 << 30
+    """Stages of the pipeline whose first one it was; the others were as fast without offloading."""
+    max_inflight_bytes: int | None = None
 
 
 def predict(run: Run, device: Device) -> tuple[int, float]:
@@ -90,10 +91,12 @@ def predict(run: Run, device: Device) -> tuple[int, float]:
         static, peak_bytes, ms = outcome.stages[0].static_bytes, outcome.peak_bytes(0), outcome.step_ms
     else:
         (stage,) = build_stages(job, run.modules)
-        passes = pipeline_schedule(run.num_ahead, job.num_microbatches)[0]
+        schedule = pipeline_schedule(run.num_ahead, job.num_microbatches)
         transfers = Transfers(job_link(job), max_inflight_bytes=run.max_inflight_bytes)
-        (actions,) = listed_actions([stage], [passes], transfers.link)
-        timeline = simulate([passes], [stage.segments(actions)], transfers)
+        (actions,) = listed_actions([stage], schedule[:1], transfers.link)
+        (own,) = stage.segments(actions)
+        alike = Segment(sum(each.forward_ms for each in own), sum(each.backward_ms for each in own))
+        timeline = simulate(schedule, [[own], *[[[alike]]] * (run.num_ahead - 1)], transfers)
         static, ms = stage.static_bytes, timeline.step_ms
         peak_bytes = sum(static.values()) + timeline.stages[0].peak_bytes
     return peak_bytes - sum(static[name] for name in ALLOWANCES), ms
@@ -175,9 +178,10 @@ def _runs_of_e2(result: Mapping[str, Any], source: str, device: Device) -> Itera
     shape = result["shape"]
     job = _job(result["model"], device, shape["sequence"], shape["num_microbatches"], shape["transformer_impl"])
     variants = [each for each in result["variants"] if "medians" in each and each["offload_modules"] != "auto"]
-    for each in sorted(variants, key=lambda each: each["kind"] != "nothing"):
-        if each["kind"] not in ("nothing", "ours", "recompute"):
-            continue
+    order = ["nothing", "recompute", "ours"]
+    for each in sorted(
+        (each for each in variants if each["kind"] in order), key=lambda each: order.index(each["kind"])
+    ):
         measured = Figures(int(each["medians"]["peak_allocated_bytes"]), each["medians"]["ms"] - result["optimizer_ms"])
         recomputing = replace(job, recompute=_recompute(each["recompute"]))
         yield Run(source, each["name"], recomputing, tuple(each["offload_modules"]), measured)

@@ -102,6 +102,14 @@ def test_rates_are_fitted_to_the_run_without_anything_and_the_rest_is_predicted(
     assert found["ours: all"].predicted_peak_bytes > found["recompute: full"].predicted_peak_bytes - 2**30
 
 
+def test_where_nothing_did_not_fit_rates_are_fitted_to_recomputation(tmp_path: Path) -> None:
+    result = e2()
+    result["variants"] = [each for each in result["variants"] if each["name"] != "nothing"]
+    first, ours = predictions(write(tmp_path, result))
+    assert (first.variant, first.time_error, ours.variant) == ("recompute: full", None, "ours: all")
+    assert ours.time_error is not None
+
+
 def _runs(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Run]:
     caught: list[Run] = []
     monkeypatch.setattr("predictions.compare", lambda runs: caught.extend(runs) or [])
@@ -130,6 +138,13 @@ def test_four_microbatches_of_e1_are_alive(tmp_path: Path, monkeypatch: pytest.M
     device = off.job.device
     saved = predict(off, device)[0] - predict(on, device)[0]
     assert saved / 2**20 == pytest.approx(13055 - 1024, rel=0.08), "13055 MiB by hand, less what is on its way"
+
+
+def test_e1_waits_for_the_other_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1F1B of 8 microbatches over 4 stages takes as long as 11 microbatches of one."""
+    off, _ = _runs(monkeypatch, write(tmp_path, e1()))
+    alone_ms = predict(replace(off, num_ahead=1), off.job.device)[1]
+    assert predict(off, off.job.device)[1] == pytest.approx(alone_ms * 11 / 8)
 
 
 def test_the_peak_is_without_the_planners_allowances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
