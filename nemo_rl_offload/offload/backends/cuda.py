@@ -47,6 +47,9 @@ class _Lane:
         self._before, self._after = before.cuda_event, after.cuda_event
         ends = [torch.zeros(1, device=device), torch.zeros(1, device="cpu", pin_memory=True)]
         self._ends = ends if out else ends[::-1]
+        ends[0].record_stream(self._other)  # both may be dropped under the last of the driver's copies
+        with torch.cuda.stream(self._other):
+            ends[1].copy_(ends[0], non_blocking=True)
         self._max_piece_bytes = self._left_bytes = max_piece_bytes  # left: of the present piece
 
     def after(self, compute: torch.cuda.Stream, events: Iterable[Event]) -> None:
