@@ -19,8 +19,7 @@ from nemo_rl_offload.offload.selection import Selection
 from nemo_rl_offload.offload.slots import CopiesOut, Empties, Group, Pass, Remains, Slot, State
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
 from nemo_rl_offload.offload.timing import Timing
-
-MIN_BOUND_BYTES = 1 << 30
+from nemo_rl_offload.planner.worth import bound_bytes
 
 
 class Copies:
@@ -107,9 +106,8 @@ class Copies:
         self._inflight_groups[module] += 1
 
     def bound_bytes(self, given: int | None) -> int:
-        """How much may be under way where no bound is given. With less than two groups, which are large where sequences
-        are long, no copy goes on beside the compute behind it: simulated layers of 64k tokens took 9 % longer."""
-        return max(MIN_BOUND_BYTES, 2 * self._largest_bytes) if given is None else given
+        """How much may be under way one way; `given` is a bound, or None."""
+        return bound_bytes(given, self._largest_bytes)
 
     def reached(self, group: Group) -> None:
         """Backward is at `group`: bring back what is still on the host, and take all of it as used."""

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl_offload.planner.choose import Link
 from nemo_rl_offload.planner.schedule import Pass, Schedule
-
-GIB = 1 << 30
+from nemo_rl_offload.planner.worth import bound_bytes
 
 
 @dataclass(frozen=True)
@@ -160,9 +159,8 @@ class _Stage:
     def __post_init__(self) -> None:
         self.pending = deque(self.passes)
         largest = max(segment.offloaded_bytes for chunk in self.segments for segment in chunk)
-        given = self.transfers.max_inflight_bytes, self.transfers.max_prefetch_bytes
-        bounds = [max(GIB, 2 * largest) if bound is None else bound for bound in given]
-        self.max_inflight_bytes, self.max_prefetch_bytes = bounds
+        self.max_inflight_bytes = bound_bytes(self.transfers.max_inflight_bytes, largest)
+        self.max_prefetch_bytes = bound_bytes(self.transfers.max_prefetch_bytes, largest)
         zeros = [[0.0] * len(chunk) for chunk in self.segments]
         self.times = StageTimes(zeros, [list(row) for row in zeros])
 

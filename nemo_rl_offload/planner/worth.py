@@ -1,8 +1,18 @@
-"""Which groups are not worth sending to the host: pure arithmetic over times, measured or simulated."""
+"""Which groups are not worth sending to the host, and how many at once: pure arithmetic, of what was measured or
+simulated."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
+
+MIN_BOUND_BYTES = 1 << 30
+
+
+def bound_bytes(given: int | None, largest_bytes: int) -> int:
+    """How much may be under way one way, where no bound is given and a group has at most `largest_bytes`. With less
+    than two groups, which are large where sequences are long, no copy goes on beside the compute behind it: simulated
+    layers of 64k tokens took 9 % longer."""
+    return max(MIN_BOUND_BYTES, 2 * largest_bytes) if given is None else given
 
 
 class Visit(NamedTuple):

@@ -87,7 +87,8 @@ class _Lane:
 class CudaBackend:
     """See `Backend`. `device` is a CUDA device; without an index, the current one.
 
-    A small copy to the host waits for at most `max_piece_out_bytes` on the link; each piece takes the host 10 us.
+    A small copy to the host waits for at most `max_piece_out_bytes` on the link. A piece takes the host 17 us
+    under the profiler (H200).
     """
 
     def __init__(self, device: torch.device | str = "cuda", *, max_piece_out_bytes: int = MAX_PIECE_OUT_BYTES) -> None:

@@ -9,11 +9,11 @@ import torch
 from simulated_model import GroupShape, Module
 from torch import Tensor
 
-from nemo_rl_offload.offload import copies
 from nemo_rl_offload.offload.auto import Auto
 from nemo_rl_offload.offload.backends.base import HostSlab
 from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
+from nemo_rl_offload.planner import worth
 
 BYTES_PER_MS = 5500.0  # 55 GB/s, where a byte stands for 10 KB
 GB = 100_000
@@ -166,7 +166,7 @@ def test_the_first_plan_is_made_for_a_whole_step() -> None:
 def test_groups_of_a_gibibyte_move_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a bound, the engine lets two of the largest groups be under way. A fixed gibibyte makes compute wait for
     each, and holds no less at the peak."""
-    monkeypatch.setattr(copies, "MIN_BOUND_BYTES", GB)
+    monkeypatch.setattr(worth, "MIN_BOUND_BYTES", GB)
     layers = Layers(LONG, 12, 1, 1, bounds=(None, None))
     *_, (step_ms, peak_bytes) = [layers.step() for _ in range(5)]
     assert step_ms == pytest.approx(layers.compute_ms)
