@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from nemo_rl_offload.planner.choose import Link
 from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
-from nemo_rl_offload.planner.simulator import GIB, Segment, Segments, Transfers, simulate
+from nemo_rl_offload.planner.simulator import Segment, Segments, Transfers, simulate
+from nemo_rl_offload.planner.worth import MIN_BOUND_BYTES
 
 FREE = Transfers(Link(1e30, 1e30))
 
@@ -101,14 +102,14 @@ def test_a_cap_on_copies_out_makes_compute_wait() -> None:
 
 def test_without_a_bound_two_of_the_largest_copies_may_be_on_their_way() -> None:
     """As the engine does it: with 1 GiB, compute would wait for each of these copies of 3 GiB before it goes on."""
-    copy = Segment(1, 9, offloaded_bytes=3 * GIB)
-    segments, link = [[[copy, copy, Segment(99, 9)]]], Link(GIB, GIB)
+    copy = Segment(1, 9, offloaded_bytes=3 * MIN_BOUND_BYTES)
+    segments, link = [[[copy, copy, Segment(99, 9)]]], Link(MIN_BOUND_BYTES, MIN_BOUND_BYTES)
     passes = pipeline_schedule(1, 1)
     assert simulate(passes, segments, Transfers(link)).stages[0].waits_out_ms == [[0, 0, 0]]
-    bounded = simulate(passes, segments, Transfers(link, max_inflight_bytes=GIB))
+    bounded = simulate(passes, segments, Transfers(link, max_inflight_bytes=MIN_BOUND_BYTES))
     assert bounded.stages[0].waits_out_ms == [[3, 3, 0]]
-    small = Segment(1, 9, offloaded_bytes=GIB // 4)
-    many = simulate(passes, [[[small] * 5 + [Segment(99, 9)]]], Transfers(Link(GIB / 100, GIB)))
+    small = Segment(1, 9, offloaded_bytes=MIN_BOUND_BYTES // 4)
+    many = simulate(passes, [[[small] * 5 + [Segment(99, 9)]]], Transfers(Link(MIN_BOUND_BYTES / 100, MIN_BOUND_BYTES)))
     assert many.stages[0].waits_out_ms == [[0, 0, 0, 0, 25 - 4, 0]], "up to 1 GiB"
 
 
