@@ -19,6 +19,7 @@ from nemo_rl_offload.config.rule import (
     recomputed,
 )
 from nemo_rl_offload.errors import nearest
+from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE
 
 RECOMPUTE_MODULES = (
     "core_attn",
@@ -29,8 +30,9 @@ RECOMPUTE_MODULES = (
     "moe",
     "shared_experts",
     "gdn_norm_out",
+    *DENSE_MLP_RECOMPUTE,
 )
-"""Megatron-Core's names for selective recomputation."""
+"""Megatron-Core's names for selective recomputation, and this project's."""
 
 NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
     "apply_rope_fusion": (True,),
@@ -81,8 +83,11 @@ def _recompute(get: Get) -> Iterator[str]:
         yield f"{MEGATRON}.recompute_method: full recompute needs it. Set uniform or block."
     if granularity == "full" and num_layers is None:
         yield f"{MEGATRON}.recompute_num_layers: full recompute needs it. Set 1 or more."
-    if granularity == "selective" and num_layers is not None:
-        yield f"{MEGATRON}.recompute_num_layers: selective recompute covers all layers. Set null."
+    if granularity == "selective" and num_layers is not None and set(recomputed(get)).isdisjoint(COUNTED_RECOMPUTE):
+        yield (
+            f"{MEGATRON}.recompute_num_layers: selective recompute covers all layers but with "
+            f"{' or '.join(COUNTED_RECOMPUTE)} in recompute_modules. Set null, or list one of them."
+        )
 
 
 def _recompute_names(get: Get) -> Iterator[str]:
@@ -103,6 +108,7 @@ def _recompute_fits_model(get: Get) -> Iterator[str]:
         "shared experts": (("shared_experts",), shape.has_shared_experts),
         "latent attention": (("mla_up_proj",), shape.has_latent_attention),
         "linear attention": (("gdn_norm_out",), shape.has_linear_attention),
+        "layers without experts": (DENSE_MLP_RECOMPUTE, not all(shape.layers_with_experts)),
     }
     for part, (of_part, is_present) in present.items():
         for name in names:

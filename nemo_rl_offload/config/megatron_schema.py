@@ -131,11 +131,12 @@ class MegatronConfig(TypedDict):
     recompute_granularity: Literal["full", "selective"] | None
     """Recompute whole layers, or the modules in recompute_modules, in the backward pass; null: nothing."""
     recompute_modules: list[str] | None
-    """Modules that selective recomputation covers; null: core_attn."""
+    """Modules that selective recomputation covers, Megatron-Core's and mlp_act, mlp_fc1; null: core_attn."""
     recompute_method: Literal["uniform", "block"] | None
     """Which layers full recomputation covers: uniform groups of layers, or the first ones."""
     recompute_num_layers: Positive | None
-    """Layers per uniform group, or number of first layers; null with full recomputation is an error."""
+    """Of full recomputation: layers per uniform group, or number of first layers, which may not be null. Of selective
+    recomputation: the last layers of a pipeline stage that recompute mlp or mlp_fc1; null: all."""
 
     fine_grained_activation_offloading: bool | None
     """Keep the activations of offload_modules in host memory; false clears what the model says, null keeps it."""

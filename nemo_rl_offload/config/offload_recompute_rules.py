@@ -13,7 +13,7 @@ from nemo_rl_offload.config.rule import (
     recompute,
     recomputed,
 )
-from nemo_rl_offload.planner.modules import DENSE_MLP_MODULES, DISCARDED_BY_RECOMPUTE, MOE_MODULES
+from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE, DENSE_MLP_MODULES, DISCARDED_BY_RECOMPUTE, MOE_MODULES
 
 PATH = f"{MEGATRON}.offload_modules"
 
@@ -60,11 +60,13 @@ def _in_whole_layers(get: Get) -> Iterator[str]:
 def _in_modules(get: Get) -> Iterator[str]:
     names, covered = offloaded(get), recomputed(get)
     is_torch = megatron(get, "transformer_impl") == "torch"
-    nothing_from = {
+    nothing_from: dict[str, tuple[str, ...]] = {
         "core_attn": ("core_attn",),
-        "mlp": DENSE_MLP_MODULES if is_torch else ("mlp_act",),  # the input is mlp_norm's, or mlp_fc1's
         "shared_experts": ("shared_experts",),
     }
+    if recompute(get)["recompute_num_layers"] is None:
+        of_mlp = DENSE_MLP_MODULES if is_torch else ("mlp_act",)  # the input is mlp_norm's, or mlp_fc1's
+        nothing_from.update(dict.fromkeys(COUNTED_RECOMPUTE, of_mlp))
     for part, silent in nothing_from.items():
         for name in names:
             if part in covered and name in silent:

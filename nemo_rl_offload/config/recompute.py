@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_rl_offload.planner.modules import DENSE_MLP_RECOMPUTE
+
 RECOMPUTE_KEYS = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
 
 
@@ -20,3 +22,11 @@ def recompute_settings(cfg: Mapping[str, Any]) -> dict[str, Any]:
     layers = {"recompute_method": "uniform", "recompute_num_layers": 1} if granularity == "full" else {}
     filled = {key: value for key, value in layers.items() if given[key] is None}
     return given | filled | {"recompute_granularity": granularity}
+
+
+def known_to_megatron(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same keys without what only this project does: parts of dense MLPs, and a number of layers for modules."""
+    if settings["recompute_granularity"] != "selective" or settings["recompute_modules"] is None:
+        return dict(settings)
+    modules = [name for name in settings["recompute_modules"] if name not in DENSE_MLP_RECOMPUTE]
+    return {**settings, "recompute_modules": modules, "recompute_num_layers": None}

@@ -10,6 +10,7 @@ from nemo_rl_offload.config.batching_rules import BATCHING_RULES, BATCHING_WARNI
 from nemo_rl_offload.config.cuda_graph_rules import CUDA_GRAPH_RULES, CUDA_GRAPH_WARNINGS
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.megatron_rules import MEGATRON_RULES, MEGATRON_WARNINGS, transformer_engine_is_here
+from nemo_rl_offload.config.mlp_recompute_rules import MLP_RECOMPUTE_RULES, MLP_RECOMPUTE_WARNINGS
 from nemo_rl_offload.config.offload_recompute_rules import OFFLOAD_RECOMPUTE_RULES, OFFLOAD_RECOMPUTE_WARNINGS
 from nemo_rl_offload.config.offload_rules import OFFLOAD_RULES, OFFLOAD_WARNINGS
 from nemo_rl_offload.config.parallel_rules import PARALLEL_RULES
@@ -84,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     _flex_is_not_yet,
     _model_can_be_read,
     *OFFLOAD_RULES,
+    *MLP_RECOMPUTE_RULES,
     *OFFLOAD_RECOMPUTE_RULES,
     *CUDA_GRAPH_RULES,
     *MEGATRON_RULES,
@@ -104,6 +106,7 @@ RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (
 WARNINGS: tuple[Rule, ...] = (
     _model_is_unknown,
     *OFFLOAD_WARNINGS,
+    *MLP_RECOMPUTE_WARNINGS,
     *OFFLOAD_RECOMPUTE_WARNINGS,
     *CUDA_GRAPH_WARNINGS,
     *MEGATRON_WARNINGS,

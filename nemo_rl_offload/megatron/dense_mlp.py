@@ -5,7 +5,8 @@ linear part. In Transformer Engine's layers norm and linear are one kernel, whic
 both belong to `mlp_fc1` there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl
@@ -16,21 +17,44 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from nemo_rl_offload.megatron.offload_interface import offload_region
+from nemo_rl_offload.megatron.recomputation import recomputed
 
 
 class DenseMLP(MLP):  # type: ignore[misc]
     """[sequence, batch, hidden] in and out; what it computes is Megatron's."""
 
+    recompute: str | None = None
+    """mlp_act: the activation is run again in backward; mlp_fc1: what comes before it, too."""
+    input_module = "mlp_norm"
+    """The region that saves the MLP's input."""
+
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_unused: object
     ) -> tuple[Tensor, Tensor | None]:
         assert per_token_scale is None, "a scale per token belongs to experts"
+        if self.recompute is not None:
+            return self._recomputing(hidden_states)
         x, bias = self._first_linear(hidden_states)
         act = offload_region(self.config, x, "mlp_act", self.training)
         with act as x:
             y = self._activate(x, bias)
         output, output_bias = self.linear_fc2(y)
         return act.group_offload(output), output_bias
+
+    def _recomputing(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        module, function = self.input_module, self._to_activation
+        if self.recompute == "mlp_act":
+            x, bias = self._first_linear(x)
+            module, function = "mlp_act", partial(self._activate, bias=bias)
+        region = offload_region(self.config, x, module, self.training)
+        with region as x:
+            activated = recomputed(function, x)
+        with activated.users():
+            output, output_bias = self.linear_fc2(activated.output)
+        return region.group_offload(output), output_bias
+
+    def _to_activation(self, x: Tensor) -> Tensor:
+        return self._activate(*self.linear_fc1(x))
 
     def _first_linear(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """`linear_fc1` opens its own regions."""
@@ -59,7 +83,7 @@ class DenseMLP(MLP):  # type: ignore[misc]
 class FusedNormDenseMLP(DenseMLP):
     """The same where norm and first linear are one kernel."""
 
-    norm_is_fused = True
+    input_module = "mlp_fc1"
 
     def _first_linear(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         region = offload_region(self.config, x, "mlp_fc1", self.training)
@@ -71,7 +95,32 @@ class FusedNormDenseMLP(DenseMLP):
 def open_dense_mlps(chunks: Sequence[nn.Module]) -> list[nn.Module]:
     """Give the dense MLPs of Transformer Engine's layers their regions. Megatron chooses the class of an MLP by the
     implementation, which knows no other; the modules and parameters inside stay the same."""
-    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)):
+    for layer in _layers_of(chunks):
         if type(layer.mlp) is MLP:
             layer.mlp.__class__ = FusedNormDenseMLP
     return list(chunks)
+
+
+def recompute_dense_mlps(
+    chunks: Sequence[nn.Module], modules: Collection[str], num_layers: int | None
+) -> list[nn.Module]:
+    """Let dense MLPs recompute what `modules`, entries of `recompute_modules`, say.
+
+    `mlp` and `mlp_fc1` are for the last `num_layers` layers of each chunk that have a dense MLP, whose tensors have the
+    least time to leave the device and come back; None: all. `mlp_act` is for all others.
+    """
+    for chunk in chunks:
+        layers = [layer for layer in _layers_of([chunk]) if isinstance(layer.mlp, MLP)]
+        first = 0 if num_layers is None else max(0, len(layers) - num_layers)
+        for number, layer in enumerate(layers):
+            is_more = number >= first
+            layer.recompute_mlp = "mlp" in modules and is_more
+            names = [name for name in ("mlp_fc1", "mlp_act") if name in modules and (is_more or name == "mlp_act")]
+            if names:
+                assert isinstance(layer.mlp, DenseMLP), "checked with the configuration"
+                layer.mlp.recompute = None if layer.recompute_mlp else names[0]
+    return list(chunks)
+
+
+def _layers_of(chunks: Sequence[nn.Module]) -> list[TransformerLayer]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TransformerLayer)]

@@ -218,9 +218,7 @@ class _OffloadedCheckpoints(types.ModuleType):
 def _input_of_mlp(function: Callable[..., Any]) -> str | None:
     """Megatron's layers call their dense MLP through a `partial`, and other parts by functions of their own."""
     mlp = function.func if isinstance(function, partial) else None
-    if not isinstance(mlp, MLP):
-        return None
-    return "mlp_fc1" if getattr(mlp, "norm_is_fused", False) else "mlp_norm"
+    return getattr(mlp, "input_module", "mlp_norm") if isinstance(mlp, MLP) else None
 
 
 def offload_region(config: TransformerConfig, tensor: Tensor, module: str | None, training: bool) -> Any:

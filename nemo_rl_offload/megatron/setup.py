@@ -11,7 +11,7 @@ import re
 import shutil
 import traceback
 from collections.abc import Mapping
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from typing import Any
 
@@ -26,14 +26,15 @@ from megatron.core.transformer.moe.router import Router
 from nemo_rl_offload.config.megatron_rules import transformer_engine_settings
 from nemo_rl_offload.config.megatron_schema import MegatronConfig, SchedulerConfig
 from nemo_rl_offload.config.megatron_schema import OptimizerConfig as OptimizerKeys
-from nemo_rl_offload.config.recompute import recompute_settings
+from nemo_rl_offload.config.recompute import known_to_megatron, recompute_settings
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.bridge import have_transformer_engine
-from nemo_rl_offload.megatron.dense_mlp import open_dense_mlps
+from nemo_rl_offload.megatron.dense_mlp import open_dense_mlps, recompute_dense_mlps
 from nemo_rl_offload.megatron.torch_backend import torch_block_spec
 from nemo_rl_offload.planner.modules import (
+    DENSE_MLP_RECOMPUTE,
     DISCARDED_BY_RECOMPUTE,
     MEGATRON_MODULES,
     NATIVE_MODULES,
@@ -192,7 +193,8 @@ def _transformer_engine_fields(provider: Any) -> dict[str, Any]:
 
 def _transformer_fields(provider: Any, policy: PolicyConfig, transformer_impl: str) -> dict[str, Any]:
     """Megatron's fields and their values, later ones over earlier ones."""
-    cfg: Mapping[str, Any] = {**policy["megatron_cfg"], **recompute_settings(policy["megatron_cfg"])}
+    recompute = known_to_megatron(recompute_settings(policy["megatron_cfg"]))
+    cfg: Mapping[str, Any] = {**policy["megatron_cfg"], **recompute}
     backend = cfg["attention_backend"]
     return {
         **_precision_fields(policy),
@@ -261,10 +263,21 @@ def apply_policy(provider: Any, policy: PolicyConfig, transformer_impl: str) -> 
         provider.offload_modules = modules
     if transformer_impl == "torch":  # Megatron's schedules would start their own stash if told of `moe_paged_stash`
         provider.moe_expert_rank_capacity_factor = cfg["moe_expert_rank_capacity_factor"]
-    elif offload and cfg["activation_offload"]["engine"] == "native":
-        provider.register_pre_wrap_hook(open_dense_mlps)
+    _register_dense_mlps(provider, cfg, transformer_impl)
     if cfg["freeze_moe_router"]:
         provider.register_pre_wrap_hook(_freeze_routers)
+
+
+def _register_dense_mlps(provider: Any, cfg: MegatronConfig, transformer_impl: str) -> None:
+    recompute = recompute_settings(cfg)
+    is_selective = recompute["recompute_granularity"] == "selective"
+    names = (recompute["recompute_modules"] or ()) if is_selective else ()
+    is_offloaded = cfg["fine_grained_activation_offloading"] and cfg["activation_offload"]["engine"] == "native"
+    if transformer_impl != "torch" and (is_offloaded or not set(names).isdisjoint(DENSE_MLP_RECOMPUTE)):
+        provider.register_pre_wrap_hook(open_dense_mlps)
+    if is_selective:
+        num_layers = recompute["recompute_num_layers"]
+        provider.register_pre_wrap_hook(partial(recompute_dense_mlps, modules=names, num_layers=num_layers))
 
 
 def _freeze_routers(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

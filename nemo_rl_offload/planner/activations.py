@@ -224,9 +224,10 @@ def _dense(context: LayerContext) -> Iterator[Storage]:
     width = context.tokens.count * shape.ffn_hidden_size // context.layout.tensor
     norm = "mlp_fc1" if context.fused_norm_linear else "mlp_norm"
     yield _tensor("MLP input", hidden, size, norm)
-    yield _linear_input(context, "MLP norm output", hidden, "mlp_fc1", by=("mlp",))
-    yield _tensor("MLP activation input", 2 * width, size, "mlp_act", by=("mlp",))
-    yield _linear_input(context, "MLP activation output", width, by=("mlp",))
+    whole = ("mlp", "mlp_fc1")
+    yield _linear_input(context, "MLP norm output", hidden, "mlp_fc1", by=whole)
+    yield _tensor("MLP activation input", 2 * width, size, "mlp_act", by=whole)
+    yield _linear_input(context, "MLP activation output", width, by=(*whole, "mlp_act"))
 
 
 def _experts(context: LayerContext) -> Iterator[Storage]:

@@ -11,6 +11,7 @@ from nemo_rl_offload.planner.expert_buffers import ExpertBuffers, Skew
 from nemo_rl_offload.planner.hardware import Device
 from nemo_rl_offload.planner.layout import KEYS, Layout, check_layout
 from nemo_rl_offload.planner.memory import Optimizer
+from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE
 from nemo_rl_offload.planner.shape import ModelShape
 
 
@@ -22,6 +23,12 @@ class Recompute:
     method: str | None = None
     """None: no whole layers; uniform: all, in groups of `num_layers`; block: the first `num_layers` of each chunk."""
     num_layers: int = 1
+    num_counted_layers: int | None = None
+    """Of `modules`, `mlp` and `mlp_fc1` are for so many last dense layers of each chunk; None: for all."""
+
+    def of_layer(self, is_counted: bool) -> frozenset[str]:
+        """The `modules` that a layer recomputes, which is one of those last ones or none."""
+        return self.modules if is_counted or self.num_counted_layers is None else self.modules - set(COUNTED_RECOMPUTE)
 
 
 @dataclass(frozen=True)
@@ -198,5 +205,6 @@ def _recompute(cfg: Mapping[str, Any]) -> Recompute:
     if cfg["recompute_granularity"] == "full":
         return Recompute(method=cfg["recompute_method"] or "uniform", num_layers=cfg["recompute_num_layers"] or 1)
     if cfg["recompute_granularity"] == "selective":
-        return Recompute(modules=frozenset(cfg["recompute_modules"] or ["core_attn"]))
+        modules = frozenset(cfg["recompute_modules"] or ["core_attn"])
+        return Recompute(modules=modules, num_counted_layers=cfg["recompute_num_layers"])
     return Recompute()

@@ -34,6 +34,13 @@ SUPPORTED_MODULES = NATIVE_MODULES
 TRANSFORMER_ENGINE_MODULES = (*MEGATRON_MODULES, *DENSE_MLP_MODULES)
 """What can be offloaded of Transformer Engine's layers."""
 
+DENSE_MLP_RECOMPUTE = ("mlp_fc1", "mlp_act")
+"""Entries of `recompute_modules` that only this project has, parts of a dense MLP: to the activation's output from the
+MLP's input, or from the first linear's output."""
+
+COUNTED_RECOMPUTE = ("mlp", "mlp_fc1")
+"""Entries of `recompute_modules` that `recompute_num_layers` limits to some layers."""
+
 DISCARDED_BY_RECOMPUTE = {
     "layernorm": ("qkv_linear", "shared_experts"),
     "moe_act": ("expert_fc2",),

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from nemo_rl_offload.planner.activations import Storage, fused_layer, with_recomputation
 from nemo_rl_offload.planner.choose import Action, GroupRecord, Link
@@ -15,7 +16,7 @@ from nemo_rl_offload.planner.schedule import Pass, pipeline_schedule
 from nemo_rl_offload.planner.simulator import Segment
 from nemo_rl_offload.planner.work import layer_work, recompute_ms, recomputed_ms
 
-SEPARABLE = ("mla_up_proj", "moe_act", "layernorm")
+SEPARABLE = ("mlp_act", "mla_up_proj", "moe_act", "layernorm")
 """Entries of `recompute_modules` whose time and memory belong to one group each: what the chooser may take."""
 
 
@@ -173,37 +174,42 @@ class _Builder:
     def __init__(self, job: Job, modules: Collection[str], may_recompute: frozenset[str]) -> None:
         self.job = job
         self.modules = modules
-        self.layers: dict[bool, tuple[Part, ...]] = {}
-        self.workspace: dict[bool, int] = {}
+        self.layers: dict[tuple[bool, bool], tuple[Part, ...]] = {}  # with experts; one of the counted layers
+        self.workspace: dict[tuple[bool, bool], int] = {}
         self.alive_bytes = self.host_bytes = 0
-        fp8 = job.numbers.fp8 is not None
-        for has_experts in set(job.shape.layers_with_experts):
-            storages = with_recomputation(fused_layer(job.context, has_experts), job.recompute.modules)
-            times = {
-                work.module: (work.forward_ms(job.device, fp8), work.backward_ms(job.device, fp8))
-                for work in layer_work(job.context, has_experts)
-            }
-            if has_experts:
-                self.alive_bytes = job.expert_buffers.alive_bytes(storages)
-                self.host_bytes = job.expert_buffers.host_bytes(storages)
-                storages = job.expert_buffers.saved(storages)
-            self.workspace[has_experts] = sum(
-                storage.num_bytes for storage in storages if job.recompute.method or not storage.live
-            )
-            for module, extra_ms in recomputed_ms(job.context, has_experts, job.recompute.modules, job.device).items():
-                forward_ms, backward_ms = times[module]
-                times[module] = forward_ms, backward_ms + extra_ms
-            storages = [
-                replace(storage, pinned=storage.pinned or not may_recompute.isdisjoint(storage.pinned_by))
-                for storage in storages
-            ]
-            self.layers[has_experts] = _layer_parts(job, storages, times, modules, may_recompute)
+        for kind in product(set(job.shape.layers_with_experts), (True, False)):
+            self.layers[kind] = self._layer(kind, job.recompute.of_layer(kind[1]), may_recompute)
+
+    def _layer(
+        self, kind: tuple[bool, bool], recompute_modules: frozenset[str], may_recompute: frozenset[str]
+    ) -> tuple[Part, ...]:
+        job, has_experts, fp8 = self.job, kind[0], self.job.numbers.fp8 is not None
+        storages = with_recomputation(fused_layer(job.context, has_experts), recompute_modules)
+        times = {
+            work.module: (work.forward_ms(job.device, fp8), work.backward_ms(job.device, fp8))
+            for work in layer_work(job.context, has_experts)
+        }
+        if has_experts:
+            self.alive_bytes = job.expert_buffers.alive_bytes(storages)
+            self.host_bytes = job.expert_buffers.host_bytes(storages)
+            storages = job.expert_buffers.saved(storages)
+        self.workspace[kind] = sum(
+            storage.num_bytes for storage in storages if job.recompute.method or not storage.live
+        )
+        for module, extra_ms in recomputed_ms(job.context, has_experts, recompute_modules, job.device).items():
+            forward_ms, backward_ms = times[module]
+            times[module] = forward_ms, backward_ms + extra_ms
+        storages = [
+            replace(storage, pinned=storage.pinned or not may_recompute.isdisjoint(storage.pinned_by))
+            for storage in storages
+        ]
+        return _layer_parts(job, storages, times, self.modules, may_recompute)
 
     def stage(self, rank: int, chunks: Sequence[range], passes: Sequence[Pass]) -> Stage:
         job, is_last = self.job, rank == self.job.layout.pipeline - 1
         parts = [self._chunk(chunk) for chunk in chunks]
         if is_last:
-            parts[-1] = (*parts[-1], *self._end())
+            parts[-1] = (*parts[-1], *self._end(self._counted_layers(chunks[-1])))
         parameters = stage_parameters(job.shape, job.layout, chunks, rank)
         static = state_bytes(parameters, job.layout, job.optimizer, job.numbers.element_bytes)
         if is_last:
@@ -238,8 +244,9 @@ class _Builder:
 
     def _chunk(self, layers: range) -> tuple[Part, ...]:
         job, found = self.job, []
+        counted = self._counted_layers(layers)
         for number, layer in enumerate(layers):
-            parts = self.layers[job.shape.layers_with_experts[layer]]
+            parts = self.layers[self._has_experts(layer), layer in counted]
             method = job.recompute.method
             if method == "uniform" or (method == "block" and number < job.recompute.num_layers):
                 is_input = method == "block" or number % job.recompute.num_layers == 0
@@ -247,14 +254,26 @@ class _Builder:
             found += [replace(part, layer=layer) for part in parts]
         return tuple(found)
 
-    def _end(self) -> tuple[Part, ...]:
+    def _has_experts(self, layer: int) -> bool:
+        """Layers of multi-token prediction come behind the others, and are of the last one's kind."""
+        kinds = self.job.shape.layers_with_experts
+        return kinds[min(layer, len(kinds) - 1)]
+
+    def _counted_layers(self, layers: range) -> set[int]:
+        """The last dense layers of a chunk, as many as `num_counted_layers`."""
+        shape, number = self.job.shape, self.job.recompute.num_counted_layers
+        num_mtp = shape.num_mtp_layers if layers.stop == shape.num_layers else 0
+        dense = [layer for layer in range(layers.start, layers.stop + num_mtp) if not self._has_experts(layer)]
+        return set(dense if number is None else dense[-number:])
+
+    def _end(self, counted: Collection[int]) -> tuple[Part, ...]:
         """Multi-token prediction, and the final norm with the output layer."""
         job, context = self.job, self.job.context
         hidden = context.norm_tokens * job.shape.hidden_size * job.numbers.element_bytes
         found = []
         for number in range(job.shape.num_mtp_layers):
             layer = job.shape.num_layers + number
-            parts = self.layers[job.shape.layers_with_experts[-1]]
+            parts = self.layers[self._has_experts(layer), layer in counted]
             # Inputs of the two norms and of the projection of both to one.
             found.append(Part(layer, "mtp_projection", 0.0, 0.0, kept_bytes=4 * hidden))
             found += [replace(part, layer=layer) for part in parts]

@@ -184,12 +184,15 @@ def _attention_over_latents(context: LayerContext) -> Iterator[Storage]:
 
 def _dense(context: LayerContext, recompute_modules: Collection[str]) -> Iterator[Storage]:
     shape, size = context.shape, _size(context)
-    if "mlp" in recompute_modules:
+    if not {"mlp", "mlp_fc1"}.isdisjoint(recompute_modules):
         yield _storage("MLP input", context.norm_tokens * shape.hidden_size, size, "mlp_norm")
         return
     width = context.tokens.count * shape.ffn_hidden_size // context.layout.tensor
     yield from _norm("MLP norm", context.norm_tokens, shape.hidden_size, "mlp_norm")
     yield _storage("MLP norm output", context.norm_tokens * shape.hidden_size, size, "mlp_fc1")
+    if "mlp_act" in recompute_modules:
+        yield _storage("MLP activation input", 2 * width, size, "mlp_act")
+        return
     yield Storage("MLP activation input", 2 * width * size, width, ("mlp_act",))
     yield _storage("MLP activated gate", width, size, "mlp_act")
     yield _storage("MLP activation output", width, size)

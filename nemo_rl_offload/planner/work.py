@@ -112,9 +112,9 @@ def recompute_ms(context: LayerContext, name: str, device: Device) -> float:
     shape, latent = context.shape, context.shape.latent_attention
     if name == "layernorm":
         return Work(name, traffic_bytes=_norm(context, name).traffic_bytes / 2).forward_ms(device, fp8)
-    if name == "moe_act":
-        act = next(work for work in _experts(context) if work.module == "moe_act")
-        return act.forward_ms(device, fp8)
+    if name in ("moe_act", "mlp_act"):
+        modules = _experts(context) if name == "moe_act" else _dense(context)
+        return next(work for work in modules if work.module == name).forward_ms(device, fp8)
     assert name == "mla_up_proj"
     assert latent is not None
     up = (latent.query_rank or shape.hidden_size) * context.heads * shape.query_head_dim
@@ -125,6 +125,8 @@ def recompute_ms(context: LayerContext, name: str, device: Device) -> float:
 _WHOLE = {
     "core_attn": ("core_attn",),
     "mlp": ("mlp_fc1", "mlp_act", "mlp_fc2"),
+    "mlp_fc1": ("mlp_fc1", "mlp_act"),
+    "mlp_act": ("mlp_act",),
     "moe": ("router", "shared_experts", "expert_fc1", "moe_act", "expert_fc2"),
     "shared_experts": ("shared_experts",),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_rl_offload.planner.activations import LayerContext, Numbers, Storage, Tokens
 from nemo_rl_offload.planner.catalogue import load_model_shape
+from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.layout import Layout, stage_layers
 from nemo_rl_offload.planner.modules import (
     DENSE_MLP_MODULES,
@@ -26,8 +27,8 @@ from nemo_rl_offload.planner.torch_activations import (
 )
 
 MICRO_BATCH_SIZE = 2
-_DENSE = ("core_attn", "mlp", "layernorm")
-_LATENT = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "mla_up_proj", "shared_experts")
+_DENSE = ("core_attn", "mlp", "mlp_fc1", "mlp_act", "layernorm")
+_LATENT = ("core_attn", "mlp", "mlp_fc1", "mlp_act", "layernorm", "moe_act", "moe", "mla_up_proj", "shared_experts")
 SELECTIVE = {
     "qwen2": _DENSE,
     "qwen3": _DENSE,
@@ -60,6 +61,8 @@ class Case:
     min_elements: int
     num_microbatches: int
     sequence: int
+    num_counted_layers: int | None = None
+    """Last dense layers of each chunk that recompute mlp or mlp_fc1."""
     layout: Layout = field(default_factory=Layout)
 
     def overrides(self) -> Iterator[str]:
@@ -73,6 +76,7 @@ class Case:
         if isinstance(self.recompute, tuple):
             yield "recompute_granularity=selective"
             yield f"recompute_modules=[{','.join(self.recompute)}]"
+            yield f"recompute_num_layers={self.num_counted_layers or 'null'}"
         elif self.recompute is not None:
             yield "recompute_granularity=full"
             yield f"recompute_method={self.recompute}"
@@ -95,6 +99,7 @@ def random_case(seed: int, layout: str = "one") -> Case:
     if ranks.tensor > 1 and not ranks.sequence_parallel:
         family = families[seed % 3]  # Megatron's experts need sequence parallelism beside tensor parallelism
     recompute = _random_recompute(random, family)
+    is_counted = isinstance(recompute, tuple) and not {"mlp", "mlp_fc1"}.isdisjoint(recompute)
     element_bytes = random.choice([2, 4])
     return Case(
         family,
@@ -106,6 +111,7 @@ def random_case(seed: int, layout: str = "one") -> Case:
         min_elements=random.choice([0, 0, 700]),
         num_microbatches=random.choice([2, 4, 6]) if ranks.pipeline > 1 else random.randint(1, 3),
         sequence=2 * random.randint(3, 12) if ranks.tensor > 1 else random.randint(5, 24),
+        num_counted_layers=random.choice([None, 1, 2]) if is_counted else None,
         layout=ranks,
     )
 
@@ -150,6 +156,8 @@ def _random_recompute(random: Random, family: str) -> tuple[str, ...] | str | No
     chosen = tuple(name for name in SELECTIVE[family] if random.random() < 0.4) or None
     if chosen and "mla_up_proj" in chosen:
         chosen = tuple(name for name in chosen if name != "layernorm")  # with both, qkv_linear cannot be listed
+    if chosen and "mlp" in chosen:
+        chosen = tuple(name for name in chosen if name != "mlp_fc1")
     if chosen and "moe" in chosen:
         chosen = tuple(name for name in chosen if name not in ("moe_act", "shared_experts"))
     return random.choices([None, chosen, "uniform", "block"], [3, 7, 1, 1])[0]
@@ -193,18 +201,23 @@ def predict(case: Case, folder: Path, rank: int = 0) -> dict[str, int]:
 
 
 def _chunk(case: Case, context: LayerContext, shape: ModelShape, layers: range, is_received: bool) -> Iterator[Storage]:
-    selective = case.recompute if isinstance(case.recompute, tuple) else ()
+    selective = frozenset(case.recompute if isinstance(case.recompute, tuple) else ())
+    recompute = Recompute(selective, num_counted_layers=case.num_counted_layers)
+    num_mtp = shape.num_mtp_layers if layers.stop == shape.num_layers else 0
+    kinds = (*shape.layers_with_experts, *[shape.layers_with_experts[-1]] * shape.num_mtp_layers)
+    dense = [layer for layer in range(layers.start, layers.stop + num_mtp) if not kinds[layer]]
+    counted = dense if case.num_counted_layers is None else dense[-case.num_counted_layers :]
     for number, layer in enumerate(layers):
         if case.recompute == "uniform" or (case.recompute == "block" and number == 0):
             storages = torch_recomputed_layers(context)
         else:
-            storages = torch_layer(context, shape.layers_with_experts[layer], selective)
+            storages = torch_layer(context, kinds[layer], recompute.of_layer(layer in counted))
         if number == 0 and is_received:
             storages = [with_received_input(storages[0], context), *storages[1:]]
         yield from storages
     if layers.stop == shape.num_layers:
-        for _ in range(shape.num_mtp_layers):
+        for layer in range(shape.num_layers, len(kinds)):
             if case.recompute == "uniform":
                 yield from torch_recomputed_layers(context, is_mtp=True)
             else:
-                yield from torch_mtp_layer(context, selective)
+                yield from torch_mtp_layer(context, recompute.of_layer(layer in counted))

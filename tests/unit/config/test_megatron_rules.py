@@ -54,6 +54,43 @@ CASES = [
     ),
     (f"{SELECTIVE} M.recompute_num_layers=1", "recompute_num_layers", "Set null", "M.recompute_num_layers=null"),
     (
+        f"{SELECTIVE} M.recompute_modules=[mlp_act] M.recompute_num_layers=1",
+        "recompute_num_layers",
+        "but with mlp or mlp_fc1 in recompute_modules. Set null",
+        "M.recompute_modules=[mlp_act,mlp_fc1]",
+    ),
+    (
+        f"{SELECTIVE} MOE M.recompute_modules=[mlp_act]",
+        "recompute_modules",
+        "'mlp_act' needs layers without experts",
+        "M.recompute_modules=[moe_act]",
+    ),
+    (
+        f"{SELECTIVE} M.recompute_modules=[mlp,mlp_fc1]",
+        "recompute_modules",
+        "'mlp' contains 'mlp_fc1'",
+        "M.recompute_modules=[mlp_fc1]",
+    ),
+    (
+        f"{SELECTIVE} {TE} M.activation_offload.engine=megatron M.offload_modules=[core_attn] "
+        "M.recompute_modules=[mlp_fc1]",
+        "recompute_modules",
+        "'mlp_fc1' needs activation_offload.engine native",
+        "M.recompute_modules=[mlp]",
+    ),
+    (
+        f"{SELECTIVE} {TE} M.recompute_modules=[mlp_act] M.use_transformer_engine_op_fuser=true",
+        "recompute_modules",
+        "cannot be recomputed with use_transformer_engine_op_fuser",
+        "M.use_transformer_engine_op_fuser=false",
+    ),
+    (
+        f"{SELECTIVE} {TE} M.recompute_modules=[mlp_act] M.model_overrides={{fp8:e4m3}}",
+        "recompute_modules",
+        "cannot be recomputed with fp8",
+        "M.model_overrides.fp8=null",
+    ),
+    (
         f"{SELECTIVE} M.recompute_modules=[layer_norm]",
         "recompute_modules",
         "Did you mean 'layernorm'?",

@@ -24,6 +24,9 @@ SELECTIVE = f"{M}.recompute_granularity=selective"
         ((*BLOCK, f"{M}.recompute_num_layers=3"), "core_attn", []),
         ((SELECTIVE,), "attn_norm,core_attn", ["core_attn"]),
         ((SELECTIVE, f"{M}.recompute_modules=[mlp]"), "core_attn,mlp_norm,mlp_act", ["mlp_act"]),
+        ((SELECTIVE, f"{M}.recompute_modules=[mlp_fc1]"), "core_attn,mlp_norm,mlp_fc1,mlp_act", ["mlp_fc1", "mlp_act"]),
+        ((SELECTIVE, f"{M}.recompute_modules=[mlp_fc1]", f"{M}.recompute_num_layers=1"), "mlp_norm,mlp_act", []),
+        ((SELECTIVE, f"{M}.recompute_modules=[mlp_act]"), "mlp_norm,mlp_act", []),
         ((SELECTIVE, f"{M}.recompute_modules=[layernorm]"), "attn_norm,qkv_linear,mlp_norm", []),
     ],
 )
@@ -55,3 +58,11 @@ def test_what_recomputation_discards_is_not_offloaded(
     assert f"'{module}' saves what recompute_modules '{recompute}' discards" in line
     assert refusals(f"{settings} M.recompute_modules=[{legal}]") == []
     assert refusals(f"MOE M.offload_modules=[qkv_linear] {settings.split()[-1]} M.recompute_modules=[layernorm]") == []
+
+
+def test_an_activation_within_what_is_recomputed_anyway_is_warned_about(check: Check) -> None:
+    for whole in ("mlp", "mlp_fc1"):
+        listed = f"{M}.recompute_modules=[mlp_act,{whole}]"
+        (warning,) = check(SELECTIVE, listed).warnings
+        assert f"'mlp_act' changes nothing: '{whole}' contains it" in warning
+        assert check(SELECTIVE, listed, f"{M}.recompute_num_layers=2").warnings == []

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from nemo_rl_offload.megatron.dense_mlp import FusedNormDenseMLP, open_dense_mlps
+from nemo_rl_offload.megatron.dense_mlp import FusedNormDenseMLP, open_dense_mlps, recompute_dense_mlps
 from nemo_rl_offload.megatron.offload_interface import use_engine
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
 
@@ -82,6 +82,55 @@ def test_same_bits_as_megatrons(name: str) -> None:
     moved = engine.stats().per_module
     assert all(moved[module].bytes_out > 0 for module in ("mlp_fc1", "mlp_act"))
     engine.close()
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "mlp_fc1", "mlp_act"])
+def test_recomputation_changes_no_bit_and_offloads_what_is_left(recompute: str) -> None:
+    plain, again = make_mlp("swiglu"), make_mlp("swiglu")
+    again.load_state_dict(plain.state_dict())
+    layer = Layer(again)
+    recompute_dense_mlps(open_dense_mlps([layer]), [recompute], None)
+    assert layer.recompute_mlp is (recompute == "mlp")
+    engine = OffloadEngine(HostBackend(), host_memory_budget_bytes=1 << 24, min_tensor_bytes=0)
+    engine.exclude(again.parameters())
+    use_engine(engine, ("mlp_fc1", "mlp_act"))
+    try:
+        got = outcome(again)
+    finally:
+        use_engine(None)
+    assert all(map(torch.equal, got, outcome(plain)))
+    moved = {module: stats.bytes_out for module, stats in engine.stats().per_module.items()}
+    hidden, width = 8 * 2 * 32 * 4, 8 * 2 * 64 * 4
+    expected = {
+        "mlp": {"mlp_fc1": hidden, "mlp_act": 3 * width},  # Megatron's layer has the checkpoint, not its MLP
+        "mlp_fc1": {"mlp_fc1": hidden},
+        "mlp_act": {"mlp_fc1": hidden, "mlp_act": 2 * width},
+    }
+    assert moved == expected[recompute]
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("modules", "num_layers", "expected"),
+    [
+        (["mlp_fc1"], None, ["mlp_fc1"] * 3),
+        (["mlp_fc1"], 2, [None, "mlp_fc1", "mlp_fc1"]),
+        (["mlp_fc1"], 9, ["mlp_fc1"] * 3),
+        (["mlp_act", "mlp_fc1"], 1, ["mlp_act", "mlp_act", "mlp_fc1"]),
+        (["mlp_act", "mlp"], 1, ["mlp_act", "mlp_act", "mlp"]),
+        (["mlp"], 2, [None, "mlp", "mlp"]),
+        (["core_attn"], None, [None] * 3),
+    ],
+)
+def test_the_last_layers_of_a_chunk_recompute_more(
+    modules: list[str], num_layers: int | None, expected: list[str | None]
+) -> None:
+    experts = Layer(nn.Identity())
+    chunks = [nn.ModuleList([*(Layer(make_mlp("gelu")) for _ in range(3)), experts]) for _ in range(2)]
+    recompute_dense_mlps(open_dense_mlps(chunks), modules, num_layers)
+    for chunk in chunks:
+        *dense, _ = chunk
+        assert ["mlp" if layer.recompute_mlp else layer.mlp.recompute for layer in dense] == expected
 
 
 def test_other_mlps_stay_as_they_are() -> None:

@@ -348,7 +348,7 @@ def test_a_recomputed_dense_mlp_offloads_its_input(
     fused: bool, modules: tuple[str, ...], engine: OffloadEngine
 ) -> None:
     class Squared(MLP):
-        norm_is_fused = fused
+        input_module = "mlp_fc1" if fused else "mlp_norm"
 
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)

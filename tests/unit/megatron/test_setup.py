@@ -242,12 +242,16 @@ def test_the_input_of_recomputed_layers_needs_no_norm_of_its_own(
         setup.configure_provider(Provider(num_moe_experts=None), make_policy("offload_modules=[attn_norm]"))
 
 
+RECOMPUTE_ACT = ("recompute_granularity=selective", "recompute_modules=[mlp_act]")
+
+
 @pytest.mark.parametrize(
     ("impl", "overrides", "opened"),
     [
         ("transformer_engine", (), True),
         ("transformer_engine", ("fine_grained_activation_offloading=false",), False),
         ("transformer_engine", ("activation_offload.engine=megatron",), False),
+        ("transformer_engine", ("fine_grained_activation_offloading=false", *RECOMPUTE_ACT), True),
         ("torch", (), False),
     ],
 )

@@ -124,6 +124,8 @@ def test_the_inputs_of_recomputed_layers_can_be_offloaded() -> None:
         ("Qwen/Qwen3-30B-A3B", "moe_act", 0.2),
         ("Qwen/Qwen3-30B-A3B", "layernorm", 0.2),
         ("Qwen/Qwen3-8B", "mlp", 1.0),
+        ("Qwen/Qwen3-8B", "mlp_fc1", 0.67),
+        ("Qwen/Qwen3-8B", "mlp_act", 0.05),
         ("Qwen/Qwen3-8B", "core_attn", 1.0),
     ],
 )
