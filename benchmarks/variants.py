@@ -26,6 +26,8 @@ from nemo_rl_offload.offload.auto import FIRST_PLANS, PLAN_EVERY
 
 AUTO_SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 """Of the device memory that a step without offloading takes beside weights and optimizer state."""
+RECOMPUTED_SHARES = ((0.0, 0.52), (0.0, 0.34), (0.0, 0.17), (0.4, 0.34), (0.85, 0.17), (1.0, 0.1))
+"""Of the layers whose first linear is recomputed, beside the activation of all; and of the memory, as above."""
 ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 MODULE_SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
@@ -186,11 +188,19 @@ def ours(name: str, modules: Sequence[str]) -> Variant:
     return Variant(f"ours: {name}", "ours", partial(_ours, modules=modules), tuple(modules))
 
 
-def ours_auto(share: float, budget_bytes: int) -> Variant:
-    """This project's engine, which chooses for a budget."""
-    enter = partial(_ours, modules="auto", budget_bytes=budget_bytes)
+def ours_auto(share: float, budget_bytes: int, num_recomputed: int | None = None) -> Variant:
+    """This project's engine, which chooses for a budget. With `num_recomputed`, MLPs recompute their activation, and
+    those of so many layers what comes before it."""
+    name, recompute = f"ours: auto {share:.0%}", None
+    overrides: tuple[str, ...] = ()
+    if num_recomputed is not None:
+        recompute = "mlp_fc1" if num_recomputed else "mlp_act"
+        counted = ("recompute_modules=[mlp_act,mlp_fc1]", f"recompute_num_layers={num_recomputed}")
+        overrides = (SELECTIVE, *(counted if num_recomputed else ("recompute_modules=[mlp_act]",)))
+        name += f", fc1 of {num_recomputed} recomputed" if num_recomputed else ", activation recomputed"
+    enter = partial(_ours, modules="auto", budget_bytes=budget_bytes, recompute=overrides)
     steps = {"num_warmup": FIRST_PLANS[-1], "num_steps": NUM_STEPS_BETWEEN_PLANS}
-    return Variant(f"ours: auto {share:.0%}", "ours", enter, "auto", **steps)
+    return Variant(name, "ours", enter, "auto", recompute, **steps)
 
 
 def ours_with_recompute() -> Variant:
@@ -199,11 +209,11 @@ def ours_with_recompute() -> Variant:
     return Variant("ours: full recompute", "ours", partial(_ours, modules=modules, recompute=FULL), modules, "full")
 
 
-def ours_beside_recomputed_mlp(impl: str) -> Variant:
-    """The MLP is recomputed, and its input and attention's tensors wait on the host."""
+def ours_beside_recomputed_fc1(impl: str) -> Variant:
+    """MLPs are recomputed but for their last linear; their inputs and attention's tensors wait on the host."""
     modules = (*ATTENTION, "mlp_norm" if impl == "torch" else "mlp_fc1")
-    enter = partial(_ours, modules=modules, recompute=(SELECTIVE, "recompute_modules=[mlp]"))
-    return Variant("ours: attention, recomputed mlp", "ours", enter, modules, "mlp")
+    enter = partial(_ours, modules=modules, recompute=(SELECTIVE, "recompute_modules=[mlp_fc1]"))
+    return Variant("ours: attention, recomputed fc1", "ours", enter, modules, "mlp_fc1")
 
 
 def full_recompute() -> Variant:
@@ -223,7 +233,9 @@ def every_variant(workload: Workload, static_bytes: int, peak_bytes: int, host_b
     sets = MODULE_SETS[shape.transformer_impl]
     found = [nothing(), *(ours(name, modules) for name, modules in sets.items())]
     found += [ours_auto(share, static_bytes + round(step_bytes * share)) for share in AUTO_SHARES]
-    found += [ours_with_recompute(), ours_beside_recomputed_mlp(shape.transformer_impl), full_recompute()]
+    for layers, share in RECOMPUTED_SHARES:
+        found.append(ours_auto(share, static_bytes + round(step_bytes * share), round(shape.num_layers * layers)))
+    found += [ours_with_recompute(), ours_beside_recomputed_fc1(shape.transformer_impl), full_recompute()]
     for name in ("core_attn", "mlp"):
         overrides = (SELECTIVE, f"recompute_modules=[{name}]")
         found.append(Variant(f"recompute: {name}", "recompute", partial(_tree, overrides=overrides), recompute=name))
