@@ -26,7 +26,16 @@ from nemo_rl_offload.offload.auto import FIRST_PLANS, PLAN_EVERY
 
 AUTO_SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 """Of the device memory that a step without offloading takes beside weights and optimizer state."""
-RECOMPUTED_SHARES = ((0.0, 0.52), (0.0, 0.34), (0.0, 0.17), (0.4, 0.34), (0.85, 0.17), (1.0, 0.1))
+RECOMPUTED_SHARES = (
+    (0.0, 0.52),
+    (0.0, 0.34),
+    (0.0, 0.17),
+    (0.25, 0.34),
+    (0.5, 0.34),
+    (0.6, 0.34),
+    (0.9, 0.16),
+    (1.0, 0.1),
+)
 """Of the layers whose first linear is recomputed, beside the activation of all; and of the memory, as above."""
 ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 MODULE_SETS: dict[str, dict[str, tuple[str, ...]]] = {
