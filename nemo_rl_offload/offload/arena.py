@@ -99,8 +99,6 @@ class HostArena:
         """A block of `num_bytes`, or None when neither the free memory nor the budget has room for it."""
         assert num_bytes > 0
         size = _aligned(num_bytes)
-        if size > self._budget_bytes - self.used_bytes:
-            return None
         waiting = self._waiting.get(num_bytes)
         if waiting:
             block = waiting.popleft()
@@ -108,6 +106,8 @@ class HostArena:
                 block.fences = self._free.pending(block.fences)
             self._count(size)
             return block
+        if size > self._budget_bytes - self.used_bytes:
+            return None
         extent = self._free.take(size, in_part=False)
         if extent is None and self._waiting:
             self._free_waiting()

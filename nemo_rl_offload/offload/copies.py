@@ -9,6 +9,7 @@ points of every step, whatever the host's speed.
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from math import inf
 
 import torch
 
@@ -87,21 +88,22 @@ class Copies:
         event, total_bytes = self._backend.copy_out(moves), sum([slot.num_bytes for slot in moving])
         self._timing.copied(event, total_bytes, out=True)
         copy_ms = self._timing.copy_ms(total_bytes, out=True)
-        expected_ms = float("inf")
+        expected_ms = inf
         if copy_ms is not None:
             expected_ms = self._link_free_ms = max(self._link_free_ms, self.now_ms) + copy_ms * MARGIN
         stats = self.module_stats(module)
-        sources = []
-        for slot, (source, block) in zip(moving, moves, strict=True):
-            sources.append((slot.ref, source))
+        empties = self._empties
+        for slot, (_, block) in zip(moving, moves, strict=True):
             block.last_event = event
             slot.block, slot.stats = block, stats
             slot.state, slot.storage = State.COPYING_OUT, None
             for tensor, _ in slot.saved:
-                tensor.data = self._empties[tensor.dtype]
-        self._inflight.append(CopiesOut(sources, total_bytes, event, expected_ms, module))
+                tensor.data = empties[tensor.dtype]
+        refs = [slot.ref for slot in moving]
+        self._inflight.append(CopiesOut(refs, moves, total_bytes, event, expected_ms, module))
         self._inflight_bytes += total_bytes
-        self._largest_bytes = max(self._largest_bytes, total_bytes)
+        if total_bytes > self._largest_bytes:
+            self._largest_bytes = total_bytes
         stats.bytes_out += total_bytes
         self._inflight_groups[module] += 1
 
@@ -221,8 +223,8 @@ class Copies:
         """End the offloading of a slot whose source was not let go yet, where nothing has written to that."""
         if slot.released or not slot.unwritten:
             return False
-        copying = (each for copies in self._inflight for each in copies.sources)
-        source = next((source for ref, source in copying if ref() is slot), None)
+        copying = (each for copies in self._inflight for each in zip(copies.slots, copies.moves, strict=True))
+        source = next((source for ref, (source, _) in copying if ref() is slot), None)
         if source is None:
             return False
         slot.reloaded, slot.block = source, None
@@ -244,7 +246,7 @@ class Copies:
         copies = self._inflight.popleft()
         self._inflight_bytes -= copies.num_bytes
         self._inflight_groups[copies.module] -= 1
-        for ref, source in copies.sources:
+        for ref, (source, _) in zip(copies.slots, copies.moves, strict=True):
             slot = ref()
             if slot is None:
                 continue

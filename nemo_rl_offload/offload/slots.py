@@ -19,7 +19,7 @@ type Key = tuple[str, int | str]
 type Place = tuple[Key, int]
 """A slot's group, and its position there: names a slot across steps."""
 
-type Handle = tuple[Slot, int, torch.Size, tuple[int, ...], int, object]
+type Handle = tuple[Slot, int, torch.Size, tuple[int, ...], int | torch.SymInt, object]
 """What autograd keeps in place of a saved tensor: a slot, the number of the tensor among its saved ones, that one's
 size, stride and offset (in elements), and where it was saved. A plain tuple, since one is made for every tensor."""
 
@@ -60,11 +60,13 @@ class Slot:
         "reloaded", "saved", "source", "state", "stats", "storage", "unused", "wanted",
     )  # fmt: skip
 
-    def __init__(self, storage: torch.UntypedStorage, graveyard: deque[Remains]) -> None:
+    def __init__(
+        self, storage: torch.UntypedStorage, key: int, num_bytes: int, graveyard: deque[Remains]
+    ) -> None:
         self.source: int = storage._weak_ref()  # type: ignore[assignment]
         self.storage: torch.UntypedStorage | None = storage  # until it is copied out
-        self.key = storage._cdata
-        self.num_bytes = storage.nbytes()
+        self.key = key
+        self.num_bytes = num_bytes
         self.ref = weakref.ref(self)
         self.graveyard = graveyard
         self.state = State.RESIDENT
@@ -161,7 +163,8 @@ class CopiesOut:
     """A commit's copies, of `num_bytes` in all, that may still be reading their sources. By `expected_ms`, on the clock
     of what was learned, they will have ended."""
 
-    sources: list[tuple[weakref.ref[Slot], torch.UntypedStorage]]
+    slots: list[weakref.ref[Slot]]
+    moves: list[tuple[torch.UntypedStorage, Block]]  # one for each slot
     num_bytes: int
     event: Event
     expected_ms: float
