@@ -56,7 +56,7 @@ from nemo_rl_offload.offload.exclusions import Exclusions
 from nemo_rl_offload.offload.passes import Order
 from nemo_rl_offload.offload.prefetch import Prefetch
 from nemo_rl_offload.offload.selection import Selection
-from nemo_rl_offload.offload.slots import Empties, Group, Handle, Kept, Remains, Slot, State, deref, unchanged
+from nemo_rl_offload.offload.slots import COPYING_IN, Empties, Group, Handle, Kept, Remains, Slot, deref, unchanged
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
@@ -200,19 +200,18 @@ class OffloadEngine:
         with self._lock:
             assert not self._closed, "the offload engine is closed"
             self._collect()
-            left = {tensor.untyped_storage()._cdata for tensor in later}
-            slots = [
-                slot for slot in dict.fromkeys([ref() for ref in refs]) if slot is not None and slot.key not in left
-            ]
-            own = {
-                position: slot
-                for position, slot in enumerate(slots)
-                if slot.wanted and slot.storage is not None and slot.place is None
-            }
+            alive = dict.fromkeys([ref() for ref in refs])
+            left = {tensor.untyped_storage()._cdata for tensor in later} if later else ()
+            slots = [slot for slot in alive if slot is not None and slot.key not in left]
+            key = region.module, region.layer
+            own: list[Slot] = []
+            for position, slot in enumerate(slots):
+                if slot.wanted and slot.storage is not None and slot.place is None:
+                    slot.place = key, position
+                    own.append(slot)
             if not own and all(slot.block is None for slot in slots):
                 return output
-            saved_bytes = sum([slot.num_bytes for slot in own.values()])
-            group = Group((region.module, region.layer), [slot.ref for slot in slots], saved_bytes)
+            group = Group(key, [slot.ref for slot in slots], sum([slot.num_bytes for slot in own]))
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
@@ -223,9 +222,9 @@ class OffloadEngine:
                 self._copies.module_stats(region.module).num_groups += 1
             for tensor in release:
                 storage = tensor.untyped_storage()
-                slot = deref(self._slots.get(storage._cdata))
-                if slot is not None:
-                    self._copies.shrink(storage, slot)
+                held = deref(self._slots.get(storage._cdata))
+                if held is not None:
+                    self._copies.shrink(storage, held)
             self._copies.let_go()
             self._prefetch.ahead(group, forward=True)
         # The hook outlives backward wherever the user keeps the loss; a group refers to its slots weakly.
@@ -276,7 +275,7 @@ class OffloadEngine:
         return saved_tensors_hooks(partial(self._pack, region), self._unpack)
 
     def _pack(self, region: Region, tensor: Tensor) -> Handle | Kept:
-        self._lock.acquire()  # `with` takes three times as long, and this runs for every saved tensor
+        self._lock.acquire()  # `with` takes twice as long, and this and `_unpack` run for every saved tensor
         try:
             assert not self._closed, "the offload engine is closed"
             if not self._offloadable(tensor):
@@ -296,7 +295,9 @@ class OffloadEngine:
             number = len(saved)
             saved.append((detached, tensor._version))
             if not slot.wanted:
-                slot.wanted = tensor.nbytes >= self._min_tensor_bytes and tensor.numel() >= self._min_tensor_elements
+                slot.wanted = tensor.nbytes >= self._min_tensor_bytes and (
+                    not self._min_tensor_elements or tensor.numel() >= self._min_tensor_elements
+                )
             region._slots.append(slot.ref)
             return slot, number, tensor.size(), tensor.stride(), tensor.storage_offset(), region
         finally:
@@ -306,7 +307,8 @@ class OffloadEngine:
         if isinstance(packed, Kept):
             return unchanged(packed.tensor, packed.version, packed.where)
         slot, number, size, stride, offset, where = packed
-        with self._lock:
+        self._lock.acquire()
+        try:
             saved, version = slot.saved[number]
             unchanged(saved, version, where)
             if slot.storage is not None:
@@ -315,10 +317,12 @@ class OffloadEngine:
                 assert not self._closed, "the offload engine was closed before the backward that needs it"
                 self._stats.demand_reloads += 1
                 self._copies.reload(slot)
-            if slot.state is State.COPYING_IN:
+            if slot.state is COPYING_IN:
                 self._copies.arrive(slot)
             assert slot.reloaded is not None
             return saved.data.set_(slot.reloaded, offset, size, stride)
+        finally:
+            self._lock.release()
 
     def _backward_reached(self, group: Group, grad_outputs: object) -> None:
         with self._lock:
@@ -336,17 +340,12 @@ class OffloadEngine:
             self._copies.let_go()
             self._prefetch.ahead(group, forward=False)
 
-    def _offload(self, group: Group, own: dict[int, Slot]) -> None:
-        """Copy out those of a group's own slots, by position, that are to move; `place` marks all as spoken for."""
-        moving = []
-        moves = self._group_moves(group)
+    def _offload(self, group: Group, own: list[Slot]) -> None:
+        """Copy out those of a group's own slots that are to move."""
+        moving = self._selection.effective(own) if self._group_moves(group) else []
         self._copies.resident(group.saved_bytes)
-        for position, slot in own.items():
-            slot.place = group.key, position
-            if moves and self._selection.effective(slot.place):
-                moving.append(slot)
-            else:
-                self._stats.kept_bytes += slot.num_bytes
+        if len(moving) < len(own):
+            self._stats.kept_bytes += group.saved_bytes - sum([slot.num_bytes for slot in moving])
         if moving:
             self._copies.offload(moving, group.key[0])
 

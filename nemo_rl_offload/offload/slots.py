@@ -51,6 +51,10 @@ class State(enum.Enum):
     COPYING_IN = enum.auto()
 
 
+# Names of their own, since a look into an enumeration takes as long as all else that is done with one.
+RESIDENT, COPYING_OUT, HOST, COPYING_IN = State
+
+
 class Slot:
     """One storage. `saved` has, per handle, a detached tensor and its version when it was saved; after the
     copy out that tensor is a witness."""
@@ -60,16 +64,14 @@ class Slot:
         "reloaded", "saved", "source", "state", "stats", "storage", "unused", "wanted",
     )  # fmt: skip
 
-    def __init__(
-        self, storage: torch.UntypedStorage, key: int, num_bytes: int, graveyard: deque[Remains]
-    ) -> None:
+    def __init__(self, storage: torch.UntypedStorage, key: int, num_bytes: int, graveyard: deque[Remains]) -> None:
         self.source: int = storage._weak_ref()  # type: ignore[assignment]
         self.storage: torch.UntypedStorage | None = storage  # until it is copied out
         self.key = key
         self.num_bytes = num_bytes
         self.ref = weakref.ref(self)
         self.graveyard = graveyard
-        self.state = State.RESIDENT
+        self.state = RESIDENT
         self.saved: list[tuple[Tensor, int]] = []
         self.wanted = False  # a tensor at or above the threshold is among `saved`
         self.judged = False  # known whether the copy freed the source
@@ -84,10 +86,10 @@ class Slot:
     def __del__(self) -> None:
         _free_storage_ref(self.source)
         loading = None
-        if self.state is State.COPYING_IN and self.reloaded is not None and self.in_event is not None:
+        if self.state is COPYING_IN and self.reloaded is not None and self.in_event is not None:
             loading = self.reloaded, self.in_event
         unused_bytes = self.num_bytes if self.unused else 0
-        resident_bytes = self.num_bytes if self.place is not None and self.state is not State.HOST else 0
+        resident_bytes = self.num_bytes if self.place is not None and self.state is not HOST else 0
         self.graveyard.append((self.key, self.block, loading, unused_bytes, resident_bytes))
 
     @property

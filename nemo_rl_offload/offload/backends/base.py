@@ -35,11 +35,12 @@ class Block:
     `last_event` is this owner's latest copy, out or in: whatever touches the bytes next waits for it.
     """
 
-    __slots__ = ("fences", "last_event", "num_bytes", "parts", "pieces")
+    __slots__ = ("fences", "last_event", "num_bytes", "parts", "pieces", "reserved_bytes")
 
     def __init__(self, pieces: tuple[Piece, ...], num_bytes: int, fences: tuple[Event, ...] = ()) -> None:
         self.pieces = pieces
         self.num_bytes = num_bytes
+        self.reserved_bytes = sum([piece.num_bytes for piece in pieces])  # what the arena's alignment makes of it
         self.fences = fences
         self.last_event: Event | None = None
         self.parts: list[tuple[int, int]] = []  # address of each piece, and how many of `num_bytes` it holds
