@@ -61,6 +61,7 @@ from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
 _STRIDED = torch.strided
+_current_graph_task_id = torch._C._current_graph_task_id
 # Tensors of these are neither conjugated nor quantized: known by one look, where a question takes twice as long.
 _REAL_DTYPES = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -266,7 +267,7 @@ class OffloadEngine:
             self._arena.close()
 
     def _hooks(self, region: Region) -> saved_tensors_hooks:
-        if torch._C._current_graph_task_id() != -1:
+        if _current_graph_task_id() != -1:
             return saved_tensors_hooks(partial(_keep, region), self._unpack)
         if self._graveyard or self._exclusions.stale:
             with self._lock:
@@ -284,7 +285,8 @@ class OffloadEngine:
             key, num_bytes = storage._cdata, storage.nbytes()
             if num_bytes == 0 or self._exclusions.covers(tensor, key):
                 return _keep(region, tensor)
-            slot = deref(self._slots.get(key))
+            ref = self._slots.get(key)
+            slot = None if ref is None else ref()
             if slot is None or not slot.holds_content_of(tensor):
                 slot = Slot(storage, key, num_bytes, self._graveyard)
                 self._slots[key] = slot.ref
