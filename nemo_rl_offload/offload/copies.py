@@ -107,7 +107,7 @@ class Copies:
             block.last_event = event
             slot.block, slot.stats = block, stats
             slot.state, slot.storage = COPYING_OUT, None
-            for tensor, _ in slot.saved:
+            for tensor in slot.saved:
                 tensor.data = empties[tensor.dtype]
         refs = [slot.ref for slot in moving]
         self._inflight.append(CopiesOut(refs, moves, total_bytes, event, expected_ms, module))

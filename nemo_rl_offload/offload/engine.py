@@ -201,15 +201,17 @@ class OffloadEngine:
         with self._lock:
             assert not self._closed, "the offload engine is closed"
             self._collect()
-            alive = dict.fromkeys([ref() for ref in refs])
             left = {tensor.untyped_storage()._cdata for tensor in later} if later else ()
-            slots = [slot for slot in alive if slot is not None and slot.key not in left]
             key = region.module, region.layer
+            slots: list[Slot] = []
             own: list[Slot] = []
-            for position, slot in enumerate(slots):
+            for slot in dict.fromkeys([ref() for ref in refs]):
+                if slot is None or slot.key in left:
+                    continue
                 if slot.wanted and slot.storage is not None and slot.place is None:
-                    slot.place = key, position
+                    slot.place = key, len(slots)
                     own.append(slot)
+                slots.append(slot)
             if not own and all(slot.block is None for slot in slots):
                 return output
             group = Group(key, [slot.ref for slot in slots], sum([slot.num_bytes for slot in own]))
@@ -293,25 +295,24 @@ class OffloadEngine:
             detached = tensor.detach()
             if slot.storage is None:
                 detached.data = self._empties[tensor.dtype]
-            saved = slot.saved
-            number = len(saved)
-            saved.append((detached, tensor._version))
+            version = tensor._version
+            slot.saved.append(detached)
+            slot.versions += version
             if not slot.wanted:
                 slot.wanted = tensor.nbytes >= self._min_tensor_bytes and (
                     not self._min_tensor_elements or tensor.numel() >= self._min_tensor_elements
                 )
             region._slots.append(slot.ref)
-            return slot, number, tensor.size(), tensor.stride(), tensor.storage_offset(), region
+            return slot, detached, version, tensor.size(), tensor.stride(), tensor.storage_offset(), region
         finally:
             self._lock.release()
 
     def _unpack(self, packed: Handle | Kept) -> Tensor:
         if isinstance(packed, Kept):
             return unchanged(packed.tensor, packed.version, packed.where)
-        slot, number, size, stride, offset, where = packed
+        slot, saved, version, size, stride, offset, where = packed
         self._lock.acquire()
         try:
-            saved, version = slot.saved[number]
             unchanged(saved, version, where)
             if slot.storage is not None:
                 return saved

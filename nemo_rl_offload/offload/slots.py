@@ -19,9 +19,9 @@ type Key = tuple[str, int | str]
 type Place = tuple[Key, int]
 """A slot's group, and its position there: names a slot across steps."""
 
-type Handle = tuple[Slot, int, torch.Size, tuple[int, ...], int | torch.SymInt, object]
-"""What autograd keeps in place of a saved tensor: a slot, the number of the tensor among its saved ones, that one's
-size, stride and offset (in elements), and where it was saved. A plain tuple, since one is made for every tensor."""
+type Handle = tuple[Slot, Tensor, int, torch.Size, tuple[int, ...], int | torch.SymInt, object]
+"""What autograd keeps in place of a saved tensor: a slot, one of its saved tensors, that one's version, size, stride
+and offset (in elements), and where it was saved. A plain tuple, since one is made for every tensor."""
 
 type Remains = tuple[int, Block | None, tuple[torch.UntypedStorage, Event] | None, int, int]
 """What a dead slot leaves to be cleaned up: its key, its block, what an unfinished copy in writes and that one's event,
@@ -56,12 +56,11 @@ RESIDENT, COPYING_OUT, HOST, COPYING_IN = State
 
 
 class Slot:
-    """One storage. `saved` has, per handle, a detached tensor and its version when it was saved; after the
-    copy out that tensor is a witness."""
+    """One storage. `saved` has a detached tensor per handle, which after the copy out is a witness."""
 
     __slots__ = (
         "__weakref__", "block", "graveyard", "in_event", "judged", "key", "num_bytes", "place", "ref", "released",
-        "reloaded", "saved", "source", "state", "stats", "storage", "unused", "wanted",
+        "reloaded", "saved", "source", "state", "stats", "storage", "unused", "versions", "wanted",
     )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, key: int, num_bytes: int, graveyard: deque[Remains]) -> None:
@@ -72,7 +71,8 @@ class Slot:
         self.ref = weakref.ref(self)
         self.graveyard = graveyard
         self.state = RESIDENT
-        self.saved: list[tuple[Tensor, int]] = []
+        self.saved: list[Tensor] = []
+        self.versions = 0  # the sum of theirs when they were saved; a version only grows
         self.wanted = False  # a tensor at or above the threshold is among `saved`
         self.judged = False  # known whether the copy freed the source
         self.released = False  # the source was shrunk by force
@@ -95,7 +95,7 @@ class Slot:
     @property
     def unwritten(self) -> bool:
         """Whether nothing was written since it was saved, as far as the saved tensors tell."""
-        return all(witness._version == version for witness, version in self.saved)
+        return sum([witness._version for witness in self.saved]) == self.versions
 
     def source_freed(self) -> bool:
         """Whether the device memory that was copied out is gone."""
