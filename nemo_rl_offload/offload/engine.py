@@ -225,8 +225,7 @@ class OffloadEngine:
                 self._copies.module_stats(region.module).num_groups += 1
             for tensor in release:
                 storage = tensor.untyped_storage()
-                held = deref(self._slots.get(storage._cdata))
-                if held is not None:
+                if (held := deref(self._slots.get(storage._cdata))) is not None:
                     self._copies.shrink(storage, held)
             self._copies.let_go()
             self._prefetch.ahead(group, forward=True)
