@@ -97,34 +97,41 @@ class HostArena:
 
     def reserve(self, num_bytes: int) -> Block | None:
         """A block of `num_bytes`, or None when neither the free memory nor the budget has room for it."""
-        assert num_bytes > 0
-        size = _aligned(num_bytes)
-        if size > self._budget_bytes - self.used_bytes:
-            return None
         waiting = self._waiting.get(num_bytes)
         if waiting:
             block = waiting.popleft()
             if block.fences:
                 block.fences = self._free.pending(block.fences)
-            self._count(size)
-            return block
+        elif (cut := self._cut(num_bytes)) is not None:
+            block = cut
+        else:
+            return None
+        self.used_bytes += block.reserved_bytes
+        if self.used_bytes > self.peak_bytes:
+            self.peak_bytes = self.used_bytes
+        return block
+
+    def _cut(self, num_bytes: int) -> Block | None:
+        """A block of memory that is free, or new."""
+        assert num_bytes > 0
+        size = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if size > self._budget_bytes - self.used_bytes:
+            return None
         extent = self._free.take(size, in_part=False)
         if extent is None and self._waiting:
             self._free_waiting()
             extent = self._free.take(size, in_part=False)
         if extent is None:
-            return self._reserve_in_parts(num_bytes, size)
-        self._count(size)
+            return self._cut_in_parts(num_bytes, size)
         index, offset, taken, fences = extent
         return Block((Piece(self._slabs[index], index, offset, taken),), num_bytes, fences)
 
-    def _reserve_in_parts(self, num_bytes: int, size: int) -> Block | None:
+    def _cut_in_parts(self, num_bytes: int, size: int) -> Block | None:
         while (available := self._free.largest(MAX_PIECES)) < size:
             if not self._add_slab(size - available):
                 if self.capacity_bytes - self.used_bytes < size:
                     return None
                 break
-        self._count(size)
         pieces: list[Piece] = []
         fences: tuple[Event, ...] = ()
         while size:
@@ -136,16 +143,11 @@ class HostArena:
             size -= taken
         return Block(tuple(pieces), num_bytes, tuple(dict.fromkeys(fences)))
 
-    def _count(self, size: int) -> None:
-        self.used_bytes += size
-        if self.used_bytes > self.peak_bytes:
-            self.peak_bytes = self.used_bytes
-
     def release(self, block: Block) -> None:
         """Give a block back; its last copy becomes a fence of the next owner."""
         if block.last_event is not None:
             block.fences, block.last_event = (block.last_event,), None
-        self.used_bytes -= _aligned(block.num_bytes)
+        self.used_bytes -= block.reserved_bytes
         self._waiting[block.num_bytes].append(block)
 
     def _free_waiting(self) -> None:
@@ -179,10 +181,6 @@ class HostArena:
         self.capacity_bytes += slab_bytes
         self._free.add(len(self._slabs) - 1, 0, slab_bytes)
         return True
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _floor_power_of_two(value: int) -> int:

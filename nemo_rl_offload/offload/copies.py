@@ -9,6 +9,7 @@ points of every step, whatever the host's speed.
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from math import inf
 
 import torch
 
@@ -16,7 +17,18 @@ from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.backends.base import Backend, Block
 from nemo_rl_offload.offload.schedule import MARGIN
 from nemo_rl_offload.offload.selection import Selection
-from nemo_rl_offload.offload.slots import CopiesOut, Empties, Group, Pass, Remains, Slot, State
+from nemo_rl_offload.offload.slots import (
+    COPYING_IN,
+    COPYING_OUT,
+    HOST,
+    RESIDENT,
+    CopiesOut,
+    Empties,
+    Group,
+    Pass,
+    Remains,
+    Slot,
+)
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
 from nemo_rl_offload.offload.timing import Timing
 from nemo_rl_offload.planner.worth import bound_bytes
@@ -44,7 +56,6 @@ class Copies:
         self._inflight: deque[CopiesOut] = deque()
         self._inflight_bytes = 0
         self._largest_bytes = 0  # of a commit's copies
-        self._inflight_groups: Counter[str] = Counter()
         self._link_free_ms = 0.0
         self.now_ms = 0.0
         """The compute stream's position by learned durations."""
@@ -69,17 +80,17 @@ class Copies:
 
     def offload(self, slots: Sequence[Slot], module: str) -> None:
         """Start the copies of a commit's resident slots, as far as the arena has room."""
-        capacity_bytes = self._arena.capacity_bytes
+        capacity_bytes, reserve = self._arena.capacity_bytes, self._arena.reserve
         moving: list[Slot] = []
         moves: list[tuple[torch.UntypedStorage, Block]] = []
         for slot in slots:
-            assert slot.storage is not None
-            block = self._arena.reserve(slot.num_bytes)
+            source, block = slot.storage, reserve(slot.num_bytes)
+            assert source is not None
             if block is None:
                 self._stats.denied_bytes += slot.num_bytes
                 continue
             moving.append(slot)
-            moves.append((slot.storage, block))
+            moves.append((source, block))
         if self._arena.capacity_bytes != capacity_bytes:
             self._timing.host_was_busy()
         if not moving:
@@ -87,23 +98,23 @@ class Copies:
         event, total_bytes = self._backend.copy_out(moves), sum([slot.num_bytes for slot in moving])
         self._timing.copied(event, total_bytes, out=True)
         copy_ms = self._timing.copy_ms(total_bytes, out=True)
-        expected_ms = float("inf")
+        expected_ms = inf
         if copy_ms is not None:
             expected_ms = self._link_free_ms = max(self._link_free_ms, self.now_ms) + copy_ms * MARGIN
         stats = self.module_stats(module)
-        sources = []
-        for slot, (source, block) in zip(moving, moves, strict=True):
-            sources.append((slot.ref, source))
+        empties = self._empties
+        for slot, (_, block) in zip(moving, moves, strict=True):
             block.last_event = event
             slot.block, slot.stats = block, stats
-            slot.state, slot.storage = State.COPYING_OUT, None
-            for tensor, _ in slot.saved:
-                tensor.data = self._empties[tensor.dtype]
-        self._inflight.append(CopiesOut(sources, total_bytes, event, expected_ms, module))
+            slot.state, slot.storage = COPYING_OUT, None
+            for tensor in slot.saved:
+                tensor.data = empties[tensor.dtype]
+        refs = [slot.ref for slot in moving]
+        self._inflight.append(CopiesOut(refs, moves, total_bytes, event, expected_ms, module))
         self._inflight_bytes += total_bytes
-        self._largest_bytes = max(self._largest_bytes, total_bytes)
+        if total_bytes > self._largest_bytes:
+            self._largest_bytes = total_bytes
         stats.bytes_out += total_bytes
-        self._inflight_groups[module] += 1
 
     def bound_bytes(self, given: int | None) -> int:
         """How much may be under way one way; `given` is a bound, or None."""
@@ -131,7 +142,7 @@ class Copies:
         block, stats = slot.block, slot.stats
         assert block is not None
         assert stats is not None
-        if slot.state is State.COPYING_OUT and self._take_back(slot, block):
+        if slot.state is COPYING_OUT and self._take_back(slot, block):
             return
         if not slot.judged:
             self._judge(slot)
@@ -140,9 +151,9 @@ class Copies:
         slot.reloaded, slot.in_event, slot.block = destination.untyped_storage(), event, None
         block.last_event = event
         self._arena.release(block)
-        if slot.state is State.HOST:
+        if slot.state is HOST:
             self.resident(slot.num_bytes)
-        slot.state = State.COPYING_IN
+        slot.state = COPYING_IN
         slot.unused = True
         self.unused_bytes += slot.num_bytes
         stats.bytes_in += slot.num_bytes
@@ -152,7 +163,7 @@ class Copies:
         module saved too, outside of every region, before it comes to the region that copied it."""
         for group in pass_.before(len(pass_.groups)):
             for slot in group.alive_slots():
-                if slot.state is State.HOST and not slot.judged:
+                if slot.state is HOST and not slot.judged:
                     self._judge(slot)
 
     def arrive(self, slot: Slot) -> None:
@@ -160,7 +171,7 @@ class Copies:
         assert slot.in_event is not None
         self._timing.waits(slot.in_event, out=False)
         self._backend.compute_wait(slot.in_event)
-        slot.state = State.RESIDENT
+        slot.state = RESIDENT
         if slot.unused:
             self.used(slot)
 
@@ -173,7 +184,7 @@ class Copies:
         """Free the device memory of an offloaded slot by force: now, or when its copy has ended."""
         if slot.block is not None:
             slot.released = True
-            if slot.state is State.HOST:
+            if slot.state is HOST:
                 storage.resize_(0)
 
     def let_go(self) -> None:
@@ -214,19 +225,19 @@ class Copies:
         slot.judged = True
         if not slot.source_freed():
             self._stats.ineffective_bytes += slot.num_bytes
-            if slot.state is State.HOST and slot.place is not None:
+            if slot.state is HOST and slot.place is not None:
                 self._selection.was_ineffective(slot.place)
 
     def _take_back(self, slot: Slot, block: Block) -> bool:
         """End the offloading of a slot whose source was not let go yet, where nothing has written to that."""
         if slot.released or not slot.unwritten:
             return False
-        copying = (each for copies in self._inflight for each in copies.sources)
-        source = next((source for ref, source in copying if ref() is slot), None)
+        copying = (each for copies in self._inflight for each in zip(copies.slots, copies.moves, strict=True))
+        source = next((source for ref, (source, _) in copying if ref() is slot), None)
         if source is None:
             return False
         slot.reloaded, slot.block = source, None
-        slot.state = State.RESIDENT
+        slot.state = RESIDENT
         self._arena.release(block)
         self._stats.returned_bytes += slot.num_bytes
         return True
@@ -238,18 +249,19 @@ class Copies:
         if limit is not None and self.resident_bytes > limit:
             return True
         cap = self._max_inflight_groups
-        return cap is not None and any(count > cap for count in self._inflight_groups.values())
+        return cap is not None and max(Counter([copies.module for copies in self._inflight]).values()) > cap
 
     def _drop_oldest(self) -> None:
         copies = self._inflight.popleft()
         self._inflight_bytes -= copies.num_bytes
-        self._inflight_groups[copies.module] -= 1
-        for ref, source in copies.sources:
+        left_bytes = 0
+        for ref, (source, _) in zip(copies.slots, copies.moves, strict=True):
             slot = ref()
             if slot is None:
                 continue
-            if slot.state is State.COPYING_OUT:
-                slot.state = State.HOST
-                self.resident_bytes -= slot.num_bytes
+            if slot.state is COPYING_OUT:
+                slot.state = HOST
+                left_bytes += slot.num_bytes
             if slot.released:
                 source.resize_(0)
+        self.resident_bytes -= left_bytes

@@ -56,9 +56,17 @@ from nemo_rl_offload.offload.exclusions import Exclusions
 from nemo_rl_offload.offload.passes import Order
 from nemo_rl_offload.offload.prefetch import Prefetch
 from nemo_rl_offload.offload.selection import Selection
-from nemo_rl_offload.offload.slots import Empties, Group, Handle, Kept, Remains, Slot, State, deref, unchanged
+from nemo_rl_offload.offload.slots import COPYING_IN, Empties, Group, Handle, Kept, Remains, Slot, deref, unchanged
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
+
+_STRIDED = torch.strided
+_current_graph_task_id = torch._C._current_graph_task_id
+# Tensors of these are neither conjugated nor quantized: known by one look, where a question takes twice as long.
+_REAL_DTYPES = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+    | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)
 
 T = TypeVar("T", bound=Tensor | Sequence[Tensor | None])
 
@@ -193,19 +201,20 @@ class OffloadEngine:
         with self._lock:
             assert not self._closed, "the offload engine is closed"
             self._collect()
-            left = {tensor.untyped_storage()._cdata for tensor in later}
-            slots = [
-                slot for slot in dict.fromkeys([ref() for ref in refs]) if slot is not None and slot.key not in left
-            ]
-            own = {
-                position: slot
-                for position, slot in enumerate(slots)
-                if slot.wanted and slot.storage is not None and slot.place is None
-            }
+            left = {tensor.untyped_storage()._cdata for tensor in later} if later else ()
+            key = region.module, region.layer
+            slots: list[Slot] = []
+            own: list[Slot] = []
+            for slot in dict.fromkeys([ref() for ref in refs]):
+                if slot is None or slot.key in left:
+                    continue
+                if slot.wanted and slot.storage is not None and slot.place is None:
+                    slot.place = key, len(slots)
+                    own.append(slot)
+                slots.append(slot)
             if not own and all(slot.block is None for slot in slots):
                 return output
-            saved_bytes = sum([slot.num_bytes for slot in own.values()])
-            group = Group((region.module, region.layer), [slot.ref for slot in slots], saved_bytes)
+            group = Group(key, [slot.ref for slot in slots], sum([slot.num_bytes for slot in own]))
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
@@ -216,9 +225,8 @@ class OffloadEngine:
                 self._copies.module_stats(region.module).num_groups += 1
             for tensor in release:
                 storage = tensor.untyped_storage()
-                slot = deref(self._slots.get(storage._cdata))
-                if slot is not None:
-                    self._copies.shrink(storage, slot)
+                if (held := deref(self._slots.get(storage._cdata))) is not None:
+                    self._copies.shrink(storage, held)
             self._copies.let_go()
             self._prefetch.ahead(group, forward=True)
         # The hook outlives backward wherever the user keeps the loss; a group refers to its slots weakly.
@@ -260,7 +268,7 @@ class OffloadEngine:
             self._arena.close()
 
     def _hooks(self, region: Region) -> saved_tensors_hooks:
-        if torch._C._current_graph_task_id() != -1:
+        if _current_graph_task_id() != -1:
             return saved_tensors_hooks(partial(_keep, region), self._unpack)
         if self._graveyard or self._exclusions.stale:
             with self._lock:
@@ -269,33 +277,41 @@ class OffloadEngine:
         return saved_tensors_hooks(partial(self._pack, region), self._unpack)
 
     def _pack(self, region: Region, tensor: Tensor) -> Handle | Kept:
-        with self._lock:
+        self._lock.acquire()  # `with` takes twice as long, and this and `_unpack` run for every saved tensor
+        try:
             assert not self._closed, "the offload engine is closed"
             if not self._offloadable(tensor):
                 return _keep(region, tensor)
             storage = tensor.untyped_storage()
-            if storage.nbytes() == 0 or self._exclusions.covers(tensor, storage._cdata):
+            key, num_bytes = storage._cdata, storage.nbytes()
+            if num_bytes == 0 or self._exclusions.covers(tensor, key):
                 return _keep(region, tensor)
-            slot = deref(self._slots.get(storage._cdata))
+            ref = self._slots.get(key)
+            slot = None if ref is None else ref()
             if slot is None or not slot.holds_content_of(tensor):
-                slot = Slot(storage, self._graveyard)
-                self._slots[slot.key] = slot.ref
+                slot = Slot(storage, key, num_bytes, self._graveyard)
+                self._slots[key] = slot.ref
             detached = tensor.detach()
             if slot.storage is None:
                 detached.data = self._empties[tensor.dtype]
-            number = len(slot.saved)
-            slot.saved.append((detached, tensor._version))
+            version = tensor._version
+            slot.saved.append(detached)
+            slot.versions += version
             if not slot.wanted:
-                slot.wanted = tensor.numel() >= self._min_tensor_elements and tensor.nbytes >= self._min_tensor_bytes
+                slot.wanted = tensor.nbytes >= self._min_tensor_bytes and (
+                    not self._min_tensor_elements or tensor.numel() >= self._min_tensor_elements
+                )
             region._slots.append(slot.ref)
-            return slot, number, tensor.size(), tensor.stride(), int(tensor.storage_offset()), region
+            return slot, detached, version, tensor.size(), tensor.stride(), tensor.storage_offset(), region
+        finally:
+            self._lock.release()
 
     def _unpack(self, packed: Handle | Kept) -> Tensor:
         if isinstance(packed, Kept):
             return unchanged(packed.tensor, packed.version, packed.where)
-        slot, number, size, stride, offset, where = packed
-        with self._lock:
-            saved, version = slot.saved[number]
+        slot, saved, version, size, stride, offset, where = packed
+        self._lock.acquire()
+        try:
             unchanged(saved, version, where)
             if slot.storage is not None:
                 return saved
@@ -303,10 +319,12 @@ class OffloadEngine:
                 assert not self._closed, "the offload engine was closed before the backward that needs it"
                 self._stats.demand_reloads += 1
                 self._copies.reload(slot)
-            if slot.state is State.COPYING_IN:
+            if slot.state is COPYING_IN:
                 self._copies.arrive(slot)
             assert slot.reloaded is not None
             return saved.data.set_(slot.reloaded, offset, size, stride)
+        finally:
+            self._lock.release()
 
     def _backward_reached(self, group: Group, grad_outputs: object) -> None:
         with self._lock:
@@ -324,17 +342,12 @@ class OffloadEngine:
             self._copies.let_go()
             self._prefetch.ahead(group, forward=False)
 
-    def _offload(self, group: Group, own: dict[int, Slot]) -> None:
-        """Copy out those of a group's own slots, by position, that are to move; `place` marks all as spoken for."""
-        moving = []
-        moves = self._group_moves(group)
+    def _offload(self, group: Group, own: list[Slot]) -> None:
+        """Copy out those of a group's own slots that are to move."""
+        moving = self._selection.effective(own) if self._group_moves(group) else []
         self._copies.resident(group.saved_bytes)
-        for position, slot in own.items():
-            slot.place = group.key, position
-            if moves and self._selection.effective(slot.place):
-                moving.append(slot)
-            else:
-                self._stats.kept_bytes += slot.num_bytes
+        if len(moving) < len(own):
+            self._stats.kept_bytes += group.saved_bytes - sum([slot.num_bytes for slot in moving])
         if moving:
             self._copies.offload(moving, group.key[0])
 
@@ -372,11 +385,11 @@ class OffloadEngine:
 
     def _offloadable(self, tensor: Tensor) -> bool:
         """Whether dtype, size, stride and offset describe it, and it is on this device."""
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        if type(tensor) is not Tensor or tensor.layout is not _STRIDED or tensor.device != self.device:
             return False
-        if tensor.device != self.device:
+        if tensor.dtype not in _REAL_DTYPES and (tensor.is_conj() or tensor.is_quantized):
             return False
-        return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        return not tensor.is_neg()
 
 
 def _keep(region: Region, tensor: Tensor) -> Kept:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl_offload.offload.slots import Key, Place
+from nemo_rl_offload.offload.slots import Key, Place, Slot
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 from nemo_rl_offload.planner.worth import Visit, worth_moving
 
@@ -45,10 +45,13 @@ class Selection:
             return True
         return index < usual_length - int(usual_length * (1 - self.fraction))
 
-    def effective(self, place: Place) -> bool:
-        """Whether the last copy of such a slot freed its source; now and then it is tried again."""
+    def effective(self, slots: list[Slot]) -> list[Slot]:
+        """Those of a group's own slots whose last copy freed its source; now and then the others are tried again."""
         if not self._ineffective:
-            return True
+            return slots
+        return [slot for slot in slots if slot.place is not None and self._is_effective(slot.place)]
+
+    def _is_effective(self, place: Place) -> bool:
         left = self._ineffective.get(place)
         if left is None:
             return True

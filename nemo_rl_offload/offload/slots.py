@@ -19,9 +19,9 @@ type Key = tuple[str, int | str]
 type Place = tuple[Key, int]
 """A slot's group, and its position there: names a slot across steps."""
 
-type Handle = tuple[Slot, int, torch.Size, tuple[int, ...], int, object]
-"""What autograd keeps in place of a saved tensor: a slot, the number of the tensor among its saved ones, that one's
-size, stride and offset (in elements), and where it was saved. A plain tuple, since one is made for every tensor."""
+type Handle = tuple[Slot, Tensor, int, torch.Size, tuple[int, ...], int | torch.SymInt, object]
+"""What autograd keeps in place of a saved tensor: a slot, one of its saved tensors, that one's version, size, stride
+and offset (in elements), and where it was saved. A plain tuple, since one is made for every tensor."""
 
 type Remains = tuple[int, Block | None, tuple[torch.UntypedStorage, Event] | None, int, int]
 """What a dead slot leaves to be cleaned up: its key, its block, what an unfinished copy in writes and that one's event,
@@ -51,24 +51,28 @@ class State(enum.Enum):
     COPYING_IN = enum.auto()
 
 
+# Names of their own, since a look into an enumeration takes as long as all else that is done with one.
+RESIDENT, COPYING_OUT, HOST, COPYING_IN = State
+
+
 class Slot:
-    """One storage. `saved` has, per handle, a detached tensor and its version when it was saved; after the
-    copy out that tensor is a witness."""
+    """One storage. `saved` has a detached tensor per handle, which after the copy out is a witness."""
 
     __slots__ = (
         "__weakref__", "block", "graveyard", "in_event", "judged", "key", "num_bytes", "place", "ref", "released",
-        "reloaded", "saved", "source", "state", "stats", "storage", "unused", "wanted",
+        "reloaded", "saved", "source", "state", "stats", "storage", "unused", "versions", "wanted",
     )  # fmt: skip
 
-    def __init__(self, storage: torch.UntypedStorage, graveyard: deque[Remains]) -> None:
+    def __init__(self, storage: torch.UntypedStorage, key: int, num_bytes: int, graveyard: deque[Remains]) -> None:
         self.source: int = storage._weak_ref()  # type: ignore[assignment]
         self.storage: torch.UntypedStorage | None = storage  # until it is copied out
-        self.key = storage._cdata
-        self.num_bytes = storage.nbytes()
+        self.key = key
+        self.num_bytes = num_bytes
         self.ref = weakref.ref(self)
         self.graveyard = graveyard
-        self.state = State.RESIDENT
-        self.saved: list[tuple[Tensor, int]] = []
+        self.state = RESIDENT
+        self.saved: list[Tensor] = []
+        self.versions = 0  # the sum of theirs when they were saved; a version only grows
         self.wanted = False  # a tensor at or above the threshold is among `saved`
         self.judged = False  # known whether the copy freed the source
         self.released = False  # the source was shrunk by force
@@ -82,16 +86,16 @@ class Slot:
     def __del__(self) -> None:
         _free_storage_ref(self.source)
         loading = None
-        if self.state is State.COPYING_IN and self.reloaded is not None and self.in_event is not None:
+        if self.state is COPYING_IN and self.reloaded is not None and self.in_event is not None:
             loading = self.reloaded, self.in_event
         unused_bytes = self.num_bytes if self.unused else 0
-        resident_bytes = self.num_bytes if self.place is not None and self.state is not State.HOST else 0
+        resident_bytes = self.num_bytes if self.place is not None and self.state is not HOST else 0
         self.graveyard.append((self.key, self.block, loading, unused_bytes, resident_bytes))
 
     @property
     def unwritten(self) -> bool:
         """Whether nothing was written since it was saved, as far as the saved tensors tell."""
-        return all(witness._version == version for witness, version in self.saved)
+        return sum([witness._version for witness in self.saved]) == self.versions
 
     def source_freed(self) -> bool:
         """Whether the device memory that was copied out is gone."""
@@ -161,7 +165,8 @@ class CopiesOut:
     """A commit's copies, of `num_bytes` in all, that may still be reading their sources. By `expected_ms`, on the clock
     of what was learned, they will have ended."""
 
-    sources: list[tuple[weakref.ref[Slot], torch.UntypedStorage]]
+    slots: list[weakref.ref[Slot]]
+    moves: list[tuple[torch.UntypedStorage, Block]]  # one for each slot
     num_bytes: int
     event: Event
     expected_ms: float

@@ -35,24 +35,25 @@ class Block:
     `last_event` is this owner's latest copy, out or in: whatever touches the bytes next waits for it.
     """
 
-    __slots__ = ("fences", "last_event", "num_bytes", "parts", "pieces")
+    __slots__ = ("fences", "last_event", "num_bytes", "parts", "pieces", "reserved_bytes")
 
     def __init__(self, pieces: tuple[Piece, ...], num_bytes: int, fences: tuple[Event, ...] = ()) -> None:
         self.pieces = pieces
         self.num_bytes = num_bytes
+        self.reserved_bytes = sum([piece.num_bytes for piece in pieces])  # what the arena's alignment makes of it
         self.fences = fences
         self.last_event: Event | None = None
-        self.parts: list[Tensor] = []  # views of the slabs, one-dimensional uint8, `num_bytes` in all
+        self.parts: list[tuple[int, int]] = []  # address of each piece, and how many of `num_bytes` it holds
         remaining = num_bytes
         for slab, _, offset, size in pieces:
-            self.parts.append(slab.data[offset : offset + min(size, remaining)])
+            self.parts.append((slab.data.data_ptr() + offset, min(size, remaining)))
             remaining -= size
 
     def views(self, device_bytes: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """(piece on the host, its part of `device_bytes`), both one-dimensional uint8 of the same length."""
-        if len(self.parts) == 1:
-            return ((self.parts[0], device_bytes),)
-        return zip(self.parts, device_bytes.split_with_sizes([piece.numel() for piece in self.parts]), strict=True)
+        sizes = [num_bytes for _, num_bytes in self.parts]
+        hosts = [slab.data[offset:][:size] for (slab, _, offset, _), size in zip(self.pieces, sizes, strict=True)]
+        return zip(hosts, device_bytes.split_with_sizes(sizes), strict=True)
 
 
 class Backend(Protocol):

@@ -120,9 +120,9 @@ class CudaBackend:
         self._out.after(self._compute_stream(), [fence for _, block in moves for fence in block.fences])
         for source, block in moves:
             address = source.data_ptr()
-            for host in block.parts:
-                self._out.copy(host.data_ptr(), address, host.nbytes)
-                address += host.nbytes
+            for host_address, num_bytes in block.parts:
+                self._out.copy(host_address, address, num_bytes)
+                address += num_bytes
         return _record(self._out.stream)
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
@@ -130,9 +130,9 @@ class CudaBackend:
         destination = torch.empty(block.num_bytes, dtype=torch.uint8, device=self.device)
         self._in.after(self._compute_stream(), (block.last_event,))
         address = destination.data_ptr()
-        for host in block.parts:
-            self._in.copy(address, host.data_ptr(), host.nbytes)
-            address += host.nbytes
+        for host_address, num_bytes in block.parts:
+            self._in.copy(address, host_address, num_bytes)
+            address += num_bytes
         return destination, _record(self._in.stream)
 
     def compute_wait(self, event: Event) -> None:

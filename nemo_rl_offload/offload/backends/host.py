@@ -1,6 +1,7 @@
 """The CPU as the device: copies are synchronous, the engine's code path is the same as on an accelerator."""
 
 from collections.abc import Sequence
+from ctypes import memmove
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -20,16 +21,20 @@ class HostBackend:
         return allocate_pageable(num_bytes)
 
     def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> Event:
-        whole = _NO_BYTES.new_empty(0)
         for source, block in moves:
-            for host, device in block.views(whole.set_(source)):
-                host.copy_(device)
+            assert source.nbytes() == block.num_bytes, "a saved tensor's storage was resized"
+            address = source.data_ptr()
+            for host_address, num_bytes in block.parts:
+                memmove(host_address, address, num_bytes)
+                address += num_bytes
         return _DONE
 
     def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         destination = _NO_BYTES.new_empty(block.num_bytes)
-        for host, device in block.views(destination):
-            device.copy_(host)
+        address = destination.data_ptr()
+        for host_address, num_bytes in block.parts:
+            memmove(address, host_address, num_bytes)
+            address += num_bytes
         return destination, _DONE
 
     def compute_wait(self, event: Event) -> None:
