@@ -155,11 +155,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def is_wanted(variant: Any, names: list[str] | None) -> bool:
-    """No offloading always takes part; Transformer Engine's own only where it is named, with ours beside it."""
-    if variant.kind == "transformer_engine" or wants_transformer_engines(names):
-        is_named = names is not None and any(variant.name.startswith(name) for name in names)
-        return variant.kind in ("nothing", "ours") or is_named
-    return variant.kind == "nothing" or names is None or any(variant.name.startswith(name) for name in names)
+    """No offloading always takes part; Transformer Engine's own only where it is named, beside all of ours unless some
+    are named."""
+    if variant.kind == "nothing":
+        return True
+    is_named = names is not None and any(variant.name.startswith(name) for name in names)
+    if wants_transformer_engines(names):
+        names_ours = any(name.startswith("ours") for name in names or ())
+        return is_named or (variant.kind == "ours" and not names_ours)
+    return is_named or (names is None and variant.kind != "transformer_engine")
 
 
 def wants_transformer_engines(names: list[str] | None) -> bool:

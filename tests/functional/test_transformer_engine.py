@@ -93,6 +93,21 @@ def test_our_engine_changes_no_bit(
     assert stats.host_bytes == 0
 
 
+@pytest.mark.parametrize("modules", ["[mlp_act]", "[mlp_fc1]", "[mlp_act,mlp_fc1]"])
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3_mtp"])
+def test_recomputing_parts_of_mlps_changes_no_bit(family: str, modules: str, train: Callable[..., Outcome]) -> None:
+    """Beside offloading of what is left, and of some layers alone. The fused norm reads its input once, so that nothing
+    is added in another order."""
+    number = "1" if "," in modules else "null"
+    selective = "recompute_granularity=selective", f"recompute_modules={modules}", f"recompute_num_layers={number}"
+    plain = train(family, ".precision=bfloat16")
+    assert_same_training(train(family, ".precision=bfloat16", *selective), plain)
+    beside = train(family, ".precision=bfloat16", *selective, *offload(("core_attn", "mlp_fc1")))
+    assert_same_training(beside, plain)
+    assert beside[2].per_module["mlp_fc1"].bytes_out > 0
+    assert beside[2].ineffective_bytes == 0
+
+
 @pytest.mark.usefixtures("no_clock")
 def test_eight_bit_tensors_move_as_they_are_stored(train: Callable[..., Outcome]) -> None:
     in_eights = {"multiple": 8, **SHAPE}  # products of 8 bits want multiples of 16, of tokens of two samples too
