@@ -16,7 +16,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from nemo_rl_offload.megatron.offload_interface import offload_region
+from nemo_rl_offload.megatron.offload_interface import no_regions, offload_region
 from nemo_rl_offload.megatron.recomputation import recomputed
 
 
@@ -54,7 +54,8 @@ class DenseMLP(MLP):  # type: ignore[misc]
         return region.group_offload(output), output_bias
 
     def _to_activation(self, x: Tensor) -> Tensor:
-        return self._activate(*self.linear_fc1(x))
+        with no_regions():
+            return self._activate(*self.linear_fc1(x))
 
     def _first_linear(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """`linear_fc1` opens its own regions."""

@@ -227,6 +227,16 @@ def offload_region(config: TransformerConfig, tensor: Tensor, module: str | None
     return getattr(megatron_offload, _CLASS_NAME)(listed and training, tensor, module)
 
 
+@contextmanager
+def no_regions() -> Iterator[None]:
+    """Leave to whoever is around it what a part of a layer saves, whose own regions stay closed."""
+    was_enabled, OffloadInterface._enabled = OffloadInterface._enabled, False
+    try:
+        yield
+    finally:
+        OffloadInterface._enabled = was_enabled
+
+
 def use_engine(engine: OffloadEngine | None, modules: Iterable[str] = ()) -> None:
     """Make `engine` the one that Megatron's layers use in this process; None turns offloading into a no-op.
 

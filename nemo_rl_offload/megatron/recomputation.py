@@ -1,76 +1,97 @@
-"""Runs a part of a layer without saving anything but its input, and again when backward wants its output.
+"""Runs a part of a layer and keeps nothing of it but its input; backward runs it again for what it and its users saved.
 
-Mechanism. `recomputed` runs a function without grad; its input is saved as any operator's is, by which a region around
-the call can keep it on the host. Who uses the output does so inside `Recomputed.users`: where autograd saves a tensor
-on the output's storage, it gets a handle instead, and nothing else keeps the output. Backward comes to the users first,
-whose handles run the function again, now with grad; the node that the first run left goes through the graph of that.
+Mechanism. `recomputed` runs a function inside hooks that put the number of each saved tensor in its place. Who uses the
+output does so inside `Recomputed.users`, where a tensor on the output's storage becomes a handle likewise. The first
+handle that backward comes to, a user's, runs the function again from its input, and every handle then takes what that
+run saved under its number; each is handed out once, so that memory goes as backward comes along. The input is saved
+apart, as any operator saves it: a region around the call can keep it on the host.
 
-Rejected: Megatron-Core's `CheckpointWithoutOutput`, which shrinks the output's storage and later puts another one in
-its place. It saves its input as a detached leaf that requires grad; autograd keeps the accumulator of a saved leaf,
-and that the leaf itself, so that offloading the input frees nothing. Its exchange of storages is a C++ extension that
-is compiled when first used. And a checkpoint around the whole MLP runs the second linear again, whose output nobody
-needs.
+Rejected: a checkpoint around the whole MLP (`recompute_modules: [mlp]`), which runs the second linear again, whose
+output nobody needs. Megatron-Core's `CheckpointWithoutOutput`, which saves its input as a detached leaf that requires
+grad: autograd keeps the accumulator of a saved leaf, and that the leaf itself, so that offloading the input frees
+nothing. A node whose backward goes through the graph of the second run: it holds the output and its gradient until the
+end of that.
 
-Limits: no random numbers inside the function; gradients of weights are accumulated in the second run's own backward, so
-that `torch.autograd.grad` does not see them and is refused. A function whose input needs no gradient is simply run.
+Limits: no random numbers inside the function, and the same tensors are saved in the same order by every run.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
-type _Handle = tuple[torch.Size, tuple[int, ...], int] | Tensor
-"""A view of the output: size, stride and offset in elements. Or any other saved tensor."""
+type _Handle = tuple["_Again", int, torch.Size, tuple[int, ...], int]
+"""A run's tensor by its number, the output being number -1; size, stride and offset in elements."""
+
+_OUTPUT = -1
+
+
+class _Input(torch.autograd.Function):
+    """Saves its input as an operator does. Its output is only the place to find it, to which backward never comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> None:
+        raise AssertionError("nobody uses its output")
 
 
 class _Again:
-    """The second run of a function. It begins when the output is wanted, and is forgotten with `backward`; a second
-    backward begins a third run. It refers to the first run weakly: the graph owns that, and with it the input."""
+    """Runs of a function on the same input. Alive as long as a handle is."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], first_run: Any) -> None:
-        self._function, self._first_run = function, weakref.ref(first_run)
-        self._run: tuple[Tensor, Tensor] | None = None
+    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        self._function = function
+        self._place: Tensor = _Input.apply(x)  # type: ignore[no-untyped-call]
+        self._num_saved = 0
+        self._saved: dict[int, Tensor] = {}
 
-    def _input_and_output(self) -> tuple[Tensor, Tensor]:
-        if self._run is None:
-            first_run = self._first_run()
-            assert first_run is not None, "its users come after it in the graph"
-            (x,) = first_run.saved_tensors
-            x = x.detach().requires_grad_()
-            with torch.enable_grad():
-                self._run = x, self._function(x)
-        return self._run
+    def first_run(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(self._pack, unpack):
+            return self._function(x)
 
-    def view(self, size: torch.Size, stride: tuple[int, ...], offset_elements: int) -> Tensor:
-        """The output, as one of its users saved it."""
-        return self._input_and_output()[1].detach().as_strided(size, stride, offset_elements)
+    def _pack(self, tensor: Tensor) -> _Handle | Tensor:
+        if isinstance(tensor, Parameter):
+            return tensor
+        self._num_saved += 1
+        return self.handle(tensor, self._num_saved - 1)
 
-    def backward(self, grad_output: Tensor) -> Tensor | None:
-        """The gradient of the input; those of weights are accumulated."""
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
-            raise RuntimeError(
-                "recompute_modules needs .backward(): torch.autograd.grad would miss weights' gradients."
-            )
-        x, y = self._input_and_output()
-        self._run = None
-        torch.autograd.backward(y, grad_output)
-        return x.grad
+    def handle(self, tensor: Tensor, number: int) -> _Handle:
+        return self, number, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+    def take(self, number: int) -> Tensor:
+        """What a run saved under a number, once; asked for again, by a second backward, there is another run."""
+        if number not in self._saved:
+            self._run_again()
+        return self._saved.pop(number)
+
+    def _run_again(self) -> None:
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, Parameter):
+                saved.append(tensor.detach())
+            return tensor.detach()
+
+        node: Any = self._place.grad_fn
+        (x,) = node.saved_tensors
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = self._function(x.detach().requires_grad_())
+        assert len(saved) == self._num_saved, "the function saves other tensors when it runs again"
+        self._saved = dict(enumerate(saved)) | {_OUTPUT: output.detach()}
 
 
-class _FirstRun(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.again = _Again(function, ctx)
-        return function(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None]:
-        return ctx.again.backward(grad_output), None
+def unpack(handle: _Handle | Tensor) -> Tensor:
+    """The saved tensor that a handle stands for."""
+    if isinstance(handle, Tensor):
+        return handle
+    again, number, size, stride, offset = handle
+    return again.take(number).as_strided(size, stride, offset)
 
 
 class Recomputed:
@@ -81,19 +102,13 @@ class Recomputed:
         self._again, self._key = again, output.untyped_storage()._cdata
 
     def users(self) -> saved_tensors_hooks:
-        """To be entered around everything that saves the output for its own backward."""
+        """To be entered around the operator that saves the output for its own backward, once."""
         again, key = self._again, self._key
 
-        def pack(tensor: Tensor) -> _Handle:
+        def pack(tensor: Tensor) -> _Handle | Tensor:
             if again is None or tensor.untyped_storage()._cdata != key:
                 return tensor
-            return tensor.size(), tensor.stride(), int(tensor.storage_offset())
-
-        def unpack(handle: _Handle) -> Tensor:
-            if isinstance(handle, Tensor):
-                return handle
-            assert again is not None
-            return again.view(*handle)
+            return again.handle(tensor, _OUTPUT)
 
         return saved_tensors_hooks(pack, unpack)
 
@@ -101,9 +116,9 @@ class Recomputed:
 def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Recomputed:
     """Run `function` on `x` (any shape and dtype) and keep nothing but `x`, saved for backward as any operator does.
 
-    The output must have a storage of its own.
+    The output must have a storage of its own. Where `x` needs no gradient, the function is simply run.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return Recomputed(function(x), None)
-    output = _FirstRun.apply(x, function)  # type: ignore[no-untyped-call]
-    return Recomputed(output, output.grad_fn.again)
+    again = _Again(function, x)
+    return Recomputed(again.first_run(x), again)

@@ -96,8 +96,7 @@ def test_our_engine_changes_no_bit(
 @pytest.mark.parametrize("modules", ["[mlp_act]", "[mlp_fc1]", "[mlp_act,mlp_fc1]"])
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3_mtp"])
 def test_recomputing_parts_of_mlps_changes_no_bit(family: str, modules: str, train: Callable[..., Outcome]) -> None:
-    """Beside offloading of what is left, and of some layers alone. The fused norm reads its input once, so that nothing
-    is added in another order."""
+    """Beside offloading of what is left, and of some layers alone."""
     number = "1" if "," in modules else "null"
     selective = "recompute_granularity=selective", f"recompute_modules={modules}", f"recompute_num_layers={number}"
     plain = train(family, ".precision=bfloat16")

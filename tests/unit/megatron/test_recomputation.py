@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_rl_offload.megatron.recomputation import recomputed
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
@@ -105,9 +106,54 @@ def test_an_input_without_gradient_loses_no_weights_gradient() -> None:
         assert not part(torch.ones(4, 8, requires_grad=True), True).requires_grad
 
 
-def test_gradients_without_backward_are_refused() -> None:
-    part = Part()
-    x = torch.ones(4, 8, requires_grad=True)
-    y = part(x, True)
-    with pytest.raises(RuntimeError, match=r"needs \.backward\(\)"):
-        torch.autograd.grad(y.sum(), [x])
+def test_gradients_without_backward() -> None:
+    gradients = []
+    for recompute in (True, False):
+        part, x = Part(), torch.ones(4, 8, requires_grad=True)
+        gradients.append(torch.autograd.grad(part(x, recompute).square().sum(), [x, *part.parameters()]))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_memory_goes_as_backward_comes_along() -> None:
+    """What the second run saved is handed out, and nobody else holds it."""
+    alive: dict[str, list[bool]] = {}
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.save_for_backward(x)
+            ctx.name = name
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            (x,) = ctx.saved_tensors
+            seen[ctx.name] = StorageWeakRef(x.untyped_storage())
+            alive[ctx.name] = [not ref.expired() for name, ref in seen.items() if name != ctx.name]
+            return grad * 2, None
+
+    seen: dict[str, StorageWeakRef] = {}
+    x = torch.ones(4, requires_grad=True)
+    run = recomputed(lambda x: Watched.apply(Watched.apply(x, "first"), "second"), x * 1)  # type: ignore[no-untyped-call]
+    with run.users():
+        y = Watched.apply(run.output, "user")  # type: ignore[no-untyped-call]
+    del run
+    y.sum().backward()
+    assert alive == {"user": [], "second": [False], "first": [False, False]}
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((4,), 8.0))
+
+
+def test_runs_that_save_differently_are_noticed() -> None:
+    runs = iter([1, 2])
+
+    def changing(x: Tensor) -> Tensor:
+        for _ in range(next(runs)):
+            x = x.sigmoid()
+        return x
+
+    run = recomputed(changing, torch.ones(4, requires_grad=True) * 1)
+    with run.users():
+        y = run.output.exp() * run.output
+    with pytest.raises(AssertionError, match="saves other tensors"):
+        y.sum().backward()
