@@ -118,7 +118,7 @@ class MegatronConfig(TypedDict):
     batch_p2p_comm: bool
     """Send between pipeline ranks in batches; excludes overlap_p2p_comm."""
     context_parallel_size: Positive
-    """Ranks that share a sequence; only 1 so far."""
+    """Ranks that share a sequence."""
     expert_model_parallel_size: Positive
     """Ranks that share the experts."""
     expert_tensor_parallel_size: Positive
@@ -135,8 +135,7 @@ class MegatronConfig(TypedDict):
     recompute_method: Literal["uniform", "block"] | None
     """Which layers full recomputation covers: uniform groups of layers, or the first ones."""
     recompute_num_layers: Positive | None
-    """Of full recomputation: layers per uniform group, or number of first layers, which may not be null. Of selective
-    recomputation: the last layers of a pipeline stage that recompute mlp or mlp_fc1; null: all."""
+    """Full: layers per uniform group, or number of first ones. Selective: last layers with mlp or mlp_fc1; null: all."""
 
     fine_grained_activation_offloading: bool | None
     """Keep the activations of offload_modules in host memory; false clears what the model says, null keeps it."""
