@@ -107,7 +107,8 @@ class Copies:
             block.last_event = event
             slot.block, slot.stats = block, stats
             slot.state, slot.storage = COPYING_OUT, None
-            for tensor in slot.saved:
+            slot.saved.data = empties[slot.saved.dtype]
+            for tensor in slot.more:
                 tensor.data = empties[tensor.dtype]
         refs = [slot.ref for slot in moving]
         self._inflight.append(CopiesOut(refs, moves, total_bytes, event, expected_ms, module))
@@ -139,9 +140,8 @@ class Copies:
 
     def reload(self, slot: Slot) -> None:
         """Bring an offloaded slot back, or take its source back where it was not let go yet."""
-        block, stats = slot.block, slot.stats
+        block = slot.block
         assert block is not None
-        assert stats is not None
         if slot.state is COPYING_OUT and self._take_back(slot, block):
             return
         if not slot.judged:
@@ -156,7 +156,7 @@ class Copies:
         slot.state = COPYING_IN
         slot.unused = True
         self.unused_bytes += slot.num_bytes
-        stats.bytes_in += slot.num_bytes
+        slot.stats.bytes_in += slot.num_bytes
 
     def judge_pass(self, pass_: Pass) -> None:
         """Look which copies of a pass freed their sources, before its backward does: it frees a tensor that the next
@@ -225,8 +225,8 @@ class Copies:
         slot.judged = True
         if not slot.source_freed():
             self._stats.ineffective_bytes += slot.num_bytes
-            if slot.state is HOST and slot.place is not None:
-                self._selection.was_ineffective(slot.place)
+            if slot.state is HOST and (place := slot.place) is not None:
+                self._selection.was_ineffective(place)
 
     def _take_back(self, slot: Slot, block: Block) -> bool:
         """End the offloading of a slot whose source was not let go yet, where nothing has written to that."""

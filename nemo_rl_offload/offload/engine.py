@@ -100,6 +100,40 @@ class Region:
         if error is not None:
             self._slots.clear()
 
+    def _pack(self, tensor: Tensor) -> Handle | Kept:
+        engine = self._engine
+        engine._lock.acquire()  # `with` takes twice as long, and this and `_unpack` run for every saved tensor
+        try:
+            assert not engine._closed, "the offload engine is closed"
+            if not engine._offloadable(tensor):
+                return self._keep(tensor)
+            storage = tensor.untyped_storage()
+            key, num_bytes = storage._cdata, storage.nbytes()
+            if num_bytes == 0 or engine._exclusions.covers(tensor, key):
+                return self._keep(tensor)
+            ref = engine._slots.get(key)
+            slot = None if ref is None else ref()
+            detached, version = tensor.detach(), tensor._version
+            if slot is None or not slot.holds_content_of(tensor):
+                slot = Slot(storage, key, num_bytes, engine._graveyard, detached, version)
+                engine._slots[key] = slot.ref
+            else:
+                if slot.storage is None:
+                    detached.data = engine._empties[tensor.dtype]
+                slot.more += (detached,)
+                slot.versions += version
+            if not slot.wanted:
+                slot.wanted = tensor.nbytes >= engine._min_tensor_bytes and (
+                    not engine._min_tensor_elements or tensor.numel() >= engine._min_tensor_elements
+                )
+            self._slots.append(slot.ref)
+            return slot, detached, version, tensor.shape, tensor.stride(), tensor.storage_offset(), self
+        finally:
+            engine._lock.release()
+
+    def _keep(self, tensor: Tensor) -> Kept:
+        return Kept(tensor if isinstance(tensor, Parameter) else tensor.detach(), tensor._version, self)
+
     def __str__(self) -> str:
         return f"{self.module} of layer {self.layer}"
 
@@ -208,8 +242,8 @@ class OffloadEngine:
             for slot in dict.fromkeys([ref() for ref in refs]):
                 if slot is None or slot.key in left:
                     continue
-                if slot.wanted and slot.storage is not None and slot.place is None:
-                    slot.place = key, len(slots)
+                if slot.wanted and slot.storage is not None and slot.owner is None:
+                    slot.owner, slot.position = key, len(slots)
                     own.append(slot)
                 slots.append(slot)
             if not own and all(slot.block is None for slot in slots):
@@ -269,42 +303,12 @@ class OffloadEngine:
 
     def _hooks(self, region: Region) -> saved_tensors_hooks:
         if _current_graph_task_id() != -1:
-            return saved_tensors_hooks(partial(_keep, region), self._unpack)
+            return saved_tensors_hooks(region._keep, self._unpack)
         if self._graveyard or self._exclusions.stale:
             with self._lock:
                 self._collect()
                 self._exclusions.refresh()
-        return saved_tensors_hooks(partial(self._pack, region), self._unpack)
-
-    def _pack(self, region: Region, tensor: Tensor) -> Handle | Kept:
-        self._lock.acquire()  # `with` takes twice as long, and this and `_unpack` run for every saved tensor
-        try:
-            assert not self._closed, "the offload engine is closed"
-            if not self._offloadable(tensor):
-                return _keep(region, tensor)
-            storage = tensor.untyped_storage()
-            key, num_bytes = storage._cdata, storage.nbytes()
-            if num_bytes == 0 or self._exclusions.covers(tensor, key):
-                return _keep(region, tensor)
-            ref = self._slots.get(key)
-            slot = None if ref is None else ref()
-            if slot is None or not slot.holds_content_of(tensor):
-                slot = Slot(storage, key, num_bytes, self._graveyard)
-                self._slots[key] = slot.ref
-            detached = tensor.detach()
-            if slot.storage is None:
-                detached.data = self._empties[tensor.dtype]
-            version = tensor._version
-            slot.saved.append(detached)
-            slot.versions += version
-            if not slot.wanted:
-                slot.wanted = tensor.nbytes >= self._min_tensor_bytes and (
-                    not self._min_tensor_elements or tensor.numel() >= self._min_tensor_elements
-                )
-            region._slots.append(slot.ref)
-            return slot, detached, version, tensor.size(), tensor.stride(), tensor.storage_offset(), region
-        finally:
-            self._lock.release()
+        return saved_tensors_hooks(region._pack, self._unpack)
 
     def _unpack(self, packed: Handle | Kept) -> Tensor:
         if isinstance(packed, Kept):
@@ -390,7 +394,3 @@ class OffloadEngine:
         if tensor.dtype not in _REAL_DTYPES and (tensor.is_conj() or tensor.is_quantized):
             return False
         return not tensor.is_neg()
-
-
-def _keep(region: Region, tensor: Tensor) -> Kept:
-    return Kept(tensor if isinstance(tensor, Parameter) else tensor.detach(), tensor._version, region)

@@ -49,7 +49,7 @@ class Selection:
         """Those of a group's own slots whose last copy freed its source; now and then the others are tried again."""
         if not self._ineffective:
             return slots
-        return [slot for slot in slots if slot.place is not None and self._is_effective(slot.place)]
+        return [slot for slot in slots if (place := slot.place) is not None and self._is_effective(place)]
 
     def _is_effective(self, place: Place) -> bool:
         left = self._ineffective.get(place)

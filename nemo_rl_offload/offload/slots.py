@@ -56,14 +56,26 @@ RESIDENT, COPYING_OUT, HOST, COPYING_IN = State
 
 
 class Slot:
-    """One storage. `saved` has a detached tensor per handle, which after the copy out is a witness."""
+    """One storage. `saved` and `more` are a detached tensor per handle, which after the copy out is a witness: mostly
+    there is one, and each object that the garbage collector looks at costs as much as making it."""
 
     __slots__ = (
-        "__weakref__", "block", "graveyard", "in_event", "judged", "key", "num_bytes", "place", "ref", "released",
-        "reloaded", "saved", "source", "state", "stats", "storage", "unused", "versions", "wanted",
+        "__weakref__", "block", "graveyard", "in_event", "judged", "key", "more", "num_bytes", "owner", "position",
+        "ref", "released", "reloaded", "saved", "source", "state", "stats", "storage", "unused", "versions", "wanted",
     )  # fmt: skip
 
-    def __init__(self, storage: torch.UntypedStorage, key: int, num_bytes: int, graveyard: deque[Remains]) -> None:
+    position: int  # among the slots of the first commit
+    stats: ModuleStats  # of that commit's module, once copied
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        key: int,
+        num_bytes: int,
+        graveyard: deque[Remains],
+        saved: Tensor,
+        version: int,
+    ) -> None:
         self.source: int = storage._weak_ref()  # type: ignore[assignment]
         self.storage: torch.UntypedStorage | None = storage  # until it is copied out
         self.key = key
@@ -71,14 +83,14 @@ class Slot:
         self.ref = weakref.ref(self)
         self.graveyard = graveyard
         self.state = RESIDENT
-        self.saved: list[Tensor] = []
-        self.versions = 0  # the sum of theirs when they were saved; a version only grows
-        self.wanted = False  # a tensor at or above the threshold is among `saved`
+        self.saved = saved
+        self.more: tuple[Tensor, ...] = ()
+        self.versions = version  # the sum of theirs when they were saved; a version only grows
+        self.wanted = False  # a tensor at or above the threshold is among them
         self.judged = False  # known whether the copy freed the source
         self.released = False  # the source was shrunk by force
         self.unused = False  # reloaded, and not unpacked yet
-        self.place: Place | None = None  # of the first commit
-        self.stats: ModuleStats | None = None  # of that commit's module, once copied
+        self.owner: Key | None = None  # whose commit was the first
         self.block: Block | None = None  # while offloaded
         self.reloaded: torch.UntypedStorage | None = None  # the bytes, back on the device
         self.in_event: Event | None = None
@@ -89,13 +101,17 @@ class Slot:
         if self.state is COPYING_IN and self.reloaded is not None and self.in_event is not None:
             loading = self.reloaded, self.in_event
         unused_bytes = self.num_bytes if self.unused else 0
-        resident_bytes = self.num_bytes if self.place is not None and self.state is not HOST else 0
+        resident_bytes = self.num_bytes if self.owner is not None and self.state is not HOST else 0
         self.graveyard.append((self.key, self.block, loading, unused_bytes, resident_bytes))
+
+    @property
+    def place(self) -> Place | None:
+        return None if self.owner is None else (self.owner, self.position)
 
     @property
     def unwritten(self) -> bool:
         """Whether nothing was written since it was saved, as far as the saved tensors tell."""
-        return sum([witness._version for witness in self.saved]) == self.versions
+        return self.saved._version + sum([witness._version for witness in self.more]) == self.versions
 
     def source_freed(self) -> bool:
         """Whether the device memory that was copied out is gone."""

@@ -12,7 +12,7 @@ from nemo_rl_offload.offload import arena as arena_module
 from nemo_rl_offload.offload.backends.base import Block
 from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.copies import Copies
-from nemo_rl_offload.offload.engine import OffloadEngine, Region
+from nemo_rl_offload.offload.engine import Region
 from nemo_rl_offload.offload.prefetch import Prefetch
 from nemo_rl_offload.offload.slots import Group, Kept, Slot, State
 
@@ -73,14 +73,14 @@ def early_release(patch: pytest.MonkeyPatch) -> None:
 
 
 def handle_with_grad_fn(patch: pytest.MonkeyPatch) -> None:
-    pack = OffloadEngine._pack
+    pack = Region._pack
 
-    def pack_and_hold(self: OffloadEngine, region: Region, tensor: Tensor) -> Any:
-        packed = pack(self, region, tensor)
+    def pack_and_hold(self: Region, tensor: Tensor) -> Any:
+        packed = pack(self, tensor)
         held = *packed[:-1], (packed[-1], tensor)
         return Kept(*held) if isinstance(packed, Kept) else held
 
-    patch.setattr(OffloadEngine, "_pack", pack_and_hold)
+    patch.setattr(Region, "_pack", pack_and_hold)
 
 
 def fences_forgotten(patch: pytest.MonkeyPatch) -> None:
