@@ -56,8 +56,8 @@ RESIDENT, COPYING_OUT, HOST, COPYING_IN = State
 
 
 class Slot:
-    """One storage. `saved` and `more` are a detached tensor per handle, which after the copy out is a witness: mostly
-    there is one, and each object that the garbage collector looks at costs as much as making it."""
+    """One storage. `saved` and `more` are a detached tensor per handle, which after the copy out is a witness. Mostly
+    there is one, and no list is made for it, which the garbage collector would have to look at."""
 
     __slots__ = (
         "__weakref__", "block", "graveyard", "in_event", "judged", "key", "more", "num_bytes", "owner", "position",
