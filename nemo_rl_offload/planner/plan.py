@@ -74,7 +74,7 @@ class JobPlan:
     chosen: Outcome
     """Chosen for the budget, per module and layer."""
     written: Outcome
-    """The choice as configuration keys can say it: whole modules."""
+    """The choice as configuration keys can say it, whole modules, and what the engine does with those."""
     modules_to_write: tuple[str, ...]
     """`offload_modules` of that."""
     recompute_to_write: tuple[str, ...]
@@ -208,7 +208,7 @@ def _whole_choice(job: Job, chosen: Outcome) -> tuple[Outcome, tuple[str, ...], 
 
 def _run_whole(job: Job, modules: Collection[str], recompute: Collection[str]) -> Outcome:
     changed = replace(job, recompute=replace(job.recompute, modules=frozenset(recompute)))
-    return run_whole_modules(changed, _with_attention(modules))
+    return run_listed_modules(changed, _with_attention(modules))
 
 
 def _fits(job: Job, modules: Collection[str], recompute: Collection[str]) -> bool:
