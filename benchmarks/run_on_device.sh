@@ -9,6 +9,11 @@ shift
 mkdir -p "$out"
 limit_s=${LIMIT_S:-580}
 
+# What E2 can be told in ten minutes: the mixtures of recomputed MLP parts and offloading, and what they stand beside.
+mixed=(--variant "ours: auto 75%" --variant "ours: auto 52%" --variant "ours: auto 34%, fc1" --variant "ours: auto 16%"
+    --variant "ours: auto 10%" --variant "ours: attention" --variant recompute)
+rivals=(--variant "ours: core_attn" --variant "ours: auto 90%" --variant save_on_cpu --variant TRL --variant megatron)
+
 run() { timeout $((limit_s - SECONDS)) python3 -W ignore "benchmarks/$1.py" --out "$out" "${@:2}"; }
 
 part() {
@@ -17,14 +22,16 @@ part() {
     e1) run deepseek_layers --impl transformer_engine --inflight 2 --trace ;;
     e1-torch) run deepseek_layers --impl torch ;;
     e2) run dense_rl --sequence 8192 ;;
-    e2-te) run dense_rl --sequence 8192 --impl transformer_engine --layers 12 ;;
-    e2-te-64k) run dense_rl --sequence 65536 --impl transformer_engine --layers 12 --microbatches 1 ;;
+    e2-te) run dense_rl --sequence 8192 --impl transformer_engine --layers 12 "${mixed[@]}" "${rivals[@]}" ;;
+    e2-te-sft) run dense_rl --sequence 8192 --algorithm sft --impl transformer_engine --layers 12 "${mixed[@]}" ;;
+    e2-te-64k) run dense_rl --sequence 65536 --impl transformer_engine --layers 12 --microbatches 1 --variant recompute \
+        --variant "ours: auto 52%" --variant "ours: auto 34%, fc1 of 3" --variant "ours: attention, recomputed fc1" ;;
     e3) run rl_reality --impl transformer_engine ;;
     e4) run reach --impl transformer_engine --variant "recompute: full" ;;
     e4-ours) run reach --impl transformer_engine --variant "ours: full recompute" ;;
     stash) timeout $((limit_s - SECONDS)) benchmarks/stash_on_device.sh "$out" ;;
     profile) run profile_step ;;
-    e2-te-own) run dense_rl --sequence 8192 --impl transformer_engine --variant "Transformer Engine" ;;
+    e2-te-own) run dense_rl --sequence 8192 --impl transformer_engine --layers 12 --variant "Transformer Engine" "${mixed[@]}" ;;
     e2-4k | e2-16k | e2-32k | e2-64k) size=${1#e2-} && run dense_rl --sequence $((${size%k} * 1024)) ;;
     e2-sft) run dense_rl --sequence 8192 --algorithm sft ;;
     e4-rest) run reach --impl transformer_engine --variant nothing "ours: all" ;;
