@@ -80,6 +80,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "bfloat16": (".precision=bfloat16",),
     "recompute_full": ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1"),
     "recompute_core_attn": ("recompute_granularity=selective", "recompute_modules=[core_attn]"),
+    "recompute_mlps": (
+        "recompute_granularity=selective",
+        "recompute_modules=[mlp_act,mlp_fc1]",
+        "recompute_num_layers=1",
+    ),
     "distributed_adam": ("optimizer.optimizer=adam", "optimizer.use_distributed_optimizer=true"),
     "auto": ("offload_modules=auto", 'activation_offload.gpu_memory_budget="32KiB"'),
     "dynamic_batching": (".dynamic_batching.enabled=true", *_tokens("dynamic_batching")),
@@ -196,6 +201,12 @@ def test_offloading_changes_no_bit_beside(family: str, layout: str, setting: str
         assert 0 < moved < whole
     else:
         assert moved > 0
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2-vpp2"])
+def test_parts_of_mlps_are_recomputed_to_the_same_bits(layout: str, train: Train) -> None:
+    """Their second run gathers a sequence over tensor-parallel ranks as the first did, inside of backward."""
+    assert_same_bits(train("qwen2", layout, "recompute_mlps"), train("qwen2", layout))
 
 
 @pytest.mark.parametrize(
