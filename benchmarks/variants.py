@@ -242,8 +242,8 @@ def every_variant(workload: Workload, static_bytes: int, peak_bytes: int, host_b
     sets = MODULE_SETS[shape.transformer_impl]
     found = [nothing(), *(ours(name, modules) for name, modules in sets.items())]
     found += [ours_auto(share, static_bytes + round(step_bytes * share)) for share in AUTO_SHARES]
-    for layers, share in RECOMPUTED_SHARES:
-        found.append(ours_auto(share, static_bytes + round(step_bytes * share), round(shape.num_layers * layers)))
+    mixtures = dict.fromkeys((share, round(shape.num_layers * layers)) for layers, share in RECOMPUTED_SHARES)
+    found += [ours_auto(share, static_bytes + round(step_bytes * share), number) for share, number in mixtures]
     found += [ours_with_recompute(), ours_beside_recomputed_fc1(shape.transformer_impl), full_recompute()]
     for name in ("core_attn", "mlp"):
         overrides = (SELECTIVE, f"recompute_modules=[{name}]")
