@@ -8,12 +8,8 @@ from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPU
 PATH = f"{MEGATRON}.recompute_modules"
 
 
-def _own_parts(get: Get) -> list[str]:
-    return [name for name in recomputed(get) if name in DENSE_MLP_RECOMPUTE]
-
-
 def _elsewhere(get: Get) -> Iterator[str]:
-    names = _own_parts(get)
+    names = [name for name in recomputed(get) if name in DENSE_MLP_RECOMPUTE]
     if not names:
         return
     if megatron(get, "fine_grained_activation_offloading") and not is_native(get):

@@ -24,6 +24,14 @@ def recompute_settings(cfg: Mapping[str, Any]) -> dict[str, Any]:
     return given | filled | {"recompute_granularity": granularity}
 
 
+def recomputed_modules(settings: Mapping[str, Any]) -> list[str]:
+    """The modules that selective recomputation covers, of settings in force; none without it."""
+    if settings["recompute_granularity"] != "selective":
+        return []
+    modules = settings["recompute_modules"]
+    return ["core_attn"] if modules is None else list(modules)
+
+
 def known_to_megatron(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The same keys without what only this project does: parts of dense MLPs, and a number of layers for modules."""
     if settings["recompute_granularity"] != "selective" or settings["recompute_modules"] is None:

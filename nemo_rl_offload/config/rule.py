@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from nemo_rl_offload.config.recompute import RECOMPUTE_KEYS, recompute_settings
+from nemo_rl_offload.config.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
 from nemo_rl_offload.config.shapes import Shape, read_shape
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.modules import MEGATRON_MODULES
@@ -59,11 +59,7 @@ def recompute(get: Get) -> dict[str, Any]:
 
 def recomputed(get: Get) -> list[str]:
     """The modules that selective recomputation covers."""
-    settings = recompute(get)
-    if settings["recompute_granularity"] != "selective":
-        return []
-    modules: list[str] | None = settings["recompute_modules"]
-    return ["core_attn"] if modules is None else modules
+    return recomputed_modules(recompute(get))
 
 
 def have_transformer_engine() -> bool:

@@ -52,7 +52,7 @@ class _Again:
         self._saved: dict[int, Tensor] = {}
 
     def first_run(self, x: Tensor) -> Tensor:
-        with saved_tensors_hooks(self._pack, unpack):
+        with saved_tensors_hooks(self._pack, _unpack):
             return self._function(x)
 
     def _pack(self, tensor: Tensor) -> _Handle | Tensor:
@@ -86,7 +86,7 @@ class _Again:
         self._saved = dict(enumerate(saved)) | {_OUTPUT: output.detach()}
 
 
-def unpack(handle: _Handle | Tensor) -> Tensor:
+def _unpack(handle: _Handle | Tensor) -> Tensor:
     """The saved tensor that a handle stands for."""
     if isinstance(handle, Tensor):
         return handle
@@ -110,7 +110,7 @@ class Recomputed:
                 return tensor
             return again.handle(tensor, _OUTPUT)
 
-        return saved_tensors_hooks(pack, unpack)
+        return saved_tensors_hooks(pack, _unpack)
 
 
 def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Recomputed:

@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.router import Router
 from nemo_rl_offload.config.megatron_rules import transformer_engine_settings
 from nemo_rl_offload.config.megatron_schema import MegatronConfig, SchedulerConfig
 from nemo_rl_offload.config.megatron_schema import OptimizerConfig as OptimizerKeys
-from nemo_rl_offload.config.recompute import known_to_megatron, recompute_settings
+from nemo_rl_offload.config.recompute import known_to_megatron, recompute_settings, recomputed_modules
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
@@ -153,9 +153,7 @@ def offloaded_modules(cfg: MegatronConfig) -> list[str]:
         return []
     if listed != "auto":
         return list(listed)
-    settings = recompute_settings(cfg)
-    is_selective = settings["recompute_granularity"] == "selective"
-    recomputed = (settings["recompute_modules"] or []) if is_selective else []
+    recomputed = recomputed_modules(recompute_settings(cfg))
     taken = {name for recompute in recomputed for name in DISCARDED_BY_RECOMPUTE.get(recompute, ())}
     if cfg["moe_paged_stash"]:
         taken.update(STASHED_MODULES)
@@ -270,12 +268,11 @@ def apply_policy(provider: Any, policy: PolicyConfig, transformer_impl: str) -> 
 
 def _register_dense_mlps(provider: Any, cfg: MegatronConfig, transformer_impl: str) -> None:
     recompute = recompute_settings(cfg)
-    is_selective = recompute["recompute_granularity"] == "selective"
-    names = (recompute["recompute_modules"] or ()) if is_selective else ()
+    names = recomputed_modules(recompute)
     is_offloaded = cfg["fine_grained_activation_offloading"] and cfg["activation_offload"]["engine"] == "native"
     if transformer_impl != "torch" and (is_offloaded or not set(names).isdisjoint(DENSE_MLP_RECOMPUTE)):
         provider.register_pre_wrap_hook(open_dense_mlps)
-    if is_selective:
+    if names:
         num_layers = recompute["recompute_num_layers"]
         provider.register_pre_wrap_hook(partial(recompute_dense_mlps, modules=names, num_layers=num_layers))
 

@@ -62,6 +62,20 @@ def outcome(mlp: MLP) -> list[Tensor]:
     return [output.detach(), *(tensor.grad for tensor in (x, *mlp.parameters()) if tensor.grad is not None)]
 
 
+def outcome_and_moved_bytes(mlp: MLP) -> tuple[list[Tensor], dict[str, int]]:
+    """With both modules of dense MLPs offloaded."""
+    engine = OffloadEngine(HostBackend(), host_memory_budget_bytes=1 << 24, min_tensor_bytes=0)
+    engine.exclude(mlp.parameters())
+    use_engine(engine, ("mlp_fc1", "mlp_act"))
+    try:
+        got = outcome(mlp)
+    finally:
+        use_engine(None)
+    moved = {module: stats.bytes_out for module, stats in engine.stats().per_module.items()}
+    engine.close()
+    return got, moved
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "fused" in name else ()) for name in ACTIVATIONS]
 )  # fused ones are compiled
@@ -71,17 +85,9 @@ def test_same_bits_as_megatrons(name: str) -> None:
     opened.load_state_dict(plain.state_dict())
     open_dense_mlps([Layer(opened)])
     assert type(opened) is FusedNormDenseMLP
-    engine = OffloadEngine(HostBackend(), host_memory_budget_bytes=1 << 24, min_tensor_bytes=0)
-    engine.exclude(opened.parameters())
-    use_engine(engine, ("mlp_fc1", "mlp_act"))
-    try:
-        got = outcome(opened)
-    finally:
-        use_engine(None)
+    got, moved = outcome_and_moved_bytes(opened)
     assert all(map(torch.equal, got, outcome(plain)))
-    moved = engine.stats().per_module
-    assert all(moved[module].bytes_out > 0 for module in ("mlp_fc1", "mlp_act"))
-    engine.close()
+    assert all(moved[module] > 0 for module in ("mlp_fc1", "mlp_act"))
 
 
 @pytest.mark.parametrize("recompute", ["mlp", "mlp_fc1", "mlp_act"])
@@ -91,15 +97,8 @@ def test_recomputation_changes_no_bit_and_offloads_what_is_left(recompute: str) 
     layer = Layer(again)
     recompute_dense_mlps(open_dense_mlps([layer]), [recompute], None)
     assert layer.recompute_mlp is (recompute == "mlp")
-    engine = OffloadEngine(HostBackend(), host_memory_budget_bytes=1 << 24, min_tensor_bytes=0)
-    engine.exclude(again.parameters())
-    use_engine(engine, ("mlp_fc1", "mlp_act"))
-    try:
-        got = outcome(again)
-    finally:
-        use_engine(None)
+    got, moved = outcome_and_moved_bytes(again)
     assert all(map(torch.equal, got, outcome(plain)))
-    moved = {module: stats.bytes_out for module, stats in engine.stats().per_module.items()}
     hidden, width = 8 * 2 * 32 * 4, 8 * 2 * 64 * 4
     expected = {
         "mlp": {"mlp_fc1": hidden, "mlp_act": 3 * width},  # Megatron's layer has the checkpoint, not its MLP
@@ -107,7 +106,6 @@ def test_recomputation_changes_no_bit_and_offloads_what_is_left(recompute: str) 
         "mlp_act": {"mlp_fc1": hidden, "mlp_act": 2 * width},
     }
     assert moved == expected[recompute]
-    engine.close()
 
 
 @pytest.mark.parametrize(
