@@ -1,7 +1,6 @@
 """What a process that measures sets up."""
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,11 +8,8 @@ import torch
 
 
 def be_the_only_rank() -> None:
-    """Set the environment by which `torch.distributed` starts a group of this process alone, at a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    """Set the environment by which `init_process_groups` makes a group of this process alone."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 @contextmanager

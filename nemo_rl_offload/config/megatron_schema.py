@@ -135,7 +135,7 @@ class MegatronConfig(TypedDict):
     recompute_method: Literal["uniform", "block"] | None
     """Which layers full recomputation covers: uniform groups of layers, or the first ones."""
     recompute_num_layers: Positive | None
-    """Full: layers per uniform group, or number of first. Selective: last layers with mlp or mlp_fc1; null: all."""
+    """Full: layers per uniform group, or number of first. Selective: layers with mlp or mlp_fc1; null: all."""
 
     fine_grained_activation_offloading: bool | None
     """Keep the activations of offload_modules in host memory; false clears what the model says, null keeps it."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nemo_rl_offload.megatron.offload_interface import no_regions, offload_region
 from nemo_rl_offload.megatron.recomputation import recomputed
+from nemo_rl_offload.planner.layout import counted_layers
 
 
 class DenseMLP(MLP):  # type: ignore[misc]
@@ -107,14 +108,17 @@ def recompute_dense_mlps(
 ) -> list[nn.Module]:
     """Let dense MLPs recompute what `modules`, entries of `recompute_modules`, say.
 
-    `mlp` and `mlp_fc1` are for the last `num_layers` layers of each chunk that have a dense MLP, whose tensors have the
-    least time to leave the device and come back; None: all. `mlp_act` is for all others.
+    `mlp` and `mlp_fc1` are for `num_layers` layers of each chunk (`counted_layers`); None: all. `mlp_act` is for all
+    others.
     """
     for chunk in chunks:
-        layers = [layer for layer in _layers_of([chunk]) if isinstance(layer.mlp, MLP)]
-        first = 0 if num_layers is None else max(0, len(layers) - num_layers)
+        layers = _layers_of([chunk])
+        is_dense = [isinstance(layer.mlp, MLP) for layer in layers]
+        counted = counted_layers(is_dense, num_layers, ends_with_loss=bool(chunk.post_process))
         for number, layer in enumerate(layers):
-            is_more = number >= first
+            if not is_dense[number]:
+                continue
+            is_more = number in counted
             layer.recompute_mlp = "mlp" in modules and is_more
             names = [name for name in ("mlp_fc1", "mlp_act") if name in modules and (is_more or name == "mlp_act")]
             if names:

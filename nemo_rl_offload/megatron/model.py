@@ -94,6 +94,9 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
 
 
 def _join(backend: str) -> None:
+    if int(os.environ["WORLD_SIZE"]) == 1:  # meets nobody: no port to lose to another process
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        return
     try:
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
     except dist.DistNetworkError as error:

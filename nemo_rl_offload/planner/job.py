@@ -24,10 +24,10 @@ class Recompute:
     """None: no whole layers; uniform: all, in groups of `num_layers`; block: the first `num_layers` of each chunk."""
     num_layers: int = 1
     num_counted_layers: int | None = None
-    """Of `modules`, `mlp` and `mlp_fc1` are for so many last dense layers of each chunk; None: for all."""
+    """Of `modules`, `mlp` and `mlp_fc1` are for so many layers of each chunk (`counted_layers`); None: for all."""
 
     def of_layer(self, is_counted: bool) -> frozenset[str]:
-        """The `modules` that a layer recomputes, which is one of those last ones or none."""
+        """The `modules` that a layer recomputes, which is one of the counted ones or none."""
         return self.modules if is_counted or self.num_counted_layers is None else self.modules - set(COUNTED_RECOMPUTE)
 
 

@@ -1,6 +1,6 @@
 """How a model is laid out over ranks: which layers stand where, and what one rank holds of a microbatch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_offload.errors import ConfigError
@@ -38,6 +38,21 @@ class Layout:
     def expert_data(self) -> int:
         """Ranks that hold the same experts."""
         return self.world // (self.expert_tensor * self.expert * self.pipeline)
+
+
+def counted_layers(is_dense: Sequence[bool], number: int | None, ends_with_loss: bool) -> set[int]:
+    """Positions of the layers of a chunk in which `mlp` or `mlp_fc1` is recomputed, where that is for `number` layers.
+
+    The last dense ones, whose tensors have the least time to leave the device and come back; None: all dense ones.
+    Where the loss follows, backward comes to the chunk's last layer at once, and needs the room that its MLP takes at
+    the peak in any case: that one is taken only when all others are.
+    """
+    dense = [position for position, each in enumerate(is_dense) if each]
+    if number is None or number >= len(dense):
+        return set(dense)
+    if ends_with_loss and is_dense[-1]:
+        dense.pop()
+    return set(dense[-number:])
 
 
 KEYS = {

@@ -9,7 +9,7 @@ from nemo_rl_offload.planner.activations import Storage, fused_layer, with_recom
 from nemo_rl_offload.planner.choose import Action, GroupRecord, Link
 from nemo_rl_offload.planner.gradients import backward_bytes
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.layout import stage_layers
+from nemo_rl_offload.planner.layout import counted_layers, stage_layers
 from nemo_rl_offload.planner.memory import allowance_bytes, logits_bytes, stage_parameters, state_bytes
 from nemo_rl_offload.planner.modules import SUPPORTED_MODULES, TRANSFORMER_ENGINE_MODULES
 from nemo_rl_offload.planner.schedule import Pass, pipeline_schedule
@@ -217,7 +217,7 @@ class _Builder:
             chunk = None if job.logprob_chunk_size is None else job.logprob_chunk_size * job.micro_batch
             static["logits"] = logits_bytes(job.shape, job.layout, tokens, job.numbers.element_bytes, chunk)
         if any(self.workspace.values()):
-            static["recomputation"] = self._recomputation_bytes()
+            static["recomputation"] = self._recomputation_bytes(chunks[-1])
         # At the end of the pipeline, what was there for the loss is gone when the layers' backward begins.
         gone = static.get("logits", 0) + (parts[-1][-1].kept_bytes if is_last else 0)
         static["backward"] = max(0, self._backward_bytes(chunks) - gone)
@@ -230,11 +230,16 @@ class _Builder:
         host_bytes = self.host_bytes * sum(count * each for count, each in zip(live, num_expert_layers, strict=True))
         return Stage(rank, tuple(chunks), tuple(parts), static, live, host_bytes)
 
-    def _recomputation_bytes(self) -> int:
-        """What is recomputed at a time: some of a layer, or a group of layers but for its input, which was kept."""
+    def _recomputation_bytes(self, last: range) -> int:
+        """What is recomputed at a time: some of a layer, or a group of layers but for its input, which was kept.
+
+        When backward comes to another layer than the chunk's last, what that one kept on the device is gone.
+        """
         recompute, largest = self.job.recompute, max(self.workspace.values())
         if recompute.method is None:
-            return largest
+            layer = self._with_mtp(last)[-1]
+            kind = self._has_experts(layer), layer in self._counted_layers(last)
+            return max(self.workspace[kind], largest - sum(part.kept_bytes for part in self.layers[kind]))
         hidden = self.job.context.norm_tokens * self.job.shape.hidden_size * self.job.numbers.element_bytes
         return largest * (recompute.num_layers if recompute.method == "uniform" else 1) - hidden
 
@@ -260,11 +265,14 @@ class _Builder:
         return kinds[min(layer, len(kinds) - 1)]
 
     def _counted_layers(self, layers: range) -> set[int]:
-        """The last dense layers of a chunk, as many as `num_counted_layers`."""
-        shape, number = self.job.shape, self.job.recompute.num_counted_layers
-        num_mtp = shape.num_mtp_layers if layers.stop == shape.num_layers else 0
-        dense = [layer for layer in range(layers.start, layers.stop + num_mtp) if not self._has_experts(layer)]
-        return set(dense if number is None else dense[-number:])
+        """Those of a chunk for which `num_counted_layers` is."""
+        every, ends_with_loss = self._with_mtp(layers), layers.stop == self.job.shape.num_layers
+        is_dense = [not self._has_experts(layer) for layer in every]
+        return {every[i] for i in counted_layers(is_dense, self.job.recompute.num_counted_layers, ends_with_loss)}
+
+    def _with_mtp(self, layers: range) -> range:
+        shape = self.job.shape
+        return range(layers.start, layers.stop + (shape.num_mtp_layers if layers.stop == shape.num_layers else 0))
 
     def _end(self, counted: Collection[int]) -> tuple[Part, ...]:
         """Multi-token prediction, and the final norm with the output layer."""

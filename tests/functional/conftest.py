@@ -1,5 +1,4 @@
 import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,12 +30,9 @@ def any_device_process_group() -> Iterator[None]:
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-        probe.close()
-        for name, value in {**address, "RANK": "0", "WORLD_SIZE": "1"}.items():
-            patch.setitem(os.environ, name, value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "RANK", "0")
+        patch.setitem(os.environ, "WORLD_SIZE", "1")
         init_process_groups(make_policy(), seed=1)
     yield
     torch.set_num_threads(num_threads)

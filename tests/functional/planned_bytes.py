@@ -62,7 +62,7 @@ class Case:
     num_microbatches: int
     sequence: int
     num_counted_layers: int | None = None
-    """Last dense layers of each chunk that recompute mlp or mlp_fc1."""
+    """Dense layers of each chunk that recompute mlp or mlp_fc1."""
     layout: Layout = field(default_factory=Layout)
 
     def overrides(self) -> Iterator[str]:
@@ -206,7 +206,13 @@ def _chunk(case: Case, context: LayerContext, shape: ModelShape, layers: range, 
     num_mtp = shape.num_mtp_layers if layers.stop == shape.num_layers else 0
     kinds = (*shape.layers_with_experts, *[shape.layers_with_experts[-1]] * shape.num_mtp_layers)
     dense = [layer for layer in range(layers.start, layers.stop + num_mtp) if not kinds[layer]]
-    counted = dense if case.num_counted_layers is None else dense[-case.num_counted_layers :]
+    counted = dense
+    if case.num_counted_layers is not None:
+        num_spared = max(0, len(dense) - case.num_counted_layers)
+        if num_spared and layers.stop == shape.num_layers and not kinds[-1]:
+            counted = dense[num_spared - 1 : -1]
+        else:
+            counted = dense[num_spared:]
     for number, layer in enumerate(layers):
         if case.recompute == "uniform" or (case.recompute == "block" and number == 0):
             storages = torch_recomputed_layers(context)

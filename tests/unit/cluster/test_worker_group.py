@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import socket
 from pathlib import Path
@@ -69,4 +70,8 @@ def test_import_paths_hold_this_package_and_no_installation() -> None:
     paths = [Path(path) for path in _own_import_paths()]
     package_parent = Path(nemo_rl_offload.__file__).parents[1]
     assert package_parent in paths or "site-packages" in package_parent.parts
-    assert not [path for path in paths if "site-packages" in path.parts or path.name == "lib-dynload"]
+    installed = importlib.util.find_spec("torch")
+    assert installed is not None
+    assert installed.origin is not None
+    assert not {Path(os.__file__).parent, Path(installed.origin).parents[1]}.intersection(paths)
+    assert not [path for path in paths if path.name == "lib-dynload"]

@@ -1,6 +1,5 @@
 import copy
 import os
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,12 +35,9 @@ def process_group(make_policy: Callable[..., Any]) -> Iterator[None]:
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}.items():
-            patch.setitem(os.environ, name, value)
+        patch.setitem(os.environ, "RANK", "0")
+        patch.setitem(os.environ, "WORLD_SIZE", "1")
         init_process_groups(make_policy(), seed=1)
     yield
     torch.set_num_threads(num_threads)

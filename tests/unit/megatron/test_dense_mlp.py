@@ -36,6 +36,7 @@ class Layer(TransformerLayer):  # type: ignore[misc]
     def __init__(self, mlp: nn.Module) -> None:
         nn.Module.__init__(self)
         self.mlp = mlp
+        self.post_process = True
 
 
 def make_mlp(name: str) -> MLP:
@@ -123,12 +124,39 @@ def test_recomputation_changes_no_bit_and_offloads_what_is_left(recompute: str) 
 def test_the_last_layers_of_a_chunk_recompute_more(
     modules: list[str], num_layers: int | None, expected: list[str | None]
 ) -> None:
-    experts = Layer(nn.Identity())
-    chunks = [nn.ModuleList([*(Layer(make_mlp("gelu")) for _ in range(3)), experts]) for _ in range(2)]
-    recompute_dense_mlps(open_dense_mlps(chunks), modules, num_layers)
-    for chunk in chunks:
-        *dense, _ = chunk
-        assert ["mlp" if layer.recompute_mlp else layer.mlp.recompute for layer in dense] == expected
+    with_experts, before_another = Chunk(ends_with_loss=True), Chunk(ends_with_loss=False)
+    with_experts.append(Layer(nn.Identity()))
+    recompute_dense_mlps(open_dense_mlps([with_experts, before_another]), modules, num_layers)
+    assert with_experts.recomputed() == before_another.recomputed() == expected
+
+
+@pytest.mark.parametrize(
+    ("modules", "num_layers", "expected"),
+    [
+        (["mlp_fc1"], None, ["mlp_fc1"] * 3),
+        (["mlp_act", "mlp_fc1"], 1, ["mlp_act", "mlp_fc1", "mlp_act"]),
+        (["mlp"], 2, ["mlp", "mlp", None]),
+        (["mlp"], 3, ["mlp"] * 3),
+    ],
+)
+def test_the_layer_before_the_loss_is_the_last_to_recompute(
+    modules: list[str], num_layers: int | None, expected: list[str | None]
+) -> None:
+    chunk = Chunk(ends_with_loss=True)
+    recompute_dense_mlps(open_dense_mlps([chunk]), modules, num_layers)
+    assert chunk.recomputed() == expected
+
+
+class Chunk(nn.ModuleList):
+    """Three dense layers."""
+
+    def __init__(self, *, ends_with_loss: bool) -> None:
+        super().__init__([Layer(make_mlp("gelu")) for _ in range(3)])
+        self.post_process = ends_with_loss
+
+    def recomputed(self) -> list[str | None]:
+        dense = [layer for layer in self if isinstance(layer.mlp, MLP)]
+        return ["mlp" if layer.recompute_mlp else layer.mlp.recompute for layer in dense]
 
 
 def test_other_mlps_stay_as_they_are() -> None:
