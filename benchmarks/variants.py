@@ -27,13 +27,13 @@ from nemo_rl_offload.offload.auto import FIRST_PLANS, PLAN_EVERY
 AUTO_SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 """Of the device memory that a step without offloading takes beside weights and optimizer state."""
 RECOMPUTED_SHARES = (
+    (0.0, 0.55),
     (0.0, 0.52),
-    (0.0, 0.34),
-    (0.0, 0.17),
-    (0.25, 0.34),
+    (0.33, 0.34),
+    (0.42, 0.34),
     (0.5, 0.34),
-    (0.6, 0.34),
-    (0.9, 0.16),
+    (0.83, 0.165),
+    (0.9, 0.165),
     (1.0, 0.1),
 )
 """Of the layers whose first linear is recomputed, beside the activation of all; and of the memory, as above."""
