@@ -82,6 +82,7 @@ def prepare_process() -> None:
     """Set up what has to be there before the first CUDA call, and a process group of one rank for Megatron."""
     # Without it, matrix products are not reproducible enough to be compared bit by bit.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as workers have it
     be_the_only_rank()
     from nemo_rl_offload.megatron.cpu import install_cpu_support
 

@@ -8,6 +8,7 @@ Ray's object store, but both groups would have to start, fail and restart as one
 out in another way than training.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,21 @@ from nemo_rl_offload.policy.worker import Placement, PolicyWorker
 
 def worker_env(config: PolicyConfig) -> dict[str, str]:
     """Environment variables of the workers: what their engine needs, and the user's `env_vars` over it."""
+    cfg, env = config["megatron_cfg"], {}
+    if cfg["activation_offload"]["engine"] == "megatron":
+        # It hooks into Transformer Engine's first offloading interface, which is off by default.
+        env["NVTE_CPU_OFFLOAD_V1"] = "1"
+    elif cfg["fine_grained_activation_offloading"] and not _shares_layers(config):
+        # Streams of copies, of experts and of shared experts are more than the default's 8 hardware queues: kernels
+        # wait behind copies that they have nothing to do with. With shared layers, Megatron-Core wants its own number.
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    return env | (cfg["env_vars"] or {})
+
+
+def _shares_layers(config: PolicyConfig) -> bool:
+    """Whether several ranks compute a layer together."""
     cfg = config["megatron_cfg"]
-    is_megatron = cfg["activation_offload"]["engine"] == "megatron"
-    # Megatron-Core's engine hooks into Transformer Engine's first offloading interface, which is off by default.
-    return ({"NVTE_CPU_OFFLOAD_V1": "1"} if is_megatron else {}) | (cfg["env_vars"] or {})
+    return cfg["tensor_model_parallel_size"] * cfg["context_parallel_size"] > 1
 
 
 def without_offloading(config: PolicyConfig) -> PolicyConfig:

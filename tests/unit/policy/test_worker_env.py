@@ -10,16 +10,25 @@ from nemo_rl_offload.policy.ranks import worker_env
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], {}),
-        (["env_vars={NCCL_DEBUG:INFO}"], {"NCCL_DEBUG": "INFO"}),
+        ([], {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),
+        (["fine_grained_activation_offloading=false", "offload_modules=null"], {}),
+        (["tensor_model_parallel_size=2"], {}),
+        (["env_vars={CUDA_DEVICE_MAX_CONNECTIONS:'1',A:b}"], {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "A": "b"}),
         (["activation_offload.engine=megatron"], {"NVTE_CPU_OFFLOAD_V1": "1"}),
         (["activation_offload.engine=megatron", "env_vars={A:b}"], {"NVTE_CPU_OFFLOAD_V1": "1", "A": "b"}),
     ],
 )
-def test_worker_env(overrides: list[str], expected: dict[str, str]) -> None:
+def test_worker_env(overrides: list[str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     paths = [f"policy.megatron_cfg.{text}" for text in overrides]
     policy: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", paths)["policy"]
     assert worker_env(policy) == expected
+
+
+def test_the_users_number_of_hardware_queues_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")
+    policy: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [])["policy"]
+    assert worker_env(policy) == {"CUDA_DEVICE_MAX_CONNECTIONS": "16"}
 
 
 def test_variables_of_the_worker_group_are_reserved() -> None:
