@@ -120,11 +120,10 @@ def _e2(results: Mapping[str, Result]) -> Iterator[Row]:
     for kind in RIVALS:
         found = []
         for name, result in of(results, "E2").items():
-            against = result["figures"][f"against {kind}"]
-            if against["levels"]:
-                missing = against["num_levels_not_reached"]
-                note = f"{missing} of {len(against['levels'])} peaks not reached" if missing else "the worst peak"
-                found.append(E2_TIME[kind].row(name, against["worst_ratio"], note))
+            for level in result["figures"][f"against {kind}"]["levels"]:
+                where = f"{level['peak_bytes'] / (1 << 30):.1f} GiB, {level['rival']}"
+                note = where if level["ours"] else f"not reached ({where})"
+                found.append(E2_TIME[kind].row(name, level["ratio"], note))
         yield from _each(E2_TIME[kind], found)
     peaks = [
         E2_PEAK.row(name, ratio, modules)

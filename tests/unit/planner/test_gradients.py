@@ -57,3 +57,17 @@ def test_layers_are_recomputed_a_group_at_a_time_beside_its_input() -> None:
     assert bytes_of(method="block", num_layers=3) == one
     saved = sum(part.kept_bytes for part in stages_of(Recompute())[0].chunks[0] if part.layer == 0)
     assert one == saved - layer_input
+
+
+def test_what_the_layer_before_the_loss_keeps_makes_room_for_what_others_recompute() -> None:
+    """In bfloat16: first linears give 2 x 18944 values a token, their activation 18944."""
+    values = 2 * TOKENS * 18944
+
+    def bytes_of(num_layers: int | None) -> list[int]:
+        recompute = Recompute(frozenset({"mlp_act", "mlp_fc1"}), num_counted_layers=num_layers)
+        return [stage.static_bytes["recomputation"] for stage in stages_of(recompute)]
+
+    first_linear = bytes_of(None)[0]
+    assert first_linear >= 3 * values
+    assert bytes_of(4) == bytes_of(None) == [first_linear, first_linear]
+    assert bytes_of(3) == [first_linear, values], "the last layer keeps more than the first linear of another takes"

@@ -7,7 +7,7 @@ from jobs import SENSIBLE
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.catalogue import load_model_shape
-from nemo_rl_offload.planner.layout import Layout, check_layout, stage_layers
+from nemo_rl_offload.planner.layout import Layout, check_layout, counted_layers, stage_layers
 
 QWEN = load_model_shape("Qwen/Qwen2.5-7B", None)
 MOE = load_model_shape("Qwen/Qwen3-30B-A3B", None)
@@ -75,3 +75,17 @@ def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         check_layout(Layout(8, tensor=3, expert=2, virtual=2), QWEN, 4096)
     assert len(str(raised.value).splitlines()) >= 4
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.none() | st.integers(1, 14), st.booleans())
+def test_counted_layers_are_the_last_dense_ones_but_for_that_before_the_loss(
+    is_dense: list[bool], number: int | None, ends_with_loss: bool
+) -> None:
+    found = counted_layers(is_dense, number, ends_with_loss)
+    assert all(is_dense[position] for position in found)
+    num_dense = sum(is_dense)
+    assert len(found) == (num_dense if number is None else min(number, num_dense))
+    spared = {position for position, each in enumerate(is_dense) if each} - found
+    behind = {position for position in spared if position > min(found, default=0)}
+    is_last_spared = 0 < len(found) < num_dense and ends_with_loss and is_dense[-1]
+    assert behind == ({len(is_dense) - 1} if is_last_spared else set())
