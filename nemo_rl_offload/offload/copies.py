@@ -148,7 +148,7 @@ class Copies:
             self._judge(slot)
         destination, event = self._backend.copy_in(block)
         self._timing.copied(event, slot.num_bytes, out=False)
-        slot.reloaded, slot.in_event, slot.block = destination.untyped_storage(), event, None
+        slot.reloaded, slot.in_event, slot.block = destination, event, None
         block.last_event = event
         self._arena.release(block)
         if slot.state is HOST:
