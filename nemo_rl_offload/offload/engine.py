@@ -240,16 +240,18 @@ class OffloadEngine:
             key = region.module, region.layer
             slots: list[Slot] = []
             own: list[Slot] = []
-            for slot in dict.fromkeys([ref() for ref in refs]):
+            own_bytes = 0
+            for slot in {ref(): None for ref in refs}:
                 if slot is None or slot.key in left:
                     continue
                 if slot.wanted and slot.storage is not None and slot.owner is None:
                     slot.owner, slot.position = key, len(slots)
                     own.append(slot)
+                    own_bytes += slot.num_bytes
                 slots.append(slot)
             if not own and all(slot.block is None for slot in slots):
                 return output
-            group = Group(key, [slot.ref for slot in slots], sum([slot.num_bytes for slot in own]))
+            group = Group(key, [slot.ref for slot in slots], own_bytes)
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
