@@ -7,6 +7,7 @@ Caps on what is held (bytes, or copies of one module) do the same without asking
 points of every step, whatever the host's speed.
 """
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from math import inf
@@ -82,7 +83,9 @@ class Copies:
         """Start the copies of a commit's resident slots, as far as the arena has room."""
         capacity_bytes, reserve = self._arena.capacity_bytes, self._arena.reserve
         moving: list[Slot] = []
+        refs: list[weakref.ref[Slot]] = []
         moves: list[tuple[torch.UntypedStorage, Block]] = []
+        total_bytes = 0
         for slot in slots:
             source, block = slot.storage, reserve(slot.num_bytes)
             assert source is not None
@@ -90,12 +93,14 @@ class Copies:
                 self._stats.denied_bytes += slot.num_bytes
                 continue
             moving.append(slot)
+            refs.append(slot.ref)
+            total_bytes += slot.num_bytes
             moves.append((source, block))
         if self._arena.capacity_bytes != capacity_bytes:
             self._timing.host_was_busy()
         if not moving:
             return
-        event, total_bytes = self._backend.copy_out(moves), sum([slot.num_bytes for slot in moving])
+        event = self._backend.copy_out(moves)
         self._timing.copied(event, total_bytes, out=True)
         copy_ms = self._timing.copy_ms(total_bytes, out=True)
         expected_ms = inf
@@ -110,7 +115,6 @@ class Copies:
             slot.saved.data = empties[slot.saved.dtype]
             for tensor in slot.more:
                 tensor.data = empties[tensor.dtype]
-        refs = [slot.ref for slot in moving]
         self._inflight.append(CopiesOut(refs, moves, total_bytes, event, expected_ms, module))
         self._inflight_bytes += total_bytes
         if total_bytes > self._largest_bytes:
@@ -148,7 +152,7 @@ class Copies:
             self._judge(slot)
         destination, event = self._backend.copy_in(block)
         self._timing.copied(event, slot.num_bytes, out=False)
-        slot.reloaded, slot.in_event, slot.block = destination.untyped_storage(), event, None
+        slot.reloaded, slot.in_event, slot.block = destination, event, None
         block.last_event = event
         self._arena.release(block)
         if slot.state is HOST:

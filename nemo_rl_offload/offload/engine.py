@@ -38,14 +38,13 @@ import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from nemo_rl_offload.offload.arena import HostArena
@@ -62,6 +61,9 @@ from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
 _STRIDED = torch.strided
 _current_graph_task_id = torch._C._current_graph_task_id
+# What `torch.autograd.graph.saved_tensors_hooks` calls, without its object and the calls of its methods.
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 # Tensors of these are neither conjugated nor quantized: known by one look, where a question takes twice as long.
 _REAL_DTYPES = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -75,28 +77,27 @@ class Region:
     """One occurrence of `module` in `layer`. A context manager: tensors saved inside go to the engine. It can
     be entered again until it is committed, and other regions can open, close and be committed in between."""
 
-    __slots__ = ("_engine", "_hooks", "_slots", "layer", "module")
+    __slots__ = ("_engine", "_entered", "_slots", "layer", "module")
 
     def __init__(self, engine: "OffloadEngine", module: str, layer: int | str) -> None:
         self.module = module
         self.layer = layer
         self._engine = engine
         self._slots: list[weakref.ref[Slot]] = []
-        self._hooks: list[saved_tensors_hooks | None] = []
+        self._entered: list[bool] = []  # by entry that is not left: whether it set hooks
 
     def __enter__(self) -> Self:
-        hooks = self._engine._hooks(self) if torch.is_grad_enabled() else None
-        if hooks is not None:
-            hooks.__enter__()
-        self._hooks.append(hooks)
+        hooked = torch.is_grad_enabled()
+        if hooked:
+            _push_hooks(self._engine._pack_hook(self), self._engine._unpack)
+        self._entered.append(hooked)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        hooks = self._hooks.pop()
-        if hooks is not None:
-            hooks.__exit__(kind, error, traceback)
+        if self._entered.pop():
+            _pop_hooks()
         if error is not None:
             self._slots.clear()
 
@@ -226,7 +227,7 @@ class OffloadEngine:
 
         When `output` needs no gradient, no backward will come: everything stays as it is.
         """
-        assert not region._hooks, "commit a region after leaving it"
+        assert not region._entered, "commit a region after leaving it"
         first = output if isinstance(output, Tensor) else output[0]
         node = None if first is None else first.grad_fn
         refs, region._slots = region._slots, []
@@ -239,16 +240,18 @@ class OffloadEngine:
             key = region.module, region.layer
             slots: list[Slot] = []
             own: list[Slot] = []
-            for slot in dict.fromkeys([ref() for ref in refs]):
+            own_bytes = 0
+            for slot in {ref(): None for ref in refs}:
                 if slot is None or slot.key in left:
                     continue
                 if slot.wanted and slot.storage is not None and slot.owner is None:
                     slot.owner, slot.position = key, len(slots)
                     own.append(slot)
+                    own_bytes += slot.num_bytes
                 slots.append(slot)
             if not own and all(slot.block is None for slot in slots):
                 return output
-            group = Group(key, [slot.ref for slot in slots], sum([slot.num_bytes for slot in own]))
+            group = Group(key, [slot.ref for slot in slots], own_bytes)
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
@@ -301,14 +304,14 @@ class OffloadEngine:
             self._copies.drain()
             self._arena.close()
 
-    def _hooks(self, region: Region) -> saved_tensors_hooks:
+    def _pack_hook(self, region: Region) -> Callable[[Tensor], Handle | Kept]:
         if _current_graph_task_id() != -1:
-            return saved_tensors_hooks(region._keep, self._unpack)
+            return region._keep
         if self._graveyard or self._exclusions.stale:
             with self._lock:
                 self._collect()
                 self._exclusions.refresh()
-        return saved_tensors_hooks(region._pack, self._unpack)
+        return region._pack
 
     def _unpack(self, packed: Handle | Kept) -> Tensor:
         if isinstance(packed, Kept):
