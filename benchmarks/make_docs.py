@@ -157,7 +157,10 @@ def e4(name: str, result: Result) -> Iterator[str]:
     yield "|---|---|---|"
     longest, layers = result["figures"]["longest_sequence"], result["figures"]["most_layers"]
     for variant in dict.fromkeys([*longest, *layers]):
-        yield f"| {variant} | {longest.get(variant) or '-'} | {layers.get(variant) or '-'} |"
+        tried = result["layers"].get(variant, {"tried": {}})["tried"]
+        fitting = max((int(size) for size in tried if "out_of_memory" not in tried[size]), default=None)
+        most = layers.get(variant) or (f"at least {fitting}" if fitting else "-")
+        yield f"| {variant} | {longest.get(variant) or '-'} | {most} |"
     yield ""
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_rl_offload.bench.process import be_the_only_rank
 from nemo_rl_offload.megatron.cpu import install_cpu_support
 
 
@@ -35,8 +34,8 @@ def one_rank() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    be_the_only_rank()
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     try:

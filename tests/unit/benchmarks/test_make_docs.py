@@ -8,6 +8,7 @@ import pytest
 from bars import MET, MISSED, NOT_YET, Row, load, rows
 from frontier import figures as e2_figures
 from make_docs import DOCUMENT, README, device_page, document, readme
+from make_docs import e4 as page_of_e4
 
 from nemo_rl_offload.planner.catalogue import CATALOGUE
 
@@ -111,6 +112,7 @@ def e4(longer: float | None) -> dict[str, Any]:
         "num_layers": 28,
         "sequence_of_layers": 16384,
         "sequence": {},
+        "layers": {},
         "figures": figures,
     }
 
@@ -225,3 +227,12 @@ def test_the_page_has_every_section(tmp_path: Path) -> None:
     for words in ("ImportError: no trl", "At 70.00 GiB, beside recompute: full: ours: core_attn takes 0.789", "92160"):
         assert words in page
     assert "| deepseek | on |" in page, "the planner's prediction"
+
+
+def test_a_search_that_has_not_ended_says_so() -> None:
+    result = e4(1.8)
+    result["figures"]["most_layers"] = {"recompute: full": 31, "ours: full recompute": None}
+    result["layers"] = {"ours: full recompute": {"tried": {"28": {}, "30": {}, "32": {"out_of_memory": True}}}}
+    rows = list(page_of_e4("reach", result))
+    assert "| recompute: full | 50176 | 31 |" in rows
+    assert "| ours: full recompute | 92160 | at least 30 |" in rows
