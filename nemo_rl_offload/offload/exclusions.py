@@ -26,7 +26,10 @@ class Exclusions:
         if storage_key in self._storages or (id(tensor) in self._tensors and self._is_named(tensor)):
             return True
         base = tensor._base
-        return base is not None and (isinstance(base, Parameter) or self._is_named(base))
+        if base is None:
+            return False
+        # Parameters are leaves; to ask whether a tensor is one takes as long as all else here.
+        return (base.is_leaf and isinstance(base, Parameter)) or self._is_named(base)
 
     def refresh(self) -> None:
         """Look up where the excluded tensors are now. Meant for the time between steps, not for each region:
