@@ -216,11 +216,12 @@ class _Builder:
             tokens = job.context.tokens.count
             chunk = None if job.logprob_chunk_size is None else job.logprob_chunk_size * job.micro_batch
             static["logits"] = logits_bytes(job.shape, job.layout, tokens, job.numbers.element_bytes, chunk)
-        if any(self.workspace.values()):
-            static["recomputation"] = self._recomputation_bytes(chunks[-1])
         # At the end of the pipeline, what was there for the loss is gone when the layers' backward begins.
         gone = static.get("logits", 0) + (parts[-1][-1].kept_bytes if is_last else 0)
-        static["backward"] = max(0, self._backward_bytes(chunks) - gone)
+        backward = self._backward_bytes(chunks)
+        if any(self.workspace.values()):
+            static["recomputation"] = max(0, self._recomputation_bytes(chunks[-1]) - max(0, gone - backward))
+        static["backward"] = max(0, backward - gone)
         num_expert_layers = [sum(job.shape.layers_with_experts[layer] for layer in chunk) for chunk in chunks]
         if self.alive_bytes and any(num_expert_layers):
             static["experts' buffers"] = self.alive_bytes
