@@ -9,6 +9,9 @@ from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.layout import check_layout
 from nemo_rl_offload.planner.stages import Stage, build_stages, candidates
 
+LOGPROB_CHUNKS = 8
+"""A microbatch's logits in float32 are proposed in so many pieces; more save little, for logits in bfloat16 stay."""
+
 
 def stage_budget(job: Job, stage: Stage, less_bytes: int = 0) -> Budget:
     """What the chooser may use on a stage."""
@@ -60,6 +63,9 @@ def _full_recomputation(job: Job) -> Job:
 
 
 def _single(job: Job) -> Iterator[tuple[str, Job]]:
+    chunk = job.sequence // LOGPROB_CHUNKS
+    if job.logprob_chunk_size is None and chunk:
+        yield f"logprob_chunk_size={chunk}", replace(job, logprob_chunk_size=chunk)
     if not job.optimizer.distributed and job.layout.data > 1:
         yield "use_distributed_optimizer=true", replace(job, optimizer=replace(job.optimizer, distributed=True))
     if job.recompute.method is None:

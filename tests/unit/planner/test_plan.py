@@ -88,6 +88,14 @@ def test_what_cannot_fit_says_how_much_and_what_would_do() -> None:
     assert make_plan(replace(job, layout=replace(job.layout, pipeline=8), num_microbatches=32)).shortfall_bytes == 0
 
 
+def test_logits_that_do_not_fit_whole_are_proposed_in_pieces() -> None:
+    job = make_job("Qwen/Qwen2.5-1.5B", sequence=1024, micro_batch=16, memory_bytes=40 * GIB)
+    assert make_plan(job).changes[0] == "logprob_chunk_size=128"
+    in_pieces = replace(job, logprob_chunk_size=128)
+    assert make_plan(in_pieces).shortfall_bytes == 0
+    assert not any("logprob" in change for change in make_plan(replace(in_pieces, memory_bytes=20 * GIB)).changes)
+
+
 def test_the_host_budget_is_kept() -> None:
     job = make_job("Qwen/Qwen3-8B", num_layers=10, micro_batch=2)
     job = replace(job, memory_bytes=highest_peak(make_plan(job).baseline) - 2 * GIB)
