@@ -20,7 +20,6 @@ import torch
 from lanes import read_trace
 from torch.profiler import ProfilerActivity, profile
 
-from nemo_rl_offload.bench.process import be_the_only_rank
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 MAX_TRACE_MIB = 16
@@ -83,7 +82,7 @@ def prepare_process() -> None:
     # Without it, matrix products are not reproducible enough to be compared bit by bit.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as workers have it
-    be_the_only_rank()
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     from nemo_rl_offload.megatron.cpu import install_cpu_support
 
     install_cpu_support()

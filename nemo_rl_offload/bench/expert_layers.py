@@ -34,8 +34,9 @@ def one_rank() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    from nemo_rl_offload.megatron.model import join_alone
+
+    join_alone("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     try:

@@ -1,15 +1,9 @@
 """What a process that measures sets up."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-
-
-def be_the_only_rank() -> None:
-    """Set the environment by which `init_process_groups` makes a group of this process alone."""
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 @contextmanager

@@ -67,10 +67,10 @@ def export_checkpoint(checkpoint: Path, destination: Path) -> None:
 
     install_cpu_support()
     from nemo_rl_offload.megatron.checkpoint import load, verify
-    from nemo_rl_offload.megatron.model import build_model, export_hf, init_process_groups
+    from nemo_rl_offload.megatron.model import build_model, export_hf, init_process_groups, join_alone
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        join_alone("gloo")
     init_process_groups(policy, seed=0)
     verify(folder / POLICY, files)
     model = build_model(policy, model_path, num_steps=None)

@@ -93,9 +93,14 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
+def join_alone(backend: str) -> None:
+    """Make a process group of this process, which meets nobody: no port to lose to another process."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
 def _join(backend: str) -> None:
-    if int(os.environ["WORLD_SIZE"]) == 1:  # meets nobody: no port to lose to another process
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        join_alone(backend)
         return
     try:
         dist.init_process_group(backend, timeout=timedelta(minutes=30))

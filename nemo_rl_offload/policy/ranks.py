@@ -24,20 +24,15 @@ from nemo_rl_offload.policy.worker import Placement, PolicyWorker
 def worker_env(config: PolicyConfig) -> dict[str, str]:
     """Environment variables of the workers: what their engine needs, and the user's `env_vars` over it."""
     cfg, env = config["megatron_cfg"], {}
+    shares_layers = cfg["tensor_model_parallel_size"] * cfg["context_parallel_size"] > 1
     if cfg["activation_offload"]["engine"] == "megatron":
         # It hooks into Transformer Engine's first offloading interface, which is off by default.
         env["NVTE_CPU_OFFLOAD_V1"] = "1"
-    elif cfg["fine_grained_activation_offloading"] and not _shares_layers(config):
+    elif cfg["fine_grained_activation_offloading"] and not shares_layers:
         # Streams of copies, of experts and of shared experts are more than the default's 8 hardware queues: kernels
         # wait behind copies that they have nothing to do with. With shared layers, Megatron-Core wants its own number.
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     return env | (cfg["env_vars"] or {})
-
-
-def _shares_layers(config: PolicyConfig) -> bool:
-    """Whether several ranks compute a layer together."""
-    cfg = config["megatron_cfg"]
-    return cfg["tensor_model_parallel_size"] * cfg["context_parallel_size"] > 1
 
 
 def without_offloading(config: PolicyConfig) -> PolicyConfig:
