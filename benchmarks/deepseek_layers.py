@@ -35,7 +35,7 @@ from common import (
     timed,
 )
 from constants import NUM_AHEAD
-from pipeline_waits import PipelineWaits, mark
+from pipeline_waits import PipelineWaits, device_time
 from torch import Tensor
 
 from nemo_rl_offload.bench.process import deterministic
@@ -142,10 +142,10 @@ class Stage:
         """1F1B of the first of four stages; gradients add up. Returns the losses."""
         alive: deque[Tensor] = deque()
         losses = []
-        began = self.waits.begin()
+        began = device_time()
 
         def backward() -> Any:
-            began = mark()
+            began = device_time()
             losses.append(alive[0].detach())
             alive.popleft().backward()
             return began
@@ -165,19 +165,20 @@ class Stage:
     def time_passes(self) -> None:
         """Let the waits be those beside stages that take as long as this one without offloading."""
         self.use(None)
+        if not HAS_GPU:
+            return
         times: list[tuple[float, float]] = []
         for tokens in self.tokens[:NUM_AHEAD]:
-            start = mark()
+            start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+            start.record()
             loss = self.forward(tokens)
-            middle = mark()
+            middle.record()
             loss.backward()
-            end = mark()
-            if HAS_GPU:
-                torch.cuda.synchronize()
-                times.append((start.elapsed_time(middle), middle.elapsed_time(end)))
-        if times:
-            forward_ms, backward_ms = (min(column) for column in zip(*times, strict=True))
-            self.waits = PipelineWaits(NUM_AHEAD, forward_ms, backward_ms)
+            end.record()
+            torch.cuda.synchronize()
+            times.append((start.elapsed_time(middle), middle.elapsed_time(end)))
+        forward_ms, backward_ms = (min(column) for column in zip(*times, strict=True))
+        self.waits = PipelineWaits(NUM_AHEAD, forward_ms, backward_ms)
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]

@@ -19,9 +19,9 @@ Interval = tuple[float, float]
 
 def lane_of(event: Mapping[str, Any]) -> str | None:
     """The lane of a trace's event; None for what takes no time of its own, such as a user's annotation, and for the
-    sleep of `torch.cuda._sleep`."""
+    waits of `pipeline_waits`."""
     category, name = event.get("cat"), str(event.get("name"))
-    if event.get("ph") != "X" or "spin_kernel" in name:
+    if event.get("ph") != "X" or "_wait_until" in name:
         return None
     if category == "gpu_memcpy":
         return "copy out" if "DtoH" in name else "copy in" if "HtoD" in name else "compute"

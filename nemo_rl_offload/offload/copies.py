@@ -59,7 +59,7 @@ class Copies:
         self._largest_bytes = 0  # of a commit's copies
         self._link_free_ms = 0.0
         self.now_ms = 0.0
-        """The compute stream's position by learned durations."""
+        """Where the compute stream is at least, by learned durations."""
         self.unused_bytes = 0
         """Reloaded ahead of backward."""
         self.resident_bytes = 0

@@ -23,6 +23,7 @@ class Order:
         self._successors: dict[Key, tuple[Key, bool]] = {}  # first key of a pass: last key of the next, newest of them
         self._last_keys: set[Key] = set()  # by which a pass is known to be complete
         self._lengths: dict[Key, int] = {}  # eligible groups of the latest pass that began with this key
+        self._is_filling = True  # no backward has begun since no pass was alive
         self.latest: Group | None = None  # reached last; its node may be gone
         self.version = 0
         """Another one whenever `upcoming` may give others first."""
@@ -34,6 +35,7 @@ class Order:
             current = self._current = Pass(group.key)
             self.version += 1
             self._waiting = [each for each in self._waiting if any(ref() for ref in each.groups)]
+            self._is_filling = self._is_filling or not self._waiting
             self._waiting.append(current)
         if group.key in self._last_keys:
             self.version += 1
@@ -54,11 +56,17 @@ class Order:
             if self.latest is not None and group.key == pass_.last_key:
                 self._learn(self.latest.pass_, pass_)
             pass_.begun = True
+            self._is_filling = False
             if pass_ in self._waiting:
                 self._waiting.remove(pass_)
             pass_.num_waiting = len(self._waiting)
         group.reached = True
         self.latest = group
+
+    @property
+    def num_ahead(self) -> int:
+        """Passes that wait for their backward, as long as a pipeline fills; 0 from its first backward on."""
+        return len(self._waiting) if self._is_filling else 0
 
     def usual_length(self, pass_: Pass) -> int | None:
         """How many eligible groups the latest such pass had, of those whose backward came."""

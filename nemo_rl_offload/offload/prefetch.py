@@ -18,18 +18,20 @@ class Prefetch:
     def __init__(self, order: Order, timing: Timing, copies: Copies, max_bytes: int | None) -> None:
         self._order, self._timing, self._copies = order, timing, copies
         self._max_bytes = max_bytes
-        self._reached_ms = 0.0  # when backward was at the group reached last
-        self._before: tuple[Group, bool] | None = None  # the last boundary
+        self._now_ms = self._reached_ms = 0.0  # by usual durations; and when backward was at the group reached last
+        self._before: tuple[Group, bool, int] | None = None  # the last boundary
         self._idle = -1, 0.0  # the order's version, and until when nothing is to be started there
 
     def boundary(self, group: Group, forward: bool) -> None:
-        """A commit, or a backward that has reached `group`: the clock goes on by the interval usual here."""
+        """A commit, or a backward that has reached `group`: clocks go on, this one by the interval usual here, that of
+        the copies by the shortest, since reloads must not be late, nor copies be taken for done too early."""
         if self._before is not None:
-            self._copies.now_ms += self._timing.after_ms(*self._before) or 0.0
-        self._before = group, forward
+            self._now_ms += self._timing.after_ms(*self._before) or 0.0
+            self._copies.now_ms += self._timing.at_least_ms(*self._before[:2], forward)
+        self._before = group, forward, self._order.num_ahead
         if not forward:
-            self._reached_ms = self._copies.now_ms
-        self._timing.boundary(group, forward)
+            self._reached_ms = self._now_ms
+        self._timing.boundary(*self._before)
 
     def ahead(self, group: Group, forward: bool) -> None:
         """Start the reloads that cannot wait for the boundary after this one, as far as the byte cap allows.
@@ -40,18 +42,18 @@ class Prefetch:
         former = self._order.latest
         if former is None:
             return
-        next_boundary_ms = self._timing.after_ms(group, forward)
+        next_boundary_ms = self._timing.after_ms(group, forward, self._order.num_ahead)
         if next_boundary_ms is None:
             if not forward and self._timing.has_clock:
                 self._as_many_as_fit(former)
             return
         version, idle_until_ms = self._idle
-        if version == self._order.version and self._copies.now_ms + next_boundary_ms <= idle_until_ms:
+        if version == self._order.version and self._now_ms + next_boundary_ms <= idle_until_ms:
             return
         groups, first_start_ms = self._due(former, next_boundary_ms)
         for each in groups:
             self._copies.reload_group(each)
-        self._idle = (-1, 0.0) if groups else (self._order.version, self._copies.now_ms + first_start_ms)
+        self._idle = (-1, 0.0) if groups else (self._order.version, self._now_ms + first_start_ms)
 
     def _due(self, former: Group, next_boundary_ms: float) -> tuple[list[Group], float]:
         """What cannot wait, and in how many ms the first reload has to start."""
@@ -59,7 +61,7 @@ class Prefetch:
         groups: list[Group] = []
         num_fitting = 0
         room = self._copies.bound_bytes(self._max_bytes) - self._copies.unused_bytes
-        due_ms = self._reached_ms - self._copies.now_ms
+        due_ms = self._reached_ms - self._now_ms
         for following in islice(self._order.upcoming(former), HORIZON):
             due_ms += self._interval_ms(former, following)
             former = following

@@ -5,7 +5,10 @@ that nothing here waits. Durations between boundaries are kept per byte that the
 from step to step; time spent waiting for copies is taken out, or a late reload would look like slow compute and be
 issued late for ever. So is the time in which the host pins memory, in the first steps: a third of a second a gibibyte,
 in which the link seemed ten times slower than it is, and for some steps too slow for most groups. Averages are
-exponential. Limit: a device without a clock (see `Backend.mark`) teaches nothing, and then every rate stays unknown.
+exponential; beside them stands the shortest of each interval's latest observations, for the one question where being
+early costs time: whether a copy has ended.
+
+Limit: a device without a clock (see `Backend.mark`) teaches nothing, and then every rate stays unknown.
 """
 
 from collections import deque
@@ -18,16 +21,18 @@ from nemo_rl_offload.offload.slots import Group, Key
 from nemo_rl_offload.offload.stats import OffloadStats
 
 NEWEST = 0.5  # weight of the newest observation in an average
+NUM_LATEST = 8  # observations of which the shortest counts
 MAX_PENDING_STEPS = 4
 MAX_BOUNDARIES = 100_000
 
 
 class Boundary(NamedTuple):
-    """A commit, or a backward that reached a group."""
+    """A commit, or a backward that reached a group. `num_ahead` is the `Order`'s."""
 
     event: Event
     forward: bool
     group: Group
+    num_ahead: int
 
 
 class Wait(NamedTuple):
@@ -85,6 +90,17 @@ class Rates[K](dict[K, float]):
             self[key] += NEWEST * (value - self[key])
 
 
+class Shortest[K](dict[K, deque[float]]):
+    """The shortest of the latest observations, by key."""
+
+    def add(self, key: K, value: float) -> None:
+        self.setdefault(key, deque(maxlen=NUM_LATEST)).append(value)
+
+    def of(self, key: K) -> float:
+        """0 when unknown."""
+        return min(self.get(key, (0.0,)))
+
+
 class Timing:
     """Records a step's events and learns from those that have passed.
 
@@ -103,17 +119,20 @@ class Timing:
         self._latest: Boundary | None = None  # of those read
         self._latest_reached: Boundary | None = None
         self._forward, self._backward = Rates[Key](), Rates[Key]()  # ms per byte
-        self._after = {forward: Rates[Key]() for forward in (True, False)}  # ms per byte
+        # ms per byte. Once a pipeline is full, the next boundary is a backward, which it may have to wait for; so the
+        # passes ahead count, as long as it fills. None stands for any number.
+        self._after = Rates[tuple[Key, bool, int | None]]()
+        self._shortest = Shortest[tuple[Key, bool, bool]]()  # ms per byte; by both boundaries' directions
         # ms from a pass to the next, by its first key and how many passes waited meanwhile: in a pipeline a forward
         # comes between as long as microbatches are left, and none does after the last one. None stands for any number.
         self._turn = Rates[tuple[Key, int | None]]()
         self._link = Rates[bool]()  # ms per byte; True is out
 
-    def boundary(self, group: Group, forward: bool) -> None:
+    def boundary(self, group: Group, forward: bool, num_ahead: int) -> None:
         """The compute stream is at a boundary; copies recorded until the next one start here at the earliest."""
         self._mark = self._backend.mark()
         if self._mark is not None and len(self._step.boundaries) < MAX_BOUNDARIES:
-            self._step.boundaries.append(Boundary(self._mark, forward, group))
+            self._step.boundaries.append(Boundary(self._mark, forward, group, num_ahead))
 
     @property
     def has_clock(self) -> bool:
@@ -160,10 +179,17 @@ class Timing:
         key, num_waiting = last.pass_.first_key, last.pass_.num_waiting
         return self._turn.get((key, num_waiting), self._turn.get((key, None), 0.0))
 
-    def after_ms(self, group: Group, forward: bool) -> float | None:
+    def after_ms(self, group: Group, forward: bool, num_ahead: int) -> float | None:
         """From such a group's commit, or from backward's arrival there, to the next boundary; None when unknown."""
-        rate = self._after[forward].get(group.key)
+        rate = self._after.get((group.key, forward, num_ahead), self._after.get((group.key, forward, None)))
         return None if rate is None else rate * group.saved_bytes
+
+    def at_least_ms(self, group: Group, forward: bool, next_forward: bool) -> float:
+        """The same to a boundary of which this is known: the shortest of the latest such intervals; 0 when unknown.
+
+        A pipeline waits between some forwards and their backward, and not between others; and a layer takes longer
+        where the host is late. By an average, copies seem to have ended that have not."""
+        return self._shortest.of((group.key, forward, next_forward)) * group.saved_bytes
 
     def copy_ms(self, num_bytes: int, out: bool) -> float | None:
         """How long the link takes, by what it has shown; None before that."""
@@ -198,7 +224,10 @@ class Timing:
             if before is not None:
                 interval = at - before[1]
                 former = before[0]
-                self._after[former.forward].add(former.group.key, interval / max(1, former.group.saved_bytes))
+                rate, key = interval / max(1, former.group.saved_bytes), former.group.key
+                for num_ahead in (former.num_ahead, None):
+                    self._after.add((key, former.forward, num_ahead), rate)
+                self._shortest.add((key, former.forward, boundary.forward), rate)
             before = boundary, at
             if boundary.forward:
                 self._forward.add(group.key, interval / max(1, group.saved_bytes))

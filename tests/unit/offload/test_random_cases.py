@@ -40,7 +40,7 @@ def test_what_a_forecast_lets_a_boundary_skip_is_not_due(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(self, "_due", due, raising=False)
         ahead(self, group, forward)
-        former, next_boundary_ms = self._order.latest, self._timing.after_ms(group, forward)
+        former, next_boundary_ms = self._order.latest, self._timing.after_ms(group, forward, self._order.num_ahead)
         if former is not None and next_boundary_ms is not None and not searches:
             skipped.append(Prefetch._due(self, former, next_boundary_ms)[0])
 
