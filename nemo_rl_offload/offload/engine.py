@@ -339,10 +339,10 @@ class OffloadEngine:
                 return  # `unpack` says so, if anything is missing
             self._collect()
             if not group.reached:
-                self._prefetch.boundary(group, forward=False)
                 if not group.pass_.begun:
                     self._copies.judge_pass(group.pass_)
                 self._order.reached(group)
+                self._prefetch.boundary(group, forward=False)
                 if self._auto is not None:
                     self._copies.resident_limit_bytes = self._auto.visit(group, forward=False)
             self._copies.reached(group)

@@ -6,12 +6,19 @@ pipeline stages are interleaved. Inside a pass the order is known; which pass fo
 by the names of its groups and by whether the oldest or the newest of several such passes was taken. A pass ends when
 its first group's key is committed again, or when its backward has begun; who runs one chunk after another announces
 each (`end_pass`), since nothing else tells where the first one ends. A wrong guess costs time, never correctness.
+
+How long the device takes from one boundary to the next depends on the pipeline's phase: a stage waits for others behind
+the forwards that fill it, and between the backwards that drain it, but not in between. So what is learned about such
+intervals is learned by phase. Where it is full is where the first backward began last time; and it drains from
+the forward on that was the last one last time, as far as microbatches are as many.
 """
 
 import weakref
 from collections.abc import Iterator
 
-from nemo_rl_offload.offload.slots import Group, Key, Pass
+from nemo_rl_offload.offload.slots import Group, Key, Pass, Phase
+
+FILLS, FULL, DRAINS = range(3)
 
 
 class Order:
@@ -23,7 +30,9 @@ class Order:
         self._successors: dict[Key, tuple[Key, bool]] = {}  # first key of a pass: last key of the next, newest of them
         self._last_keys: set[Key] = set()  # by which a pass is known to be complete
         self._lengths: dict[Key, int] = {}  # eligible groups of the latest pass that began with this key
-        self._is_filling = True  # no backward has begun since no pass was alive
+        self._is_filling = True  # no backward has begun since no pass was alive;
+        self._num_passes = self._usual_num_passes = 0  # how many have begun since then, and how many did last time
+        self._full_at: tuple[Key, int] | None = None  # the last commit before the first backward, and how many waited
         self.latest: Group | None = None  # reached last; its node may be gone
         self.version = 0
         """Another one whenever `upcoming` may give others first."""
@@ -35,7 +44,9 @@ class Order:
             current = self._current = Pass(group.key)
             self.version += 1
             self._waiting = [each for each in self._waiting if any(ref() for ref in each.groups)]
-            self._is_filling = self._is_filling or not self._waiting
+            if not self._waiting:
+                self._is_filling, self._usual_num_passes, self._num_passes = True, self._num_passes, 0
+            self._num_passes += 1
             self._waiting.append(current)
         if group.key in self._last_keys:
             self.version += 1
@@ -55,18 +66,25 @@ class Order:
             self._lengths[pass_.first_key] = pass_.num_eligible
             if self.latest is not None and group.key == pass_.last_key:
                 self._learn(self.latest.pass_, pass_)
+            if self._is_filling and self._waiting:
+                self._is_filling, self._full_at = False, (self._waiting[-1].last_key, len(self._waiting))
             pass_.begun = True
-            self._is_filling = False
             if pass_ in self._waiting:
                 self._waiting.remove(pass_)
-            pass_.num_waiting = len(self._waiting)
+            pass_.phase = self.phase
         group.reached = True
         self.latest = group
 
     @property
-    def num_ahead(self) -> int:
-        """Passes that wait for their backward, as long as a pipeline fills; 0 from its first backward on."""
-        return len(self._waiting) if self._is_filling else 0
+    def phase(self) -> Phase:
+        """How many passes wait for their backward, and whether a pipeline fills, is full, or drains."""
+        if self._is_filling:
+            return len(self._waiting), FILLS
+        return len(self._waiting), DRAINS if self._num_passes >= self._usual_num_passes else FULL
+
+    def first_backward_follows(self, group: Group) -> bool:
+        """Whether the next boundary after a commit of `group` is expected to be the first backward."""
+        return self._is_filling and self._full_at == (group.key, len(self._waiting))
 
     def usual_length(self, pass_: Pass) -> int | None:
         """How many eligible groups the latest such pass had, of those whose backward came."""

@@ -5,7 +5,7 @@ from itertools import islice
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.passes import Order
 from nemo_rl_offload.offload.schedule import MARGIN, Need, latest_starts_ms, num_due
-from nemo_rl_offload.offload.slots import Group
+from nemo_rl_offload.offload.slots import Group, Phase
 from nemo_rl_offload.offload.timing import Timing
 
 LATENCY_MS = 0.03  # a copy is taken for starting this late
@@ -19,7 +19,7 @@ class Prefetch:
         self._order, self._timing, self._copies = order, timing, copies
         self._max_bytes = max_bytes
         self._now_ms = self._reached_ms = 0.0  # by usual durations; and when backward was at the group reached last
-        self._before: tuple[Group, bool, int] | None = None  # the last boundary
+        self._before: tuple[Group, bool, Phase] | None = None  # the last boundary
         self._idle = -1, 0.0  # the order's version, and until when nothing is to be started there
 
     def boundary(self, group: Group, forward: bool) -> None:
@@ -28,7 +28,7 @@ class Prefetch:
         if self._before is not None:
             self._now_ms += self._timing.after_ms(*self._before) or 0.0
             self._copies.now_ms += self._timing.at_least_ms(*self._before[:2], forward)
-        self._before = group, forward, self._order.num_ahead
+        self._before = group, forward, self._order.phase
         if not forward:
             self._reached_ms = self._now_ms
         self._timing.boundary(*self._before)
@@ -42,7 +42,7 @@ class Prefetch:
         former = self._order.latest
         if former is None:
             return
-        next_boundary_ms = self._timing.after_ms(group, forward, self._order.num_ahead)
+        next_boundary_ms = self._timing.after_ms(group, forward, self._order.phase)
         if next_boundary_ms is None:
             if not forward and self._timing.has_clock:
                 self._as_many_as_fit(former)
@@ -50,21 +50,23 @@ class Prefetch:
         version, idle_until_ms = self._idle
         if version == self._order.version and self._now_ms + next_boundary_ms <= idle_until_ms:
             return
-        groups, first_start_ms = self._due(former, next_boundary_ms)
+        first_due_ms = next_boundary_ms if forward and self._order.first_backward_follows(group) else None
+        groups, first_start_ms = self._due(former, next_boundary_ms, first_due_ms)
         for each in groups:
             self._copies.reload_group(each)
         self._idle = (-1, 0.0) if groups else (self._order.version, self._now_ms + first_start_ms)
 
-    def _due(self, former: Group, next_boundary_ms: float) -> tuple[list[Group], float]:
-        """What cannot wait, and in how many ms the first reload has to start."""
+    def _due(self, former: Group, next_boundary_ms: float, first_due_ms: float | None) -> tuple[list[Group], float]:
+        """What cannot wait, and in how many ms the first reload has to start. `first_due_ms` is when backward comes,
+        where that is known better than by the time since the last one."""
         needs: list[Need] = []
         groups: list[Group] = []
         num_fitting = 0
         room = self._copies.bound_bytes(self._max_bytes) - self._copies.unused_bytes
         due_ms = self._reached_ms - self._now_ms
         for following in islice(self._order.upcoming(former), HORIZON):
-            due_ms += self._interval_ms(former, following)
-            former = following
+            due_ms = due_ms + self._interval_ms(former, following) if first_due_ms is None else first_due_ms
+            former, first_due_ms = following, None
             num_bytes = following.pending_bytes
             if num_bytes == 0:
                 continue

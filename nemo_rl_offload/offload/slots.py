@@ -14,6 +14,7 @@ from nemo_rl_offload.offload.backends.base import Block, Event
 from nemo_rl_offload.offload.stats import ModuleStats
 
 type Key = tuple[str, int | str]
+type Phase = tuple[int, int]
 """Module and layer: names a group across steps."""
 
 type Place = tuple[Key, int]
@@ -158,7 +159,7 @@ class Group:
 class Pass:
     """The groups of one forward, in the order of their commits."""
 
-    __slots__ = ("begun", "first_key", "groups", "last_key", "loaded_to", "num_eligible", "num_waiting")
+    __slots__ = ("begun", "first_key", "groups", "last_key", "loaded_to", "num_eligible", "phase")
 
     def __init__(self, first_key: Key) -> None:
         self.first_key = self.last_key = first_key
@@ -166,7 +167,7 @@ class Pass:
         self.num_eligible = 0
         self.loaded_to = 1 << 60  # index of the group down to which everything was reloaded ahead
         self.begun = False  # backward has reached it,
-        self.num_waiting: int | None = None  # when so many others waited for theirs
+        self.phase: Phase | None = None  # the pipeline's, when that was
 
     def before(self, index: int) -> Iterator[Group]:
         """Groups from the one before `index` to the first."""

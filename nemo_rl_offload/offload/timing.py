@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nemo_rl_offload.offload.backends.base import Backend, Event
-from nemo_rl_offload.offload.slots import Group, Key
+from nemo_rl_offload.offload.slots import Group, Key, Phase
 from nemo_rl_offload.offload.stats import OffloadStats
 
 NEWEST = 0.5  # weight of the newest observation in an average
@@ -27,12 +27,12 @@ MAX_BOUNDARIES = 100_000
 
 
 class Boundary(NamedTuple):
-    """A commit, or a backward that reached a group. `num_ahead` is the `Order`'s."""
+    """A commit, or a backward that reached a group. `phase` is the `Order`'s."""
 
     event: Event
     forward: bool
     group: Group
-    num_ahead: int
+    phase: Phase
 
 
 class Wait(NamedTuple):
@@ -119,20 +119,18 @@ class Timing:
         self._latest: Boundary | None = None  # of those read
         self._latest_reached: Boundary | None = None
         self._forward, self._backward = Rates[Key](), Rates[Key]()  # ms per byte
-        # ms per byte. Once a pipeline is full, the next boundary is a backward, which it may have to wait for; so the
-        # passes ahead count, as long as it fills. None stands for any number.
-        self._after = Rates[tuple[Key, bool, int | None]]()
+        # ms per byte, by the pipeline's phase; None stands for any.
+        self._after = Rates[tuple[Key, bool, Phase | None]]()
         self._shortest = Shortest[tuple[Key, bool, bool]]()  # ms per byte; by both boundaries' directions
-        # ms from a pass to the next, by its first key and how many passes waited meanwhile: in a pipeline a forward
-        # comes between as long as microbatches are left, and none does after the last one. None stands for any number.
-        self._turn = Rates[tuple[Key, int | None]]()
+        # ms from a pass to the next, by its first key and the phase in which it began; None stands for any.
+        self._turn = Rates[tuple[Key, Phase | None]]()
         self._link = Rates[bool]()  # ms per byte; True is out
 
-    def boundary(self, group: Group, forward: bool, num_ahead: int) -> None:
+    def boundary(self, group: Group, forward: bool, phase: Phase) -> None:
         """The compute stream is at a boundary; copies recorded until the next one start here at the earliest."""
         self._mark = self._backend.mark()
         if self._mark is not None and len(self._step.boundaries) < MAX_BOUNDARIES:
-            self._step.boundaries.append(Boundary(self._mark, forward, group, num_ahead))
+            self._step.boundaries.append(Boundary(self._mark, forward, group, phase))
 
     @property
     def has_clock(self) -> bool:
@@ -176,12 +174,12 @@ class Timing:
 
     def turn_ms(self, last: Group) -> float:
         """From a group like `last`, the last of its pass in backward, to the first of the next pass; 0 when unknown."""
-        key, num_waiting = last.pass_.first_key, last.pass_.num_waiting
-        return self._turn.get((key, num_waiting), self._turn.get((key, None), 0.0))
+        key, phase = last.pass_.first_key, last.pass_.phase
+        return self._turn.get((key, phase), self._turn.get((key, None), 0.0))
 
-    def after_ms(self, group: Group, forward: bool, num_ahead: int) -> float | None:
+    def after_ms(self, group: Group, forward: bool, phase: Phase) -> float | None:
         """From such a group's commit, or from backward's arrival there, to the next boundary; None when unknown."""
-        rate = self._after.get((group.key, forward, num_ahead), self._after.get((group.key, forward, None)))
+        rate = self._after.get((group.key, forward, phase), self._after.get((group.key, forward, None)))
         return None if rate is None else rate * group.saved_bytes
 
     def at_least_ms(self, group: Group, forward: bool, next_forward: bool) -> float:
@@ -225,8 +223,8 @@ class Timing:
                 interval = at - before[1]
                 former = before[0]
                 rate, key = interval / max(1, former.group.saved_bytes), former.group.key
-                for num_ahead in (former.num_ahead, None):
-                    self._after.add((key, former.forward, num_ahead), rate)
+                for phase in (former.phase, None):
+                    self._after.add((key, former.forward, phase), rate)
                 self._shortest.add((key, former.forward, boundary.forward), rate)
             before = boundary, at
             if boundary.forward:
@@ -237,8 +235,8 @@ class Timing:
                 self._backward.add(group.key, interval / max(1, group.saved_bytes))
             elif last_reached is not None:
                 former_pass = last_reached[0].group.pass_
-                for num_waiting in {former_pass.num_waiting, None}:
-                    self._turn.add((former_pass.first_key, num_waiting), at - last_reached[1])
+                for phase in {former_pass.phase, None}:
+                    self._turn.add((former_pass.first_key, phase), at - last_reached[1])
             last_reached = boundary, at
             if group in groups:
                 groups[group].reached_ms = at

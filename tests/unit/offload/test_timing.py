@@ -33,7 +33,7 @@ def test_a_step_is_read_when_its_last_wait_has_begun_and_ended() -> None:
     timing = Timing(clock, stats, lambda groups, _: read.append(groups))
     group = Group(("mlp", 0), [], 100)
     group.pass_, group.index = Pass(group.key), 0
-    timing.boundary(group, forward=True, num_ahead=1)  # mark 1
+    timing.boundary(group, forward=True, phase=(1, 0))  # mark 1
     end = clock.mark()  # 2
     timing.copied(end, 100, out=True)
     timing.waits(end, out=True)  # mark 3, behind the last boundary
