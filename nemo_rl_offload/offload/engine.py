@@ -19,7 +19,7 @@ Five things that are easy to get wrong:
   reference to its storage, which keeps the address taken while the memory goes; it also tells whether the
   memory did go.
 - A storage written in place after its copy is different content for whoever saves it next. A slot keeps a
-  *witness* of each tensor it copied, an empty tensor that shares the original's version counter, and is
+  *witness* of each tensor it copied, which has lost its bytes but shares the original's version counter, and is
   shared only while no witness has moved. A tensor changed after it was saved is an error when backward wants it,
   as in plain autograd, also when the copy was taken in time: on a device, nobody could tell.
 - Finalizers run anywhere, inside this module too. They take no lock and call nothing: they append to a deque.
@@ -55,7 +55,7 @@ from nemo_rl_offload.offload.exclusions import Exclusions
 from nemo_rl_offload.offload.passes import Order
 from nemo_rl_offload.offload.prefetch import Prefetch
 from nemo_rl_offload.offload.selection import Selection
-from nemo_rl_offload.offload.slots import COPYING_IN, Empties, Group, Handle, Kept, Remains, Slot, deref, unchanged
+from nemo_rl_offload.offload.slots import COPYING_IN, Group, Handle, Kept, Remains, Slot, deref, set_storage, unchanged
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
@@ -120,7 +120,7 @@ class Region:
                 engine._slots[key] = slot.ref
             else:
                 if slot.storage is None:
-                    detached.data = engine._empties[tensor.dtype]
+                    set_storage(detached, engine._empty)
                 slot.more += (detached,)
                 slot.versions += version
             if not slot.wanted:
@@ -128,7 +128,7 @@ class Region:
                     not engine._min_tensor_elements or tensor.numel() >= engine._min_tensor_elements
                 )
             self._slots.append(slot.ref)
-            return slot, detached, version, tensor.shape, tensor.stride(), tensor.storage_offset(), self
+            return slot, detached, version, self
         finally:
             engine._lock.release()
 
@@ -180,7 +180,7 @@ class OffloadEngine:
         self._slots: dict[int, weakref.ref[Slot]] = {}  # by storage address: the newest slot of that storage
         self._graveyard: deque[Remains] = deque()
         self._exclusions = Exclusions()
-        self._empties = Empties(backend.device)
+        self._empty = torch.empty(0, dtype=torch.uint8, device=backend.device)
         self._stats = OffloadStats()
         self._arena = HostArena(backend, host_memory_budget_bytes)
         self._selection = selection or Selection()
@@ -192,7 +192,7 @@ class OffloadEngine:
             self._timing,
             self._selection,
             self._stats,
-            self._empties,
+            self._empty,
             max_inflight_bytes=max_inflight_bytes,
             max_inflight_groups=max_inflight_groups,
         )
@@ -316,7 +316,7 @@ class OffloadEngine:
     def _unpack(self, packed: Handle | Kept) -> Tensor:
         if isinstance(packed, Kept):
             return unchanged(packed.tensor, packed.version, packed.where)
-        slot, saved, version, size, stride, offset, where = packed
+        slot, saved, version, where = packed
         self._lock.acquire()
         try:
             unchanged(saved, version, where)
@@ -328,8 +328,7 @@ class OffloadEngine:
                 self._copies.reload(slot)
             if slot.state is COPYING_IN:
                 self._copies.arrive(slot)
-            assert slot.reloaded is not None
-            return saved.data.set_(slot.reloaded, offset, size, stride)
+            return saved
         finally:
             self._lock.release()
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -264,6 +265,33 @@ def test_retained_and_double_backward(make_engine: Make) -> None:
     assert_identical(second_derivative(engine), second_derivative(None))
     assert engine.stats().bytes_out > 0
     assert engine.stats().host_bytes == 0
+
+
+class Spoil(torch.autograd.Function):
+    """Its backward writes to the tensor that it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        saved.add_(1)
+        return grad, None
+
+
+@pytest.mark.parametrize("offloads", [True, False])
+def test_what_a_backward_changed_is_an_error_for_the_next(make_engine: Make, offloads: bool) -> None:
+    engine = make_engine() if offloads else None
+    x, data = torch.ones(8, requires_grad=True), torch.ones(8)
+    with opened(engine, "m", 0) as region:
+        y = Spoil.apply(x * data, data)
+    y = committed(engine, region, y)
+    del data
+    with pytest.raises(RuntimeError, match=r"changed in place|inplace operation"):
+        y.sum().backward()
 
 
 def test_outputs_come_back_as_they_are_and_forward_only_passes_do_nothing(make_engine: Make) -> None:

@@ -27,7 +27,7 @@ class LateBackend(HostBackend):
         super().copy_out(moves)
         return self._event("out")
 
-    def copy_in(self, block: Block) -> tuple[UntypedStorage, Event]:
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         destination, _ = super().copy_in(block)
         return destination, self._event("in")
 
