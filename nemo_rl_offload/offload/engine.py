@@ -350,20 +350,12 @@ class OffloadEngine:
 
     def _offload(self, group: Group, own: list[Slot]) -> None:
         """Copy out those of a group's own slots that are to move."""
-        moving = self._selection.effective(own) if self._group_moves(group) else []
+        moving = self._selection.moving(own, group, self._order.usual_length(group.pass_))
         self._copies.resident(group.saved_bytes)
         if len(moving) < len(own):
             self._stats.kept_bytes += group.saved_bytes - sum([slot.num_bytes for slot in moving])
         if moving:
             self._copies.offload(moving, group.key[0])
-
-    def _group_moves(self, group: Group) -> bool:
-        if not self._selection.eligible(group.key):
-            return False
-        pass_ = group.pass_
-        pass_.num_eligible += 1
-        usual = self._order.usual_length(pass_)
-        return self._selection.moves(group.saved_bytes, pass_.num_eligible - 1, usual)
 
     def _learn(self, groups: list[GroupTimes], boundaries_ms: list[float]) -> None:
         self._selection.learn(groups, boundaries_ms, self._timing)
