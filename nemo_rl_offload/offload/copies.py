@@ -170,7 +170,6 @@ class Copies:
 
     def arrive(self, slot: Slot) -> None:
         """Let the compute stream wait for the reload of a slot that it is about to read."""
-        assert slot.in_event is not None
         self._timing.waits(slot.in_event, out=False)
         self._backend.compute_wait(slot.in_event)
         slot.state = RESIDENT

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 type Event = Hashable
-"""A point in a stream of device work. Opaque: only the backend that made it reads it."""
+"""A point in a stream of device work. Opaque: only the backend that made it reads it. Of a copy that has ended when it
+returns there may be none: then nothing has to wait for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from torch import Tensor, UntypedStorage
 
 from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
 
-_DONE: Event = "done"
+_DONE: Event = None
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 # `ctypes.memmove` takes half as long again: it converts a result, and its size as a `c_size_t`.
 _memmove = CDLL(None).memmove
