@@ -59,16 +59,10 @@ from nemo_rl_offload.offload.slots import COPYING_IN, Group, Handle, Kept, Remai
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
-_STRIDED = torch.strided
 _current_graph_task_id = torch._C._current_graph_task_id
 # What `torch.autograd.graph.saved_tensors_hooks` calls, without its object and the calls of its methods.
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-# Tensors of these are neither conjugated nor quantized: known by one look, where a question takes twice as long.
-_REAL_DTYPES = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
-    | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-)
 
 T = TypeVar("T", bound=Tensor | Sequence[Tensor | None])
 
@@ -106,9 +100,12 @@ class Region:
         engine._lock.acquire()  # `with` takes twice as long, and this and `_unpack` run for every saved tensor
         try:
             assert not engine._closed, "the offload engine is closed"
-            if not engine._offloadable(tensor):
+            if type(tensor) is not Tensor or tensor.device != engine.device:
                 return self._keep(tensor)
-            storage = tensor.untyped_storage()
+            try:
+                storage = tensor.untyped_storage()
+            except NotImplementedError:  # sparse, for one
+                return self._keep(tensor)
             key, num_bytes = storage._cdata, storage.nbytes()
             if num_bytes == 0 or engine._exclusions.covers(tensor, key):
                 return self._keep(tensor)
@@ -380,11 +377,3 @@ class OffloadEngine:
         self._timing.end_step()
         if self._auto is not None:
             self._auto.end_step(self._backend, self._copies, self._timing, self._selection)
-
-    def _offloadable(self, tensor: Tensor) -> bool:
-        """Whether dtype, size, stride and offset describe it, and it is on this device."""
-        if type(tensor) is not Tensor or tensor.layout is not _STRIDED or tensor.device != self.device:
-            return False
-        if tensor.dtype not in _REAL_DTYPES and (tensor.is_conj() or tensor.is_quantized):
-            return False
-        return not tensor.is_neg()

@@ -225,6 +225,37 @@ def test_views_are_rebuilt_over_one_copy_of_their_storage(make_engine: Make, dty
     assert engine.stats().bytes_out == num_bytes
 
 
+def test_what_a_tensor_knows_beside_its_bytes_comes_back(make_engine: Make) -> None:
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *saved):
+            ctx.save_for_backward(*saved)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            read.extend(ctx.saved_tensors)
+            return grad * 2, *[None] * len(read)
+
+    def facts(tensor: Tensor) -> tuple[bool, bool, bool, list[float]]:
+        values = tensor.dequantize() if tensor.is_quantized else tensor
+        return tensor.is_conj(), tensor.is_neg(), tensor.is_quantized, values.tolist()
+
+    read: list[Tensor] = []
+    z = torch.randn(8, dtype=torch.complex64)
+    tensors = [z.conj(), z.conj().imag, torch.quantize_per_tensor(torch.randn(8), 0.1, 0, torch.quint8)]
+    expected = [facts(tensor) for tensor in tensors]
+    assert [sum(bits) for *bits, _ in expected] == [1, 1, 1]
+    engine = make_engine()
+    with engine.region("m", 0) as region:
+        y = Save.apply(torch.ones(1, requires_grad=True), *tensors)
+    y = engine.commit(region, y)
+    assert engine.stats().bytes_out == z.nbytes + 8
+    del z, tensors
+    y.sum().backward()
+    assert [facts(tensor) for tensor in read] == expected
+
+
 def test_two_regions_share_a_storage_and_the_first_to_commit_pays(make_engine: Make) -> None:
     engine = make_engine()
     x = torch.randn(32, requires_grad=True)
