@@ -79,8 +79,8 @@ class Copies:
         peak_bytes, self._peak_resident_bytes = self._peak_resident_bytes, self.resident_bytes
         return peak_bytes
 
-    def offload(self, slots: Sequence[Slot], module: str) -> None:
-        """Start the copies of a commit's resident slots, as far as the arena has room."""
+    def offload(self, slots: Sequence[Slot], module: str) -> int:
+        """Start the copies of a commit's resident slots, as far as the arena has room, and return their bytes."""
         capacity_bytes, reserve = self._arena.capacity_bytes, self._arena.reserve
         moving: list[Slot] = []
         refs: list[weakref.ref[Slot]] = []
@@ -99,7 +99,7 @@ class Copies:
         if self._arena.capacity_bytes != capacity_bytes:
             self._timing.host_was_busy()
         if not moving:
-            return
+            return 0
         event = self._backend.copy_out(moves)
         self._timing.copied(event, total_bytes, out=True)
         copy_ms = self._timing.copy_ms(total_bytes, out=True)
@@ -117,6 +117,7 @@ class Copies:
         if total_bytes > self._largest_bytes:
             self._largest_bytes = total_bytes
         stats.bytes_out += total_bytes
+        return total_bytes
 
     def bound_bytes(self, given: int | None) -> int:
         """How much may be under way one way; `given` is a bound, or None."""

@@ -237,24 +237,25 @@ class OffloadEngine:
             key = region.module, region.layer
             slots: list[Slot] = []
             own: list[Slot] = []
-            own_bytes = 0
+            own_bytes = pending_bytes = 0
             for slot in {ref(): None for ref in refs}:
                 if slot is None or slot.key in left:
                     continue
-                if slot.wanted and slot.storage is not None and slot.owner is None:
+                if slot.block is not None:
+                    pending_bytes += slot.num_bytes
+                elif slot.wanted and slot.storage is not None and slot.owner is None:
                     slot.owner, slot.position = key, len(slots)
                     own.append(slot)
                     own_bytes += slot.num_bytes
                 slots.append(slot)
-            if not own and all(slot.block is None for slot in slots):
+            if not own and not pending_bytes:
                 return output
             group = Group(key, [slot.ref for slot in slots], own_bytes)
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
                 self._copies.resident_limit_bytes = self._auto.visit(group, forward=True)
-            self._offload(group, own)
-            group.pending_bytes = sum([slot.num_bytes for slot in slots if slot.block is not None])
+            group.pending_bytes = pending_bytes + self._offload(group, own)
             if group.pending_bytes:
                 self._copies.module_stats(region.module).num_groups += 1
             for tensor in release:
@@ -345,14 +346,13 @@ class OffloadEngine:
             self._copies.let_go()
             self._prefetch.ahead(group, forward=False)
 
-    def _offload(self, group: Group, own: list[Slot]) -> None:
-        """Copy out those of a group's own slots that are to move."""
+    def _offload(self, group: Group, own: list[Slot]) -> int:
+        """Copy out those of a group's own slots that are to move, and return their bytes."""
         moving = self._selection.moving(own, group, self._order.usual_length(group.pass_))
         self._copies.resident(group.saved_bytes)
         if len(moving) < len(own):
             self._stats.kept_bytes += group.saved_bytes - sum([slot.num_bytes for slot in moving])
-        if moving:
-            self._copies.offload(moving, group.key[0])
+        return self._copies.offload(moving, group.key[0]) if moving else 0
 
     def _learn(self, groups: list[GroupTimes], boundaries_ms: list[float]) -> None:
         self._selection.learn(groups, boundaries_ms, self._timing)
