@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from math import inf
 
 import torch
+from torch import Tensor
 
 from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.backends.base import Backend, Block
@@ -24,7 +25,6 @@ from nemo_rl_offload.offload.slots import (
     HOST,
     RESIDENT,
     CopiesOut,
-    Empties,
     Group,
     Pass,
     Remains,
@@ -45,13 +45,13 @@ class Copies:
         timing: Timing,
         selection: Selection,
         stats: OffloadStats,
-        empties: Empties,
+        empty: Tensor,
         *,
         max_inflight_bytes: int | None,
         max_inflight_groups: int | None,
     ) -> None:
         self._backend, self._arena, self._timing = backend, arena, timing
-        self._selection, self._stats, self._empties = selection, stats, empties
+        self._selection, self._stats, self._empty = selection, stats, empty
         self._max_inflight_bytes = max_inflight_bytes
         self._max_inflight_groups = max_inflight_groups
         self._inflight: deque[CopiesOut] = deque()
@@ -79,8 +79,8 @@ class Copies:
         peak_bytes, self._peak_resident_bytes = self._peak_resident_bytes, self.resident_bytes
         return peak_bytes
 
-    def offload(self, slots: Sequence[Slot], module: str) -> None:
-        """Start the copies of a commit's resident slots, as far as the arena has room."""
+    def offload(self, slots: Sequence[Slot], module: str) -> int:
+        """Start the copies of a commit's resident slots, as far as the arena has room, and return their bytes."""
         capacity_bytes, reserve = self._arena.capacity_bytes, self._arena.reserve
         moving: list[Slot] = []
         refs: list[weakref.ref[Slot]] = []
@@ -99,27 +99,25 @@ class Copies:
         if self._arena.capacity_bytes != capacity_bytes:
             self._timing.host_was_busy()
         if not moving:
-            return
+            return 0
         event = self._backend.copy_out(moves)
         self._timing.copied(event, total_bytes, out=True)
         copy_ms = self._timing.copy_ms(total_bytes, out=True)
         expected_ms = inf
         if copy_ms is not None:
             expected_ms = self._link_free_ms = max(self._link_free_ms, self.now_ms) + copy_ms * MARGIN
-        stats = self.module_stats(module)
-        empties = self._empties
+        stats, empty = self.module_stats(module), self._empty
         for slot, (_, block) in zip(moving, moves, strict=True):
             block.last_event = event
             slot.block, slot.stats = block, stats
             slot.state, slot.storage = COPYING_OUT, None
-            slot.saved.data = empties[slot.saved.dtype]
-            for tensor in slot.more:
-                tensor.data = empties[tensor.dtype]
+            slot.take_storage_of(empty)
         self._inflight.append(CopiesOut(refs, moves, total_bytes, event, expected_ms, module))
         self._inflight_bytes += total_bytes
         if total_bytes > self._largest_bytes:
             self._largest_bytes = total_bytes
         stats.bytes_out += total_bytes
+        return total_bytes
 
     def bound_bytes(self, given: int | None) -> int:
         """How much may be under way one way; `given` is a bound, or None."""
@@ -152,7 +150,8 @@ class Copies:
             self._judge(slot)
         destination, event = self._backend.copy_in(block)
         self._timing.copied(event, slot.num_bytes, out=False)
-        slot.reloaded, slot.in_event, slot.block = destination, event, None
+        slot.take_storage_of(destination)
+        slot.in_event, slot.block = event, None
         block.last_event = event
         self._arena.release(block)
         if slot.state is HOST:
@@ -172,7 +171,6 @@ class Copies:
 
     def arrive(self, slot: Slot) -> None:
         """Let the compute stream wait for the reload of a slot that it is about to read."""
-        assert slot.in_event is not None
         self._timing.waits(slot.in_event, out=False)
         self._backend.compute_wait(slot.in_event)
         slot.state = RESIDENT
@@ -240,8 +238,8 @@ class Copies:
         source = next((source for ref, (source, _) in copying if ref() is slot), None)
         if source is None:
             return False
-        slot.reloaded, slot.block = source, None
-        slot.state = RESIDENT
+        slot.take_storage_of(self._empty.data.set_(source))
+        slot.state, slot.block = RESIDENT, None
         self._arena.release(block)
         self._stats.returned_bytes += slot.num_bytes
         return True

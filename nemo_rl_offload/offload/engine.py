@@ -19,7 +19,7 @@ Five things that are easy to get wrong:
   reference to its storage, which keeps the address taken while the memory goes; it also tells whether the
   memory did go.
 - A storage written in place after its copy is different content for whoever saves it next. A slot keeps a
-  *witness* of each tensor it copied, an empty tensor that shares the original's version counter, and is
+  *witness* of each tensor it copied, which has lost its bytes but shares the original's version counter, and is
   shared only while no witness has moved. A tensor changed after it was saved is an error when backward wants it,
   as in plain autograd, also when the copy was taken in time: on a device, nobody could tell.
 - Finalizers run anywhere, inside this module too. They take no lock and call nothing: they append to a deque.
@@ -55,20 +55,14 @@ from nemo_rl_offload.offload.exclusions import Exclusions
 from nemo_rl_offload.offload.passes import Order
 from nemo_rl_offload.offload.prefetch import Prefetch
 from nemo_rl_offload.offload.selection import Selection
-from nemo_rl_offload.offload.slots import COPYING_IN, Empties, Group, Handle, Kept, Remains, Slot, deref, unchanged
+from nemo_rl_offload.offload.slots import COPYING_IN, Group, Handle, Kept, Remains, Slot, deref, set_storage, unchanged
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
-_STRIDED = torch.strided
 _current_graph_task_id = torch._C._current_graph_task_id
 # What `torch.autograd.graph.saved_tensors_hooks` calls, without its object and the calls of its methods.
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-# Tensors of these are neither conjugated nor quantized: known by one look, where a question takes twice as long.
-_REAL_DTYPES = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
-    | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-)
 
 T = TypeVar("T", bound=Tensor | Sequence[Tensor | None])
 
@@ -106,9 +100,12 @@ class Region:
         engine._lock.acquire()  # `with` takes twice as long, and this and `_unpack` run for every saved tensor
         try:
             assert not engine._closed, "the offload engine is closed"
-            if not engine._offloadable(tensor):
+            if type(tensor) is not Tensor or tensor.device != engine.device:
                 return self._keep(tensor)
-            storage = tensor.untyped_storage()
+            try:
+                storage = tensor.untyped_storage()
+            except NotImplementedError:  # sparse, for one
+                return self._keep(tensor)
             key, num_bytes = storage._cdata, storage.nbytes()
             if num_bytes == 0 or engine._exclusions.covers(tensor, key):
                 return self._keep(tensor)
@@ -120,7 +117,7 @@ class Region:
                 engine._slots[key] = slot.ref
             else:
                 if slot.storage is None:
-                    detached.data = engine._empties[tensor.dtype]
+                    set_storage(detached, engine._empty)
                 slot.more += (detached,)
                 slot.versions += version
             if not slot.wanted:
@@ -128,7 +125,7 @@ class Region:
                     not engine._min_tensor_elements or tensor.numel() >= engine._min_tensor_elements
                 )
             self._slots.append(slot.ref)
-            return slot, detached, version, tensor.shape, tensor.stride(), tensor.storage_offset(), self
+            return slot, detached, version, self
         finally:
             engine._lock.release()
 
@@ -180,7 +177,7 @@ class OffloadEngine:
         self._slots: dict[int, weakref.ref[Slot]] = {}  # by storage address: the newest slot of that storage
         self._graveyard: deque[Remains] = deque()
         self._exclusions = Exclusions()
-        self._empties = Empties(backend.device)
+        self._empty = torch.empty(0, dtype=torch.uint8, device=backend.device)
         self._stats = OffloadStats()
         self._arena = HostArena(backend, host_memory_budget_bytes)
         self._selection = selection or Selection()
@@ -192,7 +189,7 @@ class OffloadEngine:
             self._timing,
             self._selection,
             self._stats,
-            self._empties,
+            self._empty,
             max_inflight_bytes=max_inflight_bytes,
             max_inflight_groups=max_inflight_groups,
         )
@@ -240,24 +237,25 @@ class OffloadEngine:
             key = region.module, region.layer
             slots: list[Slot] = []
             own: list[Slot] = []
-            own_bytes = 0
+            own_bytes = pending_bytes = 0
             for slot in {ref(): None for ref in refs}:
                 if slot is None or slot.key in left:
                     continue
-                if slot.wanted and slot.storage is not None and slot.owner is None:
+                if slot.block is not None:
+                    pending_bytes += slot.num_bytes
+                elif slot.wanted and slot.storage is not None and slot.owner is None:
                     slot.owner, slot.position = key, len(slots)
                     own.append(slot)
                     own_bytes += slot.num_bytes
                 slots.append(slot)
-            if not own and all(slot.block is None for slot in slots):
+            if not own and not pending_bytes:
                 return output
             group = Group(key, [slot.ref for slot in slots], own_bytes)
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
                 self._copies.resident_limit_bytes = self._auto.visit(group, forward=True)
-            self._offload(group, own)
-            group.pending_bytes = sum([slot.num_bytes for slot in slots if slot.block is not None])
+            group.pending_bytes = pending_bytes + self._offload(group, own)
             if group.pending_bytes:
                 self._copies.module_stats(region.module).num_groups += 1
             for tensor in release:
@@ -316,7 +314,7 @@ class OffloadEngine:
     def _unpack(self, packed: Handle | Kept) -> Tensor:
         if isinstance(packed, Kept):
             return unchanged(packed.tensor, packed.version, packed.where)
-        slot, saved, version, size, stride, offset, where = packed
+        slot, saved, version, where = packed
         self._lock.acquire()
         try:
             unchanged(saved, version, where)
@@ -328,8 +326,7 @@ class OffloadEngine:
                 self._copies.reload(slot)
             if slot.state is COPYING_IN:
                 self._copies.arrive(slot)
-            assert slot.reloaded is not None
-            return saved.data.set_(slot.reloaded, offset, size, stride)
+            return saved
         finally:
             self._lock.release()
 
@@ -349,22 +346,13 @@ class OffloadEngine:
             self._copies.let_go()
             self._prefetch.ahead(group, forward=False)
 
-    def _offload(self, group: Group, own: list[Slot]) -> None:
-        """Copy out those of a group's own slots that are to move."""
-        moving = self._selection.effective(own) if self._group_moves(group) else []
+    def _offload(self, group: Group, own: list[Slot]) -> int:
+        """Copy out those of a group's own slots that are to move, and return their bytes."""
+        moving = self._selection.moving(own, group, self._order.usual_length(group.pass_))
         self._copies.resident(group.saved_bytes)
         if len(moving) < len(own):
             self._stats.kept_bytes += group.saved_bytes - sum([slot.num_bytes for slot in moving])
-        if moving:
-            self._copies.offload(moving, group.key[0])
-
-    def _group_moves(self, group: Group) -> bool:
-        if not self._selection.eligible(group.key):
-            return False
-        pass_ = group.pass_
-        pass_.num_eligible += 1
-        usual = self._order.usual_length(pass_)
-        return self._selection.moves(group.saved_bytes, pass_.num_eligible - 1, usual)
+        return self._copies.offload(moving, group.key[0]) if moving else 0
 
     def _learn(self, groups: list[GroupTimes], boundaries_ms: list[float]) -> None:
         self._selection.learn(groups, boundaries_ms, self._timing)
@@ -389,11 +377,3 @@ class OffloadEngine:
         self._timing.end_step()
         if self._auto is not None:
             self._auto.end_step(self._backend, self._copies, self._timing, self._selection)
-
-    def _offloadable(self, tensor: Tensor) -> bool:
-        """Whether dtype, size, stride and offset describe it, and it is on this device."""
-        if type(tensor) is not Tensor or tensor.layout is not _STRIDED or tensor.device != self.device:
-            return False
-        if tensor.dtype not in _REAL_DTYPES and (tensor.is_conj() or tensor.is_quantized):
-            return False
-        return not tensor.is_neg()

@@ -25,7 +25,7 @@ class Prefetch:
     def boundary(self, group: Group, forward: bool) -> None:
         """A commit, or a backward that has reached `group`: clocks go on, this one by the interval usual here, that of
         the copies by the shortest, since reloads must not be late, nor copies be taken for done too early."""
-        if self._before is not None:
+        if self._before is not None and self._timing.has_clock:
             self._now_ms += self._timing.after_ms(*self._before) or 0.0
             self._copies.now_ms += self._timing.at_least_ms(*self._before[:2], forward)
         self._before = group, forward, self._order.phase
@@ -40,11 +40,11 @@ class Prefetch:
         where copies are not asynchronous, none.
         """
         former = self._order.latest
-        if former is None:
+        if former is None or not self._timing.has_clock:
             return
         next_boundary_ms = self._timing.after_ms(group, forward, self._order.phase)
         if next_boundary_ms is None:
-            if not forward and self._timing.has_clock:
+            if not forward:
                 self._as_many_as_fit(former)
             return
         version, idle_until_ms = self._idle

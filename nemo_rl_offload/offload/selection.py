@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl_offload.offload.slots import Key, Place, Slot
+from nemo_rl_offload.offload.slots import Group, Key, Place, Slot
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 from nemo_rl_offload.planner.worth import Visit, worth_moving
 
@@ -36,20 +36,21 @@ class Selection:
         """Whether such a group may move at all."""
         return key not in self._too_short and key not in self.kept
 
-    def moves(self, saved_bytes: int, index: int, usual_length: int | None) -> bool:
-        """Whether an eligible group does; `index` and `usual_length` count a pass's eligible groups."""
+    def moving(self, own: list[Slot], group: Group, usual_length: int | None) -> list[Slot]:
+        """Those of a group's own slots that move: none, or those whose last copy freed its source; now and then the
+        others are tried again. `usual_length` is that of the group's pass, in eligible groups."""
+        if not self.eligible(group.key):
+            return []
+        pass_ = group.pass_
+        pass_.num_eligible += 1
         if self._kept_bytes_left > 0:
-            self._kept_bytes_left -= saved_bytes
-            return False
-        if usual_length is None:
-            return True
-        return index < usual_length - int(usual_length * (1 - self.fraction))
-
-    def effective(self, slots: list[Slot]) -> list[Slot]:
-        """Those of a group's own slots whose last copy freed its source; now and then the others are tried again."""
+            self._kept_bytes_left -= group.saved_bytes
+            return []
+        if usual_length is not None and pass_.num_eligible > usual_length - int(usual_length * (1 - self.fraction)):
+            return []
         if not self._ineffective:
-            return slots
-        return [slot for slot in slots if (place := slot.place) is not None and self._is_effective(place)]
+            return own
+        return [slot for slot in own if (place := slot.place) is not None and self._is_effective(place)]
 
     def _is_effective(self, place: Place) -> bool:
         left = self._ineffective.get(place)

@@ -20,11 +20,11 @@ type Phase = tuple[int, int]
 type Place = tuple[Key, int]
 """A slot's group, and its position there: names a slot across steps."""
 
-type Handle = tuple[Slot, Tensor, int, torch.Size, tuple[int, ...], int | torch.SymInt, object]
-"""What autograd keeps in place of a saved tensor: a slot, one of its saved tensors, that one's version, size, stride
-and offset (in elements), and where it was saved. A plain tuple, since one is made for every tensor."""
+type Handle = tuple[Slot, Tensor, int, object]
+"""What autograd keeps in place of a saved tensor: a slot, one of its saved tensors, that one's version, and where it
+was saved. A plain tuple, since one is made for every tensor."""
 
-type Remains = tuple[int, Block | None, tuple[torch.UntypedStorage, Event] | None, int, int]
+type Remains = tuple[int, Block | None, tuple[Tensor, Event] | None, int, int]
 """What a dead slot leaves to be cleaned up: its key, its block, what an unfinished copy in writes and that one's event,
 its bytes that were reloaded and never used, and its bytes on the device."""
 
@@ -33,16 +33,9 @@ its bytes that were reloaded and never used, and its bytes on the device."""
 _storage_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 _free_storage_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
-
-class Empties(dict[torch.dtype, Tensor]):
-    """An empty tensor of each dtype, which takes the place of a tensor's data when that goes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __missing__(self, dtype: torch.dtype) -> Tensor:
-        empty = self[dtype] = torch.empty(0, dtype=dtype, device=self._device)
-        return empty
+set_storage: Callable[[Tensor, Tensor], None] = torch._functionalize_unsafe_set
+"""Gives the first tensor the second one's storage, and leaves everything else as it is, its version too: `set_` without
+its checks, at a quarter of its time. What does not lie in that storage must not be read."""
 
 
 class State(enum.Enum):
@@ -57,12 +50,13 @@ RESIDENT, COPYING_OUT, HOST, COPYING_IN = State
 
 
 class Slot:
-    """One storage. `saved` and `more` are a detached tensor per handle, which after the copy out is a witness. Mostly
-    there is one, and no list is made for it, which the garbage collector would have to look at."""
+    """One storage. `saved` and `more` are a detached tensor per handle. While there is a block, their storage is empty:
+    each is a witness only, and must not be read. Mostly there is one, and no list is made for it, which the garbage
+    collector would have to look at."""
 
     __slots__ = (
         "__weakref__", "block", "graveyard", "in_event", "judged", "key", "more", "num_bytes", "owner", "position",
-        "ref", "released", "reloaded", "saved", "source", "state", "stats", "storage", "unused", "versions", "wanted",
+        "ref", "released", "saved", "source", "state", "stats", "storage", "unused", "versions", "wanted",
     )  # fmt: skip
 
     position: int  # among the slots of the first commit
@@ -93,14 +87,13 @@ class Slot:
         self.unused = False  # reloaded, and not unpacked yet
         self.owner: Key | None = None  # whose commit was the first
         self.block: Block | None = None  # while offloaded
-        self.reloaded: torch.UntypedStorage | None = None  # the bytes, back on the device
-        self.in_event: Event | None = None
+        self.in_event: Event | None = None  # of the copy back
 
     def __del__(self) -> None:
         _free_storage_ref(self.source)
         loading = None
-        if self.state is COPYING_IN and self.reloaded is not None and self.in_event is not None:
-            loading = self.reloaded, self.in_event
+        if self.state is COPYING_IN and self.in_event is not None:
+            loading = self.saved, self.in_event
         unused_bytes = self.num_bytes if self.unused else 0
         resident_bytes = self.num_bytes if self.owner is not None and self.state is not HOST else 0
         self.graveyard.append((self.key, self.block, loading, unused_bytes, resident_bytes))
@@ -113,6 +106,12 @@ class Slot:
     def unwritten(self) -> bool:
         """Whether nothing was written since it was saved, as far as the saved tensors tell."""
         return self.saved._version + sum([witness._version for witness in self.more]) == self.versions
+
+    def take_storage_of(self, other: Tensor) -> None:
+        """Put the saved tensors on another storage."""
+        set_storage(self.saved, other)
+        for tensor in self.more:
+            set_storage(tensor, other)
 
     def source_freed(self) -> bool:
         """Whether the device memory that was copied out is gone."""

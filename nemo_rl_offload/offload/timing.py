@@ -116,6 +116,8 @@ class Timing:
         self._step = Step()
         self._pending: deque[Step] = deque()
         self._mark: Event | None = None
+        self.has_clock = False
+        """Whether the device can be timed at all; known from the first boundary on."""
         self._latest: Boundary | None = None  # of those read
         self._latest_reached: Boundary | None = None
         self._forward, self._backward = Rates[Key](), Rates[Key]()  # ms per byte
@@ -129,13 +131,9 @@ class Timing:
     def boundary(self, group: Group, forward: bool, phase: Phase) -> None:
         """The compute stream is at a boundary; copies recorded until the next one start here at the earliest."""
         self._mark = self._backend.mark()
+        self.has_clock = self._mark is not None
         if self._mark is not None and len(self._step.boundaries) < MAX_BOUNDARIES:
             self._step.boundaries.append(Boundary(self._mark, forward, group, phase))
-
-    @property
-    def has_clock(self) -> bool:
-        """Whether the device can be timed at all; known from the first boundary on."""
-        return self._mark is not None
 
     def copied(self, end: Event, num_bytes: int, out: bool) -> None:
         if self._mark is not None and len(self._step.copies) < MAX_BOUNDARIES:

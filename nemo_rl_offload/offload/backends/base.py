@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 type Event = Hashable
-"""A point in a stream of device work. Opaque: only the backend that made it reads it."""
+"""A point in a stream of device work. Opaque: only the backend that made it reads it. Of a copy that has ended when it
+returns there may be none: then nothing has to wait for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,8 +71,8 @@ class Backend(Protocol):
         holds now and after the blocks' fences. The caller keeps the storages alive until the event is done, which is
         one for all: the host's time for more is worth more than what goes a little sooner."""
 
-    def copy_in(self, block: Block) -> tuple[UntypedStorage, Event]:
-        """Copy `block` into a new device storage (of `block.num_bytes`) from the compute stream's pool, after
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
+        """Copy `block` into a new device tensor (uint8, of `block.num_bytes`) from the compute stream's pool, after
         `block.last_event`. The caller lets the compute stream wait for the event before it reads, or frees, it."""
 
     def compute_wait(self, event: Event) -> None:

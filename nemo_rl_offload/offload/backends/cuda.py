@@ -125,9 +125,9 @@ class CudaBackend:
                 address += num_bytes
         return _record(self._out.stream)
 
-    def copy_in(self, block: Block) -> tuple[UntypedStorage, Event]:
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         assert block.last_event is not None
-        destination = torch.empty(block.num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        destination = torch.empty(block.num_bytes, dtype=torch.uint8, device=self.device)
         self._in.after(self._compute_stream(), (block.last_event,))
         address = destination.data_ptr()
         for host_address, num_bytes in block.parts:

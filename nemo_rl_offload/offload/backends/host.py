@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from ctypes import CDLL, c_void_p
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 
 from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
 
-_DONE: Event = "done"
+_DONE: Event = None
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 # `ctypes.memmove` takes half as long again: it converts a result, and its size as a `c_size_t`.
 _memmove = CDLL(None).memmove
 _memmove.argtypes, _memmove.restype = (c_void_p, c_void_p, c_void_p), None
@@ -31,8 +32,8 @@ class HostBackend:
                 address += num_bytes
         return _DONE
 
-    def copy_in(self, block: Block) -> tuple[UntypedStorage, Event]:
-        destination = UntypedStorage(block.num_bytes)  # type: ignore[no-untyped-call]
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
+        destination = _EMPTY.new_empty(block.num_bytes)
         address = destination.data_ptr()
         for host_address, num_bytes in block.parts:
             _memmove(address, host_address, num_bytes)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_rl_offload.offload.backends.base import Block, Event, HostSlab, allocate_pageable
@@ -87,9 +87,9 @@ class SimulatedBackend:
             self._access(operation, block, writes=True)
         return operation
 
-    def copy_in(self, block: Block) -> tuple[UntypedStorage, Event]:
-        destination = torch.full((block.num_bytes,), POISON, dtype=torch.uint8).untyped_storage()
-        operation = self._enqueue(IN, destination, block, [_operation(block.last_event)])
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
+        destination = torch.full((block.num_bytes,), POISON, dtype=torch.uint8)
+        operation = self._enqueue(IN, destination.untyped_storage(), block, [_operation(block.last_event)])
         self._access(operation, block, writes=False)
         return destination, operation
 

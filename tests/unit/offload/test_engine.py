@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -224,6 +225,37 @@ def test_views_are_rebuilt_over_one_copy_of_their_storage(make_engine: Make, dty
     assert engine.stats().bytes_out == num_bytes
 
 
+def test_what_a_tensor_knows_beside_its_bytes_comes_back(make_engine: Make) -> None:
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *saved):
+            ctx.save_for_backward(*saved)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            read.extend(ctx.saved_tensors)
+            return grad * 2, *[None] * len(read)
+
+    def facts(tensor: Tensor) -> tuple[bool, bool, bool, list[float]]:
+        values = tensor.dequantize() if tensor.is_quantized else tensor
+        return tensor.is_conj(), tensor.is_neg(), tensor.is_quantized, values.tolist()
+
+    read: list[Tensor] = []
+    z = torch.randn(8, dtype=torch.complex64)
+    tensors = [z.conj(), z.conj().imag, torch.quantize_per_tensor(torch.randn(8), 0.1, 0, torch.quint8)]
+    expected = [facts(tensor) for tensor in tensors]
+    assert [sum(bits) for *bits, _ in expected] == [1, 1, 1]
+    engine = make_engine()
+    with engine.region("m", 0) as region:
+        y = Save.apply(torch.ones(1, requires_grad=True), *tensors)
+    y = engine.commit(region, y)
+    assert engine.stats().bytes_out == z.nbytes + 8
+    del z, tensors
+    y.sum().backward()
+    assert [facts(tensor) for tensor in read] == expected
+
+
 def test_two_regions_share_a_storage_and_the_first_to_commit_pays(make_engine: Make) -> None:
     engine = make_engine()
     x = torch.randn(32, requires_grad=True)
@@ -264,6 +296,33 @@ def test_retained_and_double_backward(make_engine: Make) -> None:
     assert_identical(second_derivative(engine), second_derivative(None))
     assert engine.stats().bytes_out > 0
     assert engine.stats().host_bytes == 0
+
+
+class Spoil(torch.autograd.Function):
+    """Its backward writes to the tensor that it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        saved.add_(1)
+        return grad, None
+
+
+@pytest.mark.parametrize("offloads", [True, False])
+def test_what_a_backward_changed_is_an_error_for_the_next(make_engine: Make, offloads: bool) -> None:
+    engine = make_engine() if offloads else None
+    x, data = torch.ones(8, requires_grad=True), torch.ones(8)
+    with opened(engine, "m", 0) as region:
+        y = Spoil.apply(x * data, data)
+    y = committed(engine, region, y)
+    del data
+    with pytest.raises(RuntimeError, match=r"changed in place|inplace operation"):
+        y.sum().backward()
 
 
 def test_outputs_come_back_as_they_are_and_forward_only_passes_do_nothing(make_engine: Make) -> None:

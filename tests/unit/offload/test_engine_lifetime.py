@@ -27,7 +27,7 @@ class LateBackend(HostBackend):
         super().copy_out(moves)
         return self._event("out")
 
-    def copy_in(self, block: Block) -> tuple[UntypedStorage, Event]:
+    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
         destination, _ = super().copy_in(block)
         return destination, self._event("in")
 
@@ -251,7 +251,7 @@ def test_parameters_their_views_and_excluded_storages_stay(make_engine: Make) ->
     assert bytes_of(buffer[:16].view(4, 4)) == 256
 
 
-def test_small_and_unusual_tensors_stay(make_engine: Make) -> None:
+def test_small_and_sparse_tensors_stay(make_engine: Make) -> None:
     x = torch.randn(8, dtype=torch.complex64, requires_grad=True)
     sparse = torch.eye(8).to_sparse()
     dense = torch.randn(8, 8, requires_grad=True)
