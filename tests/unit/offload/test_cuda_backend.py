@@ -75,6 +75,48 @@ def test_offloading_lowers_the_peak() -> None:
     engine.close()
 
 
+@pytest.mark.skipif(
+    os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1", reason="CUDA graphs need the caching allocator"
+)
+def test_modules_that_a_cuda_graph_holds_stand_between_offloaded_ones() -> None:
+    """As with `cuda_graph_modules: [attn]` of Megatron beside offloaded MLPs; what is captured has its own memory."""
+    torch.manual_seed(0)
+    width = 1024
+    captured = [torch.nn.Linear(width, width, device="cuda") for _ in range(3)]
+    offloaded = [
+        torch.nn.Sequential(
+            torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
+        ).cuda()
+        for _ in captured
+    ]
+    parameters = [parameter for module in (*captured, *offloaded) for parameter in module.parameters()]
+    samples = tuple((torch.randn(512, width, device="cuda", requires_grad=True),) for _ in captured)
+    graphs = torch.cuda.make_graphed_callables(tuple(captured), samples)
+    engine = OffloadEngine(CudaBackend(), host_memory_budget_bytes=1 << 30)
+    engine.exclude(parameters)
+
+    def gradients(x: torch.Tensor, *, offload: bool) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        y = x
+        for layer, (graph, module) in enumerate(zip(graphs, offloaded, strict=True)):
+            y = graph(y)
+            if not offload:
+                y = module(y)
+                continue
+            with engine.region("mlp", layer) as region:
+                y = module(y)
+            y = engine.commit(region, y)
+        return [gradient.clone() for gradient in torch.autograd.grad(y.square().mean(), [x, *parameters])]
+
+    for _ in range(3):
+        x = torch.randn(512, width, device="cuda")
+        expected = gradients(x, offload=False)
+        assert all(map(torch.equal, gradients(x, offload=True), expected))
+    stats = engine.stats()
+    assert stats.bytes_out == stats.bytes_in + stats.returned_bytes > 0
+    engine.close()
+
+
 def test_copies_leave_the_current_stream_and_device_alone() -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     with torch.cuda.device(device):
