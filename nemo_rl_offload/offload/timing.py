@@ -21,7 +21,7 @@ from nemo_rl_offload.offload.slots import Group, Key, Phase
 from nemo_rl_offload.offload.stats import OffloadStats
 
 NEWEST = 0.5  # weight of the newest observation in an average
-NUM_LATEST = 8  # observations of which the shortest counts
+NUM_LATEST = 32  # observations of which the shortest counts
 MAX_PENDING_STEPS = 4
 MAX_BOUNDARIES = 100_000
 
@@ -90,15 +90,16 @@ class Rates[K](dict[K, float]):
             self[key] += NEWEST * (value - self[key])
 
 
-class Shortest[K](dict[K, deque[float]]):
+class Shortest[K](dict[K, float]):
     """The shortest of the latest observations, by key."""
 
-    def add(self, key: K, value: float) -> None:
-        self.setdefault(key, deque(maxlen=NUM_LATEST)).append(value)
+    def __init__(self) -> None:
+        self._latest: dict[K, deque[float]] = {}
 
-    def of(self, key: K) -> float:
-        """0 when unknown."""
-        return min(self.get(key, (0.0,)))
+    def add(self, key: K, value: float) -> None:
+        latest = self._latest.setdefault(key, deque(maxlen=NUM_LATEST))
+        latest.append(value)
+        self[key] = min(latest)
 
 
 class Timing:
@@ -185,7 +186,7 @@ class Timing:
 
         A pipeline waits between some forwards and their backward, and not between others; and a layer takes longer
         where the host is late. By an average, copies seem to have ended that have not."""
-        return self._shortest.of((group.key, forward, next_forward)) * group.saved_bytes
+        return self._shortest.get((group.key, forward, next_forward), 0.0) * group.saved_bytes
 
     def copy_ms(self, num_bytes: int, out: bool) -> float | None:
         """How long the link takes, by what it has shown; None before that."""

@@ -1,6 +1,7 @@
 """Layers of several modules on the simulated device: what copies cost when they are produced faster than they leave."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,22 +172,26 @@ def test_the_first_stage_of_a_pipeline_loses_nothing(num_microbatches: int) -> N
     assert layers.engine.stats().stall_in_ms == pytest.approx(before_ms)
 
 
-def test_a_host_that_is_late_at_times_makes_no_copy_seem_done() -> None:
-    """Then the device takes longer for the same layers, here for those of every other forward."""
+@pytest.mark.parametrize(
+    "is_late", [lambda forward: forward % 2 == 0, lambda forward: forward // 8 % 3 != 0], ids=["forwards", "steps"]
+)
+def test_a_host_that_is_late_at_times_makes_no_copy_seem_done(is_late: Callable[[int], bool]) -> None:
+    """Then the device takes longer for the same layers, here for those of every other forward, or of two steps in
+    three."""
 
     class Late(SimulatedBackend):
         num_calls = 0
 
         def compute(self, ms: float) -> None:
-            self.num_calls += 1
-            num_a_forward = 4 * (len(EXPERTS) + 1)
-            super().compute(ms * 1.5 if self.num_calls // num_a_forward % 4 == 0 else ms)
+            passes, self.num_calls = self.num_calls // (4 * (len(EXPERTS) + 1)), self.num_calls + 1
+            super().compute(ms * 1.5 if passes % 2 == 0 and is_late(passes // 2) else ms)
 
     layers = Layers(EXPERTS, 4, 8, 1, bounds=(4 * GB, 4 * GB), backend_type=Late)
     for _ in range(6):
         layers.step()
     before_ms = layers.engine.stats().stall_out_ms
-    layers.step()
+    for _ in range(3):
+        layers.step()
     assert layers.engine.stats().stall_out_ms - before_ms < 1
 
 

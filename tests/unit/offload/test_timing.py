@@ -4,7 +4,7 @@ from nemo_rl_offload.offload import HostBackend
 from nemo_rl_offload.offload.backends.base import Event
 from nemo_rl_offload.offload.slots import Group, Pass
 from nemo_rl_offload.offload.stats import OffloadStats
-from nemo_rl_offload.offload.timing import Rates, Timing
+from nemo_rl_offload.offload.timing import NUM_LATEST, Rates, Shortest, Timing
 
 
 class Clock(HostBackend):
@@ -53,3 +53,12 @@ def test_the_second_observation_takes_the_place_of_the_first() -> None:
         rates.add("a", value)
         seen.append(rates["a"])
     assert seen == [1000.0, 2.0, 3.0, 3.0]
+
+
+def test_the_shortest_of_the_latest_observations_counts() -> None:
+    shortest = Shortest[str]()
+    for value in (5.0, 2.0, *[3.0] * (NUM_LATEST - 1)):
+        shortest.add("a", value)
+    assert shortest["a"] == 2.0
+    shortest.add("a", 4.0)
+    assert shortest["a"] == 3.0
