@@ -2,8 +2,8 @@
 
 In 1F1B over p stages, the first one runs p forwards and then waits until the first gradient has come back through the
 others, p forwards and p-1 backwards after it began; behind the last forward, gradients come a forward and a backward
-apart. A stage that was late waits less: a wait ends at a time of the device's clock, not after a duration. (Sleeping
-for a number of cycles took up to a tenth longer than asked, since the processors' frequency falls under load.)
+apart. A stage that was late waits less: a wait ends at a time of the device's clock, not after a duration. (Rejected:
+sleeping for a number of cycles, which take longer as the processors' frequency falls under load.)
 """
 
 import torch
