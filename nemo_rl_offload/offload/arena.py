@@ -100,8 +100,6 @@ class HostArena:
         waiting = self._waiting.get(num_bytes)
         if waiting:
             block = waiting.popleft()
-            if block.fences:
-                block.fences = self._free.pending(block.fences)
         elif (cut := self._cut(num_bytes)) is not None:
             block = cut
         else:

@@ -24,6 +24,7 @@ from nemo_rl_offload.offload.slots import (
     COPYING_OUT,
     HOST,
     RESIDENT,
+    Arrival,
     CopiesOut,
     Group,
     Pass,
@@ -124,42 +125,50 @@ class Copies:
         return bound_bytes(given, self._largest_bytes)
 
     def reached(self, group: Group) -> None:
-        """Backward is at `group`: bring back what is still on the host, and take all of it as used."""
+        """Backward is at `group`: bring back what is still on the host, and take all of it as used. Each tensor has an
+        event of its own then, since compute waits for the first already."""
         group.pending_bytes = 0
         for slot in group.alive_slots():
             if slot.block is not None:
-                self.reload(slot)
+                self.reload((slot,))
             if slot.unused:
                 self.used(slot)
 
     def reload_group(self, group: Group) -> None:
-        """Bring back whatever of a group is on the host."""
-        if group.pending_bytes:
-            group.pending_bytes = 0
-            for slot in group.alive_slots():
-                if slot.block is not None:
-                    self.reload(slot)
+        """Bring back whatever of a group is on the host, ahead of backward: with one event, for the host's sake."""
+        group.pending_bytes = 0
+        self.reload([slot for slot in group.alive_slots() if slot.block is not None])
 
-    def reload(self, slot: Slot) -> None:
-        """Bring an offloaded slot back, or take its source back where it was not let go yet."""
-        block = slot.block
-        assert block is not None
-        if slot.state is COPYING_OUT and self._take_back(slot, block):
+    def reload(self, slots: Sequence[Slot]) -> None:
+        """Bring offloaded slots back, or take sources back that were not let go yet."""
+        loading: list[Slot] = []
+        blocks: list[Block] = []
+        for slot in slots:
+            block = slot.block
+            assert block is not None
+            if slot.state is COPYING_OUT and self._take_back(slot, block):
+                continue
+            if not slot.judged:
+                self._judge(slot)
+            loading.append(slot)
+            blocks.append(block)
+        if not loading:
             return
-        if not slot.judged:
-            self._judge(slot)
-        destination, event = self._backend.copy_in(block)
-        self._timing.copied(event, slot.num_bytes, out=False)
-        slot.take_storage_of(destination)
-        slot.in_event, slot.block = event, None
-        block.last_event = event
-        self._arena.release(block)
-        if slot.state is HOST:
-            self.resident(slot.num_bytes)
-        slot.state = COPYING_IN
-        slot.unused = True
-        self.unused_bytes += slot.num_bytes
-        slot.stats.bytes_in += slot.num_bytes
+        destinations, event = self._backend.copy_in(blocks)
+        arrival, total_bytes = Arrival(event), 0
+        for slot, block, destination in zip(loading, blocks, destinations, strict=True):
+            num_bytes = slot.num_bytes
+            slot.take_storage_of(destination)
+            slot.arrival, slot.block = arrival, None
+            block.last_event = event
+            self._arena.release(block)
+            if slot.state is HOST:
+                self.resident(num_bytes)
+            slot.state, slot.unused = COPYING_IN, True
+            slot.stats.bytes_in += num_bytes
+            total_bytes += num_bytes
+        self.unused_bytes += total_bytes
+        self._timing.copied(event, total_bytes, out=False)
 
     def judge_pass(self, pass_: Pass) -> None:
         """Look which copies of a pass freed their sources, before its backward does: it frees a tensor that the next
@@ -171,8 +180,12 @@ class Copies:
 
     def arrive(self, slot: Slot) -> None:
         """Let the compute stream wait for the reload of a slot that it is about to read."""
-        self._timing.waits(slot.in_event, out=False)
-        self._backend.compute_wait(slot.in_event)
+        arrival = slot.arrival
+        assert arrival is not None
+        if not arrival.is_timed:
+            arrival.is_timed = True
+            self._timing.waits(arrival.event, out=False)
+        self._backend.compute_wait(arrival.event)
         slot.state = RESIDENT
         if slot.unused:
             self.used(slot)

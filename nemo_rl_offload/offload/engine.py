@@ -323,7 +323,7 @@ class OffloadEngine:
             if slot.block is not None:
                 assert not self._closed, "the offload engine was closed before the backward that needs it"
                 self._stats.demand_reloads += 1
-                self._copies.reload(slot)
+                self._copies.reload((slot,))
             if slot.state is COPYING_IN:
                 self._copies.arrive(slot)
             return saved

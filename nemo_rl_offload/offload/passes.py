@@ -35,7 +35,7 @@ class Order:
         self._full_at: tuple[Key, int] | None = None  # the last commit before the first backward, and how many waited
         self.latest: Group | None = None  # reached last; its node may be gone
         self.version = 0
-        """Another one whenever `upcoming` may give others first."""
+        """Another one whenever a commit may change what `upcoming` gives."""
 
     def commit(self, group: Group) -> None:
         """Place `group` at the end of the pass it belongs to."""
@@ -48,7 +48,7 @@ class Order:
                 self._is_filling, self._usual_num_passes, self._num_passes = True, self._num_passes, 0
             self._num_passes += 1
             self._waiting.append(current)
-        if group.key in self._last_keys:
+        if not self._last_keys.isdisjoint((group.key, current.last_key)):
             self.version += 1
         group.pass_, group.index = current, len(current.groups)
         current.last_key = group.key
@@ -61,7 +61,6 @@ class Order:
     def reached(self, group: Group) -> None:
         """Backward is at `group`."""
         pass_ = group.pass_
-        self.version += 1
         if not pass_.begun:
             self._lengths[pass_.first_key] = pass_.num_eligible
             if self.latest is not None and group.key == pass_.last_key:

@@ -1,15 +1,18 @@
 """Brings back what backward will want next, at the last boundary that is early enough."""
 
+import weakref
+from collections import deque
 from itertools import islice
 
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.passes import Order
-from nemo_rl_offload.offload.schedule import MARGIN, Need, latest_starts_ms, num_due
+from nemo_rl_offload.offload.schedule import MARGIN, Need, latest_starts_ms
 from nemo_rl_offload.offload.slots import Group, Phase
 from nemo_rl_offload.offload.timing import Timing
 
 LATENCY_MS = 0.03  # a copy is taken for starting this late
-HORIZON = 16  # groups looked at
+HORIZON = 16  # groups looked at, at least;
+LASTS = 8  # and as many more, so that a plan lasts while backward reaches these
 
 
 class Prefetch:
@@ -20,7 +23,12 @@ class Prefetch:
         self._max_bytes = max_bytes
         self._now_ms = self._reached_ms = 0.0  # by usual durations; and when backward was at the group reached last
         self._before: tuple[Group, bool, Phase] | None = None  # the last boundary
-        self._idle = -1, 0.0  # the order's version, and until when nothing is to be started there
+        # A plan: made for this version of the order, what backward is taken to reach (soonest first), how many of those
+        # there have to be for the plan to look far enough, and when reloads have to start (in the same order).
+        self._version = -1
+        self._upcoming: deque[weakref.ref[Group]] = deque()
+        self._least_upcoming = 0
+        self._starts: deque[tuple[float, weakref.ref[Group]]] = deque()
 
     def boundary(self, group: Group, forward: bool) -> None:
         """A commit, or a backward that has reached `group`: clocks go on, this one by the interval usual here, that of
@@ -47,37 +55,52 @@ class Prefetch:
             if not forward:
                 self._as_many_as_fit(former)
             return
-        version, idle_until_ms = self._idle
-        if version == self._order.version and self._now_ms + next_boundary_ms <= idle_until_ms:
-            return
         first_due_ms = next_boundary_ms if forward and self._order.first_backward_follows(group) else None
-        groups, first_start_ms = self._due(former, next_boundary_ms, first_due_ms)
-        for each in groups:
-            self._copies.reload_group(each)
-        self._idle = (-1, 0.0) if groups else (self._order.version, self._now_ms + first_start_ms)
+        if not self._follows_plan(group, forward) or first_due_ms is not None:
+            self._plan(former, first_due_ms)
+        self._start_before(self._now_ms + next_boundary_ms)
 
-    def _due(self, former: Group, next_boundary_ms: float, first_due_ms: float | None) -> tuple[list[Group], float]:
-        """What cannot wait, and in how many ms the first reload has to start. `first_due_ms` is when backward comes,
-        where that is known better than by the time since the last one."""
+    def _follows_plan(self, group: Group, forward: bool) -> bool:
+        """Whether the plan made last still tells what comes next, far enough."""
+        if not forward and (not self._upcoming or self._upcoming.popleft()() is not group):
+            return False
+        return self._version == self._order.version and len(self._upcoming) >= self._least_upcoming
+
+    def _plan(self, former: Group, first_due_ms: float | None) -> None:
+        """When each of the reloads to come has to start. `first_due_ms` is in how many ms backward comes, where that is
+        known better than by the time since the last one."""
         needs: list[Need] = []
-        groups: list[Group] = []
-        num_fitting = 0
-        room = self._copies.bound_bytes(self._max_bytes) - self._copies.unused_bytes
-        due_ms = self._reached_ms - self._now_ms
-        for following in islice(self._order.upcoming(former), HORIZON):
-            due_ms = due_ms + self._interval_ms(former, following) if first_due_ms is None else first_due_ms
+        refs: list[weakref.ref[Group]] = []
+        self._version = self._order.version
+        self._upcoming.clear()
+        due_ms = self._reached_ms
+        for following in islice(self._order.upcoming(former), HORIZON + LASTS):
+            due_ms = (
+                due_ms + self._interval_ms(former, following) if first_due_ms is None else self._now_ms + first_due_ms
+            )
             former, first_due_ms = following, None
-            num_bytes = following.pending_bytes
-            if num_bytes == 0:
-                continue
-            room -= num_bytes
-            num_fitting += room >= 0
-            copy_ms = self._timing.copy_ms(num_bytes, out=False)
-            groups.append(following)
-            needs.append(Need(due_ms, float("inf") if copy_ms is None else copy_ms * MARGIN + LATENCY_MS))
-        starts_ms = latest_starts_ms(needs)
-        due = groups[: min(num_due(starts_ms, next_boundary_ms), num_fitting)]
-        return due, starts_ms[0] if starts_ms else float("inf")
+            ref = weakref.ref(following)
+            self._upcoming.append(ref)
+            if num_bytes := following.pending_bytes:
+                copy_ms = self._timing.copy_ms(num_bytes, out=False)
+                needs.append(Need(due_ms, float("inf") if copy_ms is None else copy_ms * MARGIN + LATENCY_MS))
+                refs.append(ref)
+        self._least_upcoming = HORIZON if len(self._upcoming) == HORIZON + LASTS else 0
+        self._starts = deque(zip(latest_starts_ms(needs), refs, strict=True))
+
+    def _start_before(self, until_ms: float) -> None:
+        """Start the reloads that have to start before then, as far as the byte cap allows."""
+        room = None
+        while self._starts and self._starts[0][0] < until_ms:
+            group = self._starts[0][1]()
+            if group is not None and group.pending_bytes:
+                if room is None:
+                    room = self._copies.bound_bytes(self._max_bytes) - self._copies.unused_bytes
+                room -= group.pending_bytes
+                if room < 0:
+                    return
+                self._copies.reload_group(group)
+            self._starts.popleft()
 
     def _as_many_as_fit(self, group: Group) -> None:
         """Nothing is known: reload what comes next, within the cap; where the last such call stopped, go on."""

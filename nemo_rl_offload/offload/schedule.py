@@ -8,7 +8,6 @@ later would let the device wait. Rejected: a fixed number of groups ahead, which
 short ones and too early for the others.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,15 +23,11 @@ class Need(NamedTuple):
 
 
 def latest_starts_ms(needs: Sequence[Need]) -> list[float]:
-    """The latest start of each reload, for `needs` in the order in which they are needed."""
+    """The latest start of each reload, for `needs` in the order in which they are needed; no start is before the one
+    before it."""
     starts: list[float] = []
     latest = float("inf")
     for due, copy in reversed(needs):
         latest = min(due, latest) - copy
         starts.append(latest)
     return starts[::-1]
-
-
-def num_due(starts_ms: Sequence[float], next_boundary_ms: float) -> int:
-    """How many reloads, from the first, cannot wait for the next boundary, by their `latest_starts_ms`."""
-    return bisect_left(starts_ms, next_boundary_ms)

@@ -49,13 +49,23 @@ class State(enum.Enum):
 RESIDENT, COPYING_OUT, HOST, COPYING_IN = State
 
 
+class Arrival:
+    """The end of a copy back, of one slot or of several together."""
+
+    __slots__ = ("event", "is_timed")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.is_timed = False  # the first wait for it is recorded; those behind it take no time
+
+
 class Slot:
     """One storage. `saved` and `more` are a detached tensor per handle. While there is a block, their storage is empty:
     each is a witness only, and must not be read. Mostly there is one, and no list is made for it, which the garbage
     collector would have to look at."""
 
     __slots__ = (
-        "__weakref__", "block", "graveyard", "in_event", "judged", "key", "more", "num_bytes", "owner", "position",
+        "__weakref__", "arrival", "block", "graveyard", "judged", "key", "more", "num_bytes", "owner", "position",
         "ref", "released", "saved", "source", "state", "stats", "storage", "unused", "versions", "wanted",
     )  # fmt: skip
 
@@ -87,13 +97,13 @@ class Slot:
         self.unused = False  # reloaded, and not unpacked yet
         self.owner: Key | None = None  # whose commit was the first
         self.block: Block | None = None  # while offloaded
-        self.in_event: Event | None = None  # of the copy back
+        self.arrival: Arrival | None = None  # of the copy back
 
     def __del__(self) -> None:
         _free_storage_ref(self.source)
         loading = None
-        if self.state is COPYING_IN and self.in_event is not None:
-            loading = self.saved, self.in_event
+        if self.state is COPYING_IN and self.arrival is not None:
+            loading = self.saved, self.arrival.event
         unused_bytes = self.num_bytes if self.unused else 0
         resident_bytes = self.num_bytes if self.owner is not None and self.state is not HOST else 0
         self.graveyard.append((self.key, self.block, loading, unused_bytes, resident_bytes))

@@ -71,9 +71,10 @@ class Backend(Protocol):
         holds now and after the blocks' fences. The caller keeps the storages alive until the event is done, which is
         one for all: the host's time for more is worth more than what goes a little sooner."""
 
-    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
-        """Copy `block` into a new device tensor (uint8, of `block.num_bytes`) from the compute stream's pool, after
-        `block.last_event`. The caller lets the compute stream wait for the event before it reads, or frees, it."""
+    def copy_in(self, blocks: Sequence[Block]) -> tuple[list[Tensor], Event]:
+        """Copy each block, one after another, into a new device tensor (uint8, of its `num_bytes`) from the compute
+        stream's pool, after the blocks' `last_event`s. The event is one for all; the caller lets the compute stream
+        wait for it before it reads, or frees, any of them."""
 
     def compute_wait(self, event: Event) -> None:
         """Let the compute stream wait for `event`; the host goes on."""

@@ -117,7 +117,7 @@ class CudaBackend:
         return allocate_pageable(num_bytes)
 
     def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> Event:
-        self._out.after(self._compute_stream(), [fence for _, block in moves for fence in block.fences])
+        self._out.after(self._compute_stream(), dict.fromkeys(fence for _, block in moves for fence in block.fences))
         for source, block in moves:
             address = source.data_ptr()
             for host_address, num_bytes in block.parts:
@@ -125,15 +125,16 @@ class CudaBackend:
                 address += num_bytes
         return _record(self._out.stream)
 
-    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
-        assert block.last_event is not None
-        destination = torch.empty(block.num_bytes, dtype=torch.uint8, device=self.device)
-        self._in.after(self._compute_stream(), (block.last_event,))
-        address = destination.data_ptr()
-        for host_address, num_bytes in block.parts:
-            self._in.copy(address, host_address, num_bytes)
-            address += num_bytes
-        return destination, _record(self._in.stream)
+    def copy_in(self, blocks: Sequence[Block]) -> tuple[list[Tensor], Event]:
+        device = self.device
+        destinations = [torch.empty(block.num_bytes, dtype=torch.uint8, device=device) for block in blocks]
+        self._in.after(self._compute_stream(), dict.fromkeys(block.last_event for block in blocks))
+        for destination, block in zip(destinations, blocks, strict=True):
+            address = destination.data_ptr()
+            for host_address, num_bytes in block.parts:
+                self._in.copy(address, host_address, num_bytes)
+                address += num_bytes
+        return destinations, _record(self._in.stream)
 
     def compute_wait(self, event: Event) -> None:
         self._compute_stream().wait_event(_cuda_event(event))

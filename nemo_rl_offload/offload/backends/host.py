@@ -32,13 +32,14 @@ class HostBackend:
                 address += num_bytes
         return _DONE
 
-    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
-        destination = _EMPTY.new_empty(block.num_bytes)
-        address = destination.data_ptr()
-        for host_address, num_bytes in block.parts:
-            _memmove(address, host_address, num_bytes)
-            address += num_bytes
-        return destination, _DONE
+    def copy_in(self, blocks: Sequence[Block]) -> tuple[list[Tensor], Event]:
+        destinations = [_EMPTY.new_empty(block.num_bytes) for block in blocks]
+        for destination, block in zip(destinations, blocks, strict=True):
+            address = destination.data_ptr()
+            for host_address, num_bytes in block.parts:
+                _memmove(address, host_address, num_bytes)
+                address += num_bytes
+        return destinations, _DONE
 
     def compute_wait(self, event: Event) -> None:
         assert event is _DONE

@@ -87,11 +87,12 @@ class SimulatedBackend:
             self._access(operation, block, writes=True)
         return operation
 
-    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
-        destination = torch.full((block.num_bytes,), POISON, dtype=torch.uint8)
-        operation = self._enqueue(IN, destination.untyped_storage(), block, [_operation(block.last_event)])
-        self._access(operation, block, writes=False)
-        return destination, operation
+    def copy_in(self, blocks: Sequence[Block]) -> tuple[list[Tensor], Event]:
+        destinations = [torch.full((block.num_bytes,), POISON, dtype=torch.uint8) for block in blocks]
+        for destination, block in zip(destinations, blocks, strict=True):
+            operation = self._enqueue(IN, destination.untyped_storage(), block, [_operation(block.last_event)])
+            self._access(operation, block, writes=False)
+        return destinations, operation
 
     def compute_wait(self, event: Event) -> None:
         operation = _operation(event)

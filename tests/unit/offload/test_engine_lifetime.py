@@ -27,9 +27,9 @@ class LateBackend(HostBackend):
         super().copy_out(moves)
         return self._event("out")
 
-    def copy_in(self, block: Block) -> tuple[Tensor, Event]:
-        destination, _ = super().copy_in(block)
-        return destination, self._event("in")
+    def copy_in(self, blocks: Sequence[Block]) -> tuple[list[Tensor], Event]:
+        destinations, _ = super().copy_in(blocks)
+        return destinations, self._event("in")
 
     def compute_wait(self, event: Event) -> None:
         self.waits.append(event)
