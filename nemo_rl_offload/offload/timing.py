@@ -58,6 +58,7 @@ class Step:
     boundaries: list[Boundary] = field(default_factory=list)
     waits: list[tuple[int, Wait]] = field(default_factory=list)  # with the number of boundaries before it
     copies: list[Copy] = field(default_factory=list)
+    end: Event | None = None  # where the compute stream was when the step was over
 
 
 @dataclass(slots=True)
@@ -155,6 +156,7 @@ class Timing:
     def end_step(self) -> None:
         """No graph is alive, or the caller says so: what was recorded is one step."""
         if self._step.boundaries:
+            self._step.end = self._backend.mark()
             self._pending.append(self._step)
             self._step = Step()
             if len(self._pending) > MAX_PENDING_STEPS:
@@ -194,14 +196,9 @@ class Timing:
         return None if rate is None else rate * num_bytes
 
     def _passed(self, step: Step) -> bool:
-        """Whether the device has passed every event of it; the newest are asked first."""
-        done = self._backend.done
-        return (
-            all(done(boundary.event) for boundary in step.boundaries[-1:])
-            and all(done(wait.since) for _, wait in step.waits[-1:])
-            and all(done(wait.until) for _, wait in reversed(step.waits))
-            and all(done(copy.end) for copy in reversed(step.copies))
-        )
+        """Whether the device has passed every event of it: the compute stream's last, and the last copy each way."""
+        last = [next((copy.end for copy in reversed(step.copies) if copy.out == out), None) for out in (True, False)]
+        return all(self._backend.done(event) for event in (step.end, *last) if event is not None)
 
     def _read(self, step: Step) -> None:
         """Intervals reach back into the step read before, since a step may be as short as one microbatch."""

@@ -58,7 +58,8 @@ class Block:
 
 
 class Backend(Protocol):
-    """One device. Every copy is asynchronous; the event it returns completes when the bytes have arrived."""
+    """One device. Every copy is asynchronous; the event it returns completes when the bytes have arrived. Copies one
+    way end in the order in which they were started."""
 
     @property
     def device(self) -> torch.device: ...

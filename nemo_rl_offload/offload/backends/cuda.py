@@ -14,14 +14,18 @@ is used or freed.
 Copies are cut into pieces, and between two of them the copy stream waits for a few bytes that another stream copies the
 same way. A device has one copy engine each way, which stays with a stream as long as that has copies ready: the few
 bytes of a routing result that a layer waits for stood 17 ms behind a gibibyte, in whatever pieces it was copied (H200;
-0.6 ms now, at 97 % of the link's rate). The calls go to the driver (`cuda_driver`).
+0.6 ms now, at 97 % of the link's rate). The calls go to the driver (`cuda_driver`), and events are used again.
 
 Limit: "the compute stream" is the stream that is current when the engine is called. One model, one such
 stream.
 """
 
+import sys
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Concatenate
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -33,41 +37,66 @@ MAX_PIECE_OUT_BYTES = 32 << 20
 MAX_PIECE_BYTES = 128 << 20  # layers hardly wait for small copies from the host
 
 
+class _Handles(list[int]):
+    """The driver's events that nobody uses at the moment. It lives as long as one that is used."""
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            for handle in self:
+                cuda_driver().destroy(handle)
+
+
+class _Event:
+    """A point in a stream, as it was when this was made."""
+
+    __slots__ = ("_unused", "handle")
+
+    def __init__(self, unused: _Handles, stream: int) -> None:
+        driver = cuda_driver()
+        self._unused = unused
+        try:
+            self.handle = unused.pop()
+        except IndexError:
+            self.handle = driver.create()
+        driver.record(self.handle, stream)
+
+    def __del__(self) -> None:
+        self._unused.append(self.handle)
+
+
 class _Lane:
-    """A stream of copies one way, which lets copies of other streams pass between two pieces."""
+    """A stream of copies one way, which lets copies of other streams pass between two pieces. Its calls need the
+    device's context to be current."""
 
     def __init__(self, device: torch.device, max_piece_bytes: int, *, out: bool) -> None:
-        self._driver, self._device_index = cuda_driver(), device.index
+        self._driver = cuda_driver()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._other = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        other = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._streams = self.stream, other  # which the handles are of
+        self.handle, self._other = self.stream.cuda_stream, other.cuda_stream
         self._events = [torch.cuda.Event() for _ in range(3)]  # type: ignore[no-untyped-call]
         for event in self._events:
             event.record(self.stream)  # which makes it; before that it has no handle
-        self._computed, before, after = self._events
-        self._before, self._after = before.cuda_event, after.cuda_event
+        self._computed, self._before, self._after = [event.cuda_event for event in self._events]
         ends = [torch.zeros(1, device=device), torch.zeros(1, device="cpu", pin_memory=True)]
         self._ends = ends if out else ends[::-1]
-        ends[0].record_stream(self._other)  # both may be dropped under the last of the driver's copies
-        with torch.cuda.stream(self._other):
+        ends[0].record_stream(other)  # both may be dropped under the last of the driver's copies
+        with torch.cuda.stream(other):
             ends[1].copy_(ends[0], non_blocking=True)
         self._max_piece_bytes = self._left_bytes = max_piece_bytes  # left: of the present piece
 
-    def after(self, compute: torch.cuda.Stream, events: Iterable[Event]) -> None:
+    def after(self, compute_stream: int, events: Iterable[Event]) -> None:
         """What follows on the lane's stream follows the compute stream's present work and `events`."""
-        self._computed.record(compute)
-        self.stream.wait_event(self._computed)
+        self._driver.record(self._computed, compute_stream)
+        self._driver.wait(self.handle, self._computed)
         for event in events:
-            self.stream.wait_event(_cuda_event(event))
+            self._driver.wait(self.handle, _handle(event))
 
     def copy(self, destination: int, source: int, num_bytes: int) -> None:
         """Copy bytes from one address to another."""
-        if torch.cuda.current_device() != self._device_index:
-            with torch.cuda.device(self._device_index):
-                self.copy(destination, source, num_bytes)
-            return
         while num_bytes:
             size = min(num_bytes, self._left_bytes)
-            self._driver.copy(destination, source, size, self.stream.cuda_stream)
+            self._driver.copy(destination, source, size, self.handle)
             destination, source, num_bytes = destination + size, source + size, num_bytes - size
             self._left_bytes -= size
             if not self._left_bytes:
@@ -75,13 +104,32 @@ class _Lane:
 
     def _let_pass(self) -> None:
         self._left_bytes = self._max_piece_bytes
-        driver, own, other = self._driver, self.stream.cuda_stream, self._other.cuda_stream
+        driver, own, other = self._driver, self.handle, self._other
         source, destination = self._ends
         driver.record(self._before, own)
         driver.wait(other, self._before)
         driver.copy(destination.data_ptr(), source.data_ptr(), source.nbytes, other)
         driver.record(self._after, other)
         driver.wait(own, self._after)
+
+
+def _on_device[**P, R](
+    method: Callable[Concatenate["CudaBackend", P], R],
+) -> Callable[Concatenate["CudaBackend", P], R]:
+    """Call with the device's context current. A thread has one from torch's first call to the device in it."""
+
+    @wraps(method)
+    def on_device(self: "CudaBackend", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not hasattr(self._threads, "has_context"):
+            with torch.cuda.device(self.device):
+                torch.cuda.Event().record()  # type: ignore[no-untyped-call]
+            self._threads.has_context = True
+        if torch._C._cuda_getDevice() == self._index:
+            return method(self, *args, **kwargs)
+        with torch.cuda.device(self.device):
+            return method(self, *args, **kwargs)
+
+    return on_device
 
 
 class CudaBackend:
@@ -94,10 +142,13 @@ class CudaBackend:
     def __init__(self, device: torch.device | str = "cuda", *, max_piece_out_bytes: int = MAX_PIECE_OUT_BYTES) -> None:
         device = torch.device(device)
         assert device.type == "cuda"
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
-        self._out = _Lane(self.device, max_piece_out_bytes, out=True)
-        self._in = _Lane(self.device, MAX_PIECE_BYTES, out=False)
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", self._index)
+        self._threads = threading.local()
+        self._driver, self._unused = cuda_driver(), _Handles()
+        with torch.cuda.device(self.device):
+            self._out = _Lane(self.device, max_piece_out_bytes, out=True)
+            self._in = _Lane(self.device, MAX_PIECE_BYTES, out=False)
         self._pin = True
 
     def allocate_host(self, num_bytes: int) -> HostSlab:
@@ -116,6 +167,7 @@ class CudaBackend:
                 )
         return allocate_pageable(num_bytes)
 
+    @_on_device
     def copy_out(self, moves: Sequence[tuple[UntypedStorage, Block]]) -> Event:
         self._out.after(self._compute_stream(), dict.fromkeys(fence for _, block in moves for fence in block.fences))
         for source, block in moves:
@@ -123,8 +175,9 @@ class CudaBackend:
             for host_address, num_bytes in block.parts:
                 self._out.copy(host_address, address, num_bytes)
                 address += num_bytes
-        return _record(self._out.stream)
+        return _Event(self._unused, self._out.handle)
 
+    @_on_device
     def copy_in(self, blocks: Sequence[Block]) -> tuple[list[Tensor], Event]:
         device = self.device
         destinations = [torch.empty(block.num_bytes, dtype=torch.uint8, device=device) for block in blocks]
@@ -134,19 +187,21 @@ class CudaBackend:
             for host_address, num_bytes in block.parts:
                 self._in.copy(address, host_address, num_bytes)
                 address += num_bytes
-        return destinations, _record(self._in.stream)
+        return destinations, _Event(self._unused, self._in.handle)
 
+    @_on_device
     def compute_wait(self, event: Event) -> None:
-        self._compute_stream().wait_event(_cuda_event(event))
+        self._driver.wait(self._compute_stream(), _handle(event))
 
     def done(self, event: Event) -> bool:
-        return bool(_cuda_event(event).query())  # type: ignore[no-untyped-call]
+        return self._driver.passed(_handle(event))
 
+    @_on_device
     def mark(self) -> Event | None:
-        return _record(self._compute_stream())
+        return _Event(self._unused, self._compute_stream())
 
     def elapsed_ms(self, start: Event, end: Event) -> float:
-        return float(_cuda_event(start).elapsed_time(_cuda_event(end)))
+        return self._driver.elapsed_ms(_handle(start), _handle(end))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -163,16 +218,10 @@ class CudaBackend:
             with torch.cuda.stream(lane.stream):
                 torch.empty(1, dtype=torch.uint8, device=self.device).copy_(pinned[:1], non_blocking=True)
 
-    def _compute_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+    def _compute_stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
 
-def _record(stream: torch.cuda.Stream) -> Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
-
-
-def _cuda_event(event: Event) -> torch.cuda.Event:
-    assert isinstance(event, torch.cuda.Event)
-    return event
+def _handle(event: Event) -> int:
+    assert type(event) is _Event
+    return event.handle

@@ -2,12 +2,14 @@
 
 import os
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from nemo_rl_offload.offload import CudaBackend, OffloadEngine
 from nemo_rl_offload.offload.backends.base import Block, Piece
+from nemo_rl_offload.offload.backends.cuda import _Event
 from nemo_rl_offload.offload.backends.cuda_driver import cuda_driver
 
 pytestmark = [
@@ -202,7 +204,52 @@ def test_pinned_memory_given_up_under_a_copy_goes_to_nobody_else() -> None:
     assert other.data_ptr() != address or backend.done(copied)
 
 
+def test_an_event_is_used_again_when_nobody_holds_it() -> None:
+    backend = CudaBackend()
+    first, second = backend.mark(), backend.mark()
+    assert isinstance(first, _Event)
+    assert isinstance(second, _Event)
+    handle = first.handle
+    assert handle != second.handle
+    del first
+    third = backend.mark()
+    assert isinstance(third, _Event)
+    assert third.handle == handle
+    torch.cuda.synchronize()
+    assert backend.done(third)
+    assert backend.elapsed_ms(second, third) >= 0
+    del backend, second  # the handles go with the last event
+    del third
+
+
+def test_a_thread_may_come_to_the_device_first_through_the_engine() -> None:
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    backend = CudaBackend(device)
+    slab = backend.allocate_host(1 << 20)
+    block = Block((Piece(slab, 0, 0, 1 << 20),), 1 << 20)
+    source = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+
+    def there_and_back() -> torch.Tensor:
+        start = backend.mark()
+        block.last_event = backend.copy_out([(source.untyped_storage(), block)])
+        (arrived,), event = backend.copy_in([block])
+        backend.compute_wait(event)
+        end = backend.mark()
+        backend.synchronize()
+        assert start is not None
+        assert end is not None
+        assert backend.done(event)
+        assert backend.elapsed_ms(start, end) > 0
+        return arrived
+
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(there_and_back).result(), source)
+
+
 def test_the_driver_names_what_it_refuses() -> None:
     driver = cuda_driver()
     with pytest.raises(RuntimeError, match="CUDA_ERROR"):
         driver.record(0, torch.cuda.current_stream().cuda_stream)
+    with pytest.raises(RuntimeError, match="CUDA_ERROR"):
+        driver.passed(0)

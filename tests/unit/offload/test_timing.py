@@ -28,7 +28,7 @@ class Clock(HostBackend):
         return float(end - start)
 
 
-def test_a_step_is_read_when_its_last_wait_has_begun_and_ended() -> None:
+def test_a_step_is_read_when_the_device_has_passed_its_end_and_all_copies() -> None:
     clock, stats, read = Clock(), OffloadStats(), []
     timing = Timing(clock, stats, lambda groups, _: read.append(groups))
     group = Group(("mlp", 0), [], 100)
@@ -36,14 +36,15 @@ def test_a_step_is_read_when_its_last_wait_has_begun_and_ended() -> None:
     timing.boundary(group, forward=True, phase=(1, 0))  # mark 1
     end = clock.mark()  # 2
     timing.copied(end, 100, out=True)
-    timing.waits(end, out=True)  # mark 3, behind the last boundary
-    for clock.now in (0, 1, 2):
+    timing.waits(end, out=True)  # mark 3, behind the last boundary; the step's end is 4
+    timing.copied(6, 100, out=False)  # nobody waits for it
+    for clock.now in range(6):
         timing.end_step()
         assert read == []
-    clock.now = 3
+    clock.now = 6
     timing.end_step()
     assert len(read) == 1
-    assert stats.copy_ms == 1.0
+    assert stats.copy_ms == 1.0 + 5.0
 
 
 def test_the_second_observation_takes_the_place_of_the_first() -> None:
