@@ -32,8 +32,17 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._offload: ActivationOffload | None = None
 
     def on_train_begin(self, args: object, state: object, control: object, model: nn.Module, **_: Any) -> None:
-        """Begin; what a training that failed has left is ended first."""
+        """Begin; what a training that failed has left is ended first.
+
+        Raises ValueError where the trainer would train copies of the model.
+        """
         self.close()
+        if getattr(args, "n_gpu", 1) > 1:
+            raise ValueError(
+                "OffloadCallback cannot offload under nn.DataParallel, which Trainer uses when one process sees "
+                "several GPUs: it trains copies of the model, not the model. Launch with `torchrun --nproc-per-node N` (or "
+                "`accelerate launch`), or let the process see one GPU: CUDA_VISIBLE_DEVICES=0."
+            )
         self._offload = offload_activations(
             model,
             self._modules,

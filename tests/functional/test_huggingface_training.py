@@ -19,7 +19,8 @@ NAMES = ["core_attn", "mlp_norm", "mlp_act"]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def _one_thread_and_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("transformers.TrainingArguments.n_gpu", 1)  # else several mean nn.DataParallel
     monkeypatch.chdir(tmp_path)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -78,6 +79,12 @@ def test_trainer(modules: list[str], changes: dict[str, Any]) -> None:
     assert all(stats.per_module[each].num_groups == 3 * 2 * 2 for each in modules)  # layers, microbatches, steps
     assert all_came_back(stats)
     assert stats.host_bytes == stats.host_capacity_bytes == 0
+
+
+def test_copies_of_the_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.TrainingArguments.n_gpu", 2)
+    with pytest.raises(ValueError, match=r"nn\.DataParallel.*torchrun"):
+        train([callback(NAMES)])
 
 
 def test_a_training_after_one_that_failed() -> None:

@@ -15,9 +15,10 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", (PROJECT_ROOT / "docs/offload.md")
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
-def test_snippet(snippet: str, tmp_path: Path) -> None:
+def test_snippet(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import TrainingArguments
 
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 1)  # else several mean nn.DataParallel
     # Tokens enough for tensors of 1 MiB in the activation and in attention, as the defaults ask for.
     shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 1, "max_position_embeddings": 1024}
     model = make_model("llama", **shape)
