@@ -40,8 +40,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         if getattr(args, "n_gpu", 1) > 1:
             raise ValueError(
                 "OffloadCallback cannot offload under nn.DataParallel, which Trainer uses when one process sees "
-                "several GPUs: it trains copies of the model, not the model. Launch with `torchrun --nproc-per-node N` (or "
-                "`accelerate launch`), or let the process see one GPU: CUDA_VISIBLE_DEVICES=0."
+                "several GPUs: it trains copies of the model, not the model. Launch with `torchrun --nproc-per-node N` "
+                "(or `accelerate launch`), or let the process see one GPU: CUDA_VISIBLE_DEVICES=0."
             )
         self._offload = offload_activations(
             model,
