@@ -71,8 +71,7 @@ class _Lane:
     def __init__(self, device: torch.device, max_piece_bytes: int, *, out: bool) -> None:
         self._driver = cuda_driver()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        other = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._streams = self.stream, other  # which the handles are of
+        self._other_stream = other = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.handle, self._other = self.stream.cuda_stream, other.cuda_stream
         self._events = [torch.cuda.Event() for _ in range(3)]  # type: ignore[no-untyped-call]
         for event in self._events:
@@ -193,6 +192,7 @@ class CudaBackend:
     def compute_wait(self, event: Event) -> None:
         self._driver.wait(self._compute_stream(), _handle(event))
 
+    @_on_device
     def done(self, event: Event) -> bool:
         return self._driver.passed(_handle(event))
 
@@ -200,6 +200,7 @@ class CudaBackend:
     def mark(self) -> Event | None:
         return _Event(self._unused, self._compute_stream())
 
+    @_on_device
     def elapsed_ms(self, start: Event, end: Event) -> float:
         return self._driver.elapsed_ms(_handle(start), _handle(end))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl_offload.offload import CudaBackend, OffloadEngine
-from nemo_rl_offload.offload.backends.base import Block, Piece
+from nemo_rl_offload.offload.backends.base import Block, Event, Piece
 from nemo_rl_offload.offload.backends.cuda import _Event
 from nemo_rl_offload.offload.backends.cuda_driver import cuda_driver
 
@@ -239,12 +239,16 @@ def test_a_thread_may_come_to_the_device_first_through_the_engine() -> None:
         backend.synchronize()
         assert start is not None
         assert end is not None
-        assert backend.done(event)
-        assert backend.elapsed_ms(start, end) > 0
+        events.extend((start, end, event))
         return arrived
 
+    events: list[Event] = []
+    first_calls = (lambda: backend.done(events[2]), lambda: backend.elapsed_ms(events[0], events[1]) > 0)
     with ThreadPoolExecutor(1) as pool:
         assert torch.equal(pool.submit(there_and_back).result(), source)
+    for call in first_calls:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(call).result()
 
 
 def test_the_driver_names_what_it_refuses() -> None:
