@@ -196,9 +196,11 @@ class Timing:
         return None if rate is None else rate * num_bytes
 
     def _passed(self, step: Step) -> bool:
-        """Whether the device has passed every event of it: the compute stream's last, and the last copy each way."""
-        last = [next((copy.end for copy in reversed(step.copies) if copy.out == out), None) for out in (True, False)]
-        return all(self._backend.done(event) for event in (step.end, *last) if event is not None)
+        """Whether the device has passed every event of it: the last of each kind, which may be of several streams."""
+        copies = [next((copy.end for copy in reversed(step.copies) if copy.out == out), None) for out in (True, False)]
+        waits = [event for _, wait in step.waits[-1:] for event in (wait.since, wait.until)]
+        last = (step.end, step.boundaries[-1].event, *waits, *copies)
+        return all(self._backend.done(event) for event in last if event is not None)
 
     def _read(self, step: Step) -> None:
         """Intervals reach back into the step read before, since a step may be as short as one microbatch."""
