@@ -35,7 +35,7 @@ class Order:
         self._full_at: tuple[Key, int] | None = None  # the last commit before the first backward, and how many waited
         self.latest: Group | None = None  # reached last; its node may be gone
         self.version = 0
-        """Another one whenever a commit may change what `upcoming` gives."""
+        """Another one whenever `upcoming`, or how long it takes, may have become another than it was to be."""
 
     def commit(self, group: Group) -> None:
         """Place `group` at the end of the pass it belongs to."""
@@ -67,6 +67,7 @@ class Order:
                 self._learn(self.latest.pass_, pass_)
             if self._is_filling and self._waiting:
                 self._is_filling, self._full_at = False, (self._waiting[-1].last_key, len(self._waiting))
+            self.version += 1
             pass_.begun = True
             if pass_ in self._waiting:
                 self._waiting.remove(pass_)

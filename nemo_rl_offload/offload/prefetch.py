@@ -23,12 +23,14 @@ class Prefetch:
         self._max_bytes = max_bytes
         self._now_ms = self._reached_ms = 0.0  # by usual durations; and when backward was at the group reached last
         self._before: tuple[Group, bool, Phase] | None = None  # the last boundary
-        # A plan: made for this version of the order, what backward is taken to reach (soonest first), how many of those
-        # there have to be for the plan to look far enough, and when reloads have to start (in the same order).
+        # A plan: made for this version of the order, what backward is taken to reach and when (soonest first), how many
+        # of those there have to be for the plan to look far enough, when reloads have to start (in the same order), and
+        # how much later than planned backward is.
         self._version = -1
-        self._upcoming: deque[weakref.ref[Group]] = deque()
+        self._upcoming: deque[tuple[weakref.ref[Group], float]] = deque()
         self._least_upcoming = 0
         self._starts: deque[tuple[float, weakref.ref[Group]]] = deque()
+        self._late_ms = 0.0
 
     def boundary(self, group: Group, forward: bool) -> None:
         """A commit, or a backward that has reached `group`: clocks go on, this one by the interval usual here, that of
@@ -62,8 +64,11 @@ class Prefetch:
 
     def _follows_plan(self, group: Group, forward: bool) -> bool:
         """Whether the plan made last still tells what comes next, far enough."""
-        if not forward and (not self._upcoming or self._upcoming.popleft()() is not group):
-            return False
+        if not forward:
+            reached, due_ms = self._upcoming.popleft() if self._upcoming else (None, 0.0)
+            if reached is None or reached() is not group:
+                return False
+            self._late_ms = self._reached_ms - due_ms
         return self._version == self._order.version and len(self._upcoming) >= self._least_upcoming
 
     def _plan(self, former: Group, first_due_ms: float | None) -> None:
@@ -73,14 +78,14 @@ class Prefetch:
         refs: list[weakref.ref[Group]] = []
         self._version = self._order.version
         self._upcoming.clear()
-        due_ms = self._reached_ms
+        due_ms, self._late_ms = self._reached_ms, 0.0
         for following in islice(self._order.upcoming(former), HORIZON + LASTS):
             due_ms = (
                 due_ms + self._interval_ms(former, following) if first_due_ms is None else self._now_ms + first_due_ms
             )
             former, first_due_ms = following, None
             ref = weakref.ref(following)
-            self._upcoming.append(ref)
+            self._upcoming.append((ref, due_ms))
             if num_bytes := following.pending_bytes:
                 copy_ms = self._timing.copy_ms(num_bytes, out=False)
                 needs.append(Need(due_ms, float("inf") if copy_ms is None else copy_ms * MARGIN + LATENCY_MS))
@@ -91,7 +96,7 @@ class Prefetch:
     def _start_before(self, until_ms: float) -> None:
         """Start the reloads that have to start before then, as far as the byte cap allows."""
         room = None
-        while self._starts and self._starts[0][0] < until_ms:
+        while self._starts and self._starts[0][0] + self._late_ms < until_ms:
             group = self._starts[0][1]()
             if group is not None and group.pending_bytes:
                 if room is None:

@@ -37,7 +37,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         Raises ValueError where the trainer would train copies of the model.
         """
         self.close()
-        if getattr(args, "n_gpu", 1) > 1:
+        is_quantized = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
+        if getattr(args, "n_gpu", 1) > 1 and not is_quantized:  # those the trainer does not copy
             raise ValueError(
                 "OffloadCallback cannot offload under nn.DataParallel, which Trainer uses when one process sees "
                 "several GPUs: it trains copies of the model, not the model. Launch with `torchrun --nproc-per-node N` "

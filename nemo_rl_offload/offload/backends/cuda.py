@@ -24,6 +24,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import Concatenate
 
@@ -43,7 +44,8 @@ class _Handles(list[int]):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
             for handle in self:
-                cuda_driver().destroy(handle)
+                with suppress(RuntimeError):  # the device's context is gone, and this with it
+                    cuda_driver().destroy(handle)
 
 
 class _Event:

@@ -204,7 +204,7 @@ def test_pinned_memory_given_up_under_a_copy_goes_to_nobody_else() -> None:
     assert other.data_ptr() != address or backend.done(copied)
 
 
-def test_an_event_is_used_again_when_nobody_holds_it() -> None:
+def test_an_event_is_used_again_when_nobody_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = CudaBackend()
     first, second = backend.mark(), backend.mark()
     assert isinstance(first, _Event)
@@ -218,8 +218,13 @@ def test_an_event_is_used_again_when_nobody_holds_it() -> None:
     torch.cuda.synchronize()
     assert backend.done(third)
     assert backend.elapsed_ms(second, third) >= 0
-    del backend, second  # the handles go with the last event
-    del third
+    destroyed, destroy = [], cuda_driver().destroy
+    monkeypatch.setattr(cuda_driver(), "destroy", lambda handle: (destroyed.append(handle), destroy(handle)))
+    handles = {handle, second.handle}
+    del backend, second
+    assert destroyed == []
+    del third  # the handles go with the last event
+    assert set(destroyed) == handles
 
 
 def test_a_thread_may_come_to_the_device_first_through_the_engine() -> None:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -154,6 +155,24 @@ def test_a_pipeline_brings_nothing_back_before_a_forward_that_comes_between() ->
     *_, (step_ms, peak_bytes) = [layers.step() for _ in range(5)]
     assert step_ms < 1.04 * layers.compute_ms
     assert peak_bytes < 3.6 * GB  # 13.7 GB are alive
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_microbatches", "num_ahead", "waits"),
+    [(3, 4, 3, False), (5, 8, 3, False), (5, 16, 4, False), (7, 8, 4, True), (28, 8, 4, True)],
+)
+def test_backwards_that_follow_each_other_find_their_bytes(
+    num_layers: int, num_microbatches: int, num_ahead: int, waits: bool
+) -> None:
+    """The last of a pipeline have no forward between them, the others have: that is known when one begins."""
+    copy_ms = 1.6
+    layer = {"layer": GroupShape(int(copy_ms * BYTES_PER_MS), 2, 4)}
+    layers = Layers(layer, num_layers, num_microbatches, num_ahead, waits=waits)
+    stalls_ms = []
+    for _ in range(6):
+        layers.step()
+        stalls_ms.append(layers.engine.stats().stall_in_ms)
+    assert all(after - before < 1.01 * copy_ms for before, after in pairwise(stalls_ms))
 
 
 @pytest.mark.parametrize("num_microbatches", [6, 16])
