@@ -49,7 +49,8 @@ class _Handles(list[int]):
 
 
 class _Event:
-    """A point in a stream, as it was when this was made."""
+    """A point in a stream, as it was when this was made. Its handle is used again when nobody holds it: what waits for
+    it on the device waits for the point that it had when the wait was given."""
 
     __slots__ = ("_unused", "handle")
 
@@ -73,7 +74,7 @@ class _Lane:
     def __init__(self, device: torch.device, max_piece_bytes: int, *, out: bool) -> None:
         self._driver = cuda_driver()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._other_stream = other = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        other = self._other_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # kept for its handle
         self.handle, self._other = self.stream.cuda_stream, other.cuda_stream
         self._events = [torch.cuda.Event() for _ in range(3)]  # type: ignore[no-untyped-call]
         for event in self._events:

@@ -1,5 +1,6 @@
 """The random cases find nothing in the engine, and find what is planted."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,8 +43,10 @@ def test_a_plan_that_is_kept_says_what_a_new_one_would(monkeypatch: pytest.Monke
         upcoming, starts = plan_of(self)
         is_cut, former = self._least_upcoming > 0, self._order.latest
         assert former is not None
+        kept = deque(self._upcoming), self._starts, self._late_ms, self._least_upcoming
         self._plan(former, None)
         new_upcoming, new_starts = plan_of(self)
+        self._upcoming, self._starts, self._late_ms, self._least_upcoming = kept
         assert upcoming[:HORIZON] == new_upcoming[:HORIZON]
         assert is_cut or starts == pytest.approx(new_starts)
         num_kept += bool(starts)
