@@ -145,10 +145,10 @@ def in_process(task: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")], ended
 
 
-def search(about: dict[str, str], entry: dict[str, Any], limit_bytes: int, write: Any) -> None:
+def search(about: dict[str, str], entry: dict[str, Any], limit_bytes: int, commit: str | None, write: Any) -> None:
     """Try until the largest that fits is known; fills the entry, whose keys are sizes as text.
 
-    `about` is what an attempt's task says of itself: variant, searched, impl.
+    `about` is what an attempt's task says of itself: variant, searched, impl. `commit` is what the attempts run at.
     """
     searched = about["searched"]
     entry["error"] = None
@@ -167,7 +167,7 @@ def search(about: dict[str, str], entry: dict[str, Any], limit_bytes: int, write
         for together in [sizes] if searched == "sequence" else [[size] for size in sizes]:
             samples, entry["error"] = in_process({**about, "sizes": together})
             for sample in samples:
-                entry["tried"][str(sample.pop("size"))] = sample
+                entry["tried"][str(sample.pop("size"))] = sample | {"commit": commit}
             if entry["error"] or "out_of_memory" in samples[-1]:
                 break
         write()
@@ -189,6 +189,14 @@ def figures(data: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def keep_commit(data: dict[str, Any]) -> None:
+    """What earlier commands measured stays marked with their commit, which the file's own will no longer be."""
+    entries = [*data["sequence"].values(), *data["layers"].values()]
+    measured = [sample for entry in entries for sample in entry["tried"].values()]
+    for each in [*measured, *([data["compared"]] if "compared" in data else [])]:
+        each.setdefault("commit", data["commit"])
+
+
 def run(options: argparse.Namespace) -> int:
     from nemo_rl_offload.bench.report import write_json
 
@@ -196,6 +204,7 @@ def run(options: argparse.Namespace) -> int:
     data: dict[str, Any] = {"experiment": "E4", "sequence": {}, "layers": {}}
     if path.exists():
         data |= json.loads(path.read_text(encoding="utf-8"))
+        keep_commit(data)
     ((machine,), _) = in_process({"describe": True})
     data |= machine | {"command": command()}
     data |= {"num_layers": NUM_LAYERS, "sequence_of_layers": SEQUENCE, "transformer_impl": options.impl}
@@ -208,12 +217,13 @@ def run(options: argparse.Namespace) -> int:
     for searched in options.search:
         for name in options.variant or VARIANTS:
             about = {"variant": name, "searched": searched, "impl": options.impl}
-            search(about, data[searched].setdefault(name, {"tried": {}}), limit_bytes, write)
+            search(about, data[searched].setdefault(name, {"tried": {}}), limit_bytes, data["commit"], write)
         alone = data["sequence"].get(COMPARED[0], {}).get("largest")
         if searched == "sequence" and alone and data.get("compared", {}).get("sequence") != alone:
             say(f"time per token at {alone} tokens")
             samples, error = in_process({"compare": alone, "impl": options.impl})
             data["compared"] = {"sequence": alone, "samples": samples[0] if samples else {}, "error": error}
+            data["compared"]["commit"] = data["commit"]
             write()
     print(json.dumps(data["figures"], indent=1))
     return 0

@@ -59,15 +59,19 @@ def test_e3_takes_the_same_steps_with_and_without(tmp_path: Path) -> None:
     assert ours["figures"]["largest_steps_own_host_bytes"] > 0
 
 
-def test_e4_ends_where_a_cpu_is_taken_to_be_full(tmp_path: Path) -> None:
+def test_e4_ends_where_a_cpu_is_taken_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_COMMIT", "first")
     (result,) = run(tmp_path, "reach", "--variant", "recompute: full")
     tried = result["sequence"]["recompute: full"]["tried"]
     assert {size for size, sample in tried.items() if "out_of_memory" not in sample} == {"64", "96"}
     assert result["figures"]["longest_sequence"] == {"recompute: full": 96}
     assert result["compared"]["sequence"] == 96
     assert result["figures"]["time_per_token"] > 0
-    again = run(tmp_path, "reach", "--variant", "recompute: full")
-    assert again[0]["sequence"] == result["sequence"], "what is known is not tried again"
+    monkeypatch.setenv("BENCH_COMMIT", "second")
+    (again,) = run(tmp_path, "reach", "--variant", "recompute: full")
+    assert again["sequence"] == result["sequence"], "what is known is not tried again"
+    measured_at = {sample["commit"] for sample in [*tried.values(), again["compared"]]}
+    assert (again["commit"], measured_at) == ("second", {"first"})
 
 
 def test_a_profile_has_traces_and_lanes(tmp_path: Path) -> None:
