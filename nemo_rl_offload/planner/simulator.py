@@ -11,6 +11,8 @@ after another, backwards in reverse order.
 
 For memory, copies in are moved to the latest time that delays nobody: that is what prefetching by time does. So the
 step time is that of copies which start as early as they may, the memory that of copies which start as late as they may.
+What has been copied out is given back where the engine can do so: at the next end of such a forward or start of such a
+backward, and no later than its copy in.
 
 Limit: passes between stages take a constant time and no link of their own; compute is never slowed down by copies. With
 a budget the engine has no bound of bytes: it waits for copies out only where the budget has no room, so less than here.
@@ -133,6 +135,7 @@ def _ready(
 
 @dataclass
 class _CopyIn:
+    key: Visited
     num_bytes: int
     start: float
     duration: float
@@ -148,7 +151,9 @@ class _Stage:
     now: float = 0.0
     out_free: float = 0.0
     out_ends: dict[Visited, float] = field(default_factory=dict)
-    inflight: deque[tuple[float, int]] = field(default_factory=deque)
+    inflight: deque[tuple[float, int, Visited]] = field(default_factory=deque)
+    released: dict[Visited, float] = field(default_factory=dict)
+    """When the device's memory of what was copied out could be given back."""
     copies_in: list[_CopyIn] = field(default_factory=list)
     reloaded_bytes: list[int] = field(default_factory=lambda: [0])
     """Running total of `copies_in`."""
@@ -185,29 +190,33 @@ class _Stage:
         self.out_free = start + segment.offloaded_bytes / self.transfers.link.out_bytes_per_ms
         self.out_ends[key] = self.out_free
         self.host.append((start, segment.offloaded_bytes))
-        self.device.append((self.out_free, -segment.offloaded_bytes))
-        self.inflight.append((self.out_free, segment.offloaded_bytes))
-        while self.inflight and (
-            self.inflight[0][0] <= self.now
-            or sum(num_bytes for _, num_bytes in self.inflight) > self.max_inflight_bytes
-        ):
-            end, _ = self.inflight.popleft()
-            self.times.waits_out_ms[key[0]][key[1]] += max(0.0, end - self.now)
-            self.now = max(self.now, end)
+        self.inflight.append((self.out_free, segment.offloaded_bytes, key))
+        self._release_ended()
+        while sum(num_bytes for _, num_bytes, _ in self.inflight) > self.max_inflight_bytes:
+            end = self.inflight[0][0]
+            self.times.waits_out_ms[key[0]][key[1]] += end - self.now
+            self.now = end
+            self._release_ended()
 
     def _backward(self, segment: Segment, key: Visited) -> None:
         if segment.offloaded_bytes:
             self.times.reached_ms[key] = self.now
-            arrival = self._copy_in(segment.offloaded_bytes, self.out_ends[key])
+            self._release_ended()
+            arrival = self._copy_in(key, segment.offloaded_bytes)
             self.times.waits_in_ms[key[0]][key[1]] += max(0.0, arrival - self.now)
             self.now = max(self.now, arrival)
             self.copies_in[-1].used = self.now
         self.now += segment.backward_ms
         self.device.append((self.now, -segment.kept_bytes - segment.offloaded_bytes))
 
-    def _copy_in(self, num_bytes: int, out_end: float) -> float:
+    def _release_ended(self) -> None:
+        while self.inflight and self.inflight[0][0] <= self.now:
+            _, _, key = self.inflight.popleft()
+            self.released[key] = self.now
+
+    def _copy_in(self, key: Visited, num_bytes: int) -> float:
         """Return when the next copy in ends. It may not start before enough of those before it are used."""
-        start = out_end
+        start = self.out_ends[key]
         if self.copies_in:
             before = self.copies_in[-1]
             start = max(start, before.start + before.duration)
@@ -217,7 +226,7 @@ class _Stage:
         if (blocking := min(first, len(self.copies_in)) - 1) >= 0:
             start = max(start, self.copies_in[blocking].used)
         duration = num_bytes / self.transfers.link.in_bytes_per_ms
-        self.copies_in.append(_CopyIn(num_bytes, start, duration, 0.0))
+        self.copies_in.append(_CopyIn(key, num_bytes, start, duration, 0.0))
         self.reloaded_bytes.append(total)
         return start + duration
 
@@ -227,6 +236,7 @@ class _Stage:
         for copy in reversed(self.copies_in):
             latest = min(copy.used, latest) - copy.duration
             latest = max(latest, copy.start)
+            self.device.append((min(self.released.get(copy.key, latest), latest), -copy.num_bytes))
             self.device.append((latest, copy.num_bytes))
             self.host.append((latest + copy.duration, -copy.num_bytes))
         self.times.peak_bytes = _peak(self.device)

@@ -115,7 +115,15 @@ def test_without_a_bound_two_of_the_largest_copies_may_be_on_their_way() -> None
 
 def test_late_copies_in_take_no_memory_early() -> None:
     """Reloading could begin at 4; by the time it must, the last segment has been given back."""
+    last = Segment(1, 1, kept_bytes=5)
+    segments = [[[Segment(1, 1, offloaded_bytes=3), Segment(9, 9, offloaded_bytes=1), last]]]
+    times = simulate(pipeline_schedule(1, 1), segments, Transfers(Link(1, 1))).stages[0]
+    assert times.peak_bytes == 1 + 5
+    assert times.exposed_ms == 0
+
+
+def test_what_was_copied_out_stays_until_the_engine_can_look() -> None:
+    """The copy ends at 4, and nothing else is offloaded whose forward ends or whose backward starts before its own."""
     segments = [[[Segment(1, 1, offloaded_bytes=3), Segment(9, 9), Segment(1, 1, kept_bytes=5)]]]
     times = simulate(pipeline_schedule(1, 1), segments, Transfers(Link(1, 1))).stages[0]
-    assert times.peak_bytes == 5
-    assert times.exposed_ms == 0
+    assert times.peak_bytes == 3 + 5
