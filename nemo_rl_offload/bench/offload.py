@@ -5,6 +5,8 @@ is first checked (loss and every gradient against no offloading, `torch.equal` u
 variants are measured in turn, round by round, so that a drifting clock hits all alike. Times come from the device's
 events, memory from the allocator; medians over the rounds. On a CPU the same code runs a small case, to show that it
 works: times there mean nothing, since copies on a CPU overlap with nothing.
+
+Megatron-Core's engine and Transformer Engine's work with their own layers alone: `benchmarks/dense_rl.py` has those.
 """
 
 import gc
@@ -80,8 +82,13 @@ class Figures:
     peak_reserved_bytes: int = 0
     saved_bytes: int = 0
     """Of the peak, against no offloading."""
+    held_bytes: int = 0
+    """Device memory asked for, when a microbatch's forward is over and every copy out has ended."""
+    away_bytes: int = 0
+    """Of what that forward saved, on the host alone then."""
     effectiveness: float | None = None
-    """Saved bytes over the bytes offloaded per microbatch: those of one microbatch are alive at the peak."""
+    """By how much less is held than without offloading, over the bytes away. In a step, copies under way at the peak,
+    and what the backward at the peak reads, take device memory all the same."""
     bytes_out: int = 0
     host_capacity_bytes: int = 0
     stall_ms: float = 0.0
@@ -227,6 +234,8 @@ class Bench:
                 figures.peak_reserved_bytes = max(figures.peak_reserved_bytes, torch.cuda.max_memory_reserved())
             if offload is not None and before is not None:
                 self._add_stats(figures, before, offload.stats(), num_steps)
+            if self.device.type == "cuda":
+                self._add_held(figures, offload)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -237,6 +246,19 @@ class Bench:
         stalls = [each.stall_in_ms + each.stall_out_ms for each in (before, after)]
         figures.stall_ms = (stalls[1] - stalls[0]) / num_steps
         figures.overlap = after.overlap
+
+    def _add_held(self, figures: Figures, offload: ActivationOffload | None) -> None:
+        before = None if offload is None else offload.stats()
+        tokens = self.tokens[0]
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        self._synchronize()
+        if offload is not None and before is not None:
+            offload.end_step()
+            after = offload.stats()
+            returned = [each.bytes_in + each.returned_bytes for each in (before, after)]
+            figures.away_bytes = after.bytes_out - before.bytes_out - (returned[1] - returned[0])
+        figures.held_bytes = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
+        del loss
 
     def _timed(self, figures: Figures, offload: ActivationOffload | None) -> int:
         """One step; returns its highest device memory. The peak is read before the engine hears of the step's end,
@@ -296,7 +318,7 @@ def run(
                 progress(f"round {number + 1} of {num_rounds}: {variant.name}")
                 with _failing_into(entry):
                     bench.measure(variant, entry, num_warmup, num_steps)
-    _compare(list(figures.values()), shape.num_microbatches)
+    _compare(list(figures.values()))
     return list(figures.values())
 
 
@@ -312,13 +334,13 @@ def _failing_into(figures: Figures) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _compare(figures: Sequence[Figures], num_microbatches: int) -> None:
+def _compare(figures: Sequence[Figures]) -> None:
     plain = figures[0]
     for each in figures[1:]:
         if plain.peak_allocated_bytes and each.peak_allocated_bytes:
             each.saved_bytes = plain.peak_allocated_bytes - each.peak_allocated_bytes
-            if each.bytes_out:
-                each.effectiveness = each.saved_bytes * num_microbatches / each.bytes_out
+            if plain.held_bytes and each.away_bytes:
+                each.effectiveness = (plain.held_bytes - each.held_bytes) / each.away_bytes
 
 
 def to_json(shape: Shape, figures: Sequence[Figures], device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""The offloading bench from the command line, as it runs on a CPU, and what it says of a device's memory."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from example_runs import run_python
+
+from nemo_rl_offload.bench.offload import AUTO_BUDGETS, MODULE_SETS, SMALL, Bench, Figures, Shape, run, variants
+
+OURS = [f"ours: {name}" for name in MODULE_SETS]
+ENOUGH_TO_MOVE = Shape(4, 1024, 2816, 8, 4, 1024, 2048, 1, 2, "bfloat16")
+
+
+@pytest.mark.slow
+def test_every_variant_has_the_same_bits(tmp_path: Path) -> None:
+    done = run_python("-m", "nemo_rl_offload.cli", "bench", "offload", "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.json")
+    assert path.with_suffix(".png").stat().st_size > 0
+    figures = {each["name"]: each for each in json.loads(path.read_text())["variants"]}
+    others = {"none", "recompute: layers", "recompute: mlp", "save_on_cpu"}
+    assert figures.keys() == {*OURS, *(f"ours: auto {share:.0%}" for share in AUTO_BUDGETS), *others}
+    assert all(each["bit_identical"] and each["step_ms"] > 0 and each["error"] is None for each in figures.values())
+    assert all((each["bytes_out"] > 0) == name.startswith("ours") for name, each in figures.items())
+
+
+def test_an_unknown_variant_is_named_with_the_nearest() -> None:
+    done = run_python("-m", "nemo_rl_offload.cli", "bench", "offload", "--variant", "ours: nroms")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no variant 'ours: nroms' here" in done.stderr
+    assert "Did you mean 'ours: norms'?" in done.stderr
+
+
+def test_what_is_away_is_what_the_host_has_after_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's memory is played by a number, from which what the host has is missing."""
+    device = torch.device("cpu")
+    bench = Bench(SMALL, device)
+    (_, variant) = variants(device, 0, ["ours: all"])
+    figures = Figures(variant.name)
+    on_the_host = []
+    with variant.enter(bench.model) as offload:
+        assert offload is not None
+        for _ in range(2):
+            bench.step(offload)
+
+        def memory_stats() -> dict[str, int]:
+            on_the_host.append(offload.stats().host_bytes)
+            return {"requested_bytes.all.current": (1 << 30) - on_the_host[-1]}
+
+        monkeypatch.setattr(torch.cuda, "memory_stats", memory_stats)
+        bench._add_held(figures, offload)
+        assert offload.stats().host_bytes == 0, "the graph is gone"
+    assert figures.held_bytes == (1 << 30) - on_the_host[0]
+    assert 0 < figures.away_bytes <= on_the_host[0] < 1.2 * figures.away_bytes  # blocks are of whole units
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(
+    os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1", reason="nobody counts memory without the allocator"
+)
+def test_what_is_offloaded_leaves_the_device() -> None:
+    figures = run(ENOUGH_TO_MOVE, torch.device("cuda"), num_rounds=1, num_warmup=2, num_steps=1, names=OURS)
+    for each in figures[1:]:
+        assert each.error is None
+        assert each.effectiveness is not None
+        assert 0.998 <= each.effectiveness <= 1.002, each.name
