@@ -30,6 +30,7 @@ from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.torch_modules import ActivationOffload, offload_activations
 
+PLAIN = "none"
 MODULE_SETS = {
     "core_attn": ("core_attn",),
     "norms": ("attn_norm", "mlp_norm"),
@@ -156,7 +157,7 @@ def variants(device: torch.device, peak_bytes: int, names: Sequence[str] | None 
     """All variants that this machine can run, or those of `names`; the first is without anything. `peak_bytes` is the
     peak without offloading. Raises ConfigError for an unknown name."""
     ours = partial(_ours, min_tensor_bytes=1 << 20 if device.type == "cuda" else 0)
-    every = [Variant("none", lambda model: nullcontext())]
+    every = [Variant(PLAIN, lambda model: nullcontext())]
     every += [Variant(f"ours: {name}", partial(ours, modules=modules)) for name, modules in MODULE_SETS.items()]
     for share in AUTO_BUDGETS:
         budget = f"{peak_bytes * share / (1 << 20):.3f}MiB"
@@ -174,7 +175,7 @@ def variants(device: torch.device, peak_bytes: int, names: Sequence[str] | None 
     for name in names:
         if name not in known:
             raise ConfigError(f"no variant '{name}' here; there are: {', '.join(known)}.{nearest(name, known)}")
-    return [each for each in every if each.name == "none" or each.name in names]
+    return [each for each in every if each.name == PLAIN or each.name in names]
 
 
 class Bench:
@@ -234,7 +235,7 @@ class Bench:
                 figures.peak_reserved_bytes = max(figures.peak_reserved_bytes, torch.cuda.max_memory_reserved())
             if offload is not None and before is not None:
                 self._add_stats(figures, before, offload.stats(), num_steps)
-            if self.device.type == "cuda":
+            if self.device.type == "cuda" and (offload is not None or figures.name == PLAIN):
                 self._add_held(figures, offload)
         gc.collect()
         if self.device.type == "cuda":
@@ -302,6 +303,7 @@ def run(
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Figures]:
     """Check and measure every variant; one that fails says so in its `error` and is left out afterwards."""
+    variants(device, 0, names)  # so that a wrong name is said before the model is built
     bench = Bench(shape, device)
     chosen = variants(device, bench.plain_peak_bytes(), names)
     figures = {each.name: Figures(each.name) for each in chosen}
