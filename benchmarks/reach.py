@@ -222,8 +222,8 @@ def run(options: argparse.Namespace) -> int:
         if searched == "sequence" and alone and data.get("compared", {}).get("sequence") != alone:
             say(f"time per token at {alone} tokens")
             samples, error = in_process({"compare": alone, "impl": options.impl})
-            data["compared"] = {"sequence": alone, "samples": samples[0] if samples else {}, "error": error}
-            data["compared"]["commit"] = data["commit"]
+            compared = {"sequence": alone, "samples": samples[0] if samples else {}, "error": error}
+            data["compared"] = compared | {"commit": data["commit"]}
             write()
     print(json.dumps(data["figures"], indent=1))
     return 0
