@@ -68,27 +68,21 @@ class _Event:
 
 
 class _Lane:
-    """A stream of copies one way, which lets copies of other streams pass between two pieces. Its calls need the
-    device's context to be current."""
+    """Copies one way, in order, given to two streams in turn, which lets copies of other streams pass between two
+    pieces. Its calls need the device's context to be current."""
 
-    def __init__(self, device: torch.device, max_piece_bytes: int, *, out: bool) -> None:
+    def __init__(self, device: torch.device, max_piece_bytes: int) -> None:
         self._driver = cuda_driver()
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        other = self._other_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # kept for its handle
-        self.handle, self._other = self.stream.cuda_stream, other.cuda_stream
-        self._events = [torch.cuda.Event() for _ in range(3)]  # type: ignore[no-untyped-call]
+        self.streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+        self.handle, self._next = (stream.cuda_stream for stream in self.streams)
+        self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         for event in self._events:
-            event.record(self.stream)  # which makes it; before that it has no handle
-        self._computed, self._before, self._after = [event.cuda_event for event in self._events]
-        ends = [torch.zeros(1, device=device), torch.zeros(1, device="cpu", pin_memory=True)]
-        self._ends = ends if out else ends[::-1]
-        ends[0].record_stream(other)  # both may be dropped under the last of the driver's copies
-        with torch.cuda.stream(other):
-            ends[1].copy_(ends[0], non_blocking=True)
+            event.record(self.streams[0])  # which makes it; before that it has no handle
+        self._computed, self._before = (event.cuda_event for event in self._events)
         self._max_piece_bytes = self._left_bytes = max_piece_bytes  # left: of the present piece
 
     def after(self, compute_stream: int, events: Iterable[Event]) -> None:
-        """What follows on the lane's stream follows the compute stream's present work and `events`."""
+        """What follows on the lane follows the compute stream's present work and `events`."""
         self._driver.record(self._computed, compute_stream)
         self._driver.wait(self.handle, self._computed)
         for event in events:
@@ -106,13 +100,9 @@ class _Lane:
 
     def _let_pass(self) -> None:
         self._left_bytes = self._max_piece_bytes
-        driver, own, other = self._driver, self.handle, self._other
-        source, destination = self._ends
-        driver.record(self._before, own)
-        driver.wait(other, self._before)
-        driver.copy(destination.data_ptr(), source.data_ptr(), source.nbytes, other)
-        driver.record(self._after, other)
-        driver.wait(own, self._after)
+        self._driver.record(self._before, self.handle)
+        self.handle, self._next = self._next, self.handle
+        self._driver.wait(self.handle, self._before)
 
 
 def _on_device[**P, R](
@@ -149,8 +139,8 @@ class CudaBackend:
         self._threads = threading.local()
         self._driver, self._unused = cuda_driver(), _Handles()
         with torch.cuda.device(self.device):
-            self._out = _Lane(self.device, max_piece_out_bytes, out=True)
-            self._in = _Lane(self.device, MAX_PIECE_BYTES, out=False)
+            self._out = _Lane(self.device, max_piece_out_bytes)
+            self._in = _Lane(self.device, MAX_PIECE_BYTES)
         self._pin = True
 
     def allocate_host(self, num_bytes: int) -> HostSlab:
@@ -218,8 +208,8 @@ class CudaBackend:
 
     def _announce(self, pinned: Tensor) -> None:
         """Tell torch's allocator which streams use this memory: it gives it to nobody else before they are done."""
-        for lane in (self._out, self._in):
-            with torch.cuda.stream(lane.stream):
+        for stream in (*self._out.streams, *self._in.streams):
+            with torch.cuda.stream(stream):
                 torch.empty(1, dtype=torch.uint8, device=self.device).copy_(pinned[:1], non_blocking=True)
 
     def _compute_stream(self) -> int:
