@@ -205,6 +205,9 @@ def is_bit_identical(implementation: str, sequence: int) -> bool:
 
 
 def counters(engine: OffloadEngine) -> Sample:
+    """The engine's totals, with the times of every step so far."""
+    if HAS_GPU:
+        torch.cuda.synchronize()
     stats = engine.stats()
     return {
         "bytes_out": stats.bytes_out,

@@ -284,9 +284,11 @@ class OffloadEngine:
             self._end_step()
 
     def stats(self) -> OffloadStats:
-        """A copy of the totals since the engine was built."""
+        """A copy of the totals since the engine was built. Times are those of steps that the device has passed: all of
+        them after it was synchronized."""
         with self._lock:
             self._collect()
+            self._timing.read()
             totals = copy.deepcopy(self._stats)
             totals.bytes_out = sum(module.bytes_out for module in totals.per_module.values())
             totals.bytes_in = sum(module.bytes_in for module in totals.per_module.values())

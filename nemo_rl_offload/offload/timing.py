@@ -162,6 +162,10 @@ class Timing:
             if len(self._pending) > MAX_PENDING_STEPS:
                 self._pending.popleft()
                 self._latest = self._latest_reached = None
+        self.read()
+
+    def read(self) -> None:
+        """Learn from the steps that are over and that the device has passed."""
         while self._pending and self._passed(self._pending[0]):
             self._read(self._pending.popleft())
 

@@ -12,7 +12,7 @@ from simulated_model import GroupShape, Module
 from torch import Tensor
 
 from nemo_rl_offload.offload.auto import Auto
-from nemo_rl_offload.offload.backends.base import HostSlab
+from nemo_rl_offload.offload.backends.base import Event, HostSlab
 from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
 from nemo_rl_offload.planner import worth
@@ -189,6 +189,24 @@ def test_the_first_stage_of_a_pipeline_loses_nothing(num_microbatches: int) -> N
     before_ms = layers.engine.stats().stall_in_ms
     layers.step()
     assert layers.engine.stats().stall_in_ms == pytest.approx(before_ms)
+
+
+def test_figures_are_those_of_every_step_once_the_device_was_waited_for() -> None:
+    """The step that was just timed, too, and not only those before it."""
+
+    class Behind(SimulatedBackend):
+        """The device has not come to the step's end when the host has."""
+
+        waited = False
+
+        def done(self, event: Event) -> bool:
+            return self.waited and super().done(event)
+
+    layers = Layers(EXPERTS, 2, 1, 1, backend_type=Behind)
+    layers.step()
+    assert layers.engine.stats().copy_ms == 0
+    layers.backend.waited = True  # type: ignore[attr-defined]
+    assert layers.engine.stats().copy_ms > 0
 
 
 @pytest.mark.parametrize(
