@@ -114,6 +114,10 @@ def _e1(results: Mapping[str, Result]) -> Iterator[Row]:
     for name, each in own.items():
         beside = f"{each['saved_of_peak_percent']:.1f} % (published: {PUBLISHED_SAVED_SHARE} %)"
         yield Row("E1", "saved share of the peak", "-", beside, NO_BAR, name)
+        if (copies := each.get("throughput_lost_to_copies_percent")) is not None:
+            yield Row(
+                "E1", "throughput lost to the same copies without an engine", "-", f"{copies:.2f} %", NO_BAR, name
+            )
 
 
 def _e2(results: Mapping[str, Result]) -> Iterator[Row]:

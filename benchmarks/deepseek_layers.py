@@ -10,7 +10,8 @@ stages runs it: three forwards ahead, then one forward and one backward in turn,
 more stages, and between the last ones (`pipeline_waits`).
 
 Correctness first: losses and gradients of two layers with offloading equal those without, bit for bit, under
-deterministic algorithms. Then both are timed in turn, step by step, by the device's events.
+deterministic algorithms. Then both are timed in turn, step by step, by the device's events; and with them steps without
+offloading in which as many bytes are copied both ways (`bare_copies`), which no engine could be without.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bare_copies import BareCopies
 from common import (
     HAS_GPU,
     Sample,
@@ -131,11 +133,14 @@ class Stage:
         )
         self.positions = torch.arange(sequence, device=generator.device)[None]
         self.waits = PipelineWaits(NUM_AHEAD, 0.0, 0.0)
+        self.bare_copies: BareCopies | None = None
 
     def use(self, engine: OffloadEngine | None) -> None:
         use_engine(engine, MODULES)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.bare_copies is not None:
+            self.bare_copies.out()
         return self.model(tokens, self.positions, None, labels=tokens).mean()  # type: ignore[no-any-return]
 
     def step(self) -> Tensor:
@@ -147,6 +152,8 @@ class Stage:
         def backward() -> Any:
             began = device_time()
             losses.append(alive[0].detach())
+            if self.bare_copies is not None:
+                self.bare_copies.back()
             alive.popleft().backward()
             return began
 
@@ -218,22 +225,29 @@ def counters(engine: OffloadEngine) -> Sample:
 
 
 def measure(stage: Stage, data: dict[str, Any], rounds: int, path: Path) -> None:
-    """Time steps without and with offloading in turn; fills `data` and writes it after each round."""
-    engine, samples = stage.engine, data["samples"]
+    """Time steps without and with offloading, and beside bare copies, in turn; fills `data` and writes it after each
+    round."""
+    engine, samples, num_bytes = stage.engine, data["samples"], 0
     stage.time_passes()
     data |= {"forward_ms": stage.waits.forward_ms, "backward_ms": stage.waits.backward_ms}
-    for number, name in in_turn(["off", "on"], rounds, num_warmup_rounds=1):
+    for number, name in in_turn(list(samples), rounds, num_warmup_rounds=1):
         stage.use(engine if name == "on" else None)
+        if name == "copies":
+            stage.bare_copies = BareCopies(num_bytes // data["microbatches"])
         if HAS_GPU:
             torch.cuda.empty_cache()
         stage.step()  # after the other one: caches of the allocator, and the arena's first slabs
         before = counters(engine)
         sample = timed(stage.step)
+        stage.bare_copies = None
+        after = counters(engine)
+        moved = {key: after[key] - before[key] for key in after}
+        if name == "on":
+            num_bytes = int(moved["bytes_out"])
         if number >= 0:
-            after = counters(engine)
-            samples[name].append(sample | {key: after[key] - before[key] for key in after})
+            samples[name].append(sample | moved)
             say(f"round {number + 1} of {rounds}: {name} {sample['ms']:.1f} ms")
-        if samples["on"]:
+        if samples["copies"]:
             data["figures"] = derive(samples, data["microbatches"])
             data["stats"] = asdict(replace(engine.stats(), per_module={}))
             data["per_module"] = {name: asdict(each) for name, each in engine.stats().per_module.items()}
@@ -256,14 +270,16 @@ def trace(stage: Stage, about: dict[str, Any], folder: Path) -> None:
 
 def derive(samples: dict[str, list[Sample]], num_microbatches: int) -> dict[str, float]:
     """Figures beside the published ones. Of the bytes of a step, those of four microbatches are alive at once."""
-    off, on = medians(samples["off"]), medians(samples["on"])
+    off, on, copies = (medians(samples[name]) for name in ("off", "on", "copies"))
     live_bytes = on["bytes_out"] * NUM_AHEAD / num_microbatches
     saved = off["peak_allocated_bytes"] - on["peak_allocated_bytes"]
     return {
         "step_ms_off": off["ms"],
         "step_ms_on": on["ms"],
-        "step_ms_spread": max(off["ms_spread"], on["ms_spread"]),
+        "step_ms_copies": copies["ms"],
+        "step_ms_spread": max(each["ms_spread"] for each in (off, on, copies)),
         "throughput_lost_percent": 100 * (1 - off["ms"] / on["ms"]),
+        "throughput_lost_to_copies_percent": 100 * (1 - off["ms"] / copies["ms"]),
         "saved_bytes": saved,
         "offloaded_bytes_alive_at_the_peak": live_bytes,
         "saved_of_offloaded": saved / live_bytes,
@@ -309,7 +325,7 @@ def main() -> int:
             "max_inflight_bytes": inflight_gib * GIB,
             "bit_identical": same_bits,
             "published": PUBLISHED,
-            "samples": {"off": [], "on": []},
+            "samples": {"off": [], "on": [], "copies": []},
         }
         name = f"deepseek_{options.layers}_layers_{options.impl}_{inflight_gib}_gib_inflight.json"
         say(f"{inflight_gib} GiB in flight")

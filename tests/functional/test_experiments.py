@@ -23,6 +23,7 @@ def test_e1_changes_no_bit(tmp_path: Path) -> None:
     for result in results:
         assert result["bit_identical"]
         assert result["figures"]["offloaded_bytes_alive_at_the_peak"] > 0
+        assert result["figures"]["step_ms_copies"] > 0
         assert result["per_module"].keys() == set(result["modules"])
 
 

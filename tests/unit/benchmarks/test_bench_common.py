@@ -34,8 +34,10 @@ def test_e1_counts_the_bytes_of_four_microbatches_as_alive() -> None:
     memory = {"peak_reserved_bytes": 120.0, "bytes_out": 0.0, "stall_in_ms": 0.0, "stall_out_ms": 0.0}
     off = memory | {"ms": 100.0, "peak_allocated_bytes": 100.0}
     on = memory | {"ms": 101.0, "peak_allocated_bytes": 82.0, "bytes_out": 40.0, "stall_out_ms": 0.5}
-    figures = derive({"off": [off], "on": [on]}, num_microbatches=8)
+    copies = memory | {"ms": 100.8, "peak_allocated_bytes": 107.0}
+    figures = derive({"off": [off], "on": [on], "copies": [copies]}, num_microbatches=8)
     assert figures["throughput_lost_percent"] == pytest.approx(100 / 101)
+    assert figures["throughput_lost_to_copies_percent"] == pytest.approx(80 / 100.8)
     assert figures["offloaded_bytes_alive_at_the_peak"] == 20
     assert figures["saved_of_offloaded"] == pytest.approx(0.9)
     assert figures["saved_of_peak_percent"] == pytest.approx(18.0)
