@@ -8,6 +8,8 @@ import matplotlib
 from frontier import Point
 from lanes import LANES
 
+from nemo_rl_offload.bench import tradeoff
+
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
@@ -33,15 +35,11 @@ def _title(result: Any) -> str:
 
 def draw_frontier(path: Path, result: Any, found: Sequence[Point]) -> None:
     """Peak memory against step time; one point a variant."""
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for point in found:
-        at = point.peak_bytes / GIB, point.step_ms
-        axes.plot(*at, "o", color=KINDS.get(point.kind, "tab:orange"))
-        axes.annotate(point.name, at, xytext=(4, 3), textcoords="offset points", fontsize=7)
-    axes.set_xlabel("peak device memory, GiB")
-    axes.set_ylabel("step, ms")
-    axes.set_title(_title(result))
-    _save(figure, path)
+    drawn = [
+        tradeoff.Point(point.name, point.peak_bytes, point.step_ms, KINDS.get(point.kind, "tab:orange"))
+        for point in found
+    ]
+    tradeoff.draw_tradeoff(path, _title(result), drawn)
 
 
 def draw_steps(path: Path, result: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from nemo_rl_offload.bench.offload import Figures
+from nemo_rl_offload.bench.tradeoff import Point, draw_tradeoff
 from nemo_rl_offload.observability.report import human_bytes
 
 
@@ -54,22 +55,10 @@ def write_json(path: Path, data: dict[str, Any]) -> Path:
 
 
 def _plot(path: Path, data: dict[str, Any], figures: Sequence[Figures]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    points = []
     for each in figures:
         if each.error is None:
-            x_gib = (each.peak_allocated_bytes or each.bytes_out) / (1 << 30)
             color = "tab:blue" if each.name.startswith("ours") else "black" if each.name == "none" else "tab:orange"
-            axes.plot(x_gib, each.step_ms, "o", color=color)
-            axes.annotate(each.name, (x_gib, each.step_ms), xytext=(4, 3), textcoords="offset points", fontsize=7)
-    axes.set_xlabel("peak device memory, GiB")
-    axes.set_ylabel("step, ms")
-    axes.set_title(f"{data['device']}, {data['shape']['num_layers']} layers, {data['shape']['sequence_length']} tokens")
-    aside = path.with_suffix(".part.png")
-    figure.savefig(aside, dpi=120)
-    pyplot.close(figure)
-    os.replace(aside, path)
+            points.append(Point(each.name, each.peak_allocated_bytes or each.bytes_out, each.step_ms, color))
+    shape = data["shape"]
+    draw_tradeoff(path, f"{data['device']}, {shape['num_layers']} layers, {shape['sequence_length']} tokens", points)

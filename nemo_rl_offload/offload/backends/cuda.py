@@ -1,4 +1,4 @@
-"""A CUDA device: two copy streams, one each way, and pinned slabs.
+"""A CUDA device: two lanes of copies, one each way, and pinned slabs.
 
 Why each wait is there:
 - a copy out starts after the compute stream's present work: it reads what that work writes;
@@ -11,10 +11,11 @@ Destinations come from the compute stream's pool, not the copy stream's: one poo
 another, and no `record_stream` is needed, because the engine makes the compute stream wait before the tensor
 is used or freed.
 
-Copies are cut into pieces, and between two of them the copy stream waits for a few bytes that another stream copies the
-same way. A device has one copy engine each way, which stays with a stream as long as that has copies ready: the few
-bytes of a routing result that a layer waits for stood 17 ms behind a gibibyte, in whatever pieces it was copied (H200;
-0.6 ms now, at 97 % of the link's rate). The calls go to the driver (`cuda_driver`), and events are used again.
+Copies are cut into pieces, which two streams take in turn, each waiting for the one before. A device has one copy
+engine each way, which stays with a stream as long as that has copies ready: the few bytes of a routing result that a
+layer waits for stood 17 ms behind a gibibyte on one stream, in whatever pieces it was copied (H200; 0.6 ms now, at
+99 % of the link's rate). One stream that waits between two pieces for a few bytes on another does the same, for twice
+the calls. The calls go to the driver (`cuda_driver`), and events are used again.
 
 Limit: "the compute stream" is the stream that is current when the engine is called. One model, one such
 stream.
@@ -127,8 +128,7 @@ def _on_device[**P, R](
 class CudaBackend:
     """See `Backend`. `device` is a CUDA device; without an index, the current one.
 
-    A small copy to the host waits for at most `max_piece_out_bytes` on the link. A piece takes the host 17 us
-    under the profiler (H200).
+    A small copy to the host waits for at most `max_piece_out_bytes` on the link. A piece takes the host 6 us (H200).
     """
 
     def __init__(self, device: torch.device | str = "cuda", *, max_piece_out_bytes: int = MAX_PIECE_OUT_BYTES) -> None:
