@@ -6,7 +6,7 @@ variants are measured in turn, round by round, so that a drifting clock hits all
 events, memory from the allocator; medians over the rounds. On a CPU the same code runs a small case, to show that it
 works: times there mean nothing, since copies on a CPU overlap with nothing.
 
-Megatron-Core's engine and Transformer Engine's work with their own layers alone: `benchmarks/dense_rl.py` has those.
+Megatron-Core's engine works with Megatron's layers alone: `benchmarks/dense_rl.py` has it.
 """
 
 import gc
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,10 @@ MODULE_SETS = {
     "norms": ("attn_norm", "mlp_norm"),
     "mlp": ("mlp_norm", "mlp_fc1", "mlp_act"),
     "all": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act"),
+}
+TRANSFORMER_ENGINES = {
+    "Transformer Engine: half of the layers": Fraction(1, 2),
+    "Transformer Engine: all layers but one": Fraction(1),
 }
 AUTO_BUDGETS = (0.95, 0.9, 0.85, 0.8, 0.7)
 """Shares of the peak without offloading."""
@@ -153,6 +158,27 @@ def _trl(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _transformer_engine(model: Any, share: Fraction) -> Iterator[None]:
+    layers = model.model.layers
+    context, synchronize = importlib.import_module("transformer_engine.pytorch").get_cpu_offload_context(
+        enabled=True, num_layers=min(int(len(layers) * share), len(layers) - 1), model_layers=len(layers)
+    )
+
+    def offloaded(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        with context:
+            output = forward(*args, **kwargs)
+        return synchronize(output)  # type: ignore[no-any-return]
+
+    for layer in layers:
+        layer.forward = partial(offloaded, layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
 def variants(device: torch.device, peak_bytes: int, names: Sequence[str] | None = None) -> list[Variant]:
     """All variants that this machine can run, or those of `names`; the first is without anything. `peak_bytes` is the
     peak without offloading. Raises ConfigError for an unknown name."""
@@ -169,6 +195,10 @@ def variants(device: torch.device, peak_bytes: int, names: Sequence[str] | None 
     ]
     if importlib.util.find_spec("trl") is not None and device.type == "cuda":
         every.append(Variant("TRL OffloadActivations", _trl))
+    if importlib.util.find_spec("transformer_engine") is not None and device.type == "cuda":
+        every += [
+            Variant(name, partial(_transformer_engine, share=share)) for name, share in TRANSFORMER_ENGINES.items()
+        ]
     if names is None:
         return every
     known = [each.name for each in every]

@@ -8,7 +8,17 @@ import pytest
 import torch
 from example_runs import run_python
 
-from nemo_rl_offload.bench.offload import AUTO_BUDGETS, MODULE_SETS, SMALL, Bench, Figures, Shape, run, variants
+from nemo_rl_offload.bench.offload import (
+    AUTO_BUDGETS,
+    MODULE_SETS,
+    SMALL,
+    TRANSFORMER_ENGINES,
+    Bench,
+    Figures,
+    Shape,
+    run,
+    variants,
+)
 
 OURS = [f"ours: {name}" for name in MODULE_SETS]
 ENOUGH_TO_MOVE = Shape(4, 1024, 2816, 8, 4, 1024, 2048, 1, 2, "bfloat16")
@@ -69,3 +79,16 @@ def test_what_is_offloaded_leaves_the_device() -> None:
         assert each.error is None
         assert each.effectiveness is not None
         assert 0.998 <= each.effectiveness <= 1.002, each.name
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_transformer_engines_offloading_stands_beside() -> None:
+    pytest.importorskip("transformer_engine")
+    names = list(TRANSFORMER_ENGINES)
+    figures = run(ENOUGH_TO_MOVE, torch.device("cuda"), num_rounds=1, num_warmup=1, num_steps=1, names=names)
+    assert [(each.name, each.error, each.bit_identical) for each in figures[1:]] == [
+        (name, None, True) for name in names
+    ]
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1":
+        assert all(each.peak_allocated_bytes < figures[0].peak_allocated_bytes for each in figures[1:])
