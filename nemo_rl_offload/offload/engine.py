@@ -284,11 +284,12 @@ class OffloadEngine:
             self._end_step()
 
     def stats(self) -> OffloadStats:
-        """A copy of the totals since the engine was built. Times are those of steps that the device has passed: all of
-        them after it was synchronized."""
+        """A copy of the totals since the engine was built. Times are those of steps that the device has passed: between
+        steps and after it was synchronized, of all."""
         with self._lock:
             self._collect()
-            self._timing.read()
+            if not self._slots:  # what a step goes by stays as it is until it is over
+                self._timing.read()
             totals = copy.deepcopy(self._stats)
             totals.bytes_out = sum(module.bytes_out for module in totals.per_module.values())
             totals.bytes_in = sum(module.bytes_in for module in totals.per_module.values())

@@ -206,6 +206,10 @@ def test_figures_are_those_of_every_step_once_the_device_was_waited_for() -> Non
     layers.step()
     assert layers.engine.stats().copy_ms == 0
     layers.backend.waited = True  # type: ignore[attr-defined]
+    loss = layers.forward()
+    assert layers.engine.stats().copy_ms == 0, "what a step goes by stays as it is until it is over"
+    loss.backward()
+    del loss
     assert layers.engine.stats().copy_ms > 0
 
 
