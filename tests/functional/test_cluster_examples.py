@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.fixture
+def ray_folder() -> Iterator[str]:
+    """Ray tells a job to join the cluster whose address was last written into its folder, which is the machine's unless
+    it is named: another test's, perhaps. Short, since sockets are in it."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
 @pytest.mark.slow
-def test_a_submitted_job(tmp_path: Path) -> None:
+def test_a_submitted_job(tmp_path: Path, ray_folder: str) -> None:
     dashboard = free_port()
     environment = {
         **os.environ,
@@ -39,6 +49,7 @@ def test_a_submitted_job(tmp_path: Path) -> None:
         **cpu_environment(),
         "OMP_NUM_THREADS": "1",
         "RUN_MARK": str(tmp_path),
+        "RAY_TMPDIR": ray_folder,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
