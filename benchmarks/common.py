@@ -21,6 +21,8 @@ from lanes import read_trace
 from torch.profiler import ProfilerActivity, profile
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.offload import OffloadEngine
+from nemo_rl_offload.offload.stats import OffloadStats
 
 MAX_TRACE_MIB = 16
 HAS_GPU = torch.cuda.is_available()
@@ -112,6 +114,13 @@ def timed(step: Callable[[], object]) -> Sample:
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
     }
+
+
+def settled_stats(engine: OffloadEngine) -> OffloadStats:
+    """The engine's totals, with the times of every step so far."""
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    return engine.stats()
 
 
 def profiled(step: Callable[[], object], path: Path, name: str) -> dict[str, Any]:

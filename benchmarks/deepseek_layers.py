@@ -34,6 +34,7 @@ from common import (
     prepare_process,
     profiled,
     say,
+    settled_stats,
     timed,
 )
 from constants import NUM_AHEAD
@@ -212,10 +213,7 @@ def is_bit_identical(implementation: str, sequence: int) -> bool:
 
 
 def counters(engine: OffloadEngine) -> Sample:
-    """The engine's totals, with the times of every step so far."""
-    if HAS_GPU:
-        torch.cuda.synchronize()
-    stats = engine.stats()
+    stats = settled_stats(engine)
     return {
         "bytes_out": stats.bytes_out,
         "stall_in_ms": stats.stall_in_ms,

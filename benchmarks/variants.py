@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from common import HAS_GPU, Sample, pinned_bytes
+from common import HAS_GPU, Sample, pinned_bytes, settled_stats
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 from torch.autograd.graph import save_on_cpu
 from workload import Workload
@@ -108,9 +107,7 @@ def _ours(
         exclude_parameters(engine, workload.model.modules)
 
         def probe() -> Sample:
-            if HAS_GPU:
-                torch.cuda.synchronize()  # the times are those of steps that have passed
-            stats = engine.stats()
+            stats = settled_stats(engine)
             return {
                 "bytes_out": stats.bytes_out,
                 "bytes_in": stats.bytes_in,

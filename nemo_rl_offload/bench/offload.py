@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -39,8 +38,8 @@ MODULE_SETS = {
     "all": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act"),
 }
 TRANSFORMER_ENGINES = {
-    "Transformer Engine: half of the layers": Fraction(1, 2),
-    "Transformer Engine: all layers but one": Fraction(1),
+    "Transformer Engine: half of the layers": 0.5,
+    "Transformer Engine: all layers but one": 1.0,
 }
 AUTO_BUDGETS = (0.95, 0.9, 0.85, 0.8, 0.7)
 """Shares of the peak without offloading."""
@@ -159,7 +158,7 @@ def _trl(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _transformer_engine(model: Any, share: Fraction) -> Iterator[None]:
+def _transformer_engine(model: Any, share: float) -> Iterator[None]:
     layers = model.model.layers
     context, synchronize = importlib.import_module("transformer_engine.pytorch").get_cpu_offload_context(
         enabled=True, num_layers=min(int(len(layers) * share), len(layers) - 1), model_layers=len(layers)
