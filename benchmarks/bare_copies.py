@@ -1,7 +1,8 @@
 """What offloading cannot do without: as many bytes out in each forward and back in each backward, by nobody's order.
 
-No tensor is saved or waited for. What a step takes longer beside these copies is what memory and link cost that it
-shares with them; what it takes longer still with an engine is the engine's.
+No tensor is saved or waited for, and the routers' answers go past the link as they do with an engine
+(`routing_result`): as copies they would wait behind these. What a step takes longer beside these copies is what memory
+and link cost that it shares with them; what it takes longer still with an engine is the engine's.
 """
 
 import torch

@@ -49,6 +49,7 @@ from nemo_rl_offload.megatron.config_check import provider_for
 from nemo_rl_offload.megatron.model import init_process_groups, unwrap
 from nemo_rl_offload.megatron.offload_interface import OffloadInterface, exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import make_backend
+from nemo_rl_offload.megatron.routing_result import pass_the_link
 from nemo_rl_offload.megatron.setup import configure_provider
 from nemo_rl_offload.offload import OffloadEngine
 from nemo_rl_offload.planner.catalogue import CATALOGUE
@@ -136,8 +137,11 @@ class Stage:
         self.waits = PipelineWaits(NUM_AHEAD, 0.0, 0.0)
         self.bare_copies: BareCopies | None = None
 
-    def use(self, engine: OffloadEngine | None) -> None:
+    def use(self, engine: OffloadEngine | None, bare_copies: BareCopies | None = None) -> None:
         use_engine(engine, MODULES)
+        self.bare_copies = bare_copies
+        if bare_copies is not None:
+            pass_the_link(True)  # as with an engine: as copies, the router's answers would wait behind these
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.bare_copies is not None:
@@ -229,15 +233,13 @@ def measure(stage: Stage, data: dict[str, Any], rounds: int, path: Path) -> None
     stage.time_passes()
     data |= {"forward_ms": stage.waits.forward_ms, "backward_ms": stage.waits.backward_ms}
     for number, name in in_turn(list(samples), rounds, num_warmup_rounds=1):
-        stage.use(engine if name == "on" else None)
-        if name == "copies":
-            stage.bare_copies = BareCopies(num_bytes // data["microbatches"])
+        is_bare = name == "copies"
+        stage.use(engine if name == "on" else None, BareCopies(num_bytes // data["microbatches"]) if is_bare else None)
         if HAS_GPU:
             torch.cuda.empty_cache()
         stage.step()  # after the other one: caches of the allocator, and the arena's first slabs
         before = counters(engine)
         sample = timed(stage.step)
-        stage.bare_copies = None
         after = counters(engine)
         moved = {key: after[key] - before[key] for key in after}
         if name == "on":
