@@ -15,6 +15,7 @@ offloading in which as many bytes are copied both ways (`bare_copies`), which no
 """
 
 import argparse
+import gc
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ from nemo_rl_offload.megatron.offload_setup import make_backend
 from nemo_rl_offload.megatron.routing_result import pass_the_link
 from nemo_rl_offload.megatron.setup import configure_provider
 from nemo_rl_offload.offload import OffloadEngine
+from nemo_rl_offload.offload.host_memory import spare_the_collector
 from nemo_rl_offload.planner.catalogue import CATALOGUE
 
 MODULES = ("attn_norm", "mlp_norm", "expert_fc1", "moe_act")  # those of the published run
@@ -233,6 +235,8 @@ def measure(stage: Stage, data: dict[str, Any], rounds: int, path: Path) -> None
     stage.time_passes()
     data |= {"forward_ms": stage.waits.forward_ms, "backward_ms": stage.waits.backward_ms}
     for number, name in in_turn(list(samples), rounds, num_warmup_rounds=1):
+        if number >= 0 and not gc.get_freeze_count():
+            spare_the_collector()  # as workers do
         is_bare = name == "copies"
         stage.use(engine if name == "on" else None, BareCopies(num_bytes // data["microbatches"]) if is_bare else None)
         if HAS_GPU:
@@ -252,6 +256,7 @@ def measure(stage: Stage, data: dict[str, Any], rounds: int, path: Path) -> None
             data["stats"] = asdict(replace(engine.stats(), per_module={}))
             data["per_module"] = {name: asdict(each) for name, each in engine.stats().per_module.items()}
             write_json(path, data)
+    gc.unfreeze()
 
 
 def trace(stage: Stage, about: dict[str, Any], folder: Path) -> None:

@@ -97,11 +97,11 @@ class Region:
 
     def _pack(self, tensor: Tensor) -> Handle | Kept:
         engine = self._engine
+        if type(tensor) is not Tensor or tensor.device != engine.device:
+            return self._keep(tensor)
         engine._lock.acquire()  # `with` takes twice as long, and this and `_unpack` run for every saved tensor
         try:
             assert not engine._closed, "the offload engine is closed"
-            if type(tensor) is not Tensor or tensor.device != engine.device:
-                return self._keep(tensor)
             try:
                 storage = tensor.untyped_storage()
             except NotImplementedError:  # sparse, for one
@@ -130,7 +130,7 @@ class Region:
             engine._lock.release()
 
     def _keep(self, tensor: Tensor) -> Kept:
-        return Kept(tensor if isinstance(tensor, Parameter) else tensor.detach(), tensor._version, self)
+        return tensor if isinstance(tensor, Parameter) else tensor.detach(), tensor._version, self
 
     def __str__(self) -> str:
         return f"{self.module} of layer {self.layer}"
@@ -315,8 +315,8 @@ class OffloadEngine:
         return region._pack
 
     def _unpack(self, packed: Handle | Kept) -> Tensor:
-        if isinstance(packed, Kept):
-            return unchanged(packed.tensor, packed.version, packed.where)
+        if len(packed) == 3:
+            return unchanged(*packed)
         slot, saved, version, where = packed
         self._lock.acquire()
         try:

@@ -28,8 +28,8 @@ class Exclusions:
         base = tensor._base
         if base is None:
             return False
-        # Parameters are leaves; to ask whether a tensor is one takes as long as all else here.
-        return (base.is_leaf and isinstance(base, Parameter)) or self._is_named(base)
+        # To ask whether a plain tensor is a parameter takes as long as all else here, and none is.
+        return (type(base) is not Tensor and isinstance(base, Parameter)) or self._is_named(base)
 
     def refresh(self) -> None:
         """Look up where the excluded tensors are now. Meant for the time between steps, not for each region:

@@ -5,7 +5,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +22,9 @@ type Place = tuple[Key, int]
 type Handle = tuple[Slot, Tensor, int, object]
 """What autograd keeps in place of a saved tensor: a slot, one of its saved tensors, that one's version, and where it
 was saved. A plain tuple, since one is made for every tensor."""
+
+type Kept = tuple[Tensor, int, object]
+"""The same for a saved tensor that this engine leaves alone: the tensor, its version, and where it was saved."""
 
 type Remains = tuple[int, Block | None, tuple[Tensor, Event] | None, int, int]
 """What a dead slot leaves to be cleaned up: its key, its block, what an unfinished copy in writes and that one's event,
@@ -132,14 +134,6 @@ class Slot:
         if self.storage is not None:
             return True
         return self.block is not None and tensor._version == 0 and self.unwritten
-
-
-class Kept(NamedTuple):
-    """A saved tensor that this engine leaves alone, and its version when it was saved."""
-
-    tensor: Tensor
-    version: int
-    where: object
 
 
 class Group:

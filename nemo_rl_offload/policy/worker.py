@@ -17,7 +17,7 @@ from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.observability.memory_trace import MemorySample, MemoryTrace
-from nemo_rl_offload.offload.host_memory import give_back_free_memory
+from nemo_rl_offload.offload.host_memory import give_back_free_memory, spare_the_collector
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,6 +73,7 @@ class PolicyWorker:
         if self._engine is not None:
             exclude_parameters(self._engine, self._model.modules)
         self._save: Save | None = None
+        self._has_trained = False
         self._reference: list[torch.Tensor] | None = None
         if keep_reference:
             self._reference = [weight.detach().cpu().clone() for weight in self._parameters()]
@@ -123,6 +124,9 @@ class PolicyWorker:
             raise self._out_of_memory() from error
         self._empty_cache(from_level=1)
         give_back_free_memory()
+        if not self._has_trained:
+            self._has_trained = True
+            spare_the_collector()
         return metrics
 
     def _out_of_memory(self) -> ResourceError:

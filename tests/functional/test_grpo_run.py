@@ -1,5 +1,6 @@
 """Whole runs of the command line on the tiny exemplar, on the CPU: what they write, interruption, resuming."""
 
+import gc
 import io
 import json
 import os
@@ -268,6 +269,23 @@ def test_reference_weights_come_and_go(distributed_optimizer: str, megatron_proc
     batch["prev_logprobs"] = batch["prev_logprobs"] - 0.5
     worker.train(batch, "clipped_pg", config["loss_fn"], normalizers(batch))
     assert np.array_equal(worker.get_reference_policy_logprobs(batch), at_start)
+
+
+def test_a_full_collection_looks_at_no_model_after_the_first_step(megatron_process_group: None) -> None:
+    config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")
+    model = PROJECT_ROOT / config["policy"]["model_name"]
+    worker = PolicyWorker(config["policy"], model, seed=1, num_steps=3, keep_reference=False)
+    batch = recorded_batch()
+    batch["prev_logprobs"] = torch.from_numpy(worker.get_logprobs(batch))
+    gc.unfreeze()
+    try:
+        worker.train(batch, "clipped_pg", config["loss_fn"], normalizers(batch))
+        num_frozen = gc.get_freeze_count()
+        assert len(gc.get_objects()) < num_frozen / 10
+        worker.train(batch, "clipped_pg", config["loss_fn"], normalizers(batch))
+        assert gc.get_freeze_count() <= num_frozen, "what a step leaves behind has to be collected"
+    finally:
+        gc.unfreeze()
 
 
 def recorded_batch() -> Batch:

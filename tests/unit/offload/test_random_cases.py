@@ -15,7 +15,7 @@ from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.engine import Region
 from nemo_rl_offload.offload.prefetch import HORIZON, Prefetch
-from nemo_rl_offload.offload.slots import Group, Kept, Slot, State
+from nemo_rl_offload.offload.slots import Group, Slot, State
 
 pytestmark = pytest.mark.filterwarnings("ignore:Host memory for offloading stays")
 
@@ -84,8 +84,7 @@ def handle_with_grad_fn(patch: pytest.MonkeyPatch) -> None:
 
     def pack_and_hold(self: Region, tensor: Tensor) -> Any:
         packed = pack(self, tensor)
-        held = *packed[:-1], (packed[-1], tensor)
-        return Kept(*held) if isinstance(packed, Kept) else held
+        return *packed[:-1], (packed[-1], tensor)
 
     patch.setattr(Region, "_pack", pack_and_hold)
 
