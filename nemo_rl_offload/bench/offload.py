@@ -15,7 +15,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -333,6 +333,9 @@ def run(
 ) -> list[Figures]:
     """Check and measure every variant; one that fails says so in its `error` and is left out afterwards."""
     variants(device, 0, names)  # so that a wrong name is said before the model is built
+    if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
+        with suppress(ImportError, OSError):  # its variants say so
+            importlib.import_module("transformer_engine.pytorch")  # while it can still choose the cuDNN that torch uses
     bench = Bench(shape, device)
     chosen = variants(device, bench.plain_peak_bytes(), names)
     figures = {each.name: Figures(each.name) for each in chosen}
@@ -358,7 +361,7 @@ def _failing_into(figures: Figures) -> Iterator[None]:
     """Other people's code may fail here, and memory may run out: a result too."""
     try:
         yield
-    except (ImportError, RuntimeError, TypeError, ValueError, AssertionError) as error:
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError, AssertionError) as error:
         figures.error = f"{type(error).__name__}: {error}".splitlines()[0]
         gc.collect()
         if torch.cuda.is_available():

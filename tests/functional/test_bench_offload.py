@@ -1,5 +1,6 @@
 """The offloading bench from the command line, as it runs on a CPU, and what it says of a device's memory."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -66,6 +67,17 @@ def test_what_is_away_is_what_the_host_has_after_a_forward(monkeypatch: pytest.M
         assert offload.stats().host_bytes == 0, "the graph is gone"
     assert figures.held_bytes == (1 << 30) - on_the_host[0]
     assert 0 < figures.away_bytes <= on_the_host[0] < 1.2 * figures.away_bytes  # blocks are of whole units
+
+
+def test_a_rival_whose_library_does_not_load_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def enter(model: object) -> object:
+        raise OSError("libcudnn_cnn.so.9: undefined symbol")
+
+    plain, layers = variants(torch.device("cpu"), 0, ["recompute: layers"])
+    broken = dataclasses.replace(layers, enter=enter)
+    monkeypatch.setattr("nemo_rl_offload.bench.offload.variants", lambda *_: [plain, broken])
+    figures = run(SMALL, torch.device("cpu"), num_rounds=1, num_warmup=0, num_steps=1)
+    assert [each.error for each in figures] == [None, "OSError: libcudnn_cnn.so.9: undefined symbol"]
 
 
 @pytest.mark.cuda
