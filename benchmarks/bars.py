@@ -55,6 +55,12 @@ class Bar:
 
 
 E1_TIME = Bar("E1", "throughput lost", "at most 0.5 % (published: 1.9 %)", 0.5, " %", digits=2)
+E1_BESIDE = {
+    "throughput_lost_to_copies_percent": ("throughput lost to the same copies without an engine", "{:.2f} %"),
+    "megatrons_throughput_lost_percent": ("throughput lost with Megatron-Core's engine", "{:.2f} %"),
+    "megatrons_saved_of_offloaded": ("saved of those bytes by Megatron-Core's engine", "{:.3f}"),
+}
+"""Figures of E1 without a bar, where a result has them."""
 E1_MEMORY = Bar("E1", "saved of the offloaded bytes alive at the peak", "at least 0.998", 0.998, at_least=True)
 E2_TIME = {
     "recomputation and hooks": Bar(
@@ -114,10 +120,9 @@ def _e1(results: Mapping[str, Result]) -> Iterator[Row]:
     for name, each in own.items():
         beside = f"{each['saved_of_peak_percent']:.1f} % (published: {PUBLISHED_SAVED_SHARE} %)"
         yield Row("E1", "saved share of the peak", "-", beside, NO_BAR, name)
-        if (copies := each.get("throughput_lost_to_copies_percent")) is not None:
-            yield Row(
-                "E1", "throughput lost to the same copies without an engine", "-", f"{copies:.2f} %", NO_BAR, name
-            )
+        for key, (figure, form) in E1_BESIDE.items():
+            if key in each:
+                yield Row("E1", figure, "-", form.format(each[key]), NO_BAR, name)
 
 
 def _e2(results: Mapping[str, Result]) -> Iterator[Row]:

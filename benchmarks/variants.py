@@ -5,8 +5,6 @@ process by being bound, one at a time, where Megatron's modules look their offlo
 """
 
 import importlib
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,11 +12,10 @@ from functools import partial
 from typing import Any
 
 from common import HAS_GPU, Sample, pinned_bytes, settled_stats
-from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
+from megatrons_engine import bind_megatrons_engine, forget_megatrons_steps
 from torch.autograd.graph import save_on_cpu
 from workload import Workload
 
-from nemo_rl_offload.megatron.bridge import have_transformer_engine
 from nemo_rl_offload.megatron.model import unwrap
 from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import install_offloading
@@ -58,10 +55,6 @@ NUM_STEPS = 5
 """Steps timed in a row."""
 NUM_STEPS_BETWEEN_PLANS = PLAN_EVERY - 1 - FIRST_PLANS[-1]
 """The same with `auto`, whose plans reset the allocator's peak."""
-
-_INTERFACE = "FineGrainedActivationOffloadingInterface"
-_MEGATRONS = getattr(megatron_offload, _INTERFACE)
-assert _MEGATRONS.__module__ == megatron_offload.__name__, "import this before an engine is put in its place"
 
 Probe = Callable[[], Sample]
 """Totals so far of whatever is in force; empty where nothing counts."""
@@ -160,30 +153,17 @@ def _trl(model: Any) -> Iterator[None]:
             hook.remove()
 
 
-def _bind(wanted: type) -> None:
-    """Put a class where Megatron's modules are bound to whichever offload interface is there now."""
-    current = getattr(megatron_offload, _INTERFACE)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and module is not None:
-            for attribute in [key for key, value in vars(module).items() if value is current]:
-                setattr(module, attribute, wanted)
-
-
 @contextmanager
 def _megatron(workload: Workload, modules: Sequence[str]) -> Iterator[Probe]:
-    if not have_transformer_engine():
-        raise ImportError("Megatron-Core's engine needs Transformer Engine")
-    assert os.environ.get("NVTE_CPU_OFFLOAD_V1") == "1", "Megatron-Core's engine needs it"
-    _bind(_MEGATRONS)
-    manager = megatron_offload.PipelineOffloadManager
+    bind_megatrons_engine()
     try:
-        manager.reset_instance()
+        forget_megatrons_steps()
         listed = f"offload_modules=[{','.join(modules)}]"
         workload.use_tree("fine_grained_activation_offloading=true", listed, "activation_offload.engine=megatron")
         before = pinned_bytes()
         yield lambda: {"host_capacity_bytes": pinned_bytes() - before}
     finally:
-        manager.reset_instance()
+        forget_megatrons_steps()
         use_engine(None)
 
 

@@ -42,3 +42,16 @@ def test_e1_counts_the_bytes_of_four_microbatches_as_alive() -> None:
     assert figures["saved_of_offloaded"] == pytest.approx(0.9)
     assert figures["saved_of_peak_percent"] == pytest.approx(18.0)
     assert figures["stall_out_ms"] == 0.5
+
+
+def test_e1_holds_megatrons_engine_against_the_same_bytes() -> None:
+    sample = {"peak_reserved_bytes": 90.0, "bytes_out": 0.0, "stall_in_ms": 0.0, "stall_out_ms": 0.0}
+    off = sample | {"ms": 100.0, "peak_allocated_bytes": 100.0}
+    on = sample | {"ms": 101.0, "peak_allocated_bytes": 82.0, "bytes_out": 40.0}
+    megatrons = sample | {"ms": 125.0, "peak_allocated_bytes": 90.0}
+    samples = {"off": [off], "on": [on], "copies": [off]}
+    assert not [key for key in derive(samples, num_microbatches=8) if key.startswith("megatrons")]
+    figures = derive(samples | {"megatron": [megatrons]}, num_microbatches=8)
+    assert figures["megatrons_throughput_lost_percent"] == pytest.approx(20)
+    assert figures["megatrons_saved_of_offloaded"] == pytest.approx(0.5)
+    assert figures["throughput_lost_percent"] == pytest.approx(100 / 101)
