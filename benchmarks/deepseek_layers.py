@@ -44,6 +44,8 @@ from nemo_rl_offload.offload.host_memory import spare_the_collector
 
 WAYS = ("off", "on", "copies")
 MEGATRONS = "megatron"
+FORWARD_KEYS = ("forward_ms", "forward_host_ms")
+"""What a forward takes on the device, and how long the host works for it."""
 PUBLISHED = {"tflops_lost_percent": 1.9, "saved_of_peak_percent": 17.8}
 
 
@@ -93,8 +95,9 @@ def take_sample(stage: Any, name: str, bytes_per_microbatch: int, found: list[Sa
     if HAS_GPU:
         torch.cuda.empty_cache()
     stage.step()  # after the other one: caches of the allocator, and the arena's first slabs
+    stage.clock.take()
     before = counters(stage.engine)
-    sample = timed(stage.step)
+    sample = timed(stage.step) | stage.clock.take()
     after = counters(stage.engine)
     found.append(sample | {key: after[key] - before[key] for key in after})
 
@@ -136,6 +139,7 @@ def derive(samples: dict[str, list[Sample]], num_microbatches: int) -> dict[str,
         "peak_reserved_bytes_on": on["peak_reserved_bytes"],
         "stall_in_ms": on["stall_in_ms"],
         "stall_out_ms": on["stall_out_ms"],
+        **{f"{key}_{name}": each[key] for key in FORWARD_KEYS for name, each in found.items() if key in each},
         **(megatrons_figures(off, found[MEGATRONS], live_bytes) if MEGATRONS in found else {}),
     }
 

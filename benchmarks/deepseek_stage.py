@@ -8,6 +8,7 @@ import torch
 from bare_copies import BareCopies
 from common import HAS_GPU, Sample, settled_stats
 from constants import NUM_AHEAD
+from forward_clock import ForwardClock
 from megatrons_engine import bind_megatrons_engine, bound_interface
 from pipeline_waits import PipelineWaits, device_time
 from torch import Tensor
@@ -105,6 +106,7 @@ class Stage:
         self.positions = torch.arange(sequence, device=generator.device)[None]
         self.waits = PipelineWaits(NUM_AHEAD, 0.0, 0.0)
         self.bare_copies: BareCopies | None = None
+        self.clock = ForwardClock()
 
     def use(self, engine: OffloadEngine | None, bare_copies: BareCopies | None = None) -> None:
         """Take the next steps with an engine of this project, or with none and copies instead, or with neither."""
@@ -121,7 +123,8 @@ class Stage:
     def forward(self, tokens: Tensor) -> Tensor:
         if self.bare_copies is not None:
             self.bare_copies.out()
-        return self.model(tokens, self.positions, None, labels=tokens).mean()  # type: ignore[no-any-return]
+        with self.clock.forward():
+            return self.model(tokens, self.positions, None, labels=tokens).mean()  # type: ignore[no-any-return]
 
     def step(self) -> Tensor:
         """1F1B of the first of four stages; gradients add up. Returns the losses."""

@@ -10,6 +10,7 @@ import torch
 from bare_copies import BareCopies
 from deepseek_layers import MEGATRONS, WAYS, measure
 from deepseek_stage import Stage
+from forward_clock import ForwardClock
 from megatron.core.transformer.moe import token_dispatcher
 
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
@@ -23,6 +24,7 @@ class FakeStage:
         self.waits = SimpleNamespace(forward_ms=1.0, backward_ms=2.0)
         self.steps: list[str] = []
         self.way = ""
+        self.clock = ForwardClock()
 
     def time_passes(self) -> None: ...
 
@@ -34,6 +36,8 @@ class FakeStage:
 
     def step(self) -> None:
         self.steps.append(self.way)
+        with self.clock.forward():
+            pass
         if self.way == MEGATRONS:
             raise RuntimeError("No non-empty chunk found")
         if self.way == "on":
@@ -66,3 +70,4 @@ def test_a_failure_of_megatrons_engine_is_a_result(tmp_path: Path, monkeypatch: 
     assert found["megatrons_error"] == "RuntimeError: No non-empty chunk found"
     assert {name: len(each) for name, each in found["samples"].items()} == {"off": 2, "on": 2, "copies": 2}
     assert found["bytes_per_microbatch"] == 32
+    assert all(found["figures"][f"forward_host_ms_{way}"] > 0 for way in WAYS)
