@@ -111,9 +111,8 @@ def trace(stage: Any, about: dict[str, Any], folder: Path) -> None:
         stage.step()
         steps.append(profiled(stage.step, folder / f"deepseek_{name}.trace.json.gz", f"offloading {name}"))
     title = f"{about['layers']} DeepSeek-V3 layers ({about['transformer_impl']}), {len(stage.tokens)} microbatches"
-    write_json(
-        folder / "deepseek_profile.json", {**environment(), "experiment": "profile", "title": title, "steps": steps}
-    )
+    data = {**environment(), "experiment": "profile", "title": title, "steps": steps}
+    write_json(folder / "deepseek_profile.json", data, indent=None)
 
 
 def derive(samples: dict[str, list[Sample]], num_microbatches: int) -> dict[str, float]:

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         say(f"profiling {variant.name}")
         data["steps"].append(profile(workload, variant, options.out / f"profile_{label}.trace.json.gz"))
         give_back_memory()
-        write_json(options.out / "profile.json", data)
+        write_json(options.out / "profile.json", data, indent=None)
     for step in data["steps"]:
         print(step["name"], json.dumps({key: round(value, 1) for key, value in step["figures"].items()}))
     return 0

@@ -45,11 +45,11 @@ def write(folder: Path, name: str, data: dict[str, Any], figures: Sequence[Figur
     return paths
 
 
-def write_json(path: Path, data: dict[str, Any]) -> Path:
-    """Write it aside, then rename; returns its path."""
+def write_json(path: Path, data: dict[str, Any], indent: int | None = 1) -> Path:
+    """Write it aside, then rename; returns its path. Without `indent` all of it is one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".json.part")
-    aside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    aside.write_text(json.dumps(data, indent=indent) + "\n", encoding="utf-8")
     os.replace(aside, path)
     return path
 
