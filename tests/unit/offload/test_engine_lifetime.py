@@ -251,6 +251,19 @@ def test_parameters_their_views_and_excluded_storages_stay(make_engine: Make) ->
     assert bytes_of(buffer[:16].view(4, 4)) == 256
 
 
+def test_a_view_of_a_parameter_that_nobody_excluded_stays(make_engine: Make) -> None:
+    engine = make_engine()
+    weight = nn.Parameter(torch.randn(4, 4))
+    with torch.no_grad():
+        view = weight.t()
+    assert view._base is weight
+    x = torch.randn(4, 4, requires_grad=True)
+    with engine.region("m", 0) as region:
+        y = x * view
+    engine.commit(region, y).sum().backward()
+    assert engine.stats().bytes_out == 0
+
+
 def test_small_and_sparse_tensors_stay(make_engine: Make) -> None:
     x = torch.randn(8, dtype=torch.complex64, requires_grad=True)
     sparse = torch.eye(8).to_sparse()
