@@ -40,7 +40,7 @@ from common import (
 from constants import NUM_AHEAD
 
 from nemo_rl_offload.bench.report import write_json
-from nemo_rl_offload.offload.host_memory import spare_the_collector
+from nemo_rl_offload.policy.garbage import spare_the_collector
 
 WAYS = ("off", "on", "copies")
 MEGATRONS = "megatron"

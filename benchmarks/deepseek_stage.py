@@ -9,7 +9,7 @@ from bare_copies import BareCopies
 from common import HAS_GPU, Sample, settled_stats
 from constants import NUM_AHEAD
 from forward_clock import ForwardClock
-from megatrons_engine import bind_megatrons_engine, bound_interface
+from megatrons_engine import bind_megatrons_engine
 from pipeline_waits import PipelineWaits, device_time
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.megatron.bridge import quiet
 from nemo_rl_offload.megatron.config_check import provider_for
 from nemo_rl_offload.megatron.model import unwrap
-from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
+from nemo_rl_offload.megatron.offload_interface import bound_interface, exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import make_backend
 from nemo_rl_offload.megatron.routing_result import pass_the_link
 from nemo_rl_offload.megatron.setup import configure_provider

@@ -4,21 +4,14 @@ Import this before an engine of this project is put in its place.
 """
 
 import os
-import sys
-from typing import Any
 
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 
 from nemo_rl_offload.megatron.bridge import have_transformer_engine
+from nemo_rl_offload.megatron.offload_interface import bind_interface, bound_interface
 
-_INTERFACE = "FineGrainedActivationOffloadingInterface"
-_MEGATRONS = getattr(megatron_offload, _INTERFACE)
+_MEGATRONS = bound_interface()
 assert _MEGATRONS.__module__ == megatron_offload.__name__, "import this before an engine is put in its place"
-
-
-def bound_interface() -> Any:
-    """The class that Megatron's modules use now."""
-    return getattr(megatron_offload, _INTERFACE)
 
 
 def bind_megatrons_engine() -> None:
@@ -26,11 +19,7 @@ def bind_megatrons_engine() -> None:
     if not have_transformer_engine():
         raise ImportError("Megatron-Core's engine needs Transformer Engine")
     assert os.environ.get("NVTE_CPU_OFFLOAD_V1") == "1", "Megatron-Core's engine needs it"
-    current = bound_interface()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and module is not None:
-            for attribute in [key for key, value in vars(module).items() if value is current]:
-                setattr(module, attribute, _MEGATRONS)
+    bind_interface(_MEGATRONS)
 
 
 def forget_megatrons_steps() -> None:

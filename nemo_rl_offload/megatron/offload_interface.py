@@ -224,7 +224,7 @@ def _input_of_mlp(function: Callable[..., Any]) -> str | None:
 def offload_region(config: TransformerConfig, tensor: Tensor, module: str | None, training: bool) -> Any:
     """A region manager of whichever engine is installed; one that does nothing when `module` is not listed."""
     listed = config.fine_grained_activation_offloading and module in config.offload_modules
-    return getattr(megatron_offload, _CLASS_NAME)(listed and training, tensor, module)
+    return bound_interface()(listed and training, tensor, module)
 
 
 @contextmanager
@@ -237,17 +237,27 @@ def no_regions() -> Iterator[None]:
         OffloadInterface._enabled = was_enabled
 
 
+def bound_interface() -> Any:
+    """The class that Megatron's modules open regions with now."""
+    return getattr(megatron_offload, _CLASS_NAME)
+
+
+def bind_interface(interface: Any) -> None:
+    """Let Megatron's modules open regions with this class, wherever one of them has the present one's name."""
+    current = bound_interface()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and module is not None:
+            for attribute in [key for key, value in vars(module).items() if value is current]:
+                setattr(module, attribute, interface)
+
+
 def use_engine(engine: OffloadEngine | None, modules: Iterable[str] = ()) -> None:
     """Make `engine` the one that Megatron's layers use in this process; None turns offloading into a no-op.
 
     `modules` are the modules that will be offloaded.
     """
-    original = getattr(megatron_offload, _CLASS_NAME)
-    if original is not OffloadInterface:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("megatron.") and module is not None:
-                for attribute in [key for key, value in vars(module).items() if value is original]:
-                    setattr(module, attribute, OffloadInterface)
+    if bound_interface() is not OffloadInterface:
+        bind_interface(OffloadInterface)
         for module in (recompute, multi_token_prediction):
             module.tensor_parallel = _OffloadedCheckpoints(lambda _: "attn_norm")
         transformer_layer.tensor_parallel = _OffloadedCheckpoints(_input_of_mlp)

@@ -1,7 +1,6 @@
 """Memory that processes of this node or container can still take, and the part of it that offloading may."""
 
 import ctypes
-import gc
 import os
 from pathlib import Path
 
@@ -79,10 +78,3 @@ def _limit_and_use(folder: Path, limit_file: str, use_file: str) -> tuple[int, i
     droppable_bytes = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
     unlimited = limit_bytes >= 1 << 60  # how version 1 says so
     return None if unlimited else (limit_bytes, max(0, used_bytes - droppable_bytes))
-
-
-def spare_the_collector() -> None:
-    """Let the garbage collector never look again at what is there now: modules, compiled code, optimizer state. Each
-    full collection would stop this process for 0.2 to 0.4 s, and the ranks that wait for it."""
-    gc.collect()
-    gc.freeze()

@@ -17,7 +17,8 @@ from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.observability.memory_trace import MemorySample, MemoryTrace
-from nemo_rl_offload.offload.host_memory import give_back_free_memory, spare_the_collector
+from nemo_rl_offload.offload.host_memory import give_back_free_memory
+from nemo_rl_offload.policy.garbage import spare_the_collector
 
 if TYPE_CHECKING:
     import numpy as np
