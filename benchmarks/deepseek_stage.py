@@ -111,6 +111,7 @@ class Stage:
     def use(self, engine: OffloadEngine | None, bare_copies: BareCopies | None = None) -> None:
         """Take the next steps with an engine of this project, or with none and copies instead, or with neither."""
         use_engine(engine, MODULES)
+        self._bind_layers()
         self.bare_copies = bare_copies
         if bare_copies is not None:
             pass_the_link(True)  # as with an engine: as copies, the router's answers would wait behind these
@@ -119,6 +120,13 @@ class Stage:
         """Take the next steps with Megatron-Core's engine."""
         self.use(None)
         bind_megatrons_engine()
+        self._bind_layers()
+
+    def _bind_layers(self) -> None:
+        """Layers keep the class that they were built with, and open some of their regions with that."""
+        for module in self.model.modules():
+            if hasattr(module, "off_interface"):
+                module.off_interface = bound_interface()
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.bare_copies is not None:

@@ -1,7 +1,8 @@
 """How long forwards take on the device, and how long the host works for them. Where both are alike, the host is the
 bound, and whatever else it does in a forward makes the step longer.
 
-The host's time is without its waits for the device, which in these layers are those for events (routing results).
+The host's time is without its waits for events, as for routing results. Limit: a call that waits in the driver (a full
+queue of launches, memory to be pinned) counts as work.
 """
 
 import statistics

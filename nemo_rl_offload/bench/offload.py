@@ -334,7 +334,7 @@ def run(
     """Check and measure every variant; one that fails says so in its `error` and is left out afterwards."""
     variants(device, 0, names)  # so that a wrong name is said before the model is built
     if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
-        with suppress(ImportError, OSError):  # its variants say so
+        with suppress(*_FAILURES):  # its variants say so
             importlib.import_module("transformer_engine.pytorch")  # while it can still choose the cuDNN that torch uses
     bench = Bench(shape, device)
     chosen = variants(device, bench.plain_peak_bytes(), names)
@@ -356,12 +356,16 @@ def run(
     return list(figures.values())
 
 
+_FAILURES = (ImportError, OSError, RuntimeError, TypeError, ValueError, AssertionError)
+"""Of other people's code, or for want of memory."""
+
+
 @contextmanager
 def _failing_into(figures: Figures) -> Iterator[None]:
-    """Other people's code may fail here, and memory may run out: a result too."""
+    """A failure here is a result too."""
     try:
         yield
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError, AssertionError) as error:
+    except _FAILURES as error:
         figures.error = f"{type(error).__name__}: {error}".splitlines()[0]
         gc.collect()
         if torch.cuda.is_available():
