@@ -163,6 +163,14 @@ def _transformer_engine(model: Any, share: float) -> Iterator[None]:
     context, synchronize = importlib.import_module("transformer_engine.pytorch").get_cpu_offload_context(
         enabled=True, num_layers=min(int(len(layers) * share), len(layers) - 1), model_layers=len(layers)
     )
+    push = context.offload_synchronizer.push_tensor
+
+    def push_without_base(tensor: Tensor) -> object:
+        """A view is offloaded by its base, which fails where that is strided, as what attention returns to Qwen2."""
+        is_strided = tensor._base is not None and not tensor._base.is_contiguous()
+        return push(tensor.detach() if is_strided and tensor.is_contiguous() else tensor)
+
+    context.offload_synchronizer.push_tensor = push_without_base
 
     def offloaded(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         with context:
@@ -356,7 +364,7 @@ def run(
     return list(figures.values())
 
 
-_FAILURES = (ImportError, OSError, RuntimeError, TypeError, ValueError, AssertionError)
+_FAILURES = (AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError, AssertionError)
 """Of other people's code, or for want of memory."""
 
 
@@ -367,9 +375,13 @@ def _failing_into(figures: Figures) -> Iterator[None]:
         yield
     except _FAILURES as error:
         figures.error = f"{type(error).__name__}: {error}".splitlines()[0]
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    else:
+        return
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()  # Transformer Engine's context leaves its own behind
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _compare(figures: Sequence[Figures]) -> None:

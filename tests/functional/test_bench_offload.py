@@ -1,5 +1,6 @@
 """The offloading bench from the command line, as it runs on a CPU, and what it says of a device's memory."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from example_runs import run_python
+from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_rl_offload.bench.offload import (
     AUTO_BUDGETS,
@@ -78,6 +80,22 @@ def test_a_rival_whose_library_does_not_load_is_a_result(monkeypatch: pytest.Mon
     monkeypatch.setattr("nemo_rl_offload.bench.offload.variants", lambda *_: [plain, broken])
     figures = run(SMALL, torch.device("cpu"), num_rounds=1, num_warmup=0, num_steps=1)
     assert [each.error for each in figures] == [None, "OSError: libcudnn_cnn.so.9: undefined symbol"]
+
+
+def test_hooks_that_a_failed_rival_leaves_take_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Transformer Engine's context does, which fails after it has set its hooks."""
+    packed: list[torch.Tensor] = []
+    plain, layers = variants(torch.device("cpu"), 0, ["recompute: layers"])
+
+    def enter(model: object) -> contextlib.AbstractContextManager[None]:
+        saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor).__enter__()
+        raise ValueError("must be contiguous")
+
+    broken = dataclasses.replace(layers, enter=enter)
+    monkeypatch.setattr("nemo_rl_offload.bench.offload.variants", lambda *_: [plain, broken])
+    figures = run(SMALL, torch.device("cpu"), num_rounds=1, num_warmup=0, num_steps=1)
+    assert [each.error for each in figures] == [None, "ValueError: must be contiguous"]
+    assert packed == []
 
 
 @pytest.mark.cuda
