@@ -26,7 +26,7 @@ def table(figures: Sequence[Figures], means_something: bool) -> Table:
         result.add_row(
             each.name,
             f"{each.step_ms:.1f} ms",
-            f"{each.step_ms / figures[0].step_ms:.3f}",
+            f"{each.step_ms / figures[0].step_ms:.3f}" if figures[0].error is None else "-",
             human_bytes(each.peak_allocated_bytes or None),
             human_bytes(each.peak_reserved_bytes or None),
             human_bytes(each.saved_bytes or None),

@@ -5,11 +5,15 @@ import dataclasses
 import json
 import os
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from nemo_rl_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_rl_offload.bench.offload import Figures
 
 
 def run_offload_bench(options: argparse.Namespace) -> int:
@@ -29,16 +33,23 @@ def run_offload_bench(options: argparse.Namespace) -> int:
         num_microbatches=options.microbatches,
     )
     shape = dataclasses.replace(offload.QWEN2_7B_LAYERS if device.type == "cuda" else offload.SMALL, **wanted)
+    name = f"offload_{shape.num_layers}_layers_{shape.sequence_length}_tokens"
+
+    def keep(figures: Sequence["Figures"]) -> None:
+        if options.out is not None:
+            report.write_json(options.out / f"{name}.json", offload.to_json(shape, figures, device))
+
     progress = Console(stderr=True, highlight=False)
     with progress.status("building the model") as status:
-        figures = offload.run(shape, device, num_rounds=options.rounds, names=options.variant, progress=status.update)
+        figures = offload.run(
+            shape, device, num_rounds=options.rounds, names=options.variant, progress=status.update, keep=keep
+        )
     data = offload.to_json(shape, figures, device)
     if options.format == "json":
         sys.stdout.write(json.dumps(data, indent=1) + "\n")
     else:
         Console(highlight=False, width=150).print(report.table(figures, device.type == "cuda"))
     if options.out is not None:
-        name = f"offload_{shape.num_layers}_layers_{shape.sequence_length}_tokens"
         for path in report.write(options.out, name, data, figures):
             progress.print(f"wrote {path}")
     ours = [each for each in figures if each.name.startswith("ours")]

@@ -1,27 +1,24 @@
 """The offloading bench from the command line, as it runs on a CPU, and what it says of a device's memory."""
 
+import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from example_runs import run_python
+from rich.console import Console
 from torch.autograd.graph import saved_tensors_hooks
 
-from nemo_rl_offload.bench.offload import (
-    AUTO_BUDGETS,
-    MODULE_SETS,
-    SMALL,
-    TRANSFORMER_ENGINES,
-    Bench,
-    Figures,
-    Shape,
-    run,
-    variants,
-)
+from nemo_rl_offload.bench.offload import SMALL, Bench, Figures, Shape, run
+from nemo_rl_offload.bench.report import table
+from nemo_rl_offload.bench.run import run_offload_bench
+from nemo_rl_offload.bench.variants import AUTO_BUDGETS, MODULE_SETS, TRANSFORMER_ENGINES, Variant, variants
 
 OURS = [f"ours: {name}" for name in MODULE_SETS]
 ENOUGH_TO_MOVE = Shape(4, 1024, 2816, 8, 4, 1024, 2048, 1, 2, "bfloat16")
@@ -96,6 +93,39 @@ def test_hooks_that_a_failed_rival_leaves_take_nothing_of_the_others(monkeypatch
     figures = run(SMALL, torch.device("cpu"), num_rounds=1, num_warmup=0, num_steps=1)
     assert [each.error for each in figures] == [None, "ValueError: must be contiguous"]
     assert packed == []
+
+
+def test_an_interrupted_bench_leaves_the_rounds_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("CUBLAS_WORKSPACE_CONFIG", "TRANSFORMERS_VERBOSITY"):
+        monkeypatch.setenv(key, "error")  # which the bench would set, for good
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    measured: list[str] = []
+    measure = Bench.measure
+
+    def interrupted(self: Bench, variant: Variant, *args: Any) -> None:
+        measured.append(variant.name)
+        if len(measured) == 4:
+            raise KeyboardInterrupt
+        measure(self, variant, *args)
+
+    monkeypatch.setattr(Bench, "measure", interrupted)
+    numbers = dict.fromkeys(("layers", "sequence", "microbatches"))
+    options = argparse.Namespace(rounds=2, **numbers, variant=["recompute: mlp"], format="table", out=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run_offload_bench(options)
+    assert measured == ["none", "recompute: mlp"] * 2
+    (path,) = tmp_path.iterdir()
+    figures = json.loads(path.read_text())["variants"]
+    assert all(len(each["step_ms_rounds"]) in (2, 4) and each["step_ms"] > 0 for each in figures)
+
+
+def test_variants_have_no_ratio_where_the_plain_one_failed() -> None:
+    failed, other = Figures("none", error="OutOfMemoryError"), Figures("save_on_cpu", bit_identical=True, step_ms=2.0)
+    console = Console(file=io.StringIO(), width=150)
+    console.print(table([failed, other], True))
+    assert isinstance(console.file, io.StringIO)
+    row = next(line for line in console.file.getvalue().splitlines() if "save_on_cpu" in line)
+    assert [cell.strip() for cell in row.split("│")][2:4] == ["2.0 ms", "-"]
 
 
 @pytest.mark.cuda

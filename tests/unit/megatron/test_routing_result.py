@@ -61,7 +61,8 @@ def test_results_arrive_whole(dtype: torch.dtype, shape: tuple[int, ...]) -> Non
 
 @pytest.mark.cuda
 @needs_device
-def test_a_result_does_not_wait_for_a_copy_of_a_gibibyte() -> None:
+def test_a_result_does_not_wait_for_copies() -> None:
+    """Of 16 GiB, 0.3 s of the link: kernels of other processes on the device may go first."""
     backend = CudaBackend()
     engine = OffloadEngine(backend, host_memory_budget_bytes=4 << 30)
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
@@ -71,9 +72,9 @@ def test_a_result_does_not_wait_for_a_copy_of_a_gibibyte() -> None:
     to_host(result)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    copied = backend.copy_out([(source.untyped_storage(), block)])
+    copied = [backend.copy_out([(source.untyped_storage(), block)]) for _ in range(16)][-1]
     moved = to_host(result)
     torch.cuda.current_stream().synchronize()
     took_ms = (time.perf_counter() - start) * 1e3
-    assert not backend.done(copied), f"the copy had ended after {took_ms} ms: this shows nothing"
+    assert not backend.done(copied), f"the copies had ended after {took_ms} ms: this shows nothing"
     assert torch.equal(moved, result.cpu())
