@@ -24,8 +24,8 @@ part() {
     e2) run dense_rl --sequence 8192 ;;
     e2-te) run dense_rl --sequence 8192 --impl transformer_engine --layers 12 "${mixed[@]}" "${rivals[@]}" ;;
     e2-te-sft) run dense_rl --sequence 8192 --algorithm sft --impl transformer_engine --layers 12 "${mixed[@]}" ;;
-    e2-te-64k) run dense_rl --sequence 65536 --impl transformer_engine --layers 12 --microbatches 1 --variant recompute \
-        --variant "ours: auto 55%, act" --variant "ours: auto 34%, fc1 of 4" ;;
+    e2-te-64k) run dense_rl --sequence 65536 --impl transformer_engine --layers 4 --microbatches 1 --rounds 1 --variant recompute \
+        --variant "ours: attention" --variant "ours: auto 34%, fc1" "${rivals[@]:4}" ;;
     e3) run rl_reality --impl transformer_engine ;;
     e4) run reach --impl transformer_engine --variant "recompute: full" ;;
     e4-ours) run reach --impl transformer_engine --variant "ours: full recompute" ;;
