@@ -21,7 +21,7 @@ def table(figures: Sequence[Figures], means_something: bool) -> Table:
         result.add_column(name, justify="left" if name == "variant" else "right")
     for each in figures:
         if each.error is not None:
-            result.add_row(each.name, each.error)
+            result.add_row(each.name, each.error.split(". ")[0])  # all of it is in the JSON
             continue
         result.add_row(
             each.name,

@@ -120,11 +120,15 @@ def test_an_interrupted_bench_leaves_the_rounds_before(tmp_path: Path, monkeypat
 
 
 def test_variants_have_no_ratio_where_the_plain_one_failed() -> None:
-    failed, other = Figures("none", error="OutOfMemoryError"), Figures("save_on_cpu", bit_identical=True, step_ms=2.0)
+    failed = Figures("none", error="OutOfMemoryError: CUDA out of memory. Tried to allocate 112.00 MiB. GPU 0 has")
+    other = Figures("save_on_cpu", bit_identical=True, step_ms=2.0)
     console = Console(file=io.StringIO(), width=150)
     console.print(table([failed, other], True))
     assert isinstance(console.file, io.StringIO)
-    row = next(line for line in console.file.getvalue().splitlines() if "save_on_cpu" in line)
+    text = console.file.getvalue()
+    assert "CUDA out of memory" in text
+    assert "Tried" not in text
+    row = next(line for line in text.splitlines() if "save_on_cpu" in line)
     assert [cell.strip() for cell in row.split("│")][2:4] == ["2.0 ms", "-"]
 
 
