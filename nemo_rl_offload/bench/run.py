@@ -6,14 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from nemo_rl_offload.errors import ConfigError
-
-if TYPE_CHECKING:
-    from nemo_rl_offload.bench.offload import Figures
 
 
 def run_offload_bench(options: argparse.Namespace) -> int:
@@ -35,7 +32,7 @@ def run_offload_bench(options: argparse.Namespace) -> int:
     shape = dataclasses.replace(offload.QWEN2_7B_LAYERS if device.type == "cuda" else offload.SMALL, **wanted)
     name = f"offload_{shape.num_layers}_layers_{shape.sequence_length}_tokens"
 
-    def keep(figures: Sequence["Figures"]) -> None:
+    def keep(figures: Sequence[offload.Figures]) -> None:
         if options.out is not None:
             report.write_json(options.out / f"{name}.json", offload.to_json(shape, figures, device))
 
