@@ -57,6 +57,7 @@ def measure(stage: Any, data: dict[str, Any], rounds: int, path: Path) -> None:
     samples = data["samples"]
     stage.time_passes()
     data |= {"forward_ms": stage.waits.forward_ms, "backward_ms": stage.waits.backward_ms}
+    data["activation_bytes_per_microbatch"] = stage.activation_bytes()
     for number, name in in_turn(list(samples), rounds, num_warmup_rounds=1):
         if (number, name) == (0, "off"):
             spare_the_collector()  # as workers do
@@ -77,7 +78,7 @@ def measure(stage: Any, data: dict[str, Any], rounds: int, path: Path) -> None:
             samples[name] += found
             say(f"round {number + 1} of {rounds}: {name} {found[0]['ms']:.1f} ms")
         if all(samples.values()):
-            data["figures"] = derive(samples, data["microbatches"])
+            data["figures"] = derive(samples, data["microbatches"], data["activation_bytes_per_microbatch"])
             data["stats"] = asdict(replace(stage.engine.stats(), per_module={}))
             data["per_module"] = {name: asdict(each) for name, each in stage.engine.stats().per_module.items()}
             write_json(path, data)
@@ -117,8 +118,9 @@ def trace(stage: Any, about: dict[str, Any], folder: Path) -> None:
     write_json(folder / "deepseek_profile.json", data, indent=None)
 
 
-def derive(samples: dict[str, list[Sample]], num_microbatches: int) -> dict[str, float]:
-    """Figures beside the published ones. Of the bytes of a step, those of four microbatches are alive at once."""
+def derive(samples: dict[str, list[Sample]], num_microbatches: int, activation_bytes: int) -> dict[str, float]:
+    """Figures beside the published ones. Of the bytes of a step, those of four microbatches are alive at once.
+    `activation_bytes` is all that one saves; 0 where that is not known."""
     found = {name: medians(each) for name, each in samples.items()}
     off, on, copies = found["off"], found["on"], found["copies"]
     live_bytes = on["bytes_out"] * NUM_AHEAD / num_microbatches
@@ -132,6 +134,7 @@ def derive(samples: dict[str, list[Sample]], num_microbatches: int) -> dict[str,
         "throughput_lost_to_copies_percent": 100 * (1 - off["ms"] / copies["ms"]),
         "saved_bytes": saved,
         "offloaded_bytes_alive_at_the_peak": live_bytes,
+        **({"offloaded_share_of_activations": live_bytes / NUM_AHEAD / activation_bytes} if activation_bytes else {}),
         "saved_of_offloaded": saved / live_bytes,
         "saved_of_peak_percent": 100 * saved / max(1.0, off["peak_allocated_bytes"]),
         "peak_allocated_bytes_off": off["peak_allocated_bytes"],
@@ -164,7 +167,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
     parser.add_argument(
-        "--inflight", type=int, nargs="+", default=[1], metavar="GIB", help="bounds of copies under way, one run each"
+        "--inflight",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        metavar="GIB",
+        help="bounds of copies under way, one run each",
     )
     parser.add_argument("--trace", action="store_true", help="profile a step without and with, after the last bound")
     options = parser.parse_args()
@@ -186,7 +194,7 @@ def run(options: argparse.Namespace) -> int:
     same_bits = is_bit_identical(options.impl, min(sequence, 1024))
     for inflight_gib in options.inflight:
         give_back_memory()
-        stage = Stage(policy, options.layers, sequence, options.microbatches, inflight_gib * GIB)
+        stage = Stage(policy, options.layers, sequence, options.microbatches, round(inflight_gib * GIB))
         data: dict[str, Any] = {
             "experiment": "E1",
             **environment(),
@@ -196,14 +204,14 @@ def run(options: argparse.Namespace) -> int:
             "sequence": sequence,
             "microbatches": options.microbatches,
             "modules": MODULES,
-            "max_inflight_bytes": inflight_gib * GIB,
+            "max_inflight_bytes": round(inflight_gib * GIB),
             "bit_identical": same_bits,
             "published": PUBLISHED,
             "bytes_per_microbatch": 0,
             "samples": {name: [] for name in (*WAYS, *([MEGATRONS] if has_megatrons else []))},
         }
-        name = f"deepseek_{options.layers}_layers_{options.impl}_{inflight_gib}_gib_inflight.json"
-        say(f"{inflight_gib} GiB in flight")
+        name = f"deepseek_{options.layers}_layers_{options.impl}_{inflight_gib:g}_gib_inflight.json"
+        say(f"{inflight_gib:g} GiB in flight")
         measure(stage, data, options.rounds, options.out / name)
         if has_megatrons:
             forget_megatrons_steps()
@@ -211,7 +219,7 @@ def run(options: argparse.Namespace) -> int:
             trace(stage, data, options.out)
         stage.close()
         del stage
-        say(f"{data['device']}, {inflight_gib} GiB in flight, same bits: {same_bits}")
+        say(f"{data['device']}, {inflight_gib:g} GiB in flight, same bits: {same_bits}")
         for key, value in data["figures"].items():
             print(f"{key:36} {value:,.3f}")
     return 0 if same_bits else 1

@@ -178,6 +178,18 @@ class Stage:
         forward_ms, backward_ms = (min(column) for column in zip(*times, strict=True))
         self.waits = PipelineWaits(NUM_AHEAD, forward_ms, backward_ms)
 
+    def activation_bytes(self) -> int:
+        """Device memory that a microbatch's forward leaves taken without offloading; 0 on a CPU."""
+        if not HAS_GPU:
+            return 0
+        self.use(None)
+        before = torch.cuda.memory_allocated()
+        loss = self.forward(self.tokens[0])
+        torch.cuda.synchronize()
+        taken_bytes = torch.cuda.memory_allocated() - before
+        del loss
+        return taken_bytes
+
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 

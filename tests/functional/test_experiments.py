@@ -18,8 +18,8 @@ def run(folder: Path, script: str, *options: str) -> list[dict[str, Any]]:
 
 
 def test_e1_changes_no_bit(tmp_path: Path) -> None:
-    results = run(tmp_path, "deepseek_layers", "--layers", "1", "--rounds", "1", "--inflight", "1", "2")
-    assert [result["max_inflight_bytes"] >> 30 for result in results] == [1, 2]
+    results = run(tmp_path, "deepseek_layers", "--layers", "1", "--rounds", "1", "--inflight", "1", "1.5")
+    assert [result["max_inflight_bytes"] for result in results] == [3 << 29, 1 << 30]
     for result in results:
         assert result["bit_identical"]
         assert result["figures"]["offloaded_bytes_alive_at_the_peak"] > 0

@@ -35,10 +35,11 @@ def test_e1_counts_the_bytes_of_four_microbatches_as_alive() -> None:
     off = memory | {"ms": 100.0, "peak_allocated_bytes": 100.0}
     on = memory | {"ms": 101.0, "peak_allocated_bytes": 82.0, "bytes_out": 40.0, "stall_out_ms": 0.5}
     copies = memory | {"ms": 100.8, "peak_allocated_bytes": 107.0}
-    figures = derive({"off": [off], "on": [on], "copies": [copies]}, num_microbatches=8)
+    figures = derive({"off": [off], "on": [on], "copies": [copies]}, num_microbatches=8, activation_bytes=20)
     assert figures["throughput_lost_percent"] == pytest.approx(100 / 101)
     assert figures["throughput_lost_to_copies_percent"] == pytest.approx(80 / 100.8)
     assert figures["offloaded_bytes_alive_at_the_peak"] == 20
+    assert figures["offloaded_share_of_activations"] == 0.25
     assert figures["saved_of_offloaded"] == pytest.approx(0.9)
     assert figures["saved_of_peak_percent"] == pytest.approx(18.0)
     assert figures["stall_out_ms"] == 0.5
@@ -50,8 +51,8 @@ def test_e1_holds_megatrons_engine_against_the_same_bytes() -> None:
     on = sample | {"ms": 101.0, "peak_allocated_bytes": 82.0, "bytes_out": 40.0}
     megatrons = sample | {"ms": 125.0, "peak_allocated_bytes": 90.0}
     samples = {"off": [off], "on": [on], "copies": [off]}
-    assert not [key for key in derive(samples, num_microbatches=8) if key.startswith("megatrons")]
-    figures = derive(samples | {"megatron": [megatrons]}, num_microbatches=8)
+    assert not [key for key in derive(samples, num_microbatches=8, activation_bytes=0) if key.startswith("megatrons")]
+    figures = derive(samples | {"megatron": [megatrons]}, num_microbatches=8, activation_bytes=0)
     assert figures["megatrons_throughput_lost_percent"] == pytest.approx(20)
     assert figures["megatrons_saved_of_offloaded"] == pytest.approx(0.5)
     assert figures["throughput_lost_percent"] == pytest.approx(100 / 101)

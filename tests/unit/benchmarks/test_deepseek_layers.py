@@ -14,6 +14,12 @@ from forward_clock import ForwardClock
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
 
 
+class NoCopies(BareCopies):
+    """Needs no device. A class, since modules that are first imported in a test annotate with it."""
+
+    def __init__(self, num_bytes: int) -> None: ...
+
+
 class FakeStage:
     """Notes which way each of its steps went."""
 
@@ -26,6 +32,9 @@ class FakeStage:
         self.clock = ForwardClock()
 
     def time_passes(self) -> None: ...
+
+    def activation_bytes(self) -> int:
+        return 64
 
     def use(self, engine: OffloadEngine | None, bare_copies: BareCopies | None) -> None:
         self.way = "on" if engine is not None else "off" if bare_copies is None else "copies"
@@ -52,7 +61,7 @@ def test_a_failure_of_megatrons_engine_is_a_result(
 ) -> None:
     """In the round that warms up, in the first, and in the last."""
     calls = []
-    monkeypatch.setattr("bare_copies.BareCopies", lambda num_bytes: num_bytes)
+    monkeypatch.setattr("bare_copies.BareCopies", NoCopies)
     monkeypatch.setattr("megatrons_engine.forget_megatrons_steps", lambda: calls.append("forgotten"))
     monkeypatch.setattr("deepseek_layers.spare_the_collector", lambda: calls.append("spared"))
     stage, path = FakeStage(fails_at), tmp_path / "e1.json"
@@ -65,5 +74,6 @@ def test_a_failure_of_megatrons_engine_is_a_result(
     assert found["megatrons_error"] == "RuntimeError: No non-empty chunk found"
     assert {name: len(each) for name, each in found["samples"].items()} == {"off": 2, "on": 2, "copies": 2}
     assert found["bytes_per_microbatch"] == 32
+    assert found["figures"]["offloaded_share_of_activations"] == 0.5
     assert all(found["figures"][f"forward_host_ms_{way}"] > 0 for way in WAYS)
     assert not [key for key in found["figures"] if key.startswith("megatrons")]

@@ -26,6 +26,10 @@ def e1(lost_percent: float, saved: float) -> dict[str, Any]:
         "saved_of_peak_percent": 18.1,
         "peak_allocated_bytes_off": 80 * GIB,
         "peak_allocated_bytes_on": 66 * GIB,
+        "offloaded_bytes_alive_at_the_peak": 16 * GIB,
+        "peak_reserved_bytes_off": 90 * GIB,
+        "peak_reserved_bytes_on": 78 * GIB,
+        "megatrons_peak_reserved_bytes": 81 * GIB,
     }
     model = {
         **CATALOGUE["deepseek-ai/DeepSeek-V3"],
@@ -160,7 +164,11 @@ def test_e1(lost_percent: float, time: str, saved: float, memory: str, tmp_path:
     found = bars_of(write(tmp_path, deepseek=e1(lost_percent, saved)))
     assert [row.state for row in found["E1 throughput lost"]] == [time]
     assert [row.state for row in found["E1 saved of the offloaded bytes alive at the peak"]] == [memory]
-    assert found["E1 saved share of the peak"][0].measured == "18.1 % (published: 17.8 %)"
+    assert found["E1 saved share of the peak"][0].measured == "18.1 %"
+    reserved = "E1 saved share of the reserved peak"
+    assert found[reserved][0].measured == "13.3 % (published: 17.8 %)"
+    assert found[f"{reserved} by Megatron-Core's engine"][0].measured == "10.0 %"
+    assert found["E1 the same over the offloaded bytes"][0].measured == "0.750"
 
 
 def test_each_result_of_an_experiment_has_its_own_row(tmp_path: Path) -> None:
