@@ -57,7 +57,7 @@ def measure(stage: Any, data: dict[str, Any], rounds: int, path: Path) -> None:
     samples = data["samples"]
     stage.time_passes()
     data |= {"forward_ms": stage.waits.forward_ms, "backward_ms": stage.waits.backward_ms}
-    data["activation_bytes_per_microbatch"] = stage.activation_bytes()
+    data["activation_bytes_per_microbatch"] = stage.activation_bytes
     for number, name in in_turn(list(samples), rounds, num_warmup_rounds=1):
         if (number, name) == (0, "off"):
             spare_the_collector()  # as workers do

@@ -105,6 +105,8 @@ class Stage:
         )
         self.positions = torch.arange(sequence, device=generator.device)[None]
         self.waits = PipelineWaits(NUM_AHEAD, 0.0, 0.0)
+        self.activation_bytes = 0
+        """Device memory that a microbatch's forward leaves taken without offloading; 0 where none was timed."""
         self.bare_copies: BareCopies | None = None
         self.clock = ForwardClock()
 
@@ -168,27 +170,17 @@ class Stage:
         times: list[tuple[float, float]] = []
         for tokens in self.tokens[:NUM_AHEAD]:
             start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+            before = torch.cuda.memory_allocated()
             start.record()
             loss = self.forward(tokens)
             middle.record()
+            self.activation_bytes = torch.cuda.memory_allocated() - before
             loss.backward()
             end.record()
             torch.cuda.synchronize()
             times.append((start.elapsed_time(middle), middle.elapsed_time(end)))
         forward_ms, backward_ms = (min(column) for column in zip(*times, strict=True))
         self.waits = PipelineWaits(NUM_AHEAD, forward_ms, backward_ms)
-
-    def activation_bytes(self) -> int:
-        """Device memory that a microbatch's forward leaves taken without offloading; 0 on a CPU."""
-        if not HAS_GPU:
-            return 0
-        self.use(None)
-        before = torch.cuda.memory_allocated()
-        loss = self.forward(self.tokens[0])
-        torch.cuda.synchronize()
-        taken_bytes = torch.cuda.memory_allocated() - before
-        del loss
-        return taken_bytes
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]

@@ -19,6 +19,7 @@ from nemo_rl_offload.bench.offload import SMALL, Bench, Figures, Shape, run
 from nemo_rl_offload.bench.report import table
 from nemo_rl_offload.bench.run import run_offload_bench
 from nemo_rl_offload.bench.variants import AUTO_BUDGETS, MODULE_SETS, TRANSFORMER_ENGINES, Variant, variants
+from nemo_rl_offload.offload.auto import FIRST_PLANS, Auto
 
 OURS = [f"ours: {name}" for name in MODULE_SETS]
 ENOUGH_TO_MOVE = Shape(4, 1024, 2816, 8, 4, 1024, 2048, 1, 2, "bfloat16")
@@ -93,6 +94,21 @@ def test_hooks_that_a_failed_rival_leaves_take_nothing_of_the_others(monkeypatch
     figures = run(SMALL, torch.device("cpu"), num_rounds=1, num_warmup=0, num_steps=1)
     assert [each.error for each in figures] == [None, "ValueError: must be contiguous"]
     assert packed == []
+
+
+def test_the_steps_that_count_are_all_of_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` tries plans in its first steps; a step of each would say nothing of what a user gets."""
+    events: list[str] = []
+
+    def noted(owner: type, name: str, event: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (events.append(event), original(*args))[1])
+
+    noted(Auto, "_make_plan", "planned")
+    noted(Bench, "_timed", "timed")
+    run(SMALL, torch.device("cpu"), num_rounds=1, names=["ours: auto 80%"])
+    measured = events[events.index("timed") + 2 :]  # after the check, and the steps without offloading
+    assert measured[: len(FIRST_PLANS) + 2] == [*["planned"] * len(FIRST_PLANS), "timed", "timed"]
 
 
 def test_an_interrupted_bench_leaves_the_rounds_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,8 @@ class FakeStage:
         self.way = ""
         self.clock = ForwardClock()
 
-    def time_passes(self) -> None: ...
-
-    def activation_bytes(self) -> int:
-        return 64
+    def time_passes(self) -> None:
+        self.activation_bytes = 64
 
     def use(self, engine: OffloadEngine | None, bare_copies: BareCopies | None) -> None:
         self.way = "on" if engine is not None else "off" if bare_copies is None else "copies"
