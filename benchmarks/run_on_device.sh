@@ -19,7 +19,7 @@ run() { timeout $((limit_s - SECONDS)) python3 -W ignore "benchmarks/$1.py" --ou
 part() {
     case $1 in
     # In the order of importance.
-    e1) run deepseek_layers --impl transformer_engine --inflight 1.5 --trace ;;
+    e1) run deepseek_layers --impl transformer_engine --inflight 2 --trace ;;
     e1-torch) run deepseek_layers --impl torch ;;
     e2) run dense_rl --sequence 8192 ;;
     e2-te) run dense_rl --sequence 8192 --impl transformer_engine --layers 12 "${mixed[@]}" "${rivals[@]}" ;;
