@@ -95,6 +95,11 @@ class LayerContext:
         return self.tokens.count // (self.layout.tensor if self.layout.sequence_parallel else 1)
 
     @property
+    def hidden_bytes(self) -> int:
+        """Of a layer's input, or its output."""
+        return self.norm_tokens * self.shape.hidden_size * self.numbers.element_bytes
+
+    @property
     def heads(self) -> int:
         return self.shape.num_attention_heads // self.layout.tensor
 

@@ -21,12 +21,11 @@ class _Step(NamedTuple):
 
 def backward_bytes(context: LayerContext, has_experts: bool) -> int:
     """The most that gradients take in a layer's backward over what of the layer is freed by then, in bytes."""
-    hidden = context.norm_tokens * context.shape.hidden_size * context.numbers.element_bytes
     freed, most = 0, 0
     for step in _steps(context, has_experts):
         most = max(most, step.gradients - freed)
         freed += step.freed
-    return hidden + most  # beside the residual's
+    return context.hidden_bytes + most  # beside the residual's
 
 
 def _steps(context: LayerContext, has_experts: bool) -> Iterator[_Step]:

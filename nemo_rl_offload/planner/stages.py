@@ -196,6 +196,8 @@ class _Builder:
         self.workspace[kind] = sum(
             storage.num_bytes for storage in storages if job.recompute.method or not storage.live
         )
+        if ("moe" if has_experts else "mlp") in recompute_modules:
+            self.workspace[kind] += job.context.hidden_bytes  # backward holds the output that it computed again
         for module, extra_ms in recomputed_ms(job.context, has_experts, recompute_modules, job.device).items():
             forward_ms, backward_ms = times[module]
             times[module] = forward_ms, backward_ms + extra_ms
@@ -232,7 +234,8 @@ class _Builder:
         return Stage(rank, tuple(chunks), tuple(parts), static, live, host_bytes)
 
     def _recomputation_bytes(self, last: range) -> int:
-        """What is recomputed at a time: some of a layer, or a group of layers but for its input, which was kept.
+        """What is recomputed at a time: some of a layer, or a group of layers, with its output instead of its input,
+        which was kept.
 
         When backward comes to another layer than the chunk's last, what that one kept on the device is gone.
         """
@@ -241,8 +244,7 @@ class _Builder:
             layer = self._with_mtp(last)[-1]
             kind = self._has_experts(layer), layer in self._counted_layers(last)
             return max(self.workspace[kind], largest - sum(part.kept_bytes for part in self.layers[kind]))
-        hidden = self.job.context.norm_tokens * self.job.shape.hidden_size * self.job.numbers.element_bytes
-        return largest * (recompute.num_layers if recompute.method == "uniform" else 1) - hidden
+        return largest * (recompute.num_layers if recompute.method == "uniform" else 1)
 
     def _backward_bytes(self, chunks: Sequence[range]) -> int:
         kinds = {self.job.shape.layers_with_experts[layer] for chunk in chunks for layer in chunk}
@@ -278,7 +280,7 @@ class _Builder:
     def _end(self, counted: Collection[int]) -> tuple[Part, ...]:
         """Multi-token prediction, and the final norm with the output layer."""
         job, context = self.job, self.job.context
-        hidden = context.norm_tokens * job.shape.hidden_size * job.numbers.element_bytes
+        hidden = context.hidden_bytes
         found = []
         for number in range(job.shape.num_mtp_layers):
             layer = job.shape.num_layers + number
