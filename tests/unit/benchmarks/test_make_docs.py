@@ -168,6 +168,7 @@ def test_e1(lost_percent: float, time: str, saved: float, memory: str, tmp_path:
     reserved = "E1 saved share of the reserved peak"
     assert found[reserved][0].measured == "13.3 % (published: 17.8 %)"
     assert found[f"{reserved} by Megatron-Core's engine"][0].measured == "10.0 %"
+    assert found["E1 offloaded of a layer, a microbatch"][0].measured.startswith("1073.7 MB (published")
     assert found["E1 the same over the offloaded bytes"][0].measured == "0.750"
 
 
