@@ -7,7 +7,13 @@ what is on its way (saved bytes on the device less those that stay there, the mo
 the largest groups, before there is a plan, since a first step without learned times holds more). What is not worth its
 copy stays on the device as long as the budget allows. Lengths change from step to step, so a plan is made for the step
 that saved most since the last one. Copies may lag behind as far as the budget has room: compute waits for them only
-where the next group would not fit. A fixed bound on their bytes made it wait for what the rest of the forward hides.
+where the next group would not fit, and nothing comes back ahead of its backward that would not. A fixed bound on their
+bytes made it wait for what the rest of the forward hides.
+
+The peak and the most that groups took may lie at different times of a step, so that their difference is the least that
+the rest of the peak can be: the most of such differences counts, as long as steps are alike. Whatever a step had over
+the budget all the same counts as on its way from then on. In random models on the simulated device, with budgets that
+can be met, that keeps them (`tests/unit/offload/test_simulated_budget.py`).
 
 Ranks that must not differ (data- and tensor-parallel ones of one pipeline stage) share the maximum of their
 measurements through `agree`; since that is a collective call, plans are made at fixed numbers of steps, behind a
@@ -50,9 +56,13 @@ class Auto:
         self._num_steps = 0
         self._warned = False
         self._moving_bytes = 0
+        self._fixed_bytes = 0
         self._planned_bytes = 0
         self._limit_bytes: int | None = None  # of groups' bytes on the device
         self._following_bytes: dict[Key, int] = {}  # of the group that is committed after one
+        self._later_bytes: dict[
+            Key, int
+        ] = {}  # what the groups behind one take at once: those kept, and one that moves
         self.plan: Plan | None = None
         """The plan in force."""
 
@@ -65,6 +75,13 @@ class Auto:
         if self._limit_bytes is None:
             return None
         return self._limit_bytes - (self._following_bytes.get(group.key, 0) if forward else 0)
+
+    def has_room(self, group: Group, staying_bytes: int) -> bool:
+        """Whether `group` may stay although the plan moves it, beside `staying_bytes`, itself included, and what of the
+        forward to come has to be on the device at once."""
+        if self._limit_bytes is None:
+            return True
+        return staying_bytes + self._later_bytes.get(group.key, 0) <= self._limit_bytes
 
     def end_step(self, backend: Backend, copies: Copies, timing: Timing, selection: Selection) -> None:
         """Remember the step when it is the largest; at the steps where that is due, plan."""
@@ -81,12 +98,27 @@ class Auto:
         resident_bytes = copies.take_peak_resident_bytes()
         peak_bytes = backend.take_peak_bytes() or resident_bytes
         self._make_plan(peak_bytes, resident_bytes, timing, selection)
+        self._limit(selection)
+        self._largest, self._largest_bytes = [], 0
+
+    def _limit(self, selection: Selection) -> None:
+        """What groups may take on the device under the plan in force, and what those behind each group need of it."""
         assert self.plan is not None
-        limit_bytes = self._budget_bytes - max(0, peak_bytes - resident_bytes)
-        self._limit_bytes = None if self.plan.shortfall_bytes else limit_bytes  # waiting would not help
+        limit_bytes = self._budget_bytes - self._fixed_bytes
+        self._limit_bytes = None if self._is_short(limit_bytes) else limit_bytes
         first_commits = list({group.key: group for group, forward in self._largest if forward}.values())
         self._following_bytes = {former.key: group.saved_bytes for former, group in pairwise(first_commits)}
-        self._largest, self._largest_bytes = [], 0
+        self._later_bytes, later_bytes = {}, 0
+        for group in reversed(first_commits):
+            self._later_bytes[group.key] = later_bytes
+            kept_bytes = group.saved_bytes if group.key in selection.kept else 0
+            later_bytes = max(group.saved_bytes, kept_bytes + later_bytes)
+
+    def _is_short(self, limit_bytes: int) -> bool:
+        """Whether waiting for copies would not help: with no room for two groups, one of them on its way."""
+        assert self.plan is not None
+        largest_bytes = max(group.saved_bytes for group, _ in self._largest)
+        return self.plan.shortfall_bytes > 0 and limit_bytes < 2 * largest_bytes
 
     def _make_plan(self, peak_bytes: int, resident_bytes: int, timing: Timing, selection: Selection) -> None:
         records, keys = self._records(timing)
@@ -98,21 +130,26 @@ class Auto:
             GroupRecord(r.module, r.layer, int(size), forward, backward, None, r.live_at_peak)
             for r, size, forward, backward in zip(records, shared[4::3], shared[5::3], shared[6::3], strict=True)
         ]
+        num_bytes = sum(r.saved_bytes * r.live_at_peak for r in records)
+        is_alike = abs(num_bytes - self._planned_bytes) < ALIKE * num_bytes
+        former_fixed_bytes = self._fixed_bytes if is_alike else 0
+        fixed_bytes = self._fixed_bytes = max(former_fixed_bytes, peak_bytes - resident_bytes)
         moving_bytes = 2 * max(r.saved_bytes for r in records)
         if self.plan is not None:
             if self._budget_bytes * (1 - DRIFT) <= peak_bytes <= self._budget_bytes:
                 return
             staying = zip(records, keys, strict=True)
             kept_bytes = sum(r.saved_bytes * r.live_at_peak for r, key in staying if not selection.eligible(key))
-            moving_bytes = max(self._moving_bytes, resident_bytes - kept_bytes)
-        num_bytes = sum(r.saved_bytes * r.live_at_peak for r in records)
-        alike = abs(num_bytes - self._planned_bytes) < ALIKE * num_bytes
-        self._moving_bytes, self._planned_bytes = moving_bytes if alike else 0, num_bytes
-        fixed_bytes = max(0, peak_bytes - resident_bytes)
+            moving_bytes = resident_bytes - kept_bytes
+            if is_alike:
+                excess_bytes = peak_bytes - self._budget_bytes - (fixed_bytes - former_fixed_bytes)
+                moving_bytes = max(moving_bytes, self._moving_bytes + max(0, excess_bytes))
+        self._moving_bytes, self._planned_bytes = moving_bytes if is_alike else 0, num_bytes
         budget = Budget(self._budget_bytes, fixed_bytes + moving_bytes, self._host_budget_bytes)
         was_tried, self.plan = self.plan is not None, choose(records, budget, Link(1 / shared[2], 1 / shared[3]))
         actions = zip(keys, self.plan.actions, strict=True)
         selection.keep([key for key, action in actions if action is Action.KEEP])
+        was_tried &= self._is_short(self._budget_bytes - fixed_bytes) or self._num_steps > FIRST_PLANS[-1]
         if self.plan.shortfall_bytes and was_tried and peak_bytes > self._budget_bytes and not self._warned:
             self._warned = True
             warnings.warn(self._shortfall_message(fixed_bytes, records), stacklevel=2)

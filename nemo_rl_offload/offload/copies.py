@@ -75,6 +75,11 @@ class Copies:
         if self.resident_bytes > self._peak_resident_bytes:
             self._peak_resident_bytes = self.resident_bytes
 
+    @property
+    def staying_bytes(self) -> int:
+        """`resident_bytes` but for what is on its way out."""
+        return self.resident_bytes - self._inflight_bytes
+
     def take_peak_resident_bytes(self) -> int:
         """The highest `resident_bytes` since the last call."""
         peak_bytes, self._peak_resident_bytes = self._peak_resident_bytes, self.resident_bytes
@@ -123,6 +128,13 @@ class Copies:
     def bound_bytes(self, given: int | None) -> int:
         """How much may be under way one way; `given` is a bound, or None."""
         return bound_bytes(given, self._largest_bytes)
+
+    def room_for_reloads(self, given: int | None) -> int:
+        """How many bytes may be brought back ahead of backward now; `given` as above."""
+        room_bytes = self.bound_bytes(given) - self.unused_bytes
+        if self.resident_limit_bytes is None:
+            return room_bytes
+        return min(room_bytes, self.resident_limit_bytes - self.resident_bytes)
 
     def reached(self, group: Group) -> None:
         """Backward is at `group`: bring back what is still on the host, and take all of it as used. Each tensor has an

@@ -351,8 +351,9 @@ class OffloadEngine:
 
     def _offload(self, group: Group, own: list[Slot]) -> int:
         """Copy out those of a group's own slots that are to move, and return their bytes."""
-        moving = self._selection.moving(own, group, self._order.usual_length(group.pass_))
         self._copies.resident(group.saved_bytes)
+        has_room = self._auto is None or self._auto.has_room(group, self._copies.staying_bytes)
+        moving = self._selection.moving(own, group, self._order.usual_length(group.pass_), has_room)
         if len(moving) < len(own):
             self._stats.kept_bytes += group.saved_bytes - sum([slot.num_bytes for slot in moving])
         return self._copies.offload(moving, group.key[0]) if moving else 0

@@ -100,7 +100,7 @@ class Prefetch:
             group = self._starts[0][1]()
             if group is not None and group.pending_bytes:
                 if room is None:
-                    room = self._copies.bound_bytes(self._max_bytes) - self._copies.unused_bytes
+                    room = self._copies.room_for_reloads(self._max_bytes)
                 room -= group.pending_bytes
                 if room < 0:
                     return
@@ -111,7 +111,7 @@ class Prefetch:
         """Nothing is known: reload what comes next, within the cap; where the last such call stopped, go on."""
         pass_ = group.pass_
         for following in pass_.before(min(group.index, pass_.loaded_to)):
-            if self._copies.unused_bytes + following.pending_bytes > self._copies.bound_bytes(self._max_bytes):
+            if following.pending_bytes > self._copies.room_for_reloads(self._max_bytes):
                 return
             self._copies.reload_group(following)
             pass_.loaded_to = following.index

@@ -36,17 +36,19 @@ class Selection:
         """Whether such a group may move at all."""
         return key not in self._too_short and key not in self.kept
 
-    def moving(self, own: list[Slot], group: Group, usual_length: int | None) -> list[Slot]:
+    def moving(self, own: list[Slot], group: Group, usual_length: int | None, has_room: bool = True) -> list[Slot]:
         """Those of a group's own slots that move: none, or those whose last copy freed its source; now and then the
-        others are tried again. `usual_length` is that of the group's pass, in eligible groups."""
-        if not self.eligible(group.key):
+        others are tried again. `usual_length` is that of the group's pass, in eligible groups. Without room, what has
+        no time to leave moves all the same."""
+        if not self.eligible(group.key) and (has_room or group.key in self.kept):
             return []
         pass_ = group.pass_
         pass_.num_eligible += 1
         if self._kept_bytes_left > 0:
             self._kept_bytes_left -= group.saved_bytes
             return []
-        if usual_length is not None and pass_.num_eligible > usual_length - int(usual_length * (1 - self.fraction)):
+        left_out = int((usual_length or 0) * (1 - self.fraction))
+        if left_out and usual_length is not None and pass_.num_eligible > usual_length - left_out:
             return []
         if not self._ineffective:
             return own
