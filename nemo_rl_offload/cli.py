@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _interrupted(run_dirs)
     except SystemExit as exit_:
-        if exit_.code == 128 + signal.SIGTERM:  # from the cluster's handler, which stands once Ray runs
-            return _interrupted(run_dirs)
-        return _output_closed(run_dirs)  # from Rich
+        if isinstance(exit_.__context__, BrokenPipeError):
+            return _output_closed(run_dirs)  # from Rich
+        return _interrupted(run_dirs)  # by SIGTERM: from the cluster's handler, or from Ray's before that stands
     except BrokenPipeError:
         return _output_closed(run_dirs)
 
@@ -97,10 +97,15 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
+    from nemo_rl_offload.config.loader import files_of
     from nemo_rl_offload.planner import render
     from nemo_rl_offload.planner.plan import make_plan
 
-    plan = make_plan(_job(options, overrides))
+    job = _job(options, overrides)
+    for path in (options.write, options.html):
+        if path is not None and path.resolve() in files_of(options.config):
+            raise ConfigError(f"{path}: the configuration is read from it, and would be lost. Give another name.")
+    plan = make_plan(job)
     if options.html is not None:
         _write(options.html, render.plan_html(plan))
     if options.write is not None:
@@ -168,7 +173,7 @@ def _skew(options: argparse.Namespace) -> "Skew | None":
         return recorded_skew(options.recorded_run / SUMMARY_FILE)
     if options.routing_skew is None:
         return None
-    if options.routing_skew < 1:
+    if not 1 <= options.routing_skew < float("inf"):
         raise ConfigError(
             f"--routing-skew {options.routing_skew:g}: the fullest rank has at least the average. Give 1.3."
         )

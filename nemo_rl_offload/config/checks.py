@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_offload.config.nemo_rl import MISSING, OTHER_RULES, adapted, is_replaceable, unsupported
+from nemo_rl_offload.config.offload_rules import module_names
 from nemo_rl_offload.config.rule import Get, ReportedError, Rule
 from nemo_rl_offload.config.rules import RULES, RULES_OF_THIS_MACHINE, WARNINGS
 from nemo_rl_offload.config.schema import MasterConfig
@@ -125,7 +126,8 @@ def _against_schema(values: Mapping[str, Any]) -> tuple[MasterConfig | None, dic
 
 
 def check_schema(raw: Mapping[str, Any], source: str, sections: Iterable[str]) -> None:
-    """Check only names and types, and only below these sections: what a plan needs of a configuration.
+    """Check only names and types, and only below these sections, and the modules to offload: what a plan needs of a
+    configuration.
 
     Raises one ConfigError with all problems.
     """
@@ -135,6 +137,7 @@ def check_schema(raw: Mapping[str, Any], source: str, sections: Iterable[str]) -
     except ValidationError as error:
         problems = {**_schema_problems(raw, error), **problems}
     lines = [f"{path}: {text}" for path, text in problems.items() if path.split(".")[0] in sections]
+    lines += _run(module_names, _reader(raw, problems))
     if lines:
         raise ConfigError(f"{source}: cannot be planned\n" + "\n".join(lines))
 

@@ -135,6 +135,12 @@ def _resolve_folder(name: str, required_file: str) -> Path:
     )
 
 
+def files_of(path: Path) -> list[Path]:
+    """A configuration's file and all that it names under `defaults:`, resolved. They can be loaded."""
+    names = _defaults_of(_read_yaml(path, "").values, path)
+    return [path.resolve(), *(each for name in names for each in files_of(path.parent / name))]
+
+
 def _load_file(path: Path, including: tuple[Path, ...]) -> LoadedConfig:
     chain = (*including, path)
     if path.resolve() in [ancestor.resolve() for ancestor in including]:

@@ -27,7 +27,8 @@ PATH = f"{MEGATRON}.offload_modules"
 SWITCH = "fine_grained_activation_offloading"
 
 
-def _names(get: Get) -> Iterator[str]:
+def module_names(get: Get) -> Iterator[str]:
+    """Names that are none, are not the engine's, or stand twice or alone."""
     modules = megatron(get, "offload_modules")
     if not isinstance(modules, list):
         return
@@ -36,10 +37,10 @@ def _names(get: Get) -> Iterator[str]:
         if name in allowed:
             continue
         if name in (*NATIVE_MODULES, *MEGATRON_MODULES):
-            reason = f"only engine: {other} can offload it"
+            reason = f"only engine: {other} can offload it."
         else:
-            reason = f"unknown module.{nearest(name, allowed)}".rstrip(".")
-        yield f"{PATH}: '{name}': {reason}. Allowed: {', '.join(allowed)}."
+            reason = f"unknown module.{nearest(name, allowed)}"
+        yield f"{PATH}: '{name}': {reason} Allowed: {', '.join(allowed)}."
     for name in sorted({name for name in modules if modules.count(name) > 1}):
         yield f"{PATH}: '{name}' is listed more than once. List it once."
     if "attn_proj" in modules and "core_attn" not in modules:
@@ -142,7 +143,7 @@ def _sizes(get: Get) -> Iterator[str]:
 
 
 OFFLOAD_RULES: tuple[Rule, ...] = (
-    _names,
+    module_names,
     _needs_modules,
     _auto,
     _fits_model,

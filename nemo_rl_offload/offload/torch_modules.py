@@ -61,10 +61,12 @@ def offload_activations(
 
     Raises:
         ConfigError: the modules are not there, cannot be told apart, or are offloaded already; the parameters are on
-            several devices or on one that is not supported; the budget is no budget.
+            several devices or on one that is not supported; the budget is no budget; a size is no number.
     """
     if (modules == "auto") != (gpu_memory_budget is not None):
         raise ConfigError("modules='auto' and gpu_memory_budget (like '72GiB') need each other: give both or neither")
+    if not isinstance(min_tensor_bytes, int) or min_tensor_bytes < 0:
+        raise ConfigError(f"min_tensor_bytes={min_tensor_bytes!r}: give a number of bytes from 0 on, like 1 << 20")
     return ActivationOffload(model, modules, host_memory_budget, min_tensor_bytes, gpu_memory_budget)
 
 
@@ -87,7 +89,7 @@ class ActivationOffload:
             min_tensor_bytes=min_tensor_bytes,
             auto=None if gpu_memory_budget is None else Auto(parse_bytes(gpu_memory_budget), host_bytes),
         )
-        self._is_auto = gpu_memory_budget is not None
+        self._is_auto, self._is_closed = gpu_memory_budget is not None, False
         self._engine.exclude([*model.parameters(), *model.buffers()])
         self._min_tensor_bytes = min_tensor_bytes
         self._usage = {target.entry: _Usage() for target in targets}
@@ -103,6 +105,8 @@ class ActivationOffload:
             self._watches = undo.pop_all()
 
     def __enter__(self) -> Self:
+        if self._is_closed:
+            raise ConfigError("this offloading has ended. Call offload_activations again.")
         return self
 
     def __exit__(
@@ -132,7 +136,7 @@ class ActivationOffload:
             if not self._is_auto and (reason := self._why_idle(entry, usage)) is not None:
                 message = f"offload_activations: '{entry}' offloaded nothing: {reason}"
                 warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parent),))
-        self._usage = {}
+        self._usage, self._is_closed = {}, True
         self._release()
 
     def _release(self) -> None:

@@ -208,7 +208,7 @@ def test_error_of_a_run(training: Training, tmp_path: Path, capsys: pytest.Captu
     assert log.startswith("the worker's own traceback\nTraceback")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), SystemExit(15), SystemExit(1)])
 @pytest.mark.parametrize("saved", [False, True])
 def test_interrupted(
     error: BaseException, saved: bool, training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -15,6 +15,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 EXAMPLES = PROJECT_ROOT / "examples" / "configs"
 SMALL = str(EXAMPLES / "grpo_math_1B_megatron.yaml")
 TINY = str(EXAMPLES / "grpo_tiny.yaml")
+CFG = "policy.megatron_cfg"
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
@@ -46,6 +47,32 @@ def test_what_it_writes_passes_the_check(capsys: pytest.CaptureFixture[str], tmp
     checked = check_config(load_config(overlay), run_here=False).config["policy"]["megatron_cfg"]
     assert checked["offload_modules"] == section["offload_modules"]
     assert page.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("option", ["--write", "--html"])
+@pytest.mark.parametrize("name", ["own.yaml", "base.yaml"])
+def test_it_does_not_write_over_what_it_reads(
+    option: str, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "base.yaml").write_text(f"defaults: {SMALL}\n")
+    (tmp_path / "own.yaml").write_text("defaults: base.yaml\n")
+    path = tmp_path / name
+    before = path.read_text()
+    text = plan(capsys, str(tmp_path / "own.yaml"), "--gpu", "h100", option, str(path), code=EXIT_USER_ERROR)
+    assert text == f"error: {path}: the configuration is read from it, and would be lost. Give another name.\n"
+    assert path.read_text() == before
+
+
+def test_a_misspelt_module_is_not_planned_without(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, SMALL, "--gpu", "h100", f"{CFG}.offload_modules=[core_atn]", code=EXIT_USER_ERROR)
+    assert "offload_modules: 'core_atn': unknown module. Did you mean 'core_attn'? Allowed: attn_norm" in text
+
+
+@pytest.mark.parametrize("skew", ["0.5", "nan", "inf"])
+def test_a_skew_that_is_none(skew: str, capsys: pytest.CaptureFixture[str]) -> None:
+    moe = str(EXAMPLES / "grpo_moe_megatron.yaml")
+    text = plan(capsys, moe, "--gpu", "h100", "--routing-skew", skew, code=EXIT_USER_ERROR)
+    assert text.startswith(f"error: --routing-skew {skew}: ")
 
 
 def test_the_configured_budget_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:

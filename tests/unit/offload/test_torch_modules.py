@@ -10,6 +10,7 @@ import torch
 from block_model import ALL, WIDTH, Model, batch, gradients, identical, offload
 from torch import Tensor, nn
 
+from nemo_rl_offload import offload_activations
 from nemo_rl_offload.errors import ConfigError
 
 
@@ -282,3 +283,17 @@ def test_a_bad_budget_is_an_error_and_leaves_nothing() -> None:
     with pytest.raises(ConfigError, match="'much' is not a size"):
         offload(model, host_memory_budget="much")
     assert trace(model) == before
+
+
+@pytest.mark.parametrize("size", ["1MiB", -1, 1.5])
+def test_a_size_that_is_no_number_of_bytes(size: Any) -> None:
+    with pytest.raises(ConfigError, match="give a number of bytes from 0 on"):
+        offload_activations(Model(), ["blocks.*"], min_tensor_bytes=size)
+
+
+def test_what_has_ended_is_not_entered_again() -> None:
+    model = Model()
+    with offload(model, ["blocks.*"]) as active:
+        gradients(model, batch())
+    with pytest.raises(ConfigError, match="Call offload_activations again"), active:
+        pass
