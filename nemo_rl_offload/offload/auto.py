@@ -60,9 +60,8 @@ class Auto:
         self._planned_bytes = 0
         self._limit_bytes: int | None = None  # of groups' bytes on the device
         self._following_bytes: dict[Key, int] = {}  # of the group that is committed after one
-        self._later_bytes: dict[
-            Key, int
-        ] = {}  # what the groups behind one take at once: those kept, and one that moves
+        # What the groups behind one take at once: all that are kept, and one that moves.
+        self._later_bytes: dict[Key, int] = {}
         self.plan: Plan | None = None
         """The plan in force."""
 
