@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from nemo_rl_offload.planner.choose import Action
-from nemo_rl_offload.planner.plan import JobPlan, ModuleRow, Outcome, module_rows
+from nemo_rl_offload.planner.plan import JobPlan, ModuleRow, Outcome, highest_peak, module_rows
 from nemo_rl_offload.planner.stages import job_link
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -168,6 +168,13 @@ def _verdict(plan: JobPlan) -> list[str]:
     words = [f"offload_modules: [{', '.join(plan.modules_to_write)}]"]
     if plan.recompute_to_write:
         words.append(f"recompute_modules: [{', '.join(plan.recompute_to_write)}]")
+    excess_bytes = highest_peak(plan.written) - plan.job.budget_bytes
+    if excess_bytes > 0:
+        auto = "; ".join(["offload_modules: auto", *words[1:]])
+        return [
+            f"fits where a module's layers differ: {auto}, with the budget as activation_offload.gpu_memory_budget",
+            f"as whole modules ({'; '.join(words)}): {_gib(excess_bytes)} more than there is",
+        ]
     return [f"fits with {'; '.join(words)}"]
 
 

@@ -75,6 +75,18 @@ def test_a_skew_that_is_none(skew: str, capsys: pytest.CaptureFixture[str]) -> N
     assert text.startswith(f"error: --routing-skew {skew}: ")
 
 
+def test_a_choice_that_whole_modules_cannot_say_is_not_said_to_fit_with_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    overlay = tmp_path / "planned.yaml"
+    text = plan(capsys, SMALL, "--gpu", "h100", "--memory", "60GiB", "--write", str(overlay))
+    assert "fits where a module's layers differ: offload_modules: auto" in text
+    assert "fits with" not in text
+    (said,) = [line for line in text.splitlines() if line.startswith("as whole modules (offload_modules: [")]
+    assert said.endswith(" more than there is")
+    assert f"# {said}" in overlay.read_text()
+
+
 def test_the_configured_budget_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     budget = 'policy.megatron_cfg.activation_offload.gpu_memory_budget="75GiB"'
     data = json.loads(plan(capsys, SMALL, "--gpu", "h100", "--format", "json", budget))
