@@ -194,7 +194,8 @@ def run(options: argparse.Namespace) -> int:
     same_bits = is_bit_identical(options.impl, min(sequence, 1024))
     for inflight_gib in options.inflight:
         give_back_memory()
-        stage = Stage(policy, options.layers, sequence, options.microbatches, round(inflight_gib * GIB))
+        inflight_bytes = round(inflight_gib * GIB)
+        stage = Stage(policy, options.layers, sequence, options.microbatches, inflight_bytes)
         data: dict[str, Any] = {
             "experiment": "E1",
             **environment(),
@@ -204,7 +205,7 @@ def run(options: argparse.Namespace) -> int:
             "sequence": sequence,
             "microbatches": options.microbatches,
             "modules": MODULES,
-            "max_inflight_bytes": round(inflight_gib * GIB),
+            "max_inflight_bytes": inflight_bytes,
             "bit_identical": same_bits,
             "published": PUBLISHED,
             "bytes_per_microbatch": 0,

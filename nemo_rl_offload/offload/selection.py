@@ -47,8 +47,9 @@ class Selection:
         if self._kept_bytes_left > 0:
             self._kept_bytes_left -= group.saved_bytes
             return []
-        left_out = int((usual_length or 0) * (1 - self.fraction))
-        if left_out and usual_length is not None and pass_.num_eligible > usual_length - left_out:
+        num_usual = usual_length or 0
+        num_left_out = int(num_usual * (1 - self.fraction))
+        if num_left_out and pass_.num_eligible > num_usual - num_left_out:
             return []
         if not self._ineffective:
             return own

@@ -136,10 +136,11 @@ class ActivationOffload:
             if not self._is_auto and (reason := self._why_idle(entry, usage)) is not None:
                 message = f"offload_activations: '{entry}' offloaded nothing: {reason}"
                 warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parent),))
-        self._usage, self._is_closed = {}, True
+        self._usage = {}
         self._release()
 
     def _release(self) -> None:
+        self._is_closed = True
         self._watches.close()
         self._engine.stats()
         if not self._engine._slots:  # no graph is left that the engine would have to serve

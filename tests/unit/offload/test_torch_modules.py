@@ -297,3 +297,12 @@ def test_what_has_ended_is_not_entered_again() -> None:
         gradients(model, batch())
     with pytest.raises(ConfigError, match="Call offload_activations again"), active:
         pass
+
+
+def test_nor_is_what_an_error_has_ended() -> None:
+    model = Model()
+    active = offload(model, ["blocks.*"])
+    with pytest.raises(RuntimeError, match="of the user"), active:
+        raise RuntimeError("of the user")
+    with pytest.raises(ConfigError, match="Call offload_activations again"), active:
+        pass
