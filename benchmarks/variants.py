@@ -19,7 +19,7 @@ from workload import Workload
 from nemo_rl_offload.megatron.model import unwrap
 from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import install_offloading
-from nemo_rl_offload.offload.auto import FIRST_PLANS, PLAN_EVERY
+from nemo_rl_offload.offload.auto import PLAN_EVERY
 
 AUTO_SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 """Of the device memory that a step without offloading takes beside weights and optimizer state."""
@@ -53,8 +53,6 @@ SELECTIVE = "recompute_granularity=selective"
 FULL = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
 NUM_STEPS = 5
 """Steps timed in a row."""
-NUM_STEPS_BETWEEN_PLANS = PLAN_EVERY - 1 - FIRST_PLANS[-1]
-"""The same with `auto`, whose plans reset the allocator's peak."""
 
 Probe = Callable[[], Sample]
 """Totals so far of whatever is in force; empty where nothing counts."""
@@ -188,8 +186,7 @@ def ours_auto(share: float, budget_bytes: int, num_recomputed: int | None = None
         overrides = (SELECTIVE, *(counted if num_recomputed else ("recompute_modules=[mlp_act]",)))
         name += f", fc1 of {num_recomputed} recomputed" if num_recomputed else ", activation recomputed"
     enter = partial(_ours, modules="auto", budget_bytes=budget_bytes, recompute=overrides)
-    steps = {"num_warmup": FIRST_PLANS[-1], "num_steps": NUM_STEPS_BETWEEN_PLANS}
-    return Variant(name, "ours", enter, "auto", recompute, **steps)
+    return Variant(name, "ours", enter, "auto", recompute, num_warmup=PLAN_EVERY)
 
 
 def ours_with_recompute() -> Variant:

@@ -180,8 +180,7 @@ class Bench:
         del loss
 
     def _timed(self, figures: Figures, offload: ActivationOffload | None) -> int:
-        """One step; returns its highest device memory. The peak is read before the engine hears of the step's end,
-        since with `auto` it starts a new one."""
+        """One step; returns its highest device memory."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             self.step(offload)
@@ -190,14 +189,11 @@ class Bench:
         torch.cuda.reset_peak_memory_stats()
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start_event.record()
-        self.step()
+        self.step(offload)
         end_event.record()
         torch.cuda.synchronize()
-        peak_bytes = torch.cuda.max_memory_allocated()
-        if offload is not None:
-            offload.end_step()
         figures.step_ms_rounds.append(float(start_event.elapsed_time(end_event)))
-        return peak_bytes
+        return torch.cuda.max_memory_allocated()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -10,9 +10,12 @@ that saved most since the last one. Copies may lag behind as far as the budget h
 where the next group would not fit, and nothing comes back ahead of its backward that would not. A fixed bound on their
 bytes made it wait for what the rest of the forward hides.
 
-The peak and the most that groups took may lie at different times of a step, so that their difference is the least that
-the rest of the peak can be: the most of such differences counts, as long as steps are alike. Whatever a step had over
-the budget all the same counts as on its way from then on. In random models on the simulated device, with budgets that
+A step's peak is counted from its first commit to its end: what evaluation, the optimizer or another phase holds between
+steps would pass for a part of theirs. That peak and the most that groups took may lie at different times, so that their
+difference is the least that the rest of the peak can be: the most of such differences counts, as long as steps are
+alike, but for the first step's, whose peak may lie where groups have little, since it offloads everything (at its end,
+say, when all gradients are there). Whatever a step had over the budget all the same counts as on its way from then on.
+In random models on the simulated device, with budgets that
 can be met, that keeps them (`tests/unit/offload/test_simulated_budget.py`).
 
 Ranks that must not differ (data- and tensor-parallel ones of one pipeline stage) share the maximum of their
@@ -53,6 +56,7 @@ class Auto:
         self._visits: list[tuple[Group, bool]] = []
         self._largest: list[tuple[Group, bool]] = []
         self._largest_bytes = 0
+        self._peak_bytes = 0
         self._num_steps = 0
         self._warned = False
         self._moving_bytes = 0
@@ -65,11 +69,13 @@ class Auto:
         self.plan: Plan | None = None
         """The plan in force."""
 
-    def visit(self, group: Group, forward: bool) -> int | None:
-        """A commit of `group`, or backward's arrival there.
+    def visit(self, group: Group, forward: bool, backend: Backend) -> int | None:
+        """A commit of `group`, or backward's arrival there. The first of a step starts the allocator's peak anew.
 
         Returns how many bytes of groups the device may hold now, so that the next group has room; None: unknown.
         """
+        if not self._visits:
+            backend.reset_peak()
         self._visits.append((group, forward))
         if self._limit_bytes is None:
             return None
@@ -89,16 +95,16 @@ class Auto:
             self._largest, self._largest_bytes = self._visits, num_bytes
         if self._visits:
             self._num_steps += 1
+            self._peak_bytes = max(self._peak_bytes, backend.peak_bytes() or 0)
         self._visits = []
         if not self._largest or not (self._num_steps in FIRST_PLANS or self._num_steps % PLAN_EVERY == 0):
             return
         backend.synchronize()
         timing.end_step()
         resident_bytes = copies.take_peak_resident_bytes()
-        peak_bytes = backend.take_peak_bytes() or resident_bytes
-        self._make_plan(peak_bytes, resident_bytes, timing, selection)
+        self._make_plan(self._peak_bytes or resident_bytes, resident_bytes, timing, selection)
         self._limit(selection)
-        self._largest, self._largest_bytes = [], 0
+        self._largest, self._largest_bytes, self._peak_bytes = [], 0, 0
 
     def _limit(self, selection: Selection) -> None:
         """What groups may take on the device under the plan in force, and what those behind each group need of it."""
@@ -131,7 +137,8 @@ class Auto:
         ]
         num_bytes = sum(r.saved_bytes * r.live_at_peak for r in records)
         is_alike = abs(num_bytes - self._planned_bytes) < ALIKE * num_bytes
-        former_fixed_bytes = self._fixed_bytes if is_alike else 0
+        was_planned = self._num_steps > FIRST_PLANS[1]  # the step that the former figure is of
+        former_fixed_bytes = self._fixed_bytes if is_alike and was_planned else 0
         fixed_bytes = self._fixed_bytes = max(former_fixed_bytes, peak_bytes - resident_bytes)
         moving_bytes = 2 * max(r.saved_bytes for r in records)
         if self.plan is not None:

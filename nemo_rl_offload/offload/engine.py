@@ -254,7 +254,7 @@ class OffloadEngine:
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
-                self._copies.resident_limit_bytes = self._auto.visit(group, forward=True)
+                self._copies.resident_limit_bytes = self._auto.visit(group, True, self._backend)
             group.pending_bytes = pending_bytes + self._offload(group, own)
             if group.pending_bytes:
                 self._copies.module_stats(region.module).num_groups += 1
@@ -344,7 +344,7 @@ class OffloadEngine:
                 self._order.reached(group)
                 self._prefetch.boundary(group, forward=False)
                 if self._auto is not None:
-                    self._copies.resident_limit_bytes = self._auto.visit(group, forward=False)
+                    self._copies.resident_limit_bytes = self._auto.visit(group, False, self._backend)
             self._copies.reached(group)
             self._copies.let_go()
             self._prefetch.ahead(group, forward=False)

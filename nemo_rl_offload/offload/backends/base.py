@@ -93,8 +93,11 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has done everything."""
 
-    def take_peak_bytes(self) -> int | None:
-        """The device memory's highest use since the last call; None where it is not counted."""
+    def reset_peak(self) -> None:
+        """Forget what `peak_bytes` was."""
+
+    def peak_bytes(self) -> int | None:
+        """The device memory's highest use since `reset_peak`; None where it is not counted."""
 
 
 def allocate_pageable(num_bytes: int) -> HostSlab:

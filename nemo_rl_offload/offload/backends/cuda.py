@@ -200,11 +200,12 @@ class CudaBackend:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def take_peak_bytes(self) -> int | None:
-        """Resets the allocator's peak, which everybody who asks for it shares."""
-        peak_bytes = torch.cuda.max_memory_allocated(self.device)
+    def reset_peak(self) -> None:
+        """Of torch's allocator, which everybody shares who asks for it."""
         torch.cuda.reset_peak_memory_stats(self.device)
-        return peak_bytes
+
+    def peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.device)
 
     def _announce(self, pinned: Tensor) -> None:
         """Tell torch's allocator which streams use this memory: it gives it to nobody else before they are done."""

@@ -56,5 +56,8 @@ class HostBackend:
     def synchronize(self) -> None:
         """Nothing is ever under way."""
 
-    def take_peak_bytes(self) -> int | None:
+    def reset_peak(self) -> None:
+        """Nothing counts."""
+
+    def peak_bytes(self) -> int | None:
         return None

@@ -115,7 +115,10 @@ class SimulatedBackend:
     def elapsed_ms(self, start: Event, end: Event) -> float:
         return _operation(end).end_ms - _operation(start).end_ms
 
-    def take_peak_bytes(self) -> int | None:
+    def reset_peak(self) -> None:
+        """Nothing counts."""
+
+    def peak_bytes(self) -> int | None:
         return None
 
     def synchronize(self) -> None:
