@@ -185,8 +185,11 @@ def run(options: argparse.Namespace) -> int:
     from deepseek_stage import GIB, MODULES, Stage, is_bit_identical, make_policy, model_config
     from megatrons_engine import forget_megatrons_steps
 
+    from nemo_rl_offload.megatron.bridge import bridge
     from nemo_rl_offload.megatron.model import init_process_groups
 
+    # An optional package's failed import is kept, with all frames above it: here, none that holds tensors.
+    bridge()
     sequence = 4096 if HAS_GPU else 32
     policy = make_policy(MODULES, sequence, options.impl)
     init_process_groups(policy, seed=1)
