@@ -15,8 +15,8 @@ steps would pass for a part of theirs. That peak and the most that groups took m
 difference is the least that the rest of the peak can be: the most of such differences counts, as long as steps are
 alike, but for the first step's, whose peak may lie where groups have little, since it offloads everything (at its end,
 say, when all gradients are there). Whatever a step had over the budget all the same counts as on its way from then on.
-In random models on the simulated device, with budgets that
-can be met, that keeps them (`tests/unit/offload/test_simulated_budget.py`).
+In random models on the simulated device, with budgets that can be met, that keeps them
+(`tests/unit/offload/test_simulated_budget.py`).
 
 Ranks that must not differ (data- and tensor-parallel ones of one pipeline stage) share the maximum of their
 measurements through `agree`; since that is a collective call, plans are made at fixed numbers of steps, behind a
