@@ -137,7 +137,7 @@ class Auto:
         ]
         num_bytes = sum(r.saved_bytes * r.live_at_peak for r in records)
         is_alike = abs(num_bytes - self._planned_bytes) < ALIKE * num_bytes
-        was_planned = self._num_steps > FIRST_PLANS[1]  # the step that the former figure is of
+        was_planned = self._num_steps > FIRST_PLANS[1]  # the step of the former figure; none was in the first
         former_fixed_bytes = self._fixed_bytes if is_alike and was_planned else 0
         fixed_bytes = self._fixed_bytes = max(former_fixed_bytes, peak_bytes - resident_bytes)
         moving_bytes = 2 * max(r.saved_bytes for r in records)
