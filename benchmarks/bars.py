@@ -30,6 +30,10 @@ class Row:
     state: str
     source: str
     """The result's name."""
+    value: float | None = None
+    """What was measured; None where it is no number, or was not reached."""
+    beside: str = ""
+    """Whom the figure is compared with, where rows of one figure differ in that."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,13 @@ class Bar:
     at_least: bool = False
     digits: int = 3
 
-    def row(self, source: str, value: float | None, note: str = "") -> Row:
+    def row(self, source: str, value: float | None, note: str = "", beside: str = "") -> Row:
         """Hold a value against the bar; None: it could not be reached, as the note says."""
         if value is None:
-            return Row(self.experiment, self.figure, self.text, note, MISSED, source)
+            return Row(self.experiment, self.figure, self.text, note, MISSED, source, None, beside)
         is_met = value >= self.limit if self.at_least else value <= self.limit
         shown = f"{value:.{self.digits}f}{self.unit}{f' ({note})' if note else ''}"
-        return Row(self.experiment, self.figure, self.text, shown, MET if is_met else MISSED, source)
+        return Row(self.experiment, self.figure, self.text, shown, MET if is_met else MISSED, source, value, beside)
 
     def without_result(self) -> Row:
         """No result has it."""
@@ -77,6 +81,16 @@ E2_TIME = {
         1.0,
     ),
 }
+E2_RIVALS = {
+    "recompute: full": "full recomputation",
+    "recompute: mlp": "recomputed MLPs",
+    "recompute: core_attn": "recomputed attention",
+    "save_on_cpu": "`save_on_cpu`",
+    "TRL": "TRL's `OffloadActivations`",
+    "megatron": "Megatron-Core's engine",
+    "Transformer Engine": "Transformer Engine's offloading",
+}
+"""By what names of variants begin with."""
 E2_PEAK = Bar("E2", "peak beside Megatron-Core's engine, same modules", "at most 1.00", 1.0)
 E3_PEAK = Bar("E3", "highest device peak over the largest step's own", "at most 1.02", 1.02)
 E3_HOST = Bar("E3", "host memory less one slab over the largest step's own", "at most 1.10", 1.1)
@@ -154,7 +168,7 @@ def _e2(results: Mapping[str, Result]) -> Iterator[Row]:
             for level in result["figures"][f"against {kind}"]["levels"]:
                 where = f"{level['peak_bytes'] / (1 << 30):.1f} GiB, {level['rival']}"
                 note = where if level["ours"] else f"not reached ({where})"
-                found.append(E2_TIME[kind].row(name, level["ratio"], note))
+                found.append(E2_TIME[kind].row(name, level["ratio"], note, _whose(level["rival"])))
         yield from _each(E2_TIME[kind], found)
     peaks = [
         E2_PEAK.row(name, ratio, modules)
@@ -162,6 +176,11 @@ def _e2(results: Mapping[str, Result]) -> Iterator[Row]:
         for modules, ratio in result["figures"]["peak_over_megatrons"].items()
     ]
     yield from _each(E2_PEAK, peaks)
+
+
+def _whose(variant: str) -> str:
+    """A rival without its settings; recomputation is named by what is recomputed."""
+    return next(name for beginning, name in E2_RIVALS.items() if variant.startswith(beginning))
 
 
 def _e3(results: Mapping[str, Result]) -> Iterator[Row]:

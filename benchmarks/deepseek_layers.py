@@ -77,7 +77,7 @@ def measure(stage: Any, data: dict[str, Any], rounds: int, path: Path) -> None:
         if number >= 0 and found:
             samples[name] += found
             say(f"round {number + 1} of {rounds}: {name} {found[0]['ms']:.1f} ms")
-        if all(samples.values()):
+        if samples["off"] and samples["on"]:
             data["figures"] = derive(samples, data["microbatches"], data["activation_bytes_per_microbatch"])
             data["stats"] = asdict(replace(stage.engine.stats(), per_module={}))
             data["per_module"] = {name: asdict(each) for name, each in stage.engine.stats().per_module.items()}
@@ -120,18 +120,18 @@ def trace(stage: Any, about: dict[str, Any], folder: Path) -> None:
 
 def derive(samples: dict[str, list[Sample]], num_microbatches: int, activation_bytes: int) -> dict[str, float]:
     """Figures beside the published ones. Of the bytes of a step, those of four microbatches are alive at once.
-    `activation_bytes` is all that one saves; 0 where that is not known."""
-    found = {name: medians(each) for name, each in samples.items()}
-    off, on, copies = found["off"], found["on"], found["copies"]
+    `activation_bytes` is all that one saves; 0 where that is not known. Ways without a sample yet have no figures."""
+    found = {name: medians(each) for name, each in samples.items() if each}
+    off, on, copies = found["off"], found["on"], found.get("copies")
     live_bytes = on["bytes_out"] * NUM_AHEAD / num_microbatches
     saved = off["peak_allocated_bytes"] - on["peak_allocated_bytes"]
     return {
         "step_ms_off": off["ms"],
         "step_ms_on": on["ms"],
-        "step_ms_copies": copies["ms"],
-        "step_ms_spread": max(each["ms_spread"] for each in (off, on, copies)),
+        **({"step_ms_copies": copies["ms"]} if copies else {}),
+        "step_ms_spread": max(each["ms_spread"] for each in (off, on, copies) if each),
         "throughput_lost_percent": 100 * (1 - off["ms"] / on["ms"]),
-        "throughput_lost_to_copies_percent": 100 * (1 - off["ms"] / copies["ms"]),
+        **({"throughput_lost_to_copies_percent": 100 * (1 - off["ms"] / copies["ms"])} if copies else {}),
         "saved_bytes": saved,
         "offloaded_bytes_alive_at_the_peak": live_bytes,
         **({"offloaded_share_of_activations": live_bytes / NUM_AHEAD / activation_bytes} if activation_bytes else {}),

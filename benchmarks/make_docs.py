@@ -8,10 +8,11 @@ Whatever stands there comes from the JSON files alone. `--no-pictures` leaves th
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bars import NO_BAR, NOT_YET, Result, Row, load, of, rows
+from bars import MET, NO_BAR, NOT_YET, Result, Row, load, of, rows
 from frontier import RIVALS, Level, Point, levels, points
 from predictions import predictions, table
 
@@ -39,6 +40,32 @@ def bars_table(found: list[Row]) -> Iterator[str]:
     for row in found:
         state = row.state if row.state in ("met", NO_BAR) else f"**{row.state}**"
         yield f"| {row.experiment} | {row.figure} | {row.bar} | {row.measured} | {state} | {row.source} |"
+
+
+def digest(found: Sequence[Row]) -> Iterator[str]:
+    """One row a bar, and whom it is beside: the least and the greatest of all results, and how many met it."""
+    yield "| | figure | must be | measured | met in |"
+    yield "|---|---|---|---|---|"
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in found:
+        if row.state != NO_BAR:
+            figure = f"{row.figure.partition(', beside')[0]}, beside {row.beside}" if row.beside else row.figure
+            groups.setdefault((row.experiment, figure, row.bar), []).append(row)
+    for names, each in groups.items():
+        num_met = sum(row.state == MET for row in each)
+        yield f"| {' | '.join(names)} | {_range(each)} | {num_met} of {len(each)} |"
+
+
+def _range(found: Sequence[Row]) -> str:
+    """The values of rows of one figure, or their sum where they are counts; a row without either says why itself."""
+    counts = [re.fullmatch(r"(\d+) of (\d+)", row.measured) for row in found]
+    if all(counts):
+        return " of ".join(str(sum(int(each[part]) for each in counts if each)) for part in (1, 2))
+    valued = sorted((row for row in found if row.value is not None), key=lambda row: row.value or 0.0)
+    ends = dict.fromkeys(row.measured.partition(" (")[0] for row in valued[:1] + valued[-1:])
+    without = Counter(row.measured.partition(" (")[0] for row in found if row.value is None)
+    counted = [f"{reason} in {number}" if valued else reason for reason, number in without.items()]
+    return "; ".join([*([" to ".join(ends)] if ends else []), *counted])
 
 
 def link(results: Mapping[str, Result]) -> Iterator[str]:
@@ -240,7 +267,7 @@ def readme() -> str:
     assert own, f"{README} has lost the lines {BEGIN} and {END}"
     found = [row for folder in device_folders() for row in rows(load(folder), folder)]
     measured = [row for row in found if row.state != NOT_YET]
-    lines = [*bars_table(measured), "", f"{len(found) - len(measured)} more figures have a bar and no kept result yet."]
+    lines = [*digest(measured), "", f"{len(found) - len(measured)} more figures have a bar and no kept result yet."]
     return text[: own.start()] + BEGIN + "\n".join(lines) + "\n" + END + text[own.end() :]
 
 

@@ -75,3 +75,25 @@ def test_a_failure_of_megatrons_engine_is_a_result(
     assert found["figures"]["offloaded_share_of_activations"] == 0.5
     assert all(found["figures"][f"forward_host_ms_{way}"] > 0 for way in WAYS)
     assert not [key for key in found["figures"] if key.startswith("megatrons")]
+
+
+def test_what_was_measured_before_a_time_limit_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ended in the first turn of the bare copies, after the round that warms up."""
+    monkeypatch.setattr("bare_copies.BareCopies", NoCopies)
+    monkeypatch.setattr("deepseek_layers.spare_the_collector", lambda: None)
+    stage, path = FakeStage(0), tmp_path / "e1.json"
+    step = stage.step
+
+    def until_the_limit() -> None:
+        step()
+        if stage.steps.count("copies") == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(stage, "step", until_the_limit)
+    samples: dict[str, list[Any]] = {name: [] for name in WAYS}
+    with pytest.raises(KeyboardInterrupt):
+        measure(stage, {"microbatches": 1, "bytes_per_microbatch": 0, "samples": samples}, 2, path)
+    found = json.loads(path.read_text())
+    assert {name: len(each) for name, each in found["samples"].items()} == {"off": 1, "on": 1, "copies": 0}
+    assert found["figures"]["step_ms_on"] > 0
+    assert not [key for key in found["figures"] if "copies" in key]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bars import MET, MISSED, NOT_YET, Row, load, rows
 from frontier import figures as e2_figures
-from make_docs import DOCUMENT, README, device_page, document, readme
+from make_docs import DOCUMENT, README, device_page, digest, document, readme
 from make_docs import e4 as page_of_e4
 
 from nemo_rl_offload.planner.catalogue import CATALOGUE
@@ -200,6 +200,27 @@ def test_a_peak_that_nothing_of_ours_reaches_misses_the_bar(tmp_path: Path) -> N
         "E2 step time at equal peak memory, beside recomputation, `save_on_cpu`, TRL"
     ]
     assert (row.state, row.measured) == (MISSED, "not reached (60.0 GiB, recompute: full)")
+
+
+def test_the_digest_has_a_row_for_each_rival_and_counts_results(tmp_path: Path) -> None:
+    slow, far = e2(), e2()
+    slow["variants"][2]["medians"]["ms"] = 561.0
+    far["variants"][2]["medians"]["peak_allocated_bytes"] = 60 * GIB
+    for each in (slow, far):
+        each["figures"] = e2_figures(each["variants"])
+    folder = write(tmp_path, dense=e2(), slow=slow, far=far, rollouts=e3(), reach=e4(1.8))
+    found = list(digest([row for row in rows(load(folder), folder) if row.state != NOT_YET]))
+    same_peak = "| E2 | step time at equal peak memory"
+    assert (
+        f"{same_peak}, beside full recomputation | at most 0.87 | 0.789 to 0.900; not reached in 1 | 1 of 3 |" in found
+    )
+    assert f"{same_peak}, beside Megatron-Core's engine | at most 1.00 | 1.010 | 0 of 3 |" in found
+    assert "| all | losses and gradients bit for bit as without | all | 4 of 4 | 4 of 4 |" in found
+    assert (
+        "| E4 | longest sequence with recomputation, over recomputation alone | at least 1.5 | 1.800 | 1 of 1 |"
+        in found
+    )
+    assert not any("saved share" in line for line in found), "it has no bar"
 
 
 def test_a_changed_bit_of_ours_is_missed(tmp_path: Path) -> None:
