@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
@@ -34,6 +35,7 @@ from typing import Any, Literal, Self
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private import services as ray_services
 from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
@@ -294,13 +296,20 @@ def _connect() -> None:
 
 
 def _start_local() -> None:
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=OBJECT_STORE_BYTES,
-    )
+    popen = ray_services.ConsolePopen
+    # A signal to this process's group (from `timeout`, Slurm, a supervisor) would end Ray's daemons first, and the run
+    # could not save. They do not outlive this process in a group of their own either: the kernel ends them.
+    ray_services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
+    finally:
+        ray_services.ConsolePopen = popen  # type: ignore[misc]
 
 
 def _processes_of_ray() -> list[psutil.Process]:

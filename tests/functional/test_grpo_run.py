@@ -225,6 +225,8 @@ def wait_until_gone(mark: str, timeout_s: float = 15) -> None:
         (signal.SIGINT, True, "training"),
         pytest.param(signal.SIGINT, False, "loading", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, False, "training", marks=pytest.mark.slow),
+        (signal.SIGTERM, True, "training"),
+        pytest.param(signal.SIGTERM, False, "loading", marks=pytest.mark.slow),
     ],
 )
 def test_interrupted(signal_number: int, to_group: bool, when: str, tmp_path: Path) -> None:
