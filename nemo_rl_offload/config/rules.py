@@ -18,6 +18,7 @@ from nemo_rl_offload.config.rule import MEGATRON, Get, Rule, megatron
 from nemo_rl_offload.config.run_rules import RUN_RULES, RUN_RULES_OF_THIS_MACHINE, RUN_WARNINGS
 from nemo_rl_offload.config.shapes import read_shape
 from nemo_rl_offload.config.stash_rules import STASH_RULES
+from nemo_rl_offload.config.worker_counts import WORKER_COUNT_RULES
 from nemo_rl_offload.config.worker_rules import WORKER_RULES, WORKER_WARNINGS
 from nemo_rl_offload.errors import ConfigError
 
@@ -90,6 +91,7 @@ RULES: tuple[Rule, ...] = (
     *CUDA_GRAPH_RULES,
     *MEGATRON_RULES,
     *PARALLEL_RULES,
+    *WORKER_COUNT_RULES,
     *WORKER_RULES,
     *BATCHING_RULES,
     *RUN_RULES,

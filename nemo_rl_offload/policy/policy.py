@@ -13,6 +13,7 @@ from nemo_rl_offload.batching.division import Division
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.config.worker_counts import check_batches, data_parallel_size
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import rows_per_sample
@@ -23,26 +24,7 @@ from nemo_rl_offload.planner.hardware import recognise
 from nemo_rl_offload.planner.shape import ModelShape
 from nemo_rl_offload.planner.work import training_flops
 from nemo_rl_offload.policy.microbatches import divide, is_planned
-from nemo_rl_offload.policy.ranks import Ranks, data_parallel_size, without_offloading
-
-
-def check_batches(config: PolicyConfig, num_shards: int) -> None:
-    """Raise ConfigError when a global batch cannot be cut into whole micro batches over the shards."""
-    if is_planned(config):
-        return
-    cfg, size = config["megatron_cfg"], config["train_micro_batch_size"]
-    multiple, num_stages = num_shards * size, cfg["pipeline_model_parallel_size"]
-    if config["train_global_batch_size"] % multiple:
-        raise ConfigError(
-            f"policy.train_global_batch_size: {config['train_global_batch_size']} is not a multiple of "
-            f"train_micro_batch_size x data-parallel ranks = {size} x {num_shards} = {multiple}"
-        )
-    num_microbatches = config["train_global_batch_size"] // multiple
-    if cfg["virtual_pipeline_model_parallel_size"] and num_microbatches % num_stages:
-        raise ConfigError(
-            f"policy.train_global_batch_size: with virtual_pipeline_model_parallel_size, a step's {num_microbatches} "
-            f"micro batches must be a multiple of the {num_stages} pipeline ranks"
-        )
+from nemo_rl_offload.policy.ranks import Ranks, without_offloading
 
 
 class Policy:
@@ -70,7 +52,10 @@ class Policy:
     ) -> None:
         self._config = config
         self._end_id = end_id
-        check_batches(config, data_parallel_size(config, cluster.world_size))
+        num_shards = data_parallel_size(config["megatron_cfg"], cluster.world_size)
+        if not is_planned(config):
+            whole, micro = config["train_global_batch_size"], config["train_micro_batch_size"]
+            check_batches(config["megatron_cfg"], whole, micro, num_shards)
         self._ranks = Ranks(cluster, config, model_path, seed=seed, num_steps=num_steps, keep_reference=keep_reference)
         self._workers = self._ranks.workers
         self._generators: Ranks | None = None

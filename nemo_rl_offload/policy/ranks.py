@@ -17,7 +17,7 @@ from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.cluster.worker_group import WorkerGroup
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.config.worker_counts import data_parallel_size
 from nemo_rl_offload.policy.worker import Placement, PolicyWorker
 
 
@@ -41,29 +41,6 @@ def without_offloading(config: PolicyConfig) -> PolicyConfig:
     return {**config, "megatron_cfg": config["megatron_cfg"] | off}
 
 
-def data_parallel_size(config: PolicyConfig, world_size: int) -> int:
-    """How many shards a batch is cut into.
-
-    Raises ConfigError when the ranks do not divide among the parallel sizes.
-    """
-    cfg = config["megatron_cfg"]
-    num_alike = cfg["tensor_model_parallel_size"] * cfg["context_parallel_size"]
-    num_together = num_alike * cfg["pipeline_model_parallel_size"]
-    if world_size % num_together:
-        raise ConfigError(
-            "policy.megatron_cfg.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size = "
-            f"{num_together} does not divide the cluster's {world_size} workers"
-        )
-    num_shards = world_size // num_together
-    num_ranks = num_shards * num_alike
-    if num_ranks % cfg["expert_model_parallel_size"]:
-        raise ConfigError(
-            f"policy.megatron_cfg.expert_model_parallel_size: {cfg['expert_model_parallel_size']} does not divide the "
-            f"{num_ranks} workers of a pipeline stage"
-        )
-    return num_shards
-
-
 class Ranks:
     """One model on the slots of `cluster`, in `num_shards` copies. Arguments and errors as for `Policy`."""
 
@@ -78,7 +55,7 @@ class Ranks:
         keep_reference: bool,
     ) -> None:
         self._config = config
-        self.num_shards = data_parallel_size(config, cluster.world_size)
+        self.num_shards = data_parallel_size(config["megatron_cfg"], cluster.world_size)
         self.workers = WorkerGroup(
             cluster,
             PolicyWorker,

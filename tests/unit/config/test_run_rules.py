@@ -19,13 +19,13 @@ COLOCATED = "policy.generation.colocated"
 APART = f"{COLOCATED}.enabled=false cluster.gpus_per_node=4 {COLOCATED}.resources.gpus_per_node"
 NODES_APART = f"{COLOCATED}.enabled=false cluster.num_nodes=3 {COLOCATED}.resources"
 CASES = [
-    (f"{COLOCATED}.enabled=false", f"{COLOCATED}.resources.gpus_per_node", "Give at least 1", f"{APART}=1"),
+    (f"{COLOCATED}.enabled=false", f"{COLOCATED}.resources.gpus_per_node", "Give at least 1", f"{APART}=2"),
     (f"{APART}=4", f"{COLOCATED}.resources.gpus_per_node", "at least 5", f"{APART}=3"),
     (
-        f"{APART}=1 {COLOCATED}.resources.num_nodes=2",
+        f"{APART}=2 {COLOCATED}.resources.num_nodes=2",
         f"{COLOCATED}.resources.num_nodes",
         "Set it to null",
-        f"{APART}=1 {COLOCATED}.resources.num_nodes=1",
+        f"{APART}=2 {COLOCATED}.resources.num_nodes=1",
     ),
     (
         f"{NODES_APART}.num_nodes=3",
