@@ -55,6 +55,8 @@ def run_offload_bench(options: argparse.Namespace) -> int:
 
 def run_stash_bench(options: argparse.Namespace) -> int:
     """Run the paged stash's bench; returns the exit code, 1 when a variant changed a bit or failed."""
+    if useless := [f"--{name}" for name in ("microbatches", "variant") if getattr(options, name) is not None]:
+        raise ConfigError(f"{', '.join(useless)}: for `bench offload` alone. Leave that out.")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 

@@ -216,6 +216,6 @@ def alive_at_peak(visits: Sequence[tuple[Group, bool]]) -> Counter[Key]:
 
 def _size(num_bytes: int) -> str:
     unit, name = next(
-        ((1 << bits, name) for bits, name in ((30, "GiB"), (20, "MiB")) if num_bytes >> bits), (1, "bytes")
+        ((1 << bits, name) for bits, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if num_bytes >> bits), (1, "bytes")
     )
     return f"{num_bytes / unit:.4g} {name}"

@@ -65,7 +65,7 @@ class Target(NamedTuple):
 def resolve(model: nn.Module, entries: Sequence[str]) -> list[Target]:
     """Return what `entries` stand for in `model`. Raises ConfigError with all problems, one per line: an entry that
     matches nothing, one that has no seam in this model, one listed twice, one inside of compiled code."""
-    if isinstance(entries, str) or not entries:
+    if isinstance(entries, str) or not entries or not all(isinstance(entry, str) for entry in entries):
         raise ConfigError(f"modules={entries!r}: give a list with at least one name, like ['core_attn', 'mlp_norm']")
     modules = dict(model.named_modules())
     layers = [path for path in modules if all(_join(path, child) in modules for child in _LAYER)]

@@ -14,9 +14,9 @@ def host_memory_budget_bytes(budget: float | str) -> int:
     """
     if isinstance(budget, str):
         return parse_bytes(budget)
-    if not 0 < budget <= 1:
+    if not isinstance(budget, int | float) or not 0 < budget <= 1:
         raise ConfigError(
-            f"host_memory_budget={budget}: write a share of the free memory in (0, 1] or a size like '32GiB'."
+            f"host_memory_budget={budget!r}: write a share of the free memory in (0, 1] or a size like '32GiB'."
         )
     return int(free_host_bytes() * budget) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 

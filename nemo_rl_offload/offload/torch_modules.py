@@ -63,6 +63,10 @@ def offload_activations(
         ConfigError: the modules are not there, cannot be told apart, or are offloaded already; the parameters are on
             several devices or on one that is not supported; the budget is no budget; a size is no number.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}: give a torch.nn.Module")
+    if gpu_memory_budget is not None and not isinstance(gpu_memory_budget, str):
+        raise ConfigError(f"gpu_memory_budget={gpu_memory_budget!r}: give a size with its unit, like '72GiB'")
     if (modules == "auto") != (gpu_memory_budget is not None):
         raise ConfigError("modules='auto' and gpu_memory_budget (like '72GiB') need each other: give both or neither")
     if not isinstance(min_tensor_bytes, int) or min_tensor_bytes < 0:

@@ -21,3 +21,9 @@ def test_every_variant_has_the_same_bits(tmp_path: Path) -> None:
     assert all(
         min(each["copy_gb_per_s"], each["stash_gb_per_s"], each["restore_gb_per_s"]) > 0 for each in data["copies"]
     )
+
+
+def test_an_option_of_the_other_bench_is_refused() -> None:
+    done = run_python("-m", "nemo_rl_offload.cli", "bench", "stash", "--variant", "stash", "--microbatches", "2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--microbatches, --variant: for `bench offload` alone. Leave that out." in done.stderr

@@ -285,6 +285,20 @@ def test_a_bad_budget_is_an_error_and_leaves_nothing() -> None:
     assert trace(model) == before
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"model": len}, "model is a builtin_function_or_method: give a torch.nn.Module"),
+        ({"modules": [1]}, r"modules=\[1\]: give a list with at least one name"),
+        ({"host_memory_budget": None}, "host_memory_budget=None: write a share"),
+        ({"modules": "auto", "gpu_memory_budget": 5}, "gpu_memory_budget=5: give a size with its unit, like '72GiB'"),
+    ],
+)
+def test_an_argument_of_another_type(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        offload_activations(**{"model": Model(), "modules": ["blocks.*"], **changed})
+
+
 @pytest.mark.parametrize("size", ["1MiB", -1, 1.5])
 def test_a_size_that_is_no_number_of_bytes(size: Any) -> None:
     with pytest.raises(ConfigError, match="give a number of bytes from 0 on"):
