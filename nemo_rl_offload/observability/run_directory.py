@@ -39,6 +39,8 @@ MEANS = (
     *(f"policy.megatron_cfg.{key}" for key in _LAYOUT_AND_MEMORY.split()),
 )
 """Keys that say by what means a run computes, not what: a run may go on with others."""
+NUM_SHOWN = 3
+"""Of the keys in which two configurations differ."""
 BEFORE_TRAINING = {CONFIG_FILE, f".{CONFIG_FILE}.partial", ERROR_FILE, LOCK_FILE}
 
 
@@ -56,21 +58,19 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
     """
     for folder in [explicit] if explicit is not None else _numbered(default):
         with _explained(folder):
-            if not _can_enter(folder, config, unfinished=explicit is None):
+            obstacle = _obstacle(folder, config, unfinished=explicit is None)
+            if obstacle is not None:
                 continue
             folder.mkdir(parents=True, exist_ok=True)
             lock = (folder / LOCK_FILE).open("w")
         with lock:
             if not _acquire(lock):
+                obstacle = "another process is running it"
                 continue
             _write_config(folder, config)
             yield folder
             return
-    raise ConfigError(
-        f"--run-dir {explicit}: the folder holds something else than a run of this configuration (compare its "
-        f"{CONFIG_FILE}; parallel sizes, offloading, recomputation and the cluster may differ), or that run is still "
-        "going on. Choose another folder."
-    )
+    raise ConfigError(f"--run-dir {explicit}: {obstacle}. Choose another folder.")
 
 
 def _numbered(default: Path) -> Iterator[Path]:
@@ -79,21 +79,47 @@ def _numbered(default: Path) -> Iterator[Path]:
         yield default.with_name(f"{default.name}-{number}")
 
 
-def _can_enter(folder: Path, config: Mapping[str, Any], unfinished: bool) -> bool:
+def _obstacle(folder: Path, config: Mapping[str, Any], unfinished: bool) -> str | None:
+    """Why a folder cannot be entered; None where it can."""
     if not folder.exists():
-        return True
+        return None
     if not folder.is_dir():
-        return False
+        return "is a file"
     names = {path.name for path in folder.iterdir()}
     if names <= BEFORE_TRAINING:
-        return True
-    if CONFIG_FILE not in names or (unfinished and SUMMARY_FILE in names):
-        return False
+        return None
+    if CONFIG_FILE not in names:
+        return f"holds files, and no run ({CONFIG_FILE} is missing)"
+    if unfinished and SUMMARY_FILE in names:
+        return "holds a finished run"
     try:
         saved = yaml.safe_load((folder / CONFIG_FILE).read_text())
     except (UnicodeDecodeError, yaml.YAMLError):
-        return False
-    return isinstance(saved, dict) and _what(saved) == _what(config)
+        saved = None
+    if not isinstance(saved, dict):
+        return f"its {CONFIG_FILE} cannot be read"
+    changed = _changed(_what(saved), _what(config))
+    return f"holds a run of another configuration ({changed})" if changed else None
+
+
+def _changed(saved: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """What the run there has otherwise; empty where that is nothing."""
+    there, here = dict(_leaves(saved)), dict(_leaves(config))
+    paths = [path for path in here | there if (path in here) != (path in there) or here[path] != there[path]]
+    shown = [f"{path} is {_shown(there, path)} there, {_shown(here, path)} here" for path in paths]
+    return "; ".join([*shown[:NUM_SHOWN], *([f"and {len(shown) - NUM_SHOWN} more"] if len(shown) > NUM_SHOWN else [])])
+
+
+def _shown(leaves: Mapping[str, Any], path: str) -> str:
+    return json.dumps(leaves[path], default=str) if path in leaves else "absent"
+
+
+def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
 
 
 def _what(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:

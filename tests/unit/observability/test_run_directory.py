@@ -7,6 +7,7 @@ import json
 import operator
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -288,18 +289,20 @@ def test_explicit_folder_is_refused_or_entered(tmp_path: Path) -> None:
     (folder / "error.log").write_text("it failed before training")
     assert enter(folder, tmp_path, OTHER) == folder
     (folder / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match="holds something else than a run of this configuration"):
+    with pytest.raises(ConfigError, match=r"\(lr is 2e-05 there, 1e-05 here\). Choose another folder"):
         enter(folder, tmp_path, CONFIG)
     (folder / "summary.json").touch()
     assert enter(folder, tmp_path, OTHER) == folder
     for content in (b"[", b"\xff"):
         (folder / "config.yaml").write_bytes(content)
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match=r"its config.yaml cannot be read"):
             enter(folder, tmp_path, OTHER)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").touch()
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="holds files, and no run"):
         enter(tmp_path / "home", tmp_path, CONFIG)
+    with pytest.raises(ConfigError, match="is a file"):
+        enter(tmp_path / "home" / "thesis.tex", tmp_path, CONFIG)
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
 
 
@@ -318,9 +321,22 @@ def test_a_run_may_go_on_by_other_means_alone(tmp_path: Path) -> None:
         if path in by_means:
             assert enter(folder, tmp_path, other) == folder
         else:
-            with pytest.raises(ConfigError, match="parallel sizes, offloading"):
+            with pytest.raises(ConfigError, match=rf'\({re.escape(path)} is .* there, "something else" here\)'):
                 enter(folder, tmp_path, other)
         enter(folder, tmp_path, config)
+
+
+def test_what_another_run_has_otherwise_is_listed(tmp_path: Path) -> None:
+    (enter(tmp_path / "run", tmp_path, CONFIG | {"lr": 1}) / "metrics.jsonl").touch()
+    enter(tmp_path / "run", tmp_path, CONFIG | {"lr": 1.0})
+    other = {"grpo": {"seed": 2, "names": []}, "lr": True, "new": "\n"}
+    expected = (
+        'grpo.seed is 1 there, 2 here; grpo.names is ["a", "b"] there, [] here; new is absent there, "\\n" here; '
+        "and 1 more"
+    )
+    with pytest.raises(ConfigError) as error:
+        enter(tmp_path / "run", tmp_path, other)
+    assert f"another configuration ({expected}). Choose" in str(error.value)
 
 
 def leaves(node: dict[str, Any], path: str = "") -> Iterator[str]:
@@ -335,6 +351,6 @@ def test_a_running_run_is_left_alone(tmp_path: Path) -> None:
     default = tmp_path / "run"
     with open_run_directory(None, default, CONFIG) as first:
         assert enter(None, default, CONFIG).name == "run-2"
-        with pytest.raises(ConfigError, match="still going on"):
+        with pytest.raises(ConfigError, match="another process is running it"):
             enter(first, default, CONFIG)
     assert enter(None, default, CONFIG) == first
