@@ -25,7 +25,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 512 << 20  # Ray moves it to a file in /tmp where /dev/shm is smaller
 PLACEMENT_TIMEOUT_S = 60
 EXIT_TIMEOUT_S = 10
+START_EXIT_TIMEOUT_S = 1  # one of the daemons does not heed SIGTERM
 
 
 @dataclass(frozen=True)
@@ -218,9 +219,11 @@ class VirtualCluster:
             self._give_back()
         finally:
             if self._connected_here:
-                processes = _processes_of_ray()
+                processes, is_up = _processes_of_ray(), ray.is_initialized()
                 ray.shutdown(wait_for_processes=True)
-                _see_off(processes)
+                if not is_up:  # Ray ended what it knew: of a start that was interrupted, nothing
+                    _signal(processes, psutil.Process.terminate)
+                _see_off(processes, EXIT_TIMEOUT_S if is_up else START_EXIT_TIMEOUT_S)
 
     def _give_back(self) -> None:
         groups, self.placement_groups = self.placement_groups, ()
@@ -322,13 +325,17 @@ def _processes_of_ray() -> list[psutil.Process]:
     return found
 
 
-def _see_off(processes: list[psutil.Process]) -> None:
+def _see_off(processes: list[psutil.Process], timeout_s: float) -> None:
     """Ray waits for its daemons, not for the workers, which may take a while to end on a busy machine."""
-    _, alive = psutil.wait_procs(processes, timeout=EXIT_TIMEOUT_S)
-    for process in alive:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    _signal(alive, psutil.Process.kill)
     psutil.wait_procs(alive, timeout=EXIT_TIMEOUT_S)
+
+
+def _signal(processes: list[psutil.Process], send: Callable[[psutil.Process], None]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            send(process)
 
 
 def _probe(address: str) -> None:

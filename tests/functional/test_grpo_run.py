@@ -227,6 +227,7 @@ def wait_until_gone(mark: str, timeout_s: float = 15) -> None:
         pytest.param(signal.SIGTERM, False, "training", marks=pytest.mark.slow),
         (signal.SIGTERM, True, "training"),
         pytest.param(signal.SIGTERM, False, "loading", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, True, "starting", marks=pytest.mark.slow),
     ],
 )
 def test_interrupted(signal_number: int, to_group: bool, when: str, tmp_path: Path) -> None:
@@ -237,8 +238,9 @@ def test_interrupted(signal_number: int, to_group: bool, when: str, tmp_path: Pa
     else:
         errors_so_far = process.stderr
         assert errors_so_far is not None
-        wait_for(lambda: "Loading the model" in errors_so_far.readline(), process)
-        time.sleep(1)
+        words, seconds = {"loading": ("Loading the model", 1.0), "starting": ("Starting Ray", 0.3)}[when]
+        wait_for(lambda: words in errors_so_far.readline(), process)
+        time.sleep(seconds)
     (os.killpg if to_group else os.kill)(process.pid, signal_number)
     output, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output) == (130, "")
