@@ -31,14 +31,14 @@ def data_parallel_size(cfg: Mapping[str, Any], world_size: int) -> int:
     if world_size % num_together:
         raise ConfigError(
             "cluster.gpus_per_node: tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size "
-            f"= {num_together} does not divide {world_size} workers. Change these sizes, or take "
-            f"{_nearest_multiple(world_size, num_together)} workers."
+            f"= {num_together} does not divide {world_size} worker(s). Change these sizes, or take "
+            f"{_nearest_multiple(world_size, num_together)}."
         )
     num_shards: int = world_size // num_together
     num_ranks, num_expert_ranks = num_shards * num_alike, cfg["expert_model_parallel_size"]
     if num_ranks % num_expert_ranks:
         raise ConfigError(
-            f"{MEGATRON}.expert_model_parallel_size: {num_expert_ranks} does not divide the {num_ranks} workers of a "
+            f"{MEGATRON}.expert_model_parallel_size: {num_expert_ranks} does not divide the {num_ranks} worker(s) of a "
             "pipeline stage. Change it, or the number of workers."
         )
     return num_shards

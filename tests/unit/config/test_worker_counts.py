@@ -14,12 +14,12 @@ BATCH, DYNAMIC = "policy.train_global_batch_size", "policy.dynamic_batching.enab
 APART = "policy.generation.colocated.enabled=false policy.generation.colocated.resources"
 
 CASES = [
-    (f"{WORKERS}=3 {SIZES}.tensor_model_parallel_size=2", WORKERS, "= 2 does not divide 3 workers", f"{WORKERS}=4"),
-    (f"{WORKERS}=2 {SIZES}.context_parallel_size=4", WORKERS, "or take 4 workers.", f"{WORKERS}=4"),
+    (f"{WORKERS}=3 {SIZES}.tensor_model_parallel_size=2", WORKERS, "= 2 does not divide 3 worker(s)", f"{WORKERS}=4"),
+    (f"{WORKERS}=2 {SIZES}.context_parallel_size=4", WORKERS, "or take 4.", f"{WORKERS}=4"),
     (
         f"{WORKERS}=1 cluster.num_nodes=3 {SIZES}.pipeline_model_parallel_size=2",
         WORKERS,
-        "does not divide 3 workers",
+        "does not divide 3 worker(s)",
         "cluster.num_nodes=4",
     ),
     (f"{WORKERS}=4", BATCH, "64 x 4 = 256. The nearest that is: 256.", "policy.train_micro_batch_size=32"),
@@ -29,7 +29,7 @@ CASES = [
     (
         f"{WORKERS}=5 {APART}.gpus_per_node=1 {SIZES}.tensor_model_parallel_size=2",
         WORKERS,
-        "does not divide 1 workers",
+        "does not divide 1 worker(s)",
         f"{WORKERS}=6 {APART}.gpus_per_node=2",
     ),
     (f"{WORKERS}=1 cluster.num_nodes=4 {APART}.num_nodes=1", BATCH, "64 x 3 = 192", f"{APART}.num_nodes=2"),
@@ -43,7 +43,7 @@ def test_counts_that_do_not_divide(change: str, path: str, words: str, neighbor:
 
 def test_experts(refuses: Refuses) -> None:
     change = f"MOE {SIZES}.expert_model_parallel_size=4 policy.train_micro_batch_size=1 {WORKERS}"
-    refuses(f"{change}=2", f"{SIZES}.expert_model_parallel_size", "4 does not divide the 2 workers", f"{WORKERS}=4")
+    refuses(f"{change}=2", f"{SIZES}.expert_model_parallel_size", "4 does not divide the 2 worker(s)", f"{WORKERS}=4")
 
 
 def test_a_batch_that_no_number_of_workers_cuts_is_reported_once(refusals: Refusals) -> None:

@@ -295,10 +295,10 @@ def test_ranks_of_one_shard_get_the_same_and_one_of_them_answers(
 @pytest.mark.parametrize(
     ("world_size", "overrides", "words"),
     [
-        (3, (TP,), "does not divide 3 workers"),
+        (3, (TP,), r"does not divide 3 worker\(s\)"),
         (2, (TP, PP), "x context_parallel_size = 4 does not divide"),
-        (3, ("policy.megatron_cfg.context_parallel_size=2",), "does not divide 3 workers"),
-        (3, (EP,), "expert_model_parallel_size: 2 does not divide the 3 workers"),
+        (3, ("policy.megatron_cfg.context_parallel_size=2",), r"does not divide 3 worker\(s\)"),
+        (3, (EP,), "expert_model_parallel_size: 2 does not divide the 3 worker"),
         (
             2,
             (PP, "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2", "policy.train_micro_batch_size=4"),
