@@ -218,7 +218,7 @@ def _e5(results: Mapping[str, Result]) -> Iterator[Row]:
 def _e6(folder: Path) -> Iterator[Row]:
     for kind, error in worst(predictions(folder)).items():
         bar = E6[kind]
-        yield bar.without_result() if error is None else bar.row("results of E1, E2, E4", 100 * error)
+        yield bar.without_result() if error is None else bar.row("results of E1 to E4", 100 * error)
 
 
 def _unchecked(entry: Mapping[str, Any]) -> bool:

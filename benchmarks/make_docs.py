@@ -241,7 +241,7 @@ def device_page(folder: Path) -> Iterator[str]:
     yield from e5("stash", results["stash"]) if "stash" in results else ["Not yet measured.\n"]
     yield "## E6: the planner's predictions\n"
     yield from (
-        table(predictions(folder)) if predictions(folder) else ["Nothing to compare yet: no result of E1, E2 or E4."]
+        table(predictions(folder)) if predictions(folder) else ["Nothing to compare yet: no result of E1 to E4."]
     )
     yield ""
     for name, result in of(results, "profile").items():

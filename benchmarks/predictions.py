@@ -1,4 +1,4 @@
-"""E6: what the planner predicts for the runs of E1, E2 and E4, beside what they measured. Needs no GPU.
+"""E6: what the planner predicts for the runs of E1 to E4, beside what they measured. Needs no GPU.
 
     python benchmarks/predictions.py benchmarks/results/DEVICE
 
@@ -7,8 +7,9 @@ torch's allocator had handed out. Time: the planner does not know what share of 
 so that share is fitted to the run without offloading and recomputation of each result (where that did not fit: to the
 first that recomputes; of E4: to the compared one with full recomputation), which is then no prediction and is left out;
 the optimizer's part of a step, which the planner leaves out, is taken off. E4's attempts are first steps of cold
-processes, which compile and choose kernels and pin memory: their times say nothing. The link's rates are those of
-`link.json`. What `auto` chooses is not predicted.
+processes, which compile and choose kernels and pin memory: their times say nothing. Of E3, whose steps all differ, the
+highest peak is predicted as that of its widest microbatch; results from before SwiGLU was fused, whose MLPs saved two
+tensors more, are left out. The link's rates are those of `link.json`. What `auto` chooses is not predicted.
 """
 
 import argparse
@@ -118,11 +119,11 @@ def compare(runs: Sequence[Run]) -> list[Prediction]:
 
 
 def predictions(folder: Path) -> list[Prediction]:
-    """Of every result of E1, E2 and E4 in a folder; none for results of a CPU."""
+    """Of every result of E1 to E4 in a folder; none for results of a CPU."""
     found: list[Prediction] = []
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
-        readers = {"E1": _runs_of_e1, "E2": _runs_of_e2, "E4": _runs_of_e4}
+        readers = {"E1": _runs_of_e1, "E2": _runs_of_e2, "E3": _runs_of_e3, "E4": _runs_of_e4}
         reader = readers.get(result.get("experiment"))
         if reader is None or not result["device_memory_bytes"]:
             continue
@@ -187,6 +188,17 @@ def _runs_of_e2(result: Mapping[str, Any], source: str, device: Device) -> Itera
         yield Run(source, each["name"], recomputing, tuple(each["offload_modules"]), measured)
 
 
+def _runs_of_e3(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:
+    if not result.get("swiglu_is_fused"):
+        return
+    widths = max((rollout["widths"] for rollout in result["rollouts"]), key=max)
+    job = _job(result["model"], device, max(widths), len(widths), result["shape"]["transformer_impl"])
+    for each in result["variants"]:
+        if each["kind"] in ("nothing", "ours") and "figures" in each:
+            measured = Figures(int(each["figures"]["highest_peak_bytes"]), None)
+            yield Run(source, f"{each['name']}, the highest", job, tuple(each["offload_modules"]), measured)
+
+
 def _runs_of_e4(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:
     """Those at the number of layers of the longest sequence: the compared ones, then the attempts."""
     about = {"recompute: full": ("full", ()), "ours: full recompute": ("full", ("attn_norm",)), "nothing": (None, ())}
@@ -246,7 +258,7 @@ def main() -> int:
     except ConfigError as error:
         parser.error(str(error))
     if not found:
-        print(f"{options.results} has no result of E1, E2 or E4 from a GPU")
+        print(f"{options.results} has no result of E1 to E4 from a GPU")
         return 1
     print("\n".join(table(found)))
     for kind, largest in worst(found).items():

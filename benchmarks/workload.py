@@ -173,7 +173,8 @@ class Workload:
 
     def describe(self) -> dict[str, Any]:
         """What a result says about it."""
-        return {"shape": asdict(self.shape), "model": model_config(self.shape)}
+        fused = bool(self.model.config.bias_activation_fusion)
+        return {"shape": asdict(self.shape), "model": model_config(self.shape), "swiglu_is_fused": fused}
 
 
 def same(outcome: Sequence[Tensor], reference: Sequence[Tensor]) -> bool:

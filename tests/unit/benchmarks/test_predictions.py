@@ -66,6 +66,23 @@ def e1() -> dict[str, Any]:
     }
 
 
+def e3() -> dict[str, Any]:
+    variants = [
+        {"name": name, "kind": kind, "offload_modules": ["core_attn"], "figures": {"highest_peak_bytes": 30e9}}
+        for name, kind in (("ours: core_attn", "ours"), ("megatron: core_attn", "megatron"))
+    ]
+    stopped = {"name": "nothing", "kind": "nothing", "offload_modules": [], "error": "OutOfMemoryError"}
+    return {
+        "experiment": "E3",
+        **ABOUT,
+        "model": MODEL,
+        "shape": {"transformer_impl": "transformer_engine"},
+        "swiglu_is_fused": True,
+        "rollouts": [{"widths": [512, 512, 512]}, {"widths": [256, 4096]}, {"widths": [1024]}],
+        "variants": [*variants, stopped],
+    }
+
+
 def e4() -> dict[str, Any]:
     def sample(ms: float) -> dict[str, float]:
         return {"peak_allocated_bytes": 60e9, "ms": ms, "optimizer_ms": OPTIMIZER_MS}
@@ -108,6 +125,18 @@ def test_where_nothing_did_not_fit_rates_are_fitted_to_recomputation(tmp_path: P
     first, ours = predictions(write(tmp_path, result))
     assert (first.variant, first.time_error, ours.variant) == ("recompute: full", None, "ours: all")
     assert ours.time_error is not None
+
+
+def test_the_highest_peak_of_e3_is_that_of_its_widest_microbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run,) = _runs(monkeypatch, write(tmp_path, e3()))
+    assert (run.job.sequence, run.job.num_microbatches, run.modules) == (4096, 2, ("core_attn",))
+    assert run.measured == Figures(int(30e9), None)
+    (found,) = predictions(tmp_path)
+    assert (found.variant, found.time_error) == ("ours: core_attn, the highest", None)
+    assert found.memory_error == pytest.approx(predict(run, run.job.device)[0] / 30e9 - 1)
+    assert not predictions(write(tmp_path, e3() | {"swiglu_is_fused": False}))
 
 
 def _runs(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Run]:
