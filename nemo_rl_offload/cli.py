@@ -17,7 +17,6 @@ from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nemo_rl_offload.config.schema import PolicyConfig
     from nemo_rl_offload.planner.expert_buffers import Skew
     from nemo_rl_offload.planner.job import Job
 
@@ -126,6 +125,7 @@ def _job(options: argparse.Namespace, overrides: Sequence[str]) -> "Job":
     from nemo_rl_offload.config.checks import check_schema
     from nemo_rl_offload.config.loader import load_config, resolve_model_path
     from nemo_rl_offload.config.sizes import parse_bytes
+    from nemo_rl_offload.config.worker_counts import training_and_generating
     from nemo_rl_offload.planner.catalogue import load_model_shape
     from nemo_rl_offload.planner.hardware import find_device
     from nemo_rl_offload.planner.job import read_job
@@ -147,22 +147,12 @@ def _job(options: argparse.Namespace, overrides: Sequence[str]) -> "Job":
         policy,
         load_model_shape(name, folder),
         device,
-        _num_training_workers(policy, cluster["num_nodes"], per_node),
+        max(1, training_and_generating(policy["generation"]["colocated"], cluster["num_nodes"], per_node)[0]),
         skew=_skew(options),
         memory_bytes=parse_bytes(memory) if memory else 0,
         host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
         reference_on_host=config["loss_fn"]["reference_policy_kl_penalty"] > 0,
     )
-
-
-def _num_training_workers(policy: "PolicyConfig", num_nodes: int, per_node: int) -> int:
-    colocated = policy["generation"]["colocated"]
-    if not colocated["enabled"]:
-        if num_nodes > 1:
-            num_nodes -= colocated["resources"]["num_nodes"] or 0
-        else:
-            per_node -= colocated["resources"]["gpus_per_node"] or 0
-    return max(1, num_nodes * per_node)
 
 
 def _skew(options: argparse.Namespace) -> "Skew | None":

@@ -9,7 +9,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.activations import LayerContext, Numbers, Tokens
 from nemo_rl_offload.planner.expert_buffers import ExpertBuffers, Skew
 from nemo_rl_offload.planner.hardware import Device
-from nemo_rl_offload.planner.layout import KEYS, Layout, check_layout
+from nemo_rl_offload.planner.layout import KEYS, Layout, check_layout, num_microbatches
 from nemo_rl_offload.planner.memory import Optimizer
 from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE
 from nemo_rl_offload.planner.shape import ModelShape
@@ -100,7 +100,7 @@ def read_job(
         )
     layout, sequence = _layout(cfg, world), policy["max_total_sequence_length"]
     check_layout(layout, shape, sequence)
-    micro_batch, num_microbatches = _microbatches(policy, layout)
+    micro_batch, microbatches = _microbatches(policy, layout)
     element_bytes = 4 if policy["precision"] == "float32" else 2
     overrides = cfg["model_overrides"]
     modules = cfg["offload_modules"]
@@ -111,7 +111,7 @@ def read_job(
         device,
         sequence,
         micro_batch,
-        num_microbatches,
+        microbatches,
         numbers=Numbers(element_bytes, _fp8(overrides, device)),
         optimizer=_optimizer(cfg, element_bytes),
         recompute=_recompute(cfg),
@@ -130,24 +130,11 @@ def _microbatches(policy: Mapping[str, Any], layout: Layout) -> tuple[int, int]:
     """Samples of a microbatch, and microbatches of a step."""
     sequence, budget = policy["max_total_sequence_length"], _tokens_of_a_microbatch(policy)
     micro_batch: int = policy["train_micro_batch_size"] if budget is None else max(1, budget // sequence)
-    batch, per_pass = policy["train_global_batch_size"], micro_batch * layout.data
+    batch, num_interleaved = policy["train_global_batch_size"], layout.pipeline if layout.virtual > 1 else 1
     if budget is not None:  # samples as long as can be; the number of microbatches is filled up where it must be
-        group = per_pass * (layout.pipeline if layout.virtual > 1 else 1)
+        group = micro_batch * layout.data * num_interleaved
         batch = math.ceil(batch / group) * group
-    if batch % per_pass:
-        nearest = max(1, round(batch / per_pass)) * per_pass
-        raise ConfigError(
-            f"policy.train_global_batch_size: {batch} is not a multiple of train_micro_batch_size {micro_batch} x "
-            f"{layout.data} data-parallel ranks. The nearest that is: {nearest}."
-        )
-    num_microbatches: int = batch // per_pass
-    if layout.virtual > 1 and num_microbatches % layout.pipeline:
-        nearest = math.ceil(num_microbatches / layout.pipeline) * layout.pipeline * per_pass
-        raise ConfigError(
-            f"policy.train_global_batch_size: {num_microbatches} microbatches cannot be interleaved over "
-            f"{layout.pipeline} pipeline ranks. The nearest batch that can: {nearest}."
-        )
-    return micro_batch, num_microbatches
+    return micro_batch, num_microbatches(batch, micro_batch, layout.data, num_interleaved)
 
 
 def _tokens_of_a_microbatch(policy: Mapping[str, Any]) -> int | None:

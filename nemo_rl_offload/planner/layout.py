@@ -167,3 +167,29 @@ def stage_layers(layout: Layout, num_layers: int) -> list[list[range]]:
             stages[rank].append(range(start, start + size // layout.virtual))
             start += size // layout.virtual
     return stages
+
+
+def num_microbatches(global_batch: int, micro_batch: int, num_shards: int, num_interleaved: int) -> int:
+    """Microbatches of a step on each rank, `num_interleaved` or a multiple of that.
+
+    Raises ConfigError when the batch cannot be cut so, with the nearest that can.
+    """
+    path, per_pass = "policy.train_global_batch_size", num_shards * micro_batch
+    if global_batch % per_pass:
+        raise ConfigError(
+            f"{path}: {global_batch} is not a multiple of train_micro_batch_size x data-parallel ranks = "
+            f"{micro_batch} x {num_shards} = {per_pass}. The nearest that is: "
+            f"{nearest_multiple(global_batch, per_pass)}."
+        )
+    number = global_batch // per_pass
+    if number % num_interleaved:
+        raise ConfigError(
+            f"{path}: with virtual_pipeline_model_parallel_size, a step's {number} microbatches must be a "
+            f"multiple of the {num_interleaved} pipeline ranks. Set it to a multiple of {per_pass * num_interleaved}."
+        )
+    return number
+
+
+def nearest_multiple(number: int, of: int) -> int:
+    """The multiple of `of`, above 0, that is nearest to `number`."""
+    return max(1, round(number / of)) * of

@@ -13,7 +13,7 @@ from nemo_rl_offload.batching.division import Division
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.config.worker_counts import check_batches, data_parallel_size
+from nemo_rl_offload.config.worker_counts import data_parallel_size, num_interleaved
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import rows_per_sample
@@ -21,6 +21,7 @@ from nemo_rl_offload.observability.manifest import Manifest
 from nemo_rl_offload.observability.memory_trace import MemorySample
 from nemo_rl_offload.planner.catalogue import load_model_shape
 from nemo_rl_offload.planner.hardware import recognise
+from nemo_rl_offload.planner.layout import num_microbatches
 from nemo_rl_offload.planner.shape import ModelShape
 from nemo_rl_offload.planner.work import training_flops
 from nemo_rl_offload.policy.microbatches import divide, is_planned
@@ -55,7 +56,7 @@ class Policy:
         num_shards = data_parallel_size(config["megatron_cfg"], cluster.world_size)
         if not is_planned(config):
             whole, micro = config["train_global_batch_size"], config["train_micro_batch_size"]
-            check_batches(config["megatron_cfg"], whole, micro, num_shards)
+            num_microbatches(whole, micro, num_shards, num_interleaved(config["megatron_cfg"]))
         self._ranks = Ranks(cluster, config, model_path, seed=seed, num_steps=num_steps, keep_reference=keep_reference)
         self._workers = self._ranks.workers
         self._generators: Ranks | None = None
