@@ -62,11 +62,6 @@ def plain_peak(workload: Any) -> tuple[int, int]:
     return static_bytes, torch.cuda.get_device_properties(0).total_memory if failed else peaks[-1]
 
 
-def optimizer_ms(workload: Any) -> float:
-    """The part of a step that no variant changes, and that the planner leaves out."""
-    return medians([timed(workload.model.optimizer.step) for _ in range(3)])["ms"]
-
-
 def check(workload: Any, found: list[Any], entries: dict[str, Any]) -> None:
     """Compare two steps of each variant with one without anything; write `bit_identical`, or `check_error`: some
     kernels have no reproducible form, which is no reason not to measure.
@@ -136,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
         **environment(),
         **workload.describe(),
         "static_bytes": static_bytes,
-        "optimizer_ms": optimizer_ms(workload),
+        "optimizer_ms": workload.optimizer_ms(),
         "variants": list(entries.values()),
     }
     suffix = "_te_offload" if wants_transformer_engines(options.variant) else ""

@@ -3,20 +3,22 @@
     python benchmarks/predictions.py benchmarks/results/DEVICE
 
 Memory: the predicted peak less the planner's allowances for the runtime and for fragmentation, beside the most that
-torch's allocator had handed out. Time: the planner does not know what share of the device's peak rate a model reaches,
-so that share is fitted to the run without offloading and recomputation of each result (where that did not fit: to the
-first that recomputes; of E4: to the compared one with full recomputation), which is then no prediction and is left out;
-the optimizer's part of a step, which the planner leaves out, is taken off. E4's attempts are first steps of cold
-processes, which compile and choose kernels and pin memory: their times say nothing. Of E3, whose steps all differ, the
-highest peak is predicted as that of its widest microbatch; results from before SwiGLU was fused, whose MLPs saved two
-tensors more, are left out. The link's rates are those of `link.json`. What `auto` chooses is not predicted.
+torch's allocator had handed out. Time: the planner does not know what share of the device's peak rate a model
+reaches, so that share is fitted to the run without offloading and recomputation of each result (where that did not
+fit: to the first that recomputes; of E4: to the compared one with full recomputation), which is then no prediction
+and is left out; the optimizer's part of a step, which the planner leaves out, is taken off. E4's attempts are first
+steps of cold processes, which compile and choose kernels and pin memory: their times say nothing. Of E3, whose steps
+all differ, the highest peak is predicted as that of its widest microbatch, and the time of all steps as that of their
+microbatches one by one; results from before SwiGLU was fused, whose MLPs saved two tensors more, are left out. The
+link's rates are those of `link.json`. What `auto` chooses is not predicted.
 """
 
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,7 +43,7 @@ BARS = {"memory": 0.03, "time": 0.05}
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one step; `ms` is None where its time says nothing."""
+    """Of one step, of E3 of all; `ms` is None where its time says nothing."""
 
     peak_bytes: int
     ms: float | None
@@ -82,6 +84,8 @@ class Run:
     num_ahead: int = 1
     """Stages of the pipeline whose first one it was; the others were as fast without offloading."""
     max_inflight_bytes: int | None = None
+    widths: Mapping[int, int] = field(default_factory=dict)
+    """Where microbatches differ: how many of each width took the measured time. The job's are the widest."""
 
 
 def predict(run: Run, device: Device) -> tuple[int, float]:
@@ -90,6 +94,9 @@ def predict(run: Run, device: Device) -> tuple[int, float]:
     if run.num_ahead == 1:
         outcome = run_listed_modules(job, run.modules)
         static, peak_bytes, ms = outcome.stages[0].static_bytes, outcome.peak_bytes(0), outcome.step_ms
+        if run.widths:
+            alone = {width: replace(job, sequence=width, num_microbatches=1) for width in run.widths}
+            ms = sum(run_listed_modules(alone[width], run.modules).step_ms * n for width, n in run.widths.items())
     else:
         (stage,) = build_stages(job, run.modules)
         schedule = pipeline_schedule(run.num_ahead, job.num_microbatches)
@@ -195,8 +202,14 @@ def _runs_of_e3(result: Mapping[str, Any], source: str, device: Device) -> Itera
     job = _job(result["model"], device, max(widths), len(widths), result["shape"]["transformer_impl"])
     for each in result["variants"]:
         if each["kind"] in ("nothing", "ours") and "figures" in each:
-            measured = Figures(int(each["figures"]["highest_peak_bytes"]), None)
-            yield Run(source, f"{each['name']}, the highest", job, tuple(each["offload_modules"]), measured)
+            figures = each["figures"]
+            steps = result["rollouts"][: figures["num_steps"]]
+            ms = figures["total_ms"] - len(steps) * result["optimizer_ms"]
+            measured = Figures(int(figures["highest_peak_bytes"]), ms)
+            counts = Counter(width for rollout in steps for width in rollout["widths"])
+            yield Run(
+                source, f"{each['name']}, all steps", job, tuple(each["offload_modules"]), measured, widths=counts
+            )
 
 
 def _runs_of_e4(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:

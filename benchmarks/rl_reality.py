@@ -97,6 +97,7 @@ def run(options: argparse.Namespace) -> int:
         "experiment": "E3",
         **environment(),
         **workload.describe(),
+        "optimizer_ms": workload.optimizer_ms(),
         "rollouts": [{"lengths": each.lengths, "widths": each.cutting.widths} for each in rollouts],
         "variants": entries,
     }

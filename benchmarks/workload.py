@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from common import HAS_GPU
+from common import HAS_GPU, medians, timed
 from constants import LOGPROB_CHUNK_SIZE
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
@@ -170,6 +170,10 @@ class Workload:
         """The loss and every gradient of a step."""
         loss = torch.tensor(self.step(batch, how)["loss"], dtype=torch.float64)
         return [loss, *(each.main_grad.clone() for each in unwrap(self.model.chunks[0]).parameters())]
+
+    def optimizer_ms(self) -> float:
+        """The part of a step that no variant changes, and that the planner leaves out."""
+        return medians([timed(self.model.optimizer.step) for _ in range(3)])["ms"]
 
     def describe(self) -> dict[str, Any]:
         """What a result says about it."""

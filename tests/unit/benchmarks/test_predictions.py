@@ -67,19 +67,24 @@ def e1() -> dict[str, Any]:
 
 
 def e3() -> dict[str, Any]:
-    variants = [
-        {"name": name, "kind": kind, "offload_modules": ["core_attn"], "figures": {"highest_peak_bytes": 30e9}}
-        for name, kind in (("ours: core_attn", "ours"), ("megatron: core_attn", "megatron"))
-    ]
-    stopped = {"name": "nothing", "kind": "nothing", "offload_modules": [], "error": "OutOfMemoryError"}
+    """Without offloading, the last step was not taken."""
+
+    def variant(name: str, num_steps: int, total_ms: float) -> dict[str, Any]:
+        figures = {"highest_peak_bytes": 30e9, "num_steps": num_steps, "total_ms": total_ms}
+        modules = [] if name == "nothing" else ["core_attn"]
+        return {"name": name, "kind": name.partition(":")[0], "offload_modules": modules, "figures": figures}
+
+    variants = [variant("nothing", 2, 600.0), variant("ours: core_attn", 3, 700.0)]
+    stopped = {"name": "ours: all", "kind": "ours", "offload_modules": [], "error": "OutOfMemoryError"}
     return {
         "experiment": "E3",
         **ABOUT,
         "model": MODEL,
         "shape": {"transformer_impl": "transformer_engine"},
         "swiglu_is_fused": True,
+        "optimizer_ms": OPTIMIZER_MS,
         "rollouts": [{"widths": [512, 512, 512]}, {"widths": [256, 4096]}, {"widths": [1024]}],
-        "variants": [*variants, stopped],
+        "variants": [*variants, stopped, variant("megatron: core_attn", 3, 800.0)],
     }
 
 
@@ -127,16 +132,35 @@ def test_where_nothing_did_not_fit_rates_are_fitted_to_recomputation(tmp_path: P
     assert ours.time_error is not None
 
 
-def test_the_highest_peak_of_e3_is_that_of_its_widest_microbatch(
+def test_e3_is_predicted_by_its_widest_microbatch_and_the_time_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (run,) = _runs(monkeypatch, write(tmp_path, e3()))
-    assert (run.job.sequence, run.job.num_microbatches, run.modules) == (4096, 2, ("core_attn",))
-    assert run.measured == Figures(int(30e9), None)
-    (found,) = predictions(tmp_path)
-    assert (found.variant, found.time_error) == ("ours: core_attn, the highest", None)
-    assert found.memory_error == pytest.approx(predict(run, run.job.device)[0] / 30e9 - 1)
+    plain, ours = _runs(monkeypatch, write(tmp_path, e3()))
+    assert (ours.job.sequence, ours.job.num_microbatches, ours.modules) == (4096, 2, ("core_attn",))
+    assert ours.measured == Figures(int(30e9), 700.0 - 3 * OPTIMIZER_MS)
+    assert plain.widths == {512: 3, 256: 1, 4096: 1}, "of the steps that were taken"
+    assert ours.widths == {512: 3, 256: 1, 4096: 1, 1024: 1}
+    found = predictions(tmp_path)
+    assert [each.variant for each in found] == ["nothing, all steps", "ours: core_attn, all steps"]
+    assert [each.memory_error for each in found] == [
+        pytest.approx(predict(run, run.job.device)[0] / 30e9 - 1) for run in (plain, ours)
+    ]
+    assert found[0].time_error is None
+    assert found[1].predicted_ms is not None
+    assert found[1].predicted_ms > plain.measured.ms  # type: ignore[operator]
     assert not predictions(write(tmp_path, e3() | {"swiglu_is_fused": False}))
+
+
+def test_times_of_microbatches_that_differ_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _runs(monkeypatch, write(tmp_path, e3()))[1]
+    device, steps = run.job.device, replace(run, widths={})
+
+    def alone_ms(width: int) -> float:
+        return predict(replace(steps, job=replace(run.job, sequence=width, num_microbatches=1)), device)[1]
+
+    peak_bytes, ms = predict(replace(run, widths={512: 3, 4096: 1}), device)
+    assert ms == pytest.approx(3 * alone_ms(512) + alone_ms(4096))
+    assert peak_bytes == predict(steps, device)[0]
 
 
 def _runs(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Run]:
