@@ -42,10 +42,8 @@ from constants import NUM_AHEAD
 from nemo_rl_offload.bench.report import write_json
 from nemo_rl_offload.policy.garbage import spare_the_collector
 
-NEEDED = ("off", "on")
-WAYS = (*NEEDED, "copies")
+WAYS = ("off", "on", "copies")
 MEGATRONS = "megatron"
-"""It and the bare copies may fail, or need more memory than there is."""
 FORWARD_KEYS = ("forward_ms", "forward_host_ms")
 """What a forward takes on the device, and how long the host works for it."""
 PUBLISHED = {"tflops_lost_percent": 1.9, "saved_of_peak_percent": 17.8}
@@ -67,14 +65,12 @@ def measure(stage: Any, data: dict[str, Any], rounds: int, path: Path) -> None:
             continue
         found: list[Sample] = []
         take = partial(take_sample, stage, name, data["bytes_per_microbatch"], found)
-        if name in NEEDED:
+        if name != MEGATRONS:
             take()
         elif (error := attempt(take)) is not None:
-            data["errors"][name] = error
+            data["megatrons_error"] = error
             del samples[name]
-            stage.bare_copies = None
-            if name == MEGATRONS:
-                forget_megatrons_steps()
+            forget_megatrons_steps()
             give_back_memory()
         if name == "on":
             data["bytes_per_microbatch"] = int(found[0]["bytes_out"]) // data["microbatches"]
@@ -216,7 +212,6 @@ def run(options: argparse.Namespace) -> int:
             "bit_identical": same_bits,
             "published": PUBLISHED,
             "bytes_per_microbatch": 0,
-            "errors": {},
             "samples": {name: [] for name in (*WAYS, *([MEGATRONS] if has_megatrons else []))},
         }
         name = f"deepseek_{options.layers}_layers_{options.impl}_{inflight_gib:g}_gib_inflight.json"

@@ -130,8 +130,6 @@ def e1(name: str, result: Result) -> Iterator[str]:
     for key, value in result["figures"].items():
         is_size = "bytes" in key
         yield f"| {key.replace('_', ' ')} | {f'{value / GIB:.2f} GiB' if is_size else f'{value:.3f}'} |"
-    for way, error in result.get("errors", {}).items():
-        yield f"| {way} | {error} |"
     yield ""
 
 
