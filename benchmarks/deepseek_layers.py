@@ -42,8 +42,8 @@ from constants import NUM_AHEAD
 from nemo_rl_offload.bench.report import write_json
 from nemo_rl_offload.policy.garbage import spare_the_collector
 
-WAYS = ("off", "on", "copies")
-MEGATRONS = "megatron"
+COPIES, MEGATRONS = "copies", "megatron"
+WAYS = ("off", "on", COPIES)
 FORWARD_KEYS = ("forward_ms", "forward_host_ms")
 """What a forward takes on the device, and how long the host works for it."""
 PUBLISHED = {"tflops_lost_percent": 1.9, "saved_of_peak_percent": 17.8}
@@ -93,7 +93,7 @@ def take_sample(stage: Any, name: str, bytes_per_microbatch: int, found: list[Sa
     if name == MEGATRONS:
         stage.use_megatrons()
     else:
-        bare_copies = BareCopies(bytes_per_microbatch) if name == "copies" else None
+        bare_copies = BareCopies(bytes_per_microbatch) if name == COPIES else None
         stage.use(stage.engine if name == "on" else None, bare_copies)
     if HAS_GPU:
         torch.cuda.empty_cache()
@@ -122,7 +122,7 @@ def derive(samples: dict[str, list[Sample]], num_microbatches: int, activation_b
     """Figures beside the published ones. Of the bytes of a step, those of four microbatches are alive at once.
     `activation_bytes` is all that one saves; 0 where that is not known. Ways without a sample yet have no figures."""
     found = {name: medians(each) for name, each in samples.items() if each}
-    off, on, copies = found["off"], found["on"], found.get("copies")
+    off, on, copies = found["off"], found["on"], found.get(COPIES)
     live_bytes = on["bytes_out"] * NUM_AHEAD / num_microbatches
     saved = off["peak_allocated_bytes"] - on["peak_allocated_bytes"]
     return {
@@ -174,6 +174,14 @@ def main() -> int:
         metavar="GIB",
         help="bounds of copies under way, one run each",
     )
+    parser.add_argument(
+        "--beside",
+        nargs="*",
+        default=[COPIES, MEGATRONS],
+        choices=(COPIES, MEGATRONS),
+        metavar="WAY",
+        help="what takes turns with offloading and none: copies, which needs more memory than an engine; megatron",
+    )
     parser.add_argument("--trace", action="store_true", help="profile a step without and with, after the last bound")
     options = parser.parse_args()
     os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"  # what Megatron-Core's engine needs of Transformer Engine
@@ -193,7 +201,8 @@ def run(options: argparse.Namespace) -> int:
     sequence = 4096 if HAS_GPU else 32
     policy = make_policy(MODULES, sequence, options.impl)
     init_process_groups(policy, seed=1)
-    has_megatrons = HAS_GPU and options.impl == "transformer_engine"
+    has_megatrons = MEGATRONS in options.beside and HAS_GPU and options.impl == "transformer_engine"
+    ways = [way for way in WAYS if way != COPIES or COPIES in options.beside] + [MEGATRONS] * has_megatrons
     same_bits = is_bit_identical(options.impl, min(sequence, 1024))
     for inflight_gib in options.inflight:
         give_back_memory()
@@ -212,7 +221,7 @@ def run(options: argparse.Namespace) -> int:
             "bit_identical": same_bits,
             "published": PUBLISHED,
             "bytes_per_microbatch": 0,
-            "samples": {name: [] for name in (*WAYS, *([MEGATRONS] if has_megatrons else []))},
+            "samples": {way: [] for way in ways},
         }
         name = f"deepseek_{options.layers}_layers_{options.impl}_{inflight_gib:g}_gib_inflight.json"
         say(f"{inflight_gib:g} GiB in flight")
