@@ -2,10 +2,13 @@
 
 The model sees one row of all tokens; losses see the rows as they were. What the model says about tokens comes back by
 `unpack`, which leaves out each sequence's first token: nothing in its own sequence predicts it, and in the pack the end
-of the sequence before would.
+of the sequence before would. Everything that depends on the lengths is on the device before a step begins: made later,
+or asked of the device, it would let the host wait for all work queued there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,21 +27,35 @@ class Packing:
     shape: tuple[int, int]
     sources: Tensor
     """[width] int64: place of each position's token among the B x S of the rows."""
-    is_learnable: Tensor
-    """[width] bool: a token of a row, and not its first."""
+    learnable: Tensor
+    """int64: positions of the rows' tokens but their first ones;"""
+    learnable_sources: Tensor
+    """and their places among the B x S."""
+    position_ids: Tensor
+    """[1, width] int64: positions count from 0 in each sequence."""
+    bounds: Tensor
+    """[sequences + 1] int32: where each begins, and the width."""
 
     @classmethod
-    def of_rows(cls, input_lengths: Tensor, row_width: int, width: int) -> "Packing":
-        """Pack rows of `input_lengths` [B] real tokens on the left, `row_width` wide each."""
-        lengths = [int(length) for length in input_lengths]
+    def of_rows(cls, lengths: Sequence[int], row_width: int, width: int, device: torch.device | str) -> "Packing":
+        """Pack rows of `lengths` real tokens on the left, `row_width` wide each."""
         missing = width - sum(lengths)
         assert missing >= 0, "the pack is too small"
         places = [torch.arange(length) + row * row_width for row, length in enumerate(lengths)]
         sources = torch.cat([*places, torch.zeros(missing, dtype=torch.int64)])
-        is_learnable = torch.cat([torch.arange(length) > 0 for length in lengths] + [torch.zeros(missing).bool()])
-        device = input_lengths.device
         everything = (*lengths, missing) if missing else tuple(lengths)
-        return cls(everything, (len(lengths), row_width), sources.to(device), is_learnable.to(device))
+        positions = torch.cat([torch.arange(length) for length in everything])
+        learnable = positions[: width - missing].nonzero().flatten()
+        bounds = torch.tensor([0, *accumulate(everything)], dtype=torch.int32)
+        return cls(
+            everything,
+            (len(lengths), row_width),
+            sources.to(device),
+            learnable.to(device),
+            sources[learnable].to(device),
+            positions[None].to(device),
+            bounds.to(device),
+        )
 
     def pack(self, values: Tensor) -> Tensor:
         """[B, S, ...] to [1, width, ...]."""
@@ -48,9 +65,5 @@ class Packing:
         """[1, width, ...] to [B, S, ...]; 0 at the rows' first tokens and behind their ends. Has a gradient."""
         num_rows, row_width = self.shape
         empty = values.new_zeros(num_rows * row_width, *values.shape[2:])
-        filled = empty.index_copy(0, self.sources[self.is_learnable], values[0, self.is_learnable])
+        filled = empty.index_copy(0, self.learnable_sources, values[0].index_select(0, self.learnable))
         return filled.view(num_rows, row_width, *values.shape[2:])
-
-    def position_ids(self) -> Tensor:
-        """[1, width]: positions count from 0 in each sequence."""
-        return torch.cat([torch.arange(length) for length in self.lengths])[None].to(self.sources.device)

@@ -24,6 +24,7 @@ from torch import Tensor
 from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples, select
 from nemo_rl_offload.batching.packing import Packing
 from nemo_rl_offload.batching.plan import Cutting, width_multiple
+from nemo_rl_offload.megatron.packed_rotary import announce_pack
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Piece:
     def position_ids(self) -> Tensor:
         """Of the model's input, from 0 in each sequence."""
         if self.packing is not None:
-            return self.packing.position_ids()
+            return self.packing.position_ids
         return torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand_as(self.input_ids)
 
     @property
@@ -65,8 +66,8 @@ class Piece:
         """What attention must know of a pack."""
         if self.packing is None:
             return None
-        lengths = self.packing.lengths
-        bounds = torch.tensor([0, *lengths], device=self.input_ids.device).cumsum(0, dtype=torch.int32)
+        bounds, lengths = self.packing.bounds, self.packing.lengths
+        announce_pack(bounds, lengths)
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -100,13 +101,15 @@ def cut(batch: Batch, how: int | Cutting, config: Any) -> list[Piece]:
 def _cut_by_plan(batch: Batch, cutting: Cutting) -> list[Piece]:
     pieces = []
     start = 0
+    lengths = batch["input_lengths"].tolist()
     for size, width in zip(cutting.sizes, cutting.widths, strict=True):
-        rows = select(batch, slice(start, start + size))
+        rows, own = select(batch, slice(start, start + size)), lengths[start : start + size]
         start += size
         if cutting.is_packed:
-            rows = _trim(rows, int(rows["input_lengths"].max()))
-            packing = Packing.of_rows(rows["input_lengths"], rows["input_ids"].shape[1], width)
-            pieces.append(Piece(rows, packing))
+            rows = _trim(rows, max(own))
+            pieces.append(
+                Piece(rows, Packing.of_rows(own, rows["input_ids"].shape[1], width, rows["input_ids"].device))
+            )
         else:
             pieces.append(Piece(_widen(_trim(rows, width), width)))
     assert start == num_samples(batch), "the plan is for another shard"

@@ -64,14 +64,16 @@ def test_an_even_division_puts_results_back_in_order() -> None:
 def test_packing_keeps_rows_apart(lengths: list[int], missing: int) -> None:
     batch = make_batch(lengths)
     width = batch["input_ids"].shape[1]
-    packing = Packing.of_rows(batch["input_lengths"], width, sum(lengths) + missing)
+    packing = Packing.of_rows(lengths, width, sum(lengths) + missing, "cpu")
     packed = packing.pack(batch["input_ids"])
     rows = [row[:length] for row, length in zip(batch["input_ids"], lengths, strict=True)]
     assert torch.equal(packed[0, : sum(lengths)], torch.cat(rows))
     assert packed.shape == (1, sum(lengths) + missing)
     assert sum(packing.lengths) == packed.shape[1]
     assert packing.lengths[: len(lengths)] == tuple(lengths)
-    assert packing.position_ids().tolist() == [[place for length in packing.lengths for place in range(length)]]
+    assert packing.bounds.tolist() == [sum(packing.lengths[:number]) for number in range(len(packing.lengths) + 1)]
+    assert packing.bounds.dtype == torch.int32
+    assert packing.position_ids.tolist() == [[place for length in packing.lengths for place in range(length)]]
 
     values = packed[..., None].double().requires_grad_()
     unpacked = packing.unpack(values)

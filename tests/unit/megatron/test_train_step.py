@@ -1,5 +1,6 @@
 """Log-probabilities and metrics of the shipped model: exact, and the same however the batch is cut."""
 
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.division import divide_by_plan
@@ -15,7 +17,10 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.model import MegatronModel, build_model
+from nemo_rl_offload.megatron.pieces import Piece, cut
 from nemo_rl_offload.megatron.train_step import (
+    _apply,
+    _forward_backward,
     compute_logprobs,
     compute_topk_logits,
     evaluate,
@@ -126,6 +131,45 @@ def test_microbatches_by_tokens_change_nothing(
     )
     for weight, expected in zip(planned.modules[0].parameters(), fixed.modules[0].parameters(), strict=True):
         torch.testing.assert_close(weight.main_grad, expected.main_grad, rtol=1e-5, atol=1e-6)  # sums in another order
+
+
+class HostReads(TorchFunctionMode):
+    """Notes what asks for a tensor's content, for which a host waits until the device has come that far."""
+
+    ASKS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        masks = name == "__getitem__" and any(getattr(each, "dtype", None) == torch.bool for each in _flat(args[1]))
+        if name in self.ASKS or masks:
+            self.found.append(f"{name} in {''.join(traceback.format_stack(limit=3)[:1])}")
+        return func(*args, **(kwargs or {}))
+
+
+def _flat(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_microbatch_asks_the_device_for_nothing(is_packed: bool, build: Callable[[], MegatronModel]) -> None:
+    """Each question would let the host wait for all work queued there, and for the copies of offloading besides."""
+    model, batch = build(), make_batch() | {"prev_logprobs": torch.randn(NUM_SAMPLES, WIDTH)}
+    piece, cutting = plan(batch, is_packed=is_packed, num_tokens=30)
+    loss, norm = build_loss("nll", {}), normalizers(batch)
+    pieces = cut(piece, cutting, model.config)
+
+    def process(logits: torch.Tensor, each: Piece) -> Any:
+        return _apply(loss, logits, each, norm, 1.0, 4)
+
+    reads = HostReads()
+    with reads:
+        outputs = _forward_backward(model, pieces, process)
+    assert len(outputs) == len(pieces)
+    assert reads.found == []
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 100])

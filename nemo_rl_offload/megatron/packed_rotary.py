@@ -1,0 +1,55 @@
+"""Rotary positions of packs, without asking the device where their sequences end.
+
+Megatron's own form (without `apply_rope_fusion`) copies a pack's bounds from the device, twice for queries and twice
+for keys of every layer, and waits for them with nothing queued on the device meanwhile. Where activations leave over
+the link, those few bytes wait for them besides (`routing_result`). Then it rotates sequence by sequence, a dozen
+kernels each. Here the host knows the lengths, and a pack is rotated at once by a table that has a row a token: the same
+operations on the same numbers.
+
+Rejected: Transformer Engine's kernel wherever it is there. It rounds otherwise, which is the user's choice.
+Limit: context-parallel ranks, and packs that nobody announced, are Megatron's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_megatrons = rope_utils._apply_rotary_pos_emb_thd
+
+
+@dataclass
+class _Pack:
+    lengths: tuple[int, ...]
+    angles: Tensor | None = None
+    table: Tensor | None = None
+    """Of these angles: their rows in the order of the pack's tokens."""
+
+    def rows(self, angles: Tensor) -> Tensor:
+        if angles is not self.angles:
+            self.angles, self.table = angles, torch.cat([angles[:length] for length in self.lengths])
+        assert self.table is not None
+        return self.table
+
+
+_packs = WeakIdKeyDictionary()  # by their bounds
+
+
+def announce_pack(bounds: Tensor, lengths: Sequence[int]) -> None:
+    """Let whatever is rotated by `bounds` (`cu_seqlens`, int32 [sequences + 1]) be rotated by `lengths`, which are the
+    same on the host, as long as that tensor lives."""
+    _packs[bounds] = _Pack(tuple(lengths))
+    rope_utils._apply_rotary_pos_emb_thd = rotate_pack
+
+
+def rotate_pack(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: Any, **how: Any) -> Tensor:
+    """Megatron's `_apply_rotary_pos_emb_thd`: `t` [tokens, heads, dim] rotated by `freqs` [longest, 1, 1, dim], from
+    each sequence's start on."""
+    pack: _Pack | None = _packs.get(cu_seqlens)  # type: ignore[no-untyped-call]
+    if pack is None or cp_group.size() > 1 or freqs.shape[0] > max(pack.lengths):
+        return _megatrons(t, cu_seqlens, freqs, cp_group=cp_group, **how)  # type: ignore[no-any-return]
+    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), pack.rows(freqs), **how).squeeze(1)  # type: ignore[no-any-return]
