@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 
+from nemo_rl_offload.batching.packing import Packing
 from nemo_rl_offload.megatron import packed_rotary
 from nemo_rl_offload.megatron.cpu import install_cpu_support
 from nemo_rl_offload.megatron.packed_rotary import announce_pack, rotate_pack
@@ -34,7 +35,7 @@ def rotate_both(t: Tensor, bounds: Tensor, angles: Tensor, form: dict[str, Any])
     outcomes = []
     for rotate in (packed_rotary._megatrons, rotate_pack):
         output = rotate(t, bounds, angles, cp_group=ALONE, **form)
-        (gradient,) = torch.autograd.grad(output, t, torch.arange(output.numel()).view_as(output).to(t.dtype))
+        (gradient,) = torch.autograd.grad(output, t, torch.arange(output.numel()).view_as(output).to(t))
         outcomes.append((output, gradient))
     return outcomes
 
@@ -86,3 +87,27 @@ def test_the_rest_is_left_to_megatron(why: str, monkeypatch: pytest.MonkeyPatch)
         angles = torch.randn(7, 1, 1, 8)
     rotate_pack(t, bounds, angles, cp_group=group)
     assert len(taken) == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_host_waits_for_nothing_on_a_device() -> None:
+    lengths = [5, 2]
+    t, bounds, angles = make(lengths, 8)
+    packing = Packing.of_rows(lengths, 5, 8, "cuda")
+    t, bounds, angles = t.detach().cuda().requires_grad_(), bounds.cuda(), angles.cuda()
+    (expected, expected_gradient) = rotate_both(t, bounds, angles, {})[0]
+    weights = torch.arange(t.numel()).view_as(t).to(t)
+    values = torch.randn(2, 5, 3, device="cuda", requires_grad=True)
+    announce_pack(bounds, lengths)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = rotate_pack(t, bounds, angles, cp_group=ALONE)
+        (gradient,) = torch.autograd.grad(output, t, weights)
+        packing.unpack(packing.pack(values)).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(output, expected)
+    assert torch.equal(gradient, expected_gradient)
+    assert values.grad is not None
+    assert float(values.grad.sum()) == 3 * (4 + 1)
