@@ -43,7 +43,7 @@ from nemo_rl_offload.bench.report import write_json
 from nemo_rl_offload.policy.garbage import spare_the_collector
 
 COPIES, MEGATRONS = "copies", "megatron"
-WAYS = ("off", "on", COPIES)
+NEEDED = ("off", "on")
 FORWARD_KEYS = ("forward_ms", "forward_host_ms")
 """What a forward takes on the device, and how long the host works for it."""
 PUBLISHED = {"tflops_lost_percent": 1.9, "saved_of_peak_percent": 17.8}
@@ -201,8 +201,8 @@ def run(options: argparse.Namespace) -> int:
     sequence = 4096 if HAS_GPU else 32
     policy = make_policy(MODULES, sequence, options.impl)
     init_process_groups(policy, seed=1)
-    has_megatrons = MEGATRONS in options.beside and HAS_GPU and options.impl == "transformer_engine"
-    ways = [way for way in WAYS if way != COPIES or COPIES in options.beside] + [MEGATRONS] * has_megatrons
+    can_megatrons = HAS_GPU and options.impl == "transformer_engine"
+    ways = [*NEEDED, *(way for way in options.beside if way != MEGATRONS or can_megatrons)]
     same_bits = is_bit_identical(options.impl, min(sequence, 1024))
     for inflight_gib in options.inflight:
         give_back_memory()
@@ -226,7 +226,7 @@ def run(options: argparse.Namespace) -> int:
         name = f"deepseek_{options.layers}_layers_{options.impl}_{inflight_gib:g}_gib_inflight.json"
         say(f"{inflight_gib:g} GiB in flight")
         measure(stage, data, options.rounds, options.out / name)
-        if has_megatrons:
+        if MEGATRONS in ways:
             forget_megatrons_steps()
         if options.trace and inflight_gib == options.inflight[-1]:
             trace(stage, data, options.out)

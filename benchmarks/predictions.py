@@ -95,8 +95,10 @@ def predict(run: Run, device: Device) -> tuple[int, float]:
         outcome = run_listed_modules(job, run.modules)
         static, peak_bytes, ms = outcome.stages[0].static_bytes, outcome.peak_bytes(0), outcome.step_ms
         if run.widths:
-            alone = {width: replace(job, sequence=width, num_microbatches=1) for width in run.widths}
-            ms = sum(run_listed_modules(alone[width], run.modules).step_ms * n for width, n in run.widths.items())
+            ms = sum(
+                number * run_listed_modules(replace(job, sequence=width, num_microbatches=1), run.modules).step_ms
+                for width, number in run.widths.items()
+            )
     else:
         (stage,) = build_stages(job, run.modules)
         schedule = pipeline_schedule(run.num_ahead, job.num_microbatches)

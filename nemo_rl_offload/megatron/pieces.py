@@ -67,7 +67,6 @@ class Piece:
         if self.packing is None:
             return None
         bounds, lengths = self.packing.bounds, self.packing.lengths
-        announce_pack(bounds, lengths)
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -107,9 +106,9 @@ def _cut_by_plan(batch: Batch, cutting: Cutting) -> list[Piece]:
         start += size
         if cutting.is_packed:
             rows = _trim(rows, max(own))
-            pieces.append(
-                Piece(rows, Packing.of_rows(own, rows["input_ids"].shape[1], width, rows["input_ids"].device))
-            )
+            packing = Packing.of_rows(own, rows["input_ids"].shape[1], width, rows["input_ids"].device)
+            announce_pack(packing.bounds, packing.lengths)
+            pieces.append(Piece(rows, packing))
         else:
             pieces.append(Piece(_widen(_trim(rows, width), width)))
     assert start == num_samples(batch), "the plan is for another shard"

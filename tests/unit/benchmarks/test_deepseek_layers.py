@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from bare_copies import BareCopies
-from deepseek_layers import MEGATRONS, WAYS, measure
+from deepseek_layers import COPIES, MEGATRONS, NEEDED, measure
 from forward_clock import ForwardClock
 
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
+
+WAYS = (*NEEDED, COPIES)
 
 
 class NoCopies(BareCopies):

@@ -157,7 +157,7 @@ def _flat(index: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_microbatch_asks_the_device_for_nothing(is_packed: bool, build: Callable[[], MegatronModel]) -> None:
     """Each question would let the host wait for all work queued there, and for the copies of offloading besides."""
-    model, batch = build(), make_batch() | {"prev_logprobs": torch.randn(NUM_SAMPLES, WIDTH)}
+    model, batch = build(), make_batch()
     piece, cutting = plan(batch, is_packed=is_packed, num_tokens=30)
     loss, norm = build_loss("nll", {}), normalizers(batch)
     pieces = cut(piece, cutting, model.config)
