@@ -11,7 +11,6 @@ Limit: context-parallel ranks, and packs that nobody announced, are Megatron's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,34 +21,26 @@ from torch.utils.weak import WeakIdKeyDictionary
 _megatrons = rope_utils._apply_rotary_pos_emb_thd
 
 
-@dataclass
-class _Pack:
-    lengths: tuple[int, ...]
-    angles: Tensor | None = None
-    table: Tensor | None = None
-    """Of these angles: their rows in the order of the pack's tokens."""
-
-    def rows(self, angles: Tensor) -> Tensor:
-        if angles is not self.angles:
-            self.angles, self.table = angles, torch.cat([angles[:length] for length in self.lengths])
-        assert self.table is not None
-        return self.table
-
-
-_packs = WeakIdKeyDictionary()  # by their bounds
+_lengths = WeakIdKeyDictionary()  # of packs, by their bounds
+_tables = WeakIdKeyDictionary()  # angles and table of the pack last rotated; a step's packs live until its end
 
 
 def announce_pack(bounds: Tensor, lengths: Sequence[int]) -> None:
     """Let whatever is rotated by `bounds` (`cu_seqlens`, int32 [sequences + 1]) be rotated by `lengths`, which are the
     same on the host, as long as that tensor lives."""
-    _packs[bounds] = _Pack(tuple(lengths))
+    _lengths[bounds] = tuple(lengths)
     rope_utils._apply_rotary_pos_emb_thd = rotate_pack
 
 
 def rotate_pack(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: Any, **how: Any) -> Tensor:
     """Megatron's `_apply_rotary_pos_emb_thd`: `t` [tokens, heads, dim] rotated by `freqs` [longest, 1, 1, dim], from
     each sequence's start on."""
-    pack: _Pack | None = _packs.get(cu_seqlens)  # type: ignore[no-untyped-call]
-    if pack is None or cp_group.size() > 1 or freqs.shape[0] > max(pack.lengths):
+    lengths: tuple[int, ...] | None = _lengths.get(cu_seqlens)  # type: ignore[no-untyped-call]
+    if lengths is None or cp_group.size() > 1 or freqs.shape[0] > max(lengths):
         return _megatrons(t, cu_seqlens, freqs, cp_group=cp_group, **how)  # type: ignore[no-any-return]
-    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), pack.rows(freqs), **how).squeeze(1)  # type: ignore[no-any-return]
+    angles, table = _tables.get(cu_seqlens, (None, None))  # type: ignore[no-untyped-call]
+    if angles is not freqs:
+        table = torch.cat([freqs[:length] for length in lengths])
+        _tables.clear()
+        _tables[cu_seqlens] = freqs, table
+    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), table, **how).squeeze(1)  # type: ignore[no-any-return]

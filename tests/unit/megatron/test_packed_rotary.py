@@ -66,6 +66,16 @@ def test_packs_and_angles_that_take_turns_keep_apart() -> None:
                 assert torch.equal(output, expected)
 
 
+def test_there_is_a_table_of_one_pack_at_most_and_none_without_packs() -> None:
+    packs = [make([5, 2], 8) for _ in range(3)]
+    for t, bounds, angles in packs:
+        announce_pack(bounds, [5, 2])
+        rotate_pack(t, bounds, angles, cp_group=ALONE)
+        assert len(packed_rotary._tables) == 1
+    del packs, t, bounds, angles
+    assert len(packed_rotary._tables) == 0
+
+
 def test_what_is_announced_is_read_from_nowhere_else_and_megatron_uses_it() -> None:
     t, bounds, angles = make([5, 2], 8)
     expected = packed_rotary._megatrons(t, bounds, angles, cp_group=ALONE)
