@@ -46,6 +46,8 @@ RESERVE = 0.97
 """Share of the device's memory that is taken to be allocated before the allocator gives up. What it has reserved says
 less: the step that makes the optimizer's state reserves more than a short one needs."""
 ATTEMPT_TIMEOUT_S = 400
+MOST_FAILURES = 2
+"""In a row, of attempts that ended otherwise than by memory."""
 
 
 def run_attempt(task: dict[str, Any]) -> None:
@@ -60,7 +62,7 @@ def run_attempt(task: dict[str, Any]) -> None:
         found: dict[str, Any] = {"size": size}
         try:
             if not HAS_GPU and size > CPU_LIMIT[task["searched"]]:
-                raise torch.OutOfMemoryError
+                raise torch.OutOfMemoryError("the limit made up for a CPU")
             if steps:
                 found |= steps.timed(task["variant"], size)
             else:
@@ -68,7 +70,7 @@ def run_attempt(task: dict[str, Any]) -> None:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            found["out_of_memory"] = True
+            found["out_of_memory"] = str(error)
         print(json.dumps(found), flush=True)
         if "out_of_memory" in found:
             break
@@ -133,15 +135,17 @@ def compare(sequence: int, impl: str) -> None:
 
 def in_process(task: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
     """Run this script for a task: what it printed before it ended, and how it ended where that was no success."""
-    command = [sys.executable, __file__, "--out", ".", "--task", json.dumps(task)]
-    ended = None
+    command = [sys.executable, "-X", "faulthandler", __file__, "--out", ".", "--task", json.dumps(task)]
+    done: subprocess.CompletedProcess[bytes] | subprocess.TimeoutExpired
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=ATTEMPT_TIMEOUT_S)
-        printed = done.stdout
-        if done.returncode:
-            ended = f"exit code {done.returncode}"
+        done = subprocess.run(command, capture_output=True, check=False, timeout=ATTEMPT_TIMEOUT_S)
+        ended = f"exit code {done.returncode}" if done.returncode else None
     except subprocess.TimeoutExpired as error:
-        printed, ended = (error.stdout or b"").decode(), f"took more than {ATTEMPT_TIMEOUT_S} s"
+        done, ended = error, f"took more than {ATTEMPT_TIMEOUT_S} s"
+    printed, complaints = ((written or b"").decode() for written in (done.stdout, done.stderr))
+    if ended:
+        say(complaints)
+        ended += f": {complaints.strip().rpartition('\n')[2]}"
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")], ended
 
 
@@ -152,7 +156,8 @@ def search(about: dict[str, str], entry: dict[str, Any], limit_bytes: int, commi
     """
     searched = about["searched"]
     entry["error"] = None
-    while entry["error"] is None:
+    num_failures = 0
+    while num_failures < MOST_FAILURES:
         known = {
             int(size): None if "out_of_memory" in sample else int(sample["peak_allocated_bytes"])
             for size, sample in entry["tried"].items()
@@ -170,6 +175,7 @@ def search(about: dict[str, str], entry: dict[str, Any], limit_bytes: int, commi
                 entry["tried"][str(sample.pop("size"))] = sample | {"commit": commit}
             if entry["error"] or "out_of_memory" in samples[-1]:
                 break
+        num_failures = num_failures + 1 if entry["error"] else 0
         write()
 
 
@@ -218,8 +224,8 @@ def run(options: argparse.Namespace) -> int:
         for name in options.variant or VARIANTS:
             about = {"variant": name, "searched": searched, "impl": options.impl}
             search(about, data[searched].setdefault(name, {"tried": {}}), limit_bytes, data["commit"], write)
-        alone = data["sequence"].get(COMPARED[0], {}).get("largest")
-        if searched == "sequence" and alone and data.get("compared", {}).get("sequence") != alone:
+        alone, known = data["sequence"].get(COMPARED[0], {}).get("largest"), data.get("compared", {})
+        if searched == "sequence" and alone and (known.get("sequence") != alone or known["error"]):
             say(f"time per token at {alone} tokens")
             samples, error = in_process({"compare": alone, "impl": options.impl})
             compared = {"sequence": alone, "samples": samples[0] if samples else {}, "error": error}

@@ -1,8 +1,11 @@
 """E4's search for the largest that fits."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import reach
 from search import RESOLUTION, longest, next_candidates
 
 LIMIT_BYTES = 139 << 30
@@ -52,3 +55,31 @@ def test_a_start_that_does_not_fit_is_halved() -> None:
 
 def test_nothing_may_fit() -> None:
     assert longest(find(lambda tokens: 1e13, 4096, 1024)[0]) is None
+
+
+def test_an_attempt_that_dies_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that dies, what it printed counts; a second death in a row ends the search."""
+    fits = {"peak_allocated_bytes": 0}
+    attempts = [
+        ([{"size": 64, **fits}], "exit code -6: killed"),
+        ([{"size": 96, **fits}], None),
+        ([{"size": 128, "out_of_memory": "no room"}], None),
+    ]
+    monkeypatch.setattr(reach, "in_process", lambda _task: attempts.pop(0))
+    entry: dict[str, Any] = {"tried": {}}
+    about = {"variant": "nothing", "searched": "sequence", "impl": "torch"}
+    reach.search(about, entry, LIMIT_BYTES, "a commit", lambda: None)
+    assert (entry["largest"], entry["error"], attempts) == (96, None, [])
+    attempts += [([], "exit code -6: killed")] * 3
+    entry = {"tried": {}}
+    reach.search(about, entry, LIMIT_BYTES, "a commit", lambda: None)
+    assert (entry, len(attempts)) == ({"tried": {}, "error": "exit code -6: killed"}, 1)
+
+
+def test_a_process_that_ends_otherwise_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "__file__", str(Path(__file__).with_name("missing.py")))
+    samples, ended = reach.in_process({})
+    assert samples == []
+    assert ended is not None
+    assert ended.startswith("exit code 2: ")
+    assert ended.endswith("No such file or directory")
