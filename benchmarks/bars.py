@@ -9,7 +9,7 @@ from typing import Any
 from constants import NUM_AHEAD
 from frontier import RIVALS
 from predictions import BARS as PREDICTION_BARS
-from predictions import predictions, worst
+from predictions import predictions, whole_runs, worst
 
 MET, MISSED, NOT_YET, NO_BAR = "met", "missed", "not yet measured", "no bar"
 PUBLISHED_SAVED_SHARE = 17.8
@@ -188,10 +188,11 @@ def _e3(results: Mapping[str, Result]) -> Iterator[Row]:
     for bar, key in keys.items():
         found = []
         for name, result in of(results, "E3").items():
-            values = {each["kind"]: each["figures"][key] for each in result["variants"] if "figures" in each}
-            if "ours" in values:
+            values = {each["kind"]: each["figures"][key] for each in whole_runs(result)}
+            failed = [each["error"] for each in result["variants"] if each["kind"] == "ours" and each["error"]]
+            if "ours" in values or failed:
                 theirs = f"Megatron-Core's: {values['megatron']:.3f}" if "megatron" in values else ""
-                found.append(bar.row(name, values["ours"], theirs))
+                found.append(bar.row(name, values.get("ours"), *failed or [theirs]))
         yield from _each(bar, found)
 
 
@@ -221,19 +222,15 @@ def _e6(folder: Path) -> Iterator[Row]:
         yield bar.without_result() if error is None else bar.row("results of E1 to E4", 100 * error)
 
 
-def _unchecked(entry: Mapping[str, Any]) -> bool:
-    """Whether the check itself could not run, as its error says."""
-    return entry["bit_identical"] is None and bool(entry.get("check_error"))
-
-
 def _bits(results: Mapping[str, Result]) -> Iterator[Row]:
-    """Of ours; others' may fail and change bits as they like."""
+    """Of ours that were checked; others' may fail and change bits as they like."""
     for name, result in results.items():
         if "bit_identical" in result:
             claims = [result["bit_identical"]]
         else:
             entries = [each for each in result.get("variants", ()) if each["name"].startswith("ours")]
-            claims = [each["bit_identical"] for each in entries if each["error"] is None and not _unchecked(each)]
+            checked = [each for each in entries if each["error"] is None and each["bit_identical"] is not None]
+            claims = [each["bit_identical"] for each in checked]
         if claims:
             shown = f"{sum(claims)} of {len(claims)}"
             yield Row("all", BITS, "all", shown, MET if all(claims) else MISSED, name)

@@ -29,6 +29,8 @@ def main() -> int:
     parser.add_argument("--after", type=int, default=50, help="step from which growth counts (default: 50)")
     parser.add_argument("--out", type=Path, required=True)
     options, overrides = parser.parse_known_args()
+    if options.steps < options.after + 2 * NUM_AVERAGED:
+        parser.error(f"--steps: at least {2 * NUM_AVERAGED} more than --after, to see growth")
     with tempfile.TemporaryDirectory() as folder:
         samples = dict(_measure(options.algorithm, options.steps, Path(folder) / "run", overrides))
     growth = {role: _growth(values, options.after) for role, values in _by_role(samples).items()}

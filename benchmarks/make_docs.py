@@ -22,6 +22,7 @@ DOCUMENT = PROJECT / "docs" / "benchmarks.md"
 README = PROJECT / "README.md"
 BEGIN, END = "<!-- Written by `python benchmarks/make_docs.py`. -->\n", "<!-- Until here. -->\n"
 GIB = 1 << 30
+SAME_BITS = {True: "yes", False: "**no**", None: "not checked"}
 
 INTRODUCTION = """# Benchmarks
 
@@ -105,7 +106,7 @@ def offload_bench(name: str, result: Result) -> Iterator[str]:
         yield (
             f"| {each['name']} | {each['step_ms']:.1f} ms | {each['step_ms'] / variants[0]['step_ms']:.3f} "
             f"| {each['peak_allocated_bytes'] / GIB:.2f} GiB | {each['saved_bytes'] / GIB:.2f} GiB "
-            f"| {each['bytes_out'] / GIB:.2f} GiB | {'yes' if each['bit_identical'] else '**no**'} |"
+            f"| {each['bytes_out'] / GIB:.2f} GiB | {SAME_BITS[each['bit_identical']]} |"
         )
     kinds = {"none": "nothing", "ours": "ours", "recompute": "recompute"}
     found = [
@@ -149,7 +150,7 @@ def e2(name: str, result: Result) -> Iterator[str]:
         yield (
             f"| {each['name']} | {middle['ms']:.1f} ms | {middle['ms_spread']:.1%} "
             f"| {middle['peak_allocated_bytes'] / GIB:.2f} GiB | {middle['peak_reserved_bytes'] / GIB:.2f} GiB "
-            f"| {'yes' if each['bit_identical'] else '**no**'} |"
+            f"| {SAME_BITS[each['bit_identical']]} |"
         )
     for kinds in RIVALS.values():
         yield from equal_peaks(levels(points(result["variants"]), kinds))
@@ -207,7 +208,7 @@ def e5(name: str, result: Result) -> Iterator[str]:
         sizes = [each[key] and f"{each[key] / GIB:.1f} GiB" for key in ("peak_bytes", "stash_bytes", "live_bytes")]
         yield (
             f"| {each['name']} | {each['step_ms']:.1f} ms | {' | '.join(size or '-' for size in sizes)} "
-            f"| {'yes' if each['bit_identical'] else '**no**'} |"
+            f"| {SAME_BITS[each['bit_identical']]} |"
         )
     yield f"\n![stash](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
 

@@ -187,7 +187,8 @@ def _runs_of_e1(result: Mapping[str, Any], source: str, device: Device) -> Itera
 def _runs_of_e2(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:
     shape = result["shape"]
     job = _job(result["model"], device, shape["sequence"], shape["num_microbatches"], shape["transformer_impl"])
-    variants = [each for each in result["variants"] if "medians" in each and each["offload_modules"] != "auto"]
+    measured_ones = [each for each in result["variants"] if "medians" in each and each["error"] is None]
+    variants = [each for each in measured_ones if each["offload_modules"] != "auto"]
     order = ["nothing", "recompute", "ours"]
     for each in sorted(
         (each for each in variants if each["kind"] in order), key=lambda each: order.index(each["kind"])
@@ -197,18 +198,22 @@ def _runs_of_e2(result: Mapping[str, Any], source: str, device: Device) -> Itera
         yield Run(source, each["name"], recomputing, tuple(each["offload_modules"]), measured)
 
 
+def whole_runs(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """E3's variants that took every step: a result is written on the way too, and a variant may fail there."""
+    finished = [each for each in result["variants"] if each["error"] is None and "figures" in each]
+    return [each for each in finished if each["figures"]["num_steps"] == len(result["rollouts"])]
+
+
 def _runs_of_e3(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:
     if not result.get("swiglu_is_fused"):
         return
     widths = max((rollout["widths"] for rollout in result["rollouts"]), key=max)
     job = _job(result["model"], device, max(widths), len(widths), result["shape"]["transformer_impl"])
-    for each in result["variants"]:
-        if each["kind"] in ("nothing", "ours") and "figures" in each:
-            figures = each["figures"]
-            steps = result["rollouts"][: figures["num_steps"]]
-            ms = figures["total_ms"] - len(steps) * result["optimizer_ms"]
-            measured = Figures(int(figures["highest_peak_bytes"]), ms)
-            counts = Counter(width for rollout in steps for width in rollout["widths"])
+    counts = Counter(width for rollout in result["rollouts"] for width in rollout["widths"])
+    for each in whole_runs(result):
+        if each["kind"] in ("nothing", "ours"):
+            ms = each["figures"]["total_ms"] - len(result["rollouts"]) * result["optimizer_ms"]
+            measured = Figures(int(each["figures"]["highest_peak_bytes"]), ms)
             yield Run(
                 source, f"{each['name']}, all steps", job, tuple(each["offload_modules"]), measured, widths=counts
             )

@@ -86,6 +86,7 @@ def e2() -> dict[str, Any]:
 def e3() -> dict[str, Any]:
     def variant(name: str, kind: str, peak: float, host: float) -> dict[str, Any]:
         figures = {
+            "num_steps": 300,
             "total_ms": 60_000.0,
             "highest_peak_bytes": peak * 10 * GIB,
             "largest_steps_own_peak_bytes": 10 * GIB,
@@ -233,9 +234,21 @@ def test_a_changed_bit_of_ours_is_missed(tmp_path: Path) -> None:
     assert (row.state, row.measured) == (MISSED, "0 of 1")
 
 
-def test_bits_that_could_not_be_checked_are_not_claimed(tmp_path: Path) -> None:
+def test_e3_is_not_met_by_a_run_that_stopped(tmp_path: Path) -> None:
     result = e3()
-    result["variants"][0] |= {"bit_identical": None, "check_error": "OutOfMemoryError: the device was shared"}
+    result["variants"][0]["figures"]["num_steps"] = 25
+    assert bars_of(write(tmp_path, rollouts=result))["E3 highest device peak over the largest step's own"][0].state == (
+        NOT_YET
+    ), "it goes on"
+    result["variants"][0]["error"] = "OutOfMemoryError"
+    (row,) = bars_of(write(tmp_path, rollouts=result))["E3 highest device peak over the largest step's own"]
+    assert (row.state, row.measured) == (MISSED, "OutOfMemoryError")
+
+
+@pytest.mark.parametrize("check_error", ["OutOfMemoryError: the device was shared", None])
+def test_bits_that_were_not_checked_are_not_claimed(check_error: str | None, tmp_path: Path) -> None:
+    result = e3()
+    result["variants"][0] |= {"bit_identical": None, "check_error": check_error}
     assert "all losses and gradients bit for bit as without" not in bars_of(write(tmp_path, rollouts=result))
 
 
