@@ -152,6 +152,7 @@ def _job(options: argparse.Namespace, overrides: Sequence[str]) -> "Job":
         memory_bytes=parse_bytes(memory) if memory else 0,
         host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
         reference_on_host=config["loss_fn"]["reference_policy_kl_penalty"] > 0,
+        rows_per_sample=2 if config.get("algorithm") == "dpo" else 1,
     )
 
 

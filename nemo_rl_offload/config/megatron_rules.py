@@ -6,7 +6,6 @@ Megatron checks them when its configuration objects are built, in a worker; here
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_rl_offload.config.recompute import RECOMPUTE_KEYS
 from nemo_rl_offload.config.rule import (
     MEGATRON,
     Get,
@@ -20,6 +19,7 @@ from nemo_rl_offload.config.rule import (
 )
 from nemo_rl_offload.errors import nearest
 from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE
+from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS
 
 RECOMPUTE_MODULES = (
     "core_attn",

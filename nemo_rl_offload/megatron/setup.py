@@ -26,7 +26,6 @@ from megatron.core.transformer.moe.router import Router
 from nemo_rl_offload.config.megatron_rules import transformer_engine_settings
 from nemo_rl_offload.config.megatron_schema import MegatronConfig, SchedulerConfig
 from nemo_rl_offload.config.megatron_schema import OptimizerConfig as OptimizerKeys
-from nemo_rl_offload.config.recompute import known_to_megatron, recompute_settings, recomputed_modules
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
@@ -41,6 +40,7 @@ from nemo_rl_offload.planner.modules import (
     STASHED_MODULES,
     TRANSFORMER_ENGINE_MODULES,
 )
+from nemo_rl_offload.planner.recompute import known_to_megatron, recompute_settings, recomputed_modules
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

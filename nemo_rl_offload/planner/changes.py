@@ -54,6 +54,8 @@ def fitting_changes(job: Job) -> tuple[str, ...]:
     fitting = [text for shortfall, text in shortfalls if shortfall == 0]
     if fitting:
         return tuple(fitting)
+    if not shortfalls:
+        return ("none that was tried",)
     shortfall, text = min(shortfalls)
     return (f"none that was tried; {text} comes nearest, {shortfall / 2**30:.1f} GiB short",)
 
@@ -70,10 +72,11 @@ def _single(job: Job) -> Iterator[tuple[str, Job]]:
         yield "use_distributed_optimizer=true", replace(job, optimizer=replace(job.optimizer, distributed=True))
     if job.recompute.method is None:
         yield "recompute_granularity=full (uniform, 1 layer)", _full_recomputation(job)
-    if job.micro_batch > 1:
-        half = job.micro_batch // 2
-        batches = job.num_microbatches * job.micro_batch // half
-        yield f"train_micro_batch_size={half}", replace(job, micro_batch=half, num_microbatches=batches)
+    if job.micro_batch > job.rows_per_sample:
+        half = job.micro_batch // job.rows_per_sample // 2
+        rows = half * job.rows_per_sample
+        batches = job.num_microbatches * job.micro_batch // rows
+        yield f"train_micro_batch_size={half}", replace(job, micro_batch=rows, num_microbatches=batches)
     for sequence in (job.sequence // 2, job.sequence // 4):
         if _is_sound(changed := replace(job, sequence=sequence)):
             yield f"max_total_sequence_length={sequence}", changed

@@ -12,6 +12,7 @@ from nemo_rl_offload.planner.hardware import Device
 from nemo_rl_offload.planner.layout import KEYS, Layout, check_layout, num_microbatches
 from nemo_rl_offload.planner.memory import Optimizer
 from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE
+from nemo_rl_offload.planner.recompute import recompute_settings, recomputed_modules
 from nemo_rl_offload.planner.shape import ModelShape
 
 
@@ -40,6 +41,7 @@ class Job:
     device: Device
     sequence: int
     micro_batch: int
+    """Rows of a microbatch."""
     num_microbatches: int
     numbers: Numbers = field(default_factory=Numbers)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -58,6 +60,8 @@ class Job:
     expert_buffers: ExpertBuffers = field(default_factory=ExpertBuffers)
     reference_on_host: bool = False
     """Whether the start model's weights wait in host memory, for the KL penalty."""
+    rows_per_sample: int = 1
+    """Two where a sample is a pair, as in DPO: `train_micro_batch_size` counts samples."""
 
     @property
     def context(self) -> LayerContext:
@@ -85,11 +89,12 @@ def read_job(
     world: int,
     memory_bytes: int = 0,
     skew: Skew | None = None,
+    rows_per_sample: int = 1,
     **other: Any,
 ) -> Job:
     """Read a checked `policy` section. `world` counts the devices; `other` are further fields of Job.
 
-    `skew` is what the experts needed elsewhere.
+    `skew` is what the experts needed elsewhere; `rows_per_sample` is the loss function's.
 
     Raises ConfigError for a layout that does not divide, naming keys and the nearest that would do.
     """
@@ -100,7 +105,7 @@ def read_job(
         )
     layout, sequence = _layout(cfg, world), policy["max_total_sequence_length"]
     check_layout(layout, shape, sequence)
-    micro_batch, microbatches = _microbatches(policy, layout)
+    micro_batch, microbatches = _microbatches(policy, layout, rows_per_sample)
     element_bytes = 4 if policy["precision"] == "float32" else 2
     overrides = cfg["model_overrides"]
     modules = cfg["offload_modules"]
@@ -122,19 +127,20 @@ def read_job(
         logprob_chunk_size=policy["logprob_chunk_size"],
         memory_bytes=memory_bytes,
         expert_buffers=_expert_buffers(cfg, skew),
+        rows_per_sample=rows_per_sample,
         **other,
     )
 
 
-def _microbatches(policy: Mapping[str, Any], layout: Layout) -> tuple[int, int]:
-    """Samples of a microbatch, and microbatches of a step."""
+def _microbatches(policy: Mapping[str, Any], layout: Layout, rows: int) -> tuple[int, int]:
+    """Rows of a microbatch, and microbatches of a step. A sample has so many `rows`, which stay together."""
     sequence, budget = policy["max_total_sequence_length"], _tokens_of_a_microbatch(policy)
-    micro_batch: int = policy["train_micro_batch_size"] if budget is None else max(1, budget // sequence)
+    micro_batch: int = policy["train_micro_batch_size"] if budget is None else max(1, budget // sequence // rows)
     batch, num_interleaved = policy["train_global_batch_size"], layout.pipeline if layout.virtual > 1 else 1
     if budget is not None:  # samples as long as can be; the number of microbatches is filled up where it must be
         group = micro_batch * layout.data * num_interleaved
         batch = math.ceil(batch / group) * group
-    return micro_batch, num_microbatches(batch, micro_batch, layout.data, num_interleaved)
+    return micro_batch * rows, num_microbatches(batch, micro_batch, layout.data, num_interleaved)
 
 
 def _tokens_of_a_microbatch(policy: Mapping[str, Any]) -> int | None:
@@ -189,9 +195,10 @@ def _optimizer(cfg: Mapping[str, Any], element_bytes: int) -> Optimizer:
 
 
 def _recompute(cfg: Mapping[str, Any]) -> Recompute:
-    if cfg["recompute_granularity"] == "full":
-        return Recompute(method=cfg["recompute_method"] or "uniform", num_layers=cfg["recompute_num_layers"] or 1)
-    if cfg["recompute_granularity"] == "selective":
-        modules = frozenset(cfg["recompute_modules"] or ["core_attn"])
-        return Recompute(modules=modules, num_counted_layers=cfg["recompute_num_layers"])
+    settings = recompute_settings(cfg)
+    num_layers = settings["recompute_num_layers"]
+    if settings["recompute_granularity"] == "full":
+        return Recompute(method=settings["recompute_method"] or "uniform", num_layers=num_layers or 1)
+    if settings["recompute_granularity"] == "selective":
+        return Recompute(modules=frozenset(recomputed_modules(settings)), num_counted_layers=num_layers)
     return Recompute()

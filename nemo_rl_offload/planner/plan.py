@@ -14,7 +14,15 @@ from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.listed import all_actions, listed_actions
 from nemo_rl_offload.planner.modules import NATIVE_MODULES
 from nemo_rl_offload.planner.simulator import StageTimes, Transfers, simulate
-from nemo_rl_offload.planner.stages import SEPARABLE, Stage, build_stages, candidates, job_link, job_schedule
+from nemo_rl_offload.planner.stages import (
+    MEGATRONS_SEPARABLE,
+    SEPARABLE,
+    Stage,
+    build_stages,
+    candidates,
+    job_link,
+    job_schedule,
+)
 
 Actions = tuple[tuple[Action, ...], ...]
 """By stage, in the order of its records."""
@@ -150,7 +158,7 @@ def _recomputation(job: Job, baseline: Outcome) -> tuple[str, ...]:
 
     taken: tuple[str, ...] = ()
     best = score(taken)
-    for name in SEPARABLE:
+    for name in SEPARABLE if job.native_engine else MEGATRONS_SEPARABLE:
         if (found := score((*taken, name))) < best:
             taken, best = (*taken, name), found
     return taken

@@ -281,7 +281,11 @@ def plan_overlay(plan: JobPlan, config: Path, overlay: Path, overrides: Sequence
         "offload_modules": list(plan.modules_to_write),
     }
     if recompute:
-        section |= {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
+        section |= {
+            "activation_checkpointing": None,  # false would turn off what follows
+            "recompute_granularity": "selective",
+            "recompute_modules": list(recompute),
+        }
     content = {
         "defaults": os.path.relpath(config, overlay.parent),
         "policy": {"megatron_cfg": section},

@@ -11,13 +11,20 @@ from nemo_rl_offload.planner.gradients import backward_bytes
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.layout import counted_layers, stage_layers
 from nemo_rl_offload.planner.memory import allowance_bytes, logits_bytes, stage_parameters, state_bytes
-from nemo_rl_offload.planner.modules import SUPPORTED_MODULES, TRANSFORMER_ENGINE_MODULES
+from nemo_rl_offload.planner.modules import (
+    DENSE_MLP_RECOMPUTE,
+    MEGATRON_MODULES,
+    SUPPORTED_MODULES,
+    TRANSFORMER_ENGINE_MODULES,
+)
 from nemo_rl_offload.planner.schedule import Pass, pipeline_schedule
 from nemo_rl_offload.planner.simulator import Segment
 from nemo_rl_offload.planner.work import layer_work, recompute_ms, recomputed_ms
 
 SEPARABLE = ("mlp_act", "mla_up_proj", "moe_act", "layernorm")
 """Entries of `recompute_modules` whose time and memory belong to one group each: what the chooser may take."""
+MEGATRONS_SEPARABLE = tuple(name for name in SEPARABLE if name not in DENSE_MLP_RECOMPUTE)
+"""The same beside Megatron-Core's own engine."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +146,11 @@ def _joined(first: Segment, second: Segment) -> Segment:
 
 
 def candidates(job: Job) -> tuple[str, ...]:
-    """Modules that the job's layers can offload."""
-    if not job.transformer_engine:
-        return SUPPORTED_MODULES
-    return tuple(name for name in SUPPORTED_MODULES if name in TRANSFORMER_ENGINE_MODULES)
+    """Modules that the job's engine can offload of its layers."""
+    names = set(SUPPORTED_MODULES if job.native_engine else MEGATRON_MODULES)
+    if job.transformer_engine:
+        names &= set(TRANSFORMER_ENGINE_MODULES)
+    return tuple(name for name in SUPPORTED_MODULES if name in names)
 
 
 def job_link(job: Job) -> Link:
@@ -222,7 +230,7 @@ class _Builder:
         gone = static.get("logits", 0) + (parts[-1][-1].kept_bytes if is_last else 0)
         backward = self._backward_bytes(chunks)
         if any(self.workspace.values()):
-            static["recomputation"] = max(0, self._recomputation_bytes(chunks[-1]) - max(0, gone - backward))
+            static["recomputation"] = max(0, self._recomputation_bytes(chunks) - max(0, gone - backward))
         static["backward"] = max(0, backward - gone)
         num_expert_layers = [sum(job.shape.layers_with_experts[layer] for layer in chunk) for chunk in chunks]
         if self.alive_bytes and any(num_expert_layers):
@@ -233,7 +241,7 @@ class _Builder:
         host_bytes = self.host_bytes * sum(count * each for count, each in zip(live, num_expert_layers, strict=True))
         return Stage(rank, tuple(chunks), tuple(parts), static, live, host_bytes)
 
-    def _recomputation_bytes(self, last: range) -> int:
+    def _recomputation_bytes(self, chunks: Sequence[range]) -> int:
         """What is recomputed at a time: some of a layer, or a group of layers, with its output instead of its input,
         which was kept.
 
@@ -241,10 +249,11 @@ class _Builder:
         """
         recompute, largest = self.job.recompute, max(self.workspace.values())
         if recompute.method is None:
-            layer = self._with_mtp(last)[-1]
-            kind = self._has_experts(layer), layer in self._counted_layers(last)
+            layer = self._with_mtp(chunks[-1])[-1]
+            kind = self._has_experts(layer), layer in self._counted_layers(chunks[-1])
             return max(self.workspace[kind], largest - sum(part.kept_bytes for part in self.layers[kind]))
-        return largest * (recompute.num_layers if recompute.method == "uniform" else 1)
+        longest_chunk = max(map(len, chunks))
+        return largest * (min(recompute.num_layers, longest_chunk) if recompute.method == "uniform" else 1)
 
     def _backward_bytes(self, chunks: Sequence[range]) -> int:
         kinds = {self.job.shape.layers_with_experts[layer] for chunk in chunks for layer in chunk}

@@ -18,16 +18,24 @@ MARGIN = 0.9
 
 
 def out_of_memory(
-    policy: PolicyConfig, model_path: Path, world_size: int, device_name: str, total_bytes: int, peak_bytes: int
+    policy: PolicyConfig,
+    model_path: Path,
+    world_size: int,
+    device_name: str,
+    total_bytes: int,
+    peak_bytes: int,
+    rows_per_sample: int = 1,
 ) -> ResourceError:
-    """The error for a device of this name (the driver's) and memory, of which torch held `peak_bytes` at most."""
+    """The error for a device of this name (the driver's) and memory, of which torch held `peak_bytes` at most, in a
+    step whose loss function takes so many rows for a sample."""
     lines = [
         f"out of device memory in a training step: torch held up to {peak_bytes / GIB:.1f} GiB of the "
         f"{total_bytes / GIB:.1f} GiB of this {device_name}."
     ]
     try:
         device = replace(recognise(device_name, total_bytes), memory_gib=total_bytes / GIB)
-        job = read_job(policy, load_model_shape(policy["model_name"], model_path), device, world_size)
+        shape = load_model_shape(policy["model_name"], model_path)
+        job = read_job(policy, shape, device, world_size, rows_per_sample=rows_per_sample)
         lines += _proposals(job, policy["train_micro_batch_size"])
     except ConfigError as error:  # what the planner does not know
         lines.append(f"Offload more modules, or lower policy.train_micro_batch_size ({error}).")
@@ -68,5 +76,6 @@ def _halves(size: int) -> Iterator[int]:
 
 
 def _fits(job: Job, micro_batch_size: int) -> bool:
-    num_microbatches = job.num_microbatches * job.micro_batch // micro_batch_size
-    return least_shortfall(replace(job, micro_batch=micro_batch_size, num_microbatches=num_microbatches)) == 0
+    rows = micro_batch_size * job.rows_per_sample
+    num_microbatches = job.num_microbatches * job.micro_batch // rows
+    return least_shortfall(replace(job, micro_batch=rows, num_microbatches=num_microbatches)) == 0

@@ -122,7 +122,7 @@ class PolicyWorker:
         try:
             metrics = self._with_loss(train_step, batch, loss_name, loss_config, norm, cutting)
         except torch.OutOfMemoryError as error:
-            raise self._out_of_memory() from error
+            raise self._out_of_memory(loss_name) from error
         self._empty_cache(from_level=1)
         give_back_free_memory()
         if not self._has_trained:
@@ -130,15 +130,16 @@ class PolicyWorker:
             spare_the_collector()
         return metrics
 
-    def _out_of_memory(self) -> ResourceError:
+    def _out_of_memory(self, loss_name: str) -> ResourceError:
         import torch
         import torch.distributed as dist
 
+        from nemo_rl_offload.losses.registry import rows_per_sample
         from nemo_rl_offload.policy.out_of_memory import out_of_memory
 
         total_bytes, peak_bytes = torch.cuda.mem_get_info()[1], torch.cuda.max_memory_allocated()
-        name = torch.cuda.get_device_name()
-        return out_of_memory(self._policy, self._model_path, dist.get_world_size(), name, total_bytes, peak_bytes)
+        name, rows = torch.cuda.get_device_name(), rows_per_sample(loss_name)
+        return out_of_memory(self._policy, self._model_path, dist.get_world_size(), name, total_bytes, peak_bytes, rows)
 
     def evaluate(
         self,

@@ -49,6 +49,47 @@ def test_what_it_writes_passes_the_check(capsys: pytest.CaptureFixture[str], tmp
     assert page.read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{CFG}.activation_offload.engine=megatron", f"{CFG}.transformer_impl=transformer_engine"],
+        [f"{CFG}.activation_checkpointing=false"],
+    ],
+)
+def test_what_it_writes_passes_the_check_and_is_in_force(
+    overrides: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Megatron-Core's own engine moves and recomputes no parts of dense MLPs; a switch that is off is left."""
+    own, overlay = tmp_path / "own.yaml", tmp_path / "planned.yaml"
+    own.write_text(yaml.safe_dump({"defaults": SMALL}))
+    nothing = [f"{CFG}.recompute_granularity=null", f"{CFG}.recompute_modules=null"]
+    config = load_config(own, [*nothing, *overrides])
+    own.write_text(yaml.safe_dump(config))
+    main(["plan", str(own), "--gpu", "h100", "--memory", "60GiB", "--write", str(overlay)])
+    capsys.readouterr()
+    section = yaml.safe_load(overlay.read_text())["policy"]["megatron_cfg"]
+    assert section["offload_modules"]
+    checked = check_config(load_config(overlay), run_here=False)
+    assert not [warning for warning in checked.warnings if "activation_checkpointing" in warning]
+
+
+def test_changes_that_cannot_be_tried_are_no_error_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """All ranks are taken, and half of the sequence is none that context parallelism could divide."""
+    words = (f"{CFG}.context_parallel_size=4", "policy.max_total_sequence_length=4024", "policy.logprob_chunk_size=256")
+    words += ("policy.train_micro_batch_size=1", "--gpus-per-node", "4", "--memory", "6GiB")
+    text = plan(capsys, SMALL, "--gpu", "h100", *words, code=EXIT_USER_ERROR)
+    assert "changes that would do: none that was tried" in text
+
+
+def test_pairs_of_dpo_are_two_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(EXAMPLES / "dpo.yaml"), "--gpu", "h100", "--format", "json")
+    pairs, rows = (
+        json.loads(plan(capsys, *words, f"algorithm={name}"))["outcomes"]["nothing_offloaded"]
+        for name in ("dpo", "sft")
+    )
+    assert pairs["step_ms"] == pytest.approx(2 * rows["step_ms"], rel=0.05)
+
+
 @pytest.mark.parametrize("option", ["--write", "--html"])
 @pytest.mark.parametrize("name", ["own.yaml", "base.yaml"])
 def test_it_does_not_write_over_what_it_reads(

@@ -30,3 +30,38 @@ def test_the_engine_that_moves_modules_is_read() -> None:
     assert read_job(policy, shape, device, 4).native_engine
     policy["megatron_cfg"]["activation_offload"]["engine"] = "megatron"
     assert not read_job(policy, shape, device, 4).native_engine
+
+
+@pytest.mark.parametrize(
+    ("switch", "given"),
+    [
+        ("true", []),
+        ("true", ["recompute_granularity=selective", "recompute_modules=[mlp]"]),
+        ("false", ["recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1"]),
+    ],
+)
+def test_the_switch_for_recomputation_counts_as_it_does_in_training(switch: str, given: list[str]) -> None:
+    """With true, what is left open is filled in; with false, nothing is recomputed."""
+    given = [f"policy.megatron_cfg.{text}" for text in given]
+    spelled = given if switch == "true" else []
+    if not given:
+        keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
+        spelled = [f"policy.megatron_cfg.recompute_{key}={value}" for key, value in keys.items()]
+    switched = job(f"policy.megatron_cfg.activation_checkpointing={switch}", *given)
+    assert switched.recompute == job(*spelled).recompute
+    assert (switched.recompute == job().recompute) == (switch == "false")
+
+
+@pytest.mark.parametrize("tokens", [None, 4 * 1024])
+def test_a_sample_of_two_rows_takes_twice_as_much(tokens: int | None) -> None:
+    """As in DPO: `train_micro_batch_size` counts pairs, a number of tokens does not."""
+    config: Any = load_config(PROJECT_ROOT / "examples/configs/dpo.yaml", [])
+    policy = config["policy"]
+    if tokens is not None:
+        policy["sequence_packing"] |= {"enabled": True, "train_mb_tokens": tokens}
+    shape, device = load_model_shape("Qwen/Qwen2.5-1.5B", None), find_device("h100-80gb")
+    single, pairs = read_job(policy, shape, device, 1), read_job(policy, shape, device, 1, rows_per_sample=2)
+    if tokens is None:
+        assert (pairs.micro_batch, pairs.num_microbatches) == (2 * single.micro_batch, single.num_microbatches)
+    else:
+        assert (pairs.micro_batch, pairs.num_microbatches) == (single.micro_batch, 2 * single.num_microbatches)

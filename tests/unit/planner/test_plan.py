@@ -197,3 +197,17 @@ def test_a_long_step_is_extended_from_a_short_one(virtual: int) -> None:
     segments = [stage.segments(chosen) for stage, chosen in zip(stages, actions, strict=True)]
     whole = simulate(job_schedule(job, 40), segments, Transfers(job_link(job))).step_ms
     assert extended == pytest.approx(whole, rel=0.01 * virtual)
+
+
+def test_layers_recomputed_at_a_time_are_no_more_than_a_chunk_has() -> None:
+    """Megatron-Core cuts the number off there."""
+    peaks = {
+        number: [
+            make_plan(
+                make_job("meta-llama/Llama-3.1-70B", recompute=Recompute(method="uniform", num_layers=number))
+            ).baseline.peak_bytes(rank)
+            for rank in range(4)
+        ]
+        for number in (10, 20, 80)
+    }
+    assert peaks[10] == peaks[20] == peaks[80]
