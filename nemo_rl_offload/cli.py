@@ -122,6 +122,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list
 
 def _job(options: argparse.Namespace, overrides: Sequence[str]) -> "Job":
     """The configuration on the command line as the planner sees it."""
+    from nemo_rl_offload.config.batching_rules import rows_per_sample
     from nemo_rl_offload.config.checks import check_schema
     from nemo_rl_offload.config.loader import load_config, resolve_model_path
     from nemo_rl_offload.config.sizes import parse_bytes
@@ -152,7 +153,7 @@ def _job(options: argparse.Namespace, overrides: Sequence[str]) -> "Job":
         memory_bytes=parse_bytes(memory) if memory else 0,
         host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
         reference_on_host=config["loss_fn"]["reference_policy_kl_penalty"] > 0,
-        rows_per_sample=2 if config.get("algorithm") == "dpo" else 1,
+        rows_per_sample=rows_per_sample(config.get("algorithm")),
     )
 
 

@@ -61,10 +61,8 @@ def test_what_it_writes_passes_the_check_and_is_in_force(
 ) -> None:
     """Megatron-Core's own engine moves and recomputes no parts of dense MLPs; a switch that is off is left."""
     own, overlay = tmp_path / "own.yaml", tmp_path / "planned.yaml"
-    own.write_text(yaml.safe_dump({"defaults": SMALL}))
     nothing = [f"{CFG}.recompute_granularity=null", f"{CFG}.recompute_modules=null"]
-    config = load_config(own, [*nothing, *overrides])
-    own.write_text(yaml.safe_dump(config))
+    own.write_text(yaml.safe_dump(load_config(SMALL, [*nothing, *overrides])))
     main(["plan", str(own), "--gpu", "h100", "--memory", "60GiB", "--write", str(overlay)])
     capsys.readouterr()
     section = yaml.safe_load(overlay.read_text())["policy"]["megatron_cfg"]
