@@ -8,7 +8,7 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.megatron.offload_interface import use_engine
 from nemo_rl_offload.megatron.setup import offloaded_modules
-from nemo_rl_offload.offload.auto import Auto
+from nemo_rl_offload.offload.auto import Auto, Measured, largest
 from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.backends.cuda import MAX_PIECE_BYTES, CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
@@ -59,9 +59,12 @@ def make_backend() -> Backend:
     return CudaBackend(max_piece_out_bytes=MAX_PIECE_BYTES) if torch.cuda.is_available() else HostBackend()
 
 
-def _largest_of_stage(values: list[float]) -> list[float]:
-    """Element-wise maximum over the data- and tensor-parallel ranks of this pipeline stage, which must plan alike."""
-    largest = torch.tensor(values, dtype=torch.float64, device=torch.cuda.current_device())
+def _largest_of_stage(measured: Measured) -> Measured:
+    """Of the data- and tensor-parallel ranks of this pipeline stage, which must plan alike.
+
+    As objects, since ranks may have seen different groups; every few steps, behind a synchronization of the device.
+    """
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return largest.tolist()
+    gathered = [measured] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, measured, group=group)
+    return largest(gathered)

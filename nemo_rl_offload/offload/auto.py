@@ -20,7 +20,9 @@ In random models on the simulated device, with budgets that can be met, that kee
 
 Ranks that must not differ (data- and tensor-parallel ones of one pipeline stage) share the maximum of their
 measurements through `agree`; since that is a collective call, plans are made at fixed numbers of steps, behind a
-synchronization of the device. Rejected: a plan for each step's lengths, which would need them before the forward.
+synchronization of the device. A rank takes part also where its own steps saved nothing of a group, or nothing at all
+(in its short microbatches, tensors may be too small to move). Rejected: a plan for each step's lengths, which would
+need them before the forward.
 
 Limit: memory that is neither in a group nor in the measured steps (another phase's peak) is not foreseen.
 """
@@ -29,6 +31,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.copies import Copies
@@ -43,8 +46,18 @@ DRIFT = 0.02  # of the budget: a peak this far below it means that a group too m
 ALIKE = 0.1  # relative: steps whose bytes differ more teach each other nothing about what is on its way
 NOMINAL_BYTES_PER_MS = 50e6  # where nothing can be measured: on a CPU, a group computes as long as its copy would take
 
-type Agree = Callable[[list[float]], list[float]]
-"""The element-wise maximum over the ranks that have to plan alike."""
+
+class Measured(NamedTuple):
+    """One rank's measurements."""
+
+    step: tuple[float, ...]
+    """Bytes at the peak, resident ones, those of them that are to move, ms a byte out and in."""
+    groups: dict[Key, tuple[float, ...]]
+    """In the order of first commits: bytes, forward's and backward's ms, how many are alive at the peak."""
+
+
+type Agree = Callable[[Measured], Measured]
+"""`largest` over the ranks that have to plan alike."""
 
 
 class Auto:
@@ -52,22 +65,28 @@ class Auto:
 
     def __init__(self, budget_bytes: int, host_budget_bytes: int, agree: Agree | None = None) -> None:
         self._budget_bytes, self._host_budget_bytes = budget_bytes, host_budget_bytes
-        self._agree = agree or (lambda values: values)
+        self._agree = agree or (lambda measured: measured)
         self._visits: list[tuple[Group, bool]] = []
         self._largest: list[tuple[Group, bool]] = []
         self._largest_bytes = 0
         self._peak_bytes = 0
         self._num_steps = 0
+        self._is_training = False
         self._warned = False
         self._moving_bytes = 0
         self._fixed_bytes = 0
         self._planned_bytes = 0
         self._limit_bytes: int | None = None  # of groups' bytes on the device
+        self._group_bytes: dict[Key, int] = {}  # of all ranks that plan alike, in the order of first commits
         self._following_bytes: dict[Key, int] = {}  # of the group that is committed after one
         # What the groups behind one take at once: all that are kept, and one that moves.
         self._later_bytes: dict[Key, int] = {}
         self.plan: Plan | None = None
         """The plan in force."""
+
+    def begin(self) -> None:
+        """A region of a step with a backward was committed, whether or not it saved something."""
+        self._is_training = True
 
     def visit(self, group: Group, forward: bool, backend: Backend) -> int | None:
         """A commit of `group`, or backward's arrival there. The first of a step starts the allocator's peak anew.
@@ -89,21 +108,28 @@ class Auto:
         return staying_bytes + self._later_bytes.get(group.key, 0) <= self._limit_bytes
 
     def end_step(self, backend: Backend, copies: Copies, timing: Timing, selection: Selection) -> None:
-        """Remember the step when it is the largest; at the steps where that is due, plan."""
+        """Remember the step when it is the largest; at the steps where that is due, plan.
+
+        Whether it is due must not depend on what this rank saved: the others would wait for it.
+        """
         num_bytes = sum(group.saved_bytes for group, forward in self._visits if forward)
         if num_bytes > self._largest_bytes:
             self._largest, self._largest_bytes = self._visits, num_bytes
         if self._visits:
-            self._num_steps += 1
             self._peak_bytes = max(self._peak_bytes, backend.peak_bytes() or 0)
         self._visits = []
-        if not self._largest or not (self._num_steps in FIRST_PLANS or self._num_steps % PLAN_EVERY == 0):
+        if not self._is_training:
+            return
+        self._is_training = False
+        self._num_steps += 1
+        if self._num_steps not in FIRST_PLANS and self._num_steps % PLAN_EVERY != 0:
             return
         backend.synchronize()
         timing.end_step()
         resident_bytes = copies.take_peak_resident_bytes()
         self._make_plan(self._peak_bytes or resident_bytes, resident_bytes, timing, selection)
-        self._limit(selection)
+        if self.plan is not None:
+            self._limit(selection)
         self._largest, self._largest_bytes, self._peak_bytes = [], 0, 0
 
     def _limit(self, selection: Selection) -> None:
@@ -111,29 +137,35 @@ class Auto:
         assert self.plan is not None
         limit_bytes = self._budget_bytes - self._fixed_bytes
         self._limit_bytes = None if self._is_short(limit_bytes) else limit_bytes
-        first_commits = list({group.key: group for group, forward in self._largest if forward}.values())
-        self._following_bytes = {former.key: group.saved_bytes for former, group in pairwise(first_commits)}
+        self._following_bytes = {
+            former: num_bytes for (former, _), (_, num_bytes) in pairwise(self._group_bytes.items())
+        }
         self._later_bytes, later_bytes = {}, 0
-        for group in reversed(first_commits):
-            self._later_bytes[group.key] = later_bytes
-            kept_bytes = group.saved_bytes if group.key in selection.kept else 0
-            later_bytes = max(group.saved_bytes, kept_bytes + later_bytes)
+        for key, num_bytes in reversed(self._group_bytes.items()):
+            self._later_bytes[key] = later_bytes
+            kept_bytes = num_bytes if key in selection.kept else 0
+            later_bytes = max(num_bytes, kept_bytes + later_bytes)
 
     def _is_short(self, limit_bytes: int) -> bool:
         """Whether waiting for copies would not help: with no room for two groups, one of them on its way."""
         assert self.plan is not None
-        largest_bytes = max(group.saved_bytes for group, _ in self._largest)
-        return self.plan.shortfall_bytes > 0 and limit_bytes < 2 * largest_bytes
+        return self.plan.shortfall_bytes > 0 and limit_bytes < 2 * max(self._group_bytes.values())
 
     def _make_plan(self, peak_bytes: int, resident_bytes: int, timing: Timing, selection: Selection) -> None:
-        records, keys = self._records(timing)
         rates = [timing.copy_ms(1, out) or 1 / NOMINAL_BYTES_PER_MS for out in (True, False)]
-        measured = [value for r in records for value in (r.saved_bytes, r.forward_ms, r.backward_ms)]
-        shared = self._agree([peak_bytes, resident_bytes, *rates, *measured])
-        peak_bytes, resident_bytes = int(shared[0]), int(shared[1])
+        groups = self._groups(timing)
+        kept_bytes = sum(size * alive for key, (size, _, _, alive) in groups.items() if not selection.eligible(key))
+        step = (peak_bytes, resident_bytes, resident_bytes - kept_bytes, *rates)
+        (peak, resident, on_its_way, out_ms, in_ms), shared = self._agree(Measured(step, groups))
+        if not shared:
+            return
+        peak_bytes, resident_bytes = int(peak), int(resident)
+        self._group_bytes = {key: int(values[0]) for key, values in shared.items()}
+        keys = list(self._group_bytes)
         records = [
-            GroupRecord(r.module, r.layer, int(size), forward, backward, None, r.live_at_peak)
-            for r, size, forward, backward in zip(records, shared[4::3], shared[5::3], shared[6::3], strict=True)
+            GroupRecord(key[0], position, int(size), forward, backward, None, int(num_alive))
+            for position, key in enumerate(keys)
+            for size, forward, backward, num_alive in [shared[key]]
         ]
         num_bytes = sum(r.saved_bytes * r.live_at_peak for r in records)
         is_alike = abs(num_bytes - self._planned_bytes) < ALIKE * num_bytes
@@ -144,15 +176,13 @@ class Auto:
         if self.plan is not None:
             if self._budget_bytes * (1 - DRIFT) <= peak_bytes <= self._budget_bytes:
                 return
-            staying = zip(records, keys, strict=True)
-            kept_bytes = sum(r.saved_bytes * r.live_at_peak for r, key in staying if not selection.eligible(key))
-            moving_bytes = resident_bytes - kept_bytes
+            moving_bytes = int(on_its_way)
             if is_alike:
                 excess_bytes = peak_bytes - self._budget_bytes - (fixed_bytes - former_fixed_bytes)
                 moving_bytes = max(moving_bytes, self._moving_bytes + max(0, excess_bytes))
         self._moving_bytes, self._planned_bytes = moving_bytes if is_alike else 0, num_bytes
         budget = Budget(self._budget_bytes, fixed_bytes + moving_bytes, self._host_budget_bytes)
-        was_tried, self.plan = self.plan is not None, choose(records, budget, Link(1 / shared[2], 1 / shared[3]))
+        was_tried, self.plan = self.plan is not None, choose(records, budget, Link(1 / out_ms, 1 / in_ms))
         actions = zip(keys, self.plan.actions, strict=True)
         selection.keep([key for key, action in actions if action is Action.KEEP])
         was_tried &= self._is_short(self._budget_bytes - fixed_bytes) or self._num_steps > FIRST_PLANS[-1]
@@ -160,28 +190,20 @@ class Auto:
             self._warned = True
             warnings.warn(self._shortfall_message(fixed_bytes, records), stacklevel=2)
 
-    def _records(self, timing: Timing) -> tuple[list[GroupRecord], list[Key]]:
-        """One record a key, in the order of first commits: the largest of its groups."""
-        largest: dict[Key, Group] = {}
+    def _groups(self, timing: Timing) -> dict[Key, tuple[float, ...]]:
+        """One entry a key, in the order of first commits: of the largest of its groups."""
+        largest_groups: dict[Key, Group] = {}
         for group, forward in self._largest:
-            if forward and (group.key not in largest or group.saved_bytes > largest[group.key].saved_bytes):
-                largest[group.key] = group
+            former = largest_groups.get(group.key)
+            if forward and (former is None or group.saved_bytes > former.saved_bytes):
+                largest_groups[group.key] = group
         alive = alive_at_peak(self._largest)
-        records = []
-        for position, (key, group) in enumerate(largest.items()):
+        measured: dict[Key, tuple[float, ...]] = {}
+        for key, group in largest_groups.items():
             nominal_ms = group.saved_bytes / NOMINAL_BYTES_PER_MS
-            records.append(
-                GroupRecord(
-                    key[0],
-                    position,
-                    group.saved_bytes,
-                    timing.forward_ms(group) or nominal_ms,
-                    timing.backward_ms(group) or nominal_ms,
-                    None,
-                    alive[key],
-                )
-            )
-        return records, list(largest)
+            times = (timing.forward_ms(group) or nominal_ms, timing.backward_ms(group) or nominal_ms)
+            measured[key] = (group.saved_bytes, *times, alive[key])
+        return measured
 
     def _shortfall_message(self, fixed_bytes: int, records: Sequence[GroupRecord]) -> str:
         assert self.plan is not None
@@ -192,6 +214,16 @@ class Auto:
             f"are not saved activations of offloadable modules ({_size(moved_bytes)} of those can go). Use a smaller "
             f"microbatch or sequence, more parallelism or recomputation, or raise the budget."
         )
+
+
+def largest(measured: Sequence[Measured]) -> Measured:
+    """The element-wise maximum over ranks, of every group that one of them has; groups in the order of the rank that
+    has most, then of the others'."""
+    groups: dict[Key, tuple[float, ...]] = {}
+    for each in sorted(measured, key=lambda each: len(each.groups), reverse=True):
+        for key, values in each.groups.items():
+            groups[key] = tuple(map(max, values, groups.get(key, values)))
+    return Measured(tuple(map(max, zip(*(each.step for each in measured), strict=True))), groups)
 
 
 def alive_at_peak(visits: Sequence[tuple[Group, bool]]) -> Counter[Key]:

@@ -228,7 +228,11 @@ class OffloadEngine:
         first = output if isinstance(output, Tensor) else output[0]
         node = None if first is None else first.grad_fn
         refs, region._slots = region._slots, []
-        if node is None or not refs:
+        if node is None:
+            return output
+        if self._auto is not None:
+            self._auto.begin()
+        if not refs:
             return output
         with self._lock:
             assert not self._closed, "the offload engine is closed"
