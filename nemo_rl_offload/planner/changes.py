@@ -1,7 +1,9 @@
 """Changes of a job that would make it fit, for a budget that no choice of modules meets."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.choose import Budget
@@ -72,20 +74,44 @@ def _single(job: Job) -> Iterator[tuple[str, Job]]:
         yield "use_distributed_optimizer=true", replace(job, optimizer=replace(job.optimizer, distributed=True))
     if job.recompute.method is None:
         yield "recompute_granularity=full (uniform, 1 layer)", _full_recomputation(job)
-    if job.micro_batch > job.rows_per_sample:
-        half = job.micro_batch // job.rows_per_sample // 2
-        rows = half * job.rows_per_sample
-        batches = job.num_microbatches * job.micro_batch // rows
-        yield f"train_micro_batch_size={half}", replace(job, micro_batch=rows, num_microbatches=batches)
-    for sequence in (job.sequence // 2, job.sequence // 4):
-        if _is_sound(changed := replace(job, sequence=sequence)):
-            yield f"max_total_sequence_length={sequence}", changed
+    yield from islice(smaller_microbatches(job), 2)
+    for divisor in (2, 4):
+        changed, text = replace(job, sequence=job.sequence // divisor), ""
+        if job.micro_batch_tokens is not None:
+            changed = replace(changed, micro_batch_tokens=job.micro_batch_tokens // divisor)
+            text = f" with train_mb_tokens={changed.micro_batch_tokens}"
+        if _is_sound(changed):
+            yield f"max_total_sequence_length={changed.sequence}{text}", changed
     yield from _layouts(job)
+
+
+def smaller_microbatches(job: Job) -> Iterator[tuple[str, Job]]:
+    """The job in microbatches of half the size, of a quarter, and so on: as far as they divide the batch, or hold the
+    longest sample."""
+    found = _fewer_samples(job) if job.micro_batch_tokens is None else _fewer_tokens(job, job.micro_batch_tokens)
+    return ((text, smaller) for text, smaller in found if _is_sound(smaller))
+
+
+def _fewer_samples(job: Job) -> Iterator[tuple[str, Job]]:
+    samples = job.micro_batch // job.rows_per_sample
+    total = samples * job.num_microbatches
+    while samples > 1:
+        samples = next(size for size in range(samples // 2, 0, -1) if total % size == 0)
+        smaller = replace(job, micro_batch=samples * job.rows_per_sample, num_microbatches=total // samples)
+        yield f"train_micro_batch_size={samples}", smaller
+
+
+def _fewer_tokens(job: Job, tokens: int) -> Iterator[tuple[str, Job]]:
+    total = tokens * job.num_microbatches
+    while (tokens := tokens // 2) >= job.sequence * job.rows_per_sample:
+        number = math.ceil(total / tokens)
+        smaller = replace(job, micro_batch_tokens=tokens, micro_batch=tokens // job.sequence, num_microbatches=number)
+        yield f"train_mb_tokens={tokens}", smaller
 
 
 def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
     layout = job.layout
-    batch = job.num_microbatches * job.micro_batch * layout.data
+    batch = job.num_microbatches * layout.data
     for factor in (2, 4):
         changes = {
             f"tensor_model_parallel_size={layout.tensor * factor} with sequence_parallel=true": replace(
@@ -98,10 +124,9 @@ def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
             f"context_parallel_size={layout.context * factor}": replace(layout, context=layout.context * factor),
         }
         for text, changed in changes.items():
-            per_pass = job.micro_batch * changed.data
-            if per_pass == 0 or batch % per_pass:
+            if changed.data == 0 or batch % changed.data:
                 continue
-            candidate = replace(job, layout=changed, num_microbatches=batch // per_pass)
+            candidate = replace(job, layout=changed, num_microbatches=batch // changed.data)
             if _is_sound(candidate):
                 yield text, candidate
 

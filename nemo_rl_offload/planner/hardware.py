@@ -4,6 +4,7 @@ Memory is what the driver reports as usable, peak rates are dense (no sparsity) 
 reaches of them is a stated fraction, not a promise: replace any number by a measurement in a file.
 """
 
+import math
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -77,15 +78,18 @@ def find_device(name: str) -> Device:
 
     A file starts from the device that it names under `like`, or gives every field. Raises ConfigError.
     """
-    key = name.lower()
-    if device := DEVICES.get(_ALIASES.get(key, key)):
-        return device
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".json"):
         return _read_device(path)
+    return _known_device(name, "--gpu", "; or a YAML file with its numbers")
+
+
+def _known_device(name: str, where: str, or_what: str = "") -> Device:
+    key = name.lower()
+    if device := DEVICES.get(_ALIASES.get(key, key)):
+        return device
     raise ConfigError(
-        f"--gpu {name}: unknown device.{nearest(key, [*DEVICES, *_ALIASES])} "
-        f"Known: {', '.join(DEVICES)}; or a YAML file with its numbers."
+        f"{where} {name}: unknown device.{nearest(key, [*DEVICES, *_ALIASES])} Known: {', '.join(DEVICES)}{or_what}."
     )
 
 
@@ -98,7 +102,7 @@ def _read_device(path: Path) -> Device:
         raise ConfigError(f"--gpu {path}: must hold 'key: value' lines.")
     values: dict[str, Any] = {str(key): value for key, value in content.items()}
     like = values.pop("like", None)
-    base = None if like is None else find_device(str(like))
+    base = None if like is None else _known_device(str(like), f"--gpu {path}: like:")
     values.setdefault("name", path.stem)
     known = {field.name for field in fields(Device)}
     problems = [f"{key}: unknown key.{nearest(key, known)}" for key in values if key not in known]
@@ -115,4 +119,4 @@ def _read_device(path: Path) -> Device:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

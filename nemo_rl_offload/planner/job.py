@@ -41,7 +41,7 @@ class Job:
     device: Device
     sequence: int
     micro_batch: int
-    """Rows of a microbatch."""
+    """Rows of a microbatch; where it is a number of tokens, how many of the longest it holds."""
     num_microbatches: int
     numbers: Numbers = field(default_factory=Numbers)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -60,13 +60,15 @@ class Job:
     expert_buffers: ExpertBuffers = field(default_factory=ExpertBuffers)
     reference_on_host: bool = False
     """Whether the start model's weights wait in host memory, for the KL penalty."""
+    micro_batch_tokens: int | None = None
+    """Where microbatches are numbers of tokens (packs, or samples of similar length), that number."""
     rows_per_sample: int = 1
     """Two where a sample is a pair, as in DPO: `train_micro_batch_size` counts samples."""
 
     @property
     def context(self) -> LayerContext:
         """What the layers' formulas take."""
-        count = self.sequence * self.micro_batch // self.layout.context
+        count = (self.micro_batch_tokens or self.sequence * self.micro_batch) // self.layout.context
         tokens = Tokens(count, self.sequence)
         return LayerContext(self.shape, self.layout, tokens, self.numbers, self.transformer_engine)
 
@@ -105,7 +107,7 @@ def read_job(
         )
     layout, sequence = _layout(cfg, world), policy["max_total_sequence_length"]
     check_layout(layout, shape, sequence)
-    micro_batch, microbatches = _microbatches(policy, layout, rows_per_sample)
+    microbatches = _microbatches(policy, layout, rows_per_sample)
     element_bytes = 4 if policy["precision"] == "float32" else 2
     overrides = cfg["model_overrides"]
     modules = cfg["offload_modules"]
@@ -115,8 +117,7 @@ def read_job(
         layout,
         device,
         sequence,
-        micro_batch,
-        microbatches,
+        **microbatches,
         numbers=Numbers(element_bytes, _fp8(overrides, device)),
         optimizer=_optimizer(cfg, element_bytes),
         recompute=_recompute(cfg),
@@ -132,15 +133,21 @@ def read_job(
     )
 
 
-def _microbatches(policy: Mapping[str, Any], layout: Layout, rows: int) -> tuple[int, int]:
-    """Rows of a microbatch, and microbatches of a step. A sample has so many `rows`, which stay together."""
-    sequence, budget = policy["max_total_sequence_length"], _tokens_of_a_microbatch(policy)
-    micro_batch: int = policy["train_micro_batch_size"] if budget is None else max(1, budget // sequence // rows)
+def _microbatches(policy: Mapping[str, Any], layout: Layout, rows: int) -> dict[str, Any]:
+    """A Job's fields on microbatches. A sample has so many `rows`, which stay together.
+
+    Of a number of tokens, as many microbatches as samples of the longest length fill, and so many more that each rank
+    has as many as the others.
+    """
+    sequence, tokens = policy["max_total_sequence_length"], _tokens_of_a_microbatch(policy)
     batch, num_interleaved = policy["train_global_batch_size"], layout.pipeline if layout.virtual > 1 else 1
-    if budget is not None:  # samples as long as can be; the number of microbatches is filled up where it must be
-        group = micro_batch * layout.data * num_interleaved
-        batch = math.ceil(batch / group) * group
-    return micro_batch * rows, num_microbatches(batch, micro_batch, layout.data, num_interleaved)
+    if tokens is None:
+        size: int = policy["train_micro_batch_size"]
+        number = num_microbatches(batch, size, layout.data, num_interleaved)
+        return {"micro_batch": size * rows, "num_microbatches": number}
+    tokens = max(tokens, sequence * rows)
+    number = math.ceil(batch * rows * sequence / (tokens * layout.data * num_interleaved)) * num_interleaved
+    return {"micro_batch": tokens // sequence, "num_microbatches": number, "micro_batch_tokens": tokens}
 
 
 def _tokens_of_a_microbatch(policy: Mapping[str, Any]) -> int | None:

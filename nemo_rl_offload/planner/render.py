@@ -127,9 +127,10 @@ def summary_lines(plan: JobPlan) -> list[str]:
     data, job = plan_data(plan), plan.job
     outcomes, host = data["outcomes"], data["host"]
     base = outcomes["nothing_offloaded"]
+    size = f"{job.micro_batch} x {job.sequence}" if job.micro_batch_tokens is None else f"{job.micro_batch_tokens}"
     lines = [
-        f"{job.device.name}, {job.layout.world} devices, {job.num_microbatches} microbatches of {job.micro_batch} x "
-        f"{job.sequence} tokens; {_gib(job.budget_bytes)} each"
+        f"{job.device.name}, {job.layout.world} devices, {job.num_microbatches} microbatches of {size} tokens; "
+        f"{_gib(job.budget_bytes)} each"
     ]
     titles = {
         "nothing_offloaded": "nothing offloaded",

@@ -7,7 +7,7 @@ from pathlib import Path
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, ResourceError
 from nemo_rl_offload.planner.catalogue import load_model_shape
-from nemo_rl_offload.planner.changes import least_shortfall
+from nemo_rl_offload.planner.changes import least_shortfall, smaller_microbatches
 from nemo_rl_offload.planner.hardware import recognise
 from nemo_rl_offload.planner.job import Job, read_job
 from nemo_rl_offload.planner.plan import JobPlan, highest_peak, make_plan, module_rows, run_listed_modules
@@ -36,13 +36,13 @@ def out_of_memory(
         device = replace(recognise(device_name, total_bytes), memory_gib=total_bytes / GIB)
         shape = load_model_shape(policy["model_name"], model_path)
         job = read_job(policy, shape, device, world_size, rows_per_sample=rows_per_sample)
-        lines += _proposals(job, policy["train_micro_batch_size"])
+        lines += _proposals(job)
     except ConfigError as error:  # what the planner does not know
-        lines.append(f"Offload more modules, or lower policy.train_micro_batch_size ({error}).")
+        lines.append(f"Offload more modules, or use smaller microbatches ({error}).")
     return ResourceError(" ".join(lines))
 
 
-def _proposals(job: Job, micro_batch_size: int) -> Iterator[str]:
+def _proposals(job: Job) -> Iterator[str]:
     present = highest_peak(run_listed_modules(job, job.offload_modules))
     plan = make_plan(replace(job, memory_bytes=int(min(job.device.memory_bytes, MARGIN * present))))
     rank = max(range(len(plan.baseline.stages)), key=plan.baseline.peak_bytes)
@@ -53,29 +53,18 @@ def _proposals(job: Job, micro_batch_size: int) -> Iterator[str]:
             f"Most of what stays there for the backward pass is {largest.module}'s: {largest.live_bytes / GIB:.2f} GiB "
             "by the planner's formulas."
         )
-    yield f"To need a tenth less: {' or '.join(_changes(plan, job, micro_batch_size))}."
+    yield f"To need a tenth less: {' or '.join(_changes(plan, job))}."
 
 
-def _changes(plan: JobPlan, job: Job, micro_batch_size: int) -> Iterator[str]:
+def _changes(plan: JobPlan, job: Job) -> Iterator[str]:
+    smaller = dict(smaller_microbatches(plan.job))
     if plan.shortfall_bytes:
-        fitting = next((size for size in _halves(micro_batch_size) if _fits(plan.job, size)), None)
-        others = [change for change in plan.changes if not change.startswith("train_micro_batch_size")]
-        yield from [f"train_micro_batch_size={fitting}", *others[:2]] if fitting else others[:3]
+        fitting = next((text for text, changed in smaller.items() if least_shortfall(changed) == 0), None)
+        others = [change for change in plan.changes if change not in smaller]
+        yield from [fitting, *others[:2]] if fitting else others[:3]
         return
     if set(plan.modules_to_write) - set(job.offload_modules):
         yield f"fine_grained_activation_offloading=true with offload_modules=[{','.join(plan.modules_to_write)}]"
     if recompute := set(plan.recompute_to_write) - job.recompute.modules:
         yield f"recompute_granularity=selective with recompute_modules=[{','.join(sorted(recompute))}]"
-    yield f"train_micro_batch_size={micro_batch_size // 2}" if micro_batch_size > 1 else "recompute_granularity=full"
-
-
-def _halves(size: int) -> Iterator[int]:
-    while size > 1:
-        size //= 2
-        yield size
-
-
-def _fits(job: Job, micro_batch_size: int) -> bool:
-    rows = micro_batch_size * job.rows_per_sample
-    num_microbatches = job.num_microbatches * job.micro_batch // rows
-    return least_shortfall(replace(job, micro_batch=rows, num_microbatches=num_microbatches)) == 0
+    yield next(iter(smaller), "recompute_granularity=full")

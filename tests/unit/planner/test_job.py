@@ -1,13 +1,16 @@
 """A job read from a configuration whose microbatches are numbers of tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.planner.catalogue import load_model_shape
+from nemo_rl_offload.planner.changes import smaller_microbatches
 from nemo_rl_offload.planner.hardware import find_device
 from nemo_rl_offload.planner.job import Job, read_job
+from nemo_rl_offload.planner.plan import highest_peak, make_plan
 
 
 def job(*overrides: str) -> Job:
@@ -18,9 +21,37 @@ def job(*overrides: str) -> Job:
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
 def test_a_number_of_tokens_is_as_many_of_the_longest_samples(section: str) -> None:
     on = f"policy.{section}.enabled=true"
-    assert job(on) == job()
+    assert replace(job(on), micro_batch_tokens=None) == job()
+    assert job(on).context == job().context
     larger = job(on, f"policy.{section}.train_mb_tokens={6 * 1024}", "policy.train_global_batch_size=500")
     assert (larger.micro_batch, larger.num_microbatches) == (6, 21)  # 500 samples on 4 ranks, the last not full
+
+
+def test_a_pack_may_hold_more_than_whole_samples_of_the_longest() -> None:
+    on = "policy.sequence_packing.enabled=true"
+    some, more = (job(on, f"policy.sequence_packing.train_mb_tokens={tokens}") for tokens in (1024, 2047))
+    assert (some.context.tokens.count, more.context.tokens.count) == (1024, 2047)
+    assert some.num_microbatches * 1024 == pytest.approx(more.num_microbatches * 2047, rel=0.02)
+    assert highest_peak(make_plan(more).baseline) > 1.1 * highest_peak(make_plan(some).baseline)
+
+
+def test_smaller_microbatches_divide_the_batch_or_hold_the_longest_sample() -> None:
+    size = "policy.train_micro_batch_size=15"
+    texts = [text for text, _ in smaller_microbatches(job(size, "policy.train_global_batch_size=60"))]
+    assert texts == [f"train_micro_batch_size={number}" for number in (5, 1)]  # not 7, which `check` refuses
+    packed = job("policy.sequence_packing.enabled=true", f"policy.sequence_packing.train_mb_tokens={9 * 1024}")
+    found = dict(smaller_microbatches(packed))
+    assert list(found) == [f"train_mb_tokens={number}" for number in (4608, 2304, 1152)]
+    for smaller in found.values():
+        assert smaller.num_microbatches * smaller.context.tokens.count >= packed.num_microbatches * 9 * 1024
+
+
+def test_changes_of_packs_name_what_has_an_effect() -> None:
+    """With tokens given, a shorter length alone leaves packs as they are."""
+    packed = job("policy.sequence_packing.enabled=true", f"policy.sequence_packing.train_mb_tokens={32 * 1024}")
+    changes = make_plan(replace(packed, memory_bytes=40 << 30)).changes
+    assert "train_mb_tokens=8192" in changes
+    assert "max_total_sequence_length=256 with train_mb_tokens=8192" in changes
 
 
 def test_the_engine_that_moves_modules_is_read() -> None:

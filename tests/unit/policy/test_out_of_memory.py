@@ -43,11 +43,18 @@ def test_one_sample_at_a_time_is_not_halved() -> None:
     assert "To need a tenth less: fine_grained_activation_offloading=true with offload_modules=[" in error
 
 
+def test_packs_are_made_smaller_by_their_tokens() -> None:
+    packs = ("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=65536")
+    error = str(out_of_memory(policy(*packs), Path("nowhere"), 1, *H100))
+    assert "train_mb_tokens=16384" in error
+    assert "train_micro_batch_size" not in error
+
+
 def test_an_unknown_device_or_model_gets_what_holds_for_all() -> None:
     error = str(out_of_memory(policy(), Path("nowhere"), 1, "Abacus", 8 * GIB, 8 * GIB))
-    assert "Offload more modules, or lower policy.train_micro_batch_size (the device Abacus is not" in error
+    assert "Offload more modules, or use smaller microbatches (the device Abacus is not" in error
     error = str(out_of_memory(policy("policy.model_name=mine"), Path("nowhere"), 1, *H100))
-    assert "lower policy.train_micro_batch_size ('mine' is neither" in error
+    assert "use smaller microbatches ('mine' is neither" in error
 
 
 def test_a_worker_translates_torchs_error(monkeypatch: pytest.MonkeyPatch) -> None:
