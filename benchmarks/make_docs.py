@@ -9,7 +9,7 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bars import MET, NO_BAR, NOT_YET, Result, Row, load, of, rows
@@ -77,7 +77,8 @@ def link(results: Mapping[str, Result]) -> Iterator[str]:
     for size, rates in result["copies_gb_per_s"].items():
         yield f"| {size} | " + " | ".join(f"{rates[way]:.1f} GB/s" for way in ("out", "in", "both", "device")) + " |"
     size, ms = list(result["pin_ms"].items())[-1]
-    yield f"\nbfloat16 matrix products: {result['bf16_tflops']:.0f} TFLOP/s. Pinning {size} on the host: {ms:.0f} ms.\n"
+    yield f"\nbfloat16 matrix products: {result['bf16_tflops']:.0f} TFLOP/s. Pinning {size} on the host: {ms:.0f} ms."
+    yield f"\n![rates by size](../benchmarks/results/{folder_name(result)}/link.png)\n"
 
 
 def engine_cost(results: Mapping[str, Result]) -> Iterator[str]:
@@ -120,18 +121,80 @@ def offload_bench(name: str, result: Result) -> Iterator[str]:
     yield f"\n![memory against time](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
 
 
+E1_COLUMNS: dict[str, Callable[[float], str]] = {
+    "step": "{:.0f} ms".format,
+    "throughput lost": "{:.2f} %".format,
+    "forward": "{:.1f} ms".format,
+    "the host's work in it": "{:.1f} ms".format,
+    "peak": lambda num_bytes: f"{num_bytes / GIB:.2f} GiB",
+    "reserved": lambda num_bytes: f"{num_bytes / GIB:.2f} GiB",
+    "saved of the offloaded bytes": "{:.3f}".format,
+}
+E1_WAYS = {
+    "without offloading": (
+        "step_ms_off",
+        "",
+        "forward_ms_off",
+        "forward_host_ms_off",
+        "peak_allocated_bytes_off",
+        "peak_reserved_bytes_off",
+        "",
+    ),
+    "this engine": (
+        "step_ms_on",
+        "throughput_lost_percent",
+        "forward_ms_on",
+        "forward_host_ms_on",
+        "peak_allocated_bytes_on",
+        "peak_reserved_bytes_on",
+        "saved_of_offloaded",
+    ),
+    "the same copies without an engine": (
+        "step_ms_copies",
+        "throughput_lost_to_copies_percent",
+        "forward_ms_copies",
+        "forward_host_ms_copies",
+        "",
+        "",
+        "",
+    ),
+    "Megatron-Core's engine": (
+        "megatrons_step_ms",
+        "megatrons_throughput_lost_percent",
+        "forward_ms_megatron",
+        "forward_host_ms_megatron",
+        "megatrons_peak_allocated_bytes",
+        "megatrons_peak_reserved_bytes",
+        "megatrons_saved_of_offloaded",
+    ),
+}
+"""The figures of each way, by column; "" where a way has none."""
+
+
 def e1(name: str, result: Result) -> Iterator[str]:
     yield (
         f"### {result['layers']} DeepSeek-V3 layers ({result['transformer_impl']}), "
         f"{result['microbatches']} microbatches, at most {result['max_inflight_bytes'] / GIB:g} GiB on their way "
         f"(`{name}.json`)\n"
     )
-    yield "| figure | |"
-    yield "|---|---|"
-    for key, value in result["figures"].items():
-        is_size = "bytes" in key
-        yield f"| {key.replace('_', ' ')} | {f'{value / GIB:.2f} GiB' if is_size else f'{value:.3f}'} |"
-    yield ""
+    figures = result["figures"]
+    yield f"| | {' | '.join(E1_COLUMNS)} |"
+    yield "|---|" + "---|" * len(E1_COLUMNS)
+    for way, keys in E1_WAYS.items():
+        if keys[0] in figures:
+            cells = zip(keys, E1_COLUMNS.values(), strict=True)
+            yield (
+                f"| {way} | " + " | ".join(show(figures[key]) if key in figures else "-" for key, show in cells) + " |"
+            )
+    waits = "; ".join(f"{way} {figures[f'stall_{key}_ms']:.0f} ms" for way, key in (("out", "out"), ("in", "in")))
+    num_samples = min(len(samples) for samples in result["samples"].values())
+    counted = (
+        f"{num_samples} of each way, up to {figures['step_ms_spread']:.1%} apart"
+        if num_samples > 1
+        else "one of each way"
+    )
+    yield f"\nSamples: {counted}. Waits for copies in a step: {waits}."
+    yield f"\n![step times and peaks](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
 
 
 def e2(name: str, result: Result) -> Iterator[str]:
@@ -189,7 +252,7 @@ def e4(name: str, result: Result) -> Iterator[str]:
         fitting = max((int(size) for size in tried if "out_of_memory" not in tried[size]), default=None)
         most = layers.get(variant) or (f"at least {fitting}" if fitting else "-")
         yield f"| {variant} | {longest.get(variant) or '-'} | {most} |"
-    yield ""
+    yield f"\n![reach](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
 
 
 def e5(name: str, result: Result) -> Iterator[str]:
@@ -241,10 +304,11 @@ def device_page(folder: Path) -> Iterator[str]:
     yield "## E5: the paged stash\n"
     yield from e5("stash", results["stash"]) if "stash" in results else ["Not yet measured.\n"]
     yield "## E6: the planner's predictions\n"
-    yield from (
-        table(predictions(folder)) if predictions(folder) else ["Nothing to compare yet: no result of E1 to E4."]
-    )
-    yield ""
+    if found_predictions := predictions(folder):
+        yield from table(found_predictions)
+        yield f"\n![errors of predictions](../benchmarks/results/{folder.name}/predictions.png)\n"
+    else:
+        yield "Nothing to compare yet: no result of E1 to E4.\n"
     for name, result in of(results, "profile").items():
         yield f"## A steady step\n\n![lanes](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
     for name, result in results.items():
@@ -276,18 +340,26 @@ def device_folders() -> list[Path]:
     return sorted(path for path in RESULTS.iterdir() if path.is_dir())
 
 
-def draw_pictures() -> None:
-    """Beside each result of E2, E3 and the profile."""
+def draw_pictures(folders: Sequence[Path]) -> None:
+    """Beside each result, and one of the planner's predictions; `bench` drew its own."""
     import plots
 
-    for folder in device_folders():
+    drawers = {
+        "E1": plots.draw_ways,
+        "E2": lambda path, result: plots.draw_frontier(path, result, points(result["variants"])),
+        "E3": plots.draw_steps,
+        "E4": plots.draw_reach,
+        "profile": plots.draw_lanes,
+    }
+    for folder in folders:
         results = load(folder)
-        for name, result in of(results, "E2").items():
-            plots.draw_frontier(folder / f"{name}.png", result, points(result["variants"]))
-        for name, result in of(results, "E3").items():
-            plots.draw_steps(folder / f"{name}.png", result)
-        for name, result in of(results, "profile").items():
-            plots.draw_lanes(folder / f"{name}.png", result)
+        for experiment, draw in drawers.items():
+            for name, result in of(results, experiment).items():
+                draw(folder / f"{name}.png", result)
+        if "link" in results:
+            plots.draw_link(folder / "link.png", results["link"])
+        if found := predictions(folder):
+            plots.draw_predictions(folder / "predictions.png", results, found)
 
 
 def main() -> int:
@@ -295,7 +367,7 @@ def main() -> int:
     parser.add_argument("--no-pictures", action="store_true")
     options = parser.parse_args()
     if not options.no_pictures:
-        draw_pictures()
+        draw_pictures(device_folders())
     DOCUMENT.write_text(document(), encoding="utf-8")
     README.write_text(readme(), encoding="utf-8")
     return 0

@@ -1,12 +1,14 @@
 """Pictures of results, drawn from their JSON wherever matplotlib is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib
 from frontier import Point
 from lanes import LANES
+from predictions import BARS, Prediction
 
 from nemo_rl_offload.bench import tradeoff
 
@@ -15,6 +17,13 @@ from matplotlib import pyplot
 
 COLORS = {"compute": "tab:blue", "copy out": "tab:orange", "copy in": "tab:green", "host": "tab:gray"}
 KINDS = {"nothing": "black", "ours": "tab:blue", "megatron": "tab:red", "transformer_engine": "tab:purple"}
+WAYS = {
+    "off": ("no offloading", "black"),
+    "on": ("this engine", "tab:blue"),
+    "copies": ("bare copies", "tab:gray"),
+    "megatron": ("Megatron-Core's", "tab:red"),
+}
+"""E1's names and colors, in the order of their bars."""
 GIB = 1 << 30
 
 
@@ -70,4 +79,81 @@ def draw_lanes(path: Path, result: Any) -> None:
         axes.set_title(f"{step['name']}: {step['figures']['span_ms']:.0f} ms", fontsize=9)
     all_axes[-1].set_xlabel("ms")
     figure.suptitle(_title(result))
+    _save(figure, path)
+
+
+def draw_ways(path: Path, result: Any) -> None:
+    """E1: step times, each sample a point and the median a bar, and the peak of each way."""
+    figure, (times, peaks) = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    for way, (label, color) in WAYS.items():
+        if not (samples := result["samples"].get(way)):
+            continue
+        milliseconds = [sample["ms"] for sample in samples]
+        times.bar(label, median(milliseconds), color=color, alpha=0.4)
+        times.plot([label] * len(samples), milliseconds, "o", color=color, markersize=4)
+        if way != "copies":  # whose own buffers are no part of a step
+            peak_gib = median(sample["peak_allocated_bytes"] for sample in samples) / GIB
+            peaks.bar_label(peaks.bar(label, peak_gib, color=color, alpha=0.4), fmt="%.1f")
+    for axes in (times, peaks):
+        axes.tick_params(axis="x", labelsize=8)
+    times.set_ylabel("step, ms")
+    peaks.set_ylabel("peak device memory, GiB")
+    bound_gib = result["max_inflight_bytes"] / GIB
+    about = f"{result['layers']} DeepSeek-V3 layers ({result['transformer_impl']}), {bound_gib:g} GiB under way"
+    figure.suptitle(f"{result['device']}: {about}")
+    _save(figure, path)
+
+
+def draw_reach(path: Path, result: Any) -> None:
+    """E4: the longest sequence and the most layers of each variant."""
+    figure, both = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    about = {
+        "longest_sequence": f"longest sequence, tokens ({result['num_layers']} layers)",
+        "most_layers": f"most layers (sequence {result['sequence_of_layers']})",
+    }
+    for axes, (key, label) in zip(both, about.items(), strict=True):
+        found = {name: number for name, number in result["figures"][key].items() if number}
+        ordered = sorted(found, key=lambda name: found[name])
+        colors = [KINDS.get(name.partition(":")[0], "tab:orange") for name in ordered]
+        axes.bar_label(axes.barh(ordered, [found[name] for name in ordered], color=colors, alpha=0.6), padding=2)
+        axes.set_xlim(0, 1.2 * max(found.values(), default=1))
+        axes.set_xlabel(label)
+    figure.suptitle(f"{result['device']}: Qwen2.5-7B layers ({result['transformer_impl']})")
+    _save(figure, path)
+
+
+def draw_link(path: Path, result: Any) -> None:
+    """Rates of copies by size: medians, and from the lowest to the highest sample."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    sizes_mib = [int(size.split()[0]) for size in result["copies_gb_per_s"]]
+    for way in ("out", "in", "both"):
+        rates = [each[way] for each in result["copies_gb_per_s"].values()]
+        samples = [each[way] for each in result["copies_gb_per_s_samples"].values()]
+        (line,) = axes.plot(sizes_mib, rates, "o-", label="both ways at once" if way == "both" else way)
+        axes.fill_between(sizes_mib, [*map(min, samples)], [*map(max, samples)], color=line.get_color(), alpha=0.2)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes_mib, list(map(str, sizes_mib)))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("size of a copy, MiB")
+    axes.set_ylabel("GB/s")
+    axes.legend()
+    axes.set_title(f"{result['device']}: copies between device and pinned host memory")
+    _save(figure, path)
+
+
+def draw_predictions(path: Path, results: Mapping[str, Any], found: Sequence[Prediction]) -> None:
+    """E6: errors of predicted peaks and times by experiment, with the bars as lines."""
+    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+    experiments = sorted({results[each.source]["experiment"] for each in found})
+    for offset, kind, color in ((-0.15, "memory", "tab:blue"), (0.15, "time", "tab:orange")):
+        errors = [(results[each.source]["experiment"], getattr(each, f"{kind}_error")) for each in found]
+        known = [(experiments.index(name) + offset, 100 * error) for name, error in errors if error is not None]
+        axes.plot(*zip(*known, strict=True), "o", color=color, alpha=0.5, label=kind)
+        for sign in (-1, 1):
+            axes.axhline(sign * 100 * BARS[kind], color=color, linewidth=0.8, linestyle="--")
+    axes.set_xticks(range(len(experiments)), experiments)
+    axes.set_xlim(-0.5, len(experiments) - 0.5)
+    axes.set_ylabel("predicted over measured, %")
+    axes.legend()
+    axes.set_title(f"{results[found[0].source]['device']}: the planner's errors; dashed: the bars")
     _save(figure, path)

@@ -1,13 +1,14 @@
 """The page of benchmarks: what is committed is fresh, and every bar says what the results say."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bars import MET, MISSED, NOT_YET, Row, load, rows
 from frontier import figures as e2_figures
-from make_docs import DOCUMENT, README, device_page, digest, document, readme
+from make_docs import DOCUMENT, README, device_page, digest, document, draw_pictures, readme
 from make_docs import e4 as page_of_e4
 
 from nemo_rl_offload.planner.catalogue import CATALOGUE
@@ -42,7 +43,9 @@ def e1(lost_percent: float, saved: float) -> dict[str, Any]:
     shape = {"layers": 4, "sequence": 4096, "microbatches": 8, "transformer_impl": "torch"}
     modules = ["attn_norm", "mlp_norm", "expert_fc1", "moe_act"]
     about = {"model": model, **shape, "modules": modules, "max_inflight_bytes": GIB, "bit_identical": True}
-    return {"experiment": "E1", **ABOUT, **about, "figures": figures}
+    waits = {"step_ms_spread": 0.01, "stall_in_ms": 3.0, "stall_out_ms": 0.0}
+    samples = {way: [{"ms": 1000.0, "peak_allocated_bytes": 80 * GIB}] * 2 for way in ("off", "on", "copies")}
+    return {"experiment": "E1", **ABOUT, **about, "samples": samples, "figures": figures | waits}
 
 
 def e2() -> dict[str, Any]:
@@ -95,11 +98,12 @@ def e3() -> dict[str, Any]:
             "peak_over_largest_steps_own": peak,
             "host_less_a_slab_over_largest_steps_own": host,
         }
-        about = {"offload_modules": ["core_attn"], "error": None, "bit_identical": True}
+        steps = [{"peak_allocated_bytes": 10 * GIB, "host_capacity_bytes": GIB}] * 2
+        about = {"offload_modules": ["core_attn"], "error": None, "bit_identical": True, "steps": steps}
         return {"name": name, "kind": kind, **about, "figures": figures}
 
     variants = [variant("ours: attention", "ours", 1.01, 1.2), variant("megatron: attention", "megatron", 1.3, 19.1)]
-    shape = {"transformer_impl": "transformer_engine"}
+    shape = {"transformer_impl": "transformer_engine", "algorithm": "grpo", "num_layers": 4, "sequence": 4096}
     model = {**CATALOGUE["Qwen/Qwen2.5-7B"], "num_hidden_layers": 4, "vocab_size": 8192}
     rollouts = [{"widths": [4096, 512]}] * 300
     return {"experiment": "E3", **ABOUT, "model": model, "shape": shape, "rollouts": rollouts, "variants": variants}
@@ -273,6 +277,32 @@ def test_the_page_has_every_section(tmp_path: Path) -> None:
     for words in ("ImportError: no trl", "At 70.00 GiB, beside recompute: full: ours: core_attn takes 0.789", "92160"):
         assert words in page
     assert "| deepseek | on |" in page, "the planner's prediction"
+    assert "| this engine | 1001 ms | 0.10 % |" in page
+
+
+def link() -> dict[str, Any]:
+    rates = {"out": 50.0, "in": 51.0, "both": 90.0, "device": 4000.0}
+    samples = {"1 MiB": {way: [0.9 * rate, rate] for way, rate in rates.items()}}
+    about = {"pin_ms": {"4096 MiB": 1000.0}, "bf16_tflops": 700.0}
+    return {**ABOUT, "copies_gb_per_s": {"1 MiB": rates}, "copies_gb_per_s_samples": samples, **about}
+
+
+def test_every_experiment_has_the_picture_that_the_page_shows(tmp_path: Path) -> None:
+    """`bench stash` draws its own."""
+    folder = tmp_path / "nvidia-h200"
+    folder.mkdir()
+    results = {"deepseek": e1(0.1, 1.0), "dense": e2(), "rollouts": e3(), "reach": e4(1.8), "link": link()}
+    draw_pictures([write(folder, **results)])
+    shown = re.findall(r"results/nvidia-h200/(\w+)\.png", "\n".join(device_page(folder)))
+    assert sorted(shown) == sorted([*results, "predictions"])
+    assert {path.stem for path in folder.glob("*.png")} == set(shown)
+    assert all(path.stat().st_size > 10_000 for path in folder.glob("*.png"))
+
+
+def test_the_committed_page_shows_pictures_that_are_there() -> None:
+    shown = re.findall(r"!\[[^]]*\]\(([^)]+)\)", DOCUMENT.read_text(encoding="utf-8"))
+    assert shown
+    assert not [path for path in shown if not (DOCUMENT.parent / path).is_file()]
 
 
 def test_a_search_that_has_not_ended_says_so() -> None:
