@@ -14,6 +14,17 @@ mixed=(--variant "ours: auto 75%" --variant "ours: auto 52%" --variant "ours: au
     --variant "ours: auto 10%" --variant "ours: attention" --variant recompute)
 rivals=(--variant "ours: core_attn" --variant "ours: auto 90%" --variant save_on_cpu --variant TRL --variant megatron)
 
+# One cell of E2 with Transformer Engine beside all rivals, in turn: e2_cell ALGORITHM TOKENS.
+e2_cell() {
+    local layers=12 microbatches=2 few="fc1 of 4" most="fc1 of 10"
+    if (($2 == 32768)); then layers=8 microbatches=1 few="fc1 of 3" most="fc1 of 7"; fi
+    if (($2 == 65536)); then layers=4 microbatches=1 few="fc1 of 1" most="fc1 of 3"; fi
+    run dense_rl --algorithm "$1" --sequence "$2" --impl transformer_engine --layers "$layers" --microbatches "$microbatches" \
+        --host-memory 100 --variant "ours: attention" --variant "ours: auto 90%" --variant "ours: auto 75%" --variant "ours: auto 52%" \
+        --variant "ours: auto 34%, $few" --variant "ours: auto 16%, $most" --variant "ours: auto 10%" \
+        --variant recompute --variant save_on_cpu --variant TRL --variant "megatron: attention"
+}
+
 run() { timeout $((limit_s - SECONDS)) python3 -W ignore "benchmarks/$1.py" --out "$out" "${@:2}"; }
 
 part() {
@@ -31,6 +42,7 @@ part() {
     e4-ours) run reach --impl transformer_engine --variant "ours: full recompute" ;;
     stash) timeout $((limit_s - SECONDS)) benchmarks/stash_on_device.sh "$out" ;;
     profile) run profile_step ;;
+    e2-grpo-*k | e2-sft-*k) size=${1##*-} name=${1#e2-} && e2_cell "${name%-*}" $((${size%k} * 1024)) ;;
     e2-te-own) run dense_rl --sequence 8192 --impl transformer_engine --layers 12 --variant "Transformer Engine" "${mixed[@]}" ;;
     e2-4k | e2-16k | e2-32k | e2-64k) size=${1#e2-} && run dense_rl --sequence $((${size%k} * 1024)) ;;
     e2-sft) run dense_rl --sequence 8192 --algorithm sft ;;

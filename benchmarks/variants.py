@@ -53,8 +53,8 @@ MODULE_SETS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 SELECTIVE = "recompute_granularity=selective"
 FULL = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
-NUM_STEPS = 5
-"""Steps timed in a row."""
+NUM_STEPS = 3
+"""Steps timed in a row, in each round."""
 
 Probe = Callable[[], Sample]
 """Totals so far of whatever is in force; empty where nothing counts."""
