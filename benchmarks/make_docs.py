@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import planned_choices
 from bars import MET, NO_BAR, NOT_YET, Result, Row, load, of, rows
 from frontier import RIVALS, Level, Point, levels, points
 from predictions import predictions, table
@@ -307,6 +308,7 @@ def device_page(folder: Path) -> Iterator[str]:
     if found_predictions := predictions(folder):
         yield from table(found_predictions)
         yield f"\n![errors of predictions](../benchmarks/results/{folder.name}/predictions.png)\n"
+        yield from planned(folder)
     else:
         yield "Nothing to compare yet: no result of E1 to E4.\n"
     for name, result in of(results, "profile").items():
@@ -317,6 +319,15 @@ def device_page(folder: Path) -> Iterator[str]:
     for name, general in (("link", link), ("engine_cost", engine_cost)):
         if name in results:
             yield from general(results)
+
+
+def planned(folder: Path) -> Iterator[str]:
+    """What `plan` chooses for E2."""
+    if found := planned_choices.choices(folder):
+        yield "What `plan` chooses for the memory that recomputation takes in E2, by its prediction (not run), and"
+        yield "the best mixture of ours that was measured there:\n"
+        yield from planned_choices.table(found)
+        yield ""
 
 
 def document() -> str:

@@ -31,7 +31,7 @@ from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.layout import Layout
 from nemo_rl_offload.planner.listed import listed_actions
 from nemo_rl_offload.planner.memory import Optimizer
-from nemo_rl_offload.planner.plan import run_listed_modules
+from nemo_rl_offload.planner.outcome import run_listed_modules
 from nemo_rl_offload.planner.schedule import pipeline_schedule
 from nemo_rl_offload.planner.shape import read_model_shape
 from nemo_rl_offload.planner.simulator import Segment, Transfers, simulate
@@ -112,13 +112,19 @@ def predict(run: Run, device: Device) -> tuple[int, float]:
     return peak_bytes - sum(static[name] for name in ALLOWANCES), ms
 
 
+def fitted(run: Run) -> Device:
+    """The run's device with rates of which it takes as long as was measured; as it is where its time says nothing."""
+    device = run.job.device
+    if run.measured.ms is None:
+        return device
+    factor = predict(run, device)[1] / run.measured.ms
+    return replace(device, achieved=device.achieved * factor, achieved_memory=device.achieved_memory * factor)
+
+
 def compare(runs: Sequence[Run]) -> list[Prediction]:
     """Fit the device's rates to the first run, where its time was measured, then predict all."""
     first = runs[0]
-    device = first.job.device
-    if first.measured.ms is not None:
-        factor = predict(first, device)[1] / first.measured.ms
-        device = replace(device, achieved=device.achieved * factor, achieved_memory=device.achieved_memory * factor)
+    device = fitted(first)
     found = []
     for run in runs:
         peak_bytes, ms = predict(run, device)
@@ -132,16 +138,16 @@ def predictions(folder: Path) -> list[Prediction]:
     found: list[Prediction] = []
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
-        readers = {"E1": _runs_of_e1, "E2": _runs_of_e2, "E3": _runs_of_e3, "E4": _runs_of_e4}
+        readers = {"E1": _runs_of_e1, "E2": runs_of_e2, "E3": _runs_of_e3, "E4": _runs_of_e4}
         reader = readers.get(result.get("experiment"))
         if reader is None or not result["device_memory_bytes"]:
             continue
-        if runs := list(reader(result, path.stem, _device(result, folder))):
+        if runs := list(reader(result, path.stem, device_of(result, folder))):
             found += compare(runs)
     return found
 
 
-def _device(result: Mapping[str, Any], folder: Path) -> Device:
+def device_of(result: Mapping[str, Any], folder: Path) -> Device:
     device = recognise(result["device"], result["device_memory_bytes"])
     link = folder / "link.json"
     if not link.exists():
@@ -184,7 +190,7 @@ def _runs_of_e1(result: Mapping[str, Any], source: str, device: Device) -> Itera
         )
 
 
-def _runs_of_e2(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:
+def runs_of_e2(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:
     shape = result["shape"]
     job = _job(result["model"], device, shape["sequence"], shape["num_microbatches"], shape["transformer_impl"])
     measured_ones = [each for each in result["variants"] if "medians" in each and each["error"] is None]

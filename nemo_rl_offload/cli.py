@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from nemo_rl_offload.planner.expert_buffers import Skew
+    from nemo_rl_offload.planner.hardware import Device
     from nemo_rl_offload.planner.job import Job
 
 PROJECT_ROOT = Path(__file__).parent.parent
@@ -143,18 +144,31 @@ def _job(options: argparse.Namespace, overrides: Sequence[str]) -> "Job":
     if per_node < 1:
         raise ConfigError(f"--gpus-per-node {per_node}: give a number from 1 on.")
     offload = policy["megatron_cfg"]["activation_offload"]
-    host_budget, memory = offload["host_memory_budget"], options.memory or offload["gpu_memory_budget"]
+    host_budget = offload["host_memory_budget"]
     return read_job(
         policy,
         load_model_shape(name, folder),
         device,
         max(1, training_and_generating(policy["generation"]["colocated"], cluster["num_nodes"], per_node)[0]),
         skew=_skew(options),
-        memory_bytes=parse_bytes(memory) if memory else 0,
+        memory_bytes=_memory_bytes(options.memory, offload["gpu_memory_budget"], device),
         host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
         reference_on_host=config["loss_fn"]["reference_policy_kl_penalty"] > 0,
         rows_per_sample=rows_per_sample(config.get("algorithm")),
     )
+
+
+def _memory_bytes(given: str | None, allocator_budget: str | None, device: "Device") -> int:
+    """Device memory for a plan; 0: all of it. `auto` keeps what torch's allocator hands out within its budget, beside
+    which the allowances stand."""
+    from nemo_rl_offload.config.sizes import parse_bytes
+    from nemo_rl_offload.planner.memory import allowance_bytes
+
+    if given:
+        return parse_bytes(given)
+    if not allocator_budget or (budget_bytes := parse_bytes(allocator_budget)) > device.memory_bytes:
+        return parse_bytes(allocator_budget) if allocator_budget else 0
+    return min(device.memory_bytes, budget_bytes + sum(allowance_bytes(device).values()))
 
 
 def _skew(options: argparse.Namespace) -> "Skew | None":

@@ -45,14 +45,16 @@ def least_shortfall(job: Job) -> int:
 
 
 def fitting_changes(job: Job) -> tuple[str, ...]:
-    """Single changes that fit; else pairs of full recomputation and another; else how near the best of them comes."""
+    """Single changes that fit; else pairs of full recomputation, which alone does not fit, and another; else how near
+    the best of them comes."""
     singles = list(_single(job))
     fitting = [text for text, changed in singles if least_shortfall(changed) == 0]
     if fitting:
         return tuple(fitting)
-    full = _full_recomputation(job)
-    pairs = [(f"recompute_granularity=full and {text}", changed) for text, changed in _single(full)]
-    shortfalls = [(least_shortfall(changed), text) for text, changed in pairs]
+    if not job.expert_buffers.has_stash:  # which has nothing to hold where layers are recomputed
+        full = replace(job, recompute=Recompute(method="uniform"))
+        singles = [(f"recompute_granularity=full and {text}", changed) for text, changed in _single(full)]
+    shortfalls = [(least_shortfall(changed), text) for text, changed in singles]
     fitting = [text for shortfall, text in shortfalls if shortfall == 0]
     if fitting:
         return tuple(fitting)
@@ -62,18 +64,12 @@ def fitting_changes(job: Job) -> tuple[str, ...]:
     return (f"none that was tried; {text} comes nearest, {shortfall / 2**30:.1f} GiB short",)
 
 
-def _full_recomputation(job: Job) -> Job:
-    return replace(job, recompute=Recompute(method="uniform"))
-
-
 def _single(job: Job) -> Iterator[tuple[str, Job]]:
     chunk = job.sequence // LOGPROB_CHUNKS
     if job.logprob_chunk_size is None and chunk:
         yield f"logprob_chunk_size={chunk}", replace(job, logprob_chunk_size=chunk)
     if not job.optimizer.distributed and job.layout.data > 1:
         yield "use_distributed_optimizer=true", replace(job, optimizer=replace(job.optimizer, distributed=True))
-    if job.recompute.method is None:
-        yield "recompute_granularity=full (uniform, 1 layer)", _full_recomputation(job)
     yield from islice(smaller_microbatches(job), 2)
     for divisor in (2, 4):
         changed, text = replace(job, sequence=job.sequence // divisor), ""

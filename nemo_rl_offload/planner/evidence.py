@@ -13,8 +13,8 @@ from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.hardware import Device, find_device
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.layout import Layout
+from nemo_rl_offload.planner.outcome import Outcome, run_stages, run_whole_modules
 from nemo_rl_offload.planner.parameters import model_parameters
-from nemo_rl_offload.planner.plan import Outcome, run_stages, run_whole_modules
 from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
 from nemo_rl_offload.planner.stages import build_stages
 from nemo_rl_offload.planner.work import layer_work

@@ -12,7 +12,7 @@ from nemo_rl_offload.planner.hardware import Device
 from nemo_rl_offload.planner.layout import KEYS, Layout, check_layout, num_microbatches
 from nemo_rl_offload.planner.memory import Optimizer
 from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE
-from nemo_rl_offload.planner.recompute import recompute_settings, recomputed_modules
+from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
 from nemo_rl_offload.planner.shape import ModelShape
 
 
@@ -30,6 +30,17 @@ class Recompute:
     def of_layer(self, is_counted: bool) -> frozenset[str]:
         """The `modules` that a layer recomputes, which is one of the counted ones or none."""
         return self.modules if is_counted or self.num_counted_layers is None else self.modules - set(COUNTED_RECOMPUTE)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Values of the configuration's keys that say it."""
+        values: tuple[Any, ...] = (None,) * len(RECOMPUTE_KEYS)
+        if self.method is not None:
+            values = ("full", None, self.method, self.num_layers)
+        elif self.modules:
+            is_counted = not self.modules.isdisjoint(COUNTED_RECOMPUTE)
+            values = ("selective", sorted(self.modules), None, self.num_counted_layers if is_counted else None)
+        return dict(zip(RECOMPUTE_KEYS, values, strict=True))
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,8 @@ class Job:
     """As configured; empty also for `auto`."""
     native_engine: bool = True
     """Whether this project's engine moves them, or Megatron-Core's."""
+    recomputes_mlp_parts: bool = True
+    """Whether parts of dense MLPs can be recomputed: beside this project's engine, and not in 8 bits."""
     transformer_engine: bool = False
     min_elements: int = 1 << 20
     logprob_chunk_size: int | None = None
@@ -110,7 +123,8 @@ def read_job(
     microbatches = _microbatches(policy, layout, rows_per_sample)
     element_bytes = 4 if policy["precision"] == "float32" else 2
     overrides = cfg["model_overrides"]
-    modules = cfg["offload_modules"]
+    modules, is_native = cfg["offload_modules"], cfg["activation_offload"]["engine"] == "native"
+    fp8 = _fp8(overrides, device)
     listed = cfg["fine_grained_activation_offloading"] and isinstance(modules, list)
     return Job(
         shape,
@@ -118,11 +132,12 @@ def read_job(
         device,
         sequence,
         **microbatches,
-        numbers=Numbers(element_bytes, _fp8(overrides, device)),
+        numbers=Numbers(element_bytes, fp8),
         optimizer=_optimizer(cfg, element_bytes),
         recompute=_recompute(cfg),
         offload_modules=tuple(modules) if listed else (),
-        native_engine=cfg["activation_offload"]["engine"] == "native",
+        native_engine=is_native,
+        recomputes_mlp_parts=is_native and fp8 is None and not cfg["use_transformer_engine_op_fuser"],
         transformer_engine=cfg["transformer_impl"] == "transformer_engine",
         min_elements=cfg["min_offloaded_tensor_size"],
         logprob_chunk_size=policy["logprob_chunk_size"],

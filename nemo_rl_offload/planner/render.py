@@ -12,7 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from nemo_rl_offload.planner.choose import Action
-from nemo_rl_offload.planner.plan import JobPlan, ModuleRow, Outcome, highest_peak, module_rows
+from nemo_rl_offload.planner.job import Recompute
+from nemo_rl_offload.planner.outcome import ModuleRow, Outcome, highest_peak, module_rows
+from nemo_rl_offload.planner.plan import JobPlan, frontier
+from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS
 from nemo_rl_offload.planner.stages import job_link
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -37,12 +40,11 @@ def plan_data(plan: JobPlan) -> dict[str, Any]:
                 "nothing_offloaded": plan.baseline,
                 "as_configured": plan.configured,
                 "chosen": plan.chosen,
-                "written": plan.written,
+                "written": plan.written.outcome,
             }.items()
             if outcome is not None
         },
-        "offload_modules": list(plan.modules_to_write),
-        "recompute_modules": list(plan.recompute_to_write),
+        "megatron_cfg": plan.keys,
         "host": {
             "per_rank_bytes": max(hosts),
             "per_node_bytes": max(hosts) * ranks_per_node + _reference_bytes(plan) * ranks_per_node,
@@ -53,7 +55,7 @@ def plan_data(plan: JobPlan) -> dict[str, Any]:
         },
         "recommended_factors": job.expert_buffers.recommended(),
         "stages": [_stage_data(plan, rank) for rank in range(layout.pipeline)],
-        "frontier": [{"peak_bytes": point.peak_bytes, "step_ms": round(point.step_ms, 3)} for point in plan.frontier],
+        "frontier": [{"peak_bytes": point.peak_bytes, "step_ms": round(point.step_ms, 3)} for point in frontier(plan)],
     }
 
 
@@ -138,11 +140,12 @@ def summary_lines(plan: JobPlan) -> list[str]:
         "chosen": "chosen for the budget",
         "written": "as whole modules",
     }
+    recomputed = {"chosen": _recomputed(plan.chosen_job.recompute), "written": _recomputed(plan.written.recompute)}
     for name, outcome in outcomes.items():
         change = 100 * (outcome["step_ms"] / base["step_ms"] - 1)
         lines.append(
             f"{titles[name]}: peak {_gib(outcome['peak_bytes'])}, step {outcome['step_ms'] / 1e3:.2f} s "
-            f"({change:+.1f} %), host {_gib(outcome['host_bytes'])} per rank"
+            f"({change:+.1f} %), host {_gib(outcome['host_bytes'])} per rank{recomputed.get(name, '')}"
         )
     lines.append(
         f"host memory per node: {_gib(host['per_node_bytes'])} of {_gib(host['memory_per_node_bytes'])}"
@@ -156,6 +159,15 @@ def summary_lines(plan: JobPlan) -> list[str]:
     return lines + _verdict(plan)
 
 
+def _recomputed(recompute: Recompute) -> str:
+    if recompute.method is not None:
+        return "; recomputes whole layers"
+    if not recompute.modules:
+        return ""
+    counted = recompute.keys["recompute_num_layers"]
+    return f"; recomputes {', '.join(sorted(recompute.modules))}{f' ({counted} layers)' if counted else ''}"
+
+
 def _verdict(plan: JobPlan) -> list[str]:
     if plan.shortfall_bytes:
         rank = plan.shortfalls.index(plan.shortfall_bytes)
@@ -164,19 +176,23 @@ def _verdict(plan: JobPlan) -> list[str]:
             f"{_gib(plan.shortfall_bytes)} more than there is."
         )
         return [short, f"changes that would do: {'; or '.join(plan.changes)}"]
-    if not plan.modules_to_write and plan.recompute_to_write == tuple(sorted(plan.job.recompute.modules)):
+    keys = plan.keys
+    words = [f"offload_modules: {_yaml(keys['offload_modules'])}"] if keys["offload_modules"] else []
+    if "activation_offload" in keys:
+        words.append(f"gpu_memory_budget: {keys['activation_offload']['gpu_memory_budget']}")
+    words += [f"{key}: {_yaml(keys[key])}" for key in RECOMPUTE_KEYS if keys.get(key) is not None]
+    if not words:
         return ["fits without offloading"]
-    words = [f"offload_modules: [{', '.join(plan.modules_to_write)}]"]
-    if plan.recompute_to_write:
-        words.append(f"recompute_modules: [{', '.join(plan.recompute_to_write)}]")
-    excess_bytes = highest_peak(plan.written) - plan.job.budget_bytes
-    if excess_bytes > 0:
-        auto = "; ".join(["offload_modules: auto", *words[1:]])
-        return [
-            f"fits where a module's layers differ: {auto}, with the budget as activation_offload.gpu_memory_budget",
-            f"as whole modules ({'; '.join(words)}): {_gib(excess_bytes)} more than there is",
-        ]
-    return [f"fits with {'; '.join(words)}"]
+    said = [f"fits with {'; '.join(words)}"]
+    if plan.needs_layers_to_differ:
+        excess_bytes = highest_peak(plan.written.outcome) - plan.job.budget_bytes
+        listed = _yaml(plan.written.offload_modules)
+        said.append(f"whole modules ({listed}) would need {_gib(excess_bytes)} more than there is")
+    return said
+
+
+def _yaml(value: Any) -> str:
+    return f"[{', '.join(value)}]" if isinstance(value, list | tuple) else str(value)
 
 
 _COLUMNS = ("module", "per microbatch", "at the peak", "goes", "link", "copies")
@@ -242,8 +258,9 @@ def plan_html(plan: JobPlan) -> str:
 def _frontier_svg(plan: JobPlan) -> str:
     """Peak memory of the fullest stage against step time, and the budget as a line."""
     width, height, left, bottom = 640, 320, 70, 40
-    peaks = [point.peak_bytes / GIB for point in plan.frontier]
-    times = [point.step_ms / 1e3 for point in plan.frontier]
+    found = frontier(plan)
+    peaks = [point.peak_bytes / GIB for point in found]
+    times = [point.step_ms / 1e3 for point in found]
     budget = plan.job.budget_bytes / GIB
     low, high = min(*peaks, budget), max(*peaks, budget)
     fast, slow = min(times), max(times)
@@ -276,20 +293,9 @@ def _frontier_svg(plan: JobPlan) -> str:
 
 def plan_overlay(plan: JobPlan, config: Path, overlay: Path, overrides: Sequence[str]) -> str:
     """A configuration that inherits `config` and adds the plan's keys; `overlay` is where it will stand."""
-    recompute = plan.recompute_to_write
-    section: dict[str, Any] = {
-        "fine_grained_activation_offloading": bool(plan.modules_to_write),
-        "offload_modules": list(plan.modules_to_write),
-    }
-    if recompute:
-        section |= {
-            "activation_checkpointing": None,  # false would turn off what follows
-            "recompute_granularity": "selective",
-            "recompute_modules": list(recompute),
-        }
     content = {
         "defaults": os.path.relpath(config, overlay.parent),
-        "policy": {"megatron_cfg": section},
+        "policy": {"megatron_cfg": plan.keys},
     }
     said = "\n".join(f"# {line}" for line in summary_lines(plan))
     given = f"# planned with: {' '.join(overrides)}\n" if overrides else ""

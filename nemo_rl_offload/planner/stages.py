@@ -22,9 +22,7 @@ from nemo_rl_offload.planner.simulator import Segment
 from nemo_rl_offload.planner.work import layer_work, recompute_ms, recomputed_ms
 
 SEPARABLE = ("mlp_act", "mla_up_proj", "moe_act", "layernorm")
-"""Entries of `recompute_modules` whose time and memory belong to one group each: what the chooser may take."""
-MEGATRONS_SEPARABLE = tuple(name for name in SEPARABLE if name not in DENSE_MLP_RECOMPUTE)
-"""The same beside Megatron-Core's own engine."""
+"""Entries of `recompute_modules` whose time and memory belong to one group each."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +143,15 @@ def _joined(first: Segment, second: Segment) -> Segment:
     )
 
 
+def separable(job: Job) -> tuple[str, ...]:
+    """Those of `SEPARABLE` that the chooser may take."""
+    return tuple(name for name in SEPARABLE if job.recomputes_mlp_parts or name not in DENSE_MLP_RECOMPUTE)
+
+
 def candidates(job: Job) -> tuple[str, ...]:
-    """Modules that the job's engine can offload of its layers."""
+    """Modules that the job's engine can offload of its layers: Megatron-Core's, nothing of those recomputed whole."""
+    if job.recompute.method is not None and not job.native_engine:
+        return ()
     names = set(SUPPORTED_MODULES if job.native_engine else MEGATRON_MODULES)
     if job.transformer_engine:
         names &= set(TRANSFORMER_ENGINE_MODULES)
@@ -294,9 +299,11 @@ class _Builder:
         for number in range(job.shape.num_mtp_layers):
             layer = job.shape.num_layers + number
             parts = self.layers[self._has_experts(layer), layer in counted]
-            # Inputs of the two norms and of the projection of both to one.
-            found.append(Part(layer, "mtp_projection", 0.0, 0.0, kept_bytes=4 * hidden))
-            found += [replace(part, layer=layer) for part in parts]
+            is_recomputed = job.recompute.method == "uniform"  # with block, Megatron-Core recomputes none of these
+            # Inputs of the two norms, and of the projection of both to one, which is recomputed with the layer.
+            kept_bytes = (2 if is_recomputed else 4) * hidden
+            found.append(Part(layer, "mtp_projection", 0.0, 0.0, kept_bytes=kept_bytes))
+            found += [replace(part, layer=layer) for part in ([_whole(parts)] if is_recomputed else parts)]
         operations = 2.0 * context.tokens.count * job.shape.hidden_size * job.shape.vocab_size / job.layout.tensor
         forward_ms = operations * (1 + job.shape.num_mtp_layers) / (job.device.bf16_tflops * job.device.achieved) / 1e9
         end = Part(job.shape.num_layers, "output_layer", forward_ms, 2 * forward_ms, kept_bytes=2 * hidden)
@@ -305,13 +312,18 @@ class _Builder:
 
 def _recomputed(job: Job, parts: Sequence[Part], modules: Collection[str], is_input: bool) -> Part:
     """A layer that saves its input at most, which `attn_norm` stands for."""
-    forward_ms = sum(part.forward_ms for part in parts)
-    whole = Part(0, "recomputed_layer", forward_ms, forward_ms + sum(part.backward_ms for part in parts))
+    whole = _whole(parts)
     num_elements = job.context.norm_tokens * job.shape.hidden_size if is_input else 0
     num_bytes = num_elements * job.numbers.element_bytes
     if num_bytes and "attn_norm" in modules and num_elements >= job.min_elements:
         return replace(whole, groups=(Group("attn_norm", num_bytes, True, None, None),))
     return replace(whole, kept_bytes=num_bytes)
+
+
+def _whole(parts: Sequence[Part]) -> Part:
+    """A layer that is computed again in backward, without what it saves."""
+    forward_ms = sum(part.forward_ms for part in parts)
+    return Part(0, "recomputed_layer", forward_ms, forward_ms + sum(part.backward_ms for part in parts))
 
 
 def _layer_parts(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, ResourceError
@@ -10,7 +11,9 @@ from nemo_rl_offload.planner.catalogue import load_model_shape
 from nemo_rl_offload.planner.changes import least_shortfall, smaller_microbatches
 from nemo_rl_offload.planner.hardware import recognise
 from nemo_rl_offload.planner.job import Job, read_job
-from nemo_rl_offload.planner.plan import JobPlan, highest_peak, make_plan, module_rows, run_listed_modules
+from nemo_rl_offload.planner.outcome import highest_peak, module_rows, run_listed_modules
+from nemo_rl_offload.planner.plan import JobPlan, make_plan
+from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS
 
 GIB = 1 << 30
 MARGIN = 0.9
@@ -63,8 +66,19 @@ def _changes(plan: JobPlan, job: Job) -> Iterator[str]:
         others = [change for change in plan.changes if change not in smaller]
         yield from [fitting, *others[:2]] if fitting else others[:3]
         return
-    if set(plan.modules_to_write) - set(job.offload_modules):
-        yield f"fine_grained_activation_offloading=true with offload_modules=[{','.join(plan.modules_to_write)}]"
-    if recompute := set(plan.recompute_to_write) - job.recompute.modules:
-        yield f"recompute_granularity=selective with recompute_modules=[{','.join(sorted(recompute))}]"
+    keys = plan.keys
+    changed = [f"{key}={_value(keys[key])}" for key in RECOMPUTE_KEYS if keys.get(key) is not None]
+    if "activation_offload" in keys:
+        budget = keys["activation_offload"]["gpu_memory_budget"]
+        changed = ["offload_modules=auto", f"activation_offload.gpu_memory_budget={budget}", *changed]
+    elif set(plan.written.offload_modules) != set(job.offload_modules):
+        changed.insert(0, f"offload_modules={_value(keys['offload_modules'])}")
+    if changed:
+        yield " with ".join(
+            ["fine_grained_activation_offloading=true", *changed] if keys["offload_modules"] else changed
+        )
     yield next(iter(smaller), "recompute_granularity=full")
+
+
+def _value(value: Any) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)

@@ -38,14 +38,27 @@ def test_a_local_folder_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["stages"][0]["layers"] == [[0, shape["num_hidden_layers"]]]
 
 
-def test_what_it_writes_passes_the_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("memory", "keys"),
+    [
+        ("71GiB", {"offload_modules": list}),
+        ("60GiB", {"offload_modules": list, "recompute_num_layers": int}),
+        ("48GiB", {"recompute_method": str}),
+    ],
+)
+def test_what_it_writes_passes_the_check(
+    memory: str, keys: dict[str, type], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     overlay, page = tmp_path / "planned.yaml", tmp_path / "plan.html"
-    text = plan(capsys, SMALL, "--gpu", "h100", "--memory", "70GiB", "--write", str(overlay), "--html", str(page))
+    text = plan(capsys, SMALL, "--gpu", "h100", "--memory", memory, "--write", str(overlay), "--html", str(page))
     section = yaml.safe_load(overlay.read_text())["policy"]["megatron_cfg"]
-    assert section["offload_modules"]
-    assert f"fits with offload_modules: [{', '.join(section['offload_modules'])}]" in text
-    checked = check_config(load_config(overlay), run_here=False).config["policy"]["megatron_cfg"]
-    assert checked["offload_modules"] == section["offload_modules"]
+    for key, kind in keys.items():
+        assert isinstance(section[key], kind)
+        said = section[key] if kind is not list else f"[{', '.join(section[key])}]"
+        assert f"{key}: {said}" in text
+    checked = check_config(load_config(overlay), run_here=False)
+    assert {key: checked.config["policy"]["megatron_cfg"][key] for key in section} == section
+    assert not [warning for warning in checked.warnings if "recompute" in warning or "saves nothing" in warning]
     assert page.read_text().startswith("<!doctype html>")
 
 
@@ -66,7 +79,7 @@ def test_what_it_writes_passes_the_check_and_is_in_force(
     main(["plan", str(own), "--gpu", "h100", "--memory", "60GiB", "--write", str(overlay)])
     capsys.readouterr()
     section = yaml.safe_load(overlay.read_text())["policy"]["megatron_cfg"]
-    assert section["offload_modules"]
+    assert section["recompute_granularity"]
     checked = check_config(load_config(overlay), run_here=False)
     assert not [warning for warning in checked.warnings if "activation_checkpointing" in warning]
 
@@ -114,22 +127,34 @@ def test_a_skew_that_is_none(skew: str, capsys: pytest.CaptureFixture[str]) -> N
     assert text.startswith(f"error: --routing-skew {skew}: ")
 
 
-def test_a_choice_that_whole_modules_cannot_say_is_not_said_to_fit_with_them(
+def test_a_choice_that_whole_modules_cannot_say_is_written_as_auto(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    overlay = tmp_path / "planned.yaml"
-    text = plan(capsys, SMALL, "--gpu", "h100", "--memory", "60GiB", "--write", str(overlay))
-    assert "fits where a module's layers differ: offload_modules: auto" in text
-    assert "fits with" not in text
-    (said,) = [line for line in text.splitlines() if line.startswith("as whole modules (offload_modules: [")]
-    assert said.endswith(" more than there is")
-    assert f"# {said}" in overlay.read_text()
+    """As when the link is slow: what all layers of a module would hold on its way is more than what some do."""
+    device, overlay = tmp_path / "slow.yaml", tmp_path / "planned.yaml"
+    device.write_text("like: h100\nlink_out_gb_per_s: 1\nlink_in_gb_per_s: 1\n")
+    words = (SMALL, "--gpu", str(device), "--memory", "48.5GiB")
+    text = plan(capsys, *words, "--write", str(overlay))
+    section = yaml.safe_load(overlay.read_text())["policy"]["megatron_cfg"]
+    budget = section["activation_offload"]["gpu_memory_budget"]
+    assert section["offload_modules"] == "auto"
+    assert f"fits with offload_modules: auto; gpu_memory_budget: {budget}; recompute" in text
+    assert f"# fits with offload_modules: auto; gpu_memory_budget: {budget}" in overlay.read_text()
+    assert [line for line in text.splitlines() if line.startswith("whole modules ([")]
+    assert check_config(load_config(overlay), run_here=False).config["policy"]["megatron_cfg"]["recompute_granularity"]
+    again = json.loads(plan(capsys, str(overlay), "--gpu", str(device), "--format", "json"))
+    assert again["budget_bytes"] == pytest.approx(48.5 * 2**30, abs=2**20)
 
 
 def test_the_configured_budget_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is what torch's allocator may hand out, beside which the allowances stand."""
     budget = 'policy.megatron_cfg.activation_offload.gpu_memory_budget="75GiB"'
     data = json.loads(plan(capsys, SMALL, "--gpu", "h100", "--format", "json", budget))
-    assert data["budget_bytes"] == 75 * 2**30
+    static = data["stages"][0]["static_bytes"]
+    assert data["budget_bytes"] == 75 * 2**30 + static["runtime"] + static["fragmentation"]
+    all_of_it = 'policy.megatron_cfg.activation_offload.gpu_memory_budget="79GiB"'
+    data = json.loads(plan(capsys, SMALL, "--gpu", "h100", "--format", "json", all_of_it))
+    assert data["budget_bytes"] == int(79.1 * 2**30)
 
 
 def test_what_does_not_fit_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:

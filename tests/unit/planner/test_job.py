@@ -10,7 +10,8 @@ from nemo_rl_offload.planner.catalogue import load_model_shape
 from nemo_rl_offload.planner.changes import smaller_microbatches
 from nemo_rl_offload.planner.hardware import find_device
 from nemo_rl_offload.planner.job import Job, read_job
-from nemo_rl_offload.planner.plan import highest_peak, make_plan
+from nemo_rl_offload.planner.outcome import highest_peak
+from nemo_rl_offload.planner.plan import make_plan
 
 
 def job(*overrides: str) -> Job:

@@ -9,7 +9,8 @@ from nemo_rl_offload.planner.choose import Action, Link
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.layout import Layout
 from nemo_rl_offload.planner.listed import listed_actions
-from nemo_rl_offload.planner.plan import make_plan, run_listed_modules, run_whole_modules
+from nemo_rl_offload.planner.outcome import run_listed_modules, run_whole_modules
+from nemo_rl_offload.planner.plan import make_plan
 from nemo_rl_offload.planner.stages import Group, Part, Stage, build_stages, job_schedule
 
 MODULES = ("mlp_fc1", "mlp_act")

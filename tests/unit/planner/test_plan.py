@@ -9,18 +9,13 @@ from nemo_rl_offload.planner.changes import least_shortfall
 from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.layout import Layout
-from nemo_rl_offload.planner.plan import (
-    JobPlan,
-    highest_peak,
-    make_plan,
-    module_rows,
-    run_listed_modules,
-    run_stages,
-    run_whole_modules,
-)
+from nemo_rl_offload.planner.outcome import highest_peak, module_rows, run_listed_modules, run_stages, run_whole_modules
+from nemo_rl_offload.planner.plan import JobPlan, frontier, make_plan
 from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
+from nemo_rl_offload.planner.search import ways
 from nemo_rl_offload.planner.simulator import Transfers, simulate
 from nemo_rl_offload.planner.stages import build_stages, candidates, job_link, job_schedule, live_at_peak
+from nemo_rl_offload.planner.written import write_choice
 
 GIB = 1 << 30
 
@@ -30,16 +25,16 @@ def check_plan(plan: JobPlan) -> None:
     job = plan.job
     assert plan.shortfall_bytes == max(0, highest_peak(plan.chosen) - job.budget_bytes)
     if not plan.shortfall_bytes:
-        assert highest_peak(plan.written) <= job.budget_bytes
+        assert highest_peak(plan.written.outcome) <= job.budget_bytes or plan.keys["offload_modules"] == "auto"
         assert plan.changes == ()
     assert highest_peak(plan.chosen) <= highest_peak(plan.baseline)
     for rank in range(job.layout.pipeline):
         assert plan.chosen.host_bytes(rank) <= job.host_budget_bytes
     assert plan.chosen.step_ms >= plan.baseline.step_ms * (1 - 1e-9)
     assert plan.baseline.step_ms > 0
-    peaks = [point.peak_bytes for point in plan.frontier]
-    assert peaks == sorted(peaks)
-    assert plan.frontier[-1].step_ms == min(point.step_ms for point in plan.frontier)
+    points = frontier(plan)
+    assert [point.peak_bytes for point in points] == sorted({point.peak_bytes for point in points})
+    assert [point.step_ms for point in points] == sorted({point.step_ms for point in points}, reverse=True)
 
 
 @pytest.mark.parametrize("name", SENSIBLE)
@@ -64,7 +59,7 @@ def test_plans_meet_their_budgets(name: str, memory_gib: float, layout: Layout, 
 
 def test_nothing_is_offloaded_where_all_fits() -> None:
     plan = make_plan(make_job("Qwen/Qwen2.5-1.5B"))
-    assert plan.modules_to_write == plan.recompute_to_write == ()
+    assert plan.keys == {"fine_grained_activation_offloading": False, "offload_modules": []}
     assert plan.chosen.actions == plan.baseline.actions
 
 
@@ -172,11 +167,83 @@ def test_what_is_written_is_predicted_as_the_engine_does_it() -> None:
     layout = Layout(8, tensor=4, sequence_parallel=True)
     job = make_job("Qwen/Qwen2.5-7B", layout=layout, sequence=16384, num_microbatches=4, memory_bytes=38 * GIB)
     plan = make_plan(job)
-    written = replace(job, recompute=Recompute(frozenset(plan.recompute_to_write)))
-    whole = run_whole_modules(written, plan.modules_to_write)
-    assert plan.written == run_listed_modules(written, plan.modules_to_write)
-    assert plan.written.step_ms < whole.step_ms
-    assert highest_peak(whole) < highest_peak(plan.written) <= job.budget_bytes
+    written = replace(job, recompute=plan.written.recompute)
+    whole = run_whole_modules(written, plan.written.offload_modules)
+    assert plan.written.outcome == run_listed_modules(written, plan.written.offload_modules)
+    assert plan.written.outcome.step_ms < whole.step_ms
+    assert highest_peak(whole) < highest_peak(plan.written.outcome) <= job.budget_bytes
+
+
+MOE, LATENT = "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
+
+
+@pytest.mark.parametrize("native_engine", [True, False])
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", MOE, LATENT])
+def test_less_memory_recomputes_more_and_never_costs_more_than_recomputing_all(name: str, native_engine: bool) -> None:
+    """At the memory of full recomputation, a choice takes no longer than that; what is given up first is cheap."""
+    layout = Layout(16, expert=8) if name == MOE else Layout(64, expert=16) if name == LATENT else Layout(8)
+    job = make_job(name, num_layers=8, layout=layout, sequence=8192, native_engine=native_engine)
+    job = replace(job, recomputes_mlp_parts=native_engine, device=replace(job.device, memory_gib=1000.0))
+    full = make_plan(replace(job, recompute=Recompute(method="uniform"))).baseline
+    most = highest_peak(make_plan(job).baseline)
+    found = []
+    for share in (0.9, 0.5, 0.2, 0.0):
+        memory_bytes = highest_peak(full) + round(share * (most - highest_peak(full)))
+        plan = make_plan(replace(job, memory_bytes=memory_bytes))
+        check_plan(plan)
+        assert plan.shortfall_bytes == 0
+        found.append(plan)
+    times = [round(plan.chosen.step_ms, 6) for plan in found]
+    assert times == sorted(times)
+    assert times[-1] <= full.step_ms * (1 + 1e-9)
+    assert times[0] < 1.03 * found[0].baseline.step_ms
+
+
+def test_recomputed_mlps_take_the_place_of_copies_that_the_link_has_no_time_for() -> None:
+    job = make_job("Qwen/Qwen2.5-1.5B", sequence=16384, memory_bytes=48 * GIB, logprob_chunk_size=1024)
+    plan = make_plan(job)
+    check_plan(plan)
+    assert {"mlp_act", "mlp_fc1"} & plan.chosen_job.recompute.modules
+    assert plan.keys["recompute_granularity"] == "selective"
+    without = min(
+        (run_listed_modules(job, modules) for modules in (candidates(job), ("mlp_act",), ("mlp_fc1", "mlp_act"))),
+        key=lambda outcome: outcome.step_ms if highest_peak(outcome) <= job.budget_bytes else float("inf"),
+    )
+    assert plan.chosen.step_ms < without.step_ms or highest_peak(without) > job.budget_bytes
+
+
+def test_configured_recomputation_is_never_less_than_before() -> None:
+    given = Recompute(modules=frozenset({"mlp_act", "mlp_fc1"}), num_counted_layers=3)
+    job = make_job("Qwen/Qwen2.5-7B", num_layers=8, layout=Layout(8), sequence=8192, recompute=given)
+    counts = [way.recompute.num_counted_layers for way in ways(job)]
+    assert counts == [3, 4, 6, 7, None, None]
+    assert [way.recompute.method for way in ways(job)] == [None] * 5 + ["uniform"]
+    whole = replace(job, recompute=Recompute(method="block", num_layers=2))
+    assert list(ways(whole)) == [whole]
+
+
+@pytest.mark.parametrize(
+    ("name", "recomputed", "module", "remains"),
+    [
+        (LATENT, "mla_up_proj", "core_attn", False),
+        (LATENT, "layernorm", "qkv_linear", False),
+        (MOE, "layernorm", "qkv_linear", True),
+        (MOE, "moe_act", "expert_fc2", False),
+    ],
+)
+def test_whole_modules_do_not_save_what_recomputation_discards(
+    name: str, recomputed: str, module: str, remains: bool
+) -> None:
+    """`check` refuses the two together; one layer of a choice may offload what another discards."""
+    layout = Layout(64, expert=16) if name == LATENT else Layout(16, expert=8)
+    job = make_job(name, num_layers=4, layout=layout, recompute=Recompute(modules=frozenset({recomputed})))
+    job = replace(job, device=replace(job.device, memory_gib=1000.0))
+    stages = build_stages(job, candidates(job))
+    records = stages[0].records()
+    actions = [[Action.OFFLOAD if r.can_offload and r.module == module else Action.KEEP for r in records]]
+    written = write_choice(replace(job, memory_bytes=1 << 30), run_stages(job, stages, actions))
+    assert written.recompute.modules == {recomputed}
+    assert written.offload_modules == ((module,) if remains else ())
 
 
 def test_live_microbatches_of_chunks() -> None:
@@ -205,3 +272,16 @@ def test_layers_recomputed_at_a_time_are_no_more_than_a_chunk_has() -> None:
     outcomes = [run_whole_modules(make_job("meta-llama/Llama-3.1-70B", recompute=each), ()) for each in recomputed]
     peaks = [[outcome.peak_bytes(rank) for rank in range(4)] for outcome in outcomes]
     assert peaks[0] == peaks[1] == peaks[2]
+
+
+def test_multi_token_prediction_is_recomputed_with_whole_layers() -> None:
+    """As another layer, but for its projection's inputs; a block of layers leaves it as it is."""
+    layers = (Recompute(), Recompute(method="uniform"), Recompute(method="block", num_layers=2))
+    with_mtp = [make_job(LATENT, num_layers=2, layout=Layout(16, expert=16), recompute=each) for each in layers]
+    without = [replace(job, shape=replace(job.shape, num_mtp_layers=0)) for job in with_mtp]
+    extra = [
+        run_whole_modules(job, ()).stages[0].kept_bytes() - run_whole_modules(other, ()).stages[0].kept_bytes()
+        for job, other in zip(with_mtp, without, strict=True)
+    ]
+    assert extra[1] == 2 * 4096 * 7168 * 2
+    assert extra[0] == extra[2] > 10 * extra[1]

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.layout import Layout
-from nemo_rl_offload.planner.plan import JobPlan, highest_peak, make_plan
+from nemo_rl_offload.planner.outcome import highest_peak
+from nemo_rl_offload.planner.plan import JobPlan, frontier, make_plan
 from nemo_rl_offload.planner.render import plan_data, plan_html, plan_overlay, plan_tables
 
 GIB = 1 << 30
@@ -60,7 +61,7 @@ def test_the_terminal_shows_every_module_of_every_stage(plan: JobPlan) -> None:
     for stage in plan_data(plan)["stages"]:
         assert f"stage {stage['stage']}: layers" in text
         assert all(row["module"] in text for row in stage["modules"])
-    assert f"fits with offload_modules: [{', '.join(plan.modules_to_write)}]" in text
+    assert f"fits with offload_modules: [{', '.join(plan.written.offload_modules)}]" in text
 
 
 def test_what_does_not_fit_is_told_with_a_change(short: JobPlan) -> None:
@@ -87,7 +88,7 @@ def test_the_page_needs_nothing_else(plan: JobPlan) -> None:
     tags.feed(text)
     assert tags.links == []
     assert not re.search(r"https?://|@import|url\(|<script", text)
-    assert tags.seen.count("circle") == len(plan.frontier)
+    assert tags.seen.count("circle") == len(frontier(plan))
     assert tags.seen.count("table") == len(plan.chosen.stages)
 
 
@@ -103,9 +104,8 @@ def test_the_overlay_adds_the_chosen_keys(plan: JobPlan, tmp_path: Path) -> None
     content = yaml.safe_load(text)
     assert content["defaults"] == "mine/base.yaml"
     section = content["policy"]["megatron_cfg"]
+    assert section == plan.keys
     assert section["fine_grained_activation_offloading"] is True
-    assert tuple(section["offload_modules"]) == plan.modules_to_write
-    assert section.get("recompute_modules", []) == list(plan.recompute_to_write)
 
 
 def test_full_recomputation_is_left_as_configured() -> None:

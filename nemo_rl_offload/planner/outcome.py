@@ -1,0 +1,117 @@
+"""A simulated step under some choice of what is kept, offloaded or recomputed, and its modules one by one."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from nemo_rl_offload.planner.choose import Action
+from nemo_rl_offload.planner.job import Job
+from nemo_rl_offload.planner.listed import all_actions, listed_actions
+from nemo_rl_offload.planner.simulator import StageTimes, Transfers, simulate
+from nemo_rl_offload.planner.stages import Stage, build_stages, job_link, job_schedule
+
+Actions = tuple[tuple[Action, ...], ...]
+"""By stage, in the order of its records."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A simulated step under some choice of actions."""
+
+    stages: tuple[Stage, ...]
+    actions: Actions
+    times: tuple[StageTimes, ...]
+    """Of the simulated part of the step."""
+    step_ms: float
+    simulated_ms: float
+    """Length of the simulated part: as many microbatches as it takes for the pipeline to settle."""
+
+    def peak_bytes(self, rank: int) -> int:
+        """Predicted peak of a stage's rank."""
+        return sum(self.stages[rank].static_bytes.values()) + self.times[rank].peak_bytes
+
+    def host_bytes(self, rank: int) -> int:
+        """Host memory for activations of a stage's rank."""
+        return self.times[rank].peak_host_bytes
+
+    def exposed_share(self, rank: int) -> float:
+        """Share of the step in which a stage's compute waits for copies."""
+        return self.times[rank].exposed_ms / self.simulated_ms
+
+
+def highest_peak(outcome: Outcome) -> int:
+    """The fullest stage's."""
+    return max(outcome.peak_bytes(rank) for rank in range(len(outcome.stages)))
+
+
+def run_stages(job: Job, stages: Sequence[Stage], actions: Sequence[Sequence[Action]]) -> Outcome:
+    """Simulate a few rounds of microbatches. A full pipeline repeats itself: the others take as long as one there."""
+    segments = [stage.segments(chosen) for stage, chosen in zip(stages, actions, strict=True)]
+    ranks, simulated = job.layout.pipeline, _num_simulated(job)
+    timeline = simulate(job_schedule(job, simulated), segments, Transfers(job_link(job)))
+    step_ms = timeline.step_ms
+    if simulated < job.num_microbatches:
+        ends = timeline.microbatch_ends_ms
+        step_ms += (job.num_microbatches - simulated) * (ends[3 * ranks - 1] - ends[2 * ranks - 1]) / ranks
+    actions_of_stages = tuple(tuple(chosen) for chosen in actions)
+    return Outcome(tuple(stages), actions_of_stages, tuple(timeline.stages), step_ms, timeline.step_ms)
+
+
+def _num_simulated(job: Job) -> int:
+    return min(job.num_microbatches, 4 * job.layout.pipeline)
+
+
+def run_whole_modules(job: Job, modules: Collection[str]) -> Outcome:
+    """Offload these modules in every layer that has them."""
+    stages = build_stages(job, modules)
+    return run_stages(job, stages, all_actions(stages))
+
+
+def run_listed_modules(job: Job, modules: Collection[str]) -> Outcome:
+    """The same as the job's engine does it: this project's keeps what has no time to leave and come back."""
+    if not job.native_engine:
+        return run_whole_modules(job, modules)
+    stages = build_stages(job, modules)
+    return run_stages(job, stages, listed_actions(stages, job_schedule(job, _num_simulated(job)), job_link(job)))
+
+
+def module_rows(outcome: Outcome, rank: int) -> list["ModuleRow"]:
+    """A stage's modules, in forward order of their first occurrence."""
+    stage, times = outcome.stages[rank], outcome.times[rank]
+    rows: dict[str, ModuleRow] = {}
+    taken = iter(outcome.actions[rank])
+    for number, (chunk, owners) in enumerate(zip(stage.chunks, stage.owners(outcome.actions[rank]), strict=True)):
+        for index, part in enumerate(chunk):
+            segment = owners.get(index)
+            waits = (times.waits_in_ms[number], times.waits_out_ms[number])
+            exposed_ms = 0.0 if segment is None else sum(row[segment] for row in waits)
+            for group in part.groups:
+                row = rows.setdefault(group.module, ModuleRow(group.module))
+                row.add(group.num_bytes, stage.live[number], next(taken), exposed_ms)
+            if not part.groups:
+                next(taken)
+    return [row for row in rows.values() if row.num_bytes]
+
+
+class ModuleRow:
+    """One module on one stage: bytes per microbatch over its layers, and what happens to them."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self.num_bytes = 0
+        self.live_bytes = 0
+        """At the peak, were nothing done."""
+        self.offloaded_bytes = 0
+        self.num_layers = 0
+        self.actions: Counter[Action] = Counter()
+        self.exposed_ms = 0.0
+        """Over the simulated part of the step."""
+
+    def add(self, num_bytes: int, live: int, action: Action, exposed_ms: float) -> None:
+        self.num_bytes += num_bytes
+        self.live_bytes += num_bytes * live
+        self.num_layers += 1
+        self.actions[action] += 1
+        if action is Action.OFFLOAD:
+            self.offloaded_bytes += num_bytes
+            self.exposed_ms += exposed_ms
