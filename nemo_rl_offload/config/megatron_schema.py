@@ -189,7 +189,7 @@ class MegatronConfig(TypedDict):
     moe_per_layer_logging: bool
     """Log the experts' balancing losses of each layer, besides their mean."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"]
-    """How tokens reach their experts; flex only with expert parallelism, so not yet."""
+    """How tokens reach their experts; flex is not available yet."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] | None
     """Library behind the flex dispatcher; null: deepep."""
     moe_permute_fusion: bool | None

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from nemo_rl_offload.config.checks import CheckedConfig
+from nemo_rl_offload.config.checks import CheckedConfig, check_config
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 
 Check = Callable[..., CheckedConfig]
 Refusals = Callable[[str], list[str]]
@@ -55,3 +56,15 @@ def test_virtual_stages(refusals: Refusals) -> None:
     stages = f"{SIZES}.pipeline_model_parallel_size=2 {SIZES}.virtual_pipeline_model_parallel_size=2"
     (line,) = refusals(f"{WORKERS}=2 {stages} {SIZES}.batch_p2p_comm=false policy.train_micro_batch_size=128")
     assert "a step's 1 microbatches must be a multiple of the 2 pipeline ranks. Set it to a multiple of 256." in line
+
+
+EXAMPLES = PROJECT_ROOT / "examples" / "configs"
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml") if path.name != "base.yaml"))
+def test_every_example_runs_on_machines_of_any_usual_size(name: str, num_gpus: int) -> None:
+    """With `auto`, the machine says how many workers there are."""
+    number = load_config(EXAMPLES / name, [])["cluster"]["gpus_per_node"]
+    overrides = [f"cluster.gpus_per_node={num_gpus}"] if number == "auto" else []
+    check_config(load_config(EXAMPLES / name, overrides), run_here=False)
