@@ -17,10 +17,6 @@ from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nemo_rl_offload.planner.expert_buffers import Skew
-    from nemo_rl_offload.planner.hardware import Device
-    from nemo_rl_offload.planner.job import Job
-
 PROJECT_ROOT = Path(__file__).parent.parent
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 
@@ -97,100 +93,9 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
-    from nemo_rl_offload.config.loader import files_of
-    from nemo_rl_offload.planner import render
-    from nemo_rl_offload.planner.plan import make_plan
+    from nemo_rl_offload.plan_command import plan
 
-    job = _job(options, overrides)
-    for path in (options.write, options.html):
-        if path is not None and path.resolve() in files_of(options.config):
-            raise ConfigError(f"{path}: the configuration is read from it, and would be lost. Give another name.")
-    plan = make_plan(job)
-    if options.html is not None:
-        _write(options.html, render.plan_html(plan))
-    if options.write is not None:
-        _write(options.write, render.plan_overlay(plan, options.config, options.write, overrides))
-    if options.format == "json":
-        print(json.dumps(render.plan_data(plan), indent=2))
-    else:
-        from rich.console import Console
-
-        console = Console(highlight=False, soft_wrap=True, markup=False)
-        console.width = max(console.width, 110)  # tables are cut, not wrapped, where they have less
-        console.print(render.plan_tables(plan))
-    return EXIT_USER_ERROR if plan.shortfall_bytes else 0
-
-
-def _job(options: argparse.Namespace, overrides: Sequence[str]) -> "Job":
-    """The configuration on the command line as the planner sees it."""
-    from nemo_rl_offload.config.batching_rules import rows_per_sample
-    from nemo_rl_offload.config.checks import check_schema
-    from nemo_rl_offload.config.loader import load_config, resolve_model_path
-    from nemo_rl_offload.config.sizes import parse_bytes
-    from nemo_rl_offload.config.worker_counts import training_and_generating
-    from nemo_rl_offload.planner.catalogue import load_model_shape
-    from nemo_rl_offload.planner.hardware import find_device
-    from nemo_rl_offload.planner.job import read_job
-
-    config = load_config(options.config, overrides)
-    check_schema(config, str(options.config), ("policy", "cluster", "loss_fn"))
-    policy, cluster, name = config["policy"], config["cluster"], config["policy"]["model_name"]
-    device = find_device(options.gpu)
-    folder = None
-    with contextlib.suppress(ConfigError):  # then the catalogue is asked, whose message names both
-        folder = resolve_model_path(name)
-    per_node = options.gpus_per_node if options.gpus_per_node is not None else cluster["gpus_per_node"]
-    per_node = device.devices_per_node if per_node == "auto" else per_node
-    if per_node < 1:
-        raise ConfigError(f"--gpus-per-node {per_node}: give a number from 1 on.")
-    offload = policy["megatron_cfg"]["activation_offload"]
-    host_budget = offload["host_memory_budget"]
-    return read_job(
-        policy,
-        load_model_shape(name, folder),
-        device,
-        max(1, training_and_generating(policy["generation"]["colocated"], cluster["num_nodes"], per_node)[0]),
-        skew=_skew(options),
-        memory_bytes=_memory_bytes(options.memory, offload["gpu_memory_budget"], device),
-        host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
-        reference_on_host=config["loss_fn"]["reference_policy_kl_penalty"] > 0,
-        rows_per_sample=rows_per_sample(config.get("algorithm")),
-    )
-
-
-def _memory_bytes(given: str | None, allocator_budget: str | None, device: "Device") -> int:
-    """Device memory for a plan; 0: all of it. `auto` keeps what torch's allocator hands out within its budget, beside
-    which the allowances stand."""
-    from nemo_rl_offload.config.sizes import parse_bytes
-    from nemo_rl_offload.planner.memory import allowance_bytes
-
-    if given:
-        return parse_bytes(given)
-    if not allocator_budget or (budget_bytes := parse_bytes(allocator_budget)) > device.memory_bytes:
-        return parse_bytes(allocator_budget) if allocator_budget else 0
-    return min(device.memory_bytes, budget_bytes + sum(allowance_bytes(device).values()))
-
-
-def _skew(options: argparse.Namespace) -> "Skew | None":
-    from nemo_rl_offload.observability.run_directory import SUMMARY_FILE
-    from nemo_rl_offload.planner.expert_buffers import Skew, recorded_skew
-
-    if options.recorded_run is not None:
-        return recorded_skew(options.recorded_run / SUMMARY_FILE)
-    if options.routing_skew is None:
-        return None
-    if not 1 <= options.routing_skew < float("inf"):
-        raise ConfigError(
-            f"--routing-skew {options.routing_skew:g}: the fullest rank has at least the average. Give 1.3."
-        )
-    return Skew(options.routing_skew, options.routing_skew)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return EXIT_USER_ERROR if plan(options, overrides).shortfall_bytes else 0
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:

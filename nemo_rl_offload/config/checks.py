@@ -8,21 +8,23 @@ problem ends with the place where the value was written, if the configuration wa
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_rl_offload.config.nemo_rl import MISSING, OTHER_RULES, adapted, is_replaceable, unsupported
-from nemo_rl_offload.config.offload_rules import module_names
-from nemo_rl_offload.config.rule import Get, ReportedError, Rule
+from nemo_rl_offload.config.nemo_rl import MISSING, NOT_ALLOWED, OTHER_RULES, adapted, is_replaceable, unsupported
+from nemo_rl_offload.config.rule import MEGATRON, Get, ReportedError, Rule
 from nemo_rl_offload.config.rules import RULES, RULES_OF_THIS_MACHINE, WARNINGS
 from nemo_rl_offload.config.schema import MasterConfig
-from nemo_rl_offload.config.sources import LoadedConfig, nodes
+from nemo_rl_offload.config.sources import UNGIVEN, LoadedConfig, nodes
 from nemo_rl_offload.config.types import describe, item_type, keys_of
 from nemo_rl_offload.errors import ConfigError, nearest
+
+LEFT_OUT = "missing"
+"""How a problem begins where a key is not there; a value that must be given is a `MISSING` one."""
 
 
 @dataclass(frozen=True)
@@ -88,21 +90,21 @@ def examine(
     these defaults stand in for it.
     """
     loaded = raw if isinstance(raw, LoadedConfig) else LoadedConfig({**raw})
-    config, reported = _against_schema(loaded.values)
+    config, reported = _against_schema(loaded.values, loaded.unresolved)
     tolerable: set[str] = set()
     if nemo_rl_defaults is not None:
         replaced = {path for path, text in reported.items() if is_replaceable(path, text)}
-        config, others = _against_schema(adapted(loaded.values, nemo_rl_defaults, replaced))
+        config, others = _against_schema(adapted(loaded.values, nemo_rl_defaults, replaced), loaded.unresolved)
         reported |= others
         tolerable = replaced | (set(OTHER_RULES) - reported.keys())
     get = _reader(loaded.values, reported)
     here = [line for rule in RULES_OF_THIS_MACHINE for line in _run(rule, get)]
-    lines = [f"{path}: {text}" for path, text in reported.items()]
+    lines = [f"{path}: {text}" for path, text in _causes(reported, loaded, tolerable).items()]
     lines += [line for rule in RULES for line in _run(rule, get)] + (here if run_here else [])
     problems = [problem_at(line, loaded) for line in lines]
     tolerated = [problem for problem in problems if problem.path in tolerable]
     problems = [problem for problem in problems if problem.path not in tolerable]
-    problems = [Problem("", text, "") for text in loaded.problems] + problems
+    problems = [Problem("", text, "") for text in loaded.problems] + _defaults_left_out(reported, loaded) + problems
     lines = [f"{line} Only a run needs it." for line in here if not run_here]
     lines += [line for rule in WARNINGS for line in _run(rule, get)]
     return Findings(
@@ -116,30 +118,53 @@ def problem_at(line: str, loaded: LoadedConfig) -> Problem:
     return Problem(path, message, loaded.origin(path))
 
 
-def _against_schema(values: Mapping[str, Any]) -> tuple[MasterConfig | None, dict[str, str]]:
+def _causes(reported: Mapping[str, str], loaded: LoadedConfig, tolerable: Collection[str]) -> dict[str, str]:
+    """What is wrong, without the values that are wrong because they are made of another one that is."""
+    causes = dict(reported)
+    for path, text in reported.items():
+        others = causes.keys() - {path, *tolerable}
+        sources = loaded.references.get(path, ()) if path in loaded.unresolved or NOT_ALLOWED in text else ()
+        if any(other == source or source.startswith(f"{other}.") for source in sources for other in others):
+            del causes[path]
+    return causes
+
+
+def _defaults_left_out(reported: Mapping[str, str], loaded: LoadedConfig) -> list[Problem]:
+    """The one reason where whole sections are missing, and the file inherits nothing."""
+    if not loaded.missing_base or f"{LEFT_OUT}. Allowed: {describe(MasterConfig)}." not in reported.values():
+        return []
+    return [Problem("defaults", f"{LEFT_OUT}. To inherit what is missing, write `defaults: {loaded.missing_base}`", "")]
+
+
+def _against_schema(
+    values: Mapping[str, Any], unresolved: Mapping[str, str]
+) -> tuple[MasterConfig | None, dict[str, str]]:
     """Return the configuration with its values' types, if they are right, and what is wrong, by path."""
-    reported = _missing_values(values)
+    reported = _missing_values(values) | {**unresolved}
     try:
         return _adapter().validate_python(values), reported
     except ValidationError as error:
         return None, _schema_problems(values, error) | reported
 
 
-def check_schema(raw: Mapping[str, Any], source: str, sections: Iterable[str]) -> None:
-    """Check only names and types, and only below these sections, and the modules to offload: what a plan needs of a
-    configuration.
+PLANNED = ("policy", "cluster", "loss_fn", "algorithm", "teacher")
+"""Sections that a plan reads."""
+NOT_PLANNED = f"{MEGATRON}.activation_offload.gpu_memory_budget"
+"""What `auto` cannot be without, and a plan is told otherwise."""
 
-    Raises one ConfigError with all problems.
+
+def check_to_plan(raw: Mapping[str, Any], source: str) -> None:
+    """Check what a plan needs of a configuration, as `examine` does.
+
+    Raises one ConfigError with all problems below `PLANNED`.
     """
-    problems = _missing_values(raw)
-    try:
-        _adapter().validate_python(raw)
-    except ValidationError as error:
-        problems = {**_schema_problems(raw, error), **problems}
-    lines = [f"{path}: {text}" for path, text in problems.items() if path.split(".")[0] in sections]
-    lines += _run(module_names, _reader(raw, problems))
-    if lines:
-        raise ConfigError(f"{source}: cannot be planned\n" + "\n".join(lines))
+    problems = [
+        problem
+        for problem in examine(raw, run_here=False).problems
+        if problem.path.split(".")[0] in PLANNED and (problem.path != NOT_PLANNED or "needs it" not in problem.message)
+    ]
+    if problems:
+        raise ConfigError("\n".join([f"{source}: cannot be planned", *map(str, problems)]))
 
 
 @cache
@@ -149,7 +174,7 @@ def _adapter() -> TypeAdapter[MasterConfig]:
 
 def _missing_values(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the paths that hold OmegaConf's mark for a value that must be given."""
-    marked = [path for path, value in nodes(values) if value == "???"]
+    marked = [path for path, value in nodes(values) if value == UNGIVEN]
     return {path: f"{MISSING}. Give one: {path}=..." for path in marked}
 
 
@@ -164,7 +189,7 @@ def _schema_problems(raw: Mapping[str, Any], error: ValidationError) -> dict[str
             problems[_dotted(location)] = unsupported(_dotted(location)) or unknown
             continue
         keys, annotation, value = _locate(raw, location)
-        given = "missing" if details["type"] == "missing" else f"{_shown(value)} is not allowed"
+        given = LEFT_OUT if details["type"] == "missing" else f"{_shown(value)} {NOT_ALLOWED}"
         problems[_dotted(keys)] = f"{given}. Allowed: {describe(annotation)}.{_hint(annotation, value)}"
     inner = [path for path in problems if any(other.startswith(f"{path}.") for other in problems)]
     return {path: text for path, text in problems.items() if path not in inner}

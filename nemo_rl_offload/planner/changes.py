@@ -72,6 +72,8 @@ def _single(job: Job) -> Iterator[tuple[str, Job]]:
         yield "use_distributed_optimizer=true", replace(job, optimizer=replace(job.optimizer, distributed=True))
     yield from islice(smaller_microbatches(job), 2)
     for divisor in (2, 4):
+        if job.sequence // divisor < job.least_sequence:
+            break
         changed, text = replace(job, sequence=job.sequence // divisor), ""
         if job.micro_batch_tokens is not None:
             changed = replace(changed, micro_batch_tokens=job.micro_batch_tokens // divisor)
@@ -117,8 +119,10 @@ def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
                 layout, pipeline=layout.pipeline * factor
             ),
             f"expert_model_parallel_size={layout.expert * factor}": replace(layout, expert=layout.expert * factor),
-            f"context_parallel_size={layout.context * factor}": replace(layout, context=layout.context * factor),
         }
+        if not job.is_packed:  # packs are not split over ranks
+            longer = layout.context * factor
+            changes[f"context_parallel_size={longer}"] = replace(layout, context=longer)
         for text, changed in changes.items():
             if changed.data == 0 or batch % changed.data:
                 continue

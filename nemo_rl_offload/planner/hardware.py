@@ -79,7 +79,7 @@ def find_device(name: str) -> Device:
     A file starts from the device that it names under `like`, or gives every field. Raises ConfigError.
     """
     path = Path(name)
-    if path.suffix in (".yaml", ".yml", ".json"):
+    if path.suffix.lower() in (".yaml", ".yml", ".json"):
         return _read_device(path)
     return _known_device(name, "--gpu", "; or a YAML file with its numbers")
 
@@ -106,10 +106,7 @@ def _read_device(path: Path) -> Device:
     values.setdefault("name", path.stem)
     known = {field.name for field in fields(Device)}
     problems = [f"{key}: unknown key.{nearest(key, known)}" for key in values if key not in known]
-    for key, value in values.items():
-        empty = key == "fp8_tflops" and value is None
-        if key in known - {"name"} and not empty and not _is_positive(value):
-            problems.append(f"{key}: {value!r} is not a positive number.")
+    problems += [f"{key}: {text}" for key, value in values.items() if key in known and (text := _wrong(key, value))]
     optional = {"devices_per_node", "achieved", "achieved_memory"}
     if base is None and (missing := sorted(known - set(values) - optional)):
         problems.append(f"missing: {', '.join(missing)}. Give them, or a device to start from: like: h100-80gb.")
@@ -118,5 +115,16 @@ def _read_device(path: Path) -> Device:
     return replace(base, **values) if base else Device(**values)
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+def _wrong(key: str, value: Any) -> str | None:
+    if key == "name":
+        return None if isinstance(value, str) else f"{value!r} is not a name."
+    if key == "fp8_tflops" and value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        return f"{value!r} is not a positive number."
+    if key in ("achieved", "achieved_memory") and value > 1:
+        return f"{value!r} is a share of the peak rate: at most 1."
+    if key == "devices_per_node" and value != int(value):
+        return f"{value!r} is not a whole number."
+    return None

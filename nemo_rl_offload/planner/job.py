@@ -75,6 +75,17 @@ class Job:
     """Whether the start model's weights wait in host memory, for the KL penalty."""
     micro_batch_tokens: int | None = None
     """Where microbatches are numbers of tokens (packs, or samples of similar length), that number."""
+    is_packed: bool = False
+    """Whether the rows of a microbatch stand one behind another in one."""
+    least_sequence: int = 1
+    """The shortest `sequence` that prompts and responses fit into."""
+    teacher: ModelShape | None = None
+    """The model that distillation keeps beside the trained one."""
+    ranks_per_node: int | None = None
+    """None: as many as the device's machines have."""
+    any_implementation: bool = False
+    """Whether the run chooses between layers of plain torch and Transformer Engine's: planned as torch's, with modules
+    that both have."""
     rows_per_sample: int = 1
     """Two where a sample is a pair, as in DPO: `train_micro_batch_size` counts samples."""
 
@@ -95,6 +106,11 @@ class Job:
         if isinstance(self.host_budget, int):
             return self.host_budget
         return int(self.device.host_memory_gib * (1 << 30) * self.host_budget)
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks that share a machine."""
+        return min(self.ranks_per_node or self.device.devices_per_node, self.layout.world)
 
 
 def read_job(
@@ -118,9 +134,10 @@ def read_job(
         raise ConfigError(
             f"--memory, gpu_memory_budget: {device.name} has {device.memory_gib:g} GiB. Give at most that."
         )
-    layout, sequence = _layout(cfg, world), policy["max_total_sequence_length"]
+    layout = _layout(cfg, world)
+    sequence = layout.padded(policy["max_total_sequence_length"])
     check_layout(layout, shape, sequence)
-    microbatches = _microbatches(policy, layout, rows_per_sample)
+    microbatches = _microbatches(policy, sequence, layout, rows_per_sample)
     element_bytes = 4 if policy["precision"] == "float32" else 2
     overrides = cfg["model_overrides"]
     modules, is_native = cfg["offload_modules"], cfg["activation_offload"]["engine"] == "native"
@@ -139,6 +156,7 @@ def read_job(
         native_engine=is_native,
         recomputes_mlp_parts=is_native and fp8 is None and not cfg["use_transformer_engine_op_fuser"],
         transformer_engine=cfg["transformer_impl"] == "transformer_engine",
+        any_implementation=cfg["transformer_impl"] == "auto",
         min_elements=cfg["min_offloaded_tensor_size"],
         logprob_chunk_size=policy["logprob_chunk_size"],
         memory_bytes=memory_bytes,
@@ -148,13 +166,13 @@ def read_job(
     )
 
 
-def _microbatches(policy: Mapping[str, Any], layout: Layout, rows: int) -> dict[str, Any]:
+def _microbatches(policy: Mapping[str, Any], sequence: int, layout: Layout, rows: int) -> dict[str, Any]:
     """A Job's fields on microbatches. A sample has so many `rows`, which stay together.
 
     Of a number of tokens, as many microbatches as samples of the longest length fill, and so many more that each rank
     has as many as the others.
     """
-    sequence, tokens = policy["max_total_sequence_length"], _tokens_of_a_microbatch(policy)
+    tokens, is_packed = _tokens_of_a_microbatch(policy), policy["sequence_packing"]["enabled"]
     batch, num_interleaved = policy["train_global_batch_size"], layout.pipeline if layout.virtual > 1 else 1
     if tokens is None:
         size: int = policy["train_micro_batch_size"]
@@ -162,7 +180,8 @@ def _microbatches(policy: Mapping[str, Any], layout: Layout, rows: int) -> dict[
         return {"micro_batch": size * rows, "num_microbatches": number}
     tokens = max(tokens, sequence * rows)
     number = math.ceil(batch * rows * sequence / (tokens * layout.data * num_interleaved)) * num_interleaved
-    return {"micro_batch": tokens // sequence, "num_microbatches": number, "micro_batch_tokens": tokens}
+    sizes = {"micro_batch": tokens // sequence, "num_microbatches": number, "micro_batch_tokens": tokens}
+    return {**sizes, "is_packed": is_packed}
 
 
 def _tokens_of_a_microbatch(policy: Mapping[str, Any]) -> int | None:

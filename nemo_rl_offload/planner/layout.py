@@ -39,6 +39,11 @@ class Layout:
         """Ranks that hold the same experts."""
         return self.world // (self.expert_tensor * self.expert * self.pipeline)
 
+    def padded(self, sequence: int) -> int:
+        """The length to which a run pads rows of so many tokens, for what must divide it."""
+        multiple = (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence_parallel else 1)
+        return -(-sequence // multiple) * multiple
+
 
 def counted_layers(is_dense: Sequence[bool], number: int | None, ends_with_loss: bool) -> set[int]:
     """Positions of the layers of a chunk in which `mlp` or `mlp_fc1` is recomputed, where that is for `number` layers.

@@ -1,6 +1,5 @@
 """A simulated step under some choice of what is kept, offloaded or recomputed, and its modules one by one."""
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -81,15 +80,15 @@ def module_rows(outcome: Outcome, rank: int) -> list["ModuleRow"]:
     rows: dict[str, ModuleRow] = {}
     taken = iter(outcome.actions[rank])
     for number, (chunk, owners) in enumerate(zip(stage.chunks, stage.owners(outcome.actions[rank]), strict=True)):
+        waits = (times.waits_in_ms[number], times.waits_out_ms[number])
         for index, part in enumerate(chunk):
-            segment = owners.get(index)
-            waits = (times.waits_in_ms[number], times.waits_out_ms[number])
-            exposed_ms = 0.0 if segment is None else sum(row[segment] for row in waits)
-            for group in part.groups:
+            actions = [next(taken) for _ in part.groups or (None,)]
+            for group, action in zip(part.groups, actions, strict=False):
                 row = rows.setdefault(group.module, ModuleRow(group.module))
-                row.add(group.num_bytes, stage.live[number], next(taken), exposed_ms)
-            if not part.groups:
-                next(taken)
+                row.add(group.num_bytes, stage.live[number], action, (number, index))
+            if (segment := owners.get(index)) is not None:
+                first = next(g for g, action in zip(part.groups, actions, strict=True) if action is Action.OFFLOAD)
+                rows[first.module].exposed_ms += sum(row[segment] for row in waits)
     return [row for row in rows.values() if row.num_bytes]
 
 
@@ -102,16 +101,18 @@ class ModuleRow:
         self.live_bytes = 0
         """At the peak, were nothing done."""
         self.offloaded_bytes = 0
-        self.num_layers = 0
-        self.actions: Counter[Action] = Counter()
+        self.places: dict[Action, set[tuple[int, int]]] = {}
+        """Chunk and part of each layer to some of whose bytes an action is done."""
         self.exposed_ms = 0.0
         """Over the simulated part of the step."""
 
-    def add(self, num_bytes: int, live: int, action: Action, exposed_ms: float) -> None:
+    @property
+    def num_layers(self) -> int:
+        return len(set().union(*self.places.values()))
+
+    def add(self, num_bytes: int, live: int, action: Action, place: tuple[int, int]) -> None:
         self.num_bytes += num_bytes
         self.live_bytes += num_bytes * live
-        self.num_layers += 1
-        self.actions[action] += 1
+        self.places.setdefault(action, set()).add(place)
         if action is Action.OFFLOAD:
             self.offloaded_bytes += num_bytes
-            self.exposed_ms += exposed_ms

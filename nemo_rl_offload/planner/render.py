@@ -2,7 +2,7 @@
 
 import html
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ GIB, MIB = 1 << 30, 1 << 20
 def plan_data(plan: JobPlan) -> dict[str, Any]:
     """Everything in a plan; bytes and milliseconds, by names that say so."""
     job, layout = plan.job, plan.job.layout
-    ranks_per_node = min(job.device.devices_per_node, layout.world)
     hosts = [plan.chosen.host_bytes(rank) for rank in range(layout.pipeline)]
     return {
         "device": job.device.name,
@@ -47,10 +46,10 @@ def plan_data(plan: JobPlan) -> dict[str, Any]:
         "megatron_cfg": plan.keys,
         "host": {
             "per_rank_bytes": max(hosts),
-            "per_node_bytes": max(hosts) * ranks_per_node + _reference_bytes(plan) * ranks_per_node,
-            "of_it_start_model_bytes": _reference_bytes(plan) * ranks_per_node,
+            "per_node_bytes": (max(hosts) + _reference_bytes(plan)) * job.node_ranks,
+            "of_it_start_model_bytes": _reference_bytes(plan) * job.node_ranks,
             "pinned_limit_per_rank_bytes": job.host_budget_bytes,
-            "memory_per_node_bytes": int(job.device.host_memory_gib * GIB) * ranks_per_node,
+            "memory_per_node_bytes": int(job.device.host_memory_gib * GIB) * job.node_ranks,
             "stash_per_rank_bytes": max(stage.stash_host_bytes for stage in plan.chosen.stages),
         },
         "recommended_factors": job.expert_buffers.recommended(),
@@ -108,14 +107,14 @@ def _row_data(plan: JobPlan, row: ModuleRow) -> dict[str, Any]:
 
 def _goes(row: ModuleRow) -> str:
     words = {Action.KEEP: "stays", Action.OFFLOAD: "host", Action.RECOMPUTE: "recomputed"}
-    taken = [(words[action], count) for action, count in sorted(row.actions.items()) if count]
+    taken = [(words[action], len(places)) for action, places in sorted(row.places.items())]
     if len(taken) == 1:
         return taken[0][0]
     return ", ".join(f"{word} {count}/{row.num_layers}" for word, count in taken)
 
 
 def _exposure(row: ModuleRow) -> str:
-    if not row.actions[Action.OFFLOAD]:
+    if Action.OFFLOAD not in row.places:
         return "-"
     return "exposed" if row.exposed_ms > 0.01 else "hidden"
 
@@ -156,6 +155,10 @@ def summary_lines(plan: JobPlan) -> list[str]:
         lines.append(f"paged stash: {_gib(host['stash_per_rank_bytes'])} of pinned pages per rank besides")
     if factors := data["recommended_factors"]:
         lines.append("for this routing: " + "; ".join(f"{key}: {factor}" for key, factor in factors.items()))
+    if job.any_implementation:
+        lines.append(
+            "transformer_impl: auto is planned as torch, with modules that Transformer Engine has too"
+        )
     return lines + _verdict(plan)
 
 
@@ -255,6 +258,16 @@ def plan_html(plan: JobPlan) -> str:
     )
 
 
+def _merged(content: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections that both have are joined."""
+    both = {
+        key: _merged(content[key], value)
+        for key, value in added.items()
+        if isinstance(value, Mapping) and isinstance(content.get(key), Mapping)
+    }
+    return {**content, **added, **both}
+
+
 def _frontier_svg(plan: JobPlan) -> str:
     """Peak memory of the fullest stage against step time, and the budget as a line."""
     width, height, left, bottom = 640, 320, 70, 40
@@ -291,12 +304,13 @@ def _frontier_svg(plan: JobPlan) -> str:
     )
 
 
-def plan_overlay(plan: JobPlan, config: Path, overlay: Path, overrides: Sequence[str]) -> str:
-    """A configuration that inherits `config` and adds the plan's keys; `overlay` is where it will stand."""
-    content = {
-        "defaults": os.path.relpath(config, overlay.parent),
-        "policy": {"megatron_cfg": plan.keys},
-    }
+def plan_overlay(
+    plan: JobPlan, config: Path, overlay: Path, overrides: Sequence[str] = (), changed: Mapping[str, Any] | None = None
+) -> str:
+    """A configuration that inherits `config`, has what the `overrides` of the plan `changed`, and adds the plan's keys;
+    `overlay` is where it will stand."""
+    content = {"defaults": os.path.relpath(config, overlay.parent), **(changed or {})}
+    content = _merged(content, {"policy": {"megatron_cfg": plan.keys}})
     said = "\n".join(f"# {line}" for line in summary_lines(plan))
     given = f"# planned with: {' '.join(overrides)}\n" if overrides else ""
     return f"# Written by `nemo-rl-offload plan`.\n{said}\n{given}{yaml.safe_dump(content, sort_keys=False)}"

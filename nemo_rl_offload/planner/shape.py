@@ -185,6 +185,9 @@ def _layers_with_experts(reader: _Reader, num_layers: int, has_experts: bool) ->
     step, frequency = reader.whole("decoder_sparse_step", 1), reader.whole("moe_layer_freq", 1)
     first = reader.whole("first_k_dense_replace", 0, minimum=0)
     dense = reader.content.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        reader.problems.append(f"mlp_only_layers is {dense!r}; a list of layers is needed.")
+        dense = []
     return tuple(
         has_experts and (layer + 1) % step == 0 and layer % frequency == 0 and layer >= first and layer not in dense
         for layer in range(num_layers)

@@ -18,6 +18,7 @@ from nemo_rl_offload.planner.modules import (
     TRANSFORMER_ENGINE_MODULES,
 )
 from nemo_rl_offload.planner.schedule import Pass, pipeline_schedule
+from nemo_rl_offload.planner.shape import ModelShape
 from nemo_rl_offload.planner.simulator import Segment
 from nemo_rl_offload.planner.work import layer_work, recompute_ms, recomputed_ms
 
@@ -153,9 +154,17 @@ def candidates(job: Job) -> tuple[str, ...]:
     if job.recompute.method is not None and not job.native_engine:
         return ()
     names = set(SUPPORTED_MODULES if job.native_engine else MEGATRON_MODULES)
-    if job.transformer_engine:
+    if job.transformer_engine or job.any_implementation:
         names &= set(TRANSFORMER_ENGINE_MODULES)
+    if job.any_implementation and job.recompute.method is None:
+        names -= _fused_norms(job.shape)
     return tuple(name for name in SUPPORTED_MODULES if name in names)
+
+
+def _fused_norms(shape: ModelShape) -> set[str]:
+    """Norms that are no module of their own in Transformer Engine's layers."""
+    is_separate = {"attn_norm": shape.latent_attention is not None, "mlp_norm": shape.experts is not None}
+    return {name for name, is_own in is_separate.items() if not is_own}
 
 
 def job_link(job: Job) -> Link:
@@ -229,7 +238,8 @@ class _Builder:
         static = state_bytes(parameters, job.layout, job.optimizer, job.numbers.element_bytes)
         if is_last:
             tokens = job.context.tokens.count
-            chunk = None if job.logprob_chunk_size is None else job.logprob_chunk_size * job.micro_batch
+            num_rows = 1 if job.is_packed else job.micro_batch
+            chunk = None if job.logprob_chunk_size is None else job.logprob_chunk_size * num_rows
             static["logits"] = logits_bytes(job.shape, job.layout, tokens, job.numbers.element_bytes, chunk)
         # At the end of the pipeline, what was there for the loss is gone when the layers' backward begins.
         gone = static.get("logits", 0) + (parts[-1][-1].kept_bytes if is_last else 0)
@@ -240,11 +250,19 @@ class _Builder:
         num_expert_layers = [sum(job.shape.layers_with_experts[layer] for layer in chunk) for chunk in chunks]
         if self.alive_bytes and any(num_expert_layers):
             static["experts' buffers"] = self.alive_bytes
+        if job.teacher is not None:
+            static["teacher"] = self._teacher_bytes(job.teacher, rank)
         static |= allowance_bytes(job.device)
         sizes = [sum(p.kept_bytes + sum(g.num_bytes for g in p.groups) for p in chunk) for chunk in parts]
         live = live_at_peak(passes, sizes)
         host_bytes = self.host_bytes * sum(count * each for count, each in zip(live, num_expert_layers, strict=True))
         return Stage(rank, tuple(chunks), tuple(parts), static, live, host_bytes)
+
+    def _teacher_bytes(self, teacher: ModelShape, rank: int) -> int:
+        """Weights alone, over the same ranks."""
+        layout = replace(self.job.layout, num_layers_first=None, num_layers_last=None, virtual=1)
+        chunks = stage_layers(layout, teacher.num_layers)[rank]
+        return stage_parameters(teacher, layout, chunks, rank).total * self.job.numbers.element_bytes
 
     def _recomputation_bytes(self, chunks: Sequence[range]) -> int:
         """What is recomputed at a time: some of a layer, or a group of layers, with its output instead of its input,

@@ -16,6 +16,7 @@ EXAMPLES = PROJECT_ROOT / "examples" / "configs"
 SMALL = str(EXAMPLES / "grpo_math_1B_megatron.yaml")
 TINY = str(EXAMPLES / "grpo_tiny.yaml")
 CFG = "policy.megatron_cfg"
+COLOCATED = "policy.generation.colocated"
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
@@ -65,7 +66,11 @@ def test_what_it_writes_passes_the_check(
 @pytest.mark.parametrize(
     "overrides",
     [
-        [f"{CFG}.activation_offload.engine=megatron", f"{CFG}.transformer_impl=transformer_engine"],
+        [
+            f"{CFG}.activation_offload.engine=megatron",
+            f"{CFG}.transformer_impl=transformer_engine",
+            f"{CFG}.offload_modules=[core_attn,attn_proj]",
+        ],
         [f"{CFG}.activation_checkpointing=false"],
     ],
 )
@@ -88,6 +93,7 @@ def test_changes_that_cannot_be_tried_are_no_error_of_ours(capsys: pytest.Captur
     """All ranks are taken, and half of the sequence is none that context parallelism could divide."""
     words = (f"{CFG}.context_parallel_size=4", "policy.max_total_sequence_length=4024", "policy.logprob_chunk_size=256")
     words += ("policy.train_micro_batch_size=1", "--gpus-per-node", "4", "--memory", "6GiB")
+    words += ("policy.sequence_packing.enabled=false",)
     text = plan(capsys, SMALL, "--gpu", "h100", *words, code=EXIT_USER_ERROR)
     assert "changes that would do: none that was tried" in text
 
@@ -99,6 +105,81 @@ def test_pairs_of_dpo_are_two_rows(capsys: pytest.CaptureFixture[str]) -> None:
         for name in ("dpo", "sft")
     )
     assert pairs["step_ms"] == pytest.approx(2 * rows["step_ms"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "is_kept"),
+    [
+        ("sft.yaml", [], False),
+        ("dpo.yaml", ["loss_fn.reference_policy_kl_penalty=0"], True),
+        ("distillation_math.yaml", [], False),
+        ("grpo_math_1B.yaml", ["loss_fn.reference_policy_kl_penalty=0"], False),
+        ("grpo_math_1B.yaml", ["loss_fn.reference_policy_kl_penalty=0.1"], True),
+    ],
+)
+def test_the_start_model_waits_on_the_host_where_its_loss_needs_it(
+    name: str, overrides: list[str], is_kept: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--gpu", "h200", "--gpus-per-node", "4", "--format", "json", *overrides)
+    data = json.loads(plan(capsys, str(EXAMPLES / name), *words))
+    assert (data["host"]["of_it_start_model_bytes"] > 0) == is_kept
+
+
+def test_the_teacher_stays_beside_the_student(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(EXAMPLES / "distillation_math.yaml"), "--gpu", "h200", "--gpus-per-node", "4", "--format", "json")
+    (stage,) = json.loads(plan(capsys, *words))["stages"]
+    assert stage["static_bytes"]["teacher"] == pytest.approx(7.616e9 * 2, rel=1e-3)
+    assert stage["peak_bytes"] > stage["static_bytes"]["teacher"] + stage["static_bytes"]["weights"]
+
+
+def test_a_machine_has_the_workers_that_are_configured(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(EXAMPLES / "grpo_math_1B.yaml"), "--gpu", "h100", "--format", "json", "cluster.num_nodes=4")
+    for count in (["cluster.gpus_per_node=2"], ["--gpus-per-node", "2"]):
+        data = json.loads(plan(capsys, *words, *count))
+        assert data["world"] == 8
+        assert data["host"]["memory_per_node_bytes"] == 2 * 240 * 2**30
+
+
+def test_workers_that_generate_do_not_train(capsys: pytest.CaptureFixture[str]) -> None:
+    apart = (f"{COLOCATED}.enabled=false", f"{COLOCATED}.resources.gpus_per_node=4")
+    for name, world in (("grpo_math_1B.yaml", 4), ("sft.yaml", 8)):  # where nothing is generated, none do
+        assert (
+            json.loads(plan(capsys, str(EXAMPLES / name), "--gpu", "h100", "--format", "json", *apart))["world"]
+            == world
+        )
+
+
+def test_changes_are_none_that_check_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    """Packs are not split over ranks, and prompt and response must fit into the length."""
+    data = json.loads(
+        plan(capsys, SMALL, "--gpu", "h100", "--memory", "40GiB", "--format", "json", code=EXIT_USER_ERROR)
+    )
+    assert data["changes"]
+    for change in data["changes"]:
+        assert "context_parallel_size" not in change
+        assert "max_total_sequence_length" not in change
+
+
+def test_layers_of_either_implementation_get_modules_of_both(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    overlay = tmp_path / "planned.yaml"
+    words = (SMALL, "--gpu", "h100", "--memory", "52GiB", "--write", str(overlay), f"{CFG}.transformer_impl=auto")
+    text = plan(capsys, *words, f"{CFG}.offload_modules=[core_attn]")
+    assert "transformer_impl: auto is planned as torch" in text
+    checked = check_config(load_config(overlay), run_here=False)
+    assert not [warning for warning in checked.warnings if "may not be offloadable" in warning]
+
+
+def test_what_it_writes_has_the_overrides_that_were_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    overlay = tmp_path / "planned.yaml"
+    words = ("policy.train_micro_batch_size=2", f"{CFG}.optimizer.lr=3.0e-6", "cluster.num_nodes=2")
+    plan(capsys, SMALL, "--gpu", "h100", "--write", str(overlay), *words)
+    written = load_config(overlay)
+    assert written["policy"]["train_micro_batch_size"] == 2
+    assert written["policy"]["megatron_cfg"]["optimizer"]["lr"] == 3e-6
+    assert written["cluster"]["num_nodes"] == 2
+    assert written["policy"]["megatron_cfg"]["offload_modules"] == []
 
 
 @pytest.mark.parametrize("option", ["--write", "--html"])
@@ -169,14 +250,31 @@ REFUSED = [
     (("--gpu", "h100", "--memory", "80GB"), "'80GB' is not a size"),
     (("--gpu", "h100", "--memory", "81GiB"), "--memory, gpu_memory_budget: h100-80gb has 79.1 GiB. Give at most that."),
     (("--gpu", "h100", "--gpus-per-node", "0"), "--gpus-per-node 0: give a number from 1 on."),
-    (("--gpu", "h100", "policy.megatron_cfg.tensor_model_parallel_size=5"), "5 does not divide the attention heads 12"),
+    (
+        ("--gpu", "h100", "policy.megatron_cfg.tensor_model_parallel_size=5"),
+        "5 does not divide the model's 12 attention heads",
+    ),
     (("--gpu", "h100", "policy.megatron_cfg.tensor_model_parallel_size=two"), '"two" is not allowed'),
     (
         ("--gpu", "h100", "policy.train_global_batch_size=100", "policy.sequence_packing.enabled=false"),
         "100 is not a multiple of train_micro_batch_size",
     ),
     (("--gpu", "h100", "--html", "/nowhere/plan.html"), "/nowhere/plan.html: cannot be written: No such file"),
-    (("--gpu", "a100", "+policy.megatron_cfg.model_overrides.fp8=hybrid"), "a100-80gb has no 8-bit formats"),
+    (
+        ("--gpu", "a100", "+policy.megatron_cfg.model_overrides.fp8=hybrid", f"{CFG}.recompute_granularity=null"),
+        "a100-80gb has no 8-bit formats",
+    ),
+    (("--gpu", "h100", "--memory", ""), "--memory: '' is not a size"),
+    (("--gpu", "h100", "--write", "one.yaml", "--html", "one.yaml"), "--write one.yaml: --html would write over it"),
+    (("--gpu", "h100", f"{CFG}.recompute_modules=[mlp_atc]"), "'mlp_atc': unknown module. Did you mean 'mlp_act'?"),
+    (("--gpu", "h100", "policy.dynamic_batching.enabled=true"), "excluded by dynamic_batching.enabled"),
+    (("--gpu", "h100", "policy.sequence_packing.train_mb_tokens=10"), "train_mb_tokens: 10 is less than the longest"),
+    (("--gpu", "h100", "algorithm=dpoo"), 'algorithm: "dpoo" is not allowed'),
+    (
+        ("--gpu", "h100", f"{COLOCATED}.enabled=false", f"{COLOCATED}.resources.gpus_per_node=8"),
+        "8 workers of 8 leave none to train",
+    ),
+    (("--gpu", "h100", f"{COLOCATED}.enabled=false"), "missing value: how many of cluster.gpus_per_node generate"),
 ]
 
 

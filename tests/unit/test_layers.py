@@ -32,6 +32,7 @@ LAYERS = (
     "policy",
     "algorithms",
     "bench",
+    "plan_command",
     "command_line",
     "cli",
 )

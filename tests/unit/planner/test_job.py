@@ -22,10 +22,26 @@ def job(*overrides: str) -> Job:
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
 def test_a_number_of_tokens_is_as_many_of_the_longest_samples(section: str) -> None:
     on = f"policy.{section}.enabled=true"
-    assert replace(job(on), micro_batch_tokens=None) == job()
+    assert replace(job(on), micro_batch_tokens=None, is_packed=False) == job()
     assert job(on).context == job().context
     larger = job(on, f"policy.{section}.train_mb_tokens={6 * 1024}", "policy.train_global_batch_size=500")
     assert (larger.micro_batch, larger.num_microbatches) == (6, 21)  # 500 samples on 4 ranks, the last not full
+
+
+def test_the_rows_of_a_pack_are_one_for_the_pieces_of_its_logits() -> None:
+    """`logprob_chunk_size` counts tokens of a row."""
+    tokens, chunk = 16 * 1024, "policy.logprob_chunk_size=1024"
+    logits = {}
+    for section in ("dynamic_batching", "sequence_packing"):
+        given = job(f"policy.{section}.enabled=true", f"policy.{section}.train_mb_tokens={tokens}", chunk)
+        logits[section] = make_plan(given).baseline.stages[0].static_bytes["logits"]
+    assert logits["sequence_packing"] < 0.5 * logits["dynamic_batching"]
+
+
+@pytest.mark.parametrize(("context", "padded"), [(1, 1025), (2, 1028), (4, 1032)])
+def test_a_length_is_padded_as_in_a_run(context: int, padded: int) -> None:
+    given = job(f"policy.megatron_cfg.context_parallel_size={context}", "policy.max_total_sequence_length=1025")
+    assert given.sequence == given.context.tokens.sequence == padded
 
 
 def test_a_pack_may_hold_more_than_whole_samples_of_the_longest() -> None:

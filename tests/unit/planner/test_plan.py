@@ -158,7 +158,7 @@ def test_configured_modules_are_predicted_as_they_are() -> None:
     assert plan.configured is not None
     rows = {row.module: row for row in module_rows(plan.configured, 0)}
     assert set(rows) == {"core_attn", "attn_proj"}
-    assert all(row.actions[Action.OFFLOAD] == row.num_layers == 36 for row in rows.values())
+    assert all(len(row.places[Action.OFFLOAD]) == row.num_layers == 36 for row in rows.values())
     assert plan.configured.host_bytes(0) == sum(row.offloaded_bytes for row in rows.values())
 
 
@@ -285,3 +285,16 @@ def test_multi_token_prediction_is_recomputed_with_whole_layers() -> None:
     ]
     assert extra[1] == 2 * 4096 * 7168 * 2
     assert extra[0] == extra[2] > 10 * extra[1]
+
+
+def test_rows_count_layers_and_waits_once() -> None:
+    """A module of a layer may have several groups, of which some move; a layer's wait is that of one module."""
+    job = make_job(
+        LATENT, "h200-141gb", layout=Layout(256, pipeline=8, expert=32, num_layers_first=6, num_layers_last=7)
+    )
+    outcome = make_plan(job).chosen
+    for rank, stage in enumerate(outcome.stages):
+        rows = module_rows(outcome, rank)
+        num_layers = sum(map(len, stage.layers)) + (job.shape.num_mtp_layers if rank == 7 else 0)
+        assert all(row.num_layers <= num_layers for row in rows)
+        assert sum(row.exposed_ms for row in rows) == pytest.approx(outcome.times[rank].exposed_ms)

@@ -1,0 +1,170 @@
+"""`nemo-rl-offload plan`: from a configuration to a job of the planner, and from its plan to tables and files."""
+
+import argparse
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nemo_rl_offload.config.batching_rules import rows_per_sample
+from nemo_rl_offload.config.checks import check_to_plan
+from nemo_rl_offload.config.loader import files_of, load_config, resolve_model_path
+from nemo_rl_offload.config.run_rules import GENERATES
+from nemo_rl_offload.config.sizes import parse_bytes
+from nemo_rl_offload.config.worker_counts import training_and_generating
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.observability.run_directory import SUMMARY_FILE
+from nemo_rl_offload.planner import render
+from nemo_rl_offload.planner.catalogue import load_model_shape
+from nemo_rl_offload.planner.expert_buffers import Skew, recorded_skew
+from nemo_rl_offload.planner.hardware import Device, find_device
+from nemo_rl_offload.planner.job import Job, read_job
+from nemo_rl_offload.planner.memory import allowance_bytes
+from nemo_rl_offload.planner.plan import JobPlan, make_plan
+from nemo_rl_offload.planner.shape import ModelShape
+
+WIDTH = 110
+"""Tables are cut, not wrapped, where they have less."""
+
+
+def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
+    """Plan, write what is asked for, and print. Raises ConfigError."""
+    config, unchanged = load_config(options.config, overrides), load_config(options.config)
+    job = read_options(options, config)
+    _check_targets(options)
+    found = make_plan(job)
+    if options.html is not None:
+        _write(options.html, render.plan_html(found))
+    if options.write is not None:
+        changed = difference(config, unchanged)
+        _write(options.write, render.plan_overlay(found, options.config, options.write, overrides, changed))
+    if options.format == "json":
+        print(json.dumps(render.plan_data(found), indent=2))
+    else:
+        console = Console(highlight=False, soft_wrap=True, markup=False)
+        console.width = max(console.width, WIDTH)
+        console.print(render.plan_tables(found))
+    return found
+
+
+def _check_targets(options: argparse.Namespace) -> None:
+    targets = [path for path in (options.write, options.html) if path is not None]
+    for path in targets:
+        if path.resolve() in files_of(options.config):
+            raise ConfigError(f"{path}: the configuration is read from it, and would be lost. Give another name.")
+    if len({path.resolve() for path in targets}) < len(targets):
+        raise ConfigError(f"--write {targets[0]}: --html would write over it. Give two names.")
+
+
+def difference(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `new` is not in `old`, in sections as there; lists count as a whole."""
+    found: dict[str, Any] = {}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            if inner := difference(value, before):
+                found[key] = inner
+        elif key not in old or value != before:
+            found[key] = value
+    return found
+
+
+def read_options(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
+    """The configuration on the command line as the planner sees it. Raises ConfigError."""
+    device, per_node = find_device(options.gpu), options.gpus_per_node
+    if per_node is not None and per_node < 1:
+        raise ConfigError(f"--gpus-per-node {per_node}: give a number from 1 on.")
+    if per_node is not None:
+        config = {**config, "cluster": {**config["cluster"], "gpus_per_node": per_node}}
+    check_to_plan(config, str(options.config))
+    policy, cluster, algorithm = config["policy"], config["cluster"], config["algorithm"]
+    if cluster["gpus_per_node"] != "auto":
+        per_node = cluster["gpus_per_node"]
+    per_node = device.devices_per_node if per_node is None else per_node
+    offload = policy["megatron_cfg"]["activation_offload"]
+    host_budget = offload["host_memory_budget"]
+    return read_job(
+        policy,
+        _shape(policy["model_name"]),
+        device,
+        _num_training(config, per_node),
+        skew=_skew(options),
+        memory_bytes=_memory_bytes(options.memory, offload["gpu_memory_budget"], device),
+        host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
+        reference_on_host=_keeps_reference(config),
+        rows_per_sample=rows_per_sample(algorithm),
+        least_sequence=_least_sequence(config),
+        teacher=_shape(config["teacher"]["model_name"]) if algorithm == "distillation" else None,
+        ranks_per_node=per_node,
+    )
+
+
+def _shape(name: str) -> ModelShape:
+    folder = None
+    with contextlib.suppress(ConfigError):  # then the catalogue is asked, whose message names both
+        folder = resolve_model_path(name)
+    return load_model_shape(name, folder)
+
+
+def _num_training(config: Mapping[str, Any], per_node: int) -> int:
+    """Workers that train."""
+    colocated, num_nodes = config["policy"]["generation"]["colocated"], config["cluster"]["num_nodes"]
+    if config["algorithm"] not in GENERATES:
+        colocated = {"enabled": True}
+    training, generating = training_and_generating(colocated, num_nodes, per_node)
+    if training < 1:
+        raise ConfigError(
+            f"policy.generation.colocated.resources: {generating} workers of {training + generating} leave none to "
+            "train. Lower that, or give more with --gpus-per-node."
+        )
+    return training
+
+
+def _keeps_reference(config: Mapping[str, Any]) -> bool:
+    """Whether the start model's weights are needed again and again."""
+    has_penalty: bool = config["loss_fn"]["reference_policy_kl_penalty"] > 0
+    return config["algorithm"] == "dpo" or (config["algorithm"] == "grpo" and has_penalty)
+
+
+def _least_sequence(config: Mapping[str, Any]) -> int:
+    if config["algorithm"] not in GENERATES:
+        return 1
+    return int(config["data"]["max_input_seq_length"]) + int(config["policy"]["generation"]["max_new_tokens"])
+
+
+def _memory_bytes(given: str | None, allocator_budget: str | None, device: Device) -> int:
+    """Device memory for a plan; 0: all of it. `auto` keeps what torch's allocator hands out within its budget, beside
+    which the allowances stand."""
+    if given is not None:
+        try:
+            return parse_bytes(given)
+        except ConfigError as error:
+            raise ConfigError(f"--memory: {error}") from error
+    if allocator_budget is None:
+        return 0
+    budget_bytes = parse_bytes(allocator_budget)
+    if budget_bytes > device.memory_bytes:
+        return budget_bytes
+    return min(device.memory_bytes, budget_bytes + sum(allowance_bytes(device).values()))
+
+
+def _skew(options: argparse.Namespace) -> Skew | None:
+    if options.recorded_run is not None:
+        return recorded_skew(options.recorded_run / SUMMARY_FILE)
+    if options.routing_skew is None:
+        return None
+    if not 1 <= options.routing_skew < float("inf"):
+        raise ConfigError(
+            f"--routing-skew {options.routing_skew:g}: the fullest rank has at least the average. Give 1.3."
+        )
+    return Skew(options.routing_skew, options.routing_skew)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
