@@ -7,10 +7,13 @@ the very end, so it sees overrides. Nothing here knows which keys exist: `checks
 imported.
 """
 
+import json
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,22 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
-from nemo_rl_offload.config.sources import OVERRIDE, LoadedConfig, final_origins, nodes, places_of
+from nemo_rl_offload.config.sources import (
+    OVERRIDE,
+    UNGIVEN,
+    LoadedConfig,
+    final_origins,
+    nodes,
+    places_of,
+    references,
+)
 from nemo_rl_offload.errors import ConfigError, nearest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
+BASE = PROJECT_ROOT / "examples" / "configs" / "base.yaml"
+"""The file of defaults."""
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -40,18 +53,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     """Return the merged, overridden and resolved configuration as plain dicts and lists.
 
     Missing values (`???`) stay in the result for `check_config` to report.
-    Raises ConfigError for a file that cannot be read, a cycle, or overrides that do not apply.
+    Raises ConfigError for a file that cannot be read, a cycle, overrides that do not apply, or interpolations that
+    cannot be resolved.
     """
     loaded = read_config(path, overrides)
-    if loaded.problems:
-        raise ConfigError("\n".join(loaded.problems))
+    unresolved = [f"{path}: {key}: {text} ({loaded.origin(key)})" for key, text in loaded.unresolved.items()]
+    if problems := loaded.problems + unresolved:
+        raise ConfigError("\n".join(problems))
     return loaded.values
 
 
 def read_config(
     path: str | Path, overrides: Sequence[str] = (), *, below: Sequence[str | Path] = (), resolve: bool = True
 ) -> LoadedConfig:
-    """Return what `load_config` does, with the origin of each value and the overrides that do not apply.
+    """Return what `load_config` does, with the origin of each value, and what that raises an error for.
 
     The files of ``below`` are inherited as if the file had named them first. Without ``resolve``, interpolations stay.
     Raises ConfigError for a file that cannot be read, or a cycle.
@@ -68,9 +83,29 @@ def read_config(
         except ConfigError as error:
             problems.append(f"override '{text}': {error}")
         except HydraException as error:
-            problems.append(f"override '{text}': {_first_line(error)}. Write key=value, +key=value or ~key.")
-    values = _resolve(config, path, origins) if resolve else config
-    return LoadedConfig(values, final_origins(config, origins), problems)
+            problems.append(f"override '{text}': {_first_line(error)}. {_how_to_write(text)}")
+    values, unresolved = _resolve(config, path) if resolve else (config, {})
+    is_alone = not below and len(files_of(Path(path))) == 1
+    return LoadedConfig(
+        values,
+        final_origins(config, origins, unresolved),
+        problems,
+        unresolved,
+        references(config),
+        os.path.relpath(BASE, Path(path).resolve().parent) if is_alone else "",
+    )
+
+
+def _how_to_write(text: str) -> str:
+    """The fix for an override that is none."""
+    key, equals, value = text.partition("=")
+    if not equals and text.endswith((".yaml", ".yml")):
+        return "A configuration file is given by --config (run), or as the one FILE (check, plan)."
+    try:
+        OverridesParser.create().parse_override(f'{key}="{value}"')
+    except HydraException:
+        return "Write key=value, +key=value or ~key."
+    return f"Write key=value, +key=value or ~key; text with such characters in quotes: {key}='\"{value}\"'"
 
 
 def _override_origins(override: Override) -> dict[str, str]:
@@ -79,20 +114,38 @@ def _override_origins(override: Override) -> dict[str, str]:
     return dict.fromkeys([path, *given], OVERRIDE)
 
 
-def _resolve(config: dict[str, Any], path: str | Path, origins: Mapping[str, str]) -> dict[str, Any]:
+def _resolve(config: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values, and why some of them cannot be resolved, by their paths; those are `UNGIVEN`."""
     for name, function in _ARITHMETIC.items():
-        OmegaConf.register_new_resolver(name, function, replace=True)
-    try:
-        resolved = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
-    except InterpolationToMissingValueError as error:
-        missing = _first_line(error).rsplit(": ", 1)[-1]
-        raise ConfigError(f"{path}: {missing}: missing value. Give one: {missing}=...") from error
-    except OmegaConfBaseException as error:
-        key = error.full_key or "interpolation"
-        place = f" ({origins[key]})" if key in origins else ""
-        raise ConfigError(f"{path}: {key}: {_first_line(error)}{place}") from error
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+        OmegaConf.register_new_resolver(name, partial(_of_numbers, name, function), replace=True)
+    tree = OmegaConf.create(config)
+    unresolved: dict[str, str] = {}
+    while True:
+        try:
+            resolved: Any = OmegaConf.to_container(tree, resolve=True)
+            return {str(key): value for key, value in resolved.items()}, unresolved
+        except OmegaConfBaseException as error:
+            place = error.full_key or ""
+            key = re.sub(r"\[(\w+)\]", r".\1", place)
+            if not isinstance(error, InterpolationResolutionError) or not key or key in unresolved:
+                raise ConfigError(f"{path}: {key or 'interpolation'}: {_first_line(error)}") from error
+            unresolved[key] = _why(error)
+            OmegaConf.update(tree, place, UNGIVEN)
+
+
+def _of_numbers(name: str, function: Callable[..., Any], *given: Any) -> Any:
+    for value in given:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} takes numbers, not {json.dumps(value, default=str)}")
+    return function(*given)
+
+
+def _why(error: InterpolationResolutionError) -> str:
+    text = _first_line(error).rpartition(" raised while resolving interpolation: ")[-1]
+    if isinstance(error, InterpolationToMissingValueError):
+        missing = text.rpartition(": ")[-1]
+        return f"is made of {missing}, a missing value. Give one: {missing}=..."
+    return text
 
 
 def resolve_model_path(name: str) -> Path:

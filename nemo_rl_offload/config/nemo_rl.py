@@ -13,6 +13,7 @@ from typing import Any
 
 UNSUPPORTED = "known to NeMo-RL, not supported here"
 MISSING = "missing value"
+NOT_ALLOWED = "is not allowed"
 
 _POLICY = (
     "dtensor_cfg automodel_cfg reward_model_cfg hf_config_overrides optimizer "
@@ -131,7 +132,7 @@ def unsupported(path: str) -> str | None:
 
 def is_replaceable(path: str, message: str) -> bool:
     """Whether a default may stand in for a value that the schema refuses, in a recipe of NeMo-RL."""
-    is_other_value = path in _OTHER_VALUES and "is not allowed" in message
+    is_other_value = path in _OTHER_VALUES and NOT_ALLOWED in message
     return is_other_value or message.startswith((UNSUPPORTED, MISSING))
 
 

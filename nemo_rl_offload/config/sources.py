@@ -5,7 +5,7 @@ a value's path only when something is to be said about it.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,8 @@ import yaml
 OVERRIDE = "override on the command line"
 """The place of what an override gave or removed."""
 _REFERENCE = re.compile(r"\$\{(\w[\w.]*)\}")
+UNGIVEN = "???"
+"""OmegaConf's mark for a value that must be given."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,12 @@ class LoadedConfig:
     """``"file:line"`` or `OVERRIDE` of each key and list item, by its path."""
     problems: list[str] = field(default_factory=list)
     """Overrides that do not apply, one line each."""
+    unresolved: Mapping[str, str] = field(default_factory=dict)
+    """Why interpolations could not be resolved, by the path of the value, which is then `UNGIVEN`."""
+    references: Mapping[str, list[str]] = field(default_factory=dict)
+    """The paths that a value was made of by interpolation, by its own path."""
+    missing_base: str = ""
+    """How to name the file of defaults, where the configuration inherits from no file."""
 
     def origin(self, path: str) -> str:
         """Where the value was written; of a missing one, its section; ``""`` where neither is known."""
@@ -63,12 +71,20 @@ def _places(node: Any, file: str, path: str) -> Iterator[tuple[str, str]]:
         yield from _places(child, file, inner)
 
 
-def final_origins(written: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, str]:
+def references(written: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the paths that each value refers to, before interpolation."""
+    texts = {path: text for path, text in nodes(written) if isinstance(text, str) and "${" in text}
+    return {path: _REFERENCE.findall(text) for path, text in texts.items()}
+
+
+def final_origins(
+    written: Mapping[str, Any], origins: Mapping[str, str], unresolved: Iterable[str] = ()
+) -> dict[str, str]:
     """Return the origins of what is left after inheritance; a value that only refers to another has that one's too.
 
-    ``written`` are the values before interpolation, which must not run in circles.
+    ``written`` are the values before interpolation, which run in circles only through what is ``unresolved``.
     """
-    values = dict(nodes(written))
+    values = dict(nodes(written)) | dict.fromkeys(unresolved)
     places = {path: origin for path, origin in origins.items() if path in values or origin == OVERRIDE}
     found = dict(places)
     for path in values:

@@ -49,12 +49,13 @@ def moe_model(make_model: MakeModel) -> Path:
 def tiny(configs: Path, dense_model: Path) -> Callable[..., dict[str, Any]]:
     """Load grpo_tiny.yaml with overrides and a model that exists."""
 
-    unchanged = load_config(configs / "grpo_tiny.yaml", [f"policy.model_name={dense_model}"])
+    always = [f"policy.model_name={dense_model}", "cluster.gpus_per_node=auto"]  # rules about numbers of workers wait
+    unchanged = load_config(configs / "grpo_tiny.yaml", always)
 
     def load(*overrides: str) -> dict[str, Any]:
         if not overrides:
             return copy.deepcopy(unchanged)
-        return load_config(configs / "grpo_tiny.yaml", [f"policy.model_name={dense_model}", *overrides])
+        return load_config(configs / "grpo_tiny.yaml", [*always, *overrides])
 
     return load
 

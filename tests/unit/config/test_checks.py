@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from nemo_rl_offload.config.checks import CheckedConfig, check_config
-from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.config.checks import CheckedConfig, check_config, examine
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config, read_config
 from nemo_rl_offload.errors import ConfigError
 
 M = "policy.megatron_cfg"
@@ -131,6 +132,56 @@ def test_everything_is_reported_together(check: Check) -> None:
         f"{M}.offload_modules",
         "policy.max_total_sequence_length",
     ]
+
+
+WRONG_TOO = [f"{M}.offload_modules=[x]", "policy.precison=float32"]
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "text"),
+    [
+        ("policy.train_micro_batch_size=null", "policy.train_micro_batch_size", "null is not allowed"),
+        ("policy.max_total_sequence_length=abc", "policy.max_total_sequence_length", '"abc" is not allowed'),
+        ("policy.max_total_sequence_length=-1", "policy.max_total_sequence_length", "-1 is not allowed"),
+        ("policy.logprob_batch_size=???", "policy.logprob_batch_size", "missing value. Give one"),
+        ("~policy.model_name", "policy.model_name", "missing. Allowed: text."),
+        ("policy.model_name=3", "policy.model_name", "3 is not allowed"),
+        ("policy.precision=${policy.nowhere}", "policy.precision", "Interpolation key 'policy.nowhere' not found"),
+        ("policy.precision=${loss_fn}", "policy.precision", "is not allowed"),
+        ("policy.train_micro_batch_size=${div:1,0}", "policy.train_micro_batch_size", "division by zero"),
+    ],
+)
+def test_what_is_made_of_a_wrong_value_is_not_reported(configs: Path, override: str, path: str, text: str) -> None:
+    found = examine(read_config(configs / "grpo_tiny.yaml", [override, *WRONG_TOO]), run_here=False)
+    assert [problem.path for problem in found.problems] == ["", path, f"{M}.offload_modules"]
+    assert text in found.problems[1].message
+
+
+def test_values_made_of_each_other_are_reported(configs: Path) -> None:
+    circle = ["grpo.seed=${grpo.val_period}", "grpo.val_period=${grpo.seed}"]
+    found = examine(read_config(configs / "grpo_tiny.yaml", circle), run_here=False)
+    assert found.problems
+    assert {problem.path for problem in found.problems} <= {"grpo.seed", "grpo.val_period"}
+
+
+@pytest.mark.parametrize("content", ["", "policy: {model_name: x}\n"])
+def test_a_file_that_inherits_nothing_is_told_how_to(tmp_path: Path, configs: Path, content: str) -> None:
+    path = tmp_path / "mine" / "top.yaml"
+    path.parent.mkdir()
+    path.write_text(content)
+    first = examine(read_config(path), run_here=False).problems[0]
+    assert first.path == "defaults"
+    inherit = re.search("`(defaults: .*/base.yaml)`$", first.message)
+    assert inherit
+    path.write_text(f"{inherit[1]}\n{content}")
+    paths = [problem.path for problem in examine(read_config(path), run_here=False).problems]
+    assert paths == ["policy.model_name", "env.reasoning_gym.task"][bool(content) :]
+
+
+def test_a_whole_file_needs_no_defaults(tmp_path: Path, tiny: Tiny) -> None:
+    path = tmp_path / "whole.yaml"
+    path.write_text(yaml.safe_dump(tiny()))
+    assert examine(read_config(path), run_here=False).problems == []
 
 
 @pytest.mark.parametrize("override", ["~policy.generation", "policy=null", "grpo=[]", "data.train=7", f"~{M}"])

@@ -96,7 +96,10 @@ def test_a_cycle_is_an_error(tmp_path: Path) -> None:
         ("- a\n- b\n", "must hold 'key: value' lines"),
         ("a: ${b\n", "top.yaml"),
         ("a: ${b}\n", r"top\.yaml: a: .*'b' not found"),
-        ("a: ???\nb: ${a}\n", r"top\.yaml: a: missing value"),
+        ("a: ???\nb: ${a}\n", r"top\.yaml: b: is made of a, a missing value\. Give one: a=\.\.\. \(.*top\.yaml:2\)"),
+        ("a: x\nb: ['${mul:2,${a}}']\n", r'top\.yaml: b\.0: mul takes numbers, not "x" \(.*top\.yaml:2\)'),
+        ("a: null\nb: ${add:2,${a}}\n", "b: add takes numbers, not null"),
+        ("a: true\nb: ${add:2,${a}}\n", "b: add takes numbers, not true"),
         ("a: ${b}\nb: ${a}\n", "top.yaml"),
         ("a: \x01\n", "top.yaml"),
         ("a: &x [*x]\n", r"top\.yaml: a value contains itself"),
@@ -156,6 +159,11 @@ def test_overrides(sample: Callable[..., dict[str, Any]], overrides: list[str], 
         ("a@b=1", "'@' has no meaning"),
         ("a.b", "missing EQUAL"),
         ("a.b=[1", r"Write key=value"),
+        ("other.yaml", r"A configuration file is given by --config \(run\), or as the one FILE \(check, plan\)\."),
+        ("./configs/other.yml", "A configuration file is given by --config"),
+        ("name={question}", r"""characters in quotes: name='"\{question\}"'$"""),
+        ("name=Q: {question} A:", r"""characters in quotes: name='"Q: \{question\} A:"'$"""),
+        ('name="{question', r"Write key=value, \+key=value or ~key\.$"),
     ],
 )
 def test_overrides_that_do_not_apply(sample: Callable[..., dict[str, Any]], override: str, message: str) -> None:
@@ -182,6 +190,25 @@ def test_no_override_ends_in_another_error(tmp_path_factory: pytest.TempPathFact
         return
     assert isinstance(result, dict)
     assert all(isinstance(key, str) for key in result)
+
+
+def test_the_quotes_that_an_override_is_told_to_have_mend_it(sample: Callable[..., dict[str, Any]]) -> None:
+    assert sample('name="Q: {question} A:"')["name"] == "Q: {question} A:"
+
+
+def test_interpolations_that_cannot_be_resolved_are_reported_together(tmp_path: Path) -> None:
+    path = write(tmp_path, top="a: x\nb: ${c}\nd: ['${mul:${a},2}', 3]\ne: ${b}\nf: ${a}\n")
+    loaded = read_config(path)
+    assert loaded.values == {"a": "x", "b": "???", "d": ["???", 3], "e": "???", "f": "x"}
+    assert loaded.unresolved == {
+        "b": "Interpolation key 'c' not found",
+        "d.0": 'mul takes numbers, not "x"',
+        "e": "is made of b, a missing value. Give one: b=...",
+    }
+    assert loaded.references == {"b": ["c"], "d.0": ["a"], "e": ["b"], "f": ["a"]}
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["x=1"])
+    assert len(str(caught.value).splitlines()) == 4
 
 
 def test_interpolations_see_overrides(sample: Callable[..., dict[str, Any]]) -> None:
