@@ -343,7 +343,9 @@ def readme() -> str:
     assert own, f"{README} has lost the lines {BEGIN} and {END}"
     found = [row for folder in device_folders() for row in rows(load(folder), folder)]
     measured = [row for row in found if row.state != NOT_YET]
-    lines = [*digest(measured), "", f"{len(found) - len(measured)} more figures have a bar and no kept result yet."]
+    lines = [*digest(measured)]
+    if others := len(found) - len(measured):
+        lines += ["", f"{others} more figures have a bar and no kept result yet."]
     return text[: own.start()] + BEGIN + "\n".join(lines) + "\n" + END + text[own.end() :]
 
 
