@@ -1,24 +1,20 @@
-"""Rules about the sections of the algorithms, and about settings that the chosen one does not read."""
+"""Rules about the sections of the algorithms."""
 
-from collections.abc import Iterator, Mapping
-from functools import cache
-from typing import Any
+from collections.abc import Iterator
 
-import yaml
-
-from nemo_rl_offload.config.loader import PROJECT_ROOT, resolve_data_path, resolve_model_path
+from nemo_rl_offload.config.loader import resolve_data_path, resolve_model_path
 from nemo_rl_offload.config.rule import Get, Rule
 from nemo_rl_offload.config.run_rules import GENERATES, takes_problems
 from nemo_rl_offload.errors import ConfigError
 
-_SPLITS = ("data.train", "data.validation")
-_METRICS = {
+SPLITS = ("data.train", "data.validation")
+METRICS = {
     "grpo": ("val:accuracy", "val:reward", "train:reward", "train:loss"),
     "distillation": ("val:accuracy", "val:reward", "train:reward", "train:loss"),
     "sft": ("val:loss", "train:loss"),
     "dpo": ("val:accuracy", "val:loss", "train:loss"),
 }
-_LOSS_KEYS = {"distillation": ("kl_type", "mixed_kl_weight", "zero_outside_topk")}
+"""The metrics that each algorithm has."""
 
 
 def _samples_per_step(get: Get) -> Iterator[str]:
@@ -93,9 +89,9 @@ def _teacher(get: Get) -> Iterator[str]:
 
 def _data_paths(get: Get) -> Iterator[str]:
     algorithm = get("algorithm")
-    train, validation = (get(f"{split}.path") for split in _SPLITS)
+    train, validation = (get(f"{split}.path") for split in SPLITS)
     if algorithm in GENERATES and takes_problems(get):
-        for split, path in zip(_SPLITS, (train, validation), strict=True):
+        for split, path in zip(SPLITS, (train, validation), strict=True):
             if path is not None:
                 yield (
                     f"{split}.path: {algorithm} takes its problems from env.reasoning_gym. Set it to null, or "
@@ -108,22 +104,23 @@ def _data_paths(get: Get) -> Iterator[str]:
         )
     elif algorithm == "dpo" and train is None:
         yield "data.train.path: missing value; dpo takes preference pairs from a file. Give one: data.train.path=..."
-    elif (train is None) != (validation is None) and _validates(get):
-        there, missing = _SPLITS if validation is None else reversed(_SPLITS)
+    elif (train is None) != (validation is None) and validates(get):
+        there, missing = SPLITS if validation is None else reversed(SPLITS)
         yield (
             f"{missing}.path: missing value, while {there}.path is given. Give one, or turn validation off: "
             f"{algorithm}.val_period=0 {algorithm}.val_at_start=false {algorithm}.val_at_end=false"
         )
 
 
-def _validates(get: Get) -> bool:
+def validates(get: Get) -> bool:
+    """Whether the run measures anything but training."""
     algorithm = get("algorithm")
     return any(get(f"{algorithm}.{key}") for key in ("val_period", "val_at_start", "val_at_end"))
 
 
 def _metric(get: Get) -> Iterator[str]:
     metric, algorithm = get("checkpointing.metric_name"), get("algorithm")
-    allowed = _METRICS[algorithm]
+    allowed = METRICS[algorithm]
     if metric not in allowed:
         yield f"checkpointing.metric_name: {algorithm} has no {metric}. Allowed: {', '.join(allowed)}."
     elif metric.endswith(":loss") == get("checkpointing.higher_is_better"):
@@ -155,7 +152,7 @@ def _teacher_is_here(get: Get) -> Iterator[str]:
 
 
 def _data_is_here(get: Get) -> Iterator[str]:
-    for split in _SPLITS:
+    for split in SPLITS:
         path = get(f"{split}.path")
         if not takes_problems(get) and path is not None:
             try:
@@ -165,63 +162,3 @@ def _data_is_here(get: Get) -> Iterator[str]:
 
 
 ALGORITHM_RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (_teacher_is_here, _data_is_here)
-
-
-def _without_effect(get: Get) -> Iterator[str]:
-    """Settings that the algorithm does not read; a value equal to the default was not set for it."""
-    algorithm = get("algorithm")
-    for path, default in _leaves(_defaults()):
-        if not _is_read(path, get) and get(path) != default:
-            yield f"{path}: {get(path)} has no effect with algorithm {algorithm}."
-
-
-def _is_read(path: str, get: Get) -> bool:
-    algorithm = get("algorithm")
-    section, _, key = path.partition(".")
-    if section in _METRICS:
-        return bool(section == algorithm)
-    if section == "teacher":
-        return bool(algorithm == "distillation")
-    if section == "loss_fn":
-        owner = "distillation" if key in _LOSS_KEYS["distillation"] else "grpo"
-        return bool(algorithm == owner)
-    if path in [f"{split}.split" for split in _SPLITS]:
-        return not takes_problems(get)
-    if path == "data.env_name":
-        return bool(algorithm in GENERATES)
-    if section == "env" and not key.startswith("reasoning_gym."):
-        return bool(algorithm in GENERATES and key.startswith(f"{get('data.env_name')}."))
-    if section == "env" or path in [f"{split}.{name}" for split in _SPLITS for name in ("seed", "size", "exclude")]:
-        return takes_problems(get)
-    if path.startswith("policy.generation."):
-        return bool(algorithm in GENERATES)
-    return True
-
-
-def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        name = f"{path}.{key}".lstrip(".")
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, name)
-        else:
-            yield name, value
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    """`base.yaml` as it is written."""
-    text = (PROJECT_ROOT / "examples" / "configs" / "base.yaml").read_text(encoding="utf-8")
-    content: dict[str, Any] = yaml.safe_load(text)
-    return content
-
-
-def _truncated_ratio(get: Get) -> Iterator[str]:
-    ratio = get("loss_fn.truncated_importance_sampling_ratio")
-    if ratio is not None and not get("loss_fn.use_importance_sampling_correction"):
-        yield (
-            f"loss_fn.truncated_importance_sampling_ratio: {ratio} has no effect while "
-            "use_importance_sampling_correction is false."
-        )
-
-
-ALGORITHM_WARNINGS: tuple[Rule, ...] = (_without_effect, _truncated_ratio)

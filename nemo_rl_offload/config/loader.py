@@ -11,6 +11,7 @@ import json
 import operator
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import lru_cache, partial, reduce
@@ -101,11 +102,12 @@ def _how_to_write(text: str) -> str:
     key, equals, value = text.partition("=")
     if not equals and text.endswith((".yaml", ".yml")):
         return "A configuration file is given by --config (run), or as the one FILE (check, plan)."
+    quoted = f'"{value}"'
     try:
-        OverridesParser.create().parse_override(f'{key}="{value}"')
+        OverridesParser.create().parse_override(f"{key}={quoted}")
     except HydraException:
         return "Write key=value, +key=value or ~key."
-    return f"Write key=value, +key=value or ~key; text with such characters in quotes: {key}='\"{value}\"'"
+    return f"Write key=value, +key=value or ~key; text with such characters in quotes: {key}={shlex.quote(quoted)}"
 
 
 def _override_origins(override: Override) -> dict[str, str]:

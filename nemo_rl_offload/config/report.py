@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_offload.config.checks import Findings, Problem, examine, summary
-from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
+from nemo_rl_offload.config.loader import BASE, read_config
 from nemo_rl_offload.config.megatron_schema import MegatronConfig
 from nemo_rl_offload.config.nemo_rl import UNSUPPORTED
 from nemo_rl_offload.config.sources import LoadedConfig
@@ -26,12 +26,11 @@ def check_file(file: Path, overrides: Sequence[str], *, allow_unsupported: bool 
 
     With ``allow_unsupported`` it is a recipe of NeMo-RL: base.yaml gives what it does not say or this project lacks.
     """
-    base = PROJECT_ROOT / "examples" / "configs" / "base.yaml"
     try:
         if not allow_unsupported:
             return examine(read_config(file, overrides), run_here=False)
-        recipe = read_config(file, overrides, below=[base])
-        return examine(recipe, run_here=False, nemo_rl_defaults=read_config(base, resolve=False).values)
+        recipe = read_config(file, overrides, below=[BASE])
+        return examine(recipe, run_here=False, nemo_rl_defaults=read_config(BASE, resolve=False).values)
     except ConfigError as error:
         return Findings(None, [Problem("", str(error), "")], [], LoadedConfig({}))
 

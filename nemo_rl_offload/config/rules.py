@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from nemo_rl_offload.config.algorithm_rules import ALGORITHM_RULES, ALGORITHM_RULES_OF_THIS_MACHINE, ALGORITHM_WARNINGS
+from nemo_rl_offload.config.algorithm_rules import ALGORITHM_RULES, ALGORITHM_RULES_OF_THIS_MACHINE
 from nemo_rl_offload.config.batching_rules import BATCHING_RULES, BATCHING_WARNINGS
 from nemo_rl_offload.config.cuda_graph_rules import CUDA_GRAPH_RULES, CUDA_GRAPH_WARNINGS
+from nemo_rl_offload.config.effect_rules import EFFECT_WARNINGS
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.megatron_rules import MEGATRON_RULES, MEGATRON_WARNINGS, transformer_engine_is_here
 from nemo_rl_offload.config.mlp_recompute_rules import MLP_RECOMPUTE_RULES, MLP_RECOMPUTE_WARNINGS
@@ -15,7 +16,7 @@ from nemo_rl_offload.config.offload_recompute_rules import OFFLOAD_RECOMPUTE_RUL
 from nemo_rl_offload.config.offload_rules import OFFLOAD_RULES, OFFLOAD_WARNINGS
 from nemo_rl_offload.config.parallel_rules import PARALLEL_RULES
 from nemo_rl_offload.config.rule import MEGATRON, Get, Rule, megatron
-from nemo_rl_offload.config.run_rules import RUN_RULES, RUN_RULES_OF_THIS_MACHINE, RUN_WARNINGS
+from nemo_rl_offload.config.run_rules import RUN_RULES, RUN_RULES_OF_THIS_MACHINE
 from nemo_rl_offload.config.shapes import read_shape
 from nemo_rl_offload.config.stash_rules import STASH_RULES
 from nemo_rl_offload.config.worker_counts import WORKER_COUNT_RULES
@@ -114,6 +115,5 @@ WARNINGS: tuple[Rule, ...] = (
     *MEGATRON_WARNINGS,
     *WORKER_WARNINGS,
     *BATCHING_WARNINGS,
-    *RUN_WARNINGS,
-    *ALGORITHM_WARNINGS,
+    *EFFECT_WARNINGS,
 )

@@ -66,14 +66,6 @@ def _generation_workers(get: Get) -> Iterator[str]:
         )
 
 
-def _useless_resources(get: Get) -> Iterator[str]:
-    path = "policy.generation.colocated"
-    if get("algorithm") in GENERATES and get(f"{path}.enabled"):
-        for key in ("gpus_per_node", "num_nodes"):
-            if (value := get(f"{path}.resources.{key}")) is not None:
-                yield f"{path}.resources.{key}: {value} has no effect while {path}.enabled is true."
-
-
 @cache
 def task_names() -> set[str]:
     """Return the names of reasoning-gym's data sets, read from its sources: importing it takes seconds."""
@@ -103,4 +95,3 @@ RUN_RULES: tuple[Rule, ...] = (
     _function,
     _generation_workers,
 )
-RUN_WARNINGS: tuple[Rule, ...] = (_useless_resources,)

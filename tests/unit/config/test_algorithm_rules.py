@@ -113,35 +113,3 @@ def test_files_and_teacher_must_exist(check: Check, dense_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"\nteacher\.model_name: 'no/such' is not a local"):
         check(*teacher)
     assert len(check(*teacher, run_here=False).warnings) >= 1
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ("sft.max_num_steps=7", ["sft.max_num_steps: 7 has no effect with algorithm grpo."]),
-        ("loss_fn.kl_type=forward", ["loss_fn.kl_type: forward has no effect with algorithm grpo."]),
-        ("teacher.model_name=x", ["teacher.model_name: x has no effect with algorithm grpo."]),
-        (
-            "loss_fn.truncated_importance_sampling_ratio=2",
-            [
-                "loss_fn.truncated_importance_sampling_ratio: 2 has no effect while "
-                "use_importance_sampling_correction is false."
-            ],
-        ),
-        ("env.math.comparison=exact", ["env.math.comparison: exact has no effect with algorithm grpo."]),
-        ("env.function.path=a:b", ["env.function.path: a:b has no effect with algorithm grpo."]),
-        ("loss_fn.truncated_importance_sampling_ratio=2 loss_fn.use_importance_sampling_correction=true", []),
-    ],
-)
-def test_settings_without_effect(check: Check, overrides: str, expected: list[str]) -> None:
-    assert check(*overrides.split()).warnings == expected
-
-
-def test_another_algorithm_reads_other_settings(check: Check) -> None:
-    warnings = check(*SFT.split()).warnings
-    assert "policy.generation.max_new_tokens: 8 has no effect with algorithm sft." in warnings
-    assert "grpo.num_prompts_per_step: 16 has no effect with algorithm sft." in warnings
-    assert not any(warning.startswith(("env.", "data.")) for warning in warnings)
-    with_files = check(*SFT.split(), *FILES.split()).warnings
-    assert "env.reasoning_gym.task: spell_backward has no effect with algorithm sft." in with_files
-    assert "data.validation.size: 200 has no effect with algorithm sft." in with_files

@@ -163,6 +163,7 @@ def test_overrides(sample: Callable[..., dict[str, Any]], overrides: list[str], 
         ("./configs/other.yml", "A configuration file is given by --config"),
         ("name={question}", r"""characters in quotes: name='"\{question\}"'$"""),
         ("name=Q: {question} A:", r"""characters in quotes: name='"Q: \{question\} A:"'$"""),
+        ("name=it's {x}", r"""characters in quotes: name='"it'"'"'s \{x\}"'$"""),
         ('name="{question', r"Write key=value, \+key=value or ~key\.$"),
     ],
 )

@@ -1,0 +1,163 @@
+"""Settings that nothing reads are warned about, and defaults are not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.config.algorithm_rules import METRICS
+from nemo_rl_offload.config.checks import CheckedConfig, examine
+from nemo_rl_offload.config.effect_rules import EFFECT_WARNINGS, defaults
+from nemo_rl_offload.config.loader import BASE, load_config
+
+Check = Callable[..., CheckedConfig]
+M = "policy.megatron_cfg"
+FILES = "data.train.path=README.md data.validation.path=README.md"
+SFT = "algorithm=sft checkpointing.metric_name=val:loss checkpointing.higher_is_better=false"
+DPO = f"{SFT.replace('sft', 'dpo')} {FILES}"
+DISTILLATION = (
+    "algorithm=distillation distillation.num_prompts_per_step=128 teacher.model_name=examples/models/tiny_speller"
+)
+FUNCTION = f"data.env_name=function env.function.path=my:f {FILES}"
+SHAPING = "grpo.reward_shaping"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "sft.max_num_steps=7",
+        "loss_fn.kl_type=forward",
+        "teacher.model_name=x",
+        "env.math.comparison=exact",
+        "env.function.path=a:b",
+    ],
+)
+def test_what_the_algorithm_does_not_read(check: Check, override: str) -> None:
+    path, value = override.split("=")
+    assert check(override).warnings == [f"{path}: {value} has no effect with algorithm grpo."]
+
+
+def test_another_algorithm_reads_other_settings(check: Check) -> None:
+    warnings = check(*SFT.split()).warnings
+    assert "policy.generation.max_new_tokens: 8 has no effect with algorithm sft." in warnings
+    assert "grpo.num_prompts_per_step: 16 has no effect with algorithm sft." in warnings
+    unread = {line.split(":")[0] for line in warnings if line.startswith(("env.", "data."))}
+    assert unread == {"data.max_input_seq_length"}
+    with_files = check(*SFT.split(), *FILES.split()).warnings
+    assert "env.reasoning_gym.task: spell_backward has no effect with algorithm sft." in with_files
+    assert "data.validation.size: 200 has no effect with algorithm sft." in with_files
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "unread"),
+    [
+        ("sft", SFT, {"generation_batch_size", "logprob_batch_size", "max_input_seq_length"}),
+        ("dpo", DPO, {"generation_batch_size", "max_input_seq_length"}),
+        ("distillation", DISTILLATION, set()),
+    ],
+)
+def test_sizes_that_an_algorithm_does_not_read(check: Check, algorithm: str, overrides: str, unread: set[str]) -> None:
+    sizes = ("policy.generation_batch_size", "policy.logprob_batch_size", "data.max_input_seq_length")
+    warnings = check(*overrides.split()).warnings
+    found = [line for line in warnings if line.startswith(sizes)]
+    assert all(line.endswith(f" has no effect with algorithm {algorithm}.") for line in found)
+    assert {line.split(":")[0].rpartition(".")[2] for line in found} == unread
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix", "switch"),
+    [
+        (
+            f"{M}.optimizer.min_lr=1e-5",
+            f"while {M}.scheduler.lr_decay_style is constant. Set that to linear or cosine, or this to 0.0.",
+            f"{M}.scheduler.lr_decay_style=cosine",
+        ),
+        (
+            "loss_fn.truncated_importance_sampling_ratio=2",
+            "while loss_fn.use_importance_sampling_correction is false. Set that to true, or this to null.",
+            "loss_fn.use_importance_sampling_correction=true",
+        ),
+        (
+            "grpo.dynamic_sampling_max_gen_batches=3",
+            "while grpo.use_dynamic_sampling is false. Set that to true, or this to 10.",
+            "grpo.use_dynamic_sampling=true",
+        ),
+        (
+            f"{SHAPING}.overlong_buffer_length=4",
+            f"while {SHAPING}.enabled is false. Set that to true, or this to 64.",
+            f"{SHAPING}.enabled=true",
+        ),
+        (
+            f"{SHAPING}.overlong_buffer_penalty=2.0",
+            f"while {SHAPING}.enabled is false. Set that to true, or this to 1.0.",
+            f"{SHAPING}.enabled=true {SHAPING}.overlong_buffer_length=4",
+        ),
+        (
+            f"{SHAPING}.max_response_length=100",
+            f"while {SHAPING}.enabled is false. Set that to true, or this to null.",
+            f"{SHAPING}.enabled=true",
+        ),
+        (
+            "grpo.max_rollout_turns=3",
+            "while data.env_name is reasoning_gym. Set that to function, or this to 1.",
+            FUNCTION,
+        ),
+        (
+            "policy.generation.colocated.resources.gpus_per_node=2",
+            "while policy.generation.colocated.enabled is true. Set that to false, or this to null.",
+            "policy.generation.colocated.enabled=false cluster.gpus_per_node=4",
+        ),
+    ],
+)
+def test_what_another_key_switches_off(check: Check, overrides: str, fix: str, switch: str) -> None:
+    path, value = overrides.split("=")
+    (warning,) = check(overrides).warnings
+    assert warning == f"{path}: {float(value) if 'e-' in value else value} has no effect {fix}"
+    assert not [line for line in check(overrides, *switch.split(), run_here=False).warnings if line.startswith(path)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "switch"),
+    [("loss_fn.mixed_kl_weight=0.2", "loss_fn.kl_type=mixed"), ("distillation.max_rollout_turns=2", FUNCTION)],
+)
+def test_what_another_key_switches_off_in_distillation(check: Check, setting: str, switch: str) -> None:
+    def warnings(*overrides: str) -> list[str]:
+        found = check(*DISTILLATION.split(), setting, *overrides, run_here=False).warnings
+        return [line for line in found if line.startswith(setting.split("=")[0])]
+
+    (warning,) = warnings("loss_fn.kl_type=forward")
+    assert "has no effect while" in warning
+    assert warnings(*switch.split()) == []
+    (warning,) = check(setting).warnings
+    assert warning.endswith("has no effect with algorithm grpo."), "one reason is enough"
+
+
+def test_a_metric_that_is_never_measured(check: Check) -> None:
+    off = ["grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"]
+    (warning,) = check(*off, "checkpointing.metric_name=val:reward").warnings
+    assert warning == (
+        "checkpointing.metric_name: val:reward has no effect while validation is off: the latest checkpoints are kept. "
+        "Set grpo.val_at_end=true, or this to train:loss."
+    )
+    quiet = [off, [*off, "checkpointing.metric_name=train:reward"], [*off[:2], "checkpointing.metric_name=val:reward"]]
+    assert [check(*overrides).warnings for overrides in quiet] == [[], [], []]
+
+
+@pytest.mark.parametrize("algorithm", METRICS)
+def test_defaults_are_not_warned_about(algorithm: str) -> None:
+    values = load_config(BASE, ["policy.model_name=x", f"algorithm={algorithm}"])
+
+    def get(path: str) -> Any:
+        node: Any = values
+        for part in path.split("."):
+            node = node[part]
+        return node
+
+    assert [line for rule in EFFECT_WARNINGS for line in rule(get)] == []
+    assert defaults()["policy.model_name"] == "???"
+
+
+def test_a_wrong_value_hides_no_warning_about_another(tiny: Callable[..., dict[str, Any]]) -> None:
+    raw = tiny("grpo.use_dynamic_sampling=maybe", f"{SHAPING}.max_response_length=100", "sft.max_num_steps=7")
+    warnings = examine(raw, run_here=False).warnings
+    assert [warning.path for warning in warnings] == ["sft.max_num_steps", f"{SHAPING}.max_response_length"]
