@@ -17,6 +17,7 @@ from nemo_rl_offload.config.rule import (
     recompute,
     recomputed,
 )
+from nemo_rl_offload.config.run_rules import GENERATES
 from nemo_rl_offload.errors import nearest
 from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE
 from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS
@@ -90,6 +91,18 @@ def _recompute(get: Get) -> Iterator[str]:
         )
 
 
+def _recompute_of_further_tokens(get: Get) -> Iterator[str]:
+    """Megatron-Core asserts this at the first training step."""
+    settings = recompute(get)
+    num_layers = settings["recompute_num_layers"]
+    is_uniform = settings["recompute_granularity"] == "full" and settings["recompute_method"] == "uniform"
+    if is_uniform and num_layers not in (None, 1) and model_shape(get).predicts_further_tokens:
+        yield (
+            f"{MEGATRON}.recompute_num_layers: {num_layers} is not allowed with recompute_method uniform and a model "
+            "with multi-token prediction, whose layers are recomputed one at a time. Set 1."
+        )
+
+
 def _recompute_names(get: Get) -> Iterator[str]:
     path = f"{MEGATRON}.recompute_modules"
     for name in megatron(get, "recompute_modules") or []:
@@ -158,13 +171,25 @@ def _weight_decay(get: Get) -> Iterator[str]:
         yield f"{path}.weight_decay_incr_style: weight decay goes from {start} to {end}. Set linear or cosine."
 
 
+def _num_updates(get: Get) -> int:
+    """Optimizer steps of the whole run; where passes over the data end it before, more than there are."""
+    algorithm, of_step = get("algorithm"), 1
+    if algorithm in GENERATES:
+        prompts, generations = (get(f"{algorithm}.num_{key}") for key in ("prompts_per_step", "generations_per_prompt"))
+        of_step = max(1, prompts * generations // get("policy.train_global_batch_size"))
+    if algorithm == "grpo":
+        of_step *= get("grpo.ppo_epochs")
+    return int(get(f"{algorithm}.max_num_steps") * of_step)
+
+
 def _warmup(get: Get) -> Iterator[str]:
     path = f"{MEGATRON}.scheduler"
     warmup = get(f"{path}.lr_warmup_iters")
-    decay = get(f"{path}.lr_decay_iters") or get(f"{get('algorithm')}.max_num_steps")
+    decay = get(f"{path}.lr_decay_iters") or _num_updates(get)
     if get(f"{path}.lr_decay_style") != "constant" and warmup >= decay:
         yield (
-            f"{path}.lr_warmup_iters: {warmup} is not below lr_decay_iters, {decay} (null: max_num_steps). Lower it."
+            f"{path}.lr_warmup_iters: {warmup} is not below lr_decay_iters, {decay} (null: updates of the run). "
+            "Lower it."
         )
 
 
@@ -192,6 +217,7 @@ def _overlap(get: Get) -> Iterator[str]:
 MEGATRON_RULES: tuple[Rule, ...] = (
     _torch_layers,
     _recompute,
+    _recompute_of_further_tokens,
     _recompute_names,
     _recompute_fits_model,
     _experts,
@@ -218,6 +244,25 @@ def _recompute_is_off(get: Get) -> Iterator[str]:
             yield f"{MEGATRON}.recompute_{key}: ignored with recompute_granularity {granularity or 'null'}."
 
 
+def _recompute_skips_further_tokens(get: Get) -> Iterator[str]:
+    settings = recompute(get)
+    is_block = settings["recompute_granularity"] == "full" and settings["recompute_method"] == "block"
+    if is_block and model_shape(get).predicts_further_tokens:
+        yield (
+            f"{MEGATRON}.recompute_method: block leaves out the layers of multi-token prediction. To recompute them "
+            "too, set uniform, with recompute_num_layers 1."
+        )
+
+
+def _warmup_never_ends(get: Get) -> Iterator[str]:
+    path, num_updates = f"{MEGATRON}.scheduler.lr_warmup_iters", _num_updates(get)
+    if get(path) >= num_updates and not any(_warmup(get)):
+        yield (
+            f"{path}: {get(path)} is not below {num_updates}, the updates of the run, so that optimizer.lr is never "
+            "reached. Lower it."
+        )
+
+
 def _no_experts(get: Get) -> Iterator[str]:
     names = (
         "router_dtype",
@@ -233,4 +278,9 @@ def _no_experts(get: Get) -> Iterator[str]:
         yield from (f"{MEGATRON}.{key}: ignored, because the model has no experts." for key in given)
 
 
-MEGATRON_WARNINGS: tuple[Rule, ...] = (_recompute_is_off, _no_experts)
+MEGATRON_WARNINGS: tuple[Rule, ...] = (
+    _recompute_is_off,
+    _recompute_skips_further_tokens,
+    _warmup_never_ends,
+    _no_experts,
+)

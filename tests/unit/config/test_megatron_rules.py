@@ -366,3 +366,23 @@ def test_context_parallelism_excludes_models_that_predict_further_tokens(
     (line,) = refusals(f"{split}=2")
     assert "Set it to 1" in line
     assert refusals(f"{split}=1") == []
+
+
+def test_recompute_of_multi_token_prediction(check: Check, refusals: Refusals, make_model: MakeModel) -> None:
+    model = f"policy.model_name={make_model(num_nextn_predict_layers=1)}"
+    full = "M.recompute_granularity=full M.recompute_method"
+    (line,) = refusals(f"{model} M.offload_modules=[attn_norm] {full}=uniform M.recompute_num_layers=2")
+    assert line.startswith(f"{M}.recompute_num_layers: 2 is not allowed with recompute_method uniform")
+    assert line.endswith("Set 1.")
+    for legal in (
+        f"{model} {full}=uniform M.recompute_num_layers=1",
+        f"{model} {full}=block M.recompute_num_layers=2",
+        f"{model} M.activation_checkpointing=true",
+        f"DENSE {full}=uniform M.recompute_num_layers=2",
+    ):
+        assert refusals(f"{legal} M.offload_modules=[attn_norm]") == []
+    block = [f"{M}.recompute_granularity=full", f"{M}.recompute_method=block", f"{M}.recompute_num_layers=4"]
+    offloaded = f"{M}.offload_modules=[attn_norm]"
+    assert check(*block, offloaded).warnings == []
+    (warning,) = check(model, *block, offloaded).warnings
+    assert warning.startswith(f"{M}.recompute_method: block leaves out the layers of multi-token prediction.")

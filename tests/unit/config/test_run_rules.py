@@ -111,7 +111,7 @@ def test_a_broken_model_folder_is_one_problem(check: Check, make_model: MakeMode
         check(f"policy.model_name={model}", f"{M}.offload_modules=[moe_act]")
 
 
-@pytest.mark.parametrize("overrides", ["policy.megatron_cfg.scheduler.lr_decay_style=linear", "grpo.max_num_steps=1"])
+@pytest.mark.parametrize("overrides", ["policy.megatron_cfg.scheduler.lr_decay_style=linear", "grpo.max_num_steps=6"])
 def test_legal_combinations_pass_without_warning(check: Check, overrides: str) -> None:
     assert check(overrides).warnings == []
 
