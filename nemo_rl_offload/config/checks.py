@@ -147,13 +147,13 @@ def _against_schema(
         return None, _schema_problems(values, error) | reported
 
 
-PLANNED = ("policy", "cluster", "loss_fn", "algorithm", "teacher")
-"""Sections that a plan reads."""
+PLANNED = ("policy", "cluster", "loss_fn", "algorithm", "teacher", "defaults", "")
+"""Sections that a plan reads, the files that they come from, and overrides that do not apply."""
 NOT_PLANNED = f"{MEGATRON}.activation_offload.gpu_memory_budget"
 """What `auto` cannot be without, and a plan is told otherwise."""
 
 
-def check_to_plan(raw: Mapping[str, Any], source: str) -> None:
+def check_to_plan(raw: Mapping[str, Any] | LoadedConfig, source: str) -> None:
     """Check what a plan needs of a configuration, as `examine` does.
 
     Raises one ConfigError with all problems below `PLANNED`.

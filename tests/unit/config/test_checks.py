@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl_offload.config.checks import CheckedConfig, check_config, examine
+from nemo_rl_offload.config.checks import CheckedConfig, check_config, check_to_plan, examine
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config, read_config
 from nemo_rl_offload.errors import ConfigError
 
@@ -176,6 +176,18 @@ def test_a_file_that_inherits_nothing_is_told_how_to(tmp_path: Path, configs: Pa
     path.write_text(f"{inherit[1]}\n{content}")
     paths = [problem.path for problem in examine(read_config(path), run_here=False).problems]
     assert paths == ["policy.model_name", "env.reasoning_gym.task"][bool(content) :]
+
+
+def test_a_plan_is_told_what_a_check_is(tmp_path: Path, configs: Path) -> None:
+    overrides = ["policy.max_total_sequence_length=abc", "grpo.seed=x", "nowhere=1"]
+    with pytest.raises(ConfigError) as caught:
+        check_to_plan(read_config(configs / "grpo_tiny.yaml", overrides), "tiny.yaml")
+    head, *lines = str(caught.value).splitlines()
+    assert head == "tiny.yaml: cannot be planned"
+    assert [line.partition(":")[0] for line in lines] == ["override 'nowhere=1'", "policy.max_total_sequence_length"]
+    (tmp_path / "empty.yaml").touch()
+    with pytest.raises(ConfigError, match="\ndefaults: missing"):
+        check_to_plan(read_config(tmp_path / "empty.yaml"), "empty.yaml")
 
 
 def test_a_whole_file_needs_no_defaults(tmp_path: Path, tiny: Tiny) -> None:
