@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from rich.console import Console
 
 from nemo_rl_offload.config.batching_rules import rows_per_sample
 from nemo_rl_offload.config.checks import check_to_plan
-from nemo_rl_offload.config.loader import files_of, load_config, resolve_model_path
+from nemo_rl_offload.config.loader import files_of, read_config, resolve_model_path
 from nemo_rl_offload.config.run_rules import GENERATES
 from nemo_rl_offload.config.sizes import parse_bytes
+from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.worker_counts import training_and_generating
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.run_directory import SUMMARY_FILE
@@ -32,14 +34,14 @@ WIDTH = 110
 
 def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     """Plan, write what is asked for, and print. Raises ConfigError."""
-    config, unchanged = load_config(options.config, overrides), load_config(options.config)
-    job = read_options(options, config)
+    loaded = read_config(options.config, overrides)
+    job = read_options(options, loaded)
     _check_targets(options)
     found = make_plan(job)
     if options.html is not None:
         _write(options.html, render.plan_html(found))
     if options.write is not None:
-        changed = difference(config, unchanged)
+        changed = difference(loaded.values, read_config(options.config).values)
         _write(options.write, render.plan_overlay(found, options.config, options.write, overrides, changed))
     if options.format == "json":
         print(json.dumps(render.plan_data(found), indent=2))
@@ -72,14 +74,15 @@ def difference(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def read_options(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
+def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
     """The configuration on the command line as the planner sees it. Raises ConfigError."""
     device, per_node = find_device(options.gpu), options.gpus_per_node
     if per_node is not None and per_node < 1:
         raise ConfigError(f"--gpus-per-node {per_node}: give a number from 1 on.")
-    if per_node is not None:
+    config = loaded.values
+    if per_node is not None and isinstance(config.get("cluster"), Mapping):
         config = {**config, "cluster": {**config["cluster"], "gpus_per_node": per_node}}
-    check_to_plan(config, str(options.config))
+    check_to_plan(replace(loaded, values=config), str(options.config))
     policy, cluster, algorithm = config["policy"], config["cluster"], config["algorithm"]
     if cluster["gpus_per_node"] != "auto":
         per_node = cluster["gpus_per_node"]

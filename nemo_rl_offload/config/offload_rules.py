@@ -96,15 +96,21 @@ def _fused_group_mlp(get: Get) -> Iterator[str]:
         yield f"{PATH}: 'fused_group_mlp' covers {' and '.join(parts)} already. Remove one or the other."
 
 
+def _fused_norms(get: Get) -> list[str]:
+    """Norms that are no module of their own in Transformer Engine's layers."""
+    shape = model_shape(get)
+    is_layers_input = is_native(get) and recompute(get)["recompute_granularity"] == "full"
+    is_own = {"attn_norm": shape.has_latent_attention or is_layers_input, "mlp_norm": shape.has_experts}
+    return [name for name, own in is_own.items() if not own]
+
+
 def _transformer_engines_layers(get: Get) -> Iterator[str]:
     names = offloaded(get)
     if not names or megatron(get, "transformer_impl") != "transformer_engine":
         return
-    shape = model_shape(get)
-    is_layers_input = is_native(get) and recompute(get)["recompute_granularity"] == "full"
-    has_own_norm = {"attn_norm": shape.has_latent_attention or is_layers_input, "mlp_norm": shape.has_experts}
+    fused = _fused_norms(get)
     for name in names:
-        if not has_own_norm.get(name, True):
+        if name in fused:
             yield (
                 f"{PATH}: '{name}' has no boundary of its own in Transformer Engine's fused norm and linear layers. "
                 "Remove it, or set transformer_impl: torch."
@@ -168,8 +174,10 @@ def _budget_is_unused(get: Get) -> Iterator[str]:
 
 
 def _norms_and_auto_layers(get: Get) -> Iterator[str]:
-    names = [name for name in offloaded(get) if name in ("attn_norm", "mlp_norm")]
-    if names and megatron(get, "transformer_impl") == "auto":
+    if megatron(get, "transformer_impl") != "auto" or not offloaded(get):
+        return
+    fused = _fused_norms(get)
+    if names := [name for name in offloaded(get) if name in fused]:
         yield (
             f"{PATH}: {' and '.join(names)} may not be offloadable where transformer_impl: auto finds Transformer "
             "Engine, which fuses norms into linear layers. Set transformer_impl: torch to be sure."

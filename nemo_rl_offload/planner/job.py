@@ -61,6 +61,8 @@ class Job:
     """As configured; empty also for `auto`."""
     native_engine: bool = True
     """Whether this project's engine moves them, or Megatron-Core's."""
+    offloads: bool = True
+    """Whether something can be: Megatron-Core's engine needs Transformer Engine."""
     recomputes_mlp_parts: bool = True
     """Whether parts of dense MLPs can be recomputed: beside this project's engine, and not in 8 bits."""
     transformer_engine: bool = False
@@ -154,6 +156,7 @@ def read_job(
         recompute=_recompute(cfg),
         offload_modules=tuple(modules) if listed else (),
         native_engine=is_native,
+        offloads=is_native or cfg["transformer_impl"] != "torch",
         recomputes_mlp_parts=is_native and fp8 is None and not cfg["use_transformer_engine_op_fuser"],
         transformer_engine=cfg["transformer_impl"] == "transformer_engine",
         any_implementation=cfg["transformer_impl"] == "auto",

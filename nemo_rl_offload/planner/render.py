@@ -156,9 +156,7 @@ def summary_lines(plan: JobPlan) -> list[str]:
     if factors := data["recommended_factors"]:
         lines.append("for this routing: " + "; ".join(f"{key}: {factor}" for key, factor in factors.items()))
     if job.any_implementation:
-        lines.append(
-            "transformer_impl: auto is planned as torch, with modules that Transformer Engine has too"
-        )
+        lines.append("transformer_impl: auto is planned as torch, with modules that Transformer Engine has too")
     return lines + _verdict(plan)
 
 

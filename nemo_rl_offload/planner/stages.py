@@ -151,7 +151,7 @@ def separable(job: Job) -> tuple[str, ...]:
 
 def candidates(job: Job) -> tuple[str, ...]:
     """Modules that the job's engine can offload of its layers: Megatron-Core's, nothing of those recomputed whole."""
-    if job.recompute.method is not None and not job.native_engine:
+    if not job.offloads or (job.recompute.method is not None and not job.native_engine):
         return ()
     names = set(SUPPORTED_MODULES if job.native_engine else MEGATRON_MODULES)
     if job.transformer_engine or job.any_implementation:

@@ -132,6 +132,15 @@ def test_the_teacher_stays_beside_the_student(capsys: pytest.CaptureFixture[str]
     assert stage["peak_bytes"] > stage["static_bytes"]["teacher"] + stage["static_bytes"]["weights"]
 
 
+def test_an_override_may_give_what_a_file_leaves_open(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    own, overlay = tmp_path / "own.yaml", tmp_path / "planned.yaml"
+    own.write_text(f"defaults: {EXAMPLES / 'sft.yaml'}\npolicy:\n  model_name: ???\n")
+    words = ("--gpu", "h100", "--write", str(overlay))
+    assert "policy.model_name: missing value" in plan(capsys, str(own), *words, code=EXIT_USER_ERROR)
+    plan(capsys, str(own), *words, "policy.model_name=Qwen/Qwen2.5-1.5B")
+    assert load_config(overlay)["policy"]["model_name"] == "Qwen/Qwen2.5-1.5B"
+
+
 def test_a_machine_has_the_workers_that_are_configured(capsys: pytest.CaptureFixture[str]) -> None:
     words = (str(EXAMPLES / "grpo_math_1B.yaml"), "--gpu", "h100", "--format", "json", "cluster.num_nodes=4")
     for count in (["cluster.gpus_per_node=2"], ["--gpus-per-node", "2"]):
@@ -265,6 +274,10 @@ REFUSED = [
         "a100-80gb has no 8-bit formats",
     ),
     (("--gpu", "h100", "--memory", ""), "--memory: '' is not a size"),
+    (
+        ("--gpu", "h100", "policy.max_total_sequence_length=abc"),
+        'policy.max_total_sequence_length: "abc" is not allowed',
+    ),
     (("--gpu", "h100", "--write", "one.yaml", "--html", "one.yaml"), "--write one.yaml: --html would write over it"),
     (("--gpu", "h100", f"{CFG}.recompute_modules=[mlp_atc]"), "'mlp_atc': unknown module. Did you mean 'mlp_act'?"),
     (("--gpu", "h100", "policy.dynamic_batching.enabled=true"), "excluded by dynamic_batching.enabled"),
