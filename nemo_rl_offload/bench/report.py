@@ -1,7 +1,6 @@
 """A bench's figures as a table, as JSON, and as a picture of memory against time."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from nemo_rl_offload.bench.offload import Figures
 from nemo_rl_offload.bench.tradeoff import Point, draw_tradeoff
+from nemo_rl_offload.observability.output import written_aside
 from nemo_rl_offload.observability.report import human_bytes
 
 
@@ -46,11 +46,13 @@ def write(folder: Path, name: str, data: dict[str, Any], figures: Sequence[Figur
 
 
 def write_json(path: Path, data: dict[str, Any], indent: int | None = 1) -> Path:
-    """Write it aside, then rename; returns its path. Without `indent` all of it is one line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".json.part")
-    aside.write_text(json.dumps(data, indent=indent) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    """Write it aside, then rename; returns its path. Without `indent` all of it is one line.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+    with written_aside(path) as aside:
+        aside.write_text(json.dumps(data, indent=indent) + "\n", encoding="utf-8")
     return path
 
 

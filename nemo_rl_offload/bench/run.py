@@ -11,10 +11,16 @@ from typing import Any
 from rich.console import Console
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.observability.output import make_writable
 
 
 def run_offload_bench(options: argparse.Namespace) -> int:
-    """Run the offloading bench; returns the exit code, 1 when a variant of ours changed a bit or failed."""
+    """Run the offloading bench; returns the exit code, 1 when a variant of ours changed a bit or failed.
+
+    Raises:
+        ConfigError: an option is wrong, or nothing can be written to `--out`; before anything is measured.
+        ResourceError: a file there cannot be written after all.
+    """
     # Before the first CUDA call: without it, matrix products are not reproducible enough to be compared bit by bit.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -30,6 +36,7 @@ def run_offload_bench(options: argparse.Namespace) -> int:
         num_microbatches=options.microbatches,
     )
     shape = dataclasses.replace(offload.QWEN2_7B_LAYERS if device.type == "cuda" else offload.SMALL, **wanted)
+    _prepare(options)
     name = f"offload_{shape.num_layers}_layers_{shape.sequence_length}_tokens"
 
     def keep(figures: Sequence[offload.Figures]) -> None:
@@ -54,7 +61,10 @@ def run_offload_bench(options: argparse.Namespace) -> int:
 
 
 def run_stash_bench(options: argparse.Namespace) -> int:
-    """Run the paged stash's bench; returns the exit code, 1 when a variant changed a bit or failed."""
+    """Run the paged stash's bench; returns the exit code, 1 when a variant changed a bit or failed.
+
+    Raises as `run_offload_bench`.
+    """
     if useless := [f"--{name}" for name in ("microbatches", "variant") if getattr(options, name) is not None]:
         raise ConfigError(f"{', '.join(useless)}: for `bench offload` alone. Leave that out.")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -66,6 +76,7 @@ def run_stash_bench(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = _wanted(options.rounds, num_layers=options.layers, num_tokens=options.sequence)
     shape = dataclasses.replace(stash.ON_DEVICE if device.type == "cuda" else stash.SMALL, **wanted)
+    _prepare(options)
     progress = Console(stderr=True, highlight=False)
     with progress.status("copies") as status:
         copies = stash.measure_copies(device, options.rounds)
@@ -82,6 +93,11 @@ def run_stash_bench(options: argparse.Namespace) -> int:
         stash_report.plot(path.with_suffix(".png"), data, copies, layers)
         progress.print(f"wrote {path} and {path.with_suffix('.png')}")
     return 0 if all(each.error is None and each.bit_identical for each in layers) else 1
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    if options.out is not None:
+        make_writable(options.out, f"--out {options.out}")
 
 
 def _wanted(rounds: int, **changes: int | None) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The stash bench's figures as tables, and as a picture."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from nemo_rl_offload.bench.stash import CopyFigures, LayerFigures
+from nemo_rl_offload.observability.output import written_aside
 from nemo_rl_offload.observability.report import human_bytes
 
 
@@ -52,7 +52,11 @@ def layers_table(figures: Sequence[LayerFigures]) -> Table:
 
 
 def plot(path: Path, data: dict[str, Any], copies: Sequence[CopyFigures], layers: Sequence[LayerFigures]) -> None:
-    """Ratios of the copies on the left, memory against time of the layers on the right."""
+    """Ratios of the copies on the left, memory against time of the layers on the right.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -74,7 +78,6 @@ def plot(path: Path, data: dict[str, Any], copies: Sequence[CopyFigures], layers
     right.set_xlabel("peak device memory, GiB")
     right.set_ylabel("step, ms")
     figure.suptitle(data["device"])
-    aside = path.with_suffix(".part.png")
-    figure.savefig(aside, dpi=120)
+    with written_aside(path) as aside:
+        figure.savefig(aside, dpi=120, format="png")
     pyplot.close(figure)
-    os.replace(aside, path)

@@ -1,9 +1,10 @@
 """The picture of device memory against step time, one point a variant."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from nemo_rl_offload.observability.output import written_aside
 
 GIB = 1 << 30
 LOGARITHMIC_FROM = 2.0
@@ -19,7 +20,11 @@ class Point(NamedTuple):
 
 def draw_tradeoff(path: Path, title: str, points: Sequence[Point]) -> None:
     """Write a PNG aside, then rename. Points have numbers in the order of their memory, and a list beside the picture
-    names them: names of points that are close would cover each other."""
+    names them: names of points that are close would cover each other.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -42,7 +47,6 @@ def draw_tradeoff(path: Path, title: str, points: Sequence[Point]) -> None:
     axes.set_title(title)
     if points:
         figure.legend(loc="outside right upper", fontsize=7, handletextpad=0.2, frameon=False)
-    aside = path.with_suffix(".part.png")
-    figure.savefig(aside, dpi=120)
+    with written_aside(path) as aside:
+        figure.savefig(aside, dpi=120, format="png")
     pyplot.close(figure)
-    os.replace(aside, path)

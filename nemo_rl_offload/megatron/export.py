@@ -5,6 +5,7 @@ export needs neither Ray nor the GPUs of the run, but host memory for the whole 
 """
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import yaml
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import CheckpointError, ConfigError
-from nemo_rl_offload.observability.run_directory import CONFIG_FILE, POLICY, read_checkpoint
+from nemo_rl_offload.observability.output import make_writable, partial_of
+from nemo_rl_offload.observability.run_directory import CONFIG_FILE, POLICY, read_checkpoint, steps_in
 
 ONE_RANK: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -39,8 +41,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     folder = run_dir / "checkpoints" / path.name
     if folder.is_dir() and path.name.startswith("step_"):
         return run_dir, folder
-    steps = sorted((run_dir / "checkpoints").glob("step_*"), key=lambda step: int(step.name.removeprefix("step_")))
-    there = ", ".join(step.name for step in steps)
+    there = ", ".join(f"step_{step}" for step in steps_in(run_dir / "checkpoints"))
     raise CheckpointError(
         f"{path}: there is no such checkpoint. "
         + (f"{run_dir} has: {there}." if there else "Give RUN_DIR/step_N of a run that has written checkpoints.")
@@ -52,14 +53,17 @@ def export_checkpoint(checkpoint: Path, destination: Path) -> None:
 
     Raises:
         CheckpointError: it is not there, damaged, or of another model.
-        ConfigError: the destination exists, or the start model is not where the run found it.
+        ConfigError: the destination exists or cannot be written, or the start model is not where the run found it.
+        ResourceError: the disk is full.
     """
     run_dir, folder = find_checkpoint(checkpoint)
-    if destination.exists():
+    if os.path.lexists(destination):  # also a link to nowhere, over which no folder can be moved
         raise ConfigError(f"{destination}: exists already. Name a new folder.")
     _, _, files = read_checkpoint(folder)
     policy = _policy_of(run_dir)
     model_path = resolve_model_path(policy["model_name"])
+    make_writable(partial_of(destination), str(destination))
+    shutil.rmtree(partial_of(destination))  # what is damaged below leaves nothing behind
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices: the whole model may be larger than one
     import torch.distributed as dist
 
@@ -81,8 +85,8 @@ def export_checkpoint(checkpoint: Path, destination: Path) -> None:
 def _policy_of(run_dir: Path) -> PolicyConfig:
     path = run_dir / CONFIG_FILE
     try:
-        policy: PolicyConfig = yaml.safe_load(path.read_text())["policy"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: is not the configuration of a run: {error}") from error
-    merged: Any = {**policy, "megatron_cfg": {**policy["megatron_cfg"], **ONE_RANK}}
+        policy: Any = yaml.safe_load(path.read_text())["policy"]
+        merged: Any = {**policy, "megatron_cfg": {**policy["megatron_cfg"], **ONE_RANK}}
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: is not the configuration of a run: {error}. Restore it from a copy.") from error
     return merged  # type: ignore[no-any-return]

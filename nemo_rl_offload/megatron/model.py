@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +19,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors import SafetensorError
 
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.errors import ConfigError, WorkerError
+from nemo_rl_offload.errors import ConfigError, ResourceError, WorkerError
 from nemo_rl_offload.megatron.bridge import bridge, quiet
 from nemo_rl_offload.megatron.setup import (
     configure_provider,
@@ -26,6 +28,7 @@ from nemo_rl_offload.megatron.setup import (
     optimizer_config,
 )
 from nemo_rl_offload.megatron.stash_setup import install_paged_stash
+from nemo_rl_offload.observability.output import partial_of
 from nemo_rl_offload.paged_stash.rerun import StepGuard
 
 
@@ -187,14 +190,18 @@ def export_hf(model: MegatronModel, source: Path, destination: Path) -> None:
 
     Every rank takes part; rank 0 gathers the whole model in host memory and writes it. The folder appears whole or
     not at all.
+
+    Raises:
+        ResourceError: a file cannot be written, as on a full disk.
     """
-    partial = destination.with_name(destination.name + ".partial")
+    partial = partial_of(destination)
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for file in source.iterdir():
-            if file.suffix in (".json", ".txt", ".jinja", ".model") and "index" not in file.name:
-                shutil.copy(file, partial)
+        with _absent_on_failure(partial, destination):
+            partial.mkdir(parents=True)
+            for file in source.iterdir():
+                if file.suffix in (".json", ".txt", ".jinja", ".model") and "index" not in file.name:
+                    shutil.copy(file, partial)
     dist.barrier()
     with quiet():
         weights = {
@@ -203,7 +210,19 @@ def export_hf(model: MegatronModel, source: Path, destination: Path) -> None:
             if dist.get_rank() == 0
         }
     if dist.get_rank() == 0:
-        save_torch_state_dict(weights, partial)
-        shutil.rmtree(destination, ignore_errors=True)
-        partial.rename(destination)
+        with _absent_on_failure(partial, destination):
+            save_torch_state_dict(weights, partial)
+            shutil.rmtree(destination, ignore_errors=True)
+            partial.rename(destination)
     dist.barrier()
+
+
+@contextmanager
+def _absent_on_failure(partial: Path, destination: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ResourceError(
+            f"{destination}: cannot be written: {error}. Free some space there, or name another folder."
+        ) from error

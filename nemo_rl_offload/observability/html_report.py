@@ -1,18 +1,16 @@
 """A run as one HTML page that needs nothing else: `nemo-rl-offload report RUN_DIR`."""
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import yaml
-
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.logger import METRICS_FILE
 from nemo_rl_offload.observability.report import human_bytes
 from nemo_rl_offload.observability.run_directory import CONFIG_FILE, MEMORY_FILE, RESTARTS_FILE, SUMMARY_FILE
+from nemo_rl_offload.observability.run_files import MemoryOfStep, Summary, read_config_text, read_json, read_records
 from nemo_rl_offload.observability.svg import bar, line_chart
 
 FIRST_CURVES = ("loss", "reward", "accuracy", "grad_norm", "lr", "tokens_per_s")
@@ -36,15 +34,10 @@ def write_report(run_dir: Path, destination: Path) -> None:
     """Write the page of a run, finished or not.
 
     Raises:
-        ConfigError: the folder holds no run that has logged metrics, or the page cannot be written.
+        ConfigError: the folder holds no run that has logged metrics, a file there is damaged, or the page cannot be
+            written.
     """
-    try:
-        page = "".join(_page(run_dir))
-    except OSError as error:
-        raise ConfigError(
-            f"{run_dir}: {Path(error.filename or run_dir).name} cannot be read: {error.strerror}. Give the folder of a "
-            "run with logger.jsonl_enabled=true."
-        ) from error
+    page = "".join(_page(run_dir))
     try:
         destination.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -52,38 +45,38 @@ def write_report(run_dir: Path, destination: Path) -> None:
 
 
 def _page(run_dir: Path) -> Iterator[str]:
-    config = (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+    config, algorithm = read_config_text(run_dir / CONFIG_FILE)
     curves = read_curves(run_dir / METRICS_FILE)
     if not curves:
         raise ConfigError(f"{run_dir}: the run has logged nothing yet.")
-    summary = _read_json(run_dir / SUMMARY_FILE)
-    algorithm = yaml.safe_load(config)["algorithm"]
+    summary = read_json(run_dir / SUMMARY_FILE, Summary)
     title = f"{algorithm}: {run_dir.resolve().name}"
     yield f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>"
     yield f"<h1>{escape(title)}</h1>"
     yield from _overview(summary, curves, run_dir)
     yield "<h2>Curves</h2>"
     yield from _curves(curves)
-    if trace := _read_json(run_dir / MEMORY_FILE):
+    if trace := read_json(run_dir / MEMORY_FILE, MemoryOfStep):
         yield f"<h2>Memory over step {trace['step']}</h2>"
         yield from _memory(trace["samples"], summary)
     if summary:
         yield "<h2>Where the bytes went</h2>"
         yield from _bytes(summary["offload"], summary["memory"])
-    yield "<h2>Timings</h2>"
-    yield from _timings(curves)
+    if "train" in curves.get("timing/step_s", {}):  # not before the first step has ended
+        yield "<h2>Timings</h2>"
+        yield from _timings(curves)
     yield f"<h2>Configuration</h2><details><summary>{CONFIG_FILE}</summary><pre>{escape(config)}</pre></details>"
     yield "</html>\n"
 
 
 def read_curves(path: Path) -> Curves:
-    """The metrics of a run; of a step that was repeated after a restart, the last. What a kill cut off is left out."""
+    """The metrics of a run; of a step that was repeated after a restart, the last. What a kill cut off is left out.
+
+    Raises:
+        ConfigError: the file cannot be read, or is damaged.
+    """
     latest: dict[tuple[str, str, int], float] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
+    for record in read_records(path):
         for name, value in record["metrics"].items():
             if value is not None:
                 latest[name, record["prefix"], record["step"]] = value
@@ -93,11 +86,7 @@ def read_curves(path: Path) -> Curves:
     return curves
 
 
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def _overview(summary: Mapping[str, Any] | None, curves: Curves, run_dir: Path) -> Iterator[str]:
+def _overview(summary: Summary | None, curves: Curves, run_dir: Path) -> Iterator[str]:
     last_step = max(step for prefixes in curves.values() for line in prefixes.values() for step, _ in line)
     rows = {"steps": f"{last_step:g}"}
     if summary is None:
@@ -141,7 +130,7 @@ def _figure(name: str, lines: Mapping[str, list[tuple[float, float]]]) -> str:
     return f"<figure><h3>{escape(name)}</h3>{chart}</figure>"
 
 
-def _memory(samples: list[dict[str, float]], summary: Mapping[str, Any] | None) -> Iterator[str]:
+def _memory(samples: Sequence[Mapping[str, Any]], summary: Summary | None) -> Iterator[str]:
     is_device = bool(summary and summary["memory"]["peak_device_bytes"])
     used = "device memory" if is_device else "memory of the process"
     figures = []
@@ -154,7 +143,7 @@ def _memory(samples: list[dict[str, float]], summary: Mapping[str, Any] | None) 
 
 
 def _bytes(offload: Mapping[str, Any], memory: Mapping[str, Any]) -> Iterator[str]:
-    modules = offload["per_module"] or {}
+    modules = offload["per_module"]
     if any(module["bytes_out"] for module in modules.values()):
         yield bar({name: module["bytes_out"] for name, module in modules.items()})
         yield "<table><tr><th>module</th><th class='n'>to host memory</th><th class='n'>back</th></tr>"
@@ -179,7 +168,7 @@ def _timings(curves: Curves) -> Iterator[str]:
     phases = {
         name.removeprefix("timing/").removesuffix("_s"): [value for _, value in lines["train"]]
         for name, lines in curves.items()
-        if name.startswith("timing/")
+        if name.startswith("timing/") and "train" in lines
     }
     steps = phases.pop("step")
     if phases:

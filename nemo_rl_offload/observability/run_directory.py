@@ -41,6 +41,7 @@ MEANS = (
 """Keys that say by what means a run computes, not what: a run may go on with others."""
 NUM_SHOWN = 3
 """Of the keys in which two configurations differ."""
+_STEP = re.compile(r"step_(\d+)")
 BEFORE_TRAINING = {CONFIG_FILE, f".{CONFIG_FILE}.partial", ERROR_FILE, LOCK_FILE}
 
 
@@ -203,13 +204,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def way_out(folder: Path) -> str:
-    """What to do about a damaged checkpoint of a run."""
-    older = [step for step in _steps_in(folder.parent) if step < int(folder.name.removeprefix("step_"))]
+    """What to do about a damaged checkpoint of a run, or a copy of one that a user made beside."""
+    if (match := _STEP.fullmatch(folder.name)) is None:
+        return "It is a copy, from which no run goes on: choose another checkpoint."
+    older = [step for step in steps_in(folder.parent) if step < int(match[1])]
     return f"Remove {folder} to {f'go on from step {older[-1]}' if older else 'start again'}."
 
 
-def _steps_in(folder: Path) -> list[int]:
-    matches = (re.fullmatch(r"step_(\d+)", path.name) for path in folder.glob("step_*"))
+def steps_in(folder: Path) -> list[int]:
+    """The steps whose checkpoints are there, in order; what has other names is not a run's own."""
+    matches = (_STEP.fullmatch(path.name) for path in folder.glob("step_*"))
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -273,7 +277,7 @@ class Checkpoints:
         return read_checkpoint(self._path(steps[-1])) if steps else None
 
     def _steps(self) -> list[int]:
-        return _steps_in(self._folder)
+        return steps_in(self._folder)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step_{step}"

@@ -112,7 +112,51 @@ def test_curves_hold_the_last_of_each_step(run_dir: Path) -> None:
 def test_no_run_is_one_error(missing: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / missing).unlink()
     assert main(["report", str(run_dir)]) == 2
-    assert re.search(rf"^error: .*{missing} cannot be read", capsys.readouterr().err)
+    assert re.search(rf"^error: .*{missing}: cannot be read: No such file", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("more", [{}, {"timing/step_s": 1.0, "timing/train_s": 0.5}])
+def test_a_run_in_its_first_step_has_no_timings_yet(more: dict[str, float], run_dir: Path) -> None:
+    """The validation at the start is not of a step, whatever it times."""
+    record = {"step": 0, "prefix": "validation", "metrics": {"accuracy": 0.25, **more}}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    text = report(run_dir).text
+    assert "Curves" in text
+    assert "Timings" not in text
+
+
+RECORD = b'{"step": 1, "prefix": "train", "metrics": {"loss": 1}}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("summary.json", b"", "is damaged: Invalid JSON: EOF .*Move it away"),
+        ("summary.json", b"{}", "is damaged: validation_metric: Field required"),
+        ("summary.json", b"null", "is damaged: Input should be an object"),
+        ("summary.json", json.dumps({**SUMMARY, "offload": {"per_module": 3}}).encode(), "damaged: offload.per_module"),
+        ("memory_trace.json", b"", "is damaged: Invalid JSON: EOF"),
+        ("memory_trace.json", b'{"step": 3, "samples": []}', "is damaged: samples: List should have at least 1"),
+        ("memory_trace.json", b'{"step": 3, "samples": [{"seconds": 1}]}', "is damaged: samples.0.used_bytes"),
+        ("memory_trace.json", b'{"step": 3, "samples": [{"seconds": 1e400}]}', "is damaged: samples.0.seconds: "),
+        ("metrics.jsonl", RECORD + b"3\n", "is damaged: line 2: Input should be .*Remove that line"),
+        ("metrics.jsonl", b"\xff\xfe\n" + RECORD, "is damaged: line 1: it is not UTF-8 text"),
+        ("metrics.jsonl", RECORD.replace(b"1}}", b'"x"}}'), "is damaged: line 1: metrics.loss: "),
+        ("metrics.jsonl", RECORD.replace(b"1}}", b"1e999}}"), "is damaged: line 1: metrics.loss: .*finite"),
+        ("config.yaml", b"", "is damaged: Input should be a valid dictionary.*Restore it from a copy"),
+        ("config.yaml", b"data: {}", "is damaged: algorithm: Field required"),
+        ("config.yaml", b"algorithm: grpo\na: {", "is damaged: line 2: "),
+        ("config.yaml", b"algorithm: grpo\nday: 2024-99-99", "is damaged: month must be in"),
+        ("config.yaml", b"\xff", "is damaged: it is not UTF-8 text"),
+        ("config.yaml", b"a: " + b"[" * 5000, "is damaged: .*recursion"),
+    ],
+)
+def test_a_damaged_file_is_one_error_that_names_it(
+    name: str, content: bytes, message: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / name).write_bytes(content)
+    assert main(["report", str(run_dir)]) == 2
+    assert re.fullmatch(rf"error: {re.escape(str(run_dir / name))}: .*{message}.*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

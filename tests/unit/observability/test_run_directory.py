@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl_offload.observability.manifest import check_contents, file_digest
-from nemo_rl_offload.observability.run_directory import MEANS, Checkpoints, open_run_directory
+from nemo_rl_offload.observability.run_directory import MEANS, Checkpoints, open_run_directory, read_checkpoint
 
 CONFIG = {"grpo": {"seed": 1, "names": ["a", "b"]}, "lr": 1e-5, "none": None}
 OTHER = {**CONFIG, "lr": 2e-5}
@@ -205,6 +205,14 @@ def test_a_damaged_checkpoint_says_what_to_do(file: str, content: bytes | None, 
     (older / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=f"Remove {older} to start again"):
         checkpoints.latest()
+
+
+def test_a_damaged_copy_of_a_checkpoint_is_not_to_be_removed_for_a_run(tmp_path: Path) -> None:
+    folder = save(Checkpoints(tmp_path, None, True), 5, {}, None, write)
+    copied = shutil.copytree(folder, folder.with_name("step_5_old"))
+    (copied / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=f"{copied} is damaged: .* It is a copy, .*: choose another checkpoint"):
+        read_checkpoint(copied)
 
 
 def test_contents_are_told_from_others_of_the_same_size(tmp_path: Path) -> None:

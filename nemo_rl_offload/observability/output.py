@@ -1,0 +1,49 @@
+"""Where a command writes what it worked for: whether that can be written is found out before the work."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from nemo_rl_offload.errors import ConfigError, ResourceError
+
+
+def make_writable(folder: Path, given: str) -> None:
+    """Make the folder, and write a file there for a moment.
+
+    Raises:
+        ConfigError: that fails; the message begins with `given`, what the user wrote.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"0")
+    except OSError as error:
+        raise ConfigError(f"{given}: cannot write to {folder}: {error.strerror}. Name another folder.") from error
+
+
+def partial_of(folder: Path) -> Path:
+    """Where a folder is written that is to appear whole or not at all."""
+    return folder.with_name(f"{folder.name}.partial")
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes `path` when all is written.
+
+    Raises:
+        ResourceError: the file cannot be written; what `path` held before is still there.
+    """
+    aside = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield aside
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ResourceError(
+            f"Cannot write {path}: {error.strerror or error}. Free some space there, or name another folder."
+        ) from error
