@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
             console.print("This run is finished; here is its summary.")
         else:
             _train(options.algorithm, checked.config, run_dir, console)
-        _show_summary(summary_file.read_text(), options.format, console)
+        _show_summary(summary_file, options.format, console)
     return 0
 
 
@@ -148,13 +148,18 @@ def _train(algorithm: str, config: Any, run_dir: Path, console: "Console") -> No
     RUNNERS[algorithm](config, run_dir, say, sys.stderr if console.stderr else None)
 
 
-def _show_summary(text: str, form: str, console: "Console") -> None:
+def _show_summary(path: Path, form: str, console: "Console") -> None:
+    text = path.read_text(encoding="utf-8")
+    try:
+        summary = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: is damaged: {error}. Move it away, and the run goes on where it ended.") from error
     if form == "json":
         print(text, end="", flush=True)
         return
     from nemo_rl_offload.observability.report import summary_table
 
-    console.print(summary_table(json.loads(text)))
+    console.print(summary_table(summary))
 
 
 @contextlib.contextmanager

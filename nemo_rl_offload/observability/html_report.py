@@ -9,7 +9,13 @@ from typing import Any
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.logger import METRICS_FILE
 from nemo_rl_offload.observability.report import human_bytes
-from nemo_rl_offload.observability.run_directory import CONFIG_FILE, MEMORY_FILE, RESTARTS_FILE, SUMMARY_FILE
+from nemo_rl_offload.observability.run_directory import (
+    CONFIG_FILE,
+    ERROR_FILE,
+    MEMORY_FILE,
+    RESTARTS_FILE,
+    SUMMARY_FILE,
+)
 from nemo_rl_offload.observability.run_files import MemoryOfStep, Summary, read_config_text, read_json, read_records
 from nemo_rl_offload.observability.svg import bar, line_chart
 
@@ -29,6 +35,8 @@ pre{background:#f6f7f9;padding:1em;overflow:auto;font-size:13px}.note{color:#6b7
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
 """By metric and prefix: steps and values."""
 
+RUN_FILES = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, MEMORY_FILE, RESTARTS_FILE, ERROR_FILE)
+
 
 def write_report(run_dir: Path, destination: Path) -> None:
     """Write the page of a run, finished or not.
@@ -37,6 +45,8 @@ def write_report(run_dir: Path, destination: Path) -> None:
         ConfigError: the folder holds no run that has logged metrics, a file there is damaged, or the page cannot be
             written.
     """
+    if destination.resolve() in {(run_dir / name).resolve() for name in RUN_FILES}:
+        raise ConfigError(f"{destination}: belongs to the run, and would be lost. Give another name.")
     page = "".join(_page(run_dir))
     try:
         destination.write_text(page, encoding="utf-8")

@@ -98,11 +98,12 @@ def recorded_skew(summary: Path) -> Skew:
     """
     try:
         stash = json.loads(summary.read_text(encoding="utf-8"))["paged_stash"]
-    except (OSError, ValueError, KeyError) as error:
+        needed = None if stash is None else [stash[key] for key in ("needed_capacity_factor", "needed_stash_factor")]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--recorded-run {summary.parent}: no summary.json of a finished run there.") from error
-    if stash is None:
+    if needed is None:
         raise ConfigError(
             f"--recorded-run {summary.parent}: that run had no moe_expert_rank_capacity_factor, and so counted nothing."
         )
-    rows = stash["needed_capacity_factor"]
-    return Skew(rows, stash["needed_stash_factor"] or rows)
+    rows, pages = needed
+    return Skew(rows, pages or rows)

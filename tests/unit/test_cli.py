@@ -198,6 +198,13 @@ def test_a_finished_run_is_not_repeated(training: Training, capsys: pytest.Captu
     assert len(training.configs) == 1
 
 
+def test_a_damaged_summary_is_one_error(training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "grpo", "--run-dir", "out"]) == 0
+    (tmp_path / "out" / "summary.json").write_text("{")
+    assert cli.main(["run", "grpo", "--run-dir", "out"]) == 2
+    assert "error: out/summary.json: is damaged: " in capsys.readouterr().err
+
+
 def test_error_of_a_run(training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training.error = WorkerError("rank 1 of 2 (host, pid 3): OSError: lost")
     training.error.details = "the worker's own traceback\n"

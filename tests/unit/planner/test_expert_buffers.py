@@ -80,5 +80,9 @@ def test_factors_from_a_recorded_run(tmp_path: Path) -> None:
     file.write_text(json.dumps({"paged_stash": None}))
     with pytest.raises(ConfigError, match="had no moe_expert_rank_capacity_factor"):
         recorded_skew(file)
+    for damaged in ("3", "{}", json.dumps({"paged_stash": {}}), ""):
+        file.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"no summary\.json of a finished run"):
+            recorded_skew(file)
     with pytest.raises(ConfigError, match=r"no summary\.json of a finished run"):
         recorded_skew(tmp_path / "elsewhere" / "summary.json")
