@@ -17,6 +17,8 @@ class Shape:
     """Of each layer whether it has experts."""
     num_attention_heads: int
     num_key_value_heads: int
+    vocab_size: int
+    """0 where the model does not say."""
     has_shared_experts: bool
     has_latent_attention: bool
     has_linear_attention: bool
@@ -40,6 +42,7 @@ def read_shape(model_name: str) -> Shape:
         layers_with_experts=_layers_with_experts(content),
         num_attention_heads=num_heads,
         num_key_value_heads=_whole(content, "num_key_value_heads", num_heads),
+        vocab_size=_whole(content, "vocab_size"),
         has_shared_experts=_whole(content, "n_shared_experts") + _whole(content, "shared_expert_intermediate_size") > 0,
         has_latent_attention=_whole(content, "kv_lora_rank") > 0,
         has_linear_attention=_whole(content, "linear_num_value_heads") > 0,
