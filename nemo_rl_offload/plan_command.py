@@ -101,6 +101,7 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         rows_per_sample=rows_per_sample(algorithm),
         least_sequence=_least_sequence(config),
         teacher=_shape(config["teacher"]["model_name"]) if algorithm == "distillation" else None,
+        teacher_element_bytes=4 if (config["teacher"]["precision"] or policy["precision"]) == "float32" else 2,
         ranks_per_node=per_node,
     )
 

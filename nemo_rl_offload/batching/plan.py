@@ -21,15 +21,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_offload.batching.bins import BINS
-from nemo_rl_offload.config.sizes import LengthRound, rounded_length
+from nemo_rl_offload.planner.layout import LengthRound, rounded_length
 
 Lengths = Sequence[int]
 """Lengths of the rows of a sample."""
-
-
-def width_multiple(sequence_parallel_size: int, context_parallel_size: int) -> int:
-    """What divides the width of every microbatch."""
-    return sequence_parallel_size * (2 * context_parallel_size if context_parallel_size > 1 else 1)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples, select
 from nemo_rl_offload.batching.packing import Packing
-from nemo_rl_offload.batching.plan import Cutting, width_multiple
+from nemo_rl_offload.batching.plan import Cutting
 from nemo_rl_offload.megatron.packed_rotary import announce_pack
+from nemo_rl_offload.planner.layout import width_multiple
 
 
 @dataclass

@@ -6,10 +6,11 @@ from dataclasses import replace
 from itertools import islice
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.planner.candidates import candidates
 from nemo_rl_offload.planner.choose import Budget
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.layout import check_layout
-from nemo_rl_offload.planner.stages import Stage, build_stages, candidates
+from nemo_rl_offload.planner.stages import Stage, build_stages
 
 LOGPROB_CHUNKS = 8
 """A microbatch's logits in float32 are proposed in so many pieces; more save little, for logits in bfloat16 stay."""
@@ -53,7 +54,8 @@ def fitting_changes(job: Job) -> tuple[str, ...]:
         return tuple(fitting)
     if not job.expert_buffers.has_stash:  # which has nothing to hold where layers are recomputed
         full = replace(job, recompute=Recompute(method="uniform"))
-        singles = [(f"recompute_granularity=full and {text}", changed) for text, changed in _single(full)]
+        words = "recompute_granularity=full with recompute_method=uniform and recompute_num_layers=1"
+        singles = [(f"{words}, and {text}", changed) for text, changed in _single(full)]
     shortfalls = [(least_shortfall(changed), text) for text, changed in singles]
     fitting = [text for shortfall, text in shortfalls if shortfall == 0]
     if fitting:

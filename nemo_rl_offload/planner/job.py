@@ -9,7 +9,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.activations import LayerContext, Numbers, Tokens
 from nemo_rl_offload.planner.expert_buffers import ExpertBuffers, Skew
 from nemo_rl_offload.planner.hardware import Device
-from nemo_rl_offload.planner.layout import KEYS, Layout, check_layout, num_microbatches
+from nemo_rl_offload.planner.layout import KEYS, Layout, check_layout, num_microbatches, rounded_length
 from nemo_rl_offload.planner.memory import Optimizer
 from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE
 from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
@@ -83,6 +83,7 @@ class Job:
     """The shortest `sequence` that prompts and responses fit into."""
     teacher: ModelShape | None = None
     """The model that distillation keeps beside the trained one."""
+    teacher_element_bytes: int = 2
     ranks_per_node: int | None = None
     """None: as many as the device's machines have."""
     any_implementation: bool = False
@@ -137,7 +138,7 @@ def read_job(
             f"--memory, gpu_memory_budget: {device.name} has {device.memory_gib:g} GiB. Give at most that."
         )
     layout = _layout(cfg, world)
-    sequence = layout.padded(policy["max_total_sequence_length"])
+    sequence = layout.padded(_longest(policy))
     check_layout(layout, shape, sequence)
     microbatches = _microbatches(policy, sequence, layout, rows_per_sample)
     element_bytes = 4 if policy["precision"] == "float32" else 2
@@ -185,6 +186,14 @@ def _microbatches(policy: Mapping[str, Any], sequence: int, layout: Layout, rows
     number = math.ceil(batch * rows * sequence / (tokens * layout.data * num_interleaved)) * num_interleaved
     sizes = {"micro_batch": tokens // sequence, "num_microbatches": number, "micro_batch_tokens": tokens}
     return {**sizes, "is_packed": is_packed}
+
+
+def _longest(policy: Mapping[str, Any]) -> int:
+    """The longest row, in a microbatch of tokens rounded as those are."""
+    length: int = policy["max_total_sequence_length"]
+    sections = (policy["dynamic_batching"], policy["sequence_packing"])
+    rounding = next((section["sequence_length_round"] for section in sections if section["enabled"]), 1)
+    return rounded_length(length, rounding)
 
 
 def _tokens_of_a_microbatch(policy: Mapping[str, Any]) -> int | None:

@@ -2,10 +2,25 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.parameters import Split
 from nemo_rl_offload.planner.shape import ModelShape
+
+LengthRound = int | Literal["power_of_two"]
+
+
+def rounded_length(length: int, rounding: LengthRound) -> int:
+    """Return the next length, in tokens, that is a multiple of a number or a power of two."""
+    if rounding == "power_of_two":
+        return 1 << (length - 1).bit_length()
+    return -(-length // rounding) * rounding
+
+
+def width_multiple(sequence_parallel_size: int, context_parallel_size: int) -> int:
+    """What divides the width of every microbatch."""
+    return sequence_parallel_size * (2 * context_parallel_size if context_parallel_size > 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -41,8 +56,7 @@ class Layout:
 
     def padded(self, sequence: int) -> int:
         """The length to which a run pads rows of so many tokens, for what must divide it."""
-        multiple = (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence_parallel else 1)
-        return -(-sequence // multiple) * multiple
+        return rounded_length(sequence, width_multiple(self.tensor if self.sequence_parallel else 1, self.context))
 
 
 def counted_layers(is_dense: Sequence[bool], number: int | None, ends_with_loss: bool) -> set[int]:

@@ -5,16 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_rl_offload.planner.candidates import candidates
 from nemo_rl_offload.planner.changes import fitting_changes, stage_budget
 from nemo_rl_offload.planner.choose import Action, choose
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.memory import allowance_bytes
 from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules, run_stages
 from nemo_rl_offload.planner.search import choose_for_budget, fullest_stage, score, ways
-from nemo_rl_offload.planner.stages import build_stages, candidates, job_link
-from nemo_rl_offload.planner.written import Written, write_choice
+from nemo_rl_offload.planner.stages import build_stages, job_link
+from nemo_rl_offload.planner.written import Written, excess_bytes, write_choice
 
 _FRONTIER_POINTS = 6
+_SLOWER = 1.02
+"""Whole modules that take longer than so much of the choice's time are not written."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,10 @@ class JobPlan:
 
     @property
     def needs_layers_to_differ(self) -> bool:
-        """Whether the choice fits, and whole modules do not."""
-        return not self.shortfall_bytes and highest_peak(self.written.outcome) > self.job.budget_bytes
+        """Whether the choice fits, and whole modules do not, or take longer."""
+        whole = self.written.outcome
+        is_worse = excess_bytes(self.job, whole) > 0 or whole.step_ms > _SLOWER * self.chosen.step_ms
+        return self.job.native_engine and not self.shortfall_bytes and is_worse
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -62,6 +67,8 @@ class JobPlan:
                 "fine_grained_activation_offloading": True,
                 "offload_modules": "auto",
                 "activation_offload": {"gpu_memory_budget": f"{left_bytes >> 20}MiB"},
+                "activation_offload_fraction": 1.0,  # `auto` is all that chooses
+                "delta_offload_bytes_across_pp_ranks": 0,
             }
         if written.recompute != self.job.recompute:
             keys |= {"activation_checkpointing": None, **written.recompute.keys}  # false would turn off what follows

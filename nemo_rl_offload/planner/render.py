@@ -13,10 +13,11 @@ from rich.table import Table
 
 from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Recompute
-from nemo_rl_offload.planner.outcome import ModuleRow, Outcome, highest_peak, module_rows
+from nemo_rl_offload.planner.outcome import ModuleRow, Outcome, module_rows
 from nemo_rl_offload.planner.plan import JobPlan, frontier
 from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS
 from nemo_rl_offload.planner.stages import job_link
+from nemo_rl_offload.planner.written import excess_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -186,9 +187,10 @@ def _verdict(plan: JobPlan) -> list[str]:
         return ["fits without offloading"]
     said = [f"fits with {'; '.join(words)}"]
     if plan.needs_layers_to_differ:
-        excess_bytes = highest_peak(plan.written.outcome) - plan.job.budget_bytes
-        listed = _yaml(plan.written.offload_modules)
-        said.append(f"whole modules ({listed}) would need {_gib(excess_bytes)} more than there is")
+        whole = plan.written.outcome
+        missing = f"need {_gib(excess)} more than there is" if (excess := excess_bytes(plan.job, whole)) else "fit"
+        longer = f"take {whole.step_ms / plan.chosen.step_ms - 1:.0%} longer"
+        said.append(f"whole modules ({_yaml(plan.written.offload_modules)}) would {missing} and {longer}")
     return said
 
 

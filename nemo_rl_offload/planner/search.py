@@ -1,12 +1,12 @@
 """Chooses for a job's budget: how much is recomputed, and what is kept, offloaded or recomputed of the rest.
 
 Mechanism. Some recomputation belongs to one group each (`SEPARABLE`), and `choose` takes it group by group. What takes
-several groups at once is tried as a whole: *ways*, which recompute MLPs up to their last linear in ever more layers,
-then whole MLPs or experts where the engine has no parts of them, then whole layers. Each way gets a score from `choose`
-on the fullest stage, and the whole pipeline is simulated for the best of them. Where the simulated peak, which also
-counts copies on their way, is above the budget, the chooser gets that much less and decides again. `choose` takes
-copies to end before backward begins; where listed modules fit and no compute waits for them, that is simulated too, for
-the first way in which it is so. The fastest that fits is taken.
+several groups at once, or stands in all layers, is tried as a whole: *ways*, which recompute activations and norms,
+MLPs up to their last linear in ever more layers (whole ones where the engine has no parts of them), experts, and whole
+layers. Each way gets a score from `choose` on the fullest stage, and the whole pipeline is simulated for the best of
+them. Where the simulated peak, which also counts copies on their way, is above the budget, the chooser gets that much
+less and decides again. `choose` takes copies to end before backward begins; where listed modules fit and no compute
+waits for them, that is simulated too, for the first way in which it is so. The fastest that fits is taken.
 
 Rejected: recomputed MLPs as actions of `choose`. They free several groups and take room in backward that belongs to no
 group, and configurations can only say for how many layers they are, not for which.
@@ -21,19 +21,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from nemo_rl_offload.planner.candidates import candidates, recomputable, separable
 from nemo_rl_offload.planner.changes import on_their_way, stage_budget
 from nemo_rl_offload.planner.choose import Action, Plan, choose
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.layout import stage_layers
 from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules, run_stages
-from nemo_rl_offload.planner.stages import (
-    Stage,
-    build_stages,
-    candidates,
-    job_link,
-    separable,
-)
-from nemo_rl_offload.planner.written import in_order, may_fit
+from nemo_rl_offload.planner.stages import Stage, build_stages, job_link
+from nemo_rl_offload.planner.written import excess_bytes, in_order, may_fit, write_choice
 
 _ROUNDS = 6
 _MARGIN_BYTES = 64 << 20
@@ -52,48 +47,73 @@ def fullest_stage(baseline: Outcome) -> int:
 def ways(job: Job) -> Iterator[Job]:
     """The job with its configured recomputation, then with ever more."""
     yield job
-    if job.recompute.method is not None:
+    given = job.recompute
+    if given.method == "uniform":
         return
-    yield from (replace(job, recompute=each) for each in _more_modules(job))
+    if given.method is None:
+        yield from (replace(job, recompute=each) for each in _more_modules(job))
     if not job.expert_buffers.has_stash:
-        yield replace(job, recompute=Recompute(method="uniform"))
+        yield from (replace(job, recompute=each) for each in _whole_layers(job))
 
 
 def _more_modules(job: Job) -> Iterator[Recompute]:
     given, shape = job.recompute, job.shape
     has_experts, has_dense = (kind in shape.layers_with_experts for kind in (True, False))
-    if has_dense and "mlp" not in given.modules:
-        if job.recomputes_mlp_parts:
-            yield from _counted(job)
-        else:
-            yield replace(given, modules=given.modules | {"mlp"})
+    names = [name for name in recomputable(job) if name not in given.modules]
+    for more in ([name] for name in names) if len(names) > 1 else ():
+        yield replace(given, modules=given.modules.union(more))
+    if names:
+        yield replace(given, modules=given.modules.union(names))
+    if has_dense and "mlp" not in given.modules and job.recomputes_mlp_parts:
+        yield from _counted(job, "mlp_fc1", "mlp_act")
+    elif has_dense and "mlp_fc1" not in given.modules:
+        yield from _counted(job, "mlp")
     if has_experts and "moe" not in given.modules and not job.expert_buffers.has_stash:
         yield replace(given, modules=given.modules - {"moe_act"} | {"moe"})
 
 
-def _counted(job: Job) -> Iterator[Recompute]:
-    """MLPs up to their last linear, in more layers than are configured; the activation alone in the others."""
+def _counted(job: Job, name: str, *elsewhere: str) -> Iterator[Recompute]:
+    """An entry that is for a number of layers, in more than are configured; other entries in the others."""
     given = job.recompute
-    chunks = [chunk for stage in stage_layers(job.layout, job.shape.num_layers) for chunk in stage]
-    most = max(sum(not job.shape.layers_with_experts[layer] for layer in chunk) for chunk in chunks)
-    present = (given.num_counted_layers or most) if "mlp_fc1" in given.modules else 0
-    for count in sorted({math.ceil(most * part / _NUM_COUNTS) for part in range(1, _NUM_COUNTS + 1)}):
+    most = max(sum(not job.shape.layers_with_experts[layer] for layer in chunk) for chunk in _chunks(job))
+    present = (given.num_counted_layers or most) if name in given.modules else 0
+    for count in _sixths(most):
         if count == most and present < most:
-            yield replace(given, modules=given.modules - {"mlp_act"} | {"mlp_fc1"}, num_counted_layers=None)
+            yield replace(given, modules=given.modules.difference(elsewhere) | {name}, num_counted_layers=None)
         elif count > present:
-            yield replace(given, modules=given.modules | {"mlp_act", "mlp_fc1"}, num_counted_layers=count)
+            yield replace(given, modules=given.modules.union(elsewhere) | {name}, num_counted_layers=count)
+
+
+def _whole_layers(job: Job) -> Iterator[Recompute]:
+    """The first of each chunk, more than are configured, where no smaller part of a layer would do; then all."""
+    given = job.recompute
+    if given.method == "block" or any(job.shape.layers_with_experts):
+        most = max(map(len, _chunks(job)))
+        present = given.num_layers if given.method == "block" else 0
+        yield from (Recompute(method="block", num_layers=count) for count in _sixths(most) if present < count < most)
+    yield Recompute(method="uniform")
+
+
+def _chunks(job: Job) -> list[range]:
+    return [chunk for stage in stage_layers(job.layout, job.shape.num_layers) for chunk in stage]
+
+
+def _sixths(most: int) -> list[int]:
+    return sorted({math.ceil(most * part / _NUM_COUNTS) for part in range(1, _NUM_COUNTS + 1)})
 
 
 def choose_for_budget(job: Job, baseline: Outcome) -> tuple[Job, Outcome]:
     """The fastest choice that fits, and the job with its recomputation; else the choice that comes nearest.
 
-    `baseline` is the job's outcome with nothing offloaded.
+    `baseline` is the job's outcome with nothing offloaded. Megatron-Core's engine takes no layers by themselves: there,
+    the outcomes that count are those of whole modules.
     """
     rank = fullest_stage(baseline)
-    found: list[tuple[int, float, Job, Outcome]] = []
+    found: list[tuple[tuple[int, float], Job, Outcome]] = []
 
     def add(way: Job, outcome: Outcome) -> None:
-        found.append((max(0, highest_peak(outcome) - job.budget_bytes), outcome.step_ms, way, outcome))
+        in_force = outcome if job.native_engine else write_choice(way, outcome).outcome
+        found.append(((excess_bytes(job, in_force), in_force.step_ms), way, outcome))
 
     every = list(ways(job))
     listed = functools.cache(lambda number: _listed(every[number]))
@@ -103,10 +123,10 @@ def choose_for_budget(job: Job, baseline: Outcome) -> tuple[Job, Outcome]:
         add(every[first], outcome)
     scored = sorted(((score(way, rank), way) for way in every), key=lambda each: each[0][0])
     for number, ((_, names), way) in enumerate(scored):
-        if number >= _NUM_SIMULATED and any(shortfall == 0 for shortfall, *_ in found):
+        if number >= _NUM_SIMULATED and any(excess == 0 for (excess, _), *_ in found):
             break
         add(way, _choose_all(way, build_stages(way, candidates(way), names)))
-    *_, way, outcome = min(found, key=lambda each: each[:2])
+    _, way, outcome = min(found, key=lambda each: each[0])
     return way, outcome
 
 
@@ -125,9 +145,8 @@ def _listed(job: Job) -> Outcome | None:
             continue
         outcome = run_listed_modules(job, modules)
         if highest_peak(outcome) <= job.budget_bytes:
-            ranks = range(len(outcome.stages))
-            is_free = max(map(outcome.exposed_share, ranks)) < _FREE_SHARE
-            return outcome if is_free and max(map(outcome.host_bytes, ranks)) <= job.host_budget_bytes else None
+            is_free = max(map(outcome.exposed_share, range(len(outcome.stages)))) < _FREE_SHARE
+            return outcome if is_free and not excess_bytes(job, outcome) else None
     return None
 
 

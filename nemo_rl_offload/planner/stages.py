@@ -11,19 +11,10 @@ from nemo_rl_offload.planner.gradients import backward_bytes
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.layout import counted_layers, stage_layers
 from nemo_rl_offload.planner.memory import allowance_bytes, logits_bytes, stage_parameters, state_bytes
-from nemo_rl_offload.planner.modules import (
-    DENSE_MLP_RECOMPUTE,
-    MEGATRON_MODULES,
-    SUPPORTED_MODULES,
-    TRANSFORMER_ENGINE_MODULES,
-)
 from nemo_rl_offload.planner.schedule import Pass, pipeline_schedule
 from nemo_rl_offload.planner.shape import ModelShape
 from nemo_rl_offload.planner.simulator import Segment
 from nemo_rl_offload.planner.work import layer_work, recompute_ms, recomputed_ms
-
-SEPARABLE = ("mlp_act", "mla_up_proj", "moe_act", "layernorm")
-"""Entries of `recompute_modules` whose time and memory belong to one group each."""
 
 
 @dataclass(frozen=True)
@@ -144,29 +135,6 @@ def _joined(first: Segment, second: Segment) -> Segment:
     )
 
 
-def separable(job: Job) -> tuple[str, ...]:
-    """Those of `SEPARABLE` that the chooser may take."""
-    return tuple(name for name in SEPARABLE if job.recomputes_mlp_parts or name not in DENSE_MLP_RECOMPUTE)
-
-
-def candidates(job: Job) -> tuple[str, ...]:
-    """Modules that the job's engine can offload of its layers: Megatron-Core's, nothing of those recomputed whole."""
-    if not job.offloads or (job.recompute.method is not None and not job.native_engine):
-        return ()
-    names = set(SUPPORTED_MODULES if job.native_engine else MEGATRON_MODULES)
-    if job.transformer_engine or job.any_implementation:
-        names &= set(TRANSFORMER_ENGINE_MODULES)
-    if job.any_implementation and job.recompute.method is None:
-        names -= _fused_norms(job.shape)
-    return tuple(name for name in SUPPORTED_MODULES if name in names)
-
-
-def _fused_norms(shape: ModelShape) -> set[str]:
-    """Norms that are no module of their own in Transformer Engine's layers."""
-    is_separate = {"attn_norm": shape.latent_attention is not None, "mlp_norm": shape.experts is not None}
-    return {name for name, is_own in is_separate.items() if not is_own}
-
-
 def job_link(job: Job) -> Link:
     """The link of one device."""
     return Link(job.device.link_out_gb_per_s * 1e6, job.device.link_in_gb_per_s * 1e6)
@@ -216,7 +184,9 @@ class _Builder:
             self.host_bytes = job.expert_buffers.host_bytes(storages)
             storages = job.expert_buffers.saved(storages)
         self.workspace[kind] = sum(
-            storage.num_bytes for storage in storages if job.recompute.method or not storage.live
+            storage.num_bytes
+            for storage in storages
+            if job.recompute.method or not storage.live or not may_recompute.isdisjoint(storage.recomputed_by)
         )
         if ("moe" if has_experts else "mlp") in recompute_modules:
             self.workspace[kind] += job.context.hidden_bytes  # backward holds the output that it computed again
@@ -262,7 +232,7 @@ class _Builder:
         """Weights alone, over the same ranks."""
         layout = replace(self.job.layout, num_layers_first=None, num_layers_last=None, virtual=1)
         chunks = stage_layers(layout, teacher.num_layers)[rank]
-        return stage_parameters(teacher, layout, chunks, rank).total * self.job.numbers.element_bytes
+        return stage_parameters(teacher, layout, chunks, rank).total * self.job.teacher_element_bytes
 
     def _recomputation_bytes(self, chunks: Sequence[range]) -> int:
         """What is recomputed at a time: some of a layer, or a group of layers, with its output instead of its input,

@@ -4,12 +4,18 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
+from nemo_rl_offload.planner.candidates import candidates, separable
 from nemo_rl_offload.planner.changes import on_their_way, stage_budget
 from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.modules import DISCARDED_BY_RECOMPUTE, NATIVE_MODULES
 from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules
 from nemo_rl_offload.planner.stages import build_stages
+
+_CLOSE = 1.005
+"""Of the choice's own time: nothing better is looked for."""
+_MOST_TRIES, _FEWEST_TRIES = 48, 4
+"""Simulations, the fewer the more stages there are."""
 
 type Names = tuple[frozenset[str], frozenset[str]]
 """Of `offload_modules` and of `recompute_modules`."""
@@ -26,24 +32,75 @@ class Written:
 
 
 def write_choice(job: Job, chosen: Outcome) -> Written:
-    """Turn a choice into whole modules: all that it touches somewhere, less those that the budget does not need.
+    """Turn a choice into whole modules: of those tried, the fastest that keep device and host within the budget.
 
-    `job` is the one that was chosen for, with its recomputation. Of what the choice recomputes besides, entries are
-    dropped first, then modules, those with the most bytes to copy first.
+    `job` is the one that was chosen for, with its recomputation. It begins with all that the choice touches, and with
+    as little of that as may fit; from the better of the two, one module or entry of `recompute_modules` at a time comes
+    or goes, as long as that helps.
     """
     sizes, recomputed = _touched(chosen)
     everything = _without_conflicts(job, (frozenset(sizes), job.recompute.modules | recomputed))
-    modules, names = everything
-    for name in sorted(names - job.recompute.modules):
-        if _fits(job, (modules, names - {name})):
-            names -= {name}
+    search = _Search(job)
+    best = min((everything, _lean(job, everything, sizes)), key=search.rank)
+    while search.rank(best) > (0, _CLOSE * chosen.step_ms) and search.has_tries:
+        nearest = min(search.neighbors(best), key=search.rank)
+        if search.rank(nearest) >= search.rank(best):
+            break
+        best = nearest
+    return search.tried[best]
+
+
+def _lean(job: Job, names: Names, sizes: Counter[str]) -> Names:
+    """Less those that the budget may do without: recomputation first, then modules with the most bytes to copy."""
+    modules, recomputed = names
+    for name in sorted(recomputed - job.recompute.modules):
+        if _fits(job, (modules, recomputed - {name})):
+            recomputed -= {name}
     for module, _ in sizes.most_common():
-        if _fits(job, (modules - {module}, names)):
+        if _fits(job, (modules - {module}, recomputed)):
             modules -= {module}
-    written = _run(job, (modules, names))
-    if highest_peak(written.outcome) > job.budget_bytes:
-        written = _run(job, everything)
-    return written
+    return modules, recomputed
+
+
+class _Search:
+    """Whole modules and what comes of them, each simulated once."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._names = separable(job)
+        stages = build_stages(job, candidates(job), self._names)
+        groups = [group for stage in stages for group in stage.groups() if group is not None]
+        self._modules = {group.module for group in groups if group.can_offload}
+        self._recomputable = {group.recomputed_by for group in groups if group.recomputed_by is not None}
+        self._num_tries = max(_FEWEST_TRIES, _MOST_TRIES // job.layout.pipeline)
+        self.tried: dict[Names, Written] = {}
+
+    @property
+    def has_tries(self) -> bool:
+        return len(self.tried) < self._num_tries
+
+    def rank(self, names: Names) -> tuple[int, float]:
+        """How far it is above the device's budget or the host's, and its time."""
+        if names not in self.tried:
+            self.tried[names] = _run(self._job, names)
+        outcome = self.tried[names].outcome
+        return excess_bytes(self._job, outcome), outcome.step_ms
+
+    def neighbors(self, names: Names) -> Iterator[Names]:
+        """With one more or one less, as far as there are tries; those tried before too."""
+        modules, recomputed = names
+        found = [(modules ^ {module}, recomputed) for module in sorted(self._modules)]
+        found += [(modules, recomputed ^ {name}) for name in sorted(self._recomputable)]
+        for each in found:
+            if self.has_tries or each in self.tried:
+                yield _without_conflicts(self._job, each)
+        yield names
+
+
+def excess_bytes(job: Job, outcome: Outcome) -> int:
+    """How far an outcome is above the budget of the device, or that of the host where it is further."""
+    host_bytes = max(outcome.host_bytes(rank) for rank in range(len(outcome.stages)))
+    return max(0, highest_peak(outcome) - job.budget_bytes, host_bytes - job.host_budget_bytes)
 
 
 def _touched(chosen: Outcome) -> tuple[Counter[str], set[str]]:
@@ -66,13 +123,13 @@ def _without_conflicts(job: Job, names: Names) -> Names:
     entry goes if all fits without it, else the module."""
     modules, recomputed = names
     for name, discarded in _conflicts(job):
-        clash = modules.intersection(discarded) if name in recomputed else frozenset[str]()
+        clash = set(discarded).intersection(in_order(modules)) if name in recomputed else set()
         if not clash:
             continue
         if name not in job.recompute.modules and _fits(job, (modules, recomputed - {name})):
             recomputed -= {name}
         else:
-            modules -= clash
+            modules -= {*clash, "attn_proj"} if "core_attn" in clash else clash
     return modules, recomputed
 
 

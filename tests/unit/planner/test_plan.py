@@ -1,10 +1,12 @@
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import SENSIBLE, make_job
 
+from nemo_rl_offload.planner.candidates import candidates
 from nemo_rl_offload.planner.changes import least_shortfall
 from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Recompute
@@ -14,7 +16,7 @@ from nemo_rl_offload.planner.plan import JobPlan, frontier, make_plan
 from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
 from nemo_rl_offload.planner.search import ways
 from nemo_rl_offload.planner.simulator import Transfers, simulate
-from nemo_rl_offload.planner.stages import build_stages, candidates, job_link, job_schedule, live_at_peak
+from nemo_rl_offload.planner.stages import build_stages, job_link, job_schedule, live_at_peak
 from nemo_rl_offload.planner.written import write_choice
 
 GIB = 1 << 30
@@ -63,15 +65,16 @@ def test_nothing_is_offloaded_where_all_fits() -> None:
     assert plan.chosen.actions == plan.baseline.actions
 
 
-def test_a_smaller_budget_is_met_by_offloading_more() -> None:
+def test_a_smaller_budget_takes_more_time() -> None:
     job = make_job("Qwen/Qwen2.5-1.5B", num_layers=10, micro_batch=2)
     most = highest_peak(make_plan(job).baseline)
     plans = [make_plan(replace(job, memory_bytes=most - less * GIB // 4)) for less in (1, 3, 5)]
     for plan in plans:
         check_plan(plan)
         assert plan.shortfall_bytes == 0
-    moved = [plan.chosen.host_bytes(0) for plan in plans]
-    assert 0 < moved[0] < moved[1] < moved[2]
+    assert plans[0].keys["offload_modules"]
+    times = [round(plan.chosen.step_ms, 6) for plan in plans]
+    assert round(plans[0].baseline.step_ms, 6) <= times[0] <= times[1] <= times[2] < 1.1 * times[0]
 
 
 def test_what_cannot_fit_says_how_much_and_what_would_do() -> None:
@@ -193,10 +196,15 @@ def test_less_memory_recomputes_more_and_never_costs_more_than_recomputing_all(n
         check_plan(plan)
         assert plan.shortfall_bytes == 0
         found.append(plan)
-    times = [round(plan.chosen.step_ms, 6) for plan in found]
-    assert times == sorted(times)
+    times = [(plan.chosen if native_engine else plan.written.outcome).step_ms for plan in found]
+    assert all(more <= 1.01 * less for more, less in pairwise(times)), "but for a search that is not exhaustive"
     assert times[-1] <= full.step_ms * (1 + 1e-9)
     assert times[0] < 1.03 * found[0].baseline.step_ms
+    for plan in found:
+        written = plan.written.outcome
+        assert (
+            plan.keys["offload_modules"] == "auto" or written.step_ms < 1.03 * plan.chosen.step_ms or not native_engine
+        )
 
 
 def test_recomputed_mlps_take_the_place_of_copies_that_the_link_has_no_time_for() -> None:
@@ -218,8 +226,17 @@ def test_configured_recomputation_is_never_less_than_before() -> None:
     counts = [way.recompute.num_counted_layers for way in ways(job)]
     assert counts == [3, 4, 6, 7, None, None]
     assert [way.recompute.method for way in ways(job)] == [None] * 5 + ["uniform"]
-    whole = replace(job, recompute=Recompute(method="block", num_layers=2))
-    assert list(ways(whole)) == [whole]
+    plain = [way.recompute.modules for way in ways(replace(job, recompute=Recompute()))]
+    assert plain[:3] == [set(), {"mlp_act"}, {"mlp_act", "mlp_fc1"}]
+    theirs = list(ways(replace(job, recompute=Recompute(), native_engine=False, recomputes_mlp_parts=False)))
+    assert [(way.recompute.modules, way.recompute.num_counted_layers) for way in theirs[1:3]] == [
+        ({"mlp"}, 2),
+        ({"mlp"}, 3),
+    ]
+    block = list(ways(replace(job, recompute=Recompute(method="block", num_layers=2))))
+    assert [way.recompute.num_layers for way in block[:-1]] == [2, 3, 4, 6, 7]
+    assert block[-1].recompute == Recompute(method="uniform")
+    assert len(list(ways(block[-1]))) == 1
 
 
 @pytest.mark.parametrize(
@@ -242,8 +259,8 @@ def test_whole_modules_do_not_save_what_recomputation_discards(
     records = stages[0].records()
     actions = [[Action.OFFLOAD if r.can_offload and r.module == module else Action.KEEP for r in records]]
     written = write_choice(replace(job, memory_bytes=1 << 30), run_stages(job, stages, actions))
-    assert written.recompute.modules == {recomputed}
-    assert written.offload_modules == ((module,) if remains else ())
+    assert recomputed in written.recompute.modules
+    assert remains or module not in written.offload_modules
 
 
 def test_live_microbatches_of_chunks() -> None:

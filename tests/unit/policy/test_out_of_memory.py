@@ -1,14 +1,20 @@
 """What is said when a step finds no device memory."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_rl_offload.config.checks import examine
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.megatron import train_step as train_step_module
+from nemo_rl_offload.planner.catalogue import load_model_shape
+from nemo_rl_offload.planner.hardware import find_device
+from nemo_rl_offload.planner.job import read_job
+from nemo_rl_offload.planner.outcome import highest_peak, run_listed_modules
 from nemo_rl_offload.policy.out_of_memory import out_of_memory
 from nemo_rl_offload.policy.worker import PolicyWorker
 
@@ -40,7 +46,57 @@ def test_names_the_peak_the_largest_module_and_what_to_change() -> None:
 def test_one_sample_at_a_time_is_not_halved() -> None:
     error = str(out_of_memory(policy("policy.train_micro_batch_size=1"), Path("nowhere"), 1, *H100))
     assert "train_micro_batch_size=" not in error
-    assert "To need a tenth less: fine_grained_activation_offloading=true with offload_modules=[" in error
+    assert "To need a tenth less: " in error
+
+
+COUNTED = ("recompute_granularity=selective", "recompute_modules=[mlp_fc1,mlp_act]", "recompute_num_layers=24")
+FOUR = ("tensor_model_parallel_size=4", "sequence_parallel=true")
+WHOLE = (
+    "offload_modules=null",
+    "fine_grained_activation_offloading=false",
+    "recompute_granularity=full",
+    "recompute_method=uniform",
+    "recompute_num_layers=1",
+)
+NULLS = ("recompute_granularity=null", "recompute_modules=null")
+
+
+@pytest.mark.parametrize(
+    ("model", "sequence", "settings"),
+    [
+        ("Qwen/Qwen2.5-1.5B", 8192, ()),
+        ("Qwen/Qwen2.5-1.5B", 8192, ("activation_checkpointing=false", *NULLS)),
+        ("Qwen/Qwen2.5-7B", 32768, (*COUNTED, *FOUR)),
+        ("Qwen/Qwen2.5-1.5B", 16384, ("offload_modules=auto", 'activation_offload.gpu_memory_budget="55GiB"')),
+        ("meta-llama/Llama-3.1-8B", 131072, (*WHOLE, *FOUR)),
+    ],
+)
+def test_what_it_proposes_is_other_than_what_is_in_force_and_needs_less(
+    model: str, sequence: int, settings: tuple[str, ...]
+) -> None:
+    """Each of the keys that it names differs, and `check` lets the whole pass."""
+    own = [f"policy.megatron_cfg.{text}" for text in settings]
+    given = [f"policy.model_name={model}", "policy.train_micro_batch_size=1", "policy.logprob_chunk_size=256", *own]
+    given.append(f"policy.max_total_sequence_length={sequence}")
+    world = 4 if FOUR[0] in settings else 1
+    before = policy(*given)
+    error = str(out_of_memory(before, Path("nowhere"), world, *H100))
+    proposal = error.partition("To need a tenth less: ")[2].partition(" or ")[0].rstrip(".")
+    changes = re.split(r", (?![a-z_0-9]*[,\]])| and ", proposal)
+    paths = [f"megatron_cfg.{text}" for text in changes]
+    after = policy(*given, *(f"policy.{text}" for text in paths))
+    jobs = [read_job(each, load_model_shape(model, None), find_device("h100"), world) for each in (before, after)]
+    peaks = [highest_peak(run_listed_modules(job, job.offload_modules)) for job in jobs]
+    assert after != before
+    assert "offload_modules=auto" in (*settings, *changes) or peaks[1] < 0.95 * peaks[0]
+    for change in paths:
+        assert policy(*given, f"policy.{change}") != before, f"{change} is in force already"
+    config = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [])
+    examined = examine(
+        {**config, "policy": after, "cluster": {**config["cluster"], "gpus_per_node": world}}, run_here=False
+    )
+    assert not examined.problems
+    assert not [warning for warning in examined.warnings if "recompute" in warning.path]
 
 
 def test_packs_are_made_smaller_by_their_tokens() -> None:
