@@ -67,8 +67,7 @@ class _Search:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._names = separable(job)
-        stages = build_stages(job, candidates(job), self._names)
+        stages = build_stages(job, candidates(job), separable(job))
         groups = [group for stage in stages for group in stage.groups() if group is not None]
         self._modules = {group.module for group in groups if group.can_offload}
         self._recomputable = {group.recomputed_by for group in groups if group.recomputed_by is not None}
