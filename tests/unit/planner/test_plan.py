@@ -20,6 +20,7 @@ from nemo_rl_offload.planner.stages import build_stages, job_link, job_schedule,
 from nemo_rl_offload.planner.written import write_choice
 
 GIB = 1 << 30
+MOE, LATENT = "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
 
 
 def check_plan(plan: JobPlan) -> None:
@@ -39,7 +40,13 @@ def check_plan(plan: JobPlan) -> None:
     assert [point.step_ms for point in points] == sorted({point.step_ms for point in points}, reverse=True)
 
 
-@pytest.mark.parametrize("name", SENSIBLE)
+HUNDREDS = ("Qwen/Qwen3-235B-A22B", LATENT)
+"""Layouts of so many stages and microbatches that a plan takes seconds."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in HUNDREDS else []) for name in SENSIBLE]
+)
 def test_every_model_of_the_catalogue_can_be_planned(name: str) -> None:
     plan = make_plan(make_job(name))
     check_plan(plan)
@@ -175,9 +182,6 @@ def test_what_is_written_is_predicted_as_the_engine_does_it() -> None:
     assert plan.written.outcome == run_listed_modules(written, plan.written.offload_modules)
     assert plan.written.outcome.step_ms < whole.step_ms
     assert highest_peak(whole) < highest_peak(plan.written.outcome) <= job.budget_bytes
-
-
-MOE, LATENT = "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
 
 
 @pytest.mark.parametrize("native_engine", [True, False])
