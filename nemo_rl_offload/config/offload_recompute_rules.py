@@ -13,7 +13,7 @@ from nemo_rl_offload.config.rule import (
     recompute,
     recomputed,
 )
-from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE, DENSE_MLP_MODULES, DISCARDED_BY_RECOMPUTE, MOE_MODULES
+from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE, DENSE_MLP_MODULES, MOE_MODULES, discarded_by_recompute
 
 PATH = f"{MEGATRON}.offload_modules"
 
@@ -28,11 +28,9 @@ def _experts(get: Get) -> Iterator[str]:
 
 def _discarded(get: Get) -> Iterator[str]:
     names, covered = offloaded(get), recomputed(get)
-    shape = model_shape(get)
-    for part, modules in DISCARDED_BY_RECOMPUTE.items():
+    for part, modules in discarded_by_recompute(model_shape(get).has_latent_attention).items():
         for name in modules:
-            is_elsewhere = name in ("qkv_linear", "core_attn") and not shape.has_latent_attention
-            if part in covered and name in names and not is_elsewhere:
+            if part in covered and name in names:
                 yield f"{PATH}: '{name}' saves what recompute_modules '{part}' discards. Remove one of the two."
 
 

@@ -21,6 +21,7 @@ from nemo_rl_offload.planner.modules import (
     NATIVE_MODULES,
     SUPPORTED_MODULES,
     TRANSFORMER_ENGINE_MODULES,
+    fused_norms,
 )
 
 PATH = f"{MEGATRON}.offload_modules"
@@ -97,11 +98,10 @@ def _fused_group_mlp(get: Get) -> Iterator[str]:
 
 
 def _fused_norms(get: Get) -> list[str]:
-    """Norms that are no module of their own in Transformer Engine's layers."""
+    """As `fused_norms` has them; where whole layers are recomputed, `attn_norm` is a layer's input."""
     shape = model_shape(get)
     is_layers_input = is_native(get) and recompute(get)["recompute_granularity"] == "full"
-    is_own = {"attn_norm": shape.has_latent_attention or is_layers_input, "mlp_norm": shape.has_experts}
-    return [name for name, own in is_own.items() if not own]
+    return fused_norms(shape.has_latent_attention or is_layers_input, shape.has_experts)
 
 
 def _transformer_engines_layers(get: Get) -> Iterator[str]:

@@ -6,8 +6,8 @@ from nemo_rl_offload.planner.modules import (
     MEGATRON_MODULES,
     SUPPORTED_MODULES,
     TRANSFORMER_ENGINE_MODULES,
+    fused_norms,
 )
-from nemo_rl_offload.planner.shape import ModelShape
 
 SEPARABLE = ("mlp_act", "mla_up_proj", "moe_act", "layernorm")
 """Entries of `recompute_modules` whose time and memory belong to one group each."""
@@ -38,11 +38,5 @@ def candidates(job: Job) -> tuple[str, ...]:
     if job.transformer_engine or job.any_implementation:
         names &= set(TRANSFORMER_ENGINE_MODULES)
     if job.any_implementation and job.recompute.method is None:
-        names -= _fused_norms(job.shape)
+        names -= set(fused_norms(job.shape.latent_attention is not None, job.shape.experts is not None))
     return tuple(name for name in SUPPORTED_MODULES if name in names)
-
-
-def _fused_norms(shape: ModelShape) -> set[str]:
-    """Norms that are no module of their own in Transformer Engine's layers."""
-    is_separate = {"attn_norm": shape.latent_attention is not None, "mlp_norm": shape.experts is not None}
-    return {name for name, is_own in is_separate.items() if not is_own}

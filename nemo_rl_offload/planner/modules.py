@@ -48,3 +48,17 @@ DISCARDED_BY_RECOMPUTE = {
 }
 """Modules that save what `recompute_modules` makes Megatron free by force, while a copy of it may be on its way; the
 layer norm's output where norm and linear are not one module."""
+
+
+def discarded_by_recompute(has_latent_attention: bool) -> dict[str, tuple[str, ...]]:
+    """`DISCARDED_BY_RECOMPUTE` of a model: without latent attention, attention's modules save nothing of it."""
+    return {
+        name: tuple(each for each in modules if has_latent_attention or each not in ("qkv_linear", "core_attn"))
+        for name, modules in DISCARDED_BY_RECOMPUTE.items()
+    }
+
+
+def fused_norms(has_latent_attention: bool, has_experts: bool) -> list[str]:
+    """Norms that are no module of their own in Transformer Engine's layers."""
+    is_own = {"attn_norm": has_latent_attention, "mlp_norm": has_experts}
+    return [name for name, own in is_own.items() if not own]

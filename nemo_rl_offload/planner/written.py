@@ -8,7 +8,7 @@ from nemo_rl_offload.planner.candidates import candidates, separable
 from nemo_rl_offload.planner.changes import on_their_way, stage_budget
 from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.modules import DISCARDED_BY_RECOMPUTE, NATIVE_MODULES
+from nemo_rl_offload.planner.modules import NATIVE_MODULES, discarded_by_recompute
 from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules
 from nemo_rl_offload.planner.stages import build_stages
 
@@ -121,7 +121,7 @@ def _without_conflicts(job: Job, names: Names) -> Names:
     """Where layers of the choice differ, whole modules may save what an entry of `recompute_modules` discards: then the
     entry goes if all fits without it, else the module."""
     modules, recomputed = names
-    for name, discarded in _conflicts(job):
+    for name, discarded in discarded_by_recompute(job.shape.latent_attention is not None).items():
         clash = set(discarded).intersection(in_order(modules)) if name in recomputed else set()
         if not clash:
             continue
@@ -130,13 +130,6 @@ def _without_conflicts(job: Job, names: Names) -> Names:
         else:
             modules -= {*clash, "attn_proj"} if "core_attn" in clash else clash
     return modules, recomputed
-
-
-def _conflicts(job: Job) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """As `check` has them: without latent attention, attention's modules save nothing that is discarded."""
-    for name, modules in DISCARDED_BY_RECOMPUTE.items():
-        is_latent = job.shape.latent_attention is not None
-        yield name, tuple(module for module in modules if is_latent or module not in ("qkv_linear", "core_attn"))
 
 
 def _recomputing(job: Job, recomputed: frozenset[str]) -> Job:
