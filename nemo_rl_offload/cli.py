@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 PROJECT_ROOT = Path(__file__).parent.parent
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
+REPEAT_INTERRUPT_S = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown option: {' '.join(unknown)} (keys of the configuration are set by KEY=VALUE, no dashes)")
     run_dirs: list[Path] = []
     try:
-        with _terminated_like_interrupted():
+        with _terminated_like_interrupted(), _never_unheard():
             return _EXECUTE[options.command](options, overrides, run_dirs)
     except NemoRLOffloadError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -174,6 +176,31 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _never_unheard() -> Iterator[None]:
+    """Interrupt again where Python could only print the exception: it met a `__del__`, or a callback from C."""
+    previous, timers = sys.unraisablehook, []
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+
+    def again(unraisable: Any) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt | SystemExit):
+            previous(unraisable)
+            return
+        is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # in the background of a shell
+        number = signal.SIGTERM if is_ignored or unraisable.exc_type is SystemExit else signal.SIGINT
+        timers.append(threading.Timer(REPEAT_INTERRUPT_S, signal.pthread_kill, (main_thread, number)))
+        timers[-1].start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
+        for timer in timers:
+            timer.cancel()
 
 
 def _keep_details(error: NemoRLOffloadError, run_dirs: list[Path]) -> None:

@@ -39,6 +39,7 @@ from ray._private import services as ray_services
 from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from nemo_rl_offload.cluster.interruption import interrupted_afterwards
 from nemo_rl_offload.errors import ResourceError
 
 logger = logging.getLogger(__name__)
@@ -304,13 +305,15 @@ def _start_local() -> None:
     # could not save. They do not outlive this process in a group of their own either: the kernel ends them.
     ray_services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=OBJECT_STORE_BYTES,
-        )
+        # Ray's C++ part does not survive an exception while it is set up, and Python drops one that meets a `__del__`.
+        with interrupted_afterwards("Ray's start"):
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
     finally:
         ray_services.ConsolePopen = popen  # type: ignore[misc]
 

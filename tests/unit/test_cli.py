@@ -7,6 +7,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,62 @@ def test_sigterm_is_an_interrupt(
     assert cli.main(["run", "grpo"]) == 130
     assert signal.getsignal(signal.SIGTERM) is before
     assert capsys.readouterr().err == "Interrupted.\n"
+
+
+class Garbage:
+    """Its end is when a signal arrives: Python prints what is raised there, and goes on."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("in_the_background", [False, True])
+def test_no_interrupt_is_lost(
+    number: int,
+    in_the_background: bool,
+    training: Training,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def collect_and_go_on(*_: object) -> None:
+        Garbage(number)
+        time.sleep(1)
+        raise WorkerError("went on")
+
+    monkeypatch.setattr(cli, "_train", collect_and_go_on)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN if in_the_background else signal.default_int_handler)
+    try:
+        code = cli.main(["run", "grpo"])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if in_the_background and number == signal.SIGINT:
+        assert code == 2
+    else:
+        assert (code, capsys.readouterr().err) == (130, "Interrupted.\n")
+
+
+def test_other_errors_of_destructors_are_printed(
+    training: Training, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+
+    class Faulty:
+        def __del__(self) -> None:
+            raise ValueError
+
+    def collect_and_fail(*_: object) -> None:
+        Faulty()
+        raise WorkerError("after that")
+
+    monkeypatch.setattr(cli, "_train", collect_and_fail)
+    assert cli.main(["run", "grpo"]) == 2
+    assert [unraisable.exc_type for unraisable in seen] == [ValueError]
+    assert sys.unraisablehook == seen.append
 
 
 def test_closed_output_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

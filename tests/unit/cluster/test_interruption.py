@@ -1,0 +1,77 @@
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from nemo_rl_offload.cluster.interruption import interrupted_afterwards
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """SIGINT as at a terminal, whatever starts the tests; both as before afterwards."""
+    previous = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)], ids=["int", "term"]
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_takes_effect_afterwards(
+    number: int, error: type[BaseException], fails: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    done = []
+
+    def start() -> None:
+        with interrupted_afterwards("the start"):
+            signal.raise_signal(number)
+            done.append("went on")
+            if fails:
+                raise RuntimeError
+
+    with pytest.raises(error):
+        start()
+    assert done == ["went on"]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert capsys.readouterr().err == "Ending as soon as the start is done; a second time, at once ...\n"
+
+
+def test_a_second_one_takes_effect_at_once() -> None:
+    done = []
+
+    def start() -> None:
+        with interrupted_afterwards("the start"):
+            signal.raise_signal(signal.SIGINT)
+            done.append("went on")
+            signal.raise_signal(signal.SIGTERM)
+            done.append("went on again")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert done == ["went on"]
+
+
+def test_what_is_ignored_stays_so(capsys: pytest.CaptureFixture[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupted_afterwards("the start"):
+        signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_happens_in_other_threads() -> None:
+    done = []
+
+    def start() -> None:
+        with interrupted_afterwards("the start"):
+            done.append("started")
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert done == ["started"]
