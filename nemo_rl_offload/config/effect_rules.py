@@ -85,6 +85,18 @@ def _metric_is_not_measured(get: Get) -> Iterator[str]:
         )
 
 
+def _schedule_has_no_such_phase(get: Get) -> Iterator[str]:
+    scheduler = f"{MEGATRON}.scheduler"
+    if get(f"{scheduler}.lr_warmup_init") and not get(f"{scheduler}.lr_warmup_iters"):
+        yield f"{scheduler}.lr_warmup_init: has no effect without a warm-up. Set lr_warmup_iters, or this to 0.0."
+    styles = [get(f"{scheduler}.{key}") for key in ("lr_decay_style", "weight_decay_incr_style")]
+    if get(f"{scheduler}.lr_decay_iters") is not None and styles == ["constant", "constant"]:
+        yield (
+            f"{scheduler}.lr_decay_iters: has no effect while lr_decay_style and weight_decay_incr_style are constant. "
+            "Set one of them to linear or cosine, or this to null."
+        )
+
+
 @cache
 def defaults() -> dict[str, Any]:
     """The values of `base.yaml` as they are written, by their paths."""
@@ -108,4 +120,5 @@ EFFECT_WARNINGS: tuple[Rule, ...] = (
     _not_of_the_algorithm,
     *(partial(_switched_off, path, switch, values) for path, (switch, values) in _SWITCHES.items()),
     _metric_is_not_measured,
+    _schedule_has_no_such_phase,
 )

@@ -59,6 +59,8 @@ class Job:
     recompute: Recompute = field(default_factory=Recompute)
     offload_modules: tuple[str, ...] = ()
     """As configured; empty also for `auto`."""
+    offload_fraction: float = 1.0
+    """Of the groups of those, the earliest of each forward; as configured."""
     native_engine: bool = True
     """Whether this project's engine moves them, or Megatron-Core's."""
     offloads: bool = True
@@ -156,6 +158,7 @@ def read_job(
         optimizer=_optimizer(cfg, element_bytes),
         recompute=_recompute(cfg),
         offload_modules=tuple(modules) if listed else (),
+        offload_fraction=cfg["activation_offload_fraction"],
         native_engine=is_native,
         offloads=is_native or cfg["transformer_impl"] != "torch",
         recomputes_mlp_parts=is_native and fp8 is None and not cfg["use_transformer_engine_op_fuser"],

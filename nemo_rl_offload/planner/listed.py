@@ -32,6 +32,17 @@ def listed_actions(stages: Sequence[Stage], schedule: Schedule, link: Link) -> l
     ]
 
 
+def earliest_actions(stage: Stage, actions: Sequence[Action], fraction: float) -> list[Action]:
+    """Of each forward's offloaded groups that share, the earliest (`activation_offload_fraction`); the rest is kept."""
+    found, remaining = [], iter(actions)
+    for parts in stage.chunks:
+        own = [next(remaining) for part in parts for _ in part.groups or (None,)]
+        moving = [index for index, action in enumerate(own) if action is Action.OFFLOAD]
+        left_out = set(moving[len(moving) - int(len(moving) * (1 - fraction)) :])
+        found += [Action.KEEP if index in left_out else action for index, action in enumerate(own)]
+    return found
+
+
 def _moving(times: StageTimes, segments: Sequence[Sequence[Segment]], link: Link) -> set[tuple[int, int]]:
     """The segments, by chunk and number, that are worth moving in some microbatch."""
     visits = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.listed import all_actions, listed_actions
+from nemo_rl_offload.planner.listed import all_actions, earliest_actions, listed_actions
 from nemo_rl_offload.planner.simulator import StageTimes, Transfers, simulate
 from nemo_rl_offload.planner.stages import Stage, build_stages, job_link, job_schedule
 
@@ -66,12 +66,16 @@ def run_whole_modules(job: Job, modules: Collection[str]) -> Outcome:
     return run_stages(job, stages, all_actions(stages))
 
 
-def run_listed_modules(job: Job, modules: Collection[str]) -> Outcome:
-    """The same as the job's engine does it: this project's keeps what has no time to leave and come back."""
-    if not job.native_engine:
-        return run_whole_modules(job, modules)
+def run_listed_modules(job: Job, modules: Collection[str], fraction: float = 1.0) -> Outcome:
+    """The same as the job's engine does it: this project's keeps what has no time to leave and come back. Of what is
+    left, the earliest `fraction` of each forward's groups is offloaded."""
     stages = build_stages(job, modules)
-    return run_stages(job, stages, listed_actions(stages, job_schedule(job, _num_simulated(job)), job_link(job)))
+    actions = all_actions(stages)
+    if job.native_engine:
+        actions = listed_actions(stages, job_schedule(job, _num_simulated(job)), job_link(job))
+    return run_stages(
+        job, stages, [earliest_actions(stage, own, fraction) for stage, own in zip(stages, actions, strict=True)]
+    )
 
 
 def module_rows(outcome: Outcome, rank: int) -> list["ModuleRow"]:

@@ -67,9 +67,9 @@ class JobPlan:
                 "fine_grained_activation_offloading": True,
                 "offload_modules": "auto",
                 "activation_offload": {"gpu_memory_budget": f"{left_bytes >> 20}MiB"},
-                "activation_offload_fraction": 1.0,  # `auto` is all that chooses
-                "delta_offload_bytes_across_pp_ranks": 0,
             }
+        if keys["fine_grained_activation_offloading"]:  # it was simulated so
+            keys |= {"activation_offload_fraction": 1.0, "delta_offload_bytes_across_pp_ranks": 0}
         if written.recompute != self.job.recompute:
             keys |= {"activation_checkpointing": None, **written.recompute.keys}  # false would turn off what follows
         return keys
@@ -79,7 +79,7 @@ def make_plan(job: Job) -> JobPlan:
     """Plan a job: simulate it as it is, choose for its budget, and look for changes where that is not enough."""
     stages = build_stages(job, candidates(job))
     baseline = run_stages(job, stages, [[Action.KEEP] * len(stage.records()) for stage in stages])
-    configured = run_listed_modules(job, job.offload_modules) if job.offload_modules else None
+    configured = run_listed_modules(job, job.offload_modules, job.offload_fraction) if job.offload_modules else None
     chosen_job, chosen = job, baseline
     if highest_peak(baseline) > job.budget_bytes:
         chosen_job, chosen = choose_for_budget(job, baseline)

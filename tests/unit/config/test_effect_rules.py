@@ -132,6 +132,24 @@ def test_what_another_key_switches_off_in_distillation(check: Check, setting: st
     assert warning.endswith("has no effect with algorithm grpo."), "one reason is enough"
 
 
+@pytest.mark.parametrize(
+    ("setting", "off", "on"),
+    [
+        ("lr_warmup_init=1e-5", "lr_warmup_iters=0", "lr_warmup_iters=5"),
+        ("lr_decay_iters=50", "lr_decay_style=constant", "lr_decay_style=linear"),
+        ("lr_decay_iters=50", "lr_decay_style=constant", "weight_decay_incr_style=linear"),
+    ],
+)
+def test_a_phase_that_the_schedule_lacks(check: Check, setting: str, off: str, on: str) -> None:
+    def warnings(*overrides: str) -> list[str]:
+        return check(*(f"{M}.scheduler.{override}" for override in overrides)).warnings
+
+    (warning,) = warnings(setting, off)
+    assert warning.startswith(f"{M}.scheduler.{setting.split('=')[0]}: has no effect w")
+    assert warnings(setting, on) == []
+    assert warnings(off) == []
+
+
 def test_a_metric_that_is_never_measured(check: Check) -> None:
     off = ["grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"]
     (warning,) = check(*off, "checkpointing.metric_name=val:reward").warnings

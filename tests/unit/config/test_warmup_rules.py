@@ -17,7 +17,6 @@ M = "policy.megatron_cfg"
         ("grpo.max_num_steps=5", 5),
         ("grpo.max_num_steps=2 grpo.num_prompts_per_step=32 policy.megatron_cfg.scheduler.lr_warmup_iters=4", 4),
         ("grpo.max_num_steps=2 grpo.ppo_epochs=2", 4),
-        ("grpo.max_num_steps=2 policy.megatron_cfg.scheduler.lr_decay_iters=9", 2),
         (
             "grpo.max_num_steps=5 policy.megatron_cfg.scheduler.lr_decay_style=linear "
             "policy.megatron_cfg.scheduler.lr_decay_iters=9",

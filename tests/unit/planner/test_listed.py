@@ -9,7 +9,7 @@ from nemo_rl_offload.planner.choose import Action, Link
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.layout import Layout
 from nemo_rl_offload.planner.listed import listed_actions
-from nemo_rl_offload.planner.outcome import run_listed_modules, run_whole_modules
+from nemo_rl_offload.planner.outcome import highest_peak, run_listed_modules, run_whole_modules
 from nemo_rl_offload.planner.plan import make_plan
 from nemo_rl_offload.planner.stages import Group, Part, Stage, build_stages, job_schedule
 
@@ -82,3 +82,32 @@ def test_a_plan_predicts_the_configured_list_as_the_engine_does_it() -> None:
     configured = make_plan(job(20.0, offload_modules=MODULES)).configured
     assert configured is not None
     assert configured.actions == run_listed_modules(job(20.0), MODULES).actions
+
+
+@pytest.mark.parametrize("native_engine", [True, False])
+def test_a_share_of_the_groups_is_the_earliest_of_each_forward(native_engine: bool) -> None:
+    one = replace(job(1e6, native_engine=native_engine), layout=Layout(2, pipeline=2, virtual=2))
+    whole, half, none = (run_listed_modules(one, MODULES, fraction) for fraction in (1.0, 0.5, 0.0))
+    for rank, stage in enumerate(whole.stages):
+        taken = 0
+        for parts in stage.chunks:
+            size = sum(len(part.groups or (None,)) for part in parts)
+            every, earliest = (outcome.actions[rank][taken : taken + size] for outcome in (whole, half))
+            taken += size
+            moving = [index for index, action in enumerate(every) if action is Action.OFFLOAD]
+            kept = len(moving) // 2
+            assert kept >= 1
+            found = [index for index, action in enumerate(earliest) if action is Action.OFFLOAD]
+            assert found == moving[: len(moving) - kept]
+        assert taken == len(whole.actions[rank])
+        assert whole.host_bytes(rank) > half.host_bytes(rank) > none.host_bytes(rank) == 0
+
+
+def test_a_plan_follows_the_configured_share_and_chooses_without_it() -> None:
+    full = job(20.0, offload_modules=MODULES, offload_fraction=0.5)
+    plan = make_plan(replace(full, memory_bytes=int(0.95 * highest_peak(make_plan(full).baseline))))
+    assert plan.configured is not None
+    assert plan.configured.actions == run_listed_modules(job(20.0), MODULES, 0.5).actions
+    assert plan.keys["offload_modules"]
+    assert plan.keys["activation_offload_fraction"] == 1.0
+    assert plan.keys["delta_offload_bytes_across_pp_ranks"] == 0
