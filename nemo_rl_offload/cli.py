@@ -18,7 +18,6 @@ from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 if TYPE_CHECKING:
     from rich.console import Console
 
-PROJECT_ROOT = Path(__file__).parent.parent
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 REPEAT_INTERRUPT_S = 0.1
 
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> int:
     from nemo_rl_offload.config.checks import check_config
-    from nemo_rl_offload.config.loader import read_config
+    from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 
     source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm]
     config = read_config(source, overrides)

@@ -1,15 +1,14 @@
 """Reads a configuration: YAML files that inherit from others, overrides in Hydra's grammar, interpolations.
 
-A file may name others under `defaults:` (one file, or a list; relative to the file itself). They are merged
-in order, the later one wins, and the file's own keys come last. Mappings merge; lists and scalars replace.
-A section with `_override_: true` replaces the inherited one as a whole, as in NeMo-RL. `${other.key}` is resolved at
-the very end, so it sees overrides. Nothing here knows which keys exist: `checks.py` does. Neither torch nor Ray is
-imported.
+A file may name others under `defaults:` (one file, or a list; relative to the file itself, else shipped ones like
+examples/configs/base.yaml). They are merged in order, the later one wins, and the file's own keys come last. Mappings
+merge; lists and scalars replace. A section with `_override_: true` replaces the inherited one as a whole, as in NeMo-RL.
+`${other.key}` is resolved at the very end, so it sees overrides. Nothing here knows which keys exist: `checks.py`
+does. Neither torch nor Ray is imported.
 """
 
 import json
 import operator
-import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -37,7 +36,9 @@ from nemo_rl_offload.config.sources import (
 )
 from nemo_rl_offload.errors import ConfigError, nearest
 
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
+PROJECT_ROOT = _PACKAGE if (_PACKAGE / "examples").is_dir() else _PACKAGE.parent
+"""The folder with `examples`: the checkout, or the installed package, which holds a copy."""
 BASE = PROJECT_ROOT / "examples" / "configs" / "base.yaml"
 """The file of defaults."""
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
@@ -93,7 +94,7 @@ def read_config(
         problems,
         unresolved,
         references(config),
-        os.path.relpath(BASE, Path(path).resolve().parent) if is_alone else "",
+        str(BASE.relative_to(PROJECT_ROOT)) if is_alone else "",
     )
 
 
@@ -193,7 +194,12 @@ def _resolve_folder(name: str, required_file: str) -> Path:
 def files_of(path: Path) -> list[Path]:
     """A configuration's file and all that it names under `defaults:`, resolved. They can be loaded."""
     names = _defaults_of(_read_yaml(path, "").values, path)
-    return [path.resolve(), *(each for name in names for each in files_of(path.parent / name))]
+    return [path.resolve(), *(each for name in names for each in files_of(_inherited(name, path)))]
+
+
+def _inherited(name: str, heir: Path) -> Path:
+    beside, shipped = heir.parent / name, PROJECT_ROOT / name
+    return shipped if shipped.is_file() and not beside.exists() else beside
 
 
 def _load_file(path: Path, including: tuple[Path, ...]) -> LoadedConfig:
@@ -201,7 +207,7 @@ def _load_file(path: Path, including: tuple[Path, ...]) -> LoadedConfig:
     if path.resolve() in [ancestor.resolve() for ancestor in including]:
         raise ConfigError(f"defaults form a cycle: {' -> '.join(map(str, chain))}")
     own = _read_yaml(path, f" (included by {including[-1]})" if including else "")
-    parts = [*(_load_file(path.parent / name, chain) for name in _defaults_of(own.values, path)), own]
+    parts = [*(_load_file(_inherited(name, path), chain) for name in _defaults_of(own.values, path)), own]
     merged: dict[str, Any] = reduce(_merge, [part.values for part in parts], {})
     return LoadedConfig(merged, {key: origin for part in parts for key, origin in part.origins.items()})
 

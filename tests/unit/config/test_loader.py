@@ -64,6 +64,14 @@ def test_defaults_are_relative_to_the_file_that_names_them(tmp_path: Path, monke
     assert load_config(path) == {"x": 1, "y": 2, "z": 3}
 
 
+def test_shipped_files_are_inherited_from_anywhere(tmp_path: Path) -> None:
+    path = write(tmp_path, top="defaults: examples/configs/base.yaml\nalgorithm: sft\n")
+    assert read_config(path).values == read_config(loader.BASE).values | {"algorithm": "sft"}
+    (tmp_path / "examples/configs").mkdir(parents=True)
+    (tmp_path / "examples/configs/base.yaml").write_text("x: 1\n")
+    assert load_config(path) == {"x": 1, "algorithm": "sft"}, "what lies beside a file comes first"
+
+
 def test_two_parents_may_share_a_base(tmp_path: Path) -> None:
     path = write(
         tmp_path,

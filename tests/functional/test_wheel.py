@@ -1,0 +1,77 @@
+"""What is installed from a wheel works without the checkout: it brings the shipped configurations, data and models."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from example_runs import python_path
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+CONFIGS = sorted(path.name for path in (PROJECT_ROOT / "examples/configs").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package's folder, from a wheel that was built here."""
+    built, installation = tmp_path_factory.mktemp("built"), tmp_path_factory.mktemp("installation")
+    hatchling = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(built)]
+    subprocess.run(hatchling, cwd=PROJECT_ROOT, check=True, capture_output=True)
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installation)
+    return installation / "nemo_rl_offload"
+
+
+@pytest.fixture
+def command(installed: Path, tmp_path: Path) -> Command:
+    """Run the installed command in an empty folder."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": python_path(installed.parent),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "nemo_rl_offload.cli", *arguments]
+        return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False)
+
+    return run
+
+
+def test_it_brings_the_examples_and_nothing_to_make_them_with(installed: Path) -> None:
+    assert sorted(path.name for path in (installed / "examples/configs").iterdir()) == CONFIGS
+    assert (installed / "examples/models/tiny_teacher/model.safetensors").is_file()
+    assert (installed / "examples/data/spelling_pairs_train.jsonl").is_file()
+    assert not list((installed / "examples").rglob("*.py"))
+
+
+@pytest.mark.parametrize("words", [("check",), ("plan", "--gpu", "h100-80gb")])
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_the_shipped_examples(installed: Path, command: Command, words: tuple[str, ...], algorithm: str) -> None:
+    process = command(*words, str(installed / f"examples/configs/{algorithm}_tiny.yaml"))
+    assert process.returncode == 0, process.stderr
+    assert "warning" not in process.stdout, "the model and the data are there"
+
+
+def test_a_file_of_ones_own_inherits_a_shipped_one(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "my.yaml").write_text("defaults: examples/configs/grpo_tiny.yaml\ngrpo: {max_num_steps: 7}\n")
+    assert command("check", "my.yaml").returncode == 0
+    (tmp_path / "alone.yaml").write_text("grpo: {max_num_steps: 7}\n")
+    process = command("check", "alone.yaml")
+    assert process.returncode == 2
+    assert "`defaults: examples/configs/base.yaml`" in process.stderr
+
+
+@pytest.mark.slow
+def test_a_run_without_any_file(tmp_path: Path, command: Command) -> None:
+    short = ("grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_start=false")
+    process = command("run", "grpo", "--run-dir", "run", *short)
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "run/summary.json").is_file()
