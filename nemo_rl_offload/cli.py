@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import signal
@@ -83,9 +84,12 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
 
     found = check_file(options.config, overrides, allow_unsupported=options.allow_unsupported)
     if options.megatron:
-        from nemo_rl_offload.megatron.config_check import ask_megatron
+        from nemo_rl_offload.megatron.quiet import quiet
 
-        found = ask_megatron(found)
+        with quiet():
+            from nemo_rl_offload.megatron.config_check import ask_megatron
+
+            found = ask_megatron(found)
     if options.format == "json":
         print(as_json(options.config, found))
     else:
@@ -112,9 +116,12 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: li
 def _export(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     if overrides:
         raise ConfigError(f"export takes no configuration: {' '.join(overrides)}")
-    from nemo_rl_offload.megatron.export import export_checkpoint
+    from nemo_rl_offload.megatron.quiet import quiet
 
-    export_checkpoint(options.checkpoint, options.destination)
+    with quiet(), contextlib.redirect_stdout(io.StringIO()):  # Bridge and Megatron-Core print what they load
+        from nemo_rl_offload.megatron.export import export_checkpoint
+
+        export_checkpoint(options.checkpoint, options.destination)
     print(f"Wrote {options.destination}")
     return 0
 

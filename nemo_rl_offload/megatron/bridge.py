@@ -11,10 +11,8 @@ import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
-import logging
 import sys
 import types
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -78,19 +76,6 @@ def _empty_transformer_engine() -> Iterator[None]:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.split(".")[0] in _ABSENT]:
             del sys.modules[name]
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Bridge reports every optional feature that it misses, at import and per layer; none concerns the user."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous)
 
 
 @cache

@@ -12,7 +12,8 @@ from nemo_rl_offload.config.checks import Findings, problem_at
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.shapes import read_model_config
 from nemo_rl_offload.errors import ConfigError, nearest
-from nemo_rl_offload.megatron.bridge import bridge, have_transformer_engine, quiet
+from nemo_rl_offload.megatron.bridge import bridge, have_transformer_engine
+from nemo_rl_offload.megatron.quiet import quiet
 
 
 class _NoOptimizer:

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, ResourceError, WorkerError
-from nemo_rl_offload.megatron.bridge import bridge, quiet
+from nemo_rl_offload.megatron.bridge import bridge
+from nemo_rl_offload.megatron.quiet import quiet
 from nemo_rl_offload.megatron.setup import (
     configure_provider,
     ddp_config,

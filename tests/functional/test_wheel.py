@@ -31,12 +31,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def command(installed: Path, tmp_path: Path) -> Command:
     """Run the installed command in an empty folder."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": python_path(installed.parent),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
+    env = {**os.environ, "PYTHONPATH": python_path(installed.parent), "CUDA_VISIBLE_DEVICES": ""}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         words = [sys.executable, "-m", "nemo_rl_offload.cli", *arguments]
@@ -70,8 +65,12 @@ def test_a_file_of_ones_own_inherits_a_shipped_one(tmp_path: Path, command: Comm
 
 
 @pytest.mark.slow
-def test_a_run_without_any_file(tmp_path: Path, command: Command) -> None:
+def test_a_run_without_any_file_and_its_export(tmp_path: Path, command: Command) -> None:
     short = ("grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_start=false")
     process = command("run", "grpo", "--run-dir", "run", *short)
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "run/summary.json").is_file()
+    process = command("export", "run/step_1", "model")
+    assert process.stdout == "Wrote model\n"
+    assert process.stderr == "", "what other libraries say is kept from the user"
+    assert (tmp_path / "model/model.safetensors").is_file()

@@ -1,6 +1,8 @@
 """`check --megatron`: Megatron-Core's own word, with the model's config.json and without."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +31,17 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
 def test_megatron_takes_the_tiny_exemplar(ask: Ask) -> None:
     found = ask()
     assert (found["problems"], found["warnings"]) == ([], [])
+
+
+def test_what_other_libraries_say_is_kept_from_the_user_and_a_refusal_is_not() -> None:
+    wrong = f"{M}.model_overrides={{overlap_p2p_comm_warmup_flush:true}}"
+    words = [sys.executable, "-m", "nemo_rl_offload.cli", "check", "--megatron", str(TINY), wrong]
+    process = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert process.stdout == ""
+    *warnings, head, problem = process.stderr.splitlines()
+    assert all(line.startswith(f"warning: {M}") for line in warnings)
+    assert head == f"error: {TINY}: 1 problem"
+    assert problem.startswith(f"{M}.overlap_p2p_comm: Megatron-Core refuses this configuration: ")
 
 
 @pytest.mark.parametrize(
