@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from nemo_rl_offload.config.known_keys import right_place
 from nemo_rl_offload.config.nemo_rl import MISSING, NOT_ALLOWED, OTHER_RULES, adapted, is_replaceable, unsupported
 from nemo_rl_offload.config.rule import MEGATRON, Get, ReportedError, Rule
 from nemo_rl_offload.config.rules import RULES, RULES_OF_THIS_MACHINE, WARNINGS
@@ -185,7 +186,7 @@ def _schema_problems(raw: Mapping[str, Any], error: ValidationError) -> dict[str
         if details["type"] in ("extra_forbidden", "invalid_key") or location[-1] == "[key]":
             location = tuple(part for part in location if part != "[key]")
             section = _locate(raw, location[:-1])[1]
-            unknown = f"unknown key.{_right_place(str(location[-1]), section)}"
+            unknown = f"unknown key.{right_place(str(location[-1]), section)}"
             problems[_dotted(location)] = unsupported(_dotted(location)) or unknown
             continue
         keys, annotation, value = _locate(raw, location)
@@ -219,20 +220,6 @@ def _locate(raw: Any, location: Iterable[int | str]) -> tuple[list[int | str], A
         annotation = keys_of(annotation).get(str(part), inner) if is_key else inner
         raw = raw.get(part) if is_key else raw[part]
     return path, annotation, raw
-
-
-def _right_place(key: str, section: Any) -> str:
-    """Return the nearest key of the section, else the section of another place that has this very key."""
-    return nearest(key, keys_of(section)) or next(
-        (f" It belongs to {path}." for path, keys in _sections(MasterConfig, "") if path and key in keys), ""
-    )
-
-
-def _sections(annotation: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    keys = keys_of(annotation)
-    yield path, keys
-    for key, child in keys.items():
-        yield from _sections(child, f"{path}.{key}".lstrip("."))
 
 
 def _shown(value: Any) -> str:

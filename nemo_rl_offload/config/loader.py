@@ -3,8 +3,8 @@
 A file may name others under `defaults:` (one file, or a list; relative to the file itself, else shipped ones like
 examples/configs/base.yaml). They are merged in order, the later one wins, and the file's own keys come last. Mappings
 merge; lists and scalars replace. A section with `_override_: true` replaces the inherited one as a whole, as in
-NeMo-RL. `${other.key}` is resolved at the very end, so it sees overrides. Nothing here knows which keys exist:
-`checks.py` does. Neither torch nor Ray is imported.
+NeMo-RL. `${other.key}` is resolved at the very end, so it sees overrides. Which keys exist is left to `checks.py`, but
+for advice on an override that names none. Neither torch nor Ray is imported.
 """
 
 import json
@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from difflib import get_close_matches
 from functools import lru_cache, partial, reduce
 from io import StringIO
 from pathlib import Path
@@ -25,6 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
+from nemo_rl_offload.config.known_keys import may_be_added, right_place, section_at
 from nemo_rl_offload.config.sources import (
     OVERRIDE,
     UNGIVEN,
@@ -85,7 +87,7 @@ def read_config(
         except ConfigError as error:
             problems.append(f"override '{text}': {error}")
         except HydraException as error:
-            problems.append(f"override '{text}': {_first_line(error)}. {_how_to_write(text)}")
+            problems.append(_how_to_write(text, error, config))
     values, unresolved = _resolve(config, path) if resolve else (config, {})
     is_alone = not below and len(files_of(Path(path))) == 1
     return LoadedConfig(
@@ -98,17 +100,31 @@ def read_config(
     )
 
 
-def _how_to_write(text: str) -> str:
+def _how_to_write(text: str, error: HydraException, config: dict[str, Any]) -> str:
     """The fix for an override that is none."""
     key, equals, value = text.partition("=")
-    if not equals and text.endswith((".yaml", ".yml")):
-        return "A configuration file is given by --config (run), or as the one FILE (check, plan)."
+    if not equals:
+        how = "Write key=value, or ~key to remove one."
+        if text.endswith((".yaml", ".yml")):
+            how = "A configuration file is given by --config (run), or as the one FILE (check, plan)."
+        elif path := _nearest_path(text, config):
+            how = f"Write {path}=value, or ~{path} to remove it."
+        return f"'{text}' is no override. {how}"
+    wrong = f"override '{text}': {_first_line(error)}. Write key=value, +key=value or ~key"
     quoted = f'"{value}"'
     try:
         OverridesParser.create().parse_override(f"{key}={quoted}")
     except HydraException:
-        return "Write key=value, +key=value or ~key."
-    return f"Write key=value, +key=value or ~key; text with such characters in quotes: {key}={shlex.quote(quoted)}"
+        return f"{wrong}."
+    return f"{wrong}; text with such characters in quotes: {key}={shlex.quote(quoted)}"
+
+
+def _nearest_path(name: str, config: dict[str, Any]) -> str | None:
+    """The key that is spelt so or almost so, with its section or without."""
+    paths = {path: path for path, _ in nodes(config)}
+    if "." not in name:
+        paths = {path.rpartition(".")[2]: path for path in reversed(paths)}
+    return next((paths[found] for found in get_close_matches(name, paths, n=1)), None)
 
 
 def _override_origins(override: Override) -> dict[str, str]:
@@ -264,14 +280,15 @@ def _apply_override(config: dict[str, Any], override: Override) -> None:
     section = config
     for depth, part in enumerate(parents):
         if part not in section:
-            _require(not must_exist, section, parents[:depth], part)
+            if must_exist:
+                raise _no_such_key(override, section, parents[:depth], part)
             section[part] = {}
         section = section[part]
         if not isinstance(section, dict):
             raise ConfigError(f"{'.'.join(parents[: depth + 1])} is not a section. Replace it as a whole")
     value = override.value()
-    if must_exist:
-        _require(key in section, section, parents, key)
+    if must_exist and key not in section:
+        raise _no_such_key(override, section, parents, key)
     if override.is_delete():
         if value is not None and value != section[key]:
             raise ConfigError(f"{override.key_or_group} is {section[key]!r}, not {value!r}")
@@ -282,10 +299,14 @@ def _apply_override(config: dict[str, Any], override: Override) -> None:
     section[key] = _merge(section.get(key), value)
 
 
-def _require(condition: bool, section: dict[str, Any], parents: Sequence[str], key: str) -> None:
-    if not condition:
-        path = ".".join([*parents, key])
-        raise ConfigError(f"no key {path} to change.{nearest(key, section)} To add a key, write +key=value")
+def _no_such_key(override: Override, section: dict[str, Any], parents: Sequence[str], key: str) -> ConfigError:
+    known = section_at(parents)
+    hint = nearest(key, section)
+    if not may_be_added(key, known):
+        hint = hint or right_place(key, known)
+    elif not override.is_delete():
+        hint += " To add a key, write +key=value"
+    return ConfigError(f"no key {'.'.join([*parents, key])} to change.{hint}")
 
 
 def _first_line(error: Exception) -> str:
