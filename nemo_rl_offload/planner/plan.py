@@ -30,7 +30,7 @@ class JobPlan:
     configured: Outcome | None
     """What the engine does with the modules that `offload_modules` lists."""
     chosen: Outcome
-    """Chosen for the budget, per module and layer."""
+    """Chosen for the budget, per module and layer; whole modules where those are as good."""
     chosen_job: Job
     """The job with what the choice recomputes of MLPs or whole layers."""
     written: Written
@@ -84,36 +84,70 @@ def make_plan(job: Job) -> JobPlan:
     if highest_peak(baseline) > job.budget_bytes:
         chosen_job, chosen = choose_for_budget(job, baseline)
     written = write_choice(chosen_job, chosen)
+    if _order(job, written.outcome) < _order(job, chosen):
+        chosen_job, chosen = replace(chosen_job, recompute=written.recompute), written.outcome
     in_force = chosen if job.native_engine else written.outcome  # Megatron-Core's engine moves whole modules
     shortfalls = tuple(max(0, in_force.peak_bytes(rank) - job.budget_bytes) for rank in range(len(stages)))
     changes = fitting_changes(job) if any(shortfalls) else ()
     return JobPlan(job, baseline, configured, chosen, chosen_job, written, shortfalls, changes)
 
 
+def _order(job: Job, outcome: Outcome) -> tuple[int, float, int]:
+    """Smaller is better: what is above the budgets, then time, then memory."""
+    return excess_bytes(job, outcome), _shown_ms(outcome.step_ms), highest_peak(outcome)
+
+
+def _shown_ms(ms: float) -> float:
+    """Sums of the same times in another order are equal."""
+    return round(ms, 3)
+
+
 @dataclass(frozen=True)
 class FrontierPoint:
-    """Device memory against step time on the fullest stage."""
+    """Device memory against step time."""
 
     peak_bytes: int
     step_ms: float
 
 
 def frontier(plan: JobPlan) -> tuple[FrontierPoint, ...]:
-    """The least time for budgets from the fullest stage's least to its most, whatever is recomputed for it."""
+    """What was simulated for the budget, and estimates for others: the least time for budgets from the fullest stage's
+    least to its most, whatever is recomputed for it.
+
+    An estimate neglects copies on their way. One within the budget that is faster than what was simulated does not hold.
+    """
+    simulated = _simulated(plan)
+    best_ms = min((point.step_ms for point in simulated if point.peak_bytes <= plan.job.budget_bytes), default=0.0)
+    estimates = [
+        point
+        for point in _estimates(plan, _FRONTIER_POINTS - len(simulated))
+        if point.peak_bytes > plan.job.budget_bytes or point.step_ms >= best_ms
+    ]
+    return _falling([*simulated, *estimates])
+
+
+def _simulated(plan: JobPlan) -> tuple[FrontierPoint, ...]:
+    """The choice, and what is written; none where nothing had to be chosen."""
+    if highest_peak(plan.baseline) <= plan.job.budget_bytes:
+        return ()
+    outcomes = [plan.chosen, plan.written.outcome] if plan.job.native_engine else [plan.written.outcome]
+    return _falling([FrontierPoint(highest_peak(each), _shown_ms(each.step_ms)) for each in outcomes])
+
+
+def _estimates(plan: JobPlan, number: int) -> list[FrontierPoint]:
     job, rank = plan.job, fullest_stage(plan.baseline)
     *_, least = ways(job)
     jobs = {job: score(job, rank)[1], plan.chosen_job: score(plan.chosen_job, rank)[1], least: ()}
     alone_ms = sum(record.forward_ms + record.backward_ms for record in plan.baseline.stages[rank].records())
     most = plan.baseline.peak_bytes(rank)
     lowest = min(_point(each, names, rank, 0)[0] for each, names in jobs.items())
-    budgets = [lowest + (most - lowest) * number // (_FRONTIER_POINTS - 1) for number in range(_FRONTIER_POINTS)]
     points = []
-    for budget in budgets:
+    for budget in (lowest + (most - lowest) * step // (number - 1) for step in range(number)):
         found = [_point(each, names, rank, budget) for each, names in jobs.items()]
         peak_bytes, ms = min((point for point in found if point[0] <= budget), key=lambda point: point[1])
         extra_ms = (ms - alone_ms) * job.num_microbatches
-        points.append(FrontierPoint(peak_bytes, plan.baseline.step_ms + extra_ms))
-    return _falling(points)
+        points.append(FrontierPoint(peak_bytes, _shown_ms(plan.baseline.step_ms + extra_ms)))
+    return points
 
 
 def _point(job: Job, names: Sequence[str], rank: int, budget_bytes: int) -> tuple[int, float]:

@@ -39,6 +39,15 @@ def test_a_local_folder_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["stages"][0]["layers"] == [[0, shape["num_hidden_layers"]]]
 
 
+def test_whole_modules_that_are_better_than_a_choice_by_layers_are_the_choice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = json.loads(plan(capsys, SMALL, "--gpu", "h100-80gb", "--memory", "50GiB", "--format", "json"))
+    chosen = data["outcomes"]["chosen"]
+    assert chosen == data["outcomes"]["written"]
+    assert {key: chosen[key] for key in ("peak_bytes", "step_ms")} in data["frontier"]
+
+
 @pytest.mark.parametrize(
     ("memory", "keys"),
     [

@@ -17,7 +17,7 @@ from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
 from nemo_rl_offload.planner.search import ways
 from nemo_rl_offload.planner.simulator import Transfers, simulate
 from nemo_rl_offload.planner.stages import build_stages, job_link, job_schedule, live_at_peak
-from nemo_rl_offload.planner.written import write_choice
+from nemo_rl_offload.planner.written import excess_bytes, write_choice
 
 GIB = 1 << 30
 MOE, LATENT = "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
@@ -35,7 +35,15 @@ def check_plan(plan: JobPlan) -> None:
         assert plan.chosen.host_bytes(rank) <= job.host_budget_bytes
     assert plan.chosen.step_ms >= plan.baseline.step_ms * (1 - 1e-9)
     assert plan.baseline.step_ms > 0
+    written = plan.written.outcome
+    if not excess_bytes(job, written):
+        assert plan.chosen.step_ms <= written.step_ms + 1e-3
     points = frontier(plan)
+    if plan.job.native_engine and highest_peak(plan.baseline) > job.budget_bytes:
+        for each in (plan.chosen, written):
+            known = (highest_peak(each), round(each.step_ms, 3))
+            assert any(point.peak_bytes <= known[0] and point.step_ms <= known[1] for point in points)
+    assert len(points) <= 6
     assert [point.peak_bytes for point in points] == sorted({point.peak_bytes for point in points})
     assert [point.step_ms for point in points] == sorted({point.step_ms for point in points}, reverse=True)
 
