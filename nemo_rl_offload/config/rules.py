@@ -42,6 +42,12 @@ def _not_yet(key: str, available: Any, get: Get) -> Iterator[str]:
         yield f"{MEGATRON}.{key}: {value} is not available yet. Set it to {json.dumps(available)}."
 
 
+def _once_available(key: str, rule: Rule, get: Get) -> Iterator[str]:
+    """What else is to be said about a key, not before its value is available."""
+    if key not in NOT_YET or megatron(get, key) == NOT_YET[key]:
+        yield from rule(get)
+
+
 def _flex_is_not_yet(get: Get) -> Iterator[str]:
     if megatron(get, "moe_token_dispatcher_type") == "flex":
         yield f"{MEGATRON}.moe_token_dispatcher_type: flex is not available yet. Set alltoall or allgather."
@@ -89,7 +95,7 @@ RULES: tuple[Rule, ...] = (
     *OFFLOAD_RULES,
     *MLP_RECOMPUTE_RULES,
     *OFFLOAD_RECOMPUTE_RULES,
-    *CUDA_GRAPH_RULES,
+    *(partial(_once_available, "cuda_graph_impl", rule) for rule in CUDA_GRAPH_RULES),
     *MEGATRON_RULES,
     *PARALLEL_RULES,
     *WORKER_COUNT_RULES,

@@ -13,6 +13,8 @@ from providers import Model, build, make_models, pretend_transformer_engine
 from nemo_rl_offload.config.checks import examine
 from nemo_rl_offload.config.worker_rules import transformer_fields
 
+pytestmark = pytest.mark.usefixtures("rules_of_what_is_not_available_yet")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Model]:
