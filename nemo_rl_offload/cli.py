@@ -108,8 +108,14 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: li
         raise ConfigError(f"doctor takes no configuration: {' '.join(overrides)}")
     from nemo_rl_offload.observability.doctor import findings, report
 
+    if options.write_device is not None:
+        from nemo_rl_offload.observability.device_file import write_device_file
+
+        write_device_file(options.write_device)
     found = findings()
     print(report(found, options.format))
+    if options.write_device is not None and options.format == "table":
+        print(f"Wrote {options.write_device}")
     return EXIT_USER_ERROR if any(finding.status == "error" for finding in found) else 0
 
 

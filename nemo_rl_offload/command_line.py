@@ -102,6 +102,7 @@ def _add_doctor(commands: Any) -> None:
         description="Look at what offloading needs of this machine. Exit code 2 if something makes it impossible.",
     )
     doctor.add_argument("--format", choices=("table", "json"), default="table")
+    doctor.add_argument("--write-device", type=Path, metavar="FILE", help="write what a GPU has here, for `plan --gpu`")
 
 
 def _add_export(commands: Any) -> None:

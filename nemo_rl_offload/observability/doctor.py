@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -281,11 +282,12 @@ def judge_link(name: str, gbps: dict[str, float]) -> Finding:
     return Finding(name, "warning", detail, fix)
 
 
+@cache
 def measure_link(index: int) -> dict[str, float]:
     """Median rates in 10^9 bytes per second between the host and `cuda:index`, by kind of copy.
 
     `out` and `in` copy from and to pinned memory, `both ways` counts the bytes of both at once, and the `pageable` ones
-    use ordinary memory.
+    use ordinary memory. They are measured once.
 
     Raises:
         RuntimeError: no memory on the device, or none that can be pinned.
