@@ -90,6 +90,8 @@ def module_rows(outcome: Outcome, rank: int) -> list["ModuleRow"]:
             for group, action in zip(part.groups, actions, strict=False):
                 row = rows.setdefault(group.module, ModuleRow(group.module))
                 row.add(group.num_bytes, stage.live[number], action, (number, index))
+                if action is Action.RECOMPUTE:
+                    row.recompute_ms += group.recompute_ms or 0.0
             if (segment := owners.get(index)) is not None:
                 first = next(g for g, action in zip(part.groups, actions, strict=True) if action is Action.OFFLOAD)
                 rows[first.module].exposed_ms += sum(row[segment] for row in waits)
@@ -107,6 +109,8 @@ class ModuleRow:
         self.offloaded_bytes = 0
         self.places: dict[Action, set[tuple[int, int]]] = {}
         """Chunk and part of each layer to some of whose bytes an action is done."""
+        self.recompute_ms = 0.0
+        """Of a microbatch."""
         self.exposed_ms = 0.0
         """Over the simulated part of the step."""
 

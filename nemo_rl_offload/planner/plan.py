@@ -3,6 +3,7 @@ would fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from nemo_rl_offload.planner.candidates import candidates
@@ -44,6 +45,11 @@ class JobPlan:
     @property
     def shortfall_bytes(self) -> int:
         return max(self.shortfalls)
+
+    @cached_property
+    def frontier(self) -> "tuple[FrontierPoint, ...]":
+        """Memory against step time, the least memory first."""
+        return _frontier(self)
 
     @property
     def needs_layers_to_differ(self) -> bool:
@@ -110,11 +116,11 @@ class FrontierPoint:
     step_ms: float
 
 
-def frontier(plan: JobPlan) -> tuple[FrontierPoint, ...]:
+def _frontier(plan: JobPlan) -> tuple[FrontierPoint, ...]:
     """What was simulated for the budget, and estimates for others: the least time for budgets from the fullest stage's
     least to its most, whatever is recomputed for it.
 
-    An estimate neglects copies on their way. One within the budget that is faster than what was simulated does not hold.
+    Estimates neglect copies on their way. One within the budget that is faster than what was simulated does not hold.
     """
     simulated = _simulated(plan)
     best_ms = min((point.step_ms for point in simulated if point.peak_bytes <= plan.job.budget_bytes), default=0.0)

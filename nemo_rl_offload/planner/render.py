@@ -14,7 +14,7 @@ from rich.table import Table
 from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.outcome import ModuleRow, Outcome, module_rows
-from nemo_rl_offload.planner.plan import JobPlan, frontier
+from nemo_rl_offload.planner.plan import JobPlan
 from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS
 from nemo_rl_offload.planner.stages import job_link
 from nemo_rl_offload.planner.written import excess_bytes
@@ -55,7 +55,7 @@ def plan_data(plan: JobPlan) -> dict[str, Any]:
         },
         "recommended_factors": job.expert_buffers.recommended(),
         "stages": [_stage_data(plan, rank) for rank in range(layout.pipeline)],
-        "frontier": [{"peak_bytes": point.peak_bytes, "step_ms": round(point.step_ms, 3)} for point in frontier(plan)],
+        "frontier": [{"peak_bytes": point.peak_bytes, "step_ms": point.step_ms} for point in plan.frontier],
     }
 
 
@@ -87,6 +87,7 @@ def _stage_data(plan: JobPlan, rank: int) -> dict[str, Any]:
         "host_bytes": plan.chosen.host_bytes(rank),
         "exposed_share": round(plan.chosen.exposed_share(rank), 4),
         "shortfall_bytes": plan.shortfalls[rank],
+        "other_bytes_at_peak": stage.kept_bytes(),
         "modules": [_row_data(plan, row) for row in module_rows(plan.chosen, rank)],
     }
 
@@ -101,6 +102,7 @@ def _row_data(plan: JobPlan, row: ModuleRow) -> dict[str, Any]:
         "link_ms_per_microbatch": round(
             row.offloaded_bytes / link.out_bytes_per_ms + row.offloaded_bytes / link.in_bytes_per_ms, 3
         ),
+        "recompute_ms_per_microbatch": round(row.recompute_ms, 3),
         "exposed_ms": round(row.exposed_ms, 3),
         "copies": _exposure(row),
     }
@@ -111,7 +113,7 @@ def _goes(row: ModuleRow) -> str:
     taken = [(words[action], len(places)) for action, places in sorted(row.places.items())]
     if len(taken) == 1:
         return taken[0][0]
-    return ", ".join(f"{word} {count}/{row.num_layers}" for word, count in taken)
+    return f"{', '.join(f'{word} {count}' for word, count in taken)} of {row.num_layers}"
 
 
 def _exposure(row: ModuleRow) -> str:
@@ -189,8 +191,9 @@ def _verdict(plan: JobPlan) -> list[str]:
     if plan.needs_layers_to_differ:
         whole = plan.written.outcome
         missing = f"need {_gib(excess)} more than there is" if (excess := excess_bytes(plan.job, whole)) else "fit"
-        longer = f"take {whole.step_ms / plan.chosen.step_ms - 1:.0%} longer"
-        said.append(f"whole modules ({_yaml(plan.written.offload_modules)}) would {missing} and {longer}")
+        share = whole.step_ms / plan.chosen.step_ms - 1
+        times = f"take {abs(share):.0%} {'longer' if share >= 0 else 'less time'}"
+        said.append(f"whole modules ({_yaml(plan.written.offload_modules)}) would {missing} and {times}")
     return said
 
 
@@ -198,20 +201,38 @@ def _yaml(value: Any) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, list | tuple) else str(value)
 
 
-_COLUMNS = ("module", "per microbatch", "at the peak", "goes", "link", "copies")
+_COLUMNS = ("module", "microbatch", "at peak", "goes", "link", "recompute", "copies")
 
 
 def plan_tables(plan: JobPlan) -> RenderableType:
     """What the terminal shows."""
-    shown: list[RenderableType] = [*summary_lines(plan)]
+    shown: list[RenderableType] = [*summary_lines(plan), *_frontier_table(plan)]
     for stage in plan_data(plan)["stages"]:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for number, name in enumerate(_COLUMNS):
-            table.add_column(name, justify="right" if number in (1, 2, 4) else "left", no_wrap=True)
+        table = _table(_COLUMNS, right=(1, 2, 4, 5))
         for cells in _stage_cells(stage):
             table.add_row(*cells)
         shown += [f"\n{line}" for line in _stage_lines(stage)] + [table]
     return Group(*shown)
+
+
+def _table(columns: Sequence[str], right: Sequence[int]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number in right else "left", no_wrap=True)
+    return table
+
+
+def _frontier_table(plan: JobPlan) -> Iterator[RenderableType]:
+    """Time at other budgets; the point marked is the last that fits, or else the first."""
+    points = plan.frontier
+    fitting = [point for point in points if point.peak_bytes <= plan.job.budget_bytes]
+    table = _table(("memory", "step", "of nothing offloaded's", ""), right=(0, 1, 2))
+    for point in points:
+        mark = "nearest to the budget" if point == (fitting[-1] if fitting else points[0]) else ""
+        ratio = point.step_ms / plan.baseline.step_ms
+        table.add_row(_gib(point.peak_bytes), f"{point.step_ms / 1e3:.2f} s", f"{ratio:.3f}", mark)
+    yield "\nleast time at other budgets, estimated but for the choice"
+    yield table
 
 
 def _stage_lines(stage: dict[str, Any]) -> list[str]:
@@ -231,9 +252,13 @@ def _stage_cells(stage: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             f"{row['bytes_per_microbatch'] / MIB:.0f} MiB",
             _gib(row["bytes_at_peak"]),
             row["goes"],
-            f"{row['link_ms_per_microbatch']:.1f} ms" if row["link_ms_per_microbatch"] else "",
+            *(
+                f"{ms:.1f} ms" if ms else ""
+                for ms in (row["link_ms_per_microbatch"], row["recompute_ms_per_microbatch"])
+            ),
             row["copies"],
         )
+    yield "other", "", _gib(stage["other_bytes_at_peak"]), "stays", "", "", "-"
 
 
 def plan_html(plan: JobPlan) -> str:
@@ -271,7 +296,7 @@ def _merged(content: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, A
 def _frontier_svg(plan: JobPlan) -> str:
     """Peak memory of the fullest stage against step time, and the budget as a line."""
     width, height, left, bottom = 640, 320, 70, 40
-    found = frontier(plan)
+    found = plan.frontier
     peaks = [point.peak_bytes / GIB for point in found]
     times = [point.step_ms / 1e3 for point in found]
     budget = plan.job.budget_bytes / GIB

@@ -12,7 +12,7 @@ from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.layout import Layout
 from nemo_rl_offload.planner.outcome import highest_peak, module_rows, run_listed_modules, run_stages, run_whole_modules
-from nemo_rl_offload.planner.plan import JobPlan, frontier, make_plan
+from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
 from nemo_rl_offload.planner.search import ways
 from nemo_rl_offload.planner.simulator import Transfers, simulate
@@ -38,7 +38,7 @@ def check_plan(plan: JobPlan) -> None:
     written = plan.written.outcome
     if not excess_bytes(job, written):
         assert plan.chosen.step_ms <= written.step_ms + 1e-3
-    points = frontier(plan)
+    points = plan.frontier
     if plan.job.native_engine and highest_peak(plan.baseline) > job.budget_bytes:
         for each in (plan.chosen, written):
             known = (highest_peak(each), round(each.step_ms, 3))

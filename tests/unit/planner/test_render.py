@@ -12,9 +12,9 @@ from rich.console import Console
 
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.layout import Layout
-from nemo_rl_offload.planner.outcome import highest_peak
-from nemo_rl_offload.planner.plan import JobPlan, frontier, make_plan
-from nemo_rl_offload.planner.render import plan_data, plan_html, plan_overlay, plan_tables
+from nemo_rl_offload.planner.outcome import highest_peak, module_rows
+from nemo_rl_offload.planner.plan import JobPlan, make_plan
+from nemo_rl_offload.planner.render import plan_data, plan_html, plan_overlay, plan_tables, summary_lines
 
 GIB = 1 << 30
 
@@ -34,8 +34,8 @@ def short() -> JobPlan:
     return make_plan(make_job("Qwen/Qwen3-8B", num_layers=20, memory_bytes=20 * GIB))
 
 
-def shown(plan: JobPlan) -> str:
-    console = Console(width=200, record=True, markup=False, file=io.StringIO())
+def shown(plan: JobPlan, width: int = 200) -> str:
+    console = Console(width=width, record=True, markup=False, file=io.StringIO())
     console.print(plan_tables(plan))
     return console.export_text()
 
@@ -54,6 +54,7 @@ def test_data_is_json_and_adds_up(plan: JobPlan) -> None:
         for row in stage["modules"]:
             assert (row["copies"] == "-") == ("host" not in row["goes"])
             assert (row["link_ms_per_microbatch"] > 0) == ("host" in row["goes"])
+            assert (row["recompute_ms_per_microbatch"] > 0) == ("recomputed" in row["goes"])
 
 
 def test_the_terminal_shows_every_module_of_every_stage(plan: JobPlan) -> None:
@@ -62,6 +63,43 @@ def test_the_terminal_shows_every_module_of_every_stage(plan: JobPlan) -> None:
         assert f"stage {stage['stage']}: layers" in text
         assert all(row["module"] in text for row in stage["modules"])
     assert f"fits with offload_modules: [{', '.join(plan.written.offload_modules)}]" in text
+
+
+def test_the_terminal_shows_time_at_other_budgets(plan: JobPlan, short: JobPlan) -> None:
+    for each in (plan, short):
+        text = shown(each)
+        for point in each.frontier:
+            ratio = point.step_ms / each.baseline.step_ms
+            assert re.search(rf"{point.peak_bytes / GIB:.1f} GiB +{point.step_ms / 1e3:.2f} s +{ratio:.3f}", text)
+        assert text.count("nearest to the budget") == 1
+        marked = next(line for line in text.splitlines() if "nearest to the budget" in line)
+        fitting = [point for point in each.frontier if point.peak_bytes <= each.job.budget_bytes]
+        assert f"{(fitting[-1] if fitting else each.frontier[0]).peak_bytes / GIB:.1f} GiB" in marked
+
+
+@pytest.fixture(scope="module")
+def tight() -> list[JobPlan]:
+    """Plans of layers by tens, of which one module goes three ways, and that whole modules do not say."""
+    job = make_job("deepseek-ai/DeepSeek-V3", num_layers=30, layout=Layout(64, expert=32))
+    job = replace(job, device=replace(job.device, memory_gib=1000.0))
+    most = highest_peak(make_plan(job).baseline)
+    return [make_plan(replace(job, memory_bytes=most - less * GIB)) for less in (30, 50)]
+
+
+def test_tables_are_not_cut_where_modules_go_three_ways(tight: list[JobPlan]) -> None:
+    assert max(len(row.places) for row in module_rows(tight[0].chosen, 0)) == 3
+    for each in tight:
+        text = shown(each, 110)
+        assert "…" not in text
+        rows = [row for row in plan_data(each)["stages"][0]["modules"] if row["recompute_ms_per_microbatch"]]
+        assert all(f"{row['recompute_ms_per_microbatch']:.1f} ms" in text for row in rows)
+
+
+def test_whole_modules_are_said_to_take_longer_or_less_time(tight: list[JobPlan]) -> None:
+    for each, words in zip(tight, ("longer", "less time"), strict=True):
+        (said,) = re.findall(r"take (-?\d+)% (longer|less time)", " ".join(summary_lines(each)))
+        share = each.written.outcome.step_ms / each.chosen.step_ms - 1
+        assert said == (f"{100 * abs(share):.0f}", words)
 
 
 def test_what_does_not_fit_is_told_with_a_change(short: JobPlan) -> None:
@@ -88,7 +126,7 @@ def test_the_page_needs_nothing_else(plan: JobPlan) -> None:
     tags.feed(text)
     assert tags.links == []
     assert not re.search(r"https?://|@import|url\(|<script", text)
-    assert tags.seen.count("circle") == len(frontier(plan))
+    assert tags.seen.count("circle") == len(plan.frontier)
     assert tags.seen.count("table") == len(plan.chosen.stages)
 
 
