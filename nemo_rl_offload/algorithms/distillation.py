@@ -53,6 +53,10 @@ class Distillation(ProblemLoop):
         updates = watch.time("train", lambda: self.policy.train(batch, "distillation", self.config["loss_fn"]))
         return updates | played.metrics(), int(batch["input_lengths"].sum())
 
+    def notices(self) -> list[str]:
+        """What the workers of both models have warned of since the last call."""
+        return [*super().notices(), *self._teacher.notices()]
+
     def close(self) -> None:
         """End the workers of both models, and the environment."""
         super().close()

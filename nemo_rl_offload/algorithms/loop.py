@@ -3,7 +3,7 @@
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TextIO
@@ -19,6 +19,7 @@ from nemo_rl_offload.observability.run_directory import (
     POLICY,
     RESTARTS_FILE,
     SUMMARY_FILE,
+    WARNINGS_FILE,
     Checkpoints,
     way_out,
 )
@@ -27,7 +28,10 @@ from nemo_rl_offload.policy.interface import PolicyInterface
 Say = Callable[[str], None]
 TRACED_STEP = 2
 """Steps after the first of a run to the one whose memory is traced: buffers stand, and speed is the usual one."""
-OFFLOAD_COUNTERS = ("bytes_in", "denied_bytes", "ineffective_bytes", "demand_reloads")
+OFFLOAD_COUNTERS = (
+    *("bytes_in", "denied_bytes", "kept_bytes", "ineffective_bytes", "returned_bytes", "demand_reloads"),
+    *("stall_out_ms", "stall_in_ms"),
+)
 AT_START = {"epoch": 0, "position": 0}
 """The state of a data stream that nothing was read from."""
 
@@ -113,6 +117,7 @@ class TrainingLoop(ABC):
         section, saving = self._section, self.config["checkpointing"]
         if section["val_at_start"] and self.step == 0:
             self.validate(logger)
+        self._warn(self.notices(), progress)
         first_step = self.step + 1
         while self.step < self.num_steps:
             self.step += 1
@@ -124,7 +129,8 @@ class TrainingLoop(ABC):
                 trace = {"step": self.step, "samples": self.policy.finish_memory_trace()}
                 write_json_atomic(self._run_dir / MEMORY_FILE, trace)
             logger.log(self.train_metrics, self.step, "train")
-            progress.update(self.step, **{name: self.train_metrics[name] for name in self.progress_metrics})
+            progress.update(self.step, **{name: self.train_metrics.get(name) for name in self.progress_metrics})
+            self._warn([*self.notices(), *(self.policy.idle_modules() if self.step == first_step else [])], progress)
             self._watch_skipped()
             at_end = self.step == self.num_steps
             if (section["val_at_end"] and at_end) or (section["val_period"] and self.step % section["val_period"] == 0):
@@ -138,6 +144,18 @@ class TrainingLoop(ABC):
                 self._finish_save()
             if ends_early:
                 sys.exit(EXIT_CODE)
+
+    def notices(self) -> list[str]:
+        """What the workers have warned of since the last call."""
+        return self.policy.notices()
+
+    def _warn(self, texts: Sequence[str], progress: Progress) -> None:
+        if texts:
+            lines = [f"warning: {text}" for text in texts]
+            for line in lines:
+                progress.note(line)
+            with (self._run_dir / WARNINGS_FILE).open("a", encoding="utf-8") as file:
+                file.writelines(f"step {self.step}: {line}\n" for line in lines)
 
     def _watch_skipped(self) -> None:
         """Count steps of which every update was skipped, and end a run that has too many of them in a row."""
@@ -179,9 +197,12 @@ class TrainingLoop(ABC):
 
     def _memory(self, before: Mapping[str, Any]) -> dict[str, float]:
         after, device_bytes = self.policy.offload_stats(), self.policy.peak_device_bytes()
-        metrics = {"offloaded_bytes": float(after["bytes_out"] - before["bytes_out"])}
-        metrics |= {f"offload/{name}": float(after[name] - before[name]) for name in OFFLOAD_COUNTERS}
-        metrics["offload/peak_host_bytes"] = float(after["peak_host_bytes"])
+        names = {"bytes_out": "offloaded_bytes"} | {name: f"offload/{name}" for name in OFFLOAD_COUNTERS}
+        metrics = {  # none of what is not counted
+            names[key]: float(after[key] - (before[key] or 0)) for key in names if after[key] is not None
+        }
+        if after["peak_host_bytes"] is not None:
+            metrics["offload/peak_host_bytes"] = float(after["peak_host_bytes"])
         return metrics if device_bytes is None else metrics | {"memory/peak_device_bytes": float(device_bytes)}
 
     def validate(self, logger: MetricLogger) -> None:

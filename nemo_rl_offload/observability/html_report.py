@@ -8,13 +8,14 @@ from typing import Any
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.logger import METRICS_FILE
-from nemo_rl_offload.observability.report import human_bytes
+from nemo_rl_offload.observability.report import human_bytes, offload_figures
 from nemo_rl_offload.observability.run_directory import (
     CONFIG_FILE,
     ERROR_FILE,
     MEMORY_FILE,
     RESTARTS_FILE,
     SUMMARY_FILE,
+    WARNINGS_FILE,
 )
 from nemo_rl_offload.observability.run_files import MemoryOfStep, Summary, read_config_text, read_json, read_records
 from nemo_rl_offload.observability.svg import bar, line_chart
@@ -64,6 +65,7 @@ def _page(run_dir: Path) -> Iterator[str]:
     yield f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>"
     yield f"<h1>{escape(title)}</h1>"
     yield from _overview(summary, curves, run_dir)
+    yield from _warnings(run_dir / WARNINGS_FILE)
     yield "<h2>Curves</h2>"
     yield from _curves(curves)
     if trace := read_json(run_dir / MEMORY_FILE, MemoryOfStep):
@@ -77,6 +79,12 @@ def _page(run_dir: Path) -> Iterator[str]:
         yield from _timings(curves)
     yield f"<h2>Configuration</h2><details><summary>{CONFIG_FILE}</summary><pre>{escape(config)}</pre></details>"
     yield "</html>\n"
+
+
+def _warnings(path: Path) -> Iterator[str]:
+    if path.exists():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        yield f"<h2>Warnings</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
 
 
 def read_curves(path: Path) -> Curves:
@@ -161,17 +169,11 @@ def _bytes(offload: Mapping[str, Any], memory: Mapping[str, Any]) -> Iterator[st
             cells = "".join(f"<td class='n'>{human_bytes(module[key])}</td>" for key in ("bytes_out", "bytes_in"))
             yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
         yield "</table>"
+    elif offload.get("engine") == "megatron":
+        yield "<p>Megatron-Core's engine does not count what it offloads.</p>"
     else:
         yield "<p>Nothing was offloaded.</p>"
-    yield _table(
-        {
-            "peak host memory of all workers": human_bytes(offload["peak_host_bytes"]),
-            "denied (host budget)": human_bytes(offload["denied_bytes"]),
-            "ineffective": human_bytes(offload["ineffective_bytes"]),
-            "reloads on demand": str(offload["demand_reloads"]),
-            "peak device memory": human_bytes(memory["peak_device_bytes"]),
-        }
-    )
+    yield _table(offload_figures(offload) | {"peak device memory": human_bytes(memory["peak_device_bytes"])})
 
 
 def _timings(curves: Curves) -> Iterator[str]:

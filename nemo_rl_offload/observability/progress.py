@@ -55,6 +55,13 @@ class Progress:
         elif self._enabled and (step in (self._first_step, self._total) or step % LINE_EVERY == 0):
             print(f"step {step}/{self._total}  {text}", file=self._stream, flush=True)
 
+    def note(self, text: str) -> None:
+        """Show a line between the others."""
+        if self._bar is not None:
+            self._bar.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        elif self._enabled:
+            print(text, file=self._stream, flush=True)
+
     def _time_left(self, step: int) -> str:
         assert self._first_step is not None
         seconds_per_step = (time.monotonic() - self._start_s) / (step - self._first_step + 1)

@@ -55,14 +55,22 @@ def _offload_rows(offload: Mapping[str, Any]) -> dict[str, str]:
     rows = {
         "offload engine": offload["engine"] or "-",
         "offloaded modules": ", ".join(modules) if modules else "-",
-        "offloaded": _moved(offload),
+        "offloaded": _moved(offload) if offload["engine"] != "megatron" else "not counted by Megatron-Core's engine",
     }
     rows |= {f"  {name}": _moved(module) for name, module in (offload["per_module"] or {}).items()}
-    return rows | {
+    return rows | offload_figures(offload)
+
+
+def offload_figures(offload: Mapping[str, Any]) -> dict[str, str]:
+    """What a run's table and page say of its copies, beside the modules."""
+    out, back, overlap = (offload.get(name) for name in ("stall_out_ms", "stall_in_ms", "overlap"))
+    return {
         "peak host memory": human_bytes(offload["peak_host_bytes"]),
         "denied (host budget)": human_bytes(offload["denied_bytes"]),
         "ineffective": human_bytes(offload["ineffective_bytes"]),
         "reloads on demand": _number(offload["demand_reloads"]),
+        "waits for copies": "-" if out is None or back is None else f"{out / 1000:.3g} s out, {back / 1000:.3g} s in",
+        "copies behind compute": "-" if overlap is None else f"{overlap:.1%}",
     }
 
 

@@ -25,7 +25,7 @@ from nemo_rl_offload.observability.manifest import Manifest, check_contents, che
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
 MANIFEST_FILE, POLICY = "manifest.json", "policy"
 MEMORY_FILE = "memory_trace.json"
-ERROR_FILE, RESTARTS_FILE, LOCK_FILE = "error.log", "restarts.log", ".lock"
+ERROR_FILE, RESTARTS_FILE, WARNINGS_FILE, LOCK_FILE = "error.log", "restarts.log", "warnings.log", ".lock"
 _LAYOUT_AND_MEMORY = """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size sequence_parallel num_layers_in_first_pipeline_stage
@@ -42,7 +42,7 @@ MEANS = (
 NUM_SHOWN = 3
 """Of the keys in which two configurations differ."""
 _STEP = re.compile(r"step_(\d+)")
-BEFORE_TRAINING = {CONFIG_FILE, f".{CONFIG_FILE}.partial", ERROR_FILE, LOCK_FILE}
+BEFORE_TRAINING = {CONFIG_FILE, f".{CONFIG_FILE}.partial", ERROR_FILE, WARNINGS_FILE, LOCK_FILE}
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 import yaml
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
@@ -46,13 +46,17 @@ class Moved(TypedDict):
 
 
 class Offload(TypedDict):
-    """Totals of all workers."""
+    """Totals of all workers; null what is not counted, as by Megatron-Core's engine."""
 
+    engine: NotRequired[str | None]
     per_module: dict[str, Moved]
-    peak_host_bytes: Count
-    denied_bytes: Count
-    ineffective_bytes: Count
-    demand_reloads: Count
+    peak_host_bytes: Count | None
+    denied_bytes: Count | None
+    ineffective_bytes: Count | None
+    demand_reloads: Count | None
+    stall_out_ms: NotRequired[Amount | None]
+    stall_in_ms: NotRequired[Amount | None]
+    overlap: NotRequired[Amount | None]
 
 
 class Memory(TypedDict):

@@ -96,7 +96,7 @@ class Copies:
             source, block = slot.storage, reserve(slot.num_bytes)
             assert source is not None
             if block is None:
-                self._stats.denied_bytes += slot.num_bytes
+                self.module_stats(module).denied_bytes += slot.num_bytes
                 continue
             moving.append(slot)
             refs.append(slot.ref)

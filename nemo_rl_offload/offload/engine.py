@@ -237,24 +237,11 @@ class OffloadEngine:
         with self._lock:
             assert not self._closed, "the offload engine is closed"
             self._collect()
-            left = {tensor.untyped_storage()._cdata for tensor in later} if later else ()
-            key = region.module, region.layer
-            slots: list[Slot] = []
-            own: list[Slot] = []
-            own_bytes = pending_bytes = 0
-            for slot in {ref(): None for ref in refs}:
-                if slot is None or slot.key in left:
-                    continue
-                if slot.block is not None:
-                    pending_bytes += slot.num_bytes
-                elif slot.wanted and slot.storage is not None and slot.owner is None:
-                    slot.owner, slot.position = key, len(slots)
-                    own.append(slot)
-                    own_bytes += slot.num_bytes
-                slots.append(slot)
+            slots, own, pending_bytes = self._take(region, refs, later)
             if not own and not pending_bytes:
                 return output
-            group = Group(key, [slot.ref for slot in slots], own_bytes)
+            own_bytes = sum([slot.num_bytes for slot in own])
+            group = Group((region.module, region.layer), [slot.ref for slot in slots], own_bytes)
             self._order.commit(group)
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
@@ -295,8 +282,8 @@ class OffloadEngine:
             if not self._slots:  # what a step goes by stays as it is until it is over
                 self._timing.read()
             totals = copy.deepcopy(self._stats)
-            totals.bytes_out = sum(module.bytes_out for module in totals.per_module.values())
-            totals.bytes_in = sum(module.bytes_in for module in totals.per_module.values())
+            for name in ("bytes_out", "bytes_in", "denied_bytes", "kept_bytes"):
+                setattr(totals, name, sum(getattr(module, name) for module in totals.per_module.values()))
             totals.host_bytes = self._arena.used_bytes
             totals.peak_host_bytes = self._arena.peak_bytes
             totals.host_capacity_bytes = self._arena.capacity_bytes
@@ -353,13 +340,37 @@ class OffloadEngine:
             self._copies.let_go()
             self._prefetch.ahead(group, forward=False)
 
+    def _take(
+        self, region: Region, refs: Sequence[weakref.ref[Slot]], later: Sequence[Tensor]
+    ) -> tuple[list[Slot], list[Slot], int]:
+        """The slots of a commit; those that it owns from now on; and the bytes of those that are copied already."""
+        left = {tensor.untyped_storage()._cdata for tensor in later} if later else ()
+        slots: list[Slot] = []
+        own: list[Slot] = []
+        pending_bytes = small_bytes = 0
+        for slot in {ref(): None for ref in refs}:
+            if slot is None or slot.key in left:
+                continue
+            if slot.block is not None:
+                pending_bytes += slot.num_bytes
+            elif not slot.wanted:
+                small_bytes += slot.num_bytes
+            elif slot.storage is not None and slot.owner is None:
+                slot.owner, slot.position = (region.module, region.layer), len(slots)
+                own.append(slot)
+            slots.append(slot)
+        if small_bytes:
+            self._copies.module_stats(region.module).small_bytes += small_bytes
+        return slots, own, pending_bytes
+
     def _offload(self, group: Group, own: list[Slot]) -> int:
         """Copy out those of a group's own slots that are to move, and return their bytes."""
         self._copies.resident(group.saved_bytes)
         has_room = self._auto is None or self._auto.has_room(group, self._copies.staying_bytes)
         moving = self._selection.moving(own, group, self._order.usual_length(group.pass_), has_room)
         if len(moving) < len(own):
-            self._stats.kept_bytes += group.saved_bytes - sum([slot.num_bytes for slot in moving])
+            kept_bytes = group.saved_bytes - sum([slot.num_bytes for slot in moving])
+            self._copies.module_stats(group.key[0]).kept_bytes += kept_bytes
         return self._copies.offload(moving, group.key[0]) if moving else 0
 
     def _learn(self, groups: list[GroupTimes], boundaries_ms: list[float]) -> None:

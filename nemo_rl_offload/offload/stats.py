@@ -10,6 +10,10 @@ class ModuleStats:
 
     bytes_out: int = 0
     bytes_in: int = 0
+    denied_bytes: int = 0
+    kept_bytes: int = 0
+    small_bytes: int = 0
+    """Saved, by every region that did so, in tensors below the smallest that is worth a copy."""
     num_groups: int = 0
 
 

@@ -54,6 +54,12 @@ class PolicyInterface(Protocol):
     def offload_stats(self) -> dict[str, Any]:
         """Totals of the offload engines of all ranks."""
 
+    def idle_modules(self) -> list[str]:
+        """Which listed modules have offloaded nothing so far, and why."""
+
+    def notices(self) -> list[str]:
+        """What the workers have warned of since the last call."""
+
     def paged_stash_stats(self) -> dict[str, Any] | None:
         """Steps that ran again because the experts' buffers or stash were too small, and sizes; None without limits."""
 

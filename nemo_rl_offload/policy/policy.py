@@ -25,6 +25,7 @@ from nemo_rl_offload.planner.layout import num_microbatches
 from nemo_rl_offload.planner.shape import ModelShape
 from nemo_rl_offload.planner.work import training_flops
 from nemo_rl_offload.policy.microbatches import divide, is_planned
+from nemo_rl_offload.policy.offload_totals import idle_modules, offload_totals
 from nemo_rl_offload.policy.ranks import Ranks, without_offloading
 
 
@@ -163,28 +164,24 @@ class Policy:
         self._workers.run_all("export_hf", folder.resolve())
 
     def offload_stats(self) -> dict[str, Any]:
-        """Totals of all ranks' engines, with `engine` and `modules` as configured; zeros when offloading is off."""
-        cfg = self._config["megatron_cfg"]
-        on = cfg["fine_grained_activation_offloading"]
-        per_rank = [stats for stats in self._workers.run_all("offload_stats") if stats is not None]
-        totals: dict[str, Any] = {
-            "engine": cfg["activation_offload"]["engine"] if on else None,
-            "modules": [],
-        }
-        names = ("bytes_out", "bytes_in", "peak_host_bytes", "host_capacity_bytes", "denied_bytes")
-        for name in (*names, "ineffective_bytes", "demand_reloads"):
-            totals[name] = sum(stats[name] for stats in per_rank)
-        moved = {name for stats in per_rank for name in stats["per_module"]}
-        listed = cfg["offload_modules"] or []
-        totals["modules"] = [] if not on else sorted(moved) if listed == "auto" else list(listed)
-        totals["per_module"] = {
-            module: {
-                name: sum(stats["per_module"].get(module, {}).get(name, 0) for stats in per_rank)
-                for name in ("bytes_out", "bytes_in")
-            }
-            for module in totals["modules"]
-        }
-        return totals
+        """Totals of all ranks' engines: see `offload_totals`."""
+        per_rank = self._workers.run_all("offload_stats")
+        return offload_totals(self._config, [stats for stats in per_rank if stats is not None])
+
+    def idle_modules(self) -> list[str]:
+        """Which listed modules have offloaded nothing so far, and why."""
+        return list(idle_modules(self._config, self.offload_stats()))
+
+    def notices(self) -> list[str]:
+        """What the workers have warned of since the last call, each text once."""
+        ranks: dict[str, list[int]] = {}
+        for group in (self._ranks, self._generators):
+            for rank, texts in enumerate([] if group is None else group.workers.run_all("take_notices")):
+                for text in texts:
+                    ranks.setdefault(text, []).append(rank)
+        if self._workers.world_size == 1:
+            return list(ranks)
+        return [f"{text} (rank {', '.join(map(str, sorted(set(found))))})" for text, found in ranks.items()]
 
     def paged_stash_stats(self) -> dict[str, Any] | None:
         """Steps that ran again because experts' buffers or stash were too small, and what they needed at most.

@@ -17,6 +17,7 @@ from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.observability.memory_trace import MemorySample, MemoryTrace
+from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.offload.host_memory import give_back_free_memory
 from nemo_rl_offload.policy.garbage import spare_the_collector
 
@@ -56,6 +57,7 @@ class PolicyWorker:
     def __init__(
         self, policy: PolicyConfig, model_path: Path, *, seed: int, num_steps: int | None, keep_reference: bool
     ) -> None:
+        self._notices = Notices()
         from nemo_rl_offload.megatron.affinity import bind
 
         bind(policy["megatron_cfg"]["cpu_affinity"])  # before there is a CUDA context or host memory to be misplaced
@@ -299,6 +301,10 @@ class PolicyWorker:
         """Totals of this rank's engine; None when offloading is off."""
         return None if self._engine is None else dataclasses.asdict(self._engine.stats())
 
+    def take_notices(self) -> list[str]:
+        """What this process has warned of since the last call."""
+        return self._notices.take()
+
     def paged_stash_stats(self) -> dict[str, Any] | None:
         """Counts of steps that ran again, and the stash's sizes, on this rank; None where experts have no limits."""
         return None if self._model.guard is None else self._model.guard.stats()
@@ -338,6 +344,7 @@ class PolicyWorker:
         """Leave the process group and free the host arena."""
         import torch.distributed as dist
 
+        self._notices.close()
         if self._engine is not None:
             self._engine.close()
         dist.destroy_process_group()

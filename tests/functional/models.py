@@ -166,7 +166,7 @@ def count_step(model: MegatronModel, engine: OffloadEngine, num_microbatches: in
         train_step(model, batch, build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
         stats = engine.stats()
         assert stats.denied_bytes == 0
-        return {name: module.bytes_out for name, module in stats.per_module.items()}
+        return {name: module.bytes_out for name, module in stats.per_module.items() if module.num_groups}
     finally:
         use_engine(None)
         engine.close()

@@ -88,7 +88,7 @@ def train(
         _exported(model, gradients=True),
         _exported(model, gradients=False),
         None if logprobs is None else logprobs.numpy(),
-        {} if stats is None else {name: each.bytes_out for name, each in stats.per_module.items()},
+        {} if stats is None else {name: each.bytes_out for name, each in stats.per_module.items() if each.num_groups},
         0 if stats is None else stats.host_bytes,
         None if model.guard is None else model.guard.stats(),
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl_offload.algorithms.loop import OFFLOAD_COUNTERS
 from nemo_rl_offload.batching.batch import Batch, num_samples
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.environments.interface import Episode, Score
@@ -32,6 +33,9 @@ class FakePolicy:
         self.is_shut_down = False
         self.folder: Path | None = None
         self.num_traces = 0
+        self.texts: list[str] = []
+        """What the workers have warned of."""
+        self.idle: list[str] = []
         self.skipped: set[int] = set()
         """Steps of which the policy skips the update."""
 
@@ -94,8 +98,15 @@ class FakePolicy:
         self.weight = int((folder / "weight").read_text())
 
     def offload_stats(self) -> dict[str, Any]:
-        zeros = dict.fromkeys(("bytes_in", "denied_bytes", "ineffective_bytes", "demand_reloads", "peak_host_bytes"), 0)
+        zeros = dict.fromkeys((*OFFLOAD_COUNTERS, "peak_host_bytes"), 0)
         return zeros | {"bytes_out": 1000 * self.weight}
+
+    def idle_modules(self) -> list[str]:
+        return [f"{name} after {self.weight} steps" for name in self.idle]
+
+    def notices(self) -> list[str]:
+        texts, self.texts = self.texts, []
+        return texts
 
     world_size = 2
 
@@ -136,6 +147,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.logged: dict[tuple[int, str], dict[str, float]] = {}
+        self.notes: list[str] = []
 
     def log(self, metrics: Mapping[str, float], step: int, prefix: str) -> None:
         assert (step, prefix) not in self.logged
@@ -144,6 +156,9 @@ class Recorder:
             for name, value in metrics.items()
             if "timing" not in name and "per_s" not in name and name != "train_mfu"
         }
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def update(self, step: int, **fields: float | None) -> None:
         assert {"loss", "tokens_per_s", "offloaded_bytes"} <= set(fields) <= PROGRESS

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,6 +159,27 @@ def test_rates_and_memory_of_a_step(tmp_path: Path) -> None:
     assert policy.num_traces == 1
     trace = json.loads((tmp_path / "memory_trace.json").read_text())
     assert trace == {"step": 3, "samples": [{"seconds": 0.0, "used_bytes": 5, "offloaded_bytes": 3}]}
+
+
+def test_warnings_of_the_workers_are_shown_and_kept(tmp_path: Path) -> None:
+    loop, policy = make(tmp_path)
+    policy.texts, policy.idle = ["no room"], ["core_attn"]
+
+    def warn_again(step: int) -> None:
+        policy.texts += ["still none"] * (step == 4)
+
+    loop.before_step = warn_again
+    recorder: Any = Recorder()
+    loop.run(recorder, recorder, Termination(0))
+    assert recorder.notes == ["warning: no room", "warning: core_attn after 1 steps", "warning: still none"]
+    kept = (tmp_path / "warnings.log").read_text().splitlines()
+    assert kept == [f"step {step}: {note}" for step, note in zip((0, 1, 4), recorder.notes, strict=True)]
+
+
+def test_what_an_engine_does_not_count_is_no_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakePolicy, "offload_stats", lambda self: defaultdict(lambda: None))
+    loop, _ = make(tmp_path)
+    assert not [name for name in loop.train_step() if "offload" in name]
 
 
 def test_skipped_steps_are_counted(tmp_path: Path) -> None:

@@ -95,6 +95,22 @@ def test_a_finished_run(run_dir: Path) -> None:
     assert "other 62.5%" in text
 
 
+def test_warnings_and_an_engine_that_counts_nothing(run_dir: Path) -> None:
+    counts = dict.fromkeys(SUMMARY["offload"]) | {"engine": "megatron", "per_module": {}, "overlap": 0.5}
+    (run_dir / "summary.json").write_text(json.dumps(SUMMARY | {"offload": counts}))
+    assert "Warnings" not in report(run_dir).text
+    (run_dir / "warnings.log").write_text("step 1: warning: <no> room\n")
+    text = report(run_dir).text
+    for part in (
+        "Warnings",
+        "step 1: warning: <no> room",
+        "does not count what it offloads",
+        "copies behind compute",
+        "50.0%",
+    ):
+        assert part in text, part
+
+
 def test_a_run_that_was_killed(run_dir: Path) -> None:
     text = report(run_dir).text
     assert "not finished" in text

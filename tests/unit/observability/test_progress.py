@@ -28,6 +28,18 @@ def test_lines_off_a_terminal(total: int, first: int, shown: list[int]) -> None:
     assert steps_shown(stream.getvalue()) == shown
 
 
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_a_note_is_a_line_of_its_own(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    text = f"warning: [red]{'long ' * 40}end"
+    with Progress(25, enabled=True, stream=stream) as progress:
+        progress.update(1, reward=0.5)
+        progress.note(text)
+        progress.update(2, reward=0.5)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert text in re.split(r"[\r\n]+", plain)
+
+
 def test_fields_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])

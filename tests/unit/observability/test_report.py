@@ -31,6 +31,9 @@ def summary(**changes: Any) -> dict[str, Any]:
             "denied_bytes": 0,
             "ineffective_bytes": None,
             "demand_reloads": 3,
+            "stall_out_ms": 12.3,
+            "stall_in_ms": 4500.0,
+            "overlap": 0.98765,
             "per_module": {"core_attn": {"bytes_out": 5 << 10, "bytes_in": 4 << 10, "num_groups": 2}},
         },
         "memory": {"peak_device_bytes": None},
@@ -62,6 +65,8 @@ def test_every_figure_is_shown() -> None:
         "denied (host budget)": "0 B",
         "ineffective": "-",
         "reloads on demand": "3",
+        "waits for copies": "0.0123 s out, 4.5 s in",
+        "copies behind compute": "98.8%",
         "peak device memory": "-",
         "run directory": "results/x",
     }
@@ -82,6 +87,15 @@ def test_without_offloading() -> None:
     shown, _ = rows(summary(offload=nothing))
     assert shown["offload engine"] == shown["offloaded modules"] == "-"
     assert shown["offloaded"] == "- out, - in"
+    assert shown["waits for copies"] == shown["copies behind compute"] == "-"
+
+
+def test_with_an_engine_that_counts_nothing() -> None:
+    theirs = dict.fromkeys(summary()["offload"]) | {"engine": "megatron", "modules": ["core_attn"], "per_module": {}}
+    shown, _ = rows(summary(offload=theirs))
+    assert shown["offloaded modules"] == "core_attn"
+    assert shown["offloaded"] == "not counted by Megatron-Core's engine"
+    assert shown["denied (host budget)"] == "-"
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,6 +1,7 @@
 """The driver's handle: how it cuts work for the ranks and puts results together. Workers are plain objects here."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,10 @@ from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers, valid_tokens
+from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
 from nemo_rl_offload.policy import ranks as ranks_module
 from nemo_rl_offload.policy.policy import Policy
 from nemo_rl_offload.policy.worker import Placement
-
-WORDS = ("bytes_out", "bytes_in", "peak_host_bytes", "host_capacity_bytes", "denied_bytes", "ineffective_bytes")
 
 
 class FakeWorker:
@@ -85,9 +85,14 @@ class FakeWorker:
         if value is not None:
             self.weights[piece] = value
 
-    def offload_stats(self) -> dict[str, Any]:
-        per_module = {"core_attn": {"bytes_out": 5, "bytes_in": 4}} if self.rank == 0 else {}
-        return {**dict.fromkeys(WORDS, 10 + self.rank), "demand_reloads": 1, "per_module": per_module}
+    def offload_stats(self) -> dict[str, Any] | None:
+        moved = 5 + self.rank
+        return asdict(
+            OffloadStats(bytes_out=moved, per_module={"core_attn": ModuleStats(bytes_out=moved, num_groups=1)})
+        )
+
+    def take_notices(self) -> list[str]:
+        return ["of all", f"of {self.rank}"]
 
     def paged_stash_stats(self) -> dict[str, Any] | None:
         factors = {"needed_capacity_factor": 1.0 + self.rank / 2, "needed_stash_factor": [None, 1.25][self.rank % 2]}
@@ -99,7 +104,7 @@ class FakeWorker:
 
 class FakeGroup:
     def __init__(self, cluster: Any, worker_cls: type, *args: Any, **kwargs: Any) -> None:
-        cfg = args[0]["megatron_cfg"]
+        cfg, self.world_size = args[0]["megatron_cfg"], cluster.world_size
         self.workers = [FakeWorker(rank, cluster.world_size, cfg) for rank in range(cluster.world_size)]
 
     def run_all(self, method: str, *args: Any) -> list[Any]:
@@ -322,21 +327,24 @@ def test_a_global_batch_that_cannot_be_cut(world_size: int, micro: int, make: Ma
 def test_offload_stats_of_all_ranks(make: Make) -> None:
     policy, _ = make(2, "policy.megatron_cfg.offload_modules=[core_attn,mlp_norm]")
     stats = policy.offload_stats()
-    assert (stats["engine"], stats["modules"]) == ("native", ["core_attn", "mlp_norm"])
-    assert {stats[word] for word in WORDS} == {21}
-    assert stats["demand_reloads"] == 2
-    assert stats["per_module"] == {
-        "core_attn": {"bytes_out": 5, "bytes_in": 4},
-        "mlp_norm": {"bytes_out": 0, "bytes_in": 0},
-    }
+    assert (stats["engine"], stats["bytes_out"]) == ("native", 11)
+    assert stats["per_module"]["core_attn"]["bytes_out"] == 11
+    (line,) = policy.idle_modules()
+    assert "nothing is offloaded of mlp_norm: " in line
 
 
 def test_offload_stats_without_offloading(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, _ = make(2, "policy.megatron_cfg.fine_grained_activation_offloading=false")
     monkeypatch.setattr(FakeWorker, "offload_stats", lambda self: None)
     stats = policy.offload_stats()
-    assert (stats["engine"], stats["modules"], stats["per_module"]) == (None, [], {})
-    assert {stats[word] for word in WORDS} == {0}
+    assert (stats["engine"], stats["modules"], stats["per_module"], stats["bytes_out"]) == (None, [], {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "expected"), [(1, ["of all", "of 0"]), (2, ["of all (rank 0, 1)", "of 0 (rank 0)", "of 1 (rank 1)"])]
+)
+def test_notices_name_their_ranks(world_size: int, expected: list[str], make: Make) -> None:
+    assert make(world_size)[0].notices() == expected
 
 
 @pytest.mark.parametrize(("peaks", "expected"), [([3, 8], 8), ([None, None], None)])
