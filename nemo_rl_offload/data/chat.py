@@ -94,14 +94,13 @@ def _messages(value: Any, key: str, role: str | None) -> list[Message]:
 
 
 def _ranked(completions: Any) -> list[list[Message]]:
-    ranked = {
-        item.get("rank"): item.get("completion")
-        for item in (completions if isinstance(completions, list) else [])
-        if isinstance(item, dict)
-    }
-    if set(ranked) != {0, 1}:
+    items = completions if isinstance(completions, list) else []
+    ranked = [(item.get("rank"), item.get("completion")) for item in items if isinstance(item, dict)]
+    ranks = [rank for rank, _ in ranked if type(rank) is int]
+    if len(items) != 2 or sorted(ranks) != [0, 1]:
         raise BadRecordError("completions are not two with the rank 0 (chosen) and 1 (rejected)")
-    return [_messages(ranked[rank], f"completion of rank {rank}", "assistant") for rank in (0, 1)]
+    by_rank = dict(ranked)
+    return [_messages(by_rank[rank], f"completion of rank {rank}", "assistant") for rank in (0, 1)]
 
 
 def _common(first: Sequence[Message], second: Sequence[Message]) -> list[Message]:

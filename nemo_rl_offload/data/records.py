@@ -4,6 +4,7 @@ Everything is read at once, into plain dictionaries: simple, and exact counts of
 The limit is host memory: about twice the files' text.
 """
 
+import codecs
 import json
 import re
 import warnings
@@ -18,6 +19,8 @@ LINE_SUFFIXES = (".jsonl", ".ndjson")
 SUFFIXES = (*LINE_SUFFIXES, ".json", ".parquet", ".arrow")
 NUM_SHOWN = 5
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.\w+")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half of a character in JSON; UTF-8 text has none unescaped."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ def read_records(path: Path, split: str | None) -> list[Record]:
     """
     if path.is_file():
         return list(_read_file(path))
+    if not path.is_dir():
+        raise DataError(f"{path} is neither a file nor a folder. Write the data to a file first.")
     if (path / "dataset_dict.json").is_file():
         folders = {folder.name: folder for folder in sorted(path.iterdir()) if folder.is_dir()}
         path = folders[_chosen_split(path, split, list(folders))]
@@ -106,40 +111,70 @@ def _read_file(file: Path) -> Iterator[Record]:
             yield from _read_table(file)
         else:
             raise DataError(f"{file}: unknown kind of file. It must end in one of {', '.join(SUFFIXES)}.")
-    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # pyarrow's errors are ValueErrors
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{file} cannot be read: {error}") from error
+        raise DataError(f"{file} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error).partition("; use sys.set_int_max_str_digits()")[0]
 
 
 def _read_lines(file: Path) -> Iterator[Record]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield Record(f"{file}:{number}", _parse(line.strip()))
+            if content := line.removeprefix(codecs.BOM_UTF8).strip():
+                yield Record(f"{file}:{number}", _parse(content))
 
 
 def _parse(line: bytes) -> dict[str, Any] | str:
     try:
-        return _checked(json.loads(line.decode()))
+        text = line.decode()
+        return _checked(json.loads(text), may_be_cut=bool(_SURROGATE.search(text)))
     except UnicodeDecodeError:
         return "is not UTF-8 text"
     except json.JSONDecodeError as error:
         return f"is not JSON: {error.msg} at column {error.colno}"
+    except (ValueError, RecursionError) as error:
+        return f"cannot be read: {_reason(error)}"
 
 
-def _checked(content: Any) -> dict[str, Any] | str:
-    return content if isinstance(content, dict) else f"is {type(content).__name__}, not an object with keys"
+def _checked(content: Any, *, may_be_cut: bool) -> dict[str, Any] | str:
+    """The record, or what is wrong with it: such as half of a character where there ``may_be_cut`` ones."""
+    if not isinstance(content, dict):
+        return f"is {type(content).__name__}, not an object with keys"
+    if may_be_cut:
+        try:
+            json.dumps(content, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return f"has {error.object[error.start]!r}, half of a character, which is no UTF-8 text"
+    return content
 
 
 def _read_json(file: Path) -> Iterator[Record]:
     """A list of objects, or JSON lines under the wrong name."""
-    text = file.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        for number, content in enumerate(json.loads(text), start=1):
-            yield Record(f"{file}: item {number}", _checked(content))
+    text = file.read_text(encoding="utf-8-sig").strip()
+    is_list = text.startswith("[")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        if is_list:
+            raise
     else:
+        if isinstance(content, dict) and "\n" in text:
+            keys = ", ".join(content) or "no key"
+            raise DataError(
+                f"{file} holds one object with {keys}. Give a list of records, [{{...}}, ...], or JSON lines."
+            )
+    if not is_list:
         yield from _read_lines(file)
+        return
+    may_be_cut = bool(_SURROGATE.search(text))
+    for number, item in enumerate(content, start=1):
+        yield Record(f"{file}: item {number}", _checked(item, may_be_cut=may_be_cut))
 
 
 def _read_table(file: Path) -> Iterator[Record]:

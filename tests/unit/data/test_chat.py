@@ -131,6 +131,10 @@ def test_forms_of_preferences(content: dict[str, Any]) -> None:
     assert parse_preference(content) == ([user("a")], [assistant("b")], [assistant("c")])
 
 
+def ranked(*ranks: Any) -> list[Any]:
+    return [{"rank": rank, "completion": [assistant("b")]} for rank in ranks]
+
+
 @pytest.mark.parametrize(
     ("parse", "content", "words"),
     [
@@ -148,6 +152,10 @@ def test_forms_of_preferences(content: dict[str, Any]) -> None:
         (parse_preference, {"chosen": CONVERSATION, "rejected": CONVERSATION}, "chosen adds no assistant turn"),
         (parse_preference, {"chosen": CONVERSATION, "rejected": [user("c"), assistant("b")]}, "do not begin alike"),
         (parse_preference, {"context": [user("a")], "completions": []}, "not two with the rank 0"),
+        *(
+            (parse_preference, {"context": [user("a")], "completions": ranked(*ranks)}, "not two with the rank 0")
+            for ranks in (([0], 1), (False, True), (0, None), (0, 1, 1))
+        ),
     ],
 )
 def test_bad_records(parse: Any, content: dict[str, Any], words: str) -> None:

@@ -1,6 +1,7 @@
 """Records of files and folders, the places they are named by, and what cannot be read."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,50 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"a": "b\\ud800c"}', r"has '\ud800', half of a character, which is no UTF-8 text"),
+        ('{"a": {"\\uDFFF": 1}}', r"has '\udfff', half of a character, which is no UTF-8 text"),
+        ("[" * 100_000, "cannot be read: it is nested too deeply"),
+        ('{"a": ' + "1" * 5000 + "}", "cannot be read: Exceeds the limit (4300 digits) for integer string conversion"),
+    ],
+    ids=["surrogate", "key", "nested", "digits"],
+)
+def test_odd_lines_are_bad_records(line: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'{{"a": "\\ud83d\\ude00"}}\n{line}\n')
+    good, bad = read_records(file, None)
+    assert good.content == {"a": "\N{GRINNING FACE}"}
+    assert bad.place == f"{file}:2"
+    assert str(bad.content).startswith(reason)
+
+
+def test_half_a_character_in_a_list_is_one_bad_record(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"a": "\ud800"}, {"a": "b"}]))
+    assert contents(tmp_path) == [r"has '\ud800', half of a character, which is no UTF-8 text", {"a": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.jsonl", '{"a": 1}\n{"a": 1}\n'), ("a.json", '{"a": 1}\n{"a": 1}\n'), ("a.json", '[{"a": 1},\n{"a": 1}]')],
+)
+def test_byte_order_marks_are_left_out(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert contents(tmp_path) == [{"a": 1}, {"a": 1}]
+
+
+def test_one_object_in_one_line_is_one_record(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a": 1}\n')
+    assert contents(tmp_path) == [{"a": 1}]
+
+
+def test_a_pipe_is_neither_a_file_nor_a_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl is neither a file nor a folder\. Write the data to a file first"):
+        read_records(tmp_path / "a.jsonl", None)
+
+
 def test_folders_of_a_hub_data_set(tmp_path: Path) -> None:
     for name, rows in (
         ("train-00000-of-00002", ROWS[:2]),
@@ -104,6 +149,8 @@ def test_folders_that_datasets_saved(tmp_path: Path) -> None:
         ("a.parquet", b"nothing", "a.parquet cannot be read: "),
         ("a.arrow", b"nothing at all", "a.arrow cannot be read: "),
         ("a.json", b"[{]", "a.json cannot be read: "),
+        ("a.json", b"[" * 100_000, "a.json cannot be read: it is nested too deeply"),
+        ("a.json", b'{"data": [\n{}\n]\n}', r"a\.json holds one object with data\. Give a list of records, \[{"),
         ("folder/readme", b"", r"folder holds no data\. Files end in"),
     ],
 )
