@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
             f"Run `nemo-rl-offload run {other}`, or set algorithm={options.algorithm}."
         )
     checked = check_config(config, str(source))
-    from nemo_rl_offload.observability.run_directory import SUMMARY_FILE, open_run_directory
+    from nemo_rl_offload.observability.run_directory import SUMMARY_FILE, changed_means, open_run_directory
 
     with open_run_directory(options.run_dir, Path("results") / source.stem, checked.config) as run_dir:
         run_dirs.append(run_dir)
@@ -73,6 +73,8 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
         summary_file = run_dir / SUMMARY_FILE
         if summary_file.exists():
             console.print("This run is finished; here is its summary.")
+            if changed := changed_means(run_dir, checked.config):
+                console.print(f"warning: without effect: {changed}", style="yellow", markup=False)
         else:
             _train(options.algorithm, checked.config, run_dir, console)
         _show_summary(summary_file, options.format, console)

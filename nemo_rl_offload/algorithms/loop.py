@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TextIO
 
+from nemo_rl_offload.algorithms.run_totals import Elapsed, run_totals
 from nemo_rl_offload.algorithms.termination import EXIT_CODE, Termination
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.schema import MasterConfig
@@ -77,6 +78,8 @@ class TrainingLoop(ABC):
         self.validation: dict[str, float | None] = {"first": None, "last": None}
         self.train_metrics: dict[str, float] = {}
         self._validation_metrics: dict[str, float] = {}
+        self._totals_before: dict[str, Any] = {}
+        self.elapsed = Elapsed()
 
     @abstractmethod
     def update(self, watch: "Stopwatch") -> tuple[dict[str, float], int]:
@@ -94,6 +97,7 @@ class TrainingLoop(ABC):
         """
         latest = self._checkpoints.latest()
         if latest is None:
+            self.elapsed.go_on_from(0.0)
             self._data.load_state_dict(AT_START)  # the workers were restarted, the data may have been read before
             return None
         folder, state, files = latest
@@ -105,6 +109,8 @@ class TrainingLoop(ABC):
         self.step, self.validation = state["step"], state["validation"]
         self.train_metrics, self._validation_metrics = state["train"], state["validation_metrics"]
         self.num_skipped = state["num_skipped"]
+        self._totals_before = state.get("totals", {})
+        self.elapsed.go_on_from(state.get("wall_seconds", 0.0))
         return folder
 
     def run(self, logger: MetricLogger, progress: Progress, termination: Termination) -> None:
@@ -225,6 +231,8 @@ class TrainingLoop(ABC):
             "train": self.train_metrics,
             "validation_metrics": self._validation_metrics,
             "num_skipped": self.num_skipped,
+            "totals": run_totals(self.policy, self._totals_before),
+            "wall_seconds": self.elapsed.seconds,
         }
         in_background = self.config["checkpointing"]["is_async"]
         self._checkpoints.begin(
@@ -245,7 +253,7 @@ class TrainingLoop(ABC):
         self.policy.shutdown()
 
     def summary(self) -> dict[str, Any]:
-        """What the loop itself knows of a finished run."""
+        """What the loop itself knows of a finished run, of which others may have run a part."""
         return {
             "algorithm": self.config["algorithm"],
             "steps": self.step,
@@ -254,9 +262,8 @@ class TrainingLoop(ABC):
             "validation_metric": self.validation_metric,
             "validation": self.validation,
             "train": {"loss": self.train_metrics.get("loss")},
-            "offload": self.policy.offload_stats(),
-            "paged_stash": self.policy.paged_stash_stats(),
-            "memory": {"peak_device_bytes": self.policy.peak_device_bytes()},
+            **run_totals(self.policy, self._totals_before),
+            "wall_seconds": self.elapsed.seconds,
         }
 
 
@@ -305,13 +312,13 @@ def run_loop(
     `groups_per_slot` worker groups share each slot of the cluster. Returns the summary, also written to `run_dir`.
     Raises a NemoRLOffloadError for everything that a user can mend.
     """
-    start_s = time.monotonic()
+    elapsed = Elapsed()
     allowed = config["fault_tolerance"]["max_restarts"]
     say("Starting Ray")
     with VirtualCluster(**config["cluster"], groups_per_slot=groups_per_slot) as cluster:
         for num_restarts in count():
             try:
-                summary = _run_once(config, run_dir, say, progress_stream, build, cluster)
+                summary = _run_once(config, run_dir, say, progress_stream, build, cluster, elapsed)
                 break
             except WorkerError as error:
                 if num_restarts == allowed:
@@ -320,7 +327,7 @@ def run_loop(
                 with (run_dir / RESTARTS_FILE).open("a") as file:
                     file.write(f"{error}\n{error.details}\n")
             cluster.renew()
-    summary |= {"restarts": num_restarts, "wall_seconds": time.monotonic() - start_s, "run_dir": str(run_dir)}
+    summary |= {"restarts": num_restarts, "run_dir": str(run_dir)}
     write_json_atomic(run_dir / SUMMARY_FILE, summary)
     return summary
 
@@ -332,9 +339,11 @@ def _run_once(
     progress_stream: TextIO | None,
     build: Callable[[VirtualCluster], TrainingLoop],
     cluster: VirtualCluster,
+    elapsed: Elapsed,
 ) -> dict[str, Any]:
     say(f"Loading the model on {cluster.world_size} {cluster.device} worker(s)")
     loop = build(cluster)
+    loop.elapsed = elapsed
     if folder := loop.resume():
         say(f"Resuming from {folder}")
     saving = config["checkpointing"]["enabled"]

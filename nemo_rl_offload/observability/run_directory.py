@@ -51,7 +51,7 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
 
     Without an explicit folder, an unfinished run of the same configuration under `default` is taken up again; any other
     run there is left alone, and `default-2`, `default-3`, ... is used. Configurations are the same but for `MEANS`. A
-    folder in which nothing was trained yet is free for any configuration.
+    folder in which nothing was trained yet is free for any configuration. That of a finished run stays as it is.
 
     Raises:
         ConfigError: the explicit folder holds a run of another configuration, or other files, or is in use.
@@ -68,7 +68,8 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
             if not _acquire(lock):
                 obstacle = "another process is running it"
                 continue
-            _write_config(folder, config)
+            if not (folder / SUMMARY_FILE).exists():
+                _write_config(folder, config)
             yield folder
             return
     raise ConfigError(f"--run-dir {explicit}: {obstacle}. Choose another folder.")
@@ -101,6 +102,11 @@ def _obstacle(folder: Path, config: Mapping[str, Any], unfinished: bool) -> str 
         return f"its {CONFIG_FILE} cannot be read"
     changed = _changed(_what(saved), _what(config))
     return f"holds a run of another configuration ({changed})" if changed else None
+
+
+def changed_means(folder: Path, config: Mapping[str, Any]) -> str:
+    """In which of `MEANS` a run's configuration differs; empty where in none."""
+    return _changed(yaml.safe_load((folder / CONFIG_FILE).read_text()), config)
 
 
 def _changed(saved: Mapping[str, Any], config: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ _OF_MODULES = ("bytes_out", "bytes_in", "denied_bytes", "kept_bytes", "small_byt
 def offload_totals(policy: PolicyConfig, per_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Add up the `OffloadStats` of the ranks, as dictionaries, beside `engine` and `modules` as configured.
 
-    `stall_out_ms` and `stall_in_ms` are those of the rank that waited longest, `overlap` is of all copies; the three
+    `stall_out_ms` and `stall_in_ms` are those of the rank that waited longest, `copy_ms` and `overlap` of all; they
     are None where nothing was timed, as on a CPU. Without offloading the sums are 0; they are None with Megatron-Core's
     engine, which counts nothing.
     """
@@ -43,10 +43,10 @@ def _times(per_rank: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     names = ("stall_out_ms", "stall_in_ms")
     copy_ms = sum(stats["copy_ms"] for stats in per_rank)
     if not copy_ms:
-        return dict.fromkeys((*names, "overlap"))
+        return dict.fromkeys((*names, "copy_ms", "overlap"))
     waited_ms = sum(stats[name] for stats in per_rank for name in names)
     longest = {name: max(stats[name] for stats in per_rank) for name in names}
-    return longest | {"overlap": max(0.0, 1 - waited_ms / copy_ms)}
+    return longest | {"copy_ms": copy_ms, "overlap": max(0.0, 1 - waited_ms / copy_ms)}
 
 
 def idle_modules(policy: PolicyConfig, totals: Mapping[str, Any]) -> Iterator[str]:

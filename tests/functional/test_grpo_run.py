@@ -184,7 +184,9 @@ def test_a_killed_run_resumes_to_the_same_end(finished: tuple[Path, str, str], t
     output, errors = resumed.communicate(timeout=TIMEOUT_S)
     assert resumed.returncode == 0, errors
     assert f"Resuming from {run_dir}/checkpoints/step_2" in errors
-    assert json.loads(output)["steps"] == 4
+    summary, expected_summary = json.loads(output), json.loads(finished[1])
+    assert summary["steps"] == 4
+    assert summary["offload"]["per_module"] == expected_summary["offload"]["per_module"], "of both processes"
     assert metrics(run_dir) == metrics(finished[0])
     resumed_state, expected_state = saved_state(run_dir), saved_state(finished[0])
     assert len(expected_state) > 50

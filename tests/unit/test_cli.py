@@ -199,6 +199,17 @@ def test_a_finished_run_is_not_repeated(training: Training, capsys: pytest.Captu
     assert len(training.configs) == 1
 
 
+def test_what_differs_from_a_finished_run_has_no_effect(
+    training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "grpo", "--run-dir", "out"]) == 0
+    written = (tmp_path / "out" / "config.yaml").read_text()
+    capsys.readouterr()
+    assert cli.main(["run", "grpo", "--run-dir", "out", "fault_tolerance.max_restarts=7"]) == 0
+    assert "warning: without effect: fault_tolerance.max_restarts is 0 there, 7 here" in capsys.readouterr().out
+    assert (tmp_path / "out" / "config.yaml").read_text() == written
+
+
 def test_a_damaged_summary_is_one_error(training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "grpo", "--run-dir", "out"]) == 0
     (tmp_path / "out" / "summary.json").write_text("{")

@@ -23,7 +23,7 @@ class FakePolicy:
     """Its one weight is the number of steps taken; its samples and log-probabilities depend on that weight."""
 
     def __init__(self) -> None:
-        self.weight = 0
+        self.weight = self.loaded_weight = 0
         self.batches: list[Batch] = []
         self.seeds: list[int] = []
         self.num_prompts: list[int] = []
@@ -95,11 +95,11 @@ class FakePolicy:
 
     def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
         check_contents(folder, manifest, ["weight"])
-        self.weight = int((folder / "weight").read_text())
+        self.weight = self.loaded_weight = int((folder / "weight").read_text())
 
     def offload_stats(self) -> dict[str, Any]:
         zeros = dict.fromkeys((*OFFLOAD_COUNTERS, "peak_host_bytes"), 0)
-        return zeros | {"bytes_out": 1000 * self.weight}
+        return zeros | {"bytes_out": 1000 * (self.weight - self.loaded_weight)}
 
     def idle_modules(self) -> list[str]:
         return [f"{name} after {self.weight} steps" for name in self.idle]

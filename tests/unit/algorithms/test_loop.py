@@ -247,6 +247,8 @@ def test_a_failed_worker_restarts_all_from_the_last_checkpoint(no_cluster: list[
     assert (summary["steps"], summary["restarts"]) == (6, 3)
     assert no_cluster == ["up", "renewed", "renewed", "renewed", "down"]
     assert policies[-1].weight == data.position == 6
+    assert policies[-1].offload_stats()["bytes_out"] == 2000, "since its checkpoint"
+    assert summary["offload"]["bytes_out"] == 6000
     assert saved(tmp_path) == {2: 2, 4: 4, 6: 6}
     assert [line for line in said if "Restarting" in line][-1].startswith("rank 0 of 1: it died\n")
     assert "Restarting the workers (3 of 3)" in said[-3]

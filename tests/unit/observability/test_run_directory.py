@@ -24,7 +24,13 @@ from hypothesis import strategies as st
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl_offload.observability.manifest import check_contents, file_digest
-from nemo_rl_offload.observability.run_directory import MEANS, Checkpoints, open_run_directory, read_checkpoint
+from nemo_rl_offload.observability.run_directory import (
+    MEANS,
+    Checkpoints,
+    changed_means,
+    open_run_directory,
+    read_checkpoint,
+)
 
 CONFIG = {"grpo": {"seed": 1, "names": ["a", "b"]}, "lr": 1e-5, "none": None}
 OTHER = {**CONFIG, "lr": 2e-5}
@@ -277,6 +283,16 @@ def test_an_unfinished_run_is_taken_up_again(explicit: bool, tmp_path: Path) -> 
     (folder / "metrics.jsonl").write_text("kept")
     assert enter(given_folder, folder, CONFIG) == folder
     assert (folder / "metrics.jsonl").read_text() == "kept"
+
+
+def test_a_finished_run_keeps_its_configuration(tmp_path: Path) -> None:
+    config = {**CONFIG, "cluster": {"num_nodes": 1}}
+    folder = enter(tmp_path / "run", tmp_path, config)
+    assert changed_means(folder, config) == ""
+    (folder / "summary.json").touch()
+    other = {**CONFIG, "cluster": {"num_nodes": 2}}
+    assert enter(folder, tmp_path, other) == folder
+    assert changed_means(folder, other) == "cluster.num_nodes is 1 there, 2 here"
 
 
 def test_default_folder_is_numbered(tmp_path: Path) -> None:

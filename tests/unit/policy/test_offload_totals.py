@@ -54,7 +54,10 @@ def test_auto_names_what_it_moved() -> None:
         (ModuleStats(num_groups=1), None),
         (ModuleStats(denied_bytes=5, small_bytes=1), "host_memory_budget leaves no room. Raise that."),
         (ModuleStats(kept_bytes=5, small_bytes=1), "leave all on the device."),
-        (ModuleStats(small_bytes=1), "tensors saved there are below min_offloaded_tensor_size=4096 elements. Lower that."),
+        (
+            ModuleStats(small_bytes=1),
+            "below min_offloaded_tensor_size=4096 elements. Lower that.",
+        ),
         (ModuleStats(), "no tensor is saved there in this model. Take it out of the list."),
     ],
 )
