@@ -46,19 +46,8 @@ def test_sums_peaks_and_shares() -> None:
 def test_what_was_not_counted_counts_nothing() -> None:
     nothing = dict.fromkeys(LATER) | {"modules": [], "per_module": {}}
     assert added(nothing, LATER) == added(LATER, nothing) == added(None, LATER) == LATER
-    stash = {
-        "reruns": 2,
-        "needed_capacity_factor": 1.5,
-        "needed_stash_factor": None,
-        "peak_bytes": 9,
-        "device_bytes": 20,
-    }
-    more = {
-        "reruns": 1,
-        "needed_capacity_factor": 1.2,
-        "needed_stash_factor": 2.0,
-        "peak_bytes": 12,
-    }
+    stash = {"needed_capacity_factor": 1.5, "needed_stash_factor": None, "reruns": 2, "peak_bytes": 9}
+    more = {"needed_capacity_factor": 1.2, "needed_stash_factor": 2.0, "reruns": 1, "peak_bytes": 12}
     assert added(stash, more) == {
         "reruns": 3,
         "needed_capacity_factor": 1.5,

@@ -304,13 +304,6 @@ def test_what_is_not_available_yet(check: Check, moe_model: Path, key: str) -> N
         check(f"policy.model_name={moe_model}", f"{M}.offload_modules=[core_attn]", f"{M}.{key}={value.get(key, 2)}")
 
 
-def test_a_cuda_graph_that_is_not_available_is_the_only_thing_said_about_it(check: Check) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check(f"{M}.cuda_graph_impl=local", f"{M}.cuda_graph_modules=[attn,moe]", f"{M}.cuda_graph_warmup_steps=0")
-    (line,) = str(caught.value).splitlines()[1:]
-    assert line == f'{M}.cuda_graph_impl: local is not available yet. Set it to "none".'
-
-
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "silu", None])
 def test_fused_activation_must_be_the_models(refusals: Refusals, make_model: MakeModel, activation: str | None) -> None:
     lines = refusals(f"policy.model_name={make_model(hidden_act=activation)} M.bias_activation_fusion=true")
