@@ -142,7 +142,7 @@ def _freeable(group: GroupRecord) -> int:
     return group.saved_bytes * group.live_at_peak if can_go else 0
 
 
-# Columns of a label; bytes, and times in milliseconds.
+# Rows of labels, which are columns; bytes, and times in milliseconds.
 _FREED, _HOST, _OFFLOADED, _RECOMPUTE, _EXPOSED_OUT, _EXPOSED_IN = range(6)
 _CODES = (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)
 _RADIX = 1024 ** np.arange(4, dtype=np.int64)
@@ -152,7 +152,7 @@ _Labels = NDArray[np.float64]
 def _search(groups: Sequence[GroupRecord], need: int, host_limit: int | None, link: Link) -> list[Action]:
     """Return the cheapest actions that free `need` bytes or, where the host budget forbids that, the most bytes."""
     limit = max(_MIN_LABELS, min(_MAX_LABELS, 24_000 // len(groups)))
-    labels: _Labels = np.zeros((1, 6))
+    labels: _Labels = np.zeros((6, 1))
     steps: list[tuple[NDArray[np.intp], NDArray[np.int8], NDArray[np.intp]]] = []
     remaining = sum(map(_freeable, groups))
     best_freed, best_cost, best = -1.0, np.inf, (0, 0)
@@ -160,9 +160,9 @@ def _search(groups: Sequence[GroupRecord], need: int, host_limit: int | None, li
     for group in reversed(groups):
         remaining -= _freeable(group)
         labels, parents, codes = _extend(labels, group, forward_ms, backward_ms, link)
-        freed = np.minimum(labels[:, _FREED], need)
-        cost = labels[:, _RECOMPUTE:].sum(axis=1)
-        allowed = labels[:, _HOST] <= (np.inf if host_limit is None else host_limit)
+        freed = np.minimum(labels[_FREED], need)
+        cost = _cost(labels)
+        allowed = labels[_HOST] <= (np.inf if host_limit is None else host_limit)
         top = freed[allowed].max()
         found = int(np.where(allowed & (freed == top), cost, np.inf).argmin())
         if top > best_freed or (top == best_freed and cost[found] < best_cost):
@@ -174,7 +174,7 @@ def _search(groups: Sequence[GroupRecord], need: int, host_limit: int | None, li
             allowed &= freed + remaining >= need
         kept, quantum_ms = _thin(labels, np.flatnonzero(allowed), limit, quantum_ms, host_limit, link)
         steps.append((parents, codes, kept))
-        labels = labels[kept]
+        labels = labels[:, kept]
         if not len(kept):
             break
         forward_ms += group.forward_ms
@@ -182,10 +182,15 @@ def _search(groups: Sequence[GroupRecord], need: int, host_limit: int | None, li
     return _trace(steps, best, len(groups))
 
 
+def _cost(labels: _Labels) -> NDArray[np.float64]:
+    cost: NDArray[np.float64] = labels[_RECOMPUTE] + labels[_EXPOSED_OUT] + labels[_EXPOSED_IN]
+    return cost
+
+
 def _extend(
     labels: _Labels, group: GroupRecord, forward_ms: float, backward_ms: float, link: Link
 ) -> tuple[_Labels, NDArray[np.intp], NDArray[np.int8]]:
-    """Return all labels with each action for `group`, the row each came from, and the code of its action.
+    """Return all labels with each action for `group`, the number that each came from, and the code of its action.
 
     `forward_ms` and `backward_ms` are those of the groups after it.
     """
@@ -194,47 +199,45 @@ def _extend(
     live_bytes = group.saved_bytes * group.live_at_peak
     if live_bytes and group.can_offload:
         offloaded = labels.copy()
-        offloaded[:, _FREED] += live_bytes
-        offloaded[:, _HOST] += live_bytes
-        offloaded[:, _OFFLOADED] += group.saved_bytes
-        out_ms = offloaded[:, _OFFLOADED] / link.out_bytes_per_ms - forward_ms
-        in_ms = offloaded[:, _OFFLOADED] / link.in_bytes_per_ms - backward_ms - offloaded[:, _RECOMPUTE]
-        np.maximum(offloaded[:, _EXPOSED_OUT], out_ms, out=offloaded[:, _EXPOSED_OUT])
-        np.maximum(offloaded[:, _EXPOSED_IN], in_ms, out=offloaded[:, _EXPOSED_IN])
+        offloaded[_FREED] += live_bytes
+        offloaded[_HOST] += live_bytes
+        offloaded[_OFFLOADED] += group.saved_bytes
+        out_ms = offloaded[_OFFLOADED] / link.out_bytes_per_ms - forward_ms
+        in_ms = offloaded[_OFFLOADED] / link.in_bytes_per_ms - backward_ms - offloaded[_RECOMPUTE]
+        np.maximum(offloaded[_EXPOSED_OUT], out_ms, out=offloaded[_EXPOSED_OUT])
+        np.maximum(offloaded[_EXPOSED_IN], in_ms, out=offloaded[_EXPOSED_IN])
         variants.append(offloaded)
         codes.append(1)
     if live_bytes and group.recompute_ms is not None:
         recomputed = labels.copy()
-        recomputed[:, _FREED] += live_bytes
-        recomputed[:, _RECOMPUTE] += group.recompute_ms
+        recomputed[_FREED] += live_bytes
+        recomputed[_RECOMPUTE] += group.recompute_ms
         variants.append(recomputed)
         codes.append(2)
-    parents = np.tile(np.arange(len(labels)), len(variants))
-    return np.concatenate(variants), parents, np.repeat(np.array(codes, dtype=np.int8), len(labels))
+    number = labels.shape[1]
+    parents = np.tile(np.arange(number), len(variants))
+    return np.concatenate(variants, axis=1), parents, np.repeat(np.array(codes, dtype=np.int8), number)
 
 
 def _thin(
     labels: _Labels, rows: NDArray[np.intp], limit: int, quantum_ms: float, host_limit: int | None, link: Link
 ) -> tuple[NDArray[np.intp], float]:
-    """Return at most `limit` of `rows`, and the quantum of time within which the others were alike.
+    """Return at most `limit` of the labels `rows`, and the quantum of time within which the others were alike.
 
     Of labels alike in cost, recompute and copying time (and, in 16 steps, in host memory) one stays: that frees most.
     """
     if len(rows) <= limit:
         return rows, quantum_ms
-    copying_ms = labels[rows, _OFFLOADED] / min(link.out_bytes_per_ms, link.in_bytes_per_ms)
-    cost = labels[rows, _RECOMPUTE:].sum(axis=1)
-    times = np.column_stack([cost, labels[rows, _RECOMPUTE], copying_ms])
-    host = labels[rows, _HOST] * (16 / host_limit if host_limit else 0)
-    order = rows[np.lexsort((labels[rows, _HOST], -labels[rows, _FREED]))]
-    position = np.empty(len(labels), dtype=np.intp)
-    position[rows] = np.arange(len(rows))
-    times, host = times[position[order]], host[position[order]]
-    span = max(float(np.ptp(times, axis=0).max()), 1e-12)
+    order = rows[np.lexsort((labels[_HOST, rows], -labels[_FREED, rows]))]
+    labels = labels[:, order]
+    copying_ms = labels[_OFFLOADED] / min(link.out_bytes_per_ms, link.in_bytes_per_ms)
+    times = [each - each.min() for each in (_cost(labels), labels[_RECOMPUTE], copying_ms)]
+    host = (labels[_HOST] * (16 / host_limit if host_limit else 0)).astype(np.int64) * _RADIX[3]
+    span = max(*(float(each.max()) for each in times), 1e-12)
     quantum_ms = max(quantum_ms, span / 1000)  # so that one number holds four coordinates
     while True:
-        cells = np.column_stack([(times - times.min(axis=0)) / quantum_ms, host]).astype(np.int64)
-        _, first = np.unique(cells @ _RADIX, return_index=True)
+        cells = [(each / quantum_ms).astype(np.int64) for each in times]
+        _, first = np.unique(cells[0] + cells[1] * _RADIX[1] + cells[2] * _RADIX[2] + host, return_index=True)
         if len(first) <= limit or quantum_ms > 4 * span:
             return order[first], quantum_ms
         quantum_ms *= 1.5

@@ -25,7 +25,7 @@ def listed_actions(stages: Sequence[Stage], schedule: Schedule, link: Link) -> l
     """The same, but for groups that in no microbatch of this schedule have the time to leave and come back."""
     actions = all_actions(stages)
     segments = [stage.segments(each) for stage, each in zip(stages, actions, strict=True)]
-    times = simulate(schedule, segments, _AT_ONCE).stages
+    times = simulate(schedule, segments, _AT_ONCE, with_memory=False).stages
     return [
         _without(stage, each, _moving(stage_times, own, link))
         for stage, each, stage_times, own in zip(stages, actions, times, segments, strict=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 from nemo_rl_offload.planner.candidates import candidates
 from nemo_rl_offload.planner.changes import fitting_changes, stage_budget
-from nemo_rl_offload.planner.choose import Action, choose
+from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.memory import allowance_bytes
 from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules, run_stages
-from nemo_rl_offload.planner.search import choose_for_budget, fullest_stage, score, ways
+from nemo_rl_offload.planner.search import choose_for_budget, chosen_once, fullest_stage, score, ways
 from nemo_rl_offload.planner.stages import build_stages, job_link
 from nemo_rl_offload.planner.written import Written, excess_bytes, write_choice
 
@@ -159,7 +159,7 @@ def _estimates(plan: JobPlan, number: int) -> list[FrontierPoint]:
 def _point(job: Job, names: Sequence[str], rank: int, budget_bytes: int) -> tuple[int, float]:
     """Peak of a stage and a microbatch's time with the choice for a budget."""
     stage = build_stages(job, candidates(job), names)[rank]
-    chosen = choose(stage.records(), replace(stage_budget(job, stage), peak_bytes=budget_bytes), job_link(job))
+    chosen = chosen_once(stage.records(), replace(stage_budget(job, stage), peak_bytes=budget_bytes), job_link(job))
     return chosen.peak_bytes, chosen.step_ms
 
 

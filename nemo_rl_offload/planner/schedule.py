@@ -5,6 +5,7 @@ Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; Megatron-Core's `get_pp_r
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -20,6 +21,7 @@ Schedule = Sequence[Sequence[Pass]]
 """The passes of each pipeline stage, in order."""
 
 
+@lru_cache(maxsize=8)
 def pipeline_schedule(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Return the passes of each stage; more than one chunk means interleaving.
 

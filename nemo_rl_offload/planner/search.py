@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from nemo_rl_offload.planner.candidates import candidates, recomputable, separable
 from nemo_rl_offload.planner.changes import on_their_way, stage_budget
-from nemo_rl_offload.planner.choose import Action, Plan, choose
+from nemo_rl_offload.planner.choose import Action, Budget, GroupRecord, Link, Plan, choose
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.layout import stage_layers
 from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules, run_stages
@@ -37,6 +37,12 @@ _NUM_COUNTS = 6
 _NUM_SIMULATED = 3
 _FREE_SHARE = 1e-3
 """Of the step: waits below it are none."""
+
+
+@functools.lru_cache(maxsize=256)
+def chosen_once(groups: tuple[GroupRecord, ...], budget: Budget, link: Link) -> Plan:
+    """`choose`, which ways and budgets ask for the same again."""
+    return choose(groups, budget, link)
 
 
 def fullest_stage(baseline: Outcome) -> int:
@@ -154,6 +160,7 @@ type Score = tuple[int, float]
 """How far the choice stays above the budget, in bytes, and what a microbatch takes with it, in ms."""
 
 
+@functools.lru_cache(maxsize=32)
 def score(job: Job, rank: int) -> tuple[Score, tuple[str, ...]]:
     """How well a stage meets the budget, and the entries of `recompute_modules` that the chooser may use for it: each
     pins something, so only those that help, tried one after another."""
@@ -170,7 +177,7 @@ def score(job: Job, rank: int) -> tuple[Score, tuple[str, ...]]:
 
 def _score(job: Job, rank: int, names: Sequence[str]) -> Score:
     stage = build_stages(job, candidates(job), names)[rank]
-    plan = choose(stage.records(), stage_budget(job, stage, on_their_way(stage)), job_link(job))
+    plan = chosen_once(stage.records(), stage_budget(job, stage, on_their_way(stage)), job_link(job))
     return plan.shortfall_bytes, plan.step_ms
 
 
@@ -187,7 +194,7 @@ def _choose_all(job: Job, stages: Sequence[Stage]) -> Outcome:
         for rank in over:
             if attempt:
                 less[rank] += outcome.peak_bytes(rank) - job.budget_bytes + _MARGIN_BYTES
-            plan: Plan = choose(stages[rank].records(), stage_budget(job, stages[rank], less[rank]), link)
+            plan = chosen_once(stages[rank].records(), stage_budget(job, stages[rank], less[rank]), link)
             actions[rank] = list(plan.actions)
             if plan.shortfall_bytes:
                 exhausted.add(rank)

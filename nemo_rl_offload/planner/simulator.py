@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from nemo_rl_offload.planner.choose import Link
 from nemo_rl_offload.planner.schedule import Pass, Schedule
@@ -93,8 +94,8 @@ class Timeline:
     """When the first stage had done the last backward pass of each microbatch."""
 
 
-def simulate(schedule: Schedule, segments: Segments, transfers: Transfers) -> Timeline:
-    """Run a step. Times in milliseconds from its start."""
+def simulate(schedule: Schedule, segments: Segments, transfers: Transfers, with_memory: bool = True) -> Timeline:
+    """Run a step. Times in milliseconds from its start; peaks are 0 without memory, which takes time to add up."""
     stages = [_Stage(passes, segments[rank], transfers) for rank, passes in enumerate(schedule)]
     num_stages = len(stages)
     last_chunk = len(segments[0]) - 1
@@ -112,8 +113,9 @@ def simulate(schedule: Schedule, segments: Segments, transfers: Transfers) -> Ti
                 ends[each.forward, position, each.microbatch] = stage.run(stage.pending.popleft(), ready)
                 progress = True
     assert not any(stage.pending for stage in stages), "the schedule waits for itself"
-    for stage in stages:
-        stage.count_memory()
+    if with_memory:
+        for stage in stages:
+            stage.count_memory()
     microbatches = sorted({each.microbatch for each in schedule[0]})
     done = [ends[False, 0, microbatch] for microbatch in microbatches]
     return Timeline(max(stage.now for stage in stages), [stage.times for stage in stages], done)
@@ -133,7 +135,7 @@ def _ready(
     return None if end is None else end + message_ms
 
 
-@dataclass
+@dataclass(slots=True)
 class _CopyIn:
     key: Visited
     num_bytes: int
@@ -143,7 +145,7 @@ class _CopyIn:
     """When compute begins to use it."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Stage:
     passes: Sequence[Pass]
     segments: Sequence[Sequence[Segment]]
@@ -152,6 +154,7 @@ class _Stage:
     out_free: float = 0.0
     out_ends: dict[Visited, float] = field(default_factory=dict)
     inflight: deque[tuple[float, int, Visited]] = field(default_factory=deque)
+    inflight_bytes: int = 0
     released: dict[Visited, float] = field(default_factory=dict)
     """When the device's memory of what was copied out could be given back."""
     copies_in: list[_CopyIn] = field(default_factory=list)
@@ -160,6 +163,11 @@ class _Stage:
     device: list[tuple[float, int]] = field(default_factory=list)
     """Changes of device memory by time."""
     host: list[tuple[float, int]] = field(default_factory=list)
+
+    max_inflight_bytes: int = 0
+    max_prefetch_bytes: int = 0
+    pending: deque[Pass] = field(init=False)
+    times: StageTimes = field(init=False)
 
     def __post_init__(self) -> None:
         self.pending = deque(self.passes)
@@ -171,47 +179,50 @@ class _Stage:
 
     def run(self, each: Pass, ready: float) -> float:
         self.now = max(self.now, ready)
-        numbers = range(len(self.segments[each.chunk]))
+        segments = self.segments[each.chunk]
+        numbers = range(len(segments))
+        visit = self._forward if each.forward else self._backward
         for number in numbers if each.forward else reversed(numbers):
-            segment = self.segments[each.chunk][number]
-            if each.forward:
-                self._forward(segment, (each.chunk, number, each.microbatch))
-            else:
-                self._backward(segment, (each.chunk, number, each.microbatch))
+            visit(segments[number], (each.chunk, number, each.microbatch))
         return self.now
 
     def _forward(self, segment: Segment, key: Visited) -> None:
-        self.device.append((self.now, segment.kept_bytes + segment.offloaded_bytes))
+        num_bytes = segment.offloaded_bytes
+        self.device.append((self.now, segment.kept_bytes + num_bytes))
         self.now += segment.forward_ms
-        if not segment.offloaded_bytes:
+        if not num_bytes:
             return
         self.times.committed_ms[key] = self.now
         start = max(self.out_free, self.now)
-        self.out_free = start + segment.offloaded_bytes / self.transfers.link.out_bytes_per_ms
+        self.out_free = start + num_bytes / self.transfers.link.out_bytes_per_ms
         self.out_ends[key] = self.out_free
-        self.host.append((start, segment.offloaded_bytes))
-        self.inflight.append((self.out_free, segment.offloaded_bytes, key))
+        self.host.append((start, num_bytes))
+        self.inflight.append((self.out_free, num_bytes, key))
+        self.inflight_bytes += num_bytes
         self._release_ended()
-        while sum(num_bytes for _, num_bytes, _ in self.inflight) > self.max_inflight_bytes:
+        while self.inflight_bytes > self.max_inflight_bytes:
             end = self.inflight[0][0]
             self.times.waits_out_ms[key[0]][key[1]] += end - self.now
             self.now = end
             self._release_ended()
 
     def _backward(self, segment: Segment, key: Visited) -> None:
-        if segment.offloaded_bytes:
+        num_bytes = segment.offloaded_bytes
+        if num_bytes:
             self.times.reached_ms[key] = self.now
             self._release_ended()
-            arrival = self._copy_in(key, segment.offloaded_bytes)
-            self.times.waits_in_ms[key[0]][key[1]] += max(0.0, arrival - self.now)
-            self.now = max(self.now, arrival)
+            arrival = self._copy_in(key, num_bytes)
+            if arrival > self.now:
+                self.times.waits_in_ms[key[0]][key[1]] += arrival - self.now
+                self.now = arrival
             self.copies_in[-1].used = self.now
         self.now += segment.backward_ms
-        self.device.append((self.now, -segment.kept_bytes - segment.offloaded_bytes))
+        self.device.append((self.now, -segment.kept_bytes - num_bytes))
 
     def _release_ended(self) -> None:
         while self.inflight and self.inflight[0][0] <= self.now:
-            _, _, key = self.inflight.popleft()
+            _, num_bytes, key = self.inflight.popleft()
+            self.inflight_bytes -= num_bytes
             self.released[key] = self.now
 
     def _copy_in(self, key: Visited, num_bytes: int) -> float:
@@ -245,8 +256,4 @@ class _Stage:
 
 def _peak(changes: list[tuple[float, int]]) -> int:
     """The highest running total; what is given back at a moment counts before what is taken then."""
-    total = highest = 0
-    for _, change in sorted(changes):
-        total += change
-        highest = max(highest, total)
-    return highest
+    return max(accumulate((change for _, change in sorted(changes)), initial=0))

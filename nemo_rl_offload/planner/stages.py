@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import product
 
 from nemo_rl_offload.planner.activations import Storage, fused_layer, with_recomputation
@@ -40,6 +41,9 @@ class Part:
     """What no choice changes."""
     groups: tuple[Group, ...] = ()
 
+    def of_layer(self, layer: int) -> "Part":
+        return Part(layer, self.module, self.forward_ms, self.backward_ms, self.kept_bytes, self.groups)
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -56,8 +60,12 @@ class Stage:
     stash_host_bytes: int = 0
     """Pinned pages for what the experts save."""
 
-    def records(self) -> list[GroupRecord]:
+    def records(self) -> tuple[GroupRecord, ...]:
         """What `choose` takes: one record per group; a part's time stands on its first."""
+        return self._records
+
+    @cached_property
+    def _records(self) -> tuple[GroupRecord, ...]:
         found = []
         for part, live in self._parts():
             groups = part.groups or (Group(part.module, 0, False, None, None),)
@@ -67,7 +75,7 @@ class Stage:
                     group.module, part.layer, group.num_bytes, *times, group.recompute_ms, live, group.can_offload
                 )
                 found.append(record)
-        return found
+        return tuple(found)
 
     def groups(self) -> list[Group | None]:
         """The group of each record; None for a part without one."""
@@ -145,19 +153,24 @@ def job_schedule(job: Job, num_microbatches: int) -> Sequence[Sequence[Pass]]:
     return pipeline_schedule(job.layout.pipeline, num_microbatches, job.layout.virtual)
 
 
-def build_stages(job: Job, modules: Collection[str], may_recompute: Collection[str] = ()) -> list[Stage]:
+def build_stages(job: Job, modules: Collection[str], may_recompute: Collection[str] = ()) -> tuple[Stage, ...]:
     """Cut a job into stages whose groups are those of `modules`: names that may be offloaded.
 
     What entries of `may_recompute`, some of `SEPARABLE`, give up may be recomputed; what they pin may not be offloaded.
     """
+    if job.recompute.method is not None:
+        may_recompute = ()  # Megatron-Core recomputes either modules or layers
+    return _build_stages(job, tuple(modules), frozenset(may_recompute))
+
+
+@lru_cache(maxsize=128)
+def _build_stages(job: Job, modules: tuple[str, ...], may_recompute: frozenset[str]) -> tuple[Stage, ...]:
     layers = stage_layers(job.layout, job.shape.num_layers)
     # Twice the pipeline and its chunks is enough for every stage to reach its peak.
     enough = min(job.num_microbatches, 2 * job.layout.pipeline * job.layout.virtual)
     schedule = job_schedule(job, enough)
-    if job.recompute.method is not None:
-        may_recompute = ()  # Megatron-Core recomputes either modules or layers
-    builder = _Builder(job, modules, frozenset(may_recompute))
-    return [builder.stage(rank, chunks, schedule[rank]) for rank, chunks in enumerate(layers)]
+    builder = _Builder(job, modules, may_recompute)
+    return tuple(builder.stage(rank, chunks, schedule[rank]) for rank, chunks in enumerate(layers))
 
 
 class _Builder:
@@ -261,7 +274,7 @@ class _Builder:
             if method == "uniform" or (method == "block" and number < job.recompute.num_layers):
                 is_input = method == "block" or number % job.recompute.num_layers == 0
                 parts = (_recomputed(job, parts, self.modules, is_input),)
-            found += [replace(part, layer=layer) for part in parts]
+            found += [part.of_layer(layer) for part in parts]
         return tuple(found)
 
     def _has_experts(self, layer: int) -> bool:
@@ -291,7 +304,7 @@ class _Builder:
             # Inputs of the two norms, and of the projection of both to one, which is recomputed with the layer.
             kept_bytes = (2 if is_recomputed else 4) * hidden
             found.append(Part(layer, "mtp_projection", 0.0, 0.0, kept_bytes=kept_bytes))
-            found += [replace(part, layer=layer) for part in ([_whole(parts)] if is_recomputed else parts)]
+            found += [part.of_layer(layer) for part in ([_whole(parts)] if is_recomputed else parts)]
         operations = 2.0 * context.tokens.count * job.shape.hidden_size * job.shape.vocab_size / job.layout.tensor
         forward_ms = operations * (1 + job.shape.num_mtp_layers) / (job.device.bf16_tflops * job.device.achieved) / 1e9
         end = Part(job.shape.num_layers, "output_layer", forward_ms, 2 * forward_ms, kept_bytes=2 * hidden)

@@ -1,3 +1,5 @@
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -6,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import SENSIBLE, make_job
 
+from nemo_rl_offload.planner import search as search_module
+from nemo_rl_offload.planner import stages as stages_module
 from nemo_rl_offload.planner.candidates import candidates
 from nemo_rl_offload.planner.changes import least_shortfall
-from nemo_rl_offload.planner.choose import Action
-from nemo_rl_offload.planner.job import Recompute
+from nemo_rl_offload.planner.choose import Action, Budget, GroupRecord, Link, Plan, choose
+from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.layout import Layout
 from nemo_rl_offload.planner.outcome import highest_peak, module_rows, run_listed_modules, run_stages, run_whole_modules
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
@@ -78,6 +82,27 @@ def test_nothing_is_offloaded_where_all_fits() -> None:
     plan = make_plan(make_job("Qwen/Qwen2.5-1.5B"))
     assert plan.keys == {"fine_grained_activation_offloading": False, "offload_modules": []}
     assert plan.chosen.actions == plan.baseline.actions
+
+
+def test_no_stage_is_cut_and_no_choice_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Counter[Hashable] = Counter()
+
+    def cut(job: Job, modules: tuple[str, ...], may_recompute: frozenset[str]) -> object:
+        asked[job, modules, may_recompute] += 1
+        return builder(job, modules, may_recompute)
+
+    def choose_counted(groups: tuple[GroupRecord, ...], budget: Budget, link: Link) -> Plan:
+        asked[groups, budget, link] += 1
+        return choose(groups, budget, link)
+
+    builder = stages_module._Builder
+    monkeypatch.setattr(stages_module, "_Builder", cut)
+    monkeypatch.setattr(search_module, "choose", choose_counted)
+    job = make_job("Qwen/Qwen3-30B-A3B", num_layers=11, layout=Layout(8, expert=8), memory_bytes=20 * GIB)
+    plan = make_plan(replace(job, sequence=3072))
+    assert plan.frontier
+    assert len(asked) > 20
+    assert set(asked.values()) == {1}
 
 
 def test_a_smaller_budget_takes_more_time() -> None:
