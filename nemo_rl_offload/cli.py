@@ -25,6 +25,7 @@ REPEAT_INTERRUPT_S = 0.1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for what the user can mend, 130 when interrupted."""
+    _print_everything()
     parser = build_parser()
     # Overrides may stand before, between and after options, which argparse's own `nargs="*"` does not allow.
     options, overrides = parser.parse_known_args(arguments)
@@ -33,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_dirs: list[Path] = []
     try:
         with _terminated_like_interrupted(), _never_unheard():
-            return _EXECUTE[options.command](options, overrides, run_dirs)
+            code = _EXECUTE[options.command](options, overrides, run_dirs)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return code
     except NemoRLOffloadError as error:
         print(f"error: {error}", file=sys.stderr)
         _keep_details(error, run_dirs)
@@ -42,10 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _interrupted(run_dirs)
     except SystemExit as exit_:
         if isinstance(exit_.__context__, BrokenPipeError):
-            return _output_closed(run_dirs)  # from Rich
+            return _output_failed("standard output was closed", run_dirs)  # from Rich
         return _interrupted(run_dirs)  # by SIGTERM: from the cluster's handler, or from Ray's before that stands
     except BrokenPipeError:
-        return _output_closed(run_dirs)
+        return _output_failed("standard output was closed", run_dirs)
+    except OSError as error:
+        if not _output_fails():
+            raise
+        return _output_failed(f"cannot write standard output: {error.strerror}", run_dirs)
 
 
 def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> int:
@@ -178,6 +186,13 @@ def _show_summary(path: Path, form: str, console: "Console") -> None:
     console.print(summary_table(summary))
 
 
+def _print_everything() -> None:
+    """What the terminal's encoding lacks is printed as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
     """SIGTERM unwinds like Ctrl-C, so that workers and Ray are gone when the process ends."""
@@ -234,9 +249,21 @@ def _interrupted(run_dirs: list[Path]) -> int:
     return EXIT_INTERRUPTED
 
 
-def _output_closed(run_dirs: list[Path]) -> int:
+def _output_fails() -> bool:
+    """Whether standard output takes nothing more: what could not be written waits there, and fails again."""
+    if sys.stdout is None:
+        return False
+    try:
+        sys.stdout.write("\n")  # where nothing waits, as with PYTHONUNBUFFERED
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _output_failed(reason: str, run_dirs: list[Path]) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
-    print(f"error: standard output was closed.{_how_to_go_on(run_dirs)}", file=sys.stderr)
+    print(f"error: {reason}.{_how_to_go_on(run_dirs)}", file=sys.stderr)
     return EXIT_USER_ERROR
 
 

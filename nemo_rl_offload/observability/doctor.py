@@ -6,7 +6,6 @@ the system is apart from what judges: each finding is a function of values, or o
 
 import importlib.metadata
 import importlib.util
-import io
 import json
 import os
 import platform
@@ -89,16 +88,17 @@ def report(found: Sequence[Finding], form: Literal["table", "json"]) -> str:
     if form == "json":
         return json.dumps([asdict(finding) for finding in found], indent=2)
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table("what", "status", "detail", title="doctor")
+    table = Table(*(Column(name, overflow="fold") for name in ("what", "status", "detail")), title="doctor")
     for finding in found:
         detail = f"{finding.detail}\n-> {finding.fix}" if finding.fix else finding.detail
         table.add_row(finding.name, finding.status, Text(detail))
-    stream = io.StringIO()
-    Console(file=stream, width=shutil.get_terminal_size((100, 24)).columns).print(table)
-    return stream.getvalue()
+    console = Console(width=shutil.get_terminal_size((100, 24)).columns, color_system=None)
+    with console.capture() as captured:  # so that lines are drawn in the encoding of standard output
+        console.print(table)
+    return captured.get()
 
 
 def python_version(version: str) -> Finding:

@@ -310,14 +310,10 @@ def test_other_errors_of_destructors_are_printed(
     assert sys.unraisablehook == seen.append
 
 
-def test_closed_output_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", "grpo", "--run-dir", str(tmp_path / "out")]
-    monkeypatch.setenv("PYTHONPATH", str(PROJECT_ROOT), prepend=os.pathsep)
-    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(write_end)
-    assert (done.returncode, done.stderr) == (2, "error: standard output was closed.\n")
+def test_an_error_of_the_system_from_elsewhere_is_not_hidden(training: Training) -> None:
+    training.error = OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space left"):
+        cli.main(["run", "grpo"])
 
 
 def test_a_run_directory_that_cannot_be_written(

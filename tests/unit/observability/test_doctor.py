@@ -43,6 +43,13 @@ def test_the_table_holds_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count("->") == 1
 
 
+def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    text = doctor.report([doctor.Finding("transformer engine", "warning", "not installed", "add it")], "table")
+    letters = "".join(line.split("\u2502")[1].strip() for line in text.splitlines() if line.count("\u2502") == 4)
+    assert letters.replace(" ", "") == "transformerengine"
+
+
 def test_versions() -> None:
     assert doctor.package_version("torch").status == "ok"
     assert doctor.package_version("no-such-package").status == "error"
