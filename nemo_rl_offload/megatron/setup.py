@@ -34,11 +34,11 @@ from nemo_rl_offload.megatron.dense_mlp import open_dense_mlps, recompute_dense_
 from nemo_rl_offload.megatron.torch_backend import torch_block_spec
 from nemo_rl_offload.planner.modules import (
     DENSE_MLP_RECOMPUTE,
-    DISCARDED_BY_RECOMPUTE,
     MEGATRON_MODULES,
     NATIVE_MODULES,
     STASHED_MODULES,
     TRANSFORMER_ENGINE_MODULES,
+    discarded_by_recompute,
 )
 from nemo_rl_offload.planner.recompute import known_to_megatron, recompute_settings, recomputed_modules
 
@@ -146,15 +146,19 @@ def megatron_view(transformer_impl: str, offload: bool | None, modules: list[str
     return view | {"fine_grained_activation_offloading": bool(known), "offload_modules": known}
 
 
-def offloaded_modules(cfg: MegatronConfig) -> list[str]:
-    """The modules whose regions are open: those listed, or with `auto` all that can be chosen from; none when off."""
+def offloaded_modules(cfg: MegatronConfig, has_latent_attention: bool = True) -> list[str]:
+    """The modules whose regions are open: those listed, or with `auto` all that can be chosen from; none when off.
+
+    Of attention more can be chosen from where it is known not to be latent.
+    """
     listed = cfg["offload_modules"]
     if not cfg["fine_grained_activation_offloading"] or listed is None:
         return []
     if listed != "auto":
         return list(listed)
     recomputed = recomputed_modules(recompute_settings(cfg))
-    taken = {name for recompute in recomputed for name in DISCARDED_BY_RECOMPUTE.get(recompute, ())}
+    discarded = discarded_by_recompute(has_latent_attention)
+    taken = {name for recompute in recomputed for name in discarded.get(recompute, ())}
     if cfg["moe_paged_stash"]:
         taken.update(STASHED_MODULES)
     return [name for name in NATIVE_MODULES if name not in taken]
@@ -246,7 +250,8 @@ def configure_provider(provider: Any, policy: PolicyConfig) -> str:
 def apply_policy(provider: Any, policy: PolicyConfig, transformer_impl: str) -> None:
     """The same for a layer implementation that need not be usable here."""
     cfg = policy["megatron_cfg"]
-    offload, modules = cfg["fine_grained_activation_offloading"], offloaded_modules(cfg)
+    offload = cfg["fine_grained_activation_offloading"]
+    modules = offloaded_modules(cfg, provider.multi_latent_attention)
     known = [] if cfg["offload_modules"] == "auto" else modules
     fields = _transformer_fields(provider, policy, transformer_impl) | megatron_view(transformer_impl, offload, known)
     for name, value in fields.items():

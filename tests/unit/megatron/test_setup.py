@@ -306,3 +306,13 @@ def test_auto_leaves_what_the_stash_holds_to_it(make_policy: MakePolicy) -> None
     policy = make_policy("offload_modules=auto", "moe_paged_stash=true")
     assert not {"expert_fc1", "moe_act", "expert_fc2"} & set(setup.offloaded_modules(policy["megatron_cfg"]))
     assert "shared_experts" in setup.offloaded_modules(policy["megatron_cfg"])
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_auto_opens_what_a_list_may_have_beside_recomputation(make_policy: MakePolicy, is_latent: bool) -> None:
+    """Without latent attention, `layernorm` in `recompute_modules` discards nothing of attention's."""
+    provider = Provider(multi_latent_attention=is_latent)
+    recomputed = ("recompute_granularity=selective", "recompute_modules=[layernorm]")
+    setup.apply_policy(provider, make_policy("offload_modules=auto", *recomputed), "torch")
+    discarded = {"qkv_linear", "shared_experts"} if is_latent else {"shared_experts"}
+    assert set(NATIVE_MODULES) - set(provider.offload_modules or ()) == discarded
