@@ -6,7 +6,6 @@ import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +18,7 @@ from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.worker_counts import training_and_generating
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.observability.output import check_writable, write_text
 from nemo_rl_offload.observability.run_directory import SUMMARY_FILE
 from nemo_rl_offload.planner import render
 from nemo_rl_offload.planner.catalogue import load_model_shape
@@ -34,17 +34,18 @@ WIDTH = 110
 
 
 def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
-    """Plan, write what is asked for, and print. Raises ConfigError."""
+    """Plan, write what is asked for, and print. Raises ConfigError, and ResourceError where a file cannot be written
+    after all."""
     loaded = read_config(options.config, overrides)
     job = read_options(options, loaded)
     _check_targets(options)
     with _uncollected():
         found = make_plan(job)
     if options.html is not None:
-        _write(options.html, render.plan_html(found))
+        write_text(options.html, render.plan_html(found))
     if options.write is not None:
         changed = difference(loaded.values, read_config(options.config).values)
-        _write(options.write, render.plan_overlay(found, options.config, options.write, overrides, changed))
+        write_text(options.write, render.plan_overlay(found, options.config, options.write, overrides, changed))
     if options.format == "json":
         print(json.dumps(render.plan_data(found), indent=2))
     else:
@@ -67,12 +68,13 @@ def _uncollected() -> Iterator[None]:
 
 
 def _check_targets(options: argparse.Namespace) -> None:
-    targets = [path for path in (options.write, options.html) if path is not None]
-    for path in targets:
+    targets = {name: path for name in ("--write", "--html") if (path := getattr(options, name[2:])) is not None}
+    for name, path in targets.items():
         if path.resolve() in files_of(options.config):
             raise ConfigError(f"{path}: the configuration is read from it, and would be lost. Give another name.")
-    if len({path.resolve() for path in targets}) < len(targets):
-        raise ConfigError(f"--write {targets[0]}: --html would write over it. Give two names.")
+        check_writable(path, f"{name} {path}")
+    if len({path.resolve() for path in targets.values()}) < len(targets):
+        raise ConfigError(f"--write {targets['--write']}: --html would write over it. Give two names.")
 
 
 def difference(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,10 +181,3 @@ def _skew(options: argparse.Namespace) -> Skew | None:
             f"--routing-skew {options.routing_skew:g}: the fullest rank has at least the average. Give 1.3."
         )
     return Skew(options.routing_skew, options.routing_skew)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

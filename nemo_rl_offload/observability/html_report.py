@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.logger import METRICS_FILE
+from nemo_rl_offload.observability.output import write_text
 from nemo_rl_offload.observability.report import human_bytes, offload_figures
 from nemo_rl_offload.observability.run_directory import (
     CONFIG_FILE,
@@ -43,16 +44,12 @@ def write_report(run_dir: Path, destination: Path) -> None:
     """Write the page of a run, finished or not.
 
     Raises:
-        ConfigError: the folder holds no run that has logged metrics, a file there is damaged, or the page cannot be
-            written.
+        ConfigError: the folder holds no run that has logged metrics, or a file there is damaged.
+        ResourceError: the page cannot be written; one that was there still is.
     """
     if destination.resolve() in {(run_dir / name).resolve() for name in RUN_FILES}:
         raise ConfigError(f"{destination}: belongs to the run, and would be lost. Give another name.")
-    page = "".join(_page(run_dir))
-    try:
-        destination.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{destination}: cannot be written: {error.strerror}") from error
+    write_text(destination, "".join(_page(run_dir)))
 
 
 def _page(run_dir: Path) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Where a command writes what it worked for: whether that can be written is found out before the work."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,41 @@ def make_writable(folder: Path, given: str) -> None:
         raise ConfigError(f"{given}: cannot write to {folder}: {error.strerror}. Name another folder.") from error
 
 
+def check_writable(path: Path, given: str) -> None:
+    """Find out whether `write_text` could write a file.
+
+    Raises:
+        ConfigError: it could not; the message begins with `given`, what the user wrote.
+    """
+    target = path.resolve()
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not _is_device(target):
+            with NamedTemporaryFile(dir=target.parent, buffering=0) as file:
+                file.write(b"0")
+    except OSError as error:
+        raise ConfigError(f"{given}: cannot be written: {error.strerror}. Name another file.") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; to a device or a pipe as it comes.
+
+    Raises:
+        ResourceError: the file cannot be written; what it held before is still there.
+    """
+    if _is_device(path):
+        with _cannot_write(path):
+            path.write_text(text, encoding="utf-8")
+        return
+    with written_aside(path.resolve() if path.is_symlink() else path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def partial_of(folder: Path) -> Path:
     """Where a folder is written that is to appear whole or not at all."""
     return folder.with_name(f"{folder.name}.partial")
@@ -36,13 +72,19 @@ def written_aside(path: Path) -> Iterator[Path]:
         ResourceError: the file cannot be written; what `path` held before is still there.
     """
     aside = path.with_name(f"{path.name}.part")
-    try:
+    with _cannot_write(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield aside
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _cannot_write(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ResourceError(
             f"Cannot write {path}: {error.strerror or error}. Free some space there, or name another folder."

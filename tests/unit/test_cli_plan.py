@@ -310,6 +310,16 @@ def test_bad_input_gets_one_message_with_the_fix(
     assert "Traceback" not in text
 
 
+def test_where_nothing_can_be_written_is_said_before_planning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nemo_rl_offload.plan_command.make_plan", lambda *_: pytest.fail("it plans"))
+    text = plan(capsys, SMALL, "--gpu", "h100", "--write", "/nowhere/one.yaml", code=EXIT_USER_ERROR)
+    assert (
+        text == "error: --write /nowhere/one.yaml: cannot be written: No such file or directory. Name another file.\n"
+    )
+
+
 def test_it_imports_neither_torch_nor_ray() -> None:
     script = (
         "import sys; from nemo_rl_offload.cli import main; "
