@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_offload.config.rule import Get, Rule, megatron
+from nemo_rl_offload.config.rule import Get, Rule, megatron, model_shape
 from nemo_rl_offload.planner.layout import rounded_length
 
 BY_TOKENS = ("dynamic_batching", "sequence_packing")
@@ -69,4 +69,13 @@ def _without_effect(get: Get) -> Iterator[str]:
         )
 
 
-BATCHING_WARNINGS: tuple[Rule, ...] = (_without_effect,)
+def _beyond_the_models_positions(get: Get) -> Iterator[str]:
+    longest, made_for = get("policy.max_total_sequence_length"), model_shape(get).max_positions
+    if 0 < made_for < longest:
+        yield (
+            f"policy.max_total_sequence_length: {longest} is more than the {made_for} positions that the model is made "
+            "for (max_position_embeddings). Lower it, or give a model of longer context."
+        )
+
+
+BATCHING_WARNINGS: tuple[Rule, ...] = (_without_effect, _beyond_the_models_positions)

@@ -4,12 +4,12 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from annotated_types import Gt
 
-from nemo_rl_offload.config.types import Count, Positive, Share, closed
+from nemo_rl_offload.config.types import Positive, Seed, Share, closed
 
 
 @closed
 class ProblemsConfig(TypedDict):
-    seed: Count
+    seed: Seed
     """Seed of the problem generator; problem i uses seed + i."""
     size: Positive
     """Number of problems."""

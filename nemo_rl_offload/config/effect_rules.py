@@ -4,7 +4,7 @@ A value equal to the default was not set, so nothing is said about it.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -29,27 +29,105 @@ _READERS: dict[str, tuple[str, ...]] = {
 }
 """The algorithms that read a key, or a section where the key itself is not listed; all where neither is."""
 
-_COLOCATED, _SHAPING = "policy.generation.colocated", "grpo.reward_shaping"
-_SWITCHES: dict[str, tuple[str, tuple[Any, ...]]] = {
-    f"{MEGATRON}.optimizer.min_lr": (f"{MEGATRON}.scheduler.lr_decay_style", ("linear", "cosine")),
-    f"{_COLOCATED}.resources.gpus_per_node": (f"{_COLOCATED}.enabled", (False,)),
-    f"{_COLOCATED}.resources.num_nodes": (f"{_COLOCATED}.enabled", (False,)),
-    "loss_fn.truncated_importance_sampling_ratio": ("loss_fn.use_importance_sampling_correction", (True,)),
-    "loss_fn.mixed_kl_weight": ("loss_fn.kl_type", ("mixed",)),
-    "grpo.max_rollout_turns": ("data.env_name", ("function",)),
-    "distillation.max_rollout_turns": ("data.env_name", ("function",)),
-    "grpo.dynamic_sampling_max_gen_batches": ("grpo.use_dynamic_sampling", (True,)),
-    f"{_SHAPING}.max_response_length": (f"{_SHAPING}.enabled", (True,)),
-    f"{_SHAPING}.overlong_buffer_length": (f"{_SHAPING}.enabled", (True,)),
-    f"{_SHAPING}.overlong_buffer_penalty": (f"{_SHAPING}.enabled", (True,)),
-}
-"""Keys that are read only while another one, the switch, has one of these values."""
+_OTHER_SCORERS = ("env.math.", "env.function.")
+
+_COLOCATED, _SHAPING, _OPTIMIZER = "policy.generation.colocated", "grpo.reward_shaping", f"{MEGATRON}.optimizer"
+_SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
+    (f"{MEGATRON}.scheduler.lr_decay_style", ("linear", "cosine"), (f"{_OPTIMIZER}.min_lr",)),
+    (f"{_OPTIMIZER}.optimizer", ("sgd",), (f"{_OPTIMIZER}.sgd_momentum",)),
+    (f"{_OPTIMIZER}.optimizer", ("adam",), tuple(f"{_OPTIMIZER}.adam_{key}" for key in ("beta1", "beta2", "eps"))),
+    (
+        f"{_COLOCATED}.enabled",
+        (False,),
+        tuple(f"{_COLOCATED}.resources.{key}" for key in ("gpus_per_node", "num_nodes")),
+    ),
+    (
+        "loss_fn.use_importance_sampling_correction",
+        (True,),
+        ("loss_fn.truncated_importance_sampling_ratio",),
+    ),
+    ("loss_fn.kl_type", ("mixed",), ("loss_fn.mixed_kl_weight",)),
+    ("data.env_name", ("function",), ("grpo.max_rollout_turns", "distillation.max_rollout_turns")),
+    ("grpo.use_dynamic_sampling", (True,), ("grpo.batch_multiplier", "grpo.dynamic_sampling_max_gen_batches")),
+    (
+        f"{_SHAPING}.enabled",
+        (True,),
+        tuple(
+            f"{_SHAPING}.{key}" for key in ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
+        ),
+    ),
+    ("policy.dynamic_batching.enabled", (True,), ("policy.dynamic_batching.sequence_length_round",)),
+    (
+        "policy.sequence_packing.enabled",
+        (True,),
+        ("policy.sequence_packing.algorithm", "policy.sequence_packing.sequence_length_round"),
+    ),
+    (
+        f"{MEGATRON}.moe_paged_stash",
+        (True,),
+        tuple(
+            f"{MEGATRON}.moe_paged_stash_{key}"
+            for key in ("page_size", "buffer_size_factor_cuda", "buffer_size_factor_cpu")
+        ),
+    ),
+    (
+        f"{MEGATRON}.fine_grained_activation_offloading",
+        (True,),
+        (
+            *(f"{MEGATRON}.activation_offload.{key}" for key in ("engine", "host_memory_budget")),
+            *(f"{MEGATRON}.{key}" for key in ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")),
+            f"{MEGATRON}.fine_grained_offloading_max_inflight_offloads",
+        ),
+    ),
+    (f"{MEGATRON}.activation_offload.engine", ("native",), (f"{MEGATRON}.activation_offload.host_memory_budget",)),
+    (f"{MEGATRON}.cpu_offloading", (True,), (f"{MEGATRON}.cpu_offloading_num_layers",)),
+    (
+        f"{MEGATRON}.cpu_affinity.enabled",
+        (True,),
+        (f"{MEGATRON}.cpu_affinity.bind_memory", f"{MEGATRON}.cpu_affinity.map"),
+    ),
+    ("logger.wandb_enabled", (True,), ("logger.wandb.project", "logger.wandb.name")),
+    (
+        "logger.mlflow_enabled",
+        (True,),
+        tuple(f"logger.mlflow.{key}" for key in ("experiment_name", "run_name", "tracking_uri")),
+    ),
+    (
+        "checkpointing.enabled",
+        (True,),
+        ("checkpointing.save_period", "checkpointing.keep_top_k", "checkpointing.is_async"),
+    ),
+)
+"""A key, the switch; and keys that are read only while it has one of these values."""
 
 
 def _not_of_the_algorithm(get: Get) -> Iterator[str]:
+    causes: dict[str, list[str]] = {}
     for path, default in defaults().items():
-        if not _is_read(path, get) and get(path) != default:
-            yield f"{path}: {get(path)} has no effect with algorithm {get('algorithm')}."
+        if _is_read(path, get) or get(path) == default:
+            continue
+        cause = _cause(path, get)
+        if cause.startswith("with "):
+            yield f"{path}: {_shown(get(path))} has no effect {cause}."
+        else:
+            causes.setdefault(cause, []).append(path)
+    for cause, paths in causes.items():
+        yield f"{_no_effect(paths, get)} {cause}."
+
+
+def _cause(path: str, get: Get) -> str:
+    """Why the algorithm does not read a key."""
+    algorithm, of_problems = get("algorithm"), path.startswith(("env.", *(f"{split}." for split in SPLITS)))
+    if of_problems and algorithm in GENERATES:
+        return f"while data.env_name is {get('data.env_name')}"
+    if of_problems and algorithm == "sft" and not path.startswith(_OTHER_SCORERS):
+        return f"while data.train.path is {'null' if path.endswith('.split') else 'given'}"
+    return f"with algorithm {algorithm}"
+
+
+def _no_effect(paths: Sequence[str], get: Get) -> str:
+    first, *others = paths
+    return f"{first}: {_shown(get(first))} has no effect{', nor have ' + ', '.join(others) if others else ''}"
 
 
 def _is_read(path: str, get: Get) -> bool:
@@ -66,13 +144,21 @@ def _is_read(path: str, get: Get) -> bool:
     return not path or algorithm in _READERS[path]
 
 
-def _switched_off(path: str, switch: str, values: tuple[Any, ...], get: Get) -> Iterator[str]:
-    value, default = get(path), defaults()[path]
-    if value != default and get(switch) not in values and _is_read(path, get):
-        yield (
-            f"{path}: {_shown(value)} has no effect while {switch} is {_shown(get(switch))}. "
-            f"Set that to {' or '.join(map(_shown, values))}, or this to {_shown(default)}."
-        )
+def _switched_off(switch: str, values: tuple[Any, ...], paths: tuple[str, ...], get: Get) -> Iterator[str]:
+    unread = [path for path in paths if _is_read(path, get) and get(path) != defaults()[path]]
+    if not unread or get(switch) in values:
+        return
+    this = f", or this to {_shown(defaults()[unread[0]])}" if len(unread) == 1 else ""
+    yield (
+        f"{_no_effect(unread, get)} while {switch} is {_shown(get(switch))}. "
+        f"Set that to {' or '.join(map(_shown, values))}{this}."
+    )
+
+
+def _penalty_is_none(get: Get) -> Iterator[str]:
+    path, penalty = "loss_fn.reference_policy_kl_type", "loss_fn.reference_policy_kl_penalty"
+    if _is_read(path, get) and get(path) != defaults()[path] and not get(penalty):
+        yield f"{_no_effect([path], get)} while {penalty} is 0. Raise that, or set this to {defaults()[path]}."
 
 
 def _metric_is_not_measured(get: Get) -> Iterator[str]:
@@ -118,7 +204,8 @@ def _shown(value: Any) -> str:
 
 EFFECT_WARNINGS: tuple[Rule, ...] = (
     _not_of_the_algorithm,
-    *(partial(_switched_off, path, switch, values) for path, (switch, values) in _SWITCHES.items()),
+    *(partial(_switched_off, *each) for each in _SWITCHES),
+    _penalty_is_none,
     _metric_is_not_measured,
     _schedule_has_no_such_phase,
 )

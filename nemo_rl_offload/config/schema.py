@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Lt
 
 from nemo_rl_offload.config.data_schema import DataConfig, EnvConfig
 from nemo_rl_offload.config.megatron_schema import MegatronConfig
-from nemo_rl_offload.config.types import Count, Fraction, NonNegative, Positive, Share, closed
+from nemo_rl_offload.config.types import Count, Fraction, NonNegative, Positive, Seed, Share, closed
 
 Algorithm = Literal["grpo", "sft", "dpo", "distillation"]
 
@@ -184,7 +184,7 @@ class GRPOConfig(TypedDict):
     """Problems per validation."""
     val_batch_size: Positive
     """Problems that are generated and scored together in validation."""
-    seed: Count
+    seed: Seed
     """Seed of the run: order of the problems and sampling."""
 
 
@@ -202,7 +202,7 @@ class SFTConfig(TypedDict):
     """Validate after the last step."""
     max_val_samples: Positive
     """Samples per validation."""
-    seed: Count
+    seed: Seed
     """Seed of the run: order of the data."""
 
 
@@ -244,7 +244,7 @@ class DistillationConfig(TypedDict):
     """Problems per validation."""
     val_batch_size: Positive
     """Problems that are generated and scored together in validation."""
-    seed: Count
+    seed: Seed
     """Seed of the run: order of the problems and sampling."""
 
 

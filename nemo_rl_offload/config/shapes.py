@@ -24,6 +24,8 @@ class Shape:
     has_linear_attention: bool
     predicts_further_tokens: bool
     """Multi-token prediction."""
+    max_positions: int
+    """Longest sequence that the model is made for; 0 where it does not say."""
     activation: str | None
     """Hugging Face's name of the activation in the MLP."""
 
@@ -47,6 +49,7 @@ def read_shape(model_name: str) -> Shape:
         has_latent_attention=_whole(content, "kv_lora_rank") > 0,
         has_linear_attention=_whole(content, "linear_num_value_heads") > 0,
         predicts_further_tokens=_whole(content, "num_nextn_predict_layers") > 0,
+        max_positions=_whole(content, "max_position_embeddings"),
         activation=activation if isinstance(activation, str) else None,
     )
 

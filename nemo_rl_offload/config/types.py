@@ -10,6 +10,7 @@ closed = with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False
 
 Positive = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
+Seed = Annotated[int, Ge(0), Lt(1 << 32)]
 NonNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Gt(0), Le(1)]
 Fraction = Annotated[float, Ge(0), Le(1)]

@@ -1,12 +1,14 @@
 """Rules about microbatches: what breaks each, the essential words, a legal neighbor."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from nemo_rl_offload.config.checks import CheckedConfig
 
 Check = Callable[..., CheckedConfig]
+MakeModel = Callable[..., Path]
 Refusals = Callable[[str], list[str]]
 Refuses = Callable[[str, str, str, str], None]
 DYNAMIC = "policy.dynamic_batching"
@@ -98,3 +100,11 @@ def test_chunks_longer_than_any_sequence_are_warned_about(
         True
     ] * num_warnings
     assert check("policy.logprob_chunk_size=95").warnings == []
+
+
+def test_a_sequence_beyond_the_models_positions(check: Check, make_model: MakeModel) -> None:
+    model = f"policy.model_name={make_model(max_position_embeddings=256)}"
+    (warning,) = check(model, "policy.max_total_sequence_length=257").warnings
+    assert warning.startswith("policy.max_total_sequence_length: 257 is more than the 256 positions that the model is")
+    assert check(model, "policy.max_total_sequence_length=256").warnings == []
+    assert check("policy.max_total_sequence_length=257").warnings == [], "it does not say"

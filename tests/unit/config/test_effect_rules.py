@@ -1,5 +1,6 @@
 """Settings that nothing reads are warned about, and defaults are not."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from nemo_rl_offload.config.algorithm_rules import METRICS
 from nemo_rl_offload.config.checks import CheckedConfig, examine
 from nemo_rl_offload.config.effect_rules import EFFECT_WARNINGS, defaults
 from nemo_rl_offload.config.loader import BASE, load_config
+from nemo_rl_offload.errors import ConfigError
 
 Check = Callable[..., CheckedConfig]
 M = "policy.megatron_cfg"
@@ -28,13 +30,25 @@ SHAPING = "grpo.reward_shaping"
         "sft.max_num_steps=7",
         "loss_fn.kl_type=forward",
         "teacher.model_name=x",
-        "env.math.comparison=exact",
-        "env.function.path=a:b",
     ],
 )
 def test_what_the_algorithm_does_not_read(check: Check, override: str) -> None:
     path, value = override.split("=")
     assert check(override).warnings == [f"{path}: {value} has no effect with algorithm grpo."]
+
+
+@pytest.mark.parametrize("override", ["env.math.comparison=exact", "env.function.path=a:b", "data.train.split=x"])
+def test_what_the_environment_does_not_read(check: Check, override: str) -> None:
+    path, value = override.split("=")
+    cause = "while data.env_name is reasoning_gym."
+    assert check(override).warnings == [f"{path}: {value} has no effect {cause}"]
+
+
+def test_what_problems_alone_read_is_one_line_where_data_come_from_files(check: Check) -> None:
+    (line,) = [line for line in check(*SFT.split(), *FILES.split()).warnings if "data.train.path" in line]
+    assert line.endswith(" while data.train.path is given.")
+    assert line.startswith("data.validation.size: 200 has no effect, nor have data.validation.exclude, ")
+    assert "env.reasoning_gym.task" in line
 
 
 def test_another_algorithm_reads_other_settings(check: Check) -> None:
@@ -43,9 +57,6 @@ def test_another_algorithm_reads_other_settings(check: Check) -> None:
     assert "grpo.num_prompts_per_step: 16 has no effect with algorithm sft." in warnings
     unread = {line.split(":")[0] for line in warnings if line.startswith(("env.", "data."))}
     assert unread == {"data.max_input_seq_length"}
-    with_files = check(*SFT.split(), *FILES.split()).warnings
-    assert "env.reasoning_gym.task: spell_backward has no effect with algorithm sft." in with_files
-    assert "data.validation.size: 200 has no effect with algorithm sft." in with_files
 
 
 @pytest.mark.parametrize(
@@ -114,6 +125,34 @@ def test_what_another_key_switches_off(check: Check, overrides: str, fix: str, s
     (warning,) = check(overrides).warnings
     assert warning == f"{path}: {float(value) if 'e-' in value else value} has no effect {fix}"
     assert not [line for line in check(overrides, *switch.split(), run_here=False).warnings if line.startswith(path)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "switch"),
+    [
+        (["policy.sequence_packing.algorithm=concatenative"], "policy.sequence_packing.enabled=true"),
+        (["policy.dynamic_batching.sequence_length_round=8"], "policy.dynamic_batching.enabled=true"),
+        ([f"{M}.optimizer.sgd_momentum=0.5"], f"{M}.optimizer.optimizer=sgd"),
+        ([f"{M}.cpu_affinity.map={{0: 0}}", f"{M}.cpu_affinity.bind_memory=false"], f"{M}.cpu_affinity.enabled=true"),
+        (["logger.wandb.name=x", "logger.wandb.project=y"], "logger.wandb_enabled=true"),
+        (["checkpointing.save_period=7", "checkpointing.is_async=true"], "checkpointing.enabled=true"),
+        (["loss_fn.reference_policy_kl_type=k1"], "loss_fn.reference_policy_kl_penalty=0.1"),
+        (
+            [f"{M}.activation_offload.host_memory_budget=1GiB", f"{M}.activation_offload_fraction=0.5"],
+            f"{M}.fine_grained_activation_offloading=true",
+        ),
+        ([f"{M}.moe_paged_stash_page_size=32"], f"{M}.moe_paged_stash=true"),
+    ],
+)
+def test_settings_that_share_a_switch_share_a_line(check: Check, settings: list[str], switch: str) -> None:
+    path, off = switch.split("=")[0], {"true": "false", "sgd": "adam", "0.1": "0.0"}[switch.split("=")[1]]
+    paths = [setting.split("=")[0] for setting in settings]
+    (line,) = [line for line in check(*settings, f"{path}={off}").warnings if "has no effect" in line]
+    assert path in line
+    assert all(each in line for each in paths)
+    with contextlib.suppress(ConfigError):  # the tiny model has no experts
+        warnings = check(*settings, switch, run_here=False).warnings
+        assert not [line for line in warnings if line.startswith(tuple(paths))]
 
 
 @pytest.mark.parametrize(
