@@ -144,33 +144,39 @@ def read_job(
     check_layout(layout, shape, sequence)
     microbatches = _microbatches(policy, sequence, layout, rows_per_sample)
     element_bytes = 4 if policy["precision"] == "float32" else 2
-    overrides = cfg["model_overrides"]
-    modules, is_native = cfg["offload_modules"], cfg["activation_offload"]["engine"] == "native"
-    fp8 = _fp8(overrides, device)
-    listed = cfg["fine_grained_activation_offloading"] and isinstance(modules, list)
+    fp8 = _fp8(cfg["model_overrides"], device)
     return Job(
         shape,
         layout,
         device,
         sequence,
         **microbatches,
+        **_layers(cfg, fp8),
         numbers=Numbers(element_bytes, fp8),
         optimizer=_optimizer(cfg, element_bytes),
         recompute=_recompute(cfg),
-        offload_modules=tuple(modules) if listed else (),
-        offload_fraction=cfg["activation_offload_fraction"],
-        native_engine=is_native,
-        offloads=is_native or cfg["transformer_impl"] != "torch",
-        recomputes_mlp_parts=is_native and fp8 is None and not cfg["use_transformer_engine_op_fuser"],
-        transformer_engine=cfg["transformer_impl"] == "transformer_engine",
-        any_implementation=cfg["transformer_impl"] == "auto",
-        min_elements=cfg["min_offloaded_tensor_size"],
         logprob_chunk_size=policy["logprob_chunk_size"],
         memory_bytes=memory_bytes,
         expert_buffers=_expert_buffers(cfg, skew),
         rows_per_sample=rows_per_sample,
         **other,
     )
+
+
+def _layers(cfg: Mapping[str, Any], fp8: str | None) -> dict[str, Any]:
+    """A Job's fields on the layers' implementation, and on what offloads of them."""
+    modules, is_native = cfg["offload_modules"], cfg["activation_offload"]["engine"] == "native"
+    listed = cfg["fine_grained_activation_offloading"] and isinstance(modules, list)
+    return {
+        "offload_modules": tuple(modules) if listed else (),
+        "offload_fraction": cfg["activation_offload_fraction"],
+        "native_engine": is_native,
+        "offloads": is_native or cfg["transformer_impl"] != "torch",
+        "recomputes_mlp_parts": is_native and fp8 is None and not cfg["use_transformer_engine_op_fuser"],
+        "transformer_engine": cfg["transformer_impl"] == "transformer_engine",
+        "any_implementation": cfg["transformer_impl"] == "auto",
+        "min_elements": cfg["min_offloaded_tensor_size"],
+    }
 
 
 def _microbatches(policy: Mapping[str, Any], sequence: int, layout: Layout, rows: int) -> dict[str, Any]:
