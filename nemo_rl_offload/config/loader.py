@@ -43,6 +43,8 @@ PROJECT_ROOT = _PACKAGE if (_PACKAGE / "examples").is_dir() else _PACKAGE.parent
 """The folder with `examples`: the checkout, or the installed package, which holds a copy."""
 BASE = PROJECT_ROOT / "examples" / "configs" / "base.yaml"
 """The file of defaults."""
+EMPTY_PATH = "is empty. Give a local path."
+"""What is wrong with a name without a letter, which would be the current directory's."""
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -148,7 +150,7 @@ def _resolve(config: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], 
             key = re.sub(r"\[(\w+)\]", r".\1", place)
             if not isinstance(error, InterpolationResolutionError) or not key or key in unresolved:
                 raise ConfigError(f"{path}: {key or 'interpolation'}: {_first_line(error)}") from error
-            unresolved[key] = _why(error)
+            unresolved[key] = _circle(key, config) or _why(error)
             OmegaConf.update(tree, place, UNGIVEN)
 
 
@@ -157,6 +159,21 @@ def _of_numbers(name: str, function: Callable[..., Any], *given: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name} takes numbers, not {json.dumps(value, default=str)}")
     return function(*given)
+
+
+def _circle(key: str, config: dict[str, Any]) -> str | None:
+    """What is wrong with a value that is made of itself, by way of others; None where it is not."""
+    made_of = references(config)
+    ways = [[key]]
+    seen: set[str] = set()
+    for way in ways:
+        for source in made_of.get(way[-1], ()):
+            if source == key or key.startswith(f"{source}."):
+                return f"is made of itself: {' -> '.join([*way, source])}. Give one of them a value."
+            if source not in seen:
+                seen.add(source)
+                ways.append([*way, source])
+    return None
 
 
 def _why(error: InterpolationResolutionError) -> str:
@@ -186,17 +203,22 @@ def resolve_data_path(name: str) -> Path:
 
     Raises ConfigError when there is none.
     """
-    path = Path(name).expanduser()
-    candidates = list(dict.fromkeys([Path.cwd() / path, PROJECT_ROOT / path]))
+    candidates = _candidates(name)
     for candidate in candidates:
         if candidate.exists():
             return candidate
     raise ConfigError(f"'{name}' is not there (looked in {', '.join(map(str, candidates))}). Give a local path.")
 
 
-def _resolve_folder(name: str, required_file: str) -> Path:
+def _candidates(name: str) -> list[Path]:
+    if not name.strip():
+        raise ConfigError(EMPTY_PATH)
     path = Path(name).expanduser()
-    candidates = list(dict.fromkeys([Path.cwd() / path, PROJECT_ROOT / path]))
+    return list(dict.fromkeys([Path.cwd() / path, PROJECT_ROOT / path]))
+
+
+def _resolve_folder(name: str, required_file: str) -> Path:
+    candidates = _candidates(name)
     for candidate in candidates:
         if (candidate / required_file).is_file():
             return candidate
@@ -231,6 +253,7 @@ def _load_file(path: Path, including: tuple[Path, ...]) -> LoadedConfig:
 def _read_yaml(path: Path, origin: str) -> LoadedConfig:
     try:
         text = path.read_text(encoding="utf-8")
+        places = places_of(text, str(path))
         content = deepcopy(_parse(text))
     except OSError as error:
         raise ConfigError(f"{path}{origin}: cannot read the file: {error.strerror or error}") from error
@@ -243,14 +266,18 @@ def _read_yaml(path: Path, origin: str) -> LoadedConfig:
         raise ConfigError(f"{path}: {_first_line(error)}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: a value contains itself by an alias (*name)") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}{origin}: the file must hold 'key: value' lines, not a list")
-    return LoadedConfig({str(key): value for key, value in content.items()}, places_of(text, str(path)))
+    if not isinstance(content, dict) or (content and not places):  # OmegaConf takes text for a key
+        what = "a list" if isinstance(content, list) else "a single value"
+        raise ConfigError(f"{path}{origin}: the file must hold 'key: value' lines, not {what}")
+    return LoadedConfig({str(key): value for key, value in content.items()}, places)
 
 
 @lru_cache(maxsize=64)
 def _parse(text: str) -> Any:
-    return OmegaConf.to_container(OmegaConf.load(StringIO(text)))
+    try:
+        return OmegaConf.to_container(OmegaConf.load(StringIO(text)))
+    except OSError:  # OmegaConf's word for a number or a truth value alone
+        return None
 
 
 def _defaults_of(content: dict[str, Any], path: Path) -> list[str]:
@@ -275,6 +302,8 @@ def _apply_override(config: dict[str, Any], override: Override) -> None:
         raise ConfigError("sweeps are not supported. For a list, write key=[a,b]")
     if override.package is not None:
         raise ConfigError("'@' has no meaning here. Write a.b.c=value")
+    if not override.key_or_group:
+        raise ConfigError("no key before the '='. Write key=value")
     *parents, key = override.key_or_group.split(".")
     must_exist = not (override.is_add() or override.is_force_add())
     section = config
@@ -306,7 +335,7 @@ def _no_such_key(override: Override, section: dict[str, Any], parents: Sequence[
         hint = hint or right_place(key, known)
     elif not override.is_delete():
         hint += " To add a key, write +key=value"
-    return ConfigError(f"no key {'.'.join([*parents, key])} to change.{hint}")
+    return ConfigError(f"no key {'.'.join([*parents, key])} to {'remove' if override.is_delete() else 'change'}.{hint}")
 
 
 def _first_line(error: Exception) -> str:

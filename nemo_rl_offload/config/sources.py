@@ -15,6 +15,7 @@ import yaml
 OVERRIDE = "override on the command line"
 """The place of what an override gave or removed."""
 _REFERENCE = re.compile(r"\$\{(\w[\w.]*)\}")
+NULL_TAG, NULL_KEY = "tag:yaml.org,2002:null", "a key is null. Give it a name, or write it in quotes"
 UNGIVEN = "???"
 """OmegaConf's mark for a value that must be given."""
 
@@ -54,7 +55,10 @@ def nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @lru_cache(maxsize=64)
 def places_of(text: str, file: str) -> Mapping[str, str]:
-    """Return ``"file:line"`` of each key and list item of YAML that is known to be valid, by its path."""
+    """Return ``"file:line"`` of each key and list item of YAML, by its path.
+
+    Raises YAMLError for text that is no YAML, or a key that is null.
+    """
     return dict(_places(yaml.compose(text, Loader=yaml.SafeLoader), file, ""))
 
 
@@ -66,6 +70,8 @@ def _places(node: Any, file: str, path: str) -> Iterator[tuple[str, str]]:
     else:
         return
     for name, place, child in children:
+        if isinstance(node, yaml.MappingNode) and place.tag == NULL_TAG:
+            raise yaml.MarkedYAMLError(problem=NULL_KEY, problem_mark=place.start_mark)
         inner = f"{path}.{name}" if path else str(name)
         yield inner, f"{file}:{place.start_mark.line + 1}"
         yield from _places(child, file, inner)

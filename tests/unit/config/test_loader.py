@@ -101,14 +101,21 @@ def test_a_cycle_is_an_error(tmp_path: Path) -> None:
         ("a: 1\nb: [1, 2\nc: 3\n", r"top\.yaml:3: "),
         ("a: 1\na: 2\n", r"top\.yaml:2: found duplicate key a"),
         ("a:\n  b: 1\n  b: 2\n", r"top\.yaml:3: found duplicate key b"),
-        ("- a\n- b\n", "must hold 'key: value' lines"),
+        ("- a\n- b\n", "must hold 'key: value' lines, not a list"),
+        *((text, "must hold 'key: value' lines, not a single value") for text in ("hello\n", "3\n", "${a}\n")),
+        ("a: 1\nnull: 3\n", r"top\.yaml:2: a key is null\. Give it a name, or write it in quotes"),
+        ("?\n: 3\n", r"top\.yaml:1: a key is null"),
+        ("a:\n  - b: 1\n    ~: 3\n", r"top\.yaml:3: a key is null"),
         ("a: ${b\n", "top.yaml"),
         ("a: ${b}\n", r"top\.yaml: a: .*'b' not found"),
         ("a: ???\nb: ${a}\n", r"top\.yaml: b: is made of a, a missing value\. Give one: a=\.\.\. \(.*top\.yaml:2\)"),
         ("a: x\nb: ['${mul:2,${a}}']\n", r'top\.yaml: b\.0: mul takes numbers, not "x" \(.*top\.yaml:2\)'),
         ("a: null\nb: ${add:2,${a}}\n", "b: add takes numbers, not null"),
         ("a: true\nb: ${add:2,${a}}\n", "b: add takes numbers, not true"),
-        ("a: ${b}\nb: ${a}\n", "top.yaml"),
+        ("a: ${b}\nb: ${a}\n", r"a: is made of itself: a -> b -> a\. Give one of them a value\. \(.*top\.yaml:1\)"),
+        ("a: ${a}\n", "a: is made of itself: a -> a"),
+        ("a: {b: '${a}'}\n", r"a\.b: is made of itself: a\.b -> a\."),
+        ("a: 1\nb: ${mul:${a},${c}}\nc: ['${b}', 2]\nd: ${mul:${e},2}\ne: ${d}\n", "d: is made of itself: d -> e -> d"),
         ("a: \x01\n", "top.yaml"),
         ("a: &x [*x]\n", r"top\.yaml: a value contains itself"),
         ("a: &x {b: *x}\n", r"top\.yaml: a value contains itself"),
@@ -157,7 +164,8 @@ def test_overrides(sample: Callable[..., dict[str, Any]], overrides: list[str], 
     [
         ("a.bb=1", r"override 'a\.bb=1': no key a\.bb to change\. Did you mean 'b'\?$"),
         ("nam.b=1", "no key nam to change. Did you mean 'name'?"),
-        ("~a.x", "no key a.x"),
+        ("~a.x", r"no key a\.x to remove\.$"),
+        ("=3", "no key before the '='. Write key=value$"),
         ("+a.b=1", r"a\.b exists already. Leave the '\+' out"),
         ("~a.b=7", "a.b is 1, not 7"),
         ("a.b.c=1", "a.b is not a section"),
@@ -200,7 +208,10 @@ def test_a_key_can_be_added_only_where_the_schema_takes_it(tmp_path: Path, overr
     path = override.partition("=")[0].strip("~") if "polcy" not in override else "polcy"
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, top=text), [override])
-    assert str(caught.value) == f"override '{override}': no key {path} to change.{advice}"
+    assert (
+        str(caught.value)
+        == f"override '{override}': no key {path} to {'remove' if override.startswith('~') else 'change'}.{advice}"
+    )
 
 
 def test_a_key_of_the_schema_that_no_file_gives_can_be_added(tmp_path: Path) -> None:
@@ -280,6 +291,13 @@ def test_relative_folders_are_looked_up_here_then_in_the_project(
     (here / "m" / "config.json").write_text("{}")
     assert resolve_model_path("m") == here / "m"
     assert resolve_model_path(str(project / "m")) == project / "m"
+
+
+@pytest.mark.parametrize("resolve", [resolve_model_path, resolve_tokenizer_path, loader.resolve_data_path])
+@pytest.mark.parametrize("name", ["", " "])
+def test_no_name_is_not_the_current_folder(resolve: Callable[[str], Path], name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^is empty\. Give a local path\.$"):
+        resolve(name)
 
 
 def test_a_missing_folder_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
