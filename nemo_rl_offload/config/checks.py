@@ -99,9 +99,10 @@ def examine(
         reported |= others
         tolerable = replaced | (set(OTHER_RULES) - reported.keys())
     get = _reader(loaded.values, reported)
-    here = [line for rule in RULES_OF_THIS_MACHINE for line in _run(rule, get)]
     lines = [f"{path}: {text}" for path, text in _causes(reported, loaded, tolerable).items()]
-    lines += [line for rule in RULES for line in _run(rule, get)] + (here if run_here else [])
+    lines += [line for rule in RULES for line in _run(rule, get)]
+    here = [line for rule in RULES_OF_THIS_MACHINE for line in _run(rule, get) if line not in lines]
+    lines += here if run_here else []
     problems = [problem_at(line, loaded) for line in lines]
     tolerated = [problem for problem in problems if problem.path in tolerable]
     problems = [problem for problem in problems if problem.path not in tolerable]

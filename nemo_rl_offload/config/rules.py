@@ -9,7 +9,7 @@ from nemo_rl_offload.config.algorithm_rules import ALGORITHM_RULES, ALGORITHM_RU
 from nemo_rl_offload.config.batching_rules import BATCHING_RULES, BATCHING_WARNINGS
 from nemo_rl_offload.config.cuda_graph_rules import CUDA_GRAPH_RULES, CUDA_GRAPH_WARNINGS
 from nemo_rl_offload.config.effect_rules import EFFECT_WARNINGS
-from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.loader import EMPTY_PATH, resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.megatron_rules import MEGATRON_RULES, MEGATRON_WARNINGS, transformer_engine_is_here
 from nemo_rl_offload.config.mlp_recompute_rules import MLP_RECOMPUTE_RULES, MLP_RECOMPUTE_WARNINGS
 from nemo_rl_offload.config.offload_recompute_rules import OFFLOAD_RECOMPUTE_RULES, OFFLOAD_RECOMPUTE_WARNINGS
@@ -29,6 +29,13 @@ NOT_YET: dict[str, Any] = {
     "optimizer.optimizer_cpu_offload": False,
 }
 """Keys of `policy.megatron_cfg` whose only value so far is this one."""
+LOCAL_PATHS = (
+    "policy.model_name",
+    "policy.tokenizer.name",
+    "teacher.model_name",
+    "data.train.path",
+    "data.validation.path",
+)
 
 
 def _backend(get: Get) -> Iterator[str]:
@@ -51,6 +58,12 @@ def _once_available(key: str, rule: Rule, get: Get) -> Iterator[str]:
 def _flex_is_not_yet(get: Get) -> Iterator[str]:
     if megatron(get, "moe_token_dispatcher_type") == "flex":
         yield f"{MEGATRON}.moe_token_dispatcher_type: flex is not available yet. Set alltoall or allgather."
+
+
+def _is_not_empty(path: str, get: Get) -> Iterator[str]:
+    name = get(path)
+    if name is not None and not name.strip():
+        yield f"{path}: {EMPTY_PATH}"
 
 
 def _model_can_be_read(get: Get) -> Iterator[str]:
@@ -89,6 +102,7 @@ def _model_is_unknown(get: Get) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     _backend,
     *(partial(_not_yet, key, available) for key, available in NOT_YET.items()),
+    *(partial(_is_not_empty, path) for path in LOCAL_PATHS),
     *STASH_RULES,
     _flex_is_not_yet,
     _model_can_be_read,

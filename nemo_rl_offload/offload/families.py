@@ -96,6 +96,8 @@ def names_in(model: nn.Module) -> list[str]:
 
 
 def _by_path(entry: str, modules: dict[str, nn.Module]) -> list[Target]:
+    if not entry:  # torch's name of the model itself
+        return []
     steps = (re.escape(part).replace(r"\*\*", ".*").replace(r"\*", r"[^.]*") for part in entry.split("."))
     pattern = re.compile(r"\.".join(steps))
     return [Target(entry, Site(path, module)) for path, module in modules.items() if pattern.fullmatch(path)]

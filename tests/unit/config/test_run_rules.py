@@ -75,6 +75,17 @@ def test_folders_must_exist(check: Check, dense_model: Path, path: str, file: st
         check("policy.model_name=no/such", f"policy.tokenizer.name={dense_model}", f"{path}=no/such")
 
 
+@pytest.mark.parametrize("run_here", [True, False])
+@pytest.mark.parametrize(
+    "path", ["policy.model_name", "policy.tokenizer.name", "teacher.model_name", "data.train.path"]
+)
+def test_no_name_is_a_problem_wherever_it_runs(check: Check, dense_model: Path, path: str, run_here: bool) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(f"policy.tokenizer.name={dense_model}", "data.env_name=math", f"{path}=", run_here=run_here)
+    assert f"{path}: is empty. Give a local path." in str(caught.value).splitlines()
+    assert str(caught.value).count(" is empty.") == 1
+
+
 def test_a_check_elsewhere_only_warns_about_missing_folders(check: Check) -> None:
     checked = check("policy.model_name=no/such", f"{M}.offload_modules=[moe_act]", run_here=False)
     paths = ["policy.model_name", "policy.tokenizer.name", "policy.model_name"]

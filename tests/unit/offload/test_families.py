@@ -124,6 +124,11 @@ def test_all_problems_come_at_once_with_what_is_nearest() -> None:
     assert len(lines) == 3
 
 
+def test_an_empty_name_is_not_the_model_itself() -> None:
+    with pytest.raises(ConfigError, match=r"^'': neither a module of this model nor one of attn_norm"):
+        resolve(model_of(tree(*DENSE)), [""])
+
+
 @pytest.mark.parametrize("entry", ["mlp_fc1", "mlp_act"])
 def test_a_dense_name_in_a_model_of_experts(entry: str) -> None:
     with pytest.raises(ConfigError, match=f"'{entry}': no layer has a dense MLP"):
