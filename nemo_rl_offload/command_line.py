@@ -51,7 +51,7 @@ def _add_check(commands: Any) -> None:
         "check",
         help="check a configuration",
         description="Check a configuration, offline and in seconds, all problems at once; exit code 2 if there are any",
-        usage="%(prog)s FILE [KEY=VALUE ...]",
+        usage="%(prog)s FILE [--allow-unsupported] [--megatron] [--format text|json] [KEY=VALUE ...]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

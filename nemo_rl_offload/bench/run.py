@@ -5,7 +5,8 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -29,12 +30,8 @@ def run_offload_bench(options: argparse.Namespace) -> int:
     from nemo_rl_offload.bench import offload, report
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = _wanted(
-        options.rounds,
-        num_layers=options.layers,
-        sequence_length=options.sequence,
-        num_microbatches=options.microbatches,
-    )
+    fields = {"layers": "num_layers", "sequence": "sequence_length", "microbatches": "num_microbatches"}
+    wanted = _wanted(options, fields)
     shape = dataclasses.replace(offload.QWEN2_7B_LAYERS if device.type == "cuda" else offload.SMALL, **wanted)
     _prepare(options)
     name = f"offload_{shape.num_layers}_layers_{shape.sequence_length}_tokens"
@@ -43,11 +40,10 @@ def run_offload_bench(options: argparse.Namespace) -> int:
         if options.out is not None:
             report.write_json(options.out / f"{name}.json", offload.to_json(shape, figures, device))
 
-    progress = Console(stderr=True, highlight=False)
-    with progress.status("building the model") as status:
-        figures = offload.run(
-            shape, device, num_rounds=options.rounds, names=options.variant, progress=status.update, keep=keep
-        )
+    progress = _progress_console()
+    with _told(progress) as tell:
+        tell("building the model")
+        figures = offload.run(shape, device, num_rounds=options.rounds, names=options.variant, progress=tell, keep=keep)
     data = offload.to_json(shape, figures, device)
     if options.format == "json":
         sys.stdout.write(json.dumps(data, indent=1) + "\n")
@@ -74,14 +70,15 @@ def run_stash_bench(options: argparse.Namespace) -> int:
     from nemo_rl_offload.bench.expert_layers import one_rank
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = _wanted(options.rounds, num_layers=options.layers, num_tokens=options.sequence)
+    wanted = _wanted(options, {"layers": "num_layers", "sequence": "num_tokens"})
     shape = dataclasses.replace(stash.ON_DEVICE if device.type == "cuda" else stash.SMALL, **wanted)
     _prepare(options)
-    progress = Console(stderr=True, highlight=False)
-    with progress.status("copies") as status:
+    progress = _progress_console()
+    with _told(progress) as tell:
+        tell("copies")
         copies = stash.measure_copies(device, options.rounds)
         with one_rank():
-            layers = stash.measure_layers(shape, device, options.rounds, status.update)
+            layers = stash.measure_layers(shape, device, options.rounds, lambda name: tell(f"layers: {name}"))
     data = stash.to_json(shape, device, copies, layers)
     if options.format == "json":
         sys.stdout.write(json.dumps(data, indent=1) + "\n")
@@ -100,9 +97,23 @@ def _prepare(options: argparse.Namespace) -> None:
         make_writable(options.out, f"--out {options.out}")
 
 
-def _wanted(rounds: int, **changes: int | None) -> dict[str, Any]:
-    """The changes of a shape that were asked for. Raises ConfigError where a number is below 1."""
-    wanted = {key: value for key, value in changes.items() if value is not None}
-    if bad := [f"{key}={value}" for key, value in {**wanted, "rounds": rounds}.items() if value < 1]:
+def _progress_console() -> Console:
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _told(console: Console) -> Iterator[Callable[[str], None]]:
+    """What is being measured: one line that changes on a terminal, lines elsewhere."""
+    if not console.is_terminal:
+        yield console.print
+        return
+    with console.status("starting") as status:
+        yield status.update
+
+
+def _wanted(options: argparse.Namespace, fields: Mapping[str, str]) -> dict[str, Any]:
+    """The changes of a shape that were asked for, `fields` by their options. Raises ConfigError: one is below 1."""
+    given = {name: value for name in (*fields, "rounds") if (value := getattr(options, name)) is not None}
+    if bad := [f"--{name} {value}" for name, value in given.items() if value < 1]:
         raise ConfigError(f"{', '.join(bad)}: give at least 1")
-    return wanted
+    return {field: given[name] for name, field in fields.items() if name in given}

@@ -379,3 +379,10 @@ def test_a_configuration_for_another_algorithm(training: Training, capsys: pytes
         "Run `nemo-rl-offload run grpo`, or set algorithm=dpo.\n"
     )
     assert training.configs == []
+
+
+def test_the_usage_of_check_has_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["check", "--help"])
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    assert all(option in usage for option in ("--allow-unsupported", "--megatron", "--format"))

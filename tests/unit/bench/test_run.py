@@ -1,7 +1,9 @@
 """What a bench says of its options before it measures anything, and of a disk on which it cannot write."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,42 @@ def test_where_nothing_can_be_written_is_said_before_anything_is_measured(
     assert main(["bench", what, "--out", str(folder)]) == 2
     expected = f"error: --out {folder}: cannot write to {folder}: {reason}. Name another folder.\n"
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["offload", "--layers", "0"], "--layers 0"),
+        (["offload", "--microbatches", "-1", "--rounds", "0"], "--microbatches -1, --rounds 0"),
+        (["stash", "--sequence", "0"], "--sequence 0"),
+    ],
+)
+def test_a_number_that_is_too_low_is_named_as_it_was_typed(
+    words: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key in ("CUBLAS_WORKSPACE_CONFIG", "TRANSFORMERS_VERBOSITY"):
+        monkeypatch.setenv(key, "error")
+    assert main(["bench", *words]) == 2
+    assert capsys.readouterr().err == f"error: {named}: give at least 1\n"
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_progress_is_told_in_lines_where_there_is_no_terminal(
+    form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key in ("CUBLAS_WORKSPACE_CONFIG", "TRANSFORMERS_VERBOSITY"):
+        monkeypatch.setenv(key, "error")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def measure(*_: Any, progress: Callable[[str], None], **__: Any) -> list[Any]:
+        progress("round 1 of 1: [none]")
+        return []
+
+    monkeypatch.setattr("nemo_rl_offload.bench.offload.run", measure)
+    assert main(["bench", "offload", "--format", form]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "building the model\nround 1 of 1: [none]\n"
+    assert "round" not in captured.out
 
 
 def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
