@@ -104,13 +104,16 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         per_node = cluster["gpus_per_node"]
     per_node = device.devices_per_node if per_node is None else per_node
     offload = policy["megatron_cfg"]["activation_offload"]
-    host_budget = offload["host_memory_budget"]
+    host_budget, shape, skew = offload["host_memory_budget"], _shape(policy["model_name"]), _skew(options)
+    if skew is not None and shape.experts is None:
+        given = "--routing-skew" if options.recorded_run is None else "--recorded-run"
+        raise ConfigError(f"{given}: {policy['model_name']} has no experts whose tokens could be uneven. Leave it out.")
     return read_job(
         policy,
-        _shape(policy["model_name"]),
+        shape,
         device,
         _num_training(config, per_node),
-        skew=_skew(options),
+        skew=skew,
         memory_bytes=_memory_bytes(options.memory, offload["gpu_memory_budget"], device),
         host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
         reference_on_host=_keeps_reference(config),

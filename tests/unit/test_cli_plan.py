@@ -327,3 +327,10 @@ def test_it_imports_neither_torch_nor_ray() -> None:
         "sys.exit(code or 1 * bool({'torch', 'ray', 'megatron', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).returncode == 0
+
+
+def test_routing_is_of_models_with_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    dense = str(EXAMPLES / "grpo_math_1B_megatron.yaml")
+    text = plan(capsys, dense, "--gpu", "h100", "--routing-skew", "1.3", code=EXIT_USER_ERROR)
+    assert text.startswith("error: --routing-skew: ")
+    assert "has no experts" in text
