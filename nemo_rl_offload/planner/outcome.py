@@ -78,6 +78,11 @@ def run_listed_modules(job: Job, modules: Collection[str], fraction: float = 1.0
     )
 
 
+def run_configured(job: Job) -> Outcome:
+    """The modules that the configuration lists, as the job's engine does it."""
+    return run_listed_modules(job, job.offload_modules, job.offload_fraction)
+
+
 def module_rows(outcome: Outcome, rank: int) -> list["ModuleRow"]:
     """A stage's modules, in forward order of their first occurrence."""
     stage, times = outcome.stages[rank], outcome.times[rank]

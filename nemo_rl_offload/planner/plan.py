@@ -11,7 +11,7 @@ from nemo_rl_offload.planner.changes import fitting_changes, stage_budget
 from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.memory import allowance_bytes
-from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules, run_stages
+from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_configured, run_stages
 from nemo_rl_offload.planner.search import choose_for_budget, chosen_once, fullest_stage, score, ways
 from nemo_rl_offload.planner.stages import build_stages, job_link
 from nemo_rl_offload.planner.written import Written, excess_bytes, write_choice
@@ -85,7 +85,7 @@ def make_plan(job: Job) -> JobPlan:
     """Plan a job: simulate it as it is, choose for its budget, and look for changes where that is not enough."""
     stages = build_stages(job, candidates(job))
     baseline = run_stages(job, stages, [[Action.KEEP] * len(stage.records()) for stage in stages])
-    configured = run_listed_modules(job, job.offload_modules, job.offload_fraction) if job.offload_modules else None
+    configured = run_configured(job) if job.offload_modules else None
     chosen_job, chosen = job, baseline
     if highest_peak(baseline) > job.budget_bytes:
         chosen_job, chosen = choose_for_budget(job, baseline)

@@ -13,7 +13,7 @@ from nemo_rl_offload.planner.changes import least_shortfall, smaller_microbatche
 from nemo_rl_offload.planner.hardware import recognise
 from nemo_rl_offload.planner.job import Job, Recompute, read_job
 from nemo_rl_offload.planner.memory import allowance_bytes
-from nemo_rl_offload.planner.outcome import highest_peak, module_rows, run_listed_modules
+from nemo_rl_offload.planner.outcome import highest_peak, module_rows, run_configured
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.search import fullest_stage
 
@@ -48,7 +48,7 @@ def out_of_memory(
 
 
 def _proposals(job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
-    present = highest_peak(run_listed_modules(job, job.offload_modules))
+    present = highest_peak(run_configured(job))
     if cfg["offload_modules"] == "auto" and cfg["fine_grained_activation_offloading"]:
         allowances = sum(allowance_bytes(job.device).values())
         present = min(present, parse_bytes(cfg["activation_offload"]["gpu_memory_budget"]) + allowances)

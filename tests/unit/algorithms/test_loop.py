@@ -258,6 +258,27 @@ def test_a_failed_worker_restarts_all_from_the_last_checkpoint(no_cluster: list[
     assert trained == [(step, step) for step in (1, 2, 3, 3, 4, 5, 6)]
 
 
+def test_restarts_add_no_time_twice(no_cluster: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ten seconds a step, begun ones included: 1, 1, 2, 3, 4, 3, 4, 5, 6; the first time there is no checkpoint."""
+    now, steps, data = [0.0], [1, 4], Counting()
+    monkeypatch.setattr(loop_module.time, "monotonic", lambda: now[0])
+    config = read_config("fault_tolerance.max_restarts=2")
+    config["logger"]["tensorboard_enabled"] = False
+
+    def build(_: Any) -> Loop:
+        loop = fail_at(Loop(config, FakePolicy(), data, 6, tmp_path), steps, WorkerError("it died"))
+        fail = loop.before_step
+
+        def take_ten_seconds(step: int) -> None:
+            now[0] += 10
+            fail(step)
+
+        loop.before_step = take_ten_seconds
+        return loop
+
+    assert run_loop(config, tmp_path, lambda _: None, None, build)["wall_seconds"] == 90
+
+
 @pytest.mark.parametrize(
     ("error", "restarts"), [(WorkerError("again"), 1), (ConfigError("not again"), 0), (TrainingError("not again"), 0)]
 )

@@ -175,11 +175,13 @@ def test_a_damaged_file_is_one_error_that_names_it(
     assert re.fullmatch(rf"error: {re.escape(str(run_dir / name))}: .*{message}.*\n", capsys.readouterr().err)
 
 
-def test_the_page_does_not_take_a_file_of_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (run_dir / "config.yaml").read_text()
-    assert main(["report", str(run_dir), "--out", str(run_dir / "config.yaml")]) == 2
+@pytest.mark.parametrize("name", ["config.yaml", "warnings.log"])
+def test_the_page_does_not_take_a_file_of_the_run(name: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "warnings.log").write_text("step 1: warning: no room\n")
+    before = (run_dir / name).read_text()
+    assert main(["report", str(run_dir), "--out", str(run_dir / name)]) == 2
     assert "belongs to the run, and would be lost. Give another name." in capsys.readouterr().err
-    assert (run_dir / "config.yaml").read_text() == before
+    assert (run_dir / name).read_text() == before
 
 
 @pytest.mark.parametrize(
