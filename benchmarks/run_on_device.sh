@@ -25,6 +25,15 @@ e2_cell() {
         --variant recompute --variant save_on_cpu --variant TRL --variant "megatron: attention"
 }
 
+# Transformer Engine's own offloading, of half the layers and of all but one, in the same cell: e2_own ALGORITHM TOKENS.
+e2_own() {
+    local layers=12 microbatches=2
+    if (($2 == 32768)); then layers=8 microbatches=1; fi
+    if (($2 == 65536)); then layers=4 microbatches=1; fi
+    run dense_rl --algorithm "$1" --sequence "$2" --impl transformer_engine --layers "$layers" --microbatches "$microbatches" \
+        --variant "Transformer Engine" --variant "ours: auto 52%" --variant "ours: attention, recomputed fc1"
+}
+
 run() { timeout $((limit_s - SECONDS)) python3 -W ignore "benchmarks/$1.py" --out "$out" "${@:2}"; }
 
 part() {
@@ -43,7 +52,7 @@ part() {
     stash) timeout $((limit_s - SECONDS)) benchmarks/stash_on_device.sh "$out" ;;
     profile) run profile_step ;;
     e2-grpo-*k | e2-sft-*k) size=${1##*-} name=${1#e2-} && e2_cell "${name%-*}" $((${size%k} * 1024)) ;;
-    e2-te-own) run dense_rl --sequence 8192 --impl transformer_engine --layers 12 --variant "Transformer Engine" "${mixed[@]}" ;;
+    e2-own-*k) size=${1##*-} name=${1#e2-own-} && e2_own "${name%-*}" $((${size%k} * 1024)) ;;
     e2-4k | e2-16k | e2-32k | e2-64k) size=${1#e2-} && run dense_rl --sequence $((${size%k} * 1024)) ;;
     e2-sft) run dense_rl --sequence 8192 --algorithm sft ;;
     e4-rest) run reach --impl transformer_engine --variant nothing "ours: all" ;;
