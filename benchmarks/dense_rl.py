@@ -32,6 +32,7 @@ from common import (
     timed,
 )
 from frontier import figures
+from planned_choices import named_choices
 
 from nemo_rl_offload.bench.process import deterministic
 
@@ -112,7 +113,7 @@ def counted(before: Sample, after: Sample) -> Sample:
 
 
 def run(options: argparse.Namespace) -> int:
-    from variants import attempt, every_variant
+    from variants import attempt, every_variant, ours_planned
     from workload import Shape, Workload
 
     from nemo_rl_offload.bench.report import write_json
@@ -125,6 +126,7 @@ def run(options: argparse.Namespace) -> int:
     host_bytes = options.host_memory << 30 if options.host_memory else psutil.virtual_memory().available
     found = every_variant(workload, static_bytes, peak_bytes, host_bytes)
     found = [each for each in found if is_wanted(each, options.variant)]
+    found += [ours_planned(*each) for each in (named_choices(options.planned) if options.planned else ())]
     entries = {each.name: each.entry() for each in found}
     data = {
         "experiment": "E2",
@@ -192,6 +194,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--variant", action="append", metavar="NAME", help="only those whose names begin so; again for more"
+    )
+    parser.add_argument(
+        "--planned", type=Path, metavar="RESULT", help="also what `plan` chooses for the peaks of recomputation in it"
     )
     options = parser.parse_args()
     # Read when Transformer Engine is imported: whatever imports it is imported later.

@@ -175,6 +175,15 @@ def _recompute(name: str | None) -> Recompute:
     return Recompute(modules=frozenset([name] if name else []))
 
 
+def _planned_recompute(keys: Mapping[str, Any]) -> Recompute:
+    """Of keys that `plan` wrote."""
+    if keys.get("recompute_granularity") == "full":
+        return Recompute(method=keys["recompute_method"], num_layers=keys["recompute_num_layers"])
+    return Recompute(
+        frozenset(keys.get("recompute_modules") or ()), num_counted_layers=keys.get("recompute_num_layers")
+    )
+
+
 def _runs_of_e1(result: Mapping[str, Any], source: str, device: Device) -> Iterator[Run]:
     job = replace(
         _job(result["model"], device, result["sequence"], result["microbatches"], result["transformer_impl"]),
@@ -200,8 +209,9 @@ def runs_of_e2(result: Mapping[str, Any], source: str, device: Device) -> Iterat
         (each for each in variants if each["kind"] in order), key=lambda each: order.index(each["kind"])
     ):
         measured = Figures(int(each["medians"]["peak_allocated_bytes"]), each["medians"]["ms"] - result["optimizer_ms"])
-        recomputing = replace(job, recompute=_recompute(each["recompute"]))
-        yield Run(source, each["name"], recomputing, tuple(each["offload_modules"]), measured)
+        keys = each.get("keys")
+        recompute = _planned_recompute(keys) if keys else _recompute(each["recompute"])
+        yield Run(source, each["name"], replace(job, recompute=recompute), tuple(each["offload_modules"]), measured)
 
 
 def whole_runs(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:

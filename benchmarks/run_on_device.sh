@@ -14,7 +14,8 @@ mixed=(--variant "ours: auto 75%" --variant "ours: auto 52%" --variant "ours: au
     --variant "ours: auto 10%" --variant "ours: attention" --variant recompute)
 rivals=(--variant "ours: core_attn" --variant "ours: auto 90%" --variant save_on_cpu --variant TRL --variant megatron)
 
-# One cell of E2 with Transformer Engine beside all rivals, in turn: e2_cell ALGORITHM TOKENS.
+# One cell of E2 with Transformer Engine beside all rivals, in turn, and what `plan` chooses for its committed result:
+# e2_cell ALGORITHM TOKENS.
 e2_cell() {
     local layers=12 microbatches=2 few="fc1 of 4" most="fc1 of 10"
     if (($2 == 32768)); then layers=8 microbatches=1 few="fc1 of 3" most="fc1 of 7"; fi
@@ -22,7 +23,8 @@ e2_cell() {
     run dense_rl --algorithm "$1" --sequence "$2" --impl transformer_engine --layers "$layers" --microbatches "$microbatches" \
         --host-memory 100 --variant "ours: attention" --variant "ours: auto 90%" --variant "ours: auto 75%" --variant "ours: auto 52%" \
         --variant "ours: auto 34%, $few" --variant "ours: auto 16%, $most" --variant "ours: auto 10%" \
-        --variant recompute --variant save_on_cpu --variant TRL --variant "megatron: attention"
+        --variant recompute --variant save_on_cpu --variant TRL --variant "megatron: attention" \
+        --planned "benchmarks/results/nvidia-h200/dense_$1_$2_transformer_engine.json"
 }
 
 # Transformer Engine's own offloading, of half the layers and of all but one, in the same cell: e2_own ALGORITHM TOKENS.

@@ -5,7 +5,7 @@ process by being bound, one at a time, where Megatron's modules look their offlo
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from nemo_rl_offload.megatron.model import unwrap
 from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.offload.auto import PLAN_EVERY
+from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS
 
 AUTO_SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 """Of the device memory that a step without offloading takes beside weights and optimizer state."""
@@ -71,12 +72,14 @@ class Variant:
     offload_modules: tuple[str, ...] | str = ()
     recompute: str | None = None
     """full, or the entry of `recompute_modules`."""
+    keys: Mapping[str, Any] | None = None
+    """Of `policy.megatron_cfg`, where `plan` chose them."""
     num_warmup: int = 3
     num_steps: int = NUM_STEPS
 
     def entry(self) -> dict[str, Any]:
         """What a result says of it, before anything is measured."""
-        about = {key: getattr(self, key) for key in ("name", "kind", "offload_modules", "recompute")}
+        about = {key: getattr(self, key) for key in ("name", "kind", "offload_modules", "recompute", "keys")}
         return {**about, "bit_identical": None, "check_error": None, "error": None, "samples": []}
 
 
@@ -86,14 +89,18 @@ def _tree(workload: Workload, overrides: Sequence[str]) -> Iterator[Probe]:
     yield dict
 
 
+def _listed(value: Any) -> str:
+    """A value as an override says it."""
+    return str(value) if isinstance(value, str | int) else f"[{','.join(value)}]"
+
+
 @contextmanager
 def _ours(
-    workload: Workload, modules: Sequence[str] | str, budget_bytes: int | None = None, recompute: Sequence[str] = ()
+    workload: Workload, modules: Sequence[str] | str, budget: str | None = None, recompute: Sequence[str] = ()
 ) -> Iterator[Probe]:
-    listed = modules if isinstance(modules, str) else f"[{','.join(modules)}]"
-    overrides = ("fine_grained_activation_offloading=true", f"offload_modules={listed}", *recompute)
-    budget = () if budget_bytes is None else (f"activation_offload.gpu_memory_budget={budget_bytes / 2**20:.3f}MiB",)
-    engine = install_offloading(workload.policy(*overrides, *budget))
+    overrides = ("fine_grained_activation_offloading=true", f"offload_modules={_listed(modules)}", *recompute)
+    budgets = () if budget is None else (f"activation_offload.gpu_memory_budget={budget}",)
+    engine = install_offloading(workload.policy(*overrides, *budgets))
     assert engine is not None
     try:
         workload.use_tree(*overrides)
@@ -187,7 +194,8 @@ def ours_auto(share: float, budget_bytes: int, num_recomputed: int | None = None
         counted = ("recompute_modules=[mlp_act,mlp_fc1]", f"recompute_num_layers={num_recomputed}")
         overrides = (SELECTIVE, *(counted if num_recomputed else ("recompute_modules=[mlp_act]",)))
         name += f", fc1 of {num_recomputed} recomputed" if num_recomputed else ", activation recomputed"
-    enter = partial(_ours, modules="auto", budget_bytes=budget_bytes, recompute=overrides)
+    budget = f"{budget_bytes / 2**20:.3f}MiB"
+    enter = partial(_ours, modules="auto", budget=budget, recompute=overrides)
     return Variant(name, "ours", enter, "auto", recompute, num_warmup=PLAN_EVERY)
 
 
@@ -202,6 +210,18 @@ def ours_beside_recomputed_fc1(impl: str) -> Variant:
     modules = (*ATTENTION, "mlp_norm" if impl == "torch" else "mlp_fc1")
     enter = partial(_ours, modules=modules, recompute=(SELECTIVE, "recompute_modules=[mlp_fc1]"))
     return Variant("ours: attention, recomputed fc1", "ours", enter, modules, "mlp_fc1")
+
+
+def ours_planned(name: str, keys: Mapping[str, Any]) -> Variant:
+    """What `plan` chose, as its keys of `policy.megatron_cfg` say it."""
+    modules = keys["offload_modules"]
+    recompute = [
+        f"{key}={_listed(value)}" for key, value in keys.items() if key in RECOMPUTE_KEYS and value is not None
+    ]
+    budget = keys.get("activation_offload", {}).get("gpu_memory_budget")
+    enter = partial(_ours, modules=modules, budget=budget, recompute=recompute)
+    num_warmup = PLAN_EVERY if modules == "auto" else 3
+    return Variant(name, "ours", enter, modules, keys=keys, num_warmup=num_warmup)
 
 
 def full_recompute() -> Variant:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from example_runs import run_python
 
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+
 pytestmark = pytest.mark.slow
 
 
@@ -47,6 +49,18 @@ def test_e2_takes_the_variants_that_are_named_and_other_algorithms(tmp_path: Pat
     (result,) = run(tmp_path, "dense_rl", "--algorithm", "sft", "--variant", "ours: norms", "--rounds", "1")
     assert [each["name"] for each in result["variants"]] == ["nothing", "ours: norms"]
     assert all(each["bit_identical"] for each in result["variants"])
+
+
+def test_e2_runs_what_plan_chooses_for_another_result(tmp_path: Path) -> None:
+    earlier = PROJECT_ROOT / "benchmarks/results/nvidia-h200/dense_grpo_8192_torch.json"
+    options = ("--variant", "ours: norms", "--rounds", "1", "--planned", str(earlier))
+    (result,) = run(tmp_path, "dense_rl", *options)
+    planned = result["variants"][2:]
+    assert [each["name"] for each in planned] == ["ours: plan for recompute: mlp", "ours: plan for recompute: full"]
+    for each in planned:
+        assert each["bit_identical"]
+        assert each["medians"]["bytes_out"] > 0
+        assert each["keys"]["offload_modules"] == each["offload_modules"]
 
 
 def test_e3_takes_the_same_steps_with_and_without(tmp_path: Path) -> None:
