@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+from nemo_rl_offload.megatron.cpu import TRANSFORMER_ENGINE_PACKAGES
 from nemo_rl_offload.megatron.torch_backend import torch_block_spec, torch_mtp_block_spec
-
-_ABSENT = ("transformer_engine", "transformer_engine_torch")
 
 
 def have_transformer_engine() -> bool:
@@ -49,11 +48,15 @@ class _EmptyModule(types.ModuleType):
         return _EmptyClass(name, (object,), {})
 
 
+def _is_transformer_engine(module: str) -> bool:
+    return module.split(".")[0] in TRANSFORMER_ENGINE_PACKAGES
+
+
 class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] not in _ABSENT:
+        if not _is_transformer_engine(name):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
@@ -69,13 +72,17 @@ class _Finder:
 @contextlib.contextmanager
 def _empty_transformer_engine() -> Iterator[None]:
     finder = _Finder()
+    before = {name: module for name, module in sys.modules.items() if _is_transformer_engine(name)}  # or None: hidden
+    for name in before:
+        del sys.modules[name]
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.split(".")[0] in _ABSENT]:
+        for name in [name for name in sys.modules if _is_transformer_engine(name)]:
             del sys.modules[name]
+        sys.modules |= before
 
 
 @cache

@@ -2,19 +2,22 @@
 
 Megatron names CUDA in a handful of places although the mathematics around them is device-neutral. Each function below
 redirects one such place, and says which line needs it. They act on the whole process and are installed once, in a
-worker, only where `torch.cuda.is_available()` is false. The alternative, a fork of Megatron, would follow every
-release; the limit of this one is that a new release can add another place, which then fails loudly ("Torch not
-compiled with CUDA enabled") in the tests that train a model.
+worker, before Megatron is imported and only where `torch.cuda.is_available()` is false. The alternative, a fork of
+Megatron, would follow every release; the limit of this one is that a new release can add another place, which then
+fails loudly ("Torch not compiled with CUDA enabled") in the tests that train a model.
 """
 
 import contextlib
 import importlib
+import importlib.util
 import logging
+import sys
 import types
 from typing import Any
 
 import torch
 
+TRANSFORMER_ENGINE_PACKAGES = ("transformer_engine", "transformer_engine_torch")
 _CPU = torch.device("cpu")
 _installed = False
 
@@ -26,6 +29,7 @@ def install_cpu_support() -> bool:
         return False
     if not _installed:
         _installed = True
+        _hide_transformer_engine()
         for redirect in (_device, _rng, _streams, _factories, _types, _moe_splits, _checkpoint_fp8):
             redirect()
     return True
@@ -56,6 +60,15 @@ class _Stream:
 
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
+
+
+def _hide_transformer_engine() -> None:
+    """Where it is installed, Megatron takes its optimizers, which want a GPU (optimizer/__init__.py:14); so it does not
+    import here."""
+    installed = [name for name in TRANSFORMER_ENGINE_PACKAGES if importlib.util.find_spec(name)]
+    for name in [name for name in sys.modules if name.split(".")[0] in installed]:
+        del sys.modules[name]
+    sys.modules |= dict.fromkeys(installed)  # type: ignore[arg-type]
 
 
 def _device() -> None:

@@ -69,3 +69,32 @@ def test_importing_the_module_changes_nothing() -> None:
         "assert before == (torch.Tensor.type, torch.cuda.current_device)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PROJECT_ROOT)
+
+
+NEEDS_A_GPU = """
+class FusedAdam:
+    def __init__(self, *args, **kwargs):
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+FusedSGD = FusedAdam
+"""
+
+
+def test_an_installed_transformer_engine_is_left_alone(tmp_path: Path) -> None:
+    optimizers = tmp_path / "transformer_engine/pytorch/optimizers"
+    optimizers.mkdir(parents=True)
+    (optimizers / "__init__.py").write_text(NEEDS_A_GPU)
+    for folder in optimizers.parents[:2]:
+        (folder / "__init__.py").write_text("__version__ = '2.20.2'\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from transformer_engine.pytorch.optimizers import FusedAdam\n"
+        "from nemo_rl_offload.megatron.cpu import install_cpu_support\n"
+        "install_cpu_support()\n"
+        "import torch\n"
+        "from nemo_rl_offload.megatron.bridge import bridge, have_transformer_engine\n"
+        "assert bridge().AutoBridge\n"
+        "assert not have_transformer_engine()\n"
+        "from megatron.core import optimizer\n"
+        "assert optimizer.Adam is torch.optim.AdamW, optimizer.Adam\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PROJECT_ROOT)
