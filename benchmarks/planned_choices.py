@@ -2,7 +2,8 @@
 
 At the peak of each recomputation that E2 measured, the planner chooses for that much memory, with the device's rates
 fitted to the step without anything, as E6 has them. Beside that choice's predicted time stands the best measured one of
-ours that needs no more, and the choice's own time where E2 ran it (`dense_rl.py --planned RESULT`).
+ours that needs no more, mixed by hand. Where E2 ran what `plan` had chosen for an earlier result of the cell
+(`dense_rl.py --planned RESULT`), that is the choice, and its measured time and peak stand beside it.
 """
 
 import functools
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from frontier import levels, points
-from predictions import device_of, fitted, runs_of_e2
+from predictions import Figures, device_of, fitted, predict, runs_of_e2
 
+from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.memory import allowance_bytes
 from nemo_rl_offload.planner.plan import make_plan
 
@@ -33,14 +35,17 @@ class Choice:
     keys: Mapping[str, Any] | None
     """What is planned, in `policy.megatron_cfg`; None: nothing fits, by the planner's word."""
     planned_ms: float
-    run_ms: float | None
-    """None: not run with these keys."""
-    run_peak_bytes: int | None
+    run: Figures | None
+    """Of a run with these keys."""
 
     @property
     def name(self) -> str:
-        """Of the variant that runs it."""
-        return f"ours: plan for {self.rival}"
+        return variant_name(self.rival)
+
+
+def variant_name(rival: str) -> str:
+    """Of the variant that runs a choice."""
+    return f"ours: plan for {rival}"
 
 
 @functools.cache
@@ -56,39 +61,44 @@ def choices(folder: Path) -> list[Choice]:
 
 def named_choices(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     """Names and keys of what one result of E2 makes `plan` choose; those that offload nothing are left out."""
-    found = _choices(json.loads(path.read_text(encoding="utf-8")), path)
+    result = json.loads(path.read_text(encoding="utf-8"))
+    found = _choices({**result, "variants": _mixed_by_hand(result)}, path)
     return [(each.name, each.keys) for each in found if each.keys and each.keys["offload_modules"]]
 
 
+def _mixed_by_hand(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The variants that `plan` did not choose."""
+    return [each for each in result["variants"] if not each.get("keys")]
+
+
 def _choices(result: Mapping[str, Any], path: Path) -> Iterator[Choice]:
-    first = next(iter(runs_of_e2(result, path.stem, device_of(result, path.parent))))
-    device, optimizer_ms = fitted(first), result["optimizer_ms"]
-    allowances = sum(allowance_bytes(device).values())
-    for level in levels(points(result["variants"]), ("recompute",)):
-        plan = make_plan(replace(first.job, device=device, memory_bytes=level.peak_bytes + allowances))
-        best_ms = None if level.ours_ms is None else level.ours_ms - optimizer_ms
-        keys = None if plan.shortfall_bytes else plan.keys
-        own = _run(result, keys)
+    runs = {run.variant: run for run in runs_of_e2(result, path.stem, device_of(result, path.parent))}
+    first, optimizer_ms = next(iter(runs.values())), result["optimizer_ms"]
+    device = fitted(first)
+    keys_that_ran = {each["name"]: each["keys"] for each in result["variants"] if each.get("keys")}
+    for level in levels(points(_mixed_by_hand(result)), ("recompute",)):
+        name = variant_name(level.rival)
+        run = runs.get(name)
+        if run is None:
+            keys, planned_ms = _plan(replace(first.job, device=device), level.peak_bytes)
+        else:
+            keys, planned_ms = keys_that_ran[name], predict(run, device)[1]
         yield Choice(
             first.source,
             level.rival,
             level.peak_bytes,
             level.rival_ms - optimizer_ms,
             level.ours,
-            best_ms,
+            None if level.ours_ms is None else level.ours_ms - optimizer_ms,
             keys,
-            plan.written.outcome.step_ms,
-            None if own is None else own["ms"] - optimizer_ms,
-            None if own is None else int(own["peak_allocated_bytes"]),
+            planned_ms,
+            None if run is None else run.measured,
         )
 
 
-def _run(result: Mapping[str, Any], keys: Mapping[str, Any] | None) -> Mapping[str, float] | None:
-    """Medians of the variant with these keys."""
-    for each in result["variants"]:
-        if keys is not None and each.get("keys") == keys and "medians" in each:
-            return each["medians"]
-    return None
+def _plan(job: Job, peak_bytes: int) -> tuple[Mapping[str, Any] | None, float]:
+    plan = make_plan(replace(job, memory_bytes=peak_bytes + sum(allowance_bytes(job.device).values())))
+    return None if plan.shortfall_bytes else plan.keys, plan.written.outcome.step_ms
 
 
 def _said(keys: Mapping[str, Any]) -> str:
@@ -110,9 +120,7 @@ def table(found: Sequence[Choice]) -> Iterator[str]:
         ratio = "-" if each.best_ms is None or each.keys is None else f"{each.planned_ms / each.best_ms - 1:+.1%}"
         best = "- | -" if each.best_ms is None else f"{each.best} | {each.best_ms:.1f} ms"
         planned = "nothing fits | -" if each.keys is None else f"{_said(each.keys)} | {each.planned_ms:.1f} ms"
-        own = "- | -"
-        if each.run_ms is not None and each.run_peak_bytes is not None:
-            own = f"{each.run_ms:.1f} ms | {each.run_peak_bytes / 2**30:.2f} GiB"
+        own = f"{each.run.ms:.1f} ms | {each.run.peak_bytes / 2**30:.2f} GiB" if each.run else "- | -"
         yield (
             f"| {each.source} | {each.rival} | {each.peak_bytes / 2**30:.2f} GiB | {each.rival_ms:.1f} ms "
             f"| {best} | {planned} | {ratio} | {own} |"

@@ -36,7 +36,10 @@ e2_own() {
         --variant "Transformer Engine" --variant "ours: auto 52%" --variant "ours: attention, recomputed fc1"
 }
 
-run() { timeout $((limit_s - SECONDS)) python3 -W ignore "benchmarks/$1.py" --out "$out" "${@:2}"; }
+run() {
+    if ((SECONDS >= limit_s)); then echo "no time is left" && return 124; fi
+    timeout $((limit_s - SECONDS)) python3 -W ignore "benchmarks/$1.py" --out "$out" "${@:2}"
+}
 
 part() {
     case $1 in
