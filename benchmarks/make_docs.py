@@ -324,8 +324,8 @@ def device_page(folder: Path) -> Iterator[str]:
 def planned(folder: Path) -> Iterator[str]:
     """What `plan` chooses for E2."""
     if found := planned_choices.choices(folder):
-        yield "What `plan` chooses for the memory that recomputation takes in E2, by its prediction, the best mixture of"
-        yield "ours that was measured there, and a run of what was chosen, where there is one:\n"
+        yield "What `plan` chooses for the memory that recomputation takes in E2, by its prediction, the best mixture"
+        yield "of ours that was measured there, and a run of what was chosen, where there is one:\n"
         yield from planned_choices.table(found)
         yield ""
 

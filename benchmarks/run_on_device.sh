@@ -9,31 +9,30 @@ shift
 mkdir -p "$out"
 limit_s=${LIMIT_S:-580}
 
-# What E2 can be told in ten minutes: the mixtures of recomputed MLP parts and offloading, and what they stand beside.
-mixed=(--variant "ours: auto 75%" --variant "ours: auto 52%" --variant "ours: auto 34%, fc1" --variant "ours: auto 16%"
-    --variant "ours: auto 10%" --variant "ours: attention" --variant recompute)
-rivals=(--variant "ours: core_attn" --variant "ours: auto 90%" --variant save_on_cpu --variant TRL --variant megatron)
-
-# One cell of E2 with Transformer Engine beside all rivals, in turn, and what `plan` chooses for its committed result:
-# e2_cell ALGORITHM TOKENS.
-e2_cell() {
-    local layers=12 microbatches=2 few="fc1 of 4" most="fc1 of 10"
+# The shape of a cell of E2 with Transformer Engine, and the layers whose first linear is recomputed: cell ALGORITHM TOKENS.
+cell() {
+    layers=12 microbatches=2 few="fc1 of 4" most="fc1 of 10"
     if (($2 == 32768)); then layers=8 microbatches=1 few="fc1 of 3" most="fc1 of 7"; fi
     if (($2 == 65536)); then layers=4 microbatches=1 few="fc1 of 1" most="fc1 of 3"; fi
-    run dense_rl --algorithm "$1" --sequence "$2" --impl transformer_engine --layers "$layers" --microbatches "$microbatches" \
-        --host-memory 100 --variant "ours: attention" --variant "ours: auto 90%" --variant "ours: auto 75%" --variant "ours: auto 52%" \
-        --variant "ours: auto 34%, $few" --variant "ours: auto 16%, $most" --variant "ours: auto 10%" \
-        --variant recompute --variant save_on_cpu --variant TRL --variant "megatron: attention" \
-        --planned "benchmarks/results/nvidia-h200/dense_$1_$2_transformer_engine.json"
+    shape=(--algorithm "$1" --sequence "$2" --impl transformer_engine --layers "$layers" --microbatches "$microbatches")
+    shape+=(--host-memory 100)
+    mixtures=(--variant "ours: attention" --variant "ours: auto 52%" --variant "ours: auto 34%, $few" --variant "ours: auto 16%, $most")
+    planned=(--planned "benchmarks/results/nvidia-h200/dense_$1_$2_transformer_engine.json")
 }
 
-# Transformer Engine's own offloading, of half the layers and of all but one, in the same cell: e2_own ALGORITHM TOKENS.
+# In turn: what needs no more than two rounds of ten minutes, what `plan` chooses for the committed result among it.
+e2_turns() { cell "$@" && run dense_rl "${shape[@]}" "${mixtures[@]}" --variant recompute --variant "megatron: attention" "${planned[@]}"; }
+
+# All rivals and budgets; from 16k on in one round, since each variant pins its memory on the host again.
+e2_cell() {
+    cell "$@" && run dense_rl "${shape[@]}" "${mixtures[@]}" --variant "ours: auto 90%" --variant "ours: auto 75%" --variant "ours: auto 10%" \
+        --variant recompute --variant save_on_cpu --variant TRL --variant "megatron: attention" "${planned[@]}"
+}
+
+# Transformer Engine's own offloading, of half the layers and of all but one.
 e2_own() {
-    local layers=12 microbatches=2
-    if (($2 == 32768)); then layers=8 microbatches=1; fi
-    if (($2 == 65536)); then layers=4 microbatches=1; fi
-    run dense_rl --algorithm "$1" --sequence "$2" --impl transformer_engine --layers "$layers" --microbatches "$microbatches" \
-        --variant "Transformer Engine" --variant "ours: auto 52%" --variant "ours: attention, recomputed fc1"
+    cell "$@" && run dense_rl "${shape[@]}" --variant "Transformer Engine" --variant "ours: auto 52%" \
+        --variant "ours: attention, recomputed fc1"
 }
 
 run() {
@@ -47,17 +46,16 @@ part() {
     e1) run deepseek_layers --impl transformer_engine --inflight 2 --trace ;;
     e1-torch) run deepseek_layers --impl torch ;;
     e2) run dense_rl --sequence 8192 ;;
-    e2-te) run dense_rl --sequence 8192 --impl transformer_engine --layers 12 "${mixed[@]}" "${rivals[@]}" ;;
-    e2-te-sft) run dense_rl --sequence 8192 --algorithm sft --impl transformer_engine --layers 12 "${mixed[@]}" ;;
-    e2-te-64k) run dense_rl --sequence 65536 --impl transformer_engine --layers 4 --microbatches 1 --rounds 1 --variant recompute \
-        --variant "ours: attention" --variant "ours: auto 34%, fc1" "${rivals[@]:4}" ;;
     e3) run rl_reality --impl transformer_engine ;;
     e4) run reach --impl transformer_engine --variant "recompute: full" ;;
     e4-ours) run reach --impl transformer_engine --variant "ours: full recompute" ;;
     stash) timeout $((limit_s - SECONDS)) benchmarks/stash_on_device.sh "$out" ;;
     profile) run profile_step ;;
-    e2-grpo-*k | e2-sft-*k) size=${1##*-} name=${1#e2-} && e2_cell "${name%-*}" $((${size%k} * 1024)) ;;
-    e2-own-*k) size=${1##*-} name=${1#e2-own-} && e2_own "${name%-*}" $((${size%k} * 1024)) ;;
+    e2-own-*k | e2-turns-*k | e2-cell-*k) # e2-turns-sft-16k
+        local what algorithm size
+        IFS=- read -r _ what algorithm size <<<"$1"
+        "e2_$what" "$algorithm" $((${size%k} * 1024))
+        ;;
     e2-4k | e2-16k | e2-32k | e2-64k) size=${1#e2-} && run dense_rl --sequence $((${size%k} * 1024)) ;;
     e2-sft) run dense_rl --sequence 8192 --algorithm sft ;;
     e4-rest) run reach --impl transformer_engine --variant nothing "ours: all" ;;
