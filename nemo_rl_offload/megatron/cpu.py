@@ -29,7 +29,7 @@ def install_cpu_support() -> bool:
         return False
     if not _installed:
         _installed = True
-        _hide_transformer_engine()
+        hide_transformer_engine()
         for redirect in (_device, _rng, _streams, _factories, _types, _moe_splits, _checkpoint_fp8):
             redirect()
     return True
@@ -62,9 +62,11 @@ class _Stream:
         return event or _Event()
 
 
-def _hide_transformer_engine() -> None:
-    """Where it is installed, Megatron takes its optimizers, which want a GPU (optimizer/__init__.py:14); so it does not
-    import here."""
+def hide_transformer_engine() -> None:
+    """Make it as though Transformer Engine were not installed, for what is imported from now on.
+
+    Megatron would take its optimizers, which want a GPU (optimizer/__init__.py:14).
+    """
     installed = [name for name in TRANSFORMER_ENGINE_PACKAGES if importlib.util.find_spec(name)]
     for name in [name for name in sys.modules if name.split(".")[0] in installed]:
         del sys.modules[name]

@@ -1,9 +1,11 @@
-"""What to say when a training step finds no device memory: the peak, the largest module, and the planner's way out."""
+"""What to say when there is no device memory left: the peak and what to change. For a training step, which the planner
+knows, the largest module and the planner's way out as well."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.sizes import parse_bytes
@@ -21,30 +23,91 @@ GIB = 1 << 30
 MARGIN = 0.9
 """The plan to propose takes at most this share of what the failed one was predicted to take."""
 
+MEGATRON = "policy.megatron_cfg"
+Phase = Literal["loading the model", "evaluating", "computing log-probabilities", "generating"]
+"""What a worker does beside training steps."""
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """A device by the driver's name, its memory, and the most of it that torch held."""
+
+    name: str
+    total_bytes: int
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        held, total = self.peak_bytes / GIB, self.total_bytes / GIB
+        return f"torch held up to {held:.1f} GiB of the {total:.1f} GiB of this {self.name}."
+
+
+def device_use() -> DeviceUse:
+    """Of this process's device."""
+    import torch
+
+    return DeviceUse(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1], torch.cuda.max_memory_allocated())
+
+
+@contextmanager
+def explained(phase: Phase, policy: PolicyConfig) -> Iterator[None]:
+    """Raise ResourceError, which says what to change, where this phase finds no device memory."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory_while(phase, policy, device_use()) from error
+
 
 def out_of_memory(
-    policy: PolicyConfig,
-    model_path: Path,
-    world_size: int,
-    device_name: str,
-    total_bytes: int,
-    peak_bytes: int,
-    rows_per_sample: int = 1,
+    policy: PolicyConfig, model_path: Path, world_size: int, use: DeviceUse, rows_per_sample: int = 1
 ) -> ResourceError:
-    """The error for a device of this name (the driver's) and memory, of which torch held `peak_bytes` at most, in a
-    step whose loss function takes so many rows for a sample."""
-    lines = [
-        f"out of device memory in a training step: torch held up to {peak_bytes / GIB:.1f} GiB of the "
-        f"{total_bytes / GIB:.1f} GiB of this {device_name}."
-    ]
+    """The error for a training step whose loss function takes so many rows for a sample."""
+    lines = [f"out of device memory in a training step: {use}"]
     try:
-        device = replace(recognise(device_name, total_bytes), memory_gib=total_bytes / GIB)
+        device = replace(recognise(use.name, use.total_bytes), memory_gib=use.total_bytes / GIB)
         shape = load_model_shape(policy["model_name"], model_path)
         job = read_job(policy, shape, device, world_size, rows_per_sample=rows_per_sample)
         lines += _proposals(job, policy["megatron_cfg"])
     except ConfigError as error:  # what the planner does not know
         lines.append(f"Offload more modules, or use smaller microbatches ({error}).")
     return ResourceError(" ".join(lines))
+
+
+def out_of_memory_while(phase: Phase, policy: PolicyConfig, use: DeviceUse) -> ResourceError:
+    """The error for anything but a training step: what makes it smaller, with the values in force."""
+    if phase == "loading the model":
+        ways = [f"tensor_model_parallel_size or pipeline_model_parallel_size in {MEGATRON} divide it among more GPUs"]
+        if not policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"]:
+            ways.append("optimizer.use_distributed_optimizer there divides the optimizer's state")
+    else:
+        ways = list(_smaller(phase, policy)) or [f"{MEGATRON}.tensor_model_parallel_size divides it among more GPUs"]
+    return ResourceError(f"out of device memory while {phase}: {use} What needs less: {'; '.join(ways)}.")
+
+
+def _smaller(phase: Phase, policy: PolicyConfig) -> Iterator[str]:
+    if phase == "generating":
+        yield from _lower("generation_batch_size", policy["generation_batch_size"], 1)
+        return
+    is_evaluation, least = phase == "evaluating", policy["max_total_sequence_length"]
+    if policy["sequence_packing"]["enabled"] or policy["dynamic_batching"]["enabled"]:
+        name: Literal["sequence_packing", "dynamic_batching"]
+        name = "sequence_packing" if policy["sequence_packing"]["enabled"] else "dynamic_batching"
+        key: Literal["train_mb_tokens", "logprob_mb_tokens"] = (
+            "train_mb_tokens" if is_evaluation else "logprob_mb_tokens"
+        )
+        yield from _lower(f"{name}.{key}", policy[name][key], least)
+    elif is_evaluation:
+        yield from _lower("train_micro_batch_size", policy["train_micro_batch_size"], 1)
+    else:
+        yield from _lower("logprob_batch_size", policy["logprob_batch_size"], 1)
+    if policy["logprob_chunk_size"] is None:
+        yield "policy.logprob_chunk_size, for logits in chunks of so many tokens"
+
+
+def _lower(key: str, value: int, least: int) -> Iterator[str]:
+    if value > least:
+        yield f"a lower policy.{key} (it is {value})"
 
 
 def _proposals(job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:

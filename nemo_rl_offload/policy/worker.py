@@ -20,6 +20,7 @@ from nemo_rl_offload.observability.memory_trace import MemorySample, MemoryTrace
 from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.offload.host_memory import give_back_free_memory
 from nemo_rl_offload.policy.garbage import spare_the_collector
+from nemo_rl_offload.policy.out_of_memory import device_use, explained, out_of_memory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +73,8 @@ class PolicyWorker:
         self._model_path = model_path
         init_process_groups(policy, seed)
         self._engine = install_offloading(policy)
-        self._model = build_model(policy, model_path, num_steps)
+        with explained("loading the model", policy):
+            self._model = build_model(policy, model_path, num_steps)
         if self._engine is not None:
             exclude_parameters(self._engine, self._model.modules)
         self._save: Save | None = None
@@ -133,15 +135,12 @@ class PolicyWorker:
         return metrics
 
     def _out_of_memory(self, loss_name: str) -> ResourceError:
-        import torch
         import torch.distributed as dist
 
         from nemo_rl_offload.losses.registry import rows_per_sample
-        from nemo_rl_offload.policy.out_of_memory import out_of_memory
 
-        total_bytes, peak_bytes = torch.cuda.mem_get_info()[1], torch.cuda.max_memory_allocated()
-        name, rows = torch.cuda.get_device_name(), rows_per_sample(loss_name)
-        return out_of_memory(self._policy, self._model_path, dist.get_world_size(), name, total_bytes, peak_bytes, rows)
+        world_size, rows = dist.get_world_size(), rows_per_sample(loss_name)
+        return out_of_memory(self._policy, self._model_path, world_size, device_use(), rows)
 
     def evaluate(
         self,
@@ -155,7 +154,8 @@ class PolicyWorker:
         from nemo_rl_offload.megatron.train_step import evaluate
 
         self._model.gather_weights()
-        return self._with_loss(evaluate, batch, loss_name, loss_config, norm, cutting)
+        with explained("evaluating", self._policy):
+            return self._with_loss(evaluate, batch, loss_name, loss_config, norm, cutting)
 
     def _with_loss(
         self,
@@ -182,7 +182,8 @@ class PolicyWorker:
 
         temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
         microbatches = cutting or self._policy["logprob_batch_size"]
-        logprobs = compute_logprobs(self._whole_model(), batch, microbatches, temperature, chunk_size)
+        with explained("computing log-probabilities", self._policy):
+            logprobs = compute_logprobs(self._whole_model(), batch, microbatches, temperature, chunk_size)
         self._empty_cache(from_level=2)
         return None if logprobs is None else logprobs.numpy()
 
@@ -204,7 +205,8 @@ class PolicyWorker:
 
         temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
         microbatches = cutting or self._policy["logprob_batch_size"]
-        top = compute_topk_logits(self._whole_model(), batch, microbatches, temperature, k, num_tokens, chunk_size)
+        with explained("computing log-probabilities", self._policy):
+            top = compute_topk_logits(self._whole_model(), batch, microbatches, temperature, k, num_tokens, chunk_size)
         self._empty_cache(from_level=2)
         return None if top is None else (top[0].numpy(), top[1].numpy())
 
@@ -251,14 +253,15 @@ class PolicyWorker:
         """Sample one response for each prompt."""
         from nemo_rl_offload.megatron.generation import generate
 
-        responses = generate(
-            self._whole_model().modules,
-            prompts,
-            self._policy["generation"],
-            batch_size=self._policy["generation_batch_size"],
-            end_id=end_id,
-            seed=seed,
-        )
+        with explained("generating", self._policy):
+            responses = generate(
+                self._whole_model().modules,
+                prompts,
+                self._policy["generation"],
+                batch_size=self._policy["generation_batch_size"],
+                end_id=end_id,
+                seed=seed,
+            )
         self._empty_cache(from_level=2)
         return responses
 

@@ -1,6 +1,7 @@
 """What is said when a step finds no device memory."""
 
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,17 @@ import torch
 from nemo_rl_offload.config.checks import examine
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ResourceError
+from nemo_rl_offload.megatron import generation as generation_module
 from nemo_rl_offload.megatron import train_step as train_step_module
 from nemo_rl_offload.planner.catalogue import load_model_shape
 from nemo_rl_offload.planner.hardware import find_device
 from nemo_rl_offload.planner.job import read_job
 from nemo_rl_offload.planner.outcome import highest_peak, run_listed_modules
-from nemo_rl_offload.policy.out_of_memory import out_of_memory
+from nemo_rl_offload.policy.out_of_memory import DeviceUse, Phase, out_of_memory, out_of_memory_while
 from nemo_rl_offload.policy.worker import PolicyWorker
 
 GIB = 1 << 30
-H100 = ("NVIDIA H100 80GB HBM3", 79 * GIB, 77 * GIB)
+H100 = DeviceUse("NVIDIA H100 80GB HBM3", 79 * GIB, 77 * GIB)
 LARGE = (
     "policy.model_name=Qwen/Qwen2.5-1.5B",
     "policy.precision=bfloat16",
@@ -35,7 +37,7 @@ def policy(*overrides: str) -> Any:
 
 
 def test_names_the_peak_the_largest_module_and_what_to_change() -> None:
-    error = str(out_of_memory(policy(), Path("nowhere"), 1, *H100))
+    error = str(out_of_memory(policy(), Path("nowhere"), 1, H100))
     assert "torch held up to 77.0 GiB of the 79.0 GiB of this NVIDIA H100 80GB HBM3" in error
     # 28 layers x 65536 tokens x 2 widths of 8960 x 2 bytes: the largest by far.
     assert "Most of what stays there for the backward pass is mlp_act's: 61.25 GiB" in error
@@ -44,7 +46,7 @@ def test_names_the_peak_the_largest_module_and_what_to_change() -> None:
 
 
 def test_one_sample_at_a_time_is_not_halved() -> None:
-    error = str(out_of_memory(policy("policy.train_micro_batch_size=1"), Path("nowhere"), 1, *H100))
+    error = str(out_of_memory(policy("policy.train_micro_batch_size=1"), Path("nowhere"), 1, H100))
     assert "train_micro_batch_size=" not in error
     assert "To need a tenth less: " in error
 
@@ -80,7 +82,7 @@ def test_what_it_proposes_is_other_than_what_is_in_force_and_needs_less(
     given.append(f"policy.max_total_sequence_length={sequence}")
     world = 4 if FOUR[0] in settings else 1
     before = policy(*given)
-    error = str(out_of_memory(before, Path("nowhere"), world, *H100))
+    error = str(out_of_memory(before, Path("nowhere"), world, H100))
     proposal = error.partition("To need a tenth less: ")[2].partition(" or ")[0].rstrip(".")
     changes = re.split(r", (?![a-z_0-9]*[,\]])| and ", proposal)
     paths = [f"megatron_cfg.{text}" for text in changes]
@@ -101,30 +103,96 @@ def test_what_it_proposes_is_other_than_what_is_in_force_and_needs_less(
 
 def test_packs_are_made_smaller_by_their_tokens() -> None:
     packs = ("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=65536")
-    error = str(out_of_memory(policy(*packs), Path("nowhere"), 1, *H100))
+    error = str(out_of_memory(policy(*packs), Path("nowhere"), 1, H100))
     assert "train_mb_tokens=16384" in error
     assert "train_micro_batch_size" not in error
 
 
 def test_an_unknown_device_or_model_gets_what_holds_for_all() -> None:
-    error = str(out_of_memory(policy(), Path("nowhere"), 1, "Abacus", 8 * GIB, 8 * GIB))
+    error = str(out_of_memory(policy(), Path("nowhere"), 1, DeviceUse("Abacus", 8 * GIB, 8 * GIB)))
     assert "Offload more modules, or use smaller microbatches (the device Abacus is not" in error
-    error = str(out_of_memory(policy("policy.model_name=mine"), Path("nowhere"), 1, *H100))
+    error = str(out_of_memory(policy("policy.model_name=mine"), Path("nowhere"), 1, H100))
     assert "use smaller microbatches ('mine' is neither" in error
 
 
-def test_a_worker_translates_torchs_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+DIVIDE = "tensor_model_parallel_size or pipeline_model_parallel_size in policy.megatron_cfg divide it among more GPUs"
+PACKS = ("policy.sequence_packing.enabled=true", "policy.sequence_packing.logprob_mb_tokens=16384")
+ONE = ("policy.logprob_batch_size=1", "policy.logprob_chunk_size=256")
+
+
+@pytest.mark.parametrize(
+    ("phase", "settings", "ways"),
+    [
+        (
+            "loading the model",
+            (),
+            f"{DIVIDE}; optimizer.use_distributed_optimizer there divides the optimizer's state",
+        ),
+        (
+            "loading the model",
+            ("policy.megatron_cfg.optimizer.use_distributed_optimizer=true",),
+            DIVIDE,
+        ),
+        (
+            "evaluating",
+            (),
+            "a lower policy.train_micro_batch_size (it is 8); policy.logprob_chunk_size, for logits in chunks of so "
+            "many tokens",
+        ),
+        ("generating", PACKS, "a lower policy.generation_batch_size (it is 128)"),
+        (
+            "computing log-probabilities",
+            (*PACKS, "policy.logprob_chunk_size=256"),
+            "a lower policy.sequence_packing.logprob_mb_tokens (it is 16384)",
+        ),
+        (
+            "computing log-probabilities",
+            ONE,
+            "policy.megatron_cfg.tensor_model_parallel_size divides it among more GPUs",
+        ),
+    ],
+)
+def test_other_phases_name_what_makes_them_smaller(phase: Phase, settings: tuple[str, ...], ways: str) -> None:
+    expected = (
+        f"out of device memory while {phase}: torch held up to 77.0 GiB of the 79.0 GiB of this NVIDIA H100 80GB "
+        f"HBM3. What needs less: {ways}."
+    )
+    assert str(out_of_memory_while(phase, policy(*settings), H100)) == expected
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> PolicyWorker:
+    """One on a full H100, where everything that needs memory fails."""
+
+    def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(train_step_module, "train_step", fail)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, H100[1]))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: H100[2])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100[0])
+    for name in ("train_step", "evaluate", "compute_logprobs", "compute_topk_logits"):
+        monkeypatch.setattr(train_step_module, name, fail)
+    monkeypatch.setattr(generation_module, "generate", fail)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, H100.total_bytes))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: H100.peak_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100.name)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    worker = PolicyWorker.__new__(PolicyWorker)
-    worker._policy, worker._model_path, worker._model = policy(), Path("nowhere"), None  # type: ignore[assignment]
-    batch, norm = {"input_ids": torch.zeros(1, 2)}, None
-    with pytest.raises(ResourceError, match=r"held up to 77\.0 GiB") as caught:
-        worker.train(batch, "nll", {}, norm)  # type: ignore[arg-type]
+    found = PolicyWorker.__new__(PolicyWorker)
+    found._policy, found._model_path = policy(), Path("nowhere")
+    found._model = types.SimpleNamespace(gather_weights=lambda: None, modules=[])  # type: ignore[assignment]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "doing"),
+    [
+        ("train", (None, "nll", {}, None), "in a training step"),
+        ("evaluate", (None, "nll", {}, None), "while evaluating"),
+        ("get_logprobs", (None,), "while computing log-probabilities"),
+        ("get_topk_logits", (None, 4, 8), "while computing log-probabilities"),
+        ("generate", ([], 1, 0), "while generating"),
+    ],
+)
+def test_a_worker_translates_torchs_error(
+    worker: PolicyWorker, method: str, arguments: tuple[Any, ...], doing: str
+) -> None:
+    with pytest.raises(ResourceError, match=rf"out of device memory {doing}: torch held up to 77\.0 GiB") as caught:
+        getattr(worker, method)(*arguments)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
