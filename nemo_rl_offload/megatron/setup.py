@@ -328,6 +328,8 @@ def learning_rate_scheduler(policy: PolicyConfig, optimizer: Any, num_steps: int
             end_wd=optim["weight_decay"] if end is None else end,
             wd_incr_steps=decay_steps,
             wd_incr_style=section["weight_decay_incr_style"],
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,  # a run that was made longer follows its present schedule
         )
     except AssertionError as error:
         raise _refused("scheduler", SchedulerConfig, error) from error

@@ -23,7 +23,7 @@ from nemo_rl_offload.observability.logger import write_json_atomic
 from nemo_rl_offload.observability.manifest import Manifest, check_contents, check_sizes, file_digest
 
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
-MANIFEST_FILE, POLICY = "manifest.json", "policy"
+MANIFEST_FILE, POLICY, CHECKPOINTS = "manifest.json", "policy", "checkpoints"
 MEMORY_FILE = "memory_trace.json"
 ERROR_FILE, RESTARTS_FILE, WARNINGS_FILE, LOCK_FILE = "error.log", "restarts.log", "warnings.log", ".lock"
 _LAYOUT_AND_MEMORY = """
@@ -37,8 +37,10 @@ _LAYOUT_AND_MEMORY = """
 MEANS = (
     *("cluster", "fault_tolerance", "logger", "policy.generation.colocated"),
     *(f"policy.megatron_cfg.{key}" for key in _LAYOUT_AND_MEMORY.split()),
+    *(f"checkpointing.{key}" for key in ("save_period", "keep_top_k", "is_async")),
 )
 """Keys that say by what means a run computes, not what: a run may go on with others."""
+_LENGTH = re.compile(r"\w+\.max_num_(steps|epochs)")
 NUM_SHOWN = 3
 """Of the keys in which two configurations differ."""
 _STEP = re.compile(r"step_(\d+)")
@@ -51,7 +53,8 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
 
     Without an explicit folder, an unfinished run of the same configuration under `default` is taken up again; any other
     run there is left alone, and `default-2`, `default-3`, ... is used. Configurations are the same but for `MEANS`. A
-    folder in which nothing was trained yet is free for any configuration. That of a finished run stays as it is.
+    folder in which nothing was trained yet is free for any configuration. That of a finished run stays as it is, unless
+    it is explicit and the run is to be longer: then it is unfinished from here on.
 
     Raises:
         ConfigError: the explicit folder holds a run of another configuration, or other files, or is in use.
@@ -68,6 +71,8 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
             if not _acquire(lock):
                 obstacle = "another process is running it"
                 continue
+            if explicit is not None and lengthened(folder, config):
+                (folder / SUMMARY_FILE).unlink(missing_ok=True)
             if not (folder / SUMMARY_FILE).exists():
                 _write_config(folder, config)
             yield folder
@@ -94,25 +99,51 @@ def _obstacle(folder: Path, config: Mapping[str, Any], unfinished: bool) -> str 
         return f"holds files, and no run ({CONFIG_FILE} is missing)"
     if unfinished and SUMMARY_FILE in names:
         return "holds a finished run"
-    try:
-        saved = yaml.safe_load((folder / CONFIG_FILE).read_text())
-    except (UnicodeDecodeError, yaml.YAMLError):
-        saved = None
-    if not isinstance(saved, dict):
+    saved = _read_config(folder)
+    if saved is None:
         return f"its {CONFIG_FILE} cannot be read"
-    changed = _changed(_what(saved), _what(config))
-    return f"holds a run of another configuration ({changed})" if changed else None
+    there, here = _leaves(_what(saved)), _leaves(_what(config))
+    longer = {} if unfinished else _longer(there, here)
+    if changed := _changed(there | longer, here):
+        return f"holds a run of another configuration ({changed})"
+    if longer and SUMMARY_FILE in names and not steps_in(folder / CHECKPOINTS):
+        return f"holds a finished run without a checkpoint, which cannot be made longer ({_changed(there, here)})"
+    return None
 
 
 def changed_means(folder: Path, config: Mapping[str, Any]) -> str:
     """In which of `MEANS` a run's configuration differs; empty where in none."""
-    return _changed(yaml.safe_load((folder / CONFIG_FILE).read_text()), config)
+    return _changed(_leaves(_read_config(folder) or {}), _leaves(config))
 
 
-def _changed(saved: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """What the run there has otherwise; empty where that is nothing."""
-    there, here = dict(_leaves(saved)), dict(_leaves(config))
-    paths = [path for path in here | there if (path in here) != (path in there) or here[path] != there[path]]
+def lengthened(folder: Path, config: Mapping[str, Any]) -> str:
+    """By which keys a run that was begun in this folder is to be longer than it was to be; empty where by none."""
+    there, here = _leaves(_read_config(folder) or {}), _leaves(config)
+    longer = _longer(there, here)
+    return _changed({path: there[path] for path in longer}, longer)
+
+
+def _longer(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a run's length that have a larger number, or none in place of one, with that value."""
+    shared = [path for path in there if _LENGTH.fullmatch(path) and path in here and isinstance(there[path], int)]
+    is_longer = {
+        path: here[path] is None or (isinstance(here[path], int) and here[path] > there[path]) for path in shared
+    }
+    return {path: here[path] for path in shared if is_longer[path]}
+
+
+def _read_config(folder: Path) -> dict[str, Any] | None:
+    """The configuration of the run in a folder; None where there is none that can be read."""
+    try:
+        saved = yaml.safe_load((folder / CONFIG_FILE).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    return saved if isinstance(saved, dict) else None
+
+
+def _changed(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What the run there has otherwise, of values by their paths; empty where that is nothing."""
+    paths = [path for path in {**here, **there} if (path in here) != (path in there) or here[path] != there[path]]
     shown = [f"{path} is {_shown(there, path)} there, {_shown(here, path)} here" for path in paths]
     return "; ".join([*shown[:NUM_SHOWN], *([f"and {len(shown) - NUM_SHOWN} more"] if len(shown) > NUM_SHOWN else [])])
 
@@ -121,12 +152,13 @@ def _shown(leaves: Mapping[str, Any], path: str) -> str:
     return json.dumps(leaves[path], default=str) if path in leaves else "absent"
 
 
-def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(node: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Values by their paths."""
+    found: dict[str, Any] = {}
     for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
+        is_section = isinstance(value, Mapping) and value
+        found |= _leaves(value, f"{path}{key}.") if is_section else {f"{path}{key}": value}
+    return found
 
 
 def _what(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -230,7 +262,7 @@ class Checkpoints:
     """
 
     def __init__(self, run_dir: Path, keep_top_k: int | None, higher_is_better: bool) -> None:
-        self._folder = run_dir / "checkpoints"
+        self._folder = run_dir / CHECKPOINTS
         self._keep_top_k = keep_top_k
         self._higher_is_better = higher_is_better
         with _explained(self._folder):

@@ -79,6 +79,25 @@ def test_resuming_changes_no_bit(family: str, distributed: str, optimizer: str, 
         assert same_tensors(weights_of(resumed), final)
 
 
+def test_a_run_that_was_made_longer_follows_its_present_schedule(
+    model_folder: Callable[[str], Path], saved: Path
+) -> None:
+    def rates(num_steps: int, *, is_resumed: bool) -> list[float]:
+        model = build_model(make_policy(*SCHEDULE), model_folder("qwen2"), num_steps=num_steps)
+        if is_resumed:
+            checkpoint.load(model, saved)
+        else:
+            model.scheduler.step(increment=1)
+        found = []
+        for _ in range(num_steps - 1):
+            found += [group["lr"] for group in model.optimizer.param_groups]
+            model.scheduler.step(increment=1)
+        return found
+
+    assert rates(12, is_resumed=True) == rates(12, is_resumed=False)
+    assert rates(12, is_resumed=True) != rates(6, is_resumed=True)
+
+
 def test_steps_during_a_save_are_not_in_it(build: Build, tmp_path: Path) -> None:
     model = build("qwen2")
     take_step(model, 0)

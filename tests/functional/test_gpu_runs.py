@@ -1,12 +1,15 @@
 """Whole runs of the command line on GPUs: Ray's workers, NCCL between them, and offloading through pinned memory."""
 
+import importlib.util
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from example_runs import run_example
+from models import write_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -15,55 +18,116 @@ SMALL = {
     "sft": ("sft.max_num_steps=4", "checkpointing.save_period=4", f"{CFG}.scheduler.lr_warmup_iters=1"),
     "grpo": ("grpo.max_num_steps=2", "grpo.max_val_samples=16", "checkpointing.save_period=2"),
 }
-LAYOUTS = {
+TWO = "cluster.gpus_per_node=2"
+LAYOUTS: dict[str, tuple[str, ...]] = {
     "one": ("cluster.gpus_per_node=1",),
-    "dp2": (
-        "cluster.gpus_per_node=2",
-        f"{CFG}.optimizer.use_distributed_optimizer=true",
-        "policy.train_micro_batch_size=16",
-    ),
-    "pp2": (
-        "cluster.gpus_per_node=2",
-        f"{CFG}.pipeline_model_parallel_size=2",
-        f"{CFG}.num_layers_in_first_pipeline_stage=2",
-    ),
+    "dp2": (TWO, f"{CFG}.optimizer.use_distributed_optimizer=true", "policy.train_micro_batch_size=16"),
+    "pp2": (TWO, f"{CFG}.pipeline_model_parallel_size=2", f"{CFG}.num_layers_in_first_pipeline_stage=2"),
+    "tp2": (TWO, f"{CFG}.tensor_model_parallel_size=2", f"{CFG}.sequence_parallel=true"),
+    "cp2": (TWO, f"{CFG}.context_parallel_size=2", "policy.dynamic_batching.enabled=true"),
+    "ep2": (TWO, f"{CFG}.expert_model_parallel_size=2", f"{CFG}.moe_token_dispatcher_type=allgather"),
 }
+PLAIN = f"{CFG}.fine_grained_activation_offloading=false"
 ALIKE = 1e-4
 """Relative: kernels that add up atomically give other last bits in each run, with or without offloading."""
+ALIKE_IN_BFLOAT16 = 1e-2
+"""Relative: likewise, where the last bit is 2^-8."""
+BESIDE_A_STASH = ("attn_norm", "core_attn", "mlp_norm")
+TE_MODULES = ("qkv_linear", "core_attn", "attn_proj")
+
+
+def run_with(algorithm: str, run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return run_example(algorithm, run_dir, *SMALL[algorithm], *overrides)
 
 
 def run(algorithm: str, layout: str, run_dir: Path, *overrides: str) -> tuple[dict[str, Any], list[float]]:
-    """The summary of a run, and its losses by step."""
-    done = run_example(algorithm, run_dir, *SMALL[algorithm], *LAYOUTS[layout], *overrides)
+    """The summary of a run on GPUs, and its losses by step."""
+    done = run_with(algorithm, run_dir, *LAYOUTS[layout], *overrides)
     assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["device"], summary["world_size"]) == ("cuda", 1 if layout == "one" else 2)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["metrics"]["loss"] for record in records if record["prefix"] == "train"]
-    return json.loads(done.stdout), losses
+    return summary, [record["metrics"]["loss"] for record in records if record["prefix"] == "train"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_offloading_changes_no_loss(layout: str, tmp_path: Path) -> None:
+def need_gpus(layout: str) -> None:
     if layout != "one" and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    summary, losses = run("sft", layout, tmp_path / "on")
-    assert summary["device"] == "cuda"
-    assert summary["world_size"] == (1 if layout == "one" else 2)
+
+
+def random_model(family: str, folder: Path) -> list[str]:
+    """Overrides for a small model with random weights."""
+    path = write_model(family, folder / "model")
+    return [f"policy.{key}={path}" for key in ("model_name", "tokenizer.name")]
+
+
+def check_offloaded(summary: dict[str, Any]) -> None:
+    """Something left, and came back or was taken back on its way."""
     totals = summary["offload"]
     assert totals["bytes_out"] == totals["bytes_in"] + totals["returned_bytes"]
     assert totals["bytes_in"] > 0
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2", "pp2", "tp2", "cp2"])
+def test_offloading_changes_no_loss(layout: str, tmp_path: Path) -> None:
+    need_gpus(layout)
+    model = random_model("qwen2", tmp_path) if layout == "tp2" else []  # the example's has an odd vocabulary
+    summary, losses = run("sft", layout, tmp_path / "on", *model)
+    check_offloaded(summary)
     assert summary["memory"]["peak_device_bytes"] > 0
-    plain, plain_losses = run("sft", layout, tmp_path / "off", f"{CFG}.fine_grained_activation_offloading=false")
-    assert plain["device"] == "cuda"
+    _, plain_losses = run("sft", layout, tmp_path / "off", *model, PLAIN)
     assert losses == pytest.approx(plain_losses, rel=ALIKE)
     assert len(losses) == 4
 
 
 @pytest.mark.parametrize("layout", ["one", "dp2"])
 def test_grpo(layout: str, tmp_path: Path) -> None:
-    if layout != "one" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
+    need_gpus(layout)
     summary, losses = run("grpo", layout, tmp_path / "run")
-    assert summary["device"] == "cuda"
     assert len(losses) == 2
-    assert summary["offload"]["bytes_out"] > 0
+    check_offloaded(summary)
     assert 0 <= summary["validation"]["last"] <= 1
+
+
+@pytest.mark.parametrize("layout", ["one", "ep2"])
+def test_experts_with_a_stash(layout: str, tmp_path: Path) -> None:
+    need_gpus(layout)
+    stash = (
+        "moe_paged_stash=true",
+        "moe_expert_rank_capacity_factor=2.0",
+        f"offload_modules=[{','.join(BESIDE_A_STASH)}]",
+    )
+    model = random_model("qwen3_moe", tmp_path)
+    summary, losses = run("sft", layout, tmp_path / "run", *(f"{CFG}.{text}" for text in stash), *model)
+    assert len(losses) == 4
+    assert summary["paged_stash"]["steps"] == 4
+    check_offloaded(summary)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+def test_transformer_engine_in_bfloat16(tmp_path: Path) -> None:
+    settings = (f"{CFG}.transformer_impl=transformer_engine", "policy.precision=bfloat16")
+    modules = f"{CFG}.offload_modules=[{','.join(TE_MODULES)}]"
+    summary, losses = run("sft", "one", tmp_path / "on", *settings, modules)
+    check_offloaded(summary)
+    _, plain_losses = run("sft", "one", tmp_path / "off", *settings, PLAIN)
+    assert losses == pytest.approx(plain_losses, rel=ALIKE_IN_BFLOAT16)
+
+
+def test_a_finished_run_is_made_longer(tmp_path: Path) -> None:
+    constant = f"{CFG}.scheduler.lr_decay_style=constant"
+    _, whole = run("sft", "one", tmp_path / "whole", constant)
+    run("sft", "one", tmp_path / "run", constant, "sft.max_num_steps=2", "checkpointing.is_async=true")
+    summary, losses = run("sft", "one", tmp_path / "run", constant)
+    assert summary["steps"] == 4
+    assert losses == pytest.approx(whole, rel=ALIKE)
+
+
+def test_a_step_without_memory_says_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"per_process_memory_fraction:{(96 << 20) / total_bytes:.6f}")
+    done = run_with("sft", tmp_path / "run", *LAYOUTS["one"], PLAIN, "sft.val_at_start=false")
+    assert done.returncode == 2, done.stderr
+    assert "out of device memory in a training step: torch held up to 0.1 GiB of the " in done.stderr
+    assert "train_micro_batch_size=" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -75,6 +75,7 @@ def test_a_module_is_importable_or_says_why(tmp_path: Path, monkeypatch: pytest.
 def test_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine/__init__.py").write_text("raise RuntimeError('wrong CUDA')\n")
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     finding = doctor.transformer_engine(has_gpu=has_gpu)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ from nemo_rl_offload.observability.run_directory import (
     MEANS,
     Checkpoints,
     changed_means,
+    lengthened,
     open_run_directory,
     read_checkpoint,
 )
@@ -293,6 +295,37 @@ def test_a_finished_run_keeps_its_configuration(tmp_path: Path) -> None:
     other = {**CONFIG, "cluster": {"num_nodes": 2}}
     assert enter(folder, tmp_path, other) == folder
     assert changed_means(folder, other) == "cluster.num_nodes is 1 there, 2 here"
+
+
+@pytest.mark.parametrize("longer", [{"max_num_steps": 200}, {"max_num_epochs": 3}, {"max_num_epochs": None}])
+def test_a_finished_run_may_be_made_longer(longer: dict[str, Any], tmp_path: Path) -> None:
+    config = {**CONFIG, "sft": {"max_num_steps": 100, "max_num_epochs": 1, "seed": 1}}
+    folder = enter(tmp_path / "run", tmp_path, config)
+    (folder / "checkpoints/step_100").mkdir(parents=True)
+    (folder / "summary.json").touch()
+    assert lengthened(folder, config) == ""
+    other = {**config, "sft": {**config["sft"], **longer}}
+    ((key, value),) = longer.items()
+    expected = f"sft.{key} is {config['sft'][key]} there, {'null' if value is None else value} here"
+    assert lengthened(folder, other) == expected
+    assert enter(None, folder, other) == tmp_path / "run-2", "without its name it is left alone"
+    assert enter(folder, tmp_path, other) == folder
+    assert not (folder / "summary.json").exists()
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == other
+    with pytest.raises(ConfigError, match=rf"another configuration \(sft.{key} is .* there, .* here\)"):
+        enter(folder, tmp_path, config)
+
+
+def test_a_run_is_made_longer_only_where_it_left_a_checkpoint(tmp_path: Path) -> None:
+    config = {**CONFIG, "sft": {"max_num_steps": 100}}
+    folder = enter(tmp_path / "run", tmp_path, config)
+    (folder / "summary.json").touch()
+    with pytest.raises(
+        ConfigError, match=r"without a checkpoint, which cannot be made longer \(sft.max_num_steps is 100"
+    ):
+        enter(folder, tmp_path, {**CONFIG, "sft": {"max_num_steps": 101}})
+    assert (folder / "summary.json").exists()
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == config
 
 
 def test_default_folder_is_numbered(tmp_path: Path) -> None:
