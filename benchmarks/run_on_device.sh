@@ -36,11 +36,11 @@ e2_own() {
 }
 
 run() {
-    if ((SECONDS >= limit_s)); then echo "no time is left" && return 124; fi
     timeout $((limit_s - SECONDS)) python3 -W ignore "benchmarks/$1.py" --out "$out" "${@:2}"
 }
 
 part() {
+    if ((SECONDS >= limit_s)); then echo "no time is left" && return 124; fi
     case $1 in
     # In the order of importance.
     e1) run deepseek_layers --impl transformer_engine --inflight 2 --trace ;;

@@ -68,9 +68,14 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
             f"Run `nemo-rl-offload run {other}`, or set algorithm={options.algorithm}."
         )
     checked = check_config(config, str(source))
-    from nemo_rl_offload.observability.run_directory import SUMMARY_FILE, changed_means, lengthened, open_run_directory
+    from nemo_rl_offload.observability.run_directory import (
+        SUMMARY_FILE,
+        changed_means,
+        open_run_directory,
+        other_length,
+    )
 
-    longer = lengthened(options.run_dir, checked.config) if options.run_dir else ""
+    length = other_length(options.run_dir, checked.config) if options.run_dir else ""
     with open_run_directory(options.run_dir, Path("results") / source.stem, checked.config) as run_dir:
         run_dirs.append(run_dir)
         from rich.console import Console
@@ -79,8 +84,8 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
         for warning in checked.warnings:
             console.print(f"warning: {warning}", style="yellow", markup=False)
         console.print(f"Run directory: {run_dir}", markup=False)
-        if longer:
-            console.print(f"The run there goes on for longer: {longer}.", markup=False)
+        if length:
+            console.print(f"The run there goes on with another length: {length}.", markup=False)
         summary_file = run_dir / SUMMARY_FILE
         if summary_file.exists():
             console.print("This run is finished; here is its summary.")

@@ -83,7 +83,7 @@ class GRPO(ProblemLoop):
                     "grpo.num_generations_per_prompt, or take problems that are neither too easy nor too hard."
                 )
             prompts = self._train_prompts.next_batch(math.ceil(num_prompts * grpo["batch_multiplier"]))
-            stream = 2 * (self.step + len(sampled) * grpo["max_num_steps"])
+            stream = 2 * (self.step * num_batches + len(sampled))
             played = watch.time("generation", lambda p=prompts, s=stream: self._rollout(p, num_generations, s))  # type: ignore[misc]
             sampled.append(played)
             kept += [group for group in played.groups(num_generations) if has_signal(group.rewards)]

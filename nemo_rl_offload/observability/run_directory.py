@@ -23,6 +23,7 @@ from nemo_rl_offload.observability.logger import write_json_atomic
 from nemo_rl_offload.observability.manifest import Manifest, check_contents, check_sizes, file_digest
 
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
+FORMER_SUMMARY_FILE = "former_summary.json"
 MANIFEST_FILE, POLICY, CHECKPOINTS = "manifest.json", "policy", "checkpoints"
 MEMORY_FILE = "memory_trace.json"
 ERROR_FILE, RESTARTS_FILE, WARNINGS_FILE, LOCK_FILE = "error.log", "restarts.log", "warnings.log", ".lock"
@@ -40,7 +41,6 @@ MEANS = (
     *(f"checkpointing.{key}" for key in ("save_period", "keep_top_k", "is_async")),
 )
 """Keys that say by what means a run computes, not what: a run may go on with others."""
-_LENGTH = re.compile(r"\w+\.max_num_(steps|epochs)")
 NUM_SHOWN = 3
 """Of the keys in which two configurations differ."""
 _STEP = re.compile(r"step_(\d+)")
@@ -54,9 +54,10 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
     Without an explicit folder, an unfinished run of the same configuration under `default` is taken up again; any other
     run there is left alone, and `default-2`, `default-3`, ... is used. Configurations are the same but for `MEANS`. A
     folder in which nothing was trained yet is free for any configuration. That of a finished run stays as it is, unless
-    it is explicit and the run is to be longer: then it is unfinished from here on.
+    it is explicit and the run gets another length: then it is unfinished, and its summary is kept under another name.
 
     Raises:
+        CheckpointError: a run that is to have another length has a damaged checkpoint; the folder is as it was.
         ConfigError: the explicit folder holds a run of another configuration, or other files, or is in use.
         ResourceError: the folder cannot be written.
     """
@@ -71,8 +72,9 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
             if not _acquire(lock):
                 obstacle = "another process is running it"
                 continue
-            if explicit is not None and lengthened(folder, config):
-                (folder / SUMMARY_FILE).unlink(missing_ok=True)
+            with _explained(folder):
+                if explicit is not None and other_length(folder, config) and (folder / SUMMARY_FILE).exists():
+                    (folder / SUMMARY_FILE).replace(folder / FORMER_SUMMARY_FILE)
             if not (folder / SUMMARY_FILE).exists():
                 _write_config(folder, config)
             yield folder
@@ -103,11 +105,11 @@ def _obstacle(folder: Path, config: Mapping[str, Any], unfinished: bool) -> str 
     if saved is None:
         return f"its {CONFIG_FILE} cannot be read"
     there, here = _leaves(_what(saved)), _leaves(_what(config))
-    longer = {} if unfinished else _longer(there, here)
-    if changed := _changed(there | longer, here):
+    length = {} if unfinished else _other_length(folder, there, here)
+    if changed := _changed(there | length, here):
         return f"holds a run of another configuration ({changed})"
-    if longer and SUMMARY_FILE in names and not steps_in(folder / CHECKPOINTS):
-        return f"holds a finished run without a checkpoint, which cannot be made longer ({_changed(there, here)})"
+    if length:
+        read_checkpoint(folder / CHECKPOINTS / f"step_{steps_in(folder / CHECKPOINTS)[-1]}")
     return None
 
 
@@ -116,20 +118,29 @@ def changed_means(folder: Path, config: Mapping[str, Any]) -> str:
     return _changed(_leaves(_read_config(folder) or {}), _leaves(config))
 
 
-def lengthened(folder: Path, config: Mapping[str, Any]) -> str:
-    """By which keys a run that was begun in this folder is to be longer than it was to be; empty where by none."""
+def other_length(folder: Path, config: Mapping[str, Any]) -> str:
+    """How the length that a run with checkpoints in this folder was to have differs from one with which it can go on;
+    empty where it does not."""
     there, here = _leaves(_read_config(folder) or {}), _leaves(config)
-    longer = _longer(there, here)
-    return _changed({path: there[path] for path in longer}, longer)
+    length = _other_length(folder, there, here)
+    return _changed({path: there[path] for path in length}, length)
 
 
-def _longer(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a run's length that have a larger number, or none in place of one, with that value."""
-    shared = [path for path in there if _LENGTH.fullmatch(path) and path in here and isinstance(there[path], int)]
-    is_longer = {
-        path: here[path] is None or (isinstance(here[path], int) and here[path] > there[path]) for path in shared
-    }
-    return {path: here[path] for path in shared if is_longer[path]}
+def _other_length(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of the algorithm's length that differ, with their new values: at least as many steps as were taken, or more
+    epochs. Without a checkpoint there is nothing to go on from."""
+    steps = steps_in(folder / CHECKPOINTS)
+    if not steps:
+        return {}
+    num_steps, num_epochs = (f"{here.get('algorithm')}.max_num_{unit}" for unit in ("steps", "epochs"))
+    found: dict[str, Any] = {}
+    new, old = here.get(num_steps), there.get(num_steps)
+    if isinstance(new, int) and new != old and new >= steps[-1]:
+        found[num_steps] = new
+    new, old = here.get(num_epochs), there.get(num_epochs)
+    if isinstance(old, int) and (new is None or (isinstance(new, int) and new > old)):
+        found[num_epochs] = new
+    return found
 
 
 def _read_config(folder: Path) -> dict[str, Any] | None:

@@ -87,26 +87,26 @@ def out_of_memory_while(phase: Phase, policy: PolicyConfig, use: DeviceUse) -> R
 
 def _smaller(phase: Phase, policy: PolicyConfig) -> Iterator[str]:
     if phase == "generating":
-        yield from _lower("generation_batch_size", policy["generation_batch_size"], 1)
+        yield from _lower("generation_batch_size", policy["generation_batch_size"])
         return
-    is_evaluation, least = phase == "evaluating", policy["max_total_sequence_length"]
+    is_evaluation = phase == "evaluating"
     if policy["sequence_packing"]["enabled"] or policy["dynamic_batching"]["enabled"]:
         name: Literal["sequence_packing", "dynamic_batching"]
         name = "sequence_packing" if policy["sequence_packing"]["enabled"] else "dynamic_batching"
         key: Literal["train_mb_tokens", "logprob_mb_tokens"] = (
             "train_mb_tokens" if is_evaluation else "logprob_mb_tokens"
         )
-        yield from _lower(f"{name}.{key}", policy[name][key], least)
+        yield f"a lower policy.{name}.{key} (it is {policy[name][key]}), where the longest sample takes less"
     elif is_evaluation:
-        yield from _lower("train_micro_batch_size", policy["train_micro_batch_size"], 1)
+        yield from _lower("train_micro_batch_size", policy["train_micro_batch_size"])
     else:
-        yield from _lower("logprob_batch_size", policy["logprob_batch_size"], 1)
+        yield from _lower("logprob_batch_size", policy["logprob_batch_size"])
     if policy["logprob_chunk_size"] is None:
         yield "policy.logprob_chunk_size, for logits in chunks of so many tokens"
 
 
-def _lower(key: str, value: int, least: int) -> Iterator[str]:
-    if value > least:
+def _lower(key: str, value: int) -> Iterator[str]:
+    if value > 1:
         yield f"a lower policy.{key} (it is {value})"
 
 

@@ -29,8 +29,8 @@ from nemo_rl_offload.observability.run_directory import (
     MEANS,
     Checkpoints,
     changed_means,
-    lengthened,
     open_run_directory,
+    other_length,
     read_checkpoint,
 )
 
@@ -297,35 +297,54 @@ def test_a_finished_run_keeps_its_configuration(tmp_path: Path) -> None:
     assert changed_means(folder, other) == "cluster.num_nodes is 1 there, 2 here"
 
 
-@pytest.mark.parametrize("longer", [{"max_num_steps": 200}, {"max_num_epochs": 3}, {"max_num_epochs": None}])
-def test_a_finished_run_may_be_made_longer(longer: dict[str, Any], tmp_path: Path) -> None:
-    config = {**CONFIG, "sft": {"max_num_steps": 100, "max_num_epochs": 1, "seed": 1}}
-    folder = enter(tmp_path / "run", tmp_path, config)
-    (folder / "checkpoints/step_100").mkdir(parents=True)
-    (folder / "summary.json").touch()
-    assert lengthened(folder, config) == ""
-    other = {**config, "sft": {**config["sft"], **longer}}
-    ((key, value),) = longer.items()
-    expected = f"sft.{key} is {config['sft'][key]} there, {'null' if value is None else value} here"
-    assert lengthened(folder, other) == expected
-    assert enter(None, folder, other) == tmp_path / "run-2", "without its name it is left alone"
-    assert enter(folder, tmp_path, other) == folder
+SFT = {**CONFIG, "algorithm": "sft", "sft": {"max_num_steps": 100, "max_num_epochs": 1}, "grpo": {"max_num_steps": 9}}
+
+
+def finished_run(tmp_path: Path) -> Path:
+    """Of 100 steps, with a checkpoint of its last."""
+    folder = enter(tmp_path / "run", tmp_path, SFT)
+    save(Checkpoints(folder, None, True), 100, {}, None, write)
+    (folder / "summary.json").write_text("the summary")
+    assert other_length(folder, SFT) == ""
+    return folder
+
+
+@pytest.mark.parametrize("length", [{"max_num_steps": 200}, {"max_num_epochs": 3}, {"max_num_epochs": None}])
+def test_a_finished_run_may_be_made_longer(length: dict[str, Any], tmp_path: Path) -> None:
+    folder = finished_run(tmp_path)
+    longer = {**SFT, "sft": {**SFT["sft"], **length}}
+    ((key, value),) = length.items()
+    assert other_length(folder, longer) == f"sft.{key} is {SFT['sft'][key]} there, {json.dumps(value)} here"
+    assert enter(None, folder, longer) == tmp_path / "run-2", "without its name it is left alone"
+    assert enter(folder, tmp_path, longer) == folder
     assert not (folder / "summary.json").exists()
-    assert yaml.safe_load((folder / "config.yaml").read_text()) == other
-    with pytest.raises(ConfigError, match=rf"another configuration \(sft.{key} is .* there, .* here\)"):
-        enter(folder, tmp_path, config)
+    assert (folder / "former_summary.json").read_text() == "the summary"
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == longer
 
 
-def test_a_run_is_made_longer_only_where_it_left_a_checkpoint(tmp_path: Path) -> None:
-    config = {**CONFIG, "sft": {"max_num_steps": 100}}
-    folder = enter(tmp_path / "run", tmp_path, config)
-    (folder / "summary.json").touch()
-    with pytest.raises(
-        ConfigError, match=r"without a checkpoint, which cannot be made longer \(sft.max_num_steps is 100"
-    ):
-        enter(folder, tmp_path, {**CONFIG, "sft": {"max_num_steps": 101}})
-    assert (folder / "summary.json").exists()
-    assert yaml.safe_load((folder / "config.yaml").read_text()) == config
+def test_a_length_can_be_corrected_but_not_to_fewer_steps_than_were_taken(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path)
+    for num_steps in (200, 100):
+        config = {**SFT, "sft": {**SFT["sft"], "max_num_steps": num_steps}}
+        assert enter(folder, tmp_path, config) == folder
+        assert yaml.safe_load((folder / "config.yaml").read_text()) == config
+    with pytest.raises(ConfigError, match=r"another configuration \(sft.max_num_steps is 100 there, 99 here\)"):
+        enter(folder, tmp_path, {**SFT, "sft": {**SFT["sft"], "max_num_steps": 99}})
+    with pytest.raises(ConfigError, match=r"another configuration \(grpo.max_num_steps is 9 there, 10 here\)"):
+        enter(folder, tmp_path, {**SFT, "grpo": {"max_num_steps": 10}})
+
+
+@pytest.mark.parametrize("damage", ["no checkpoint", "a damaged one"])
+def test_a_run_that_cannot_go_on_stays_as_it_is(damage: str, tmp_path: Path) -> None:
+    folder = finished_run(tmp_path)
+    if damage == "no checkpoint":
+        shutil.rmtree(folder / "checkpoints")
+    else:
+        (folder / "checkpoints/step_100/policy/weights").write_text("")
+    with pytest.raises((ConfigError, CheckpointError), match=r"another configuration|is damaged"):
+        enter(folder, tmp_path, {**SFT, "sft": {**SFT["sft"], "max_num_steps": 101}})
+    assert (folder / "summary.json").read_text() == "the summary"
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == SFT
 
 
 def test_default_folder_is_numbered(tmp_path: Path) -> None:

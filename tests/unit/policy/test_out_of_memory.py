@@ -143,7 +143,7 @@ ONE = ("policy.logprob_batch_size=1", "policy.logprob_chunk_size=256")
         (
             "computing log-probabilities",
             (*PACKS, "policy.logprob_chunk_size=256"),
-            "a lower policy.sequence_packing.logprob_mb_tokens (it is 16384)",
+            "a lower policy.sequence_packing.logprob_mb_tokens (it is 16384), where the longest sample takes less",
         ),
         (
             "computing log-probabilities",
