@@ -29,6 +29,7 @@ from nemo_rl_offload.observability.run_directory import (
     MEANS,
     Checkpoints,
     changed_means,
+    open_run_directory,
     read_checkpoint,
 )
 
