@@ -20,7 +20,7 @@ cell() {
     planned=(--planned "benchmarks/results/nvidia-h200/dense_$1_$2_transformer_engine.json")
 }
 
-# In turn: what needs no more than two rounds of ten minutes, what `plan` chooses for the committed result among it.
+# In two rounds: what fits twice into ten minutes, what `plan` chooses for the committed result among it.
 e2_turns() { cell "$@" && run dense_rl "${shape[@]}" "${mixtures[@]}" --variant recompute --variant "megatron: attention" "${planned[@]}"; }
 
 # All rivals and budgets; from 16k on in one round, since each variant pins its memory on the host again.

@@ -15,7 +15,7 @@ from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.observability.output import make_writable, partial_of
-from nemo_rl_offload.observability.run_directory import CONFIG_FILE, POLICY, read_checkpoint, steps_in
+from nemo_rl_offload.observability.run_directory import CHECKPOINTS, CONFIG_FILE, POLICY, read_checkpoint, steps_in
 
 ONE_RANK: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -37,11 +37,11 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     Raises:
         CheckpointError: there is none; the message lists those that there are.
     """
-    run_dir = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    folder = run_dir / "checkpoints" / path.name
+    run_dir = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+    folder = run_dir / CHECKPOINTS / path.name
     if folder.is_dir() and path.name.startswith("step_"):
         return run_dir, folder
-    there = ", ".join(f"step_{step}" for step in steps_in(run_dir / "checkpoints"))
+    there = ", ".join(f"step_{step}" for step in steps_in(run_dir / CHECKPOINTS))
     raise CheckpointError(
         f"{path}: there is no such checkpoint. "
         + (f"{run_dir} has: {there}." if there else "Give RUN_DIR/step_N of a run that has written checkpoints.")

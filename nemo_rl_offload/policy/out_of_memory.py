@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nemo_rl_offload.config.rule import MEGATRON
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.errors import ConfigError, ResourceError
@@ -23,7 +24,6 @@ GIB = 1 << 30
 MARGIN = 0.9
 """The plan to propose takes at most this share of what the failed one was predicted to take."""
 
-MEGATRON = "policy.megatron_cfg"
 Phase = Literal["loading the model", "evaluating", "computing log-probabilities", "generating"]
 """What a worker does beside training steps."""
 
