@@ -149,11 +149,12 @@ def pinned_bytes() -> int:
     return int(torch.cuda.host_memory_stats()["allocated_bytes.current"]) if HAS_GPU else 0
 
 
-def give_back_memory() -> None:
-    """Give cached memory back to the device and to the host."""
+def give_back_memory(keeps_pinned: bool = False) -> None:
+    """Give cached memory back to the device, and to the host: pinning it again takes long."""
     import gc
 
     gc.collect()
     if HAS_GPU:
         torch.cuda.empty_cache()
-        torch._C._host_emptyCache()
+        if not keeps_pinned:
+            torch._C._host_emptyCache()
