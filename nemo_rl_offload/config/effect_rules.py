@@ -4,6 +4,8 @@ A value equal to the default was not set, so nothing is said about it.
 """
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import yaml
 
 from nemo_rl_offload.config.algorithm_rules import METRICS, SPLITS, validates
+from nemo_rl_offload.config.batching_rules import BY_TOKENS
 from nemo_rl_offload.config.loader import BASE
 from nemo_rl_offload.config.rule import MEGATRON, Get, Rule
 from nemo_rl_offload.config.run_rules import GENERATES, takes_problems
@@ -23,7 +26,10 @@ _READERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_OF_DISTILLATION, ("distillation",)),
     "policy.generation": GENERATES,
     "policy.generation_batch_size": GENERATES,
-    "policy.logprob_batch_size": ("grpo", "dpo", "distillation"),
+    **dict.fromkeys(
+        ("policy.logprob_batch_size", *(f"policy.{name}.logprob_mb_tokens" for name in BY_TOKENS)),
+        ("grpo", "dpo", "distillation"),
+    ),
     "data.env_name": GENERATES,
     "data.max_input_seq_length": GENERATES,
 }
@@ -56,12 +62,15 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
             f"{_SHAPING}.{key}" for key in ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
         ),
     ),
-    ("policy.dynamic_batching.enabled", (True,), ("policy.dynamic_batching.sequence_length_round",)),
-    (
-        "policy.sequence_packing.enabled",
-        (True,),
-        ("policy.sequence_packing.algorithm", "policy.sequence_packing.sequence_length_round"),
+    *(
+        (
+            f"policy.{name}.enabled",
+            (True,),
+            tuple(f"policy.{name}.{key}" for key in ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")),
+        )
+        for name in BY_TOKENS
     ),
+    ("policy.sequence_packing.enabled", (True,), ("policy.sequence_packing.algorithm",)),
     (
         f"{MEGATRON}.moe_paged_stash",
         (True,),
@@ -103,8 +112,8 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
 
 def _not_of_the_algorithm(get: Get) -> Iterator[str]:
     causes: dict[str, list[str]] = {}
-    for path, default in defaults().items():
-        if _is_read(path, get) or get(path) == default:
+    for path in defaults():
+        if _is_read(path, get) or _is_default(path, get):
             continue
         cause = _cause(path, get)
         if cause.startswith("with "):
@@ -145,14 +154,26 @@ def _is_read(path: str, get: Get) -> bool:
 
 
 def _switched_off(switch: str, values: tuple[Any, ...], paths: tuple[str, ...], get: Get) -> Iterator[str]:
-    unread = [path for path in paths if _is_read(path, get) and get(path) != defaults()[path]]
+    unread = [path for path in paths if _is_read(path, get) and not _is_default(path, get)]
     if not unread or get(switch) in values:
         return
-    this = f", or this to {_shown(defaults()[unread[0]])}" if len(unread) == 1 else ""
+    this = f", or this to {_shown(_default(unread[0], get))}" if len(unread) == 1 else ""
     yield (
         f"{_no_effect(unread, get)} while {switch} is {_shown(get(switch))}. "
         f"Set that to {' or '.join(map(_shown, values))}{this}."
     )
+
+
+def _is_default(path: str, get: Get) -> bool:
+    return bool(get(path) == _default(path, get))
+
+
+def _default(path: str, get: Get) -> Any:
+    """As `base.yaml` writes it; the product of other keys' values, where it writes that."""
+    written = defaults()[path]
+    if isinstance(written, str) and written.startswith("${mul:"):
+        return math.prod(get(key) for key in re.findall(r"\$\{([\w.]+)\}", written))
+    return written
 
 
 def _penalty_is_none(get: Get) -> Iterator[str]:

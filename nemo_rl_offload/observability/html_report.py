@@ -13,6 +13,7 @@ from nemo_rl_offload.observability.report import human_bytes, offload_figures
 from nemo_rl_offload.observability.run_directory import (
     CONFIG_FILE,
     ERROR_FILE,
+    FORMER_SUMMARY_FILE,
     MEMORY_FILE,
     RESTARTS_FILE,
     SUMMARY_FILE,
@@ -37,7 +38,10 @@ pre{background:#f6f7f9;padding:1em;overflow:auto;font-size:13px}.note{color:#6b7
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
 """By metric and prefix: steps and values."""
 
-RUN_FILES = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, MEMORY_FILE, RESTARTS_FILE, WARNINGS_FILE, ERROR_FILE)
+RUN_FILES = (
+    *(CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, FORMER_SUMMARY_FILE, MEMORY_FILE),
+    *(RESTARTS_FILE, WARNINGS_FILE, ERROR_FILE),
+)
 
 
 def write_report(run_dir: Path, destination: Path) -> None:

@@ -132,6 +132,10 @@ def test_what_another_key_switches_off(check: Check, overrides: str, fix: str, s
     [
         (["policy.sequence_packing.algorithm=concatenative"], "policy.sequence_packing.enabled=true"),
         (["policy.dynamic_batching.sequence_length_round=8"], "policy.dynamic_batching.enabled=true"),
+        (
+            ["policy.sequence_packing.train_mb_tokens=512", "policy.sequence_packing.logprob_mb_tokens=512"],
+            "policy.sequence_packing.enabled=true",
+        ),
         ([f"{M}.optimizer.sgd_momentum=0.5"], f"{M}.optimizer.optimizer=sgd"),
         ([f"{M}.cpu_affinity.map={{0: 0}}", f"{M}.cpu_affinity.bind_memory=false"], f"{M}.cpu_affinity.enabled=true"),
         (["logger.wandb.name=x", "logger.wandb.project=y"], "logger.wandb_enabled=true"),
@@ -153,6 +157,23 @@ def test_settings_that_share_a_switch_share_a_line(check: Check, settings: list[
     with contextlib.suppress(ConfigError):  # the tiny model has no experts
         warnings = check(*settings, switch, run_here=False).warnings
         assert not [line for line in warnings if line.startswith(tuple(paths))]
+
+
+def test_a_default_that_is_a_product(check: Check) -> None:
+    """The samples of a microbatch times the longest of them."""
+    section = "policy.dynamic_batching"
+    sizes = ("policy.max_total_sequence_length=96", "policy.train_micro_batch_size=2")
+    assert check(*sizes, f"{section}.train_mb_tokens=192").warnings == []
+    (warning,) = check(*sizes, f"{section}.train_mb_tokens=256").warnings
+    off = f"while {section}.enabled is false. Set that to true, or this to 192."
+    assert warning == f"{section}.train_mb_tokens: 256 has no effect {off}"
+
+
+def test_tokens_of_a_pass_that_the_algorithm_lacks(check: Check) -> None:
+    on, tokens = "policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens"
+    warnings = check(*SFT.split(), on, f"{tokens}=4096").warnings
+    assert f"{tokens}: 4096 has no effect with algorithm sft." in warnings
+    assert not [line for line in check(*SFT.split(), on).warnings if tokens in line]
 
 
 @pytest.mark.parametrize(

@@ -175,9 +175,10 @@ def test_a_damaged_file_is_one_error_that_names_it(
     assert re.fullmatch(rf"error: {re.escape(str(run_dir / name))}: .*{message}.*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "warnings.log"])
+@pytest.mark.parametrize("name", ["config.yaml", "warnings.log", "former_summary.json"])
 def test_the_page_does_not_take_a_file_of_the_run(name: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / "warnings.log").write_text("step 1: warning: no room\n")
+    (run_dir / "former_summary.json").write_text("{}")
     before = (run_dir / name).read_text()
     assert main(["report", str(run_dir), "--out", str(run_dir / name)]) == 2
     assert "belongs to the run, and would be lost. Give another name." in capsys.readouterr().err
