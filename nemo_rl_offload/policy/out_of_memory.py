@@ -22,7 +22,8 @@ from nemo_rl_offload.planner.search import fullest_stage
 
 GIB = 1 << 30
 MARGIN = 0.9
-"""The plan to propose takes at most this share of what the failed one was predicted to take."""
+"""The plan to propose takes at most this share of what the failed one was predicted to take; of what no plan changes,
+all."""
 
 Phase = Literal["loading the model", "evaluating", "computing log-probabilities", "generating"]
 """What a worker does beside training steps."""
@@ -38,7 +39,7 @@ class DeviceUse:
 
     def __str__(self) -> str:
         held, total = self.peak_bytes / GIB, self.total_bytes / GIB
-        return f"torch held up to {held:.1f} GiB of the {total:.1f} GiB of this {self.name}."
+        return f"torch held up to {held:.{1 if held >= 1 else 3}f} GiB of the {total:.1f} GiB of this {self.name}."
 
 
 def device_use() -> DeviceUse:
@@ -111,11 +112,12 @@ def _lower(key: str, value: int) -> Iterator[str]:
 
 
 def _proposals(job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
+    allowances = sum(allowance_bytes(job.device).values())
     present = highest_peak(run_configured(job))
     if cfg["offload_modules"] == "auto" and cfg["fine_grained_activation_offloading"]:
-        allowances = sum(allowance_bytes(job.device).values())
         present = min(present, parse_bytes(cfg["activation_offload"]["gpu_memory_budget"]) + allowances)
-    plan = make_plan(replace(job, memory_bytes=int(min(job.device.memory_bytes, MARGIN * present))))
+    less = allowances + MARGIN * (present - allowances)
+    plan = make_plan(replace(job, memory_bytes=int(min(job.device.memory_bytes, less))))
     rows = module_rows(plan.baseline, fullest_stage(plan.baseline))
     rows = [row for row in rows if row.module not in job.offload_modules]
     if rows:

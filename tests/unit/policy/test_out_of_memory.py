@@ -2,6 +2,7 @@
 
 import re
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ def test_one_sample_at_a_time_is_not_halved() -> None:
     error = str(out_of_memory(policy("policy.train_micro_batch_size=1"), Path("nowhere"), 1, H100))
     assert "train_micro_batch_size=" not in error
     assert "To need a tenth less: " in error
+
+
+def test_a_small_job_can_shrink_though_what_the_runtime_takes_cannot() -> None:
+    small = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml", [])["policy"]
+    error = str(out_of_memory(small, Path(PROJECT_ROOT, small["model_name"]), 1, replace(H100, peak_bytes=48 << 20)))
+    assert "torch held up to 0.047 GiB of the 79.0 GiB" in error
+    assert " or train_micro_batch_size=16." in error
+    assert "comes nearest" not in error
 
 
 COUNTED = ("recompute_granularity=selective", "recompute_modules=[mlp_fc1,mlp_act]", "recompute_num_layers=24")
