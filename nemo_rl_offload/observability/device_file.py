@@ -6,6 +6,7 @@ import yaml
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.doctor import measure_link
+from nemo_rl_offload.observability.output import check_writable, write_text
 from nemo_rl_offload.observability.topology import read_gpus
 from nemo_rl_offload.offload.host_memory import free_host_bytes
 from nemo_rl_offload.planner.hardware import GIB, recognise
@@ -15,18 +16,18 @@ def write_device_file(path: Path) -> None:
     """Measure the GPUs that torch sees, and write the least that one of them has.
 
     Raises:
-        ConfigError: there is no GPU, the planner does not know it, or the file cannot be written.
+        ConfigError: there is no GPU, the planner does not know it, or the file cannot be written there.
+        ResourceError: it could not be written in the end; what it held before is still there.
     """
+    given = f"--write-device {path}"
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        raise ConfigError(f"{given}: name a .yaml file, by which `plan --gpu` tells it from a device's name.")
+    check_writable(path, given)
     try:
-        if path.suffix.lower() not in (".yaml", ".yml"):
-            raise ConfigError("name a .yaml file, by which `plan --gpu` tells it from a device's name")
         name, measured = _measure()
-        text = f"# {name}, measured by `nemo-rl-offload doctor`.\n{yaml.safe_dump(measured, sort_keys=False)}"
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--write-device {path}: cannot be written: {error.strerror or error}.") from error
     except (ConfigError, RuntimeError) as error:
-        raise ConfigError(f"--write-device {path}: {str(error).splitlines()[0]}.") from error
+        raise ConfigError(f"{given}: {str(error).splitlines()[0]}.") from error
+    write_text(path, f"# {name}, measured by `nemo-rl-offload doctor`.\n{yaml.safe_dump(measured, sort_keys=False)}")
 
 
 def _measure() -> tuple[str, dict[str, str | float]]:

@@ -1,5 +1,6 @@
 """`doctor --write-device FILE`, and what `plan --gpu FILE` makes of it."""
 
+import errno
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -48,13 +49,28 @@ def test_plan_reads_what_was_measured(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("here.txt", "name a .yaml file, by which `plan --gpu` tells it from a device's name."),
-        ("nowhere/here.yaml", "cannot be written: No such file or directory."),
+        ("nowhere/here.yaml", "cannot be written: No such file or directory. Name another file."),
     ],
 )
 @pytest.mark.usefixtures("two_gpus")
 def test_a_file_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str) -> None:
     assert cli.main(["doctor", "--write-device", str(tmp_path / name)]) == cli.EXIT_USER_ERROR
     assert capsys.readouterr().err == f"error: --write-device {tmp_path / name}: {words}\n"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_file_that_could_not_be_replaced_is_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "here.yaml"
+    path.write_text("like: h100-80gb\n")
+    monkeypatch.setattr("os.replace", fail)
+    assert cli.main(["doctor", "--write-device", str(path)]) == cli.EXIT_USER_ERROR
+    assert f"Cannot write {path}: No space left on device." in capsys.readouterr().err
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("here.yaml", "like: h100-80gb\n")]
 
 
 def test_a_gpu_that_the_planner_does_not_know(
