@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ ALIKE = 1e-4
 """Relative: kernels that add up atomically give other last bits in each run, with or without offloading."""
 ALIKE_IN_BFLOAT16 = 1e-2
 """Relative: likewise, where the last bit is 2^-8."""
+Losses = list[float]
 BESIDE_A_STASH = ("attn_norm", "core_attn", "mlp_norm")
 TE_MODULES = ("qkv_linear", "core_attn", "attn_proj")
 
@@ -41,7 +43,7 @@ def run_with(algorithm: str, run_dir: Path, *overrides: str) -> subprocess.Compl
     return run_example(algorithm, run_dir, *SMALL[algorithm], *overrides)
 
 
-def run(algorithm: str, layout: str, run_dir: Path, *overrides: str) -> tuple[dict[str, Any], list[float]]:
+def run(algorithm: str, layout: str, run_dir: Path, *overrides: str) -> tuple[dict[str, Any], Losses]:
     """The summary of a run on GPUs, and its losses by step."""
     done = run_with(algorithm, run_dir, *LAYOUTS[layout], *overrides)
     assert done.returncode == 0, done.stderr
@@ -69,14 +71,21 @@ def check_offloaded(summary: dict[str, Any]) -> None:
     assert totals["bytes_in"] > 0
 
 
+def run_both(layout: str, folder: Path, *overrides: str) -> tuple[dict[str, Any], Losses, Losses]:
+    """The summary of an SFT run with offloading; its losses, and those of one without, at the same time."""
+    with ThreadPoolExecutor() as threads:
+        plain = threads.submit(run, "sft", layout, folder / "off", *overrides, PLAIN)
+        summary, losses = run("sft", layout, folder / "on", *overrides)
+        return summary, losses, plain.result()[1]
+
+
 @pytest.mark.parametrize("layout", ["one", "dp2", "pp2", "tp2", "cp2"])
 def test_offloading_changes_no_loss(layout: str, tmp_path: Path) -> None:
     need_gpus(layout)
     model = random_model("qwen2", tmp_path) if layout == "tp2" else []  # the example's has an odd vocabulary
-    summary, losses = run("sft", layout, tmp_path / "on", *model)
+    summary, losses, plain_losses = run_both(layout, tmp_path, *model)
     check_offloaded(summary)
     assert summary["memory"]["peak_device_bytes"] > 0
-    _, plain_losses = run("sft", layout, tmp_path / "off", *model, PLAIN)
     assert losses == pytest.approx(plain_losses, rel=ALIKE)
     assert len(losses) == 4
 
@@ -109,19 +118,19 @@ def test_experts_with_a_stash(layout: str, tmp_path: Path) -> None:
 def test_transformer_engine_in_bfloat16(tmp_path: Path) -> None:
     settings = (f"{CFG}.transformer_impl=transformer_engine", "policy.precision=bfloat16")
     modules = f"{CFG}.offload_modules=[{','.join(TE_MODULES)}]"
-    summary, losses = run("sft", "one", tmp_path / "on", *settings, modules)
+    summary, losses, plain_losses = run_both("one", tmp_path, *settings, modules)
     check_offloaded(summary)
-    _, plain_losses = run("sft", "one", tmp_path / "off", *settings, PLAIN)
     assert losses == pytest.approx(plain_losses, rel=ALIKE_IN_BFLOAT16)
 
 
 def test_a_finished_run_is_made_longer(tmp_path: Path) -> None:
     constant = f"{CFG}.scheduler.lr_decay_style=constant"
-    _, whole = run("sft", "one", tmp_path / "whole", constant)
-    run("sft", "one", tmp_path / "run", constant, "sft.max_num_steps=2", "checkpointing.is_async=true")
-    summary, losses = run("sft", "one", tmp_path / "run", constant)
-    assert summary["steps"] == 4
-    assert losses == pytest.approx(whole, rel=ALIKE)
+    with ThreadPoolExecutor() as threads:
+        whole = threads.submit(run, "sft", "one", tmp_path / "whole", constant)
+        run("sft", "one", tmp_path / "run", constant, "sft.max_num_steps=2", "checkpointing.is_async=true")
+        summary, losses = run("sft", "one", tmp_path / "run", constant)
+        assert summary["steps"] == 4
+        assert losses == pytest.approx(whole.result()[1], rel=ALIKE)
 
 
 def test_a_step_without_memory_says_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
