@@ -23,7 +23,7 @@ cell() {
 # In two rounds: what fits twice into ten minutes, what `plan` chooses for the committed result among it.
 e2_turns() { cell "$@" && run dense_rl "${shape[@]}" "${mixtures[@]}" --variant recompute --variant "megatron: attention" "${planned[@]}"; }
 
-# All rivals and budgets; from 16k on in one round, since each variant pins its memory on the host again.
+# All rivals and budgets; from 16k on ten minutes are enough for little more than one round.
 e2_cell() {
     cell "$@" && run dense_rl "${shape[@]}" "${mixtures[@]}" --variant "ours: auto 90%" --variant "ours: auto 75%" --variant "ours: auto 10%" \
         --variant recompute --variant save_on_cpu --variant TRL --variant "megatron: attention" "${planned[@]}"
