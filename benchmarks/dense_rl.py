@@ -41,8 +41,9 @@ NUM_LAYERS = {4096: 16, 8192: 14, 16384: 10, 32768: 6, 65536: 4}
 CHECKED_SEQUENCE = 1024
 TRANSFORMER_ENGINES = "Transformer Engine"
 KINDS = ("nothing", "ours", "recompute", "megatron", "transformer_engine", "hooks")
-"""In turn, one kind after another: it goes on with the pinned memory of the one before. The slowest, whose figures
-are farthest from a bar, come last, where a time limit cuts."""
+"""In turn. The slowest, whose figures are farthest from a bar, come last, where a time limit cuts."""
+KEEP_PINNED = ("ours", "transformer_engine", "hooks")
+"""Kinds whose variants go on with the pinned memory of the one before; of Megatron-Core's each is to show its own."""
 
 
 def plain_peak(workload: Any) -> tuple[int, int]:
@@ -149,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
         entry, variant = entries[name], by_name[name]
         if entry["error"] is None:
             say(f"round {number + 1} of {options.rounds}: {name}")
-            give_back_memory(keeps_pinned=variant.kind == kind)
+            give_back_memory(keeps_pinned=variant.kind == kind and kind in KEEP_PINNED)
             kind = variant.kind
             entry["error"] = attempt(partial(measure, workload, variant, entry))
         data["figures"] = figures(data["variants"])
