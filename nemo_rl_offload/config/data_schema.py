@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, TypedDict
 
-from annotated_types import Gt
+from annotated_types import Gt, Le
 
 from nemo_rl_offload.config.types import Positive, Seed, Share, closed
 
@@ -11,8 +11,8 @@ from nemo_rl_offload.config.types import Positive, Seed, Share, closed
 class ProblemsConfig(TypedDict):
     seed: Seed
     """Seed of the problem generator; problem i uses seed + i."""
-    size: Positive
-    """Number of problems."""
+    size: Annotated[int, Gt(0), Le(10_000_000)]
+    """Number of problems, whose order is held in memory."""
 
 
 @closed

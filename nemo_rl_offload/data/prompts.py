@@ -7,6 +7,7 @@ known only at its end.
 """
 
 import warnings
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -107,8 +108,8 @@ class TrainingPrompts:
             "Give a larger data.train.size or data.max_input_seq_length."
         )
 
-    def _epoch_order(self) -> list[int]:
-        order = list(range(len(self._problems)))
+    def _epoch_order(self) -> "array[int]":
+        order = array("I", range(len(self._problems)))
         if self._shuffle:
             Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order

@@ -79,6 +79,7 @@ def test_keys_are_checked(check: Check, override: str, text: str) -> None:
         (f"{M}.optimizer.lr=nan", "NaN", "a number from 0."),
         (f"{M}.optimizer.lr=inf", "Infinity", "a number from 0."),
         ("policy.model_name=3", "3", "text."),
+        ("data.train.size=10000001", "10000001", "a whole number above 0 up to 10000000."),
         ("policy.generation.top_p=0", "0", "a number above 0 up to 1."),
         ("policy.generation.temperature=0.0", "0.0", "a number above 0."),
         ("loss_fn.ratio_clip_min=1.5", "1.5", "a number above 0 up to 1."),
@@ -104,7 +105,7 @@ def test_values_are_checked(check: Check, override: str, given: str, allowed: st
 def test_items_of_lists_are_checked(check: Check) -> None:
     assert problems(check, f"{M}.offload_modules=[core_attn,3]", "data.validation.exclude=[{seed:0}]") == [
         f"{M}.offload_modules.1: 3 is not allowed. Allowed: text.",
-        "data.validation.exclude.0.size: missing. Allowed: a whole number above 0.",
+        "data.validation.exclude.0.size: missing. Allowed: a whole number above 0 up to 10000000.",
     ]
 
 
