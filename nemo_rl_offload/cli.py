@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_offload.cluster.interruption import forget_rays_alarm
 from nemo_rl_offload.command_line import ALGORITHMS, build_parser
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 
@@ -206,6 +207,7 @@ def _terminated_like_interrupted() -> Iterator[None]:
     """SIGTERM unwinds like Ctrl-C, so that workers and Ray are gone when the process ends."""
 
     def interrupt(_signal: int, _frame: object) -> None:
+        forget_rays_alarm()
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, interrupt)

@@ -8,6 +8,14 @@ from collections.abc import Iterator
 from types import FrameType
 
 
+def forget_rays_alarm() -> None:
+    """Where SIGTERM meets Ray's C++ part as it starts, that sets an alarm, and would abort the process after 3 s.
+
+    Python hears of the signal later, whichever handler it has by then.
+    """
+    signal.alarm(0)
+
+
 @contextlib.contextmanager
 def interrupted_afterwards(what: str) -> Iterator[None]:
     """SIGINT and SIGTERM take effect when the block has ended; a second one takes effect at once.
@@ -23,6 +31,7 @@ def interrupted_afterwards(what: str) -> Iterator[None]:
     arrived: list[int] = []
 
     def remember(number: int, _frame: FrameType | None) -> None:
+        forget_rays_alarm()
         if arrived:
             raise KeyboardInterrupt
         arrived.append(number)

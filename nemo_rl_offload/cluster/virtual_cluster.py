@@ -39,7 +39,7 @@ from ray._private import services as ray_services
 from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from nemo_rl_offload.cluster.interruption import interrupted_afterwards
+from nemo_rl_offload.cluster.interruption import forget_rays_alarm, interrupted_afterwards
 from nemo_rl_offload.errors import ResourceError
 
 logger = logging.getLogger(__name__)
@@ -287,6 +287,9 @@ def _connect() -> None:
                     raise
                 ray.shutdown()
                 _start_local()  # on a busy machine Ray's 30 s are soon over; its files are in memory the second time
+    except SystemExit:
+        forget_rays_alarm()
+        raise
     except Exception as error:  # Ray raises plain ones too: "node timed out during startup"
         if not address:
             raise ResourceError(f"Could not start a local Ray cluster: {error}") from error
@@ -349,6 +352,7 @@ def _probe(address: str) -> None:
 
 
 def _exit_on_sigterm(signal_number: int, frame: FrameType | None) -> None:
+    forget_rays_alarm()
     sys.exit(128 + signal_number)
 
 

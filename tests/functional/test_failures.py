@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cpu_processes import cpu_cluster
+from example_runs import run_python
 from test_grpo_run import SMALL, start_run, wait_for, wait_until_gone
 
 from nemo_rl_offload.cli import main
@@ -142,3 +143,27 @@ def test_a_killed_worker(tmp_path: Path) -> None:
 
 def is_rank(process: psutil.Process) -> bool:
     return any(part.startswith("ray::RankActor") for part in process.cmdline())
+
+
+TERMINATED_IN_RAYS_START = """
+import os, signal, sys, threading, time
+import ray._private.worker as ray_worker
+
+def terminate():
+    while not getattr(ray_worker.global_worker, "core_worker", None):
+        time.sleep(0.0005)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=terminate, daemon=True).start()
+from nemo_rl_offload.cli import main
+code = main(sys.argv[1:])
+sys.exit("an alarm is set" if signal.alarm(0) else code)
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_that_meets_rays_native_part(tmp_path: Path) -> None:
+    """Its handler sets an alarm that aborts the process 3 s later, which may take longer to end."""
+    done = run_python("-c", TERMINATED_IN_RAYS_START, "run", "grpo", *SMALL, "--run-dir", str(tmp_path / "run"))
+    assert done.returncode == 130, done.stderr
+    assert "Interrupted." in done.stderr

@@ -42,6 +42,17 @@ def test_takes_effect_afterwards(
     assert capsys.readouterr().err == "Ending as soon as the start is done; a second time, at once ...\n"
 
 
+def test_rays_alarm_is_forgotten() -> None:
+    def start() -> None:
+        with interrupted_afterwards("the start"):
+            signal.alarm(3)
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        start()
+    assert signal.alarm(0) == 0
+
+
 def test_a_second_one_takes_effect_at_once() -> None:
     done = []
 
