@@ -37,6 +37,7 @@ _READERS: dict[str, tuple[str, ...]] = {
 
 _OTHER_SCORERS = ("env.math.", "env.function.")
 
+_TOKENS = ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")
 _COLOCATED, _SHAPING, _OPTIMIZER = "policy.generation.colocated", "grpo.reward_shaping", f"{MEGATRON}.optimizer"
 _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     (f"{MEGATRON}.scheduler.lr_decay_style", ("linear", "cosine"), (f"{_OPTIMIZER}.min_lr",)),
@@ -63,14 +64,9 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
         ),
     ),
     *(
-        (
-            f"policy.{name}.enabled",
-            (True,),
-            tuple(f"policy.{name}.{key}" for key in ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")),
-        )
-        for name in BY_TOKENS
+        (f"policy.{name}.enabled", (True,), tuple(f"policy.{name}.{key}" for key in keys))
+        for name, keys in (("dynamic_batching", _TOKENS), ("sequence_packing", ("algorithm", *_TOKENS)))
     ),
-    ("policy.sequence_packing.enabled", (True,), ("policy.sequence_packing.algorithm",)),
     (
         f"{MEGATRON}.moe_paged_stash",
         (True,),

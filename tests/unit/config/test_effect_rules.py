@@ -133,7 +133,11 @@ def test_what_another_key_switches_off(check: Check, overrides: str, fix: str, s
         (["policy.sequence_packing.algorithm=concatenative"], "policy.sequence_packing.enabled=true"),
         (["policy.dynamic_batching.sequence_length_round=8"], "policy.dynamic_batching.enabled=true"),
         (
-            ["policy.sequence_packing.train_mb_tokens=512", "policy.sequence_packing.logprob_mb_tokens=512"],
+            [
+                "policy.sequence_packing.algorithm=concatenative",
+                "policy.sequence_packing.train_mb_tokens=512",
+                "policy.sequence_packing.logprob_mb_tokens=512",
+            ],
             "policy.sequence_packing.enabled=true",
         ),
         ([f"{M}.optimizer.sgd_momentum=0.5"], f"{M}.optimizer.optimizer=sgd"),
