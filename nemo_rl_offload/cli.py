@@ -9,7 +9,9 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from nemo_rl_offload.config.sources import LoadedConfig
 
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 REPEAT_INTERRUPT_S = 0.1
@@ -63,13 +67,9 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
 
     source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm]
     config = read_config(source, overrides)
-    if (other := config.values.get("algorithm")) in ALGORITHMS and other != options.algorithm:
-        raise ConfigError(
-            f"{source}: algorithm: this configuration is for {other}, not for {options.algorithm}. "
-            f"Run `nemo-rl-offload run {other}`, or set algorithm={options.algorithm}."
-        )
-    checked = check_config(config, str(source))
+    checked = check_config(_for_algorithm(options.algorithm, config), str(source))
     from nemo_rl_offload.observability.run_directory import (
+        ERROR_FILE,
         SUMMARY_FILE,
         changed_means,
         open_run_directory,
@@ -93,9 +93,23 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
             if changed := changed_means(run_dir, checked.config):
                 console.print(f"warning: without effect: {changed}", style="yellow", markup=False)
         else:
-            _train(options.algorithm, checked.config, run_dir, console)
+            with _warnings_as_lines(console):
+                _train(options.algorithm, checked.config, run_dir, console)
+            (run_dir / ERROR_FILE).unlink(missing_ok=True)  # of a start before this one
         _show_summary(summary_file, options.format, console)
     return 0
+
+
+def _for_algorithm(algorithm: str, config: "LoadedConfig") -> "LoadedConfig":
+    """The configuration, with a problem more where it is for another algorithm."""
+    other = config.values.get("algorithm")
+    if other not in ALGORITHMS or other == algorithm:
+        return config
+    problem = (
+        f"algorithm: this configuration is for {other}, not for {algorithm}. "
+        f"Run `nemo-rl-offload run {other}`, or set algorithm={algorithm}."
+    )
+    return replace(config, problems=[*config.problems, problem])
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
@@ -179,6 +193,18 @@ def _train(algorithm: str, config: Any, run_dir: Path, console: "Console") -> No
         console.print(f"{line} ...", markup=False)
 
     RUNNERS[algorithm](config, run_dir, say, sys.stderr if console.stderr else None)
+
+
+@contextlib.contextmanager
+def _warnings_as_lines(console: "Console") -> Iterator[None]:
+    """Show what is warned of as the command line shows its own warnings, without the place in the source."""
+
+    def show(message: Warning | str, *_: object, **_others: object) -> None:
+        console.print(f"warning: {message}", style="yellow", markup=False)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def _show_summary(path: Path, form: str, console: "Console") -> None:

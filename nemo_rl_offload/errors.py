@@ -1,5 +1,6 @@
 """Errors meant for the user: the message says it all, so the command line prints it without a traceback."""
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -39,3 +40,9 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest of ``allowed``, or ``""`` when none is close."""
     matches = get_close_matches(name, list(allowed), n=1)
     return f" Did you mean '{matches[0]}'?" if matches else ""
+
+
+def where_else(error: Exception, alternative: str) -> str:
+    """Return what to do where something cannot be written: `alternative`, or to make room, if that is what failed."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return f"Free some space there, or {alternative}." if is_full else f"{alternative[0].upper()}{alternative[1:]}."

@@ -4,8 +4,9 @@ import argparse
 import contextlib
 import gc
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -91,20 +92,23 @@ def difference(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
-    """The configuration on the command line as the planner sees it. Raises ConfigError."""
-    device, per_node = find_device(options.gpu), options.gpus_per_node
-    if per_node is not None and per_node < 1:
-        raise ConfigError(f"--gpus-per-node {per_node}: give a number from 1 on.")
-    config = loaded.values
+    """The configuration on the command line as the planner sees it. Raises one ConfigError with all problems."""
+    config, per_node = loaded.values, options.gpus_per_node
     if per_node is not None and isinstance(config.get("cluster"), Mapping):
         config = {**config, "cluster": {**config["cluster"], "gpus_per_node": per_node}}
-    check_to_plan(replace(loaded, values=config), str(options.config))
+    device, skew, memory_bytes, _ = _all_or_none(
+        partial(find_device, options.gpu),
+        partial(_skew, options),
+        partial(_given_bytes, options.memory),
+        partial(_check, config, options, loaded),
+    )
+    assert isinstance(device, Device)
     policy, cluster, algorithm = config["policy"], config["cluster"], config["algorithm"]
     if cluster["gpus_per_node"] != "auto":
         per_node = cluster["gpus_per_node"]
     per_node = device.devices_per_node if per_node is None else per_node
     offload = policy["megatron_cfg"]["activation_offload"]
-    host_budget, shape, skew = offload["host_memory_budget"], _shape(policy["model_name"]), _skew(options)
+    host_budget, shape = offload["host_memory_budget"], _shape(policy["model_name"])
     if skew is not None and shape.experts is None:
         given = "--routing-skew" if options.recorded_run is None else "--recorded-run"
         raise ConfigError(f"{given}: {policy['model_name']} has no experts whose tokens could be uneven. Leave it out.")
@@ -114,7 +118,7 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         device,
         _num_training(config, per_node),
         skew=skew,
-        memory_bytes=_memory_bytes(options.memory, offload["gpu_memory_budget"], device),
+        memory_bytes=_memory_bytes(memory_bytes, offload["gpu_memory_budget"], device),
         host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
         reference_on_host=_keeps_reference(config),
         rows_per_sample=rows_per_sample(algorithm),
@@ -123,6 +127,25 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         teacher_element_bytes=4 if (config["teacher"]["precision"] or policy["precision"]) == "float32" else 2,
         ranks_per_node=per_node,
     )
+
+
+def _all_or_none(*readers: Callable[[], Any]) -> list[Any]:
+    """What each returns; raises one ConfigError with what all of them raised, where one did."""
+    found, problems = [], []
+    for read in readers:
+        try:
+            found.append(read())
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return found
+
+
+def _check(config: dict[str, Any], options: argparse.Namespace, loaded: LoadedConfig) -> None:
+    if options.gpus_per_node is not None and options.gpus_per_node < 1:
+        raise ConfigError(f"--gpus-per-node {options.gpus_per_node}: give a number from 1 on.")
+    check_to_plan(replace(loaded, values=config), str(options.config))
 
 
 def _shape(name: str) -> ModelShape:
@@ -158,14 +181,18 @@ def _least_sequence(config: Mapping[str, Any]) -> int:
     return int(config["data"]["max_input_seq_length"]) + int(config["policy"]["generation"]["max_new_tokens"])
 
 
-def _memory_bytes(given: str | None, allocator_budget: str | None, device: Device) -> int:
+def _given_bytes(size: str | None) -> int | None:
+    try:
+        return None if size is None else parse_bytes(size)
+    except ConfigError as error:
+        raise ConfigError(f"--memory: {error}") from error
+
+
+def _memory_bytes(given_bytes: int | None, allocator_budget: str | None, device: Device) -> int:
     """Device memory for a plan; 0: all of it. `auto` keeps what torch's allocator hands out within its budget, beside
     which the allowances stand."""
-    if given is not None:
-        try:
-            return parse_bytes(given)
-        except ConfigError as error:
-            raise ConfigError(f"--memory: {error}") from error
+    if given_bytes is not None:
+        return given_bytes
     if allocator_budget is None:
         return 0
     budget_bytes = parse_bytes(allocator_budget)

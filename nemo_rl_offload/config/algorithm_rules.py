@@ -1,11 +1,13 @@
 """Rules about the sections of the algorithms."""
 
+import math
 from collections.abc import Iterator
 
 from nemo_rl_offload.config.loader import resolve_data_path, resolve_model_path
 from nemo_rl_offload.config.rule import Get, Rule
 from nemo_rl_offload.config.run_rules import GENERATES, takes_problems
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.planner.layout import nearest_multiple
 
 SPLITS = ("data.train", "data.validation")
 METRICS = {
@@ -26,7 +28,8 @@ def _samples_per_step(get: Get) -> Iterator[str]:
         yield (
             f"policy.train_global_batch_size: {whole} does not divide the samples of a step, "
             f"{algorithm}.num_prompts_per_step x num_generations_per_prompt = {prompts} x {generations}. "
-            f"Set {prompts * generations} for one update per step."
+            f"Set {prompts * generations} for one update per step, or {algorithm}.num_prompts_per_step to "
+            f"{nearest_multiple(prompts, whole // math.gcd(whole, generations))}."
         )
 
 

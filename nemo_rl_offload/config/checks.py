@@ -184,6 +184,9 @@ def _schema_problems(raw: Mapping[str, Any], error: ValidationError) -> dict[str
     problems = {}
     for details in error.errors(include_url=False, include_context=False):
         location = details["loc"]
+        if location[-1] == "[key]" and details["type"].startswith("int"):
+            problems[_dotted(location[:-1])] = "is no key here. Allowed: whole numbers."
+            continue
         if details["type"] in ("extra_forbidden", "invalid_key") or location[-1] == "[key]":
             location = tuple(part for part in location if part != "[key]")
             section = _locate(raw, location[:-1])[1]

@@ -104,6 +104,12 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ),
 )
 """A key, the switch; and keys that are read only while it has one of these values."""
+_UNREAD: tuple[tuple[str, Any, str], ...] = (
+    (f"{MEGATRON}.pipeline_model_parallel_size", 1, f"{MEGATRON}.batch_p2p_comm"),
+    (f"{MEGATRON}.cuda_graph_impl", "none", f"{MEGATRON}.cuda_graph_warmup_steps"),
+    (f"{_OPTIMIZER}.optimizer_cpu_offload", False, f"{_OPTIMIZER}.optimizer_offload_fraction"),
+)
+"""A key, its value with which nothing reads the other key, and that; no other value is to be advised for that alone."""
 
 
 def _not_of_the_algorithm(get: Get) -> Iterator[str]:
@@ -188,11 +194,23 @@ def _metric_is_not_measured(get: Get) -> Iterator[str]:
         )
 
 
+def _unread(switch: str, value: Any, path: str, get: Get) -> Iterator[str]:
+    if get(switch) == value and not _is_default(path, get):
+        yield f"{_no_effect([path], get)} while {switch} is {_shown(value)}. Set this to {_shown(_default(path, get))}."
+
+
 def _schedule_has_no_such_phase(get: Get) -> Iterator[str]:
     scheduler = f"{MEGATRON}.scheduler"
     if get(f"{scheduler}.lr_warmup_init") and not get(f"{scheduler}.lr_warmup_iters"):
         yield f"{scheduler}.lr_warmup_init: has no effect without a warm-up. Set lr_warmup_iters, or this to 0.0."
     styles = [get(f"{scheduler}.{key}") for key in ("lr_decay_style", "weight_decay_incr_style")]
+    weight_decays = [get(f"{scheduler}.{key}_weight_decay") for key in ("start", "end")]
+    is_decayed = any(value not in (None, get(f"{_OPTIMIZER}.weight_decay")) for value in weight_decays)
+    if styles[1] != "constant" and not is_decayed:
+        yield (
+            f"{scheduler}.weight_decay_incr_style: {styles[1]} has no effect without start_weight_decay and "
+            "end_weight_decay. Give them, or set this to constant."
+        )
     if get(f"{scheduler}.lr_decay_iters") is not None and styles == ["constant", "constant"]:
         yield (
             f"{scheduler}.lr_decay_iters: has no effect while lr_decay_style and weight_decay_incr_style are constant. "
@@ -222,6 +240,7 @@ def _shown(value: Any) -> str:
 EFFECT_WARNINGS: tuple[Rule, ...] = (
     _not_of_the_algorithm,
     *(partial(_switched_off, *each) for each in _SWITCHES),
+    *(partial(_unread, *each) for each in _UNREAD),
     _penalty_is_none,
     _metric_is_not_measured,
     _schedule_has_no_such_phase,

@@ -11,7 +11,7 @@ import json
 import operator
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import lru_cache, partial, reduce
@@ -84,8 +84,9 @@ def read_config(
     for text in overrides:
         try:
             override = OverridesParser.create().parse_override(text)
+            before = {path for path, _ in nodes(config)}
             _apply_override(config, override)
-            origins |= _override_origins(override)
+            origins |= _override_origins(override, before)
         except ConfigError as error:
             problems.append(f"override '{text}': {error}")
         except HydraException as error:
@@ -129,10 +130,13 @@ def _nearest_path(name: str, config: dict[str, Any]) -> str | None:
     return next((paths[found] for found in get_close_matches(name, paths, n=1)), None)
 
 
-def _override_origins(override: Override) -> dict[str, str]:
+def _override_origins(override: Override, before: Collection[str]) -> dict[str, str]:
+    """Of the key, of what it holds, and of the sections around it that were not there ``before``."""
     path = override.key_or_group
+    parts = path.split(".")
+    around = [section for depth in range(1, len(parts)) if (section := ".".join(parts[:depth])) not in before]
     given = [f"{path}.{inner}" for inner, _ in nodes(override.value())]
-    return dict.fromkeys([path, *given], OVERRIDE)
+    return dict.fromkeys([*around, path, *given], OVERRIDE)
 
 
 def _resolve(config: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -273,7 +273,8 @@ def _no_experts(get: Get) -> Iterator[str]:
     )
     keys = [f"moe_{name}" for name in (*names, "shared_expert_overlap")]
     given = [key for key in keys if megatron(get, key) is not None]
-    given += ["freeze_moe_router"] if megatron(get, "freeze_moe_router") else []
+    given += [name for name in ("freeze_moe_router", "moe_per_layer_logging") if megatron(get, name)]
+    given += ["moe_token_dispatcher_type"] if megatron(get, "moe_token_dispatcher_type") == "allgather" else []
     if given and not model_shape(get).has_experts:
         yield from (f"{MEGATRON}.{key}: ignored, because the model has no experts." for key in given)
 

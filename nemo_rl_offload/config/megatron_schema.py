@@ -7,16 +7,16 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Gt, Le
 
-from nemo_rl_offload.config.types import Beta, Count, Fraction, NonNegative, Positive, Share, closed
+from nemo_rl_offload.config.types import Beta, Count, Fraction, NonNegative, Positive, Share, Size, closed
 
 
 @closed
 class ActivationOffloadConfig(TypedDict):
     engine: Literal["native", "megatron"]
     """Who moves the activations: this project's engine, or Megatron-Core's (needs Transformer Engine)."""
-    gpu_memory_budget: str | None
+    gpu_memory_budget: Size | None
     """Device memory that a rank may use ("72GiB"): what offload_modules: auto has to reach."""
-    host_memory_budget: Share | str
+    host_memory_budget: Share | Size
     """Host memory: share of the node's free memory, divided by its ranks, or a size per rank ("32GiB")."""
 
 

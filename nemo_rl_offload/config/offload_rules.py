@@ -39,6 +39,9 @@ def module_names(get: Get) -> Iterator[str]:
             continue
         if name in (*NATIVE_MODULES, *MEGATRON_MODULES):
             reason = f"only engine: {other} can offload it."
+        elif name == "auto":
+            yield f"{PATH}: 'auto' chooses among all modules, and stands alone. Write it so, or remove it."
+            continue
         else:
             reason = f"unknown module.{nearest(name, allowed)}"
         yield f"{PATH}: '{name}': {reason} Allowed: {', '.join(allowed)}."

@@ -19,6 +19,7 @@ from nemo_rl_offload.config.rule import MEGATRON, Get, Rule, megatron
 from nemo_rl_offload.config.run_rules import RUN_RULES, RUN_RULES_OF_THIS_MACHINE
 from nemo_rl_offload.config.shapes import read_shape
 from nemo_rl_offload.config.stash_rules import STASH_RULES
+from nemo_rl_offload.config.task_rules import TASK_RULES, TASK_RULES_OF_THIS_MACHINE
 from nemo_rl_offload.config.worker_counts import WORKER_COUNT_RULES
 from nemo_rl_offload.config.worker_rules import WORKER_RULES, WORKER_WARNINGS
 from nemo_rl_offload.errors import ConfigError
@@ -116,6 +117,7 @@ RULES: tuple[Rule, ...] = (
     *WORKER_RULES,
     *BATCHING_RULES,
     *RUN_RULES,
+    *TASK_RULES,
     *ALGORITHM_RULES,
 )
 RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (
@@ -123,6 +125,7 @@ RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (
     _tokenizer_is_here,
     transformer_engine_is_here,
     *RUN_RULES_OF_THIS_MACHINE,
+    *TASK_RULES_OF_THIS_MACHINE,
     *ALGORITHM_RULES_OF_THIS_MACHINE,
 )
 """What a run needs here, and a check elsewhere does not."""

@@ -1,13 +1,10 @@
 """Rules about prompts and tasks: everything outside `policy.megatron_cfg` that several algorithms share."""
 
-import re
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 from nemo_rl_offload.config.rule import Get, Rule
-from nemo_rl_offload.errors import nearest
 
 GENERATES = ("grpo", "distillation")
 """Algorithms that sample responses to problems."""
@@ -25,24 +22,6 @@ def _prompt_template(get: Get) -> Iterator[str]:
     template = get("data.prompt_template")
     if template is not None and "{question}" not in template:
         yield "data.prompt_template: has no place for the question. Put {question} into it."
-
-
-def _task(get: Get) -> Iterator[str]:
-    task = get("env.reasoning_gym.task")
-    names = task_names()
-    if task is None and takes_problems(get):
-        yield "env.reasoning_gym.task: missing value. Give one: env.reasoning_gym.task=..."
-    elif task is not None and task not in names:
-        hint = nearest(task, names) or f" Some of them: {', '.join(sorted(names)[:5])}."
-        yield f"env.reasoning_gym.task: '{task}' is none of reasoning-gym's {len(names)} tasks.{hint}"
-
-
-def _function(get: Get) -> Iterator[str]:
-    path = get("env.function.path")
-    if path is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", path):
-        yield f"env.function.path: '{path}' names no function. Write it as package.module:name."
-    elif path is None and get("algorithm") in GENERATES and get("data.env_name") == "function":
-        yield "env.function.path: missing value. Give one: env.function.path=package.module:name"
 
 
 def _generation_workers(get: Get) -> Iterator[str]:
@@ -66,17 +45,6 @@ def _generation_workers(get: Get) -> Iterator[str]:
         )
 
 
-@cache
-def task_names() -> set[str]:
-    """Return the names of reasoning-gym's data sets, read from its sources: importing it takes seconds."""
-    package = find_spec("reasoning_gym")
-    assert package is not None
-    assert package.submodule_search_locations
-    declared = re.compile(r'^(?:DATASET_NAME\s*=|register_dataset\()\s*"(\w+)"', re.MULTILINE)
-    sources = Path(package.submodule_search_locations[0]).rglob("*.py")
-    return {name for source in sources for name in declared.findall(source.read_text(encoding="utf-8"))}
-
-
 def _tracker_is_here(name: str, get: Get) -> Iterator[str]:
     if get(f"logger.{name}_enabled") and find_spec(name) is None:
         yield (
@@ -91,7 +59,5 @@ RUN_RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (
 )
 RUN_RULES: tuple[Rule, ...] = (
     _prompt_template,
-    _task,
-    _function,
     _generation_workers,
 )

@@ -15,6 +15,7 @@ NonNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Gt(0), Le(1)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Beta = Annotated[float, Ge(0), Lt(1)]
+Size = Annotated[str, 'like "72GiB"']
 
 _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null", Any: "any"}
 _PLURALS = {int: "whole numbers", str: "text", Any: "values"}
@@ -37,7 +38,8 @@ def describe(annotation: Any) -> str:
             for kind, name, word in _BOUNDS
             if isinstance(bound, kind)
         ]
-        return " ".join([describe(arguments[0]), *bounds])
+        examples = [each for each in arguments[1:] if isinstance(each, str)]
+        return " ".join([describe(arguments[0]), *bounds, *examples])
     if origin in (Union, UnionType):
         return ", or ".join(describe(a) for a in arguments)
     if origin is Literal:

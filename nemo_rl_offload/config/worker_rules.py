@@ -127,7 +127,8 @@ WORKER_RULES: tuple[Rule, ...] = (_env_vars, _model_overrides)
 
 def _left_to_megatron(get: Get) -> Iterator[str]:
     for name in megatron(get, "model_overrides"):
-        if name in _fields_that_megatron_checks():
+        is_refused = name in keys_of(MegatronConfig) or name in _OWNER_OF
+        if name in _fields_that_megatron_checks() and not is_refused:
             yield f"{MEGATRON}.model_overrides.{name}: Megatron-Core's own rules for it are checked when workers start."
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_offload.data.reasoning_gym import Problem
-from nemo_rl_offload.data.records import read_records, report_bad_records
+from nemo_rl_offload.data.records import read_section, report_bad_records
 from nemo_rl_offload.errors import DataError
 
 QUESTIONS = ("prompt", "question", "problem", "input")
@@ -21,7 +21,7 @@ def read_problems(path: Path, split: str | None, *, name: str, needs_answer: boo
         DataError: nothing can be read there, or records that cannot be used and are not skipped.
     """
     problems, bad = [], []
-    for record in read_records(path, split):
+    for record in read_section(name, path, split):
         try:
             if isinstance(record.content, str):
                 raise ValueError(record.content)
@@ -30,7 +30,7 @@ def read_problems(path: Path, split: str | None, *, name: str, needs_answer: boo
             bad.append(f"{record.place}: {error}")
     report_bad_records(name, bad, num_good=len(problems), skips_bad=skips_bad)
     if not problems:
-        raise DataError(f"{name}: {path} holds no problems.")
+        raise DataError(f"{name}.path: {path} holds no problems. Give records with a question.")
     return problems
 
 

@@ -10,6 +10,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from random import Random
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from nemo_rl_offload.config.data_schema import DataConfig, ReasoningGymConfig, V
 from nemo_rl_offload.config.loader import resolve_data_path
 from nemo_rl_offload.data.problem_files import read_problems
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
+from nemo_rl_offload.data.records import all_or_none
 from nemo_rl_offload.data.tokenizer import encode_prompt
 from nemo_rl_offload.errors import DataError
 
@@ -137,8 +139,8 @@ def prompt_sets(
         validation = _validation_set(data["validation"], task, encoder)
         problems = problems_of(task, data["train"]["seed"], data["train"]["size"])
     else:
-        validation = [prompt for problem in _from_files(data, "validation") if (prompt := encoder(problem))]
-        problems = _from_files(data, "train")
+        held, problems = all_or_none(partial(_from_files, data, "validation"), partial(_from_files, data, "train"))
+        validation = [prompt for problem in held if (prompt := encoder(problem))]
     held_out = frozenset(prompt.problem.question for prompt in validation)
     return TrainingPrompts(problems, encoder, held_out, shuffle=data["shuffle"], seed=seed), validation
 

@@ -6,6 +6,7 @@ A sample is a tuple of rows: one for supervised data, chosen and rejected for pr
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from random import Random
 from typing import Any
@@ -19,7 +20,7 @@ from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.chat import BadRecordError, ChatEncoder, Row, parse_conversation, parse_preference
 from nemo_rl_offload.data.prompts import problem_sets
 from nemo_rl_offload.data.reasoning_gym import Problem
-from nemo_rl_offload.data.records import Record, read_records, report_bad_records
+from nemo_rl_offload.data.records import Record, all_or_none, read_section, report_bad_records
 from nemo_rl_offload.errors import DataError
 
 Sample = tuple[Row, ...]
@@ -51,9 +52,11 @@ def sample_sets(
     if data["train"]["path"] is None:
         train, validation = reader.problems(data, config)
     else:
-        train = reader.file(data["train"], "data.train")
-        has_validation = data["validation"]["path"] is not None
-        validation = reader.file(data["validation"], "data.validation") if has_validation else []
+        sources = [(data["train"], "data.train")]
+        if data["validation"]["path"] is not None:
+            sources.append((data["validation"], "data.validation"))
+        train, *rest = all_or_none(*(partial(reader.file, *source) for source in sources))
+        validation = rest[0] if rest else []
     if len(train) < batch_size:
         raise DataError(
             f"data.train: {len(train)} samples do not fill a batch of policy.train_global_batch_size {batch_size}. "
@@ -74,7 +77,8 @@ class _Reader:
     def file(self, source: TrainingDataConfig | ValidationDataConfig, name: str) -> list[Sample]:
         """Samples of the file or folder of the section ``name``."""
         assert source["path"] is not None
-        return self._samples(read_records(resolve_data_path(source["path"]), source["split"]), name)
+        path = resolve_data_path(source["path"])
+        return self._samples(read_section(name, path, source["split"]), name)
 
     def problems(self, data: DataConfig, config: MasterConfig) -> tuple[list[Sample], list[Sample]]:
         """Samples of reasoning-gym's problems and their answers; no question is in both sets."""
@@ -108,7 +112,11 @@ class _Reader:
     def _report(self, name: str, counts: DataCounts, bad: list[str]) -> None:
         report_bad_records(name, bad, num_good=counts.num_samples, skips_bad=self._skips_bad)
         if not counts.num_samples:
-            raise DataError(f"{name}: no samples ({counts.num_dropped} were longer than the limit).")
+            why = (
+                f": {counts.num_dropped} had nothing to learn within policy.max_total_sequence_length "
+                f"{self._max_length}. Raise it."
+            )
+            raise DataError(f"{name}: no samples{why if counts.num_dropped else '. Give some.'}")
         if counts.num_truncated:
             warnings.warn(
                 f"{name}: {counts.num_truncated} sample(s) cut to policy.max_total_sequence_length {self._max_length}; "

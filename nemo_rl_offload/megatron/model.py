@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors import SafetensorError
 
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.errors import ConfigError, ResourceError, WorkerError
+from nemo_rl_offload.errors import ConfigError, ResourceError, WorkerError, where_else
 from nemo_rl_offload.megatron.bridge import bridge
 from nemo_rl_offload.megatron.quiet import quiet
 from nemo_rl_offload.megatron.setup import (
@@ -225,5 +225,5 @@ def _absent_on_failure(partial: Path, destination: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ResourceError(
-            f"{destination}: cannot be written: {error}. Free some space there, or name another folder."
+            f"{destination}: cannot be written: {error}. {where_else(error, 'name another folder')}"
         ) from error

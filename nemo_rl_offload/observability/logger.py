@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from nemo_rl_offload.config.schema import LoggerConfig
-from nemo_rl_offload.errors import ResourceError
+from nemo_rl_offload.errors import ResourceError, where_else
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -149,7 +149,7 @@ def _explained(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ResourceError(
-            f"Cannot write {path}: {reason}. Free some space there, or choose another folder with --run-dir."
+            f"Cannot write {path}: {reason}. {where_else(error, 'choose another folder with --run-dir')}"
         ) from error
 
 

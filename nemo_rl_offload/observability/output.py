@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from nemo_rl_offload.errors import ConfigError, ResourceError
+from nemo_rl_offload.errors import ConfigError, ResourceError, where_else
 
 
 def make_writable(folder: Path, given: str) -> None:
@@ -87,5 +87,5 @@ def _cannot_write(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ResourceError(
-            f"Cannot write {path}: {error.strerror or error}. Free some space there, or name another folder."
+            f"Cannot write {path}: {error.strerror or error}. {where_else(error, 'name another folder')}"
         ) from error

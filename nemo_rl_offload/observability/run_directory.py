@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 import yaml
 
-from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
+from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError, where_else
 from nemo_rl_offload.observability.logger import write_json_atomic
 from nemo_rl_offload.observability.manifest import Manifest, check_contents, check_sizes, file_digest
 
@@ -208,7 +208,7 @@ def _explained(path: Path) -> Iterator[None]:
     except OSError as error:
         raise ResourceError(
             f"Cannot write {path}: {error.strerror or error}. "
-            "Free some space there, or choose another folder with --run-dir."
+            f"{where_else(error, 'choose another folder with --run-dir')}"
         ) from error
 
 

@@ -198,7 +198,7 @@ def num_microbatches(global_batch: int, micro_batch: int, num_shards: int, num_i
         raise ConfigError(
             f"{path}: {global_batch} is not a multiple of train_micro_batch_size x data-parallel ranks = "
             f"{micro_batch} x {num_shards} = {per_pass}. The nearest that is: "
-            f"{nearest_multiple(global_batch, per_pass)}."
+            f"{nearest_multiple(global_batch, per_pass)}. Or change train_micro_batch_size, or the number of workers."
         )
     number = global_batch // per_pass
     if number % num_interleaved:

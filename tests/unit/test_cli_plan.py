@@ -300,6 +300,13 @@ REFUSED = [
 ]
 
 
+def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--gpu", "h1000", "--memory", "72", "--routing-skew", "0.5", "policy.train_micro_batch_size=x"]
+    text = plan(capsys, SMALL, *wrong, "--gpus-per-node", "8", code=EXIT_USER_ERROR)
+    words = ["--gpu h1000:", "--routing-skew 0.5:", "--memory: '72'", SMALL, 'policy.train_micro_batch_size: "x"']
+    assert [line.startswith(word) for line, word in zip(text.removeprefix("error: ").splitlines(), words, strict=True)]
+
+
 @pytest.mark.parametrize(("words", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
 def test_bad_input_gets_one_message_with_the_fix(
     words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]

@@ -1,3 +1,5 @@
+import errno
+
 import pytest
 
 from nemo_rl_offload import errors
@@ -22,3 +24,9 @@ def test_nearest_names_the_closest() -> None:
 def test_nearest_is_silent_where_nothing_is_close() -> None:
     assert errors.nearest("zzz", ["attn_norm", "mlp_norm"]) == ""
     assert errors.nearest("zzz", []) == ""
+
+
+def test_room_is_made_where_it_is_what_lacks() -> None:
+    full, other = (OSError(number, "") for number in (errno.ENOSPC, errno.ENOTDIR))
+    assert errors.where_else(full, "name another") == "Free some space there, or name another."
+    assert [errors.where_else(each, "name another") for each in (other, ValueError())] == ["Name another."] * 2

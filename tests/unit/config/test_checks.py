@@ -92,9 +92,9 @@ def test_keys_are_checked(check: Check, override: str, text: str) -> None:
             "a list of text, or 'auto', or null. Write it as a list: [core_attn, mlp_norm]",
         ),
         ("data.validation.exclude=3", "3", "a list of sections."),
-        (f"{M}.activation_offload.host_memory_budget=1.5", "1.5", "a number above 0 up to 1, or text."),
-        (f"{M}.activation_offload.host_memory_budget=null", "null", "a number above 0 up to 1, or text."),
-        (f"{M}.activation_offload.host_memory_budget=[]", "[]", "a number above 0 up to 1, or text."),
+        (f"{M}.activation_offload.host_memory_budget=1.5", "1.5", 'a number above 0 up to 1, or text like "72GiB".'),
+        (f"{M}.activation_offload.host_memory_budget=null", "null", 'a number above 0 up to 1, or text like "72GiB".'),
+        (f"{M}.activation_offload.host_memory_budget=[]", "[]", 'a number above 0 up to 1, or text like "72GiB".'),
     ],
 )
 def test_values_are_checked(check: Check, override: str, given: str, allowed: str) -> None:

@@ -201,7 +201,8 @@ def test_what_another_key_switches_off_in_distillation(check: Check, setting: st
     [
         ("lr_warmup_init=1e-5", "lr_warmup_iters=0", "lr_warmup_iters=5"),
         ("lr_decay_iters=50", "lr_decay_style=constant", "lr_decay_style=linear"),
-        ("lr_decay_iters=50", "lr_decay_style=constant", "weight_decay_incr_style=linear"),
+        ("lr_decay_iters=50", "lr_decay_style=constant", "weight_decay_incr_style=linear end_weight_decay=0.5"),
+        ("weight_decay_incr_style=linear", "end_weight_decay=null", "end_weight_decay=0.5"),
     ],
 )
 def test_a_phase_that_the_schedule_lacks(check: Check, setting: str, off: str, on: str) -> None:
@@ -209,9 +210,26 @@ def test_a_phase_that_the_schedule_lacks(check: Check, setting: str, off: str, o
         return check(*(f"{M}.scheduler.{override}" for override in overrides)).warnings
 
     (warning,) = warnings(setting, off)
-    assert warning.startswith(f"{M}.scheduler.{setting.split('=')[0]}: has no effect w")
-    assert warnings(setting, on) == []
+    assert warning.startswith(f"{M}.scheduler.{setting.split('=')[0]}: ")
+    assert "has no effect w" in warning
+    assert warnings(setting, *on.split()) == []
     assert warnings(off) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("batch_p2p_comm=false", "pipeline_model_parallel_size is 1. Set this to true."),
+        ("cuda_graph_warmup_steps=7", "cuda_graph_impl is none. Set this to 3."),
+        ("optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_cpu_offload is false. Set this to 1.0."),
+    ],
+)
+def test_what_no_other_value_turns_on(check: Check, setting: str, why: str) -> None:
+    (warning,) = check(f"{M}.{setting}").warnings
+    key, _, value = setting.partition("=")
+    assert warning.startswith(f"{M}.{key}: {value} has no effect while {M}.{why}")
+    two = f"{M}.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2"
+    assert not any("batch_p2p" in line for line in check(f"{M}.batch_p2p_comm=false", *two).warnings)
 
 
 def test_a_metric_that_is_never_measured(check: Check) -> None:

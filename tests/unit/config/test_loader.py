@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from nemo_rl_offload.config import loader
 from nemo_rl_offload.config.loader import load_config, read_config, resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.sizes import parse_bytes
+from nemo_rl_offload.config.sources import OVERRIDE
 from nemo_rl_offload.errors import ConfigError
 
 KEYS = st.sampled_from(["a", "b", "c"])
@@ -308,3 +309,17 @@ def test_a_missing_folder_says_where_it_was_looked_for(tmp_path: Path, monkeypat
     assert str(loader.PROJECT_ROOT / "org/model") in str(caught.value)
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         resolve_tokenizer_path(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        ("+policy.new.inner=1", "policy.new"),
+        ("+policy.new=1", "policy.new"),
+        ("+policy.new={inner: 1}", "policy.new.inner"),
+    ],
+)
+def test_what_an_override_adds_is_its_own(override: str, path: str) -> None:
+    loaded = read_config(loader.PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [override])
+    assert loaded.origin(path) == OVERRIDE
+    assert loaded.origin("policy") != OVERRIDE

@@ -164,8 +164,14 @@ CASES = [
     (
         f"{AUTO} M.activation_offload.gpu_memory_budget=72",
         "activation_offload.gpu_memory_budget",
-        "72 is not allowed. Allowed: text, or null",
+        '72 is not allowed. Allowed: text like "72GiB", or null',
         "M.activation_offload.gpu_memory_budget=72MiB",
+    ),
+    (
+        "M.offload_modules=[auto,core_attn]",
+        "offload_modules",
+        "'auto' chooses among all modules, and stands alone",
+        "M.offload_modules=[core_attn]",
     ),
     (
         "M.activation_offload_fraction=1.5",

@@ -7,7 +7,6 @@ import pytest
 
 from nemo_rl_offload.config import run_rules
 from nemo_rl_offload.config.checks import CheckedConfig
-from nemo_rl_offload.config.run_rules import task_names
 from nemo_rl_offload.errors import ConfigError
 
 Check = Callable[..., CheckedConfig]
@@ -46,18 +45,6 @@ CASES = [
         "policy.max_total_sequence_length=97",
     ),
     ("data.prompt_template=plain", "data.prompt_template", "Put {question}", "data.prompt_template=null"),
-    (
-        "env.reasoning_gym.task=spel_backward",
-        "env.reasoning_gym.task",
-        "Did you mean 'spell_backward'?",
-        "env.reasoning_gym.task=chain_sum",
-    ),
-    (
-        "env.reasoning_gym.task=zzzzzz",
-        "env.reasoning_gym.task",
-        "Some of them: ",
-        "env.reasoning_gym.task=composite",
-    ),
 ]
 
 
@@ -125,12 +112,6 @@ def test_a_broken_model_folder_is_one_problem(check: Check, make_model: MakeMode
 @pytest.mark.parametrize("overrides", ["policy.megatron_cfg.scheduler.lr_decay_style=linear", "grpo.max_num_steps=6"])
 def test_legal_combinations_pass_without_warning(check: Check, overrides: str) -> None:
     assert check(overrides).warnings == []
-
-
-def test_task_names_are_those_that_reasoning_gym_registers() -> None:
-    from reasoning_gym.factory import DATASETS
-
-    assert task_names() == set(DATASETS)
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

@@ -54,7 +54,11 @@ def test_every_key_has_a_line_of_documentation(module: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("section", "key", "words"),
     [
-        (megatron_schema.ActivationOffloadConfig, "host_memory_budget", "a number above 0 up to 1, or text"),
+        (
+            megatron_schema.ActivationOffloadConfig,
+            "host_memory_budget",
+            'a number above 0 up to 1, or text like "72GiB"',
+        ),
         (schema.ClusterConfig, "gpus_per_node", "a whole number above 0, or 'auto'"),
         (megatron_schema.MegatronConfig, "offload_modules", "a list of text, or 'auto', or null"),
         (megatron_schema.MegatronConfig, "env_vars", "a mapping of text to text, or null"),

@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from nemo_rl_offload.config.checks import CheckedConfig
+from nemo_rl_offload.config.checks import CheckedConfig, examine
+from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 from nemo_rl_offload.errors import ConfigError
 
 Check = Callable[..., CheckedConfig]
 M = "policy.megatron_cfg"
+TINY = PROJECT_ROOT / "examples/configs/grpo_tiny.yaml"
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,7 @@ M = "policy.megatron_cfg"
             "model_overrides.attention_softmax_in_fp32",
             "1 is not allowed. Allowed: true or false.",
         ),
+        ("cpu_affinity.map={a:1}", "cpu_affinity.map.a", "is no key here. Allowed: whole numbers."),
         ("cpu_affinity.map={0:-1}", "cpu_affinity.map.0", "-1 is not allowed. Allowed: a whole number from 0."),
     ],
 )
@@ -65,3 +68,6 @@ def test_fields_that_megatron_checks_itself_are_warned_about(check: Check) -> No
     assert check(f"{M}.model_overrides={{moe_z_loss_coeff:0.1}}").warnings == []
     (warning,) = check(f"{M}.model_overrides={{use_mup:true}}").warnings
     assert warning.startswith(f"{M}.model_overrides.use_mup: Megatron-Core's own rules for it")
+    found = examine(read_config(TINY, [f"{M}.model_overrides={{num_layers:3}}"]), run_here=False)
+    assert [problem.path for problem in found.problems] == [f"{M}.model_overrides.num_layers"]
+    assert found.warnings == [], "it is refused, and nothing else is to be said about it"

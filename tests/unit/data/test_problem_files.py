@@ -47,8 +47,20 @@ def test_bad_records_are_told_with_their_place_or_left_out(tmp_path: Path) -> No
         assert len(read(file, needs_answer=False, skips_bad=True)) == 2
     with pytest.raises(DataError, match="1 record"):
         read(write(tmp_path / "b.jsonl", {}), skips_bad=True)
-    with pytest.raises(DataError, match=r"data\.train: .*c\.jsonl holds no problems"):
+    with pytest.raises(DataError, match=r"data\.train\.path: .*c\.jsonl holds no problems"):
         read(write(tmp_path / "c.jsonl"))
+
+
+def test_both_files_are_told_of_at_once(tmp_path: Path) -> None:
+    files = {"train": write(tmp_path / "t.jsonl", {}), "validation": tmp_path / "v.txt"}
+    files["validation"].touch()
+    paths = [f"data.{name}.path={path}" for name, path in files.items()]
+    config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [*paths, "data.env_name=math"])
+    tokenizer = load_tokenizer(PROJECT_ROOT / "examples/models/tiny_speller")
+    with pytest.raises(DataError) as caught:
+        prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, seed=1)
+    assert f"data.validation.path: {files['validation']}: unknown kind of file" in str(caught.value)
+    assert "\ndata.train: 1 record(s) cannot be used\n" in str(caught.value)
 
 
 def test_prompts_from_files(tmp_path: Path) -> None:

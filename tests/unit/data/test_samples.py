@@ -103,6 +103,24 @@ def test_truncation_is_counted(tokenizer: Any, tiny: dict[str, Any], tmp_path: P
     assert stream.num_batches == 1
 
 
+def test_both_files_are_told_of_at_once(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = configure(tiny, "dpo", write(tmp_path / "train.jsonl", "{"))
+    config["data"]["validation"]["path"] = str(write(tmp_path / "validation.txt"))
+    with pytest.raises(DataError) as caught:
+        sample_sets(config, tokenizer, seed=1)
+    text = str(caught.value)
+    assert text.startswith("data.train: 1 record(s) cannot be used\n")
+    assert f"\ndata.validation.path: {tmp_path}/validation.txt: unknown kind of file" in text
+    config["data"]["train"]["path"] = str(write(tmp_path / "train.jsonl"))
+    config["data"]["validation"]["path"] = str(write(tmp_path / "validation.jsonl", PAIR | {"prompt": "p" * 200}))
+    with pytest.raises(DataError) as caught:
+        sample_sets(config, tokenizer, seed=1)
+    assert str(caught.value).splitlines() == [
+        "data.train: no samples. Give some.",
+        "data.validation: no samples: 1 had nothing to learn within policy.max_total_sequence_length 96. Raise it.",
+    ]
+
+
 def test_too_few_samples(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", PAIR)
     with pytest.raises(DataError, match=r"1 samples do not fill a batch of policy\.train_global_batch_size 2"):

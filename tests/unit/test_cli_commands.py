@@ -1,0 +1,49 @@
+"""`check` and `doctor` on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_offload import cli
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+
+EXEMPLARS = sorted(
+    set((PROJECT_ROOT / "examples" / "configs").glob("*.yaml")) - {PROJECT_ROOT / "examples/configs/base.yaml"}
+)
+
+
+@pytest.mark.parametrize("exemplar", EXEMPLARS, ids=lambda path: path.stem)
+def test_every_exemplar_passes_the_check(exemplar: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(exemplar)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index(f"{exemplar}: no problems")
+    assert lines[start + 2].split()[0] == "fine_grained_activation_offloading"
+
+
+def test_check_names_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    exemplar = str(PROJECT_ROOT / "examples" / "configs" / "grpo_tiny.yaml")
+    code = cli.main(["check", exemplar, "grpo.num_prompts_per_step=0", "policy.precision=float99"])
+    error = capsys.readouterr().err
+    assert code == cli.EXIT_USER_ERROR
+    assert "grpo.num_prompts_per_step" in error
+    assert "policy.precision" in error
+
+
+def test_doctor_answers_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["doctor", "--format", "json"])
+    found = {finding["name"]: finding["status"] for finding in json.loads(capsys.readouterr().out)}
+    assert found["torch"] == "ok"
+    assert code == (cli.EXIT_USER_ERROR if "error" in found.values() else 0)
+
+
+def test_doctor_takes_no_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "grpo.seed=1"]) == cli.EXIT_USER_ERROR
+    assert "grpo.seed=1" in capsys.readouterr().err
+
+
+def test_the_usage_of_check_has_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["check", "--help"])
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    assert all(option in usage for option in ("--allow-unsupported", "--megatron", "--format"))
