@@ -1,8 +1,9 @@
 """Errors meant for the user: the message says it all, so the command line prints it without a traceback."""
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class NemoRLOffloadError(Exception):
@@ -46,3 +47,17 @@ def where_else(error: Exception, alternative: str) -> str:
     """Return what to do where something cannot be written: `alternative`, or to make room, if that is what failed."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return f"Free some space there, or {alternative}." if is_full else f"{alternative[0].upper()}{alternative[1:]}."
+
+
+def all_or_none(*readers: Callable[[], Any]) -> list[Any]:
+    """Return what each of the readers returns. Raises what all of them raised as one error, of the first one's kind."""
+    found: list[Any] = []
+    errors: list[NemoRLOffloadError] = []
+    for read in readers:
+        try:
+            found.append(read())
+        except NemoRLOffloadError as error:
+            errors.append(error)
+    if errors:
+        raise type(errors[0])("\n".join(map(str, errors)))
+    return found

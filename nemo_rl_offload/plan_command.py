@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import gc
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from nemo_rl_offload.config.run_rules import GENERATES
 from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.worker_counts import training_and_generating
-from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.errors import ConfigError, all_or_none
 from nemo_rl_offload.observability.output import check_writable, write_text
 from nemo_rl_offload.observability.run_directory import SUMMARY_FILE
 from nemo_rl_offload.planner import render
@@ -96,13 +96,12 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
     config, per_node = loaded.values, options.gpus_per_node
     if per_node is not None and isinstance(config.get("cluster"), Mapping):
         config = {**config, "cluster": {**config["cluster"], "gpus_per_node": per_node}}
-    device, skew, memory_bytes, _ = _all_or_none(
+    device, skew, memory_bytes, _ = all_or_none(
         partial(find_device, options.gpu),
         partial(_skew, options),
         partial(_given_bytes, options.memory),
         partial(_check, config, options, loaded),
     )
-    assert isinstance(device, Device)
     policy, cluster, algorithm = config["policy"], config["cluster"], config["algorithm"]
     if cluster["gpus_per_node"] != "auto":
         per_node = cluster["gpus_per_node"]
@@ -127,19 +126,6 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         teacher_element_bytes=4 if (config["teacher"]["precision"] or policy["precision"]) == "float32" else 2,
         ranks_per_node=per_node,
     )
-
-
-def _all_or_none(*readers: Callable[[], Any]) -> list[Any]:
-    """What each returns; raises one ConfigError with what all of them raised, where one did."""
-    found, problems = [], []
-    for read in readers:
-        try:
-            found.append(read())
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return found
 
 
 def _check(config: dict[str, Any], options: argparse.Namespace, loaded: LoadedConfig) -> None:

@@ -133,11 +133,14 @@ def _find(module: str) -> importlib.machinery.ModuleSpec | str | None:
     """Where a module is, without an import of its packages; None where that is not plain, else why there is none."""
     if module in sys.modules:
         return None
-    first, *others = module.split(".")
     folders: Sequence[str] = [*sys.path, os.getcwd()]
-    spec = find_spec(first) if first not in sys.modules else None
-    for part in (first, *others):
-        spec = spec if part == first and spec else importlib.machinery.PathFinder.find_spec(part, folders)
+    spec: importlib.machinery.ModuleSpec | None = None
+    for depth, part in enumerate(module.split(".")):
+        package = spec
+        spec = find_spec(part) if depth == 0 and part not in sys.modules else None  # editable installs have finders
+        spec = spec or importlib.machinery.PathFinder.find_spec(part, folders)
+        if spec is None and package is not None and _makes_modules(package):
+            return None
         if spec is None:
             there = [entry.stem for folder in folders if Path(folder).is_dir() for entry in Path(folder).iterdir()]
             return (
@@ -146,6 +149,13 @@ def _find(module: str) -> importlib.machinery.ModuleSpec | str | None:
             )
         folders = list(spec.submodule_search_locations or ())
     return spec
+
+
+def _makes_modules(package: importlib.machinery.ModuleSpec) -> bool:
+    """Whether a package may have modules that are not files in its folders."""
+    origin = package.origin or ""
+    text = Path(origin).read_text(encoding="utf-8", errors="replace") if origin.endswith(".py") else ""
+    return "__path__" in text or "sys.modules" in text
 
 
 def _names(tree: ast.Module) -> set[str] | None:

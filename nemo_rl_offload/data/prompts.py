@@ -19,9 +19,8 @@ from nemo_rl_offload.config.data_schema import DataConfig, ReasoningGymConfig, V
 from nemo_rl_offload.config.loader import resolve_data_path
 from nemo_rl_offload.data.problem_files import read_problems
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
-from nemo_rl_offload.data.records import all_or_none
 from nemo_rl_offload.data.tokenizer import encode_prompt
-from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.errors import DataError, all_or_none
 
 NUM_CANDIDATES_PER_VALIDATION_PROBLEM = 20
 

@@ -8,7 +8,7 @@ import codecs
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,24 +53,6 @@ def read_records(path: Path, split: str | None) -> list[Record]:
         return list(_read_saved(path))
     files = _data_files(path, split)
     return [record for file in files for record in _read_file(file)]
-
-
-def all_or_none[T](*readers: Callable[[], T]) -> list[T]:
-    """What each of the readers returns.
-
-    Raises:
-        DataError: what all of them raised, where one did.
-    """
-    found: list[T] = []
-    problems: list[str] = []
-    for read in readers:
-        try:
-            found.append(read())
-        except DataError as error:
-            problems.append(str(error))
-    if problems:
-        raise DataError("\n".join(problems))
-    return found
 
 
 def read_section(name: str, path: Path, split: str | None) -> list[Record]:

@@ -20,8 +20,8 @@ from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.chat import BadRecordError, ChatEncoder, Row, parse_conversation, parse_preference
 from nemo_rl_offload.data.prompts import problem_sets
 from nemo_rl_offload.data.reasoning_gym import Problem
-from nemo_rl_offload.data.records import Record, all_or_none, read_section, report_bad_records
-from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.data.records import Record, read_section, report_bad_records
+from nemo_rl_offload.errors import DataError, all_or_none
 
 Sample = tuple[Row, ...]
 

@@ -90,8 +90,11 @@ def bridge() -> Any:
     """The `megatron.bridge` module, imported with or without Transformer Engine, knowing this project's layers."""
     for name in ("models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "transformer.moe.experts"):
         importlib.import_module(f"megatron.core.{name}")
-    with contextlib.nullcontext() if have_transformer_engine() else _empty_transformer_engine():
+    if have_transformer_engine():
         module = importlib.import_module("megatron.bridge")
+    else:
+        with _empty_transformer_engine():
+            module = importlib.import_module("megatron.bridge")
     from megatron.bridge.models import gpt_provider
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 

@@ -30,3 +30,14 @@ def test_room_is_made_where_it_is_what_lacks() -> None:
     full, other = (OSError(number, "") for number in (errno.ENOSPC, errno.ENOTDIR))
     assert errors.where_else(full, "name another") == "Free some space there, or name another."
     assert [errors.where_else(each, "name another") for each in (other, ValueError())] == ["Name another."] * 2
+
+
+def test_what_several_raise_is_one_error() -> None:
+    def fail(kind: type[Exception], text: str) -> int:
+        raise kind(text)
+
+    with pytest.raises(errors.DataError, match=r"^one\ntwo$"):
+        errors.all_or_none(lambda: 1, lambda: fail(errors.DataError, "one"), lambda: fail(errors.ConfigError, "two"))
+    assert errors.all_or_none(lambda: 1, lambda: 2) == [1, 2]
+    with pytest.raises(KeyError):
+        errors.all_or_none(lambda: fail(KeyError, "ours"))

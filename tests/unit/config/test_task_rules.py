@@ -70,6 +70,9 @@ def faults(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     (tmp_path / "kit").mkdir()
     (tmp_path / "kit" / "scores.py").write_text(MODULE)
     (tmp_path / "kit" / "made.py").write_text("globals().update(judge=print)")
+    (tmp_path / "kit" / "kit.py").write_text(MODULE)
+    (tmp_path / "maker").mkdir()
+    (tmp_path / "maker" / "__init__.py").write_text("__path__.append('elsewhere')")
     (tmp_path / "kit" / "broken.py").write_text("def judge(:")
     (tmp_path / "problems.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path)
@@ -92,6 +95,7 @@ def faults(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         ("kit.score:judge", "{bonus: 1}", "path: there is no module 'kit.score'. Did you mean 'scores'?"),
         ("kitt:judge", "{bonus: 1}", "path: there is no module 'kitt'. Did you mean 'kit'?"),
         ("kit.scores.inner:judge", "{bonus: 1}", "path: there is no module 'kit.scores.inner'."),
+        ("kit.kit.kit:judge", "{}", "path: there is no module 'kit.kit.kit'."),
         ("kit.scores:juge", "{}", "has no function 'juge'. Did you mean 'judge'?"),
         ("kit.broken:judge", "{}", "broken.py:1: invalid syntax"),
         ("kit.scores:judge", "{bonus: 1, limt: 2}", "params.limt: not a parameter of judge. Did you mean 'limit'?"),
@@ -114,6 +118,8 @@ def test_functions(faults: Callable[..., list[str]], path: str, params: str, wor
         ("kit.scores:wrapped", "{whatever: 1}"),
         ("kit.scores:anything", "{whatever: 1}"),
         ("kit.made:judge", "{whatever: 1}"),
+        ("kit.kit:judge", "{bonus: 1}"),
+        ("maker.anything:judge", "{}"),
         ("math:sqrt", "{}"),
         ("os.path:join", "{}"),
         ("reasoning_gym.utils:extract_answer", "{}"),
