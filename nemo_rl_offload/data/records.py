@@ -57,6 +57,8 @@ def read_records(path: Path, split: str | None) -> list[Record]:
 
 def read_section(name: str, path: Path, split: str | None) -> list[Record]:
     """`read_records` for the section ``name``, whose key messages begin with."""
+    if split is not None and path.is_file():
+        warnings.warn(f"{name}.split: {split} has no effect, since {path} is one file. Set it to null.", stacklevel=2)
     try:
         return read_records(path, split)
     except DataError as error:

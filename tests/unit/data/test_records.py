@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nemo_rl_offload.data.records import read_records
+from nemo_rl_offload.data.records import read_records, read_section
 from nemo_rl_offload.errors import DataError
 
 ROWS: list[dict[str, Any]] = [
@@ -172,3 +172,12 @@ def test_a_folder_for_each_split(tmp_path: Path) -> None:
         contents(tmp_path)
     with pytest.raises(DataError, match="and no 'validation'"):
         contents(tmp_path, "validation")
+
+
+def test_a_split_of_one_file_has_no_effect(tmp_path: Path) -> None:
+    file = write(tmp_path / "train.jsonl", ROWS)
+    with pytest.warns(UserWarning, match=r"data\.train\.split: foo has no effect, since .*train\.jsonl is one file"):
+        assert len(read_section("data.train", file, "foo")) == 5
+    assert len(read_section("data.train", tmp_path, "train")) == 5
+    with pytest.raises(DataError, match=r"data\.train\.path: .* and no 'foo'"):
+        read_section("data.train", tmp_path, "foo")
