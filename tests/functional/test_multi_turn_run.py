@@ -68,10 +68,10 @@ def test_a_run_of_two_turns(files: tuple[str, str], tmp_path: Path) -> None:
 
 
 def test_a_mistake_in_the_function_ends_the_run_with_its_place(files: tuple[str, str], tmp_path: Path) -> None:
-    done = run(tmp_path, *files, *FUNCTION, "+env.function.params.late_reword=1")
-    assert done.returncode != 0
-    assert "env.function.path: examples.environments.second_try:second_try raised TypeError" in done.stderr
-    assert "late_reword" in done.stderr
+    done = run(tmp_path, *files, *FUNCTION, "env.function.path=operator:truth")
+    assert done.returncode == 2, done.stderr
+    assert "env.function.path: operator:truth raised TypeError: " in done.stderr
+    assert "The response was '" in done.stderr
     assert "Traceback" not in done.stderr
 
 
