@@ -74,7 +74,7 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(
 def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "x" / "offload.json"
-    with pytest.raises(ResourceError, match=f"Cannot write {re.escape(str(path))}: Not a directory. Free some space"):
+    with pytest.raises(ResourceError, match=f"Cannot write {re.escape(str(path))}: Not a directory. Name another"):
         write_json(path, {})
 
 
