@@ -117,7 +117,7 @@ def _params(function: ast.FunctionDef, get: Get) -> Iterator[str]:
     needed += [
         argument.arg
         for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if not default
+        if default is None
     ]
     given, path = get(f"{FUNCTION}.params"), f"{FUNCTION}.params"
     for name in given:

@@ -212,7 +212,7 @@ def test_a_killed_run_goes_on_in_another_layout(finished: tuple[Path, str, str],
             assert found[step, "train"][name] == pytest.approx(expected[step, "train"][name], rel=1e-3)
 
 
-def wait_until_gone(mark: str, timeout_s: float = 60) -> None:
+def wait_until_gone(mark: str, timeout_s: float = 15) -> None:
     """Assert that no process of a run with this mark is left, in a while."""
     end_s = time.monotonic() + timeout_s
     while (left := leftovers(mark)) and time.monotonic() < end_s:

@@ -304,7 +304,8 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
     wrong = ["--gpu", "h1000", "--memory", "72", "--routing-skew", "0.5", "policy.train_micro_batch_size=x"]
     text = plan(capsys, SMALL, *wrong, "--gpus-per-node", "8", code=EXIT_USER_ERROR)
     words = ["--gpu h1000:", "--routing-skew 0.5:", "--memory: '72'", SMALL, 'policy.train_micro_batch_size: "x"']
-    assert [line.startswith(word) for line, word in zip(text.removeprefix("error: ").splitlines(), words, strict=True)]
+    lines = text.removeprefix("error: ").splitlines()
+    assert [line[: len(word)] for line, word in zip(lines, words, strict=True)] == words
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
