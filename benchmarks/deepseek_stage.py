@@ -23,7 +23,7 @@ from nemo_rl_offload.megatron.quiet import quiet
 from nemo_rl_offload.megatron.routing_result import pass_the_link
 from nemo_rl_offload.megatron.setup import configure_provider
 from nemo_rl_offload.offload import OffloadEngine
-from nemo_rl_offload.planner.catalogue import CATALOGUE
+from nemo_rl_offload.specs.catalogue import CATALOGUE
 
 MODULES = ("attn_norm", "mlp_norm", "expert_fc1", "moe_act")  # those of the published run
 GIB = 1 << 30

@@ -20,7 +20,7 @@ from nemo_rl_offload.megatron.model import unwrap
 from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.offload.auto import PLAN_EVERY
-from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS
+from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
 AUTO_SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 """Of the device memory that a step without offloading takes beside weights and optimizer state."""

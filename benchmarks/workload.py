@@ -30,7 +30,7 @@ from nemo_rl_offload.megatron.offload_interface import use_engine
 from nemo_rl_offload.megatron.quiet import quiet
 from nemo_rl_offload.megatron.setup import configure_provider, ddp_config, learning_rate_scheduler, optimizer_config
 from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
-from nemo_rl_offload.planner.catalogue import CATALOGUE
+from nemo_rl_offload.specs.catalogue import CATALOGUE
 
 LOSSES = {"sft": "nll", "grpo": "clipped_pg"}
 SMALL = {

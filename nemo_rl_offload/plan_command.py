@@ -15,20 +15,20 @@ from nemo_rl_offload.config.batching_rules import rows_per_sample
 from nemo_rl_offload.config.checks import check_to_plan
 from nemo_rl_offload.config.loader import files_of, read_config, resolve_model_path
 from nemo_rl_offload.config.run_rules import GENERATES
-from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.worker_counts import training_and_generating
 from nemo_rl_offload.errors import ConfigError, all_or_none
 from nemo_rl_offload.observability.output import check_writable, write_text
 from nemo_rl_offload.observability.run_directory import SUMMARY_FILE
 from nemo_rl_offload.planner import render
-from nemo_rl_offload.planner.catalogue import load_model_shape
 from nemo_rl_offload.planner.expert_buffers import Skew, recorded_skew
-from nemo_rl_offload.planner.hardware import Device, find_device
 from nemo_rl_offload.planner.job import Job, read_job
 from nemo_rl_offload.planner.memory import allowance_bytes
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
-from nemo_rl_offload.planner.shape import ModelShape
+from nemo_rl_offload.specs.catalogue import load_model_shape
+from nemo_rl_offload.specs.devices import Device, find_device
+from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.units import parse_bytes
 
 WIDTH = 110
 """Tables are cut, not wrapped, where they have less."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_offload.batching.bins import BINS
-from nemo_rl_offload.planner.layout import LengthRound, rounded_length
+from nemo_rl_offload.specs.parallel_layout import LengthRound, rounded_length
 
 Lengths = Sequence[int]
 """Lengths of the rows of a sample."""

@@ -7,7 +7,7 @@ from nemo_rl_offload.config.loader import resolve_data_path, resolve_model_path
 from nemo_rl_offload.config.rule import Get, Rule
 from nemo_rl_offload.config.run_rules import GENERATES, takes_problems
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.layout import nearest_multiple
+from nemo_rl_offload.specs.parallel_layout import nearest_multiple
 
 SPLITS = ("data.train", "data.validation")
 METRICS = {

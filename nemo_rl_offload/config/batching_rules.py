@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nemo_rl_offload.config.rule import Get, Rule, megatron, model_shape
-from nemo_rl_offload.planner.layout import rounded_length
+from nemo_rl_offload.specs.parallel_layout import rounded_length
 
 BY_TOKENS = ("dynamic_batching", "sequence_packing")
 

@@ -19,8 +19,8 @@ from nemo_rl_offload.config.rule import (
 )
 from nemo_rl_offload.config.run_rules import GENERATES
 from nemo_rl_offload.errors import nearest
-from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE
-from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS
+from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE
+from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
 RECOMPUTE_MODULES = (
     "core_attn",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nemo_rl_offload.config.rule import MEGATRON, Get, Rule, is_native, megatron, recompute, recomputed
-from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE
+from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE
 
 PATH = f"{MEGATRON}.recompute_modules"
 

@@ -13,7 +13,12 @@ from nemo_rl_offload.config.rule import (
     recompute,
     recomputed,
 )
-from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE, DENSE_MLP_MODULES, MOE_MODULES, discarded_by_recompute
+from nemo_rl_offload.specs.offload_modules import (
+    COUNTED_RECOMPUTE,
+    DENSE_MLP_MODULES,
+    MOE_MODULES,
+    discarded_by_recompute,
+)
 
 PATH = f"{MEGATRON}.offload_modules"
 

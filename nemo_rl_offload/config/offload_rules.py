@@ -12,9 +12,8 @@ from nemo_rl_offload.config.rule import (
     offloaded,
     recompute,
 )
-from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.errors import ConfigError, nearest
-from nemo_rl_offload.planner.modules import (
+from nemo_rl_offload.specs.offload_modules import (
     DENSE_MLP_MODULES,
     MEGATRON_MODULES,
     MOE_MODULES,
@@ -23,6 +22,7 @@ from nemo_rl_offload.planner.modules import (
     TRANSFORMER_ENGINE_MODULES,
     fused_norms,
 )
+from nemo_rl_offload.units import parse_bytes
 
 PATH = f"{MEGATRON}.offload_modules"
 SWITCH = "fine_grained_activation_offloading"

@@ -10,8 +10,8 @@ from typing import Any
 
 from nemo_rl_offload.config.shapes import Shape, read_shape
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.modules import MEGATRON_MODULES
-from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
+from nemo_rl_offload.specs.offload_modules import MEGATRON_MODULES
+from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
 
 Get = Callable[[str], Any]
 Rule = Callable[[Get], Iterator[str]]

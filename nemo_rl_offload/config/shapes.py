@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.catalogue import find_config, read_config_file
+from nemo_rl_offload.specs.catalogue import find_config, read_config_file
 
 
 @dataclass(frozen=True)

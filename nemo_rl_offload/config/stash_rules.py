@@ -13,7 +13,7 @@ from nemo_rl_offload.config.rule import (
     recompute,
     recomputed,
 )
-from nemo_rl_offload.planner.modules import STASHED_MODULES
+from nemo_rl_offload.specs.offload_modules import STASHED_MODULES
 
 STASH = f"{MEGATRON}.moe_paged_stash"
 FACTOR = f"{MEGATRON}.moe_expert_rank_capacity_factor"

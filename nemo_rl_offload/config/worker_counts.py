@@ -11,7 +11,7 @@ from nemo_rl_offload.config.batching_rules import is_by_tokens
 from nemo_rl_offload.config.rule import MEGATRON, Get, Rule, megatron
 from nemo_rl_offload.config.run_rules import GENERATES
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.layout import nearest_multiple, num_microbatches
+from nemo_rl_offload.specs.parallel_layout import nearest_multiple, num_microbatches
 
 SIZES = (
     "tensor_model_parallel_size",

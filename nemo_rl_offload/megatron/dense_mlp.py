@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nemo_rl_offload.megatron.offload_interface import no_regions, offload_region
 from nemo_rl_offload.megatron.recomputation import recomputed
-from nemo_rl_offload.planner.layout import counted_layers
+from nemo_rl_offload.specs.parallel_layout import counted_layers
 
 
 class DenseMLP(MLP):  # type: ignore[misc]

@@ -5,7 +5,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.megatron.offload_interface import use_engine
 from nemo_rl_offload.megatron.setup import offloaded_modules
 from nemo_rl_offload.offload.auto import Auto, Measured, largest
@@ -15,6 +14,7 @@ from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
 from nemo_rl_offload.offload.selection import Selection
+from nemo_rl_offload.units import parse_bytes
 
 
 def install_offloading(policy: PolicyConfig) -> OffloadEngine | None:

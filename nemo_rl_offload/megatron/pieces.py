@@ -25,7 +25,7 @@ from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples, sel
 from nemo_rl_offload.batching.packing import Packing
 from nemo_rl_offload.batching.plan import Cutting
 from nemo_rl_offload.megatron.packed_rotary import announce_pack
-from nemo_rl_offload.planner.layout import width_multiple
+from nemo_rl_offload.specs.parallel_layout import width_multiple
 
 
 @dataclass

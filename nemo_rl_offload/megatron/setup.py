@@ -32,7 +32,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.bridge import have_transformer_engine
 from nemo_rl_offload.megatron.dense_mlp import open_dense_mlps, recompute_dense_mlps
 from nemo_rl_offload.megatron.torch_backend import torch_block_spec
-from nemo_rl_offload.planner.modules import (
+from nemo_rl_offload.specs.offload_modules import (
     DENSE_MLP_RECOMPUTE,
     MEGATRON_MODULES,
     NATIVE_MODULES,
@@ -40,7 +40,7 @@ from nemo_rl_offload.planner.modules import (
     TRANSFORMER_ENGINE_MODULES,
     discarded_by_recompute,
 )
-from nemo_rl_offload.planner.recompute import known_to_megatron, recompute_settings, recomputed_modules
+from nemo_rl_offload.specs.recompute import known_to_megatron, recompute_settings, recomputed_modules
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -4,8 +4,8 @@ import ctypes
 import os
 from pathlib import Path
 
-from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.units import parse_bytes
 
 
 def host_memory_budget_bytes(budget: float | str) -> int:

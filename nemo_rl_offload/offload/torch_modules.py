@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.offload.auto import Auto
 from nemo_rl_offload.offload.backends.base import Backend
@@ -33,6 +32,7 @@ from nemo_rl_offload.offload.families import Site, Target, names_in, resolve
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
 from nemo_rl_offload.offload.interpose import Around, Call, is_watched, watch
 from nemo_rl_offload.offload.stats import OffloadStats
+from nemo_rl_offload.units import parse_bytes
 
 
 def offload_activations(

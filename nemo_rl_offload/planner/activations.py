@@ -9,8 +9,8 @@ plain operators on a CPU.
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
-from nemo_rl_offload.planner.layout import Layout
-from nemo_rl_offload.planner.shape import ModelShape
+from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.specs.parallel_layout import Layout
 
 MXFP8_BYTES = 1 + 1 / 32
 """One byte per element, and one scale per 32 elements (OCP Microscaling Formats 1.0)."""

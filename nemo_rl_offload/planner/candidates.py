@@ -1,7 +1,7 @@
 """What may be offloaded and recomputed of a job's layers."""
 
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.modules import (
+from nemo_rl_offload.specs.offload_modules import (
     DENSE_MLP_RECOMPUTE,
     MEGATRON_MODULES,
     SUPPORTED_MODULES,

@@ -9,8 +9,8 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.candidates import candidates
 from nemo_rl_offload.planner.choose import Budget
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.layout import check_layout
 from nemo_rl_offload.planner.stages import Stage, build_stages
+from nemo_rl_offload.specs.parallel_layout import check_layout
 
 LOGPROB_CHUNKS = 8
 """A microbatch's logits in float32 are proposed in so many pieces; more save little, for logits in bfloat16 stay."""

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_rl_offload.planner.catalogue import CATALOGUE, load_model_shape
 from nemo_rl_offload.planner.choose import Action
-from nemo_rl_offload.planner.hardware import Device, find_device
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.layout import Layout
 from nemo_rl_offload.planner.outcome import Outcome, run_stages, run_whole_modules
 from nemo_rl_offload.planner.parameters import model_parameters
 from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
 from nemo_rl_offload.planner.stages import build_stages
 from nemo_rl_offload.planner.work import layer_work
+from nemo_rl_offload.specs.catalogue import CATALOGUE, load_model_shape
+from nemo_rl_offload.specs.devices import Device, find_device
+from nemo_rl_offload.specs.parallel_layout import Layout
 
 MARK = "<!-- Below: written by `python -m nemo_rl_offload.planner.evidence`. -->\n"
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "planner.md"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.activations import Storage
-from nemo_rl_offload.planner.modules import STASHED_MODULES
+from nemo_rl_offload.specs.offload_modules import STASHED_MODULES
 
 MARGIN = 1.05
 """What is recommended over the most that was needed."""

@@ -8,12 +8,12 @@ from typing import Any
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.activations import LayerContext, Numbers, Tokens
 from nemo_rl_offload.planner.expert_buffers import ExpertBuffers, Skew
-from nemo_rl_offload.planner.hardware import Device
-from nemo_rl_offload.planner.layout import KEYS, Layout, check_layout, num_microbatches, rounded_length
 from nemo_rl_offload.planner.memory import Optimizer
-from nemo_rl_offload.planner.modules import COUNTED_RECOMPUTE
-from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
-from nemo_rl_offload.planner.shape import ModelShape
+from nemo_rl_offload.specs.devices import Device
+from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE
+from nemo_rl_offload.specs.parallel_layout import KEYS, Layout, check_layout, num_microbatches, rounded_length
+from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
 
 
 @dataclass(frozen=True)

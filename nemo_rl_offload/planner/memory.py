@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_rl_offload.planner.hardware import GIB, Device
-from nemo_rl_offload.planner.layout import Layout
 from nemo_rl_offload.planner.parameters import (
     ParameterCount,
     embedding_parameters,
     layer_parameters,
     mtp_parameters,
 )
-from nemo_rl_offload.planner.shape import ModelShape
+from nemo_rl_offload.specs.devices import GIB, Device
+from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.specs.parallel_layout import Layout
 
 RUNTIME_BYTES = int(1.5 * GIB)
 """CUDA context, communicators' buffers and libraries' workspaces of one rank."""

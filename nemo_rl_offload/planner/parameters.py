@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nemo_rl_offload.planner.shape import ModelShape
+from nemo_rl_offload.specs.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.outcome import ModuleRow, Outcome, module_rows
 from nemo_rl_offload.planner.plan import JobPlan
-from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS
 from nemo_rl_offload.planner.stages import job_link
 from nemo_rl_offload.planner.written import excess_bytes
+from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
 GIB, MIB = 1 << 30, 1 << 20
 

@@ -25,10 +25,10 @@ from nemo_rl_offload.planner.candidates import candidates, recomputable, separab
 from nemo_rl_offload.planner.changes import on_their_way, stage_budget
 from nemo_rl_offload.planner.choose import Action, Budget, GroupRecord, Link, Plan, choose
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.layout import stage_layers
 from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules, run_stages
 from nemo_rl_offload.planner.stages import Stage, build_stages, job_link
 from nemo_rl_offload.planner.written import excess_bytes, in_order, may_fit, write_choice
+from nemo_rl_offload.specs.parallel_layout import stage_layers
 
 _ROUNDS = 6
 _MARGIN_BYTES = 64 << 20

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_offload.planner.activations import LayerContext, Numbers, Tokens
-from nemo_rl_offload.planner.hardware import Device
-from nemo_rl_offload.planner.layout import Layout
-from nemo_rl_offload.planner.shape import ModelShape
+from nemo_rl_offload.specs.devices import Device
+from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.specs.parallel_layout import Layout
 
 
 @dataclass(frozen=True)

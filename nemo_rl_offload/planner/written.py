@@ -8,9 +8,9 @@ from nemo_rl_offload.planner.candidates import candidates, separable
 from nemo_rl_offload.planner.changes import on_their_way, stage_budget
 from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.modules import NATIVE_MODULES, discarded_by_recompute
 from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules
 from nemo_rl_offload.planner.stages import build_stages
+from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES, discarded_by_recompute
 
 _CLOSE = 1.005
 """Of the choice's own time: nothing better is looked for."""

@@ -19,14 +19,14 @@ from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import rows_per_sample
 from nemo_rl_offload.observability.manifest import Manifest
 from nemo_rl_offload.observability.memory_trace import MemorySample
-from nemo_rl_offload.planner.catalogue import load_model_shape
-from nemo_rl_offload.planner.hardware import recognise
-from nemo_rl_offload.planner.layout import num_microbatches
-from nemo_rl_offload.planner.shape import ModelShape
 from nemo_rl_offload.planner.work import training_flops
 from nemo_rl_offload.policy.microbatches import divide, is_planned
 from nemo_rl_offload.policy.offload_totals import idle_modules, offload_totals
 from nemo_rl_offload.policy.ranks import Ranks, without_offloading
+from nemo_rl_offload.specs.catalogue import load_model_shape
+from nemo_rl_offload.specs.devices import recognise
+from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.specs.parallel_layout import num_microbatches
 
 
 class Policy:

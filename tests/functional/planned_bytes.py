@@ -8,23 +8,23 @@ from random import Random
 from typing import Any
 
 from nemo_rl_offload.planner.activations import LayerContext, Numbers, Storage, Tokens
-from nemo_rl_offload.planner.catalogue import load_model_shape
 from nemo_rl_offload.planner.job import Recompute
-from nemo_rl_offload.planner.layout import Layout, stage_layers
-from nemo_rl_offload.planner.modules import (
-    DENSE_MLP_MODULES,
-    DISCARDED_BY_RECOMPUTE,
-    MOE_MODULES,
-    SUPPORTED_MODULES,
-)
 from nemo_rl_offload.planner.schedule import pipeline_schedule
-from nemo_rl_offload.planner.shape import ModelShape
 from nemo_rl_offload.planner.torch_activations import (
     torch_layer,
     torch_mtp_layer,
     torch_recomputed_layers,
     with_received_input,
 )
+from nemo_rl_offload.specs.catalogue import load_model_shape
+from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.specs.offload_modules import (
+    DENSE_MLP_MODULES,
+    DISCARDED_BY_RECOMPUTE,
+    MOE_MODULES,
+    SUPPORTED_MODULES,
+)
+from nemo_rl_offload.specs.parallel_layout import Layout, stage_layers
 
 MICRO_BATCH_SIZE = 2
 _DENSE = ("core_attn", "mlp", "mlp_fc1", "mlp_act", "layernorm")

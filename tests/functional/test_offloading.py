@@ -20,7 +20,12 @@ from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_e
 from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.megatron.train_step import compute_logprobs, to_device
 from nemo_rl_offload.offload import OffloadEngine, OffloadStats
-from nemo_rl_offload.planner.modules import DENSE_MLP_MODULES, DISCARDED_BY_RECOMPUTE, MOE_MODULES, SUPPORTED_MODULES
+from nemo_rl_offload.specs.offload_modules import (
+    DENSE_MLP_MODULES,
+    DISCARDED_BY_RECOMPUTE,
+    MOE_MODULES,
+    SUPPORTED_MODULES,
+)
 
 pytestmark = pytest.mark.usefixtures("any_device_process_group")
 

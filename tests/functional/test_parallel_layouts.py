@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from ranks import Ranks, relative_error
 
-from nemo_rl_offload.planner.modules import DENSE_MLP_MODULES, MOE_MODULES, SUPPORTED_MODULES
+from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MOE_MODULES, SUPPORTED_MODULES
 
 if TYPE_CHECKING:
     from rank_work import Outcome

@@ -17,8 +17,8 @@ from nemo_rl_offload.megatron.model import build_model
 from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
-from nemo_rl_offload.planner.modules import DENSE_MLP_MODULES, MOE_MODULES, SUPPORTED_MODULES
 from nemo_rl_offload.policy.microbatches import divide
+from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MOE_MODULES, SUPPORTED_MODULES
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")
 

@@ -18,7 +18,7 @@ from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_e
 from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.megatron.train_step import compute_logprobs
 from nemo_rl_offload.offload import OffloadStats
-from nemo_rl_offload.planner.modules import DENSE_MLP_MODULES, MEGATRON_MODULES
+from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MEGATRON_MODULES
 
 HAS_TRANSFORMER_ENGINE = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 pytestmark = [

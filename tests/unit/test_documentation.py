@@ -17,7 +17,7 @@ from nemo_rl_offload import cli
 from nemo_rl_offload.command_line import ALGORITHMS, build_parser
 from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 from nemo_rl_offload.config.report import check_file
-from nemo_rl_offload.planner.hardware import find_device
+from nemo_rl_offload.specs.devices import find_device
 
 PAGES = [PROJECT_ROOT / "README.md", *sorted((PROJECT_ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in PAGES if page.name not in ("log.md", "benchmarks.md")]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_offload.batching.bins import BINS, concatenative, first_fit_decreasing, modified_first_fit_decreasing
 from nemo_rl_offload.batching.plan import Budget, Lengths, Microbatch, Plan, plan_packed, plan_padded
-from nemo_rl_offload.planner.layout import LengthRound, rounded_length
+from nemo_rl_offload.specs.parallel_layout import LengthRound, rounded_length
 
 SAMPLES = st.integers(1, 2).flatmap(
     lambda rows: st.lists(st.lists(st.integers(1, 20), min_size=rows, max_size=rows), min_size=1, max_size=30)

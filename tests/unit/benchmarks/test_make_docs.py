@@ -11,7 +11,7 @@ from frontier import figures as e2_figures
 from make_docs import DOCUMENT, README, device_page, digest, document, draw_pictures, readme
 from make_docs import e4 as page_of_e4
 
-from nemo_rl_offload.planner.catalogue import CATALOGUE
+from nemo_rl_offload.specs.catalogue import CATALOGUE
 
 GIB = 1 << 30
 STASH_SIZES = ("live_bytes", "stash_bytes")

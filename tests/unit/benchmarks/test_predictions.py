@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from predictions import ALLOWANCES, Figures, Run, compare, predict, predictions, table, worst
 
-from nemo_rl_offload.planner.catalogue import CATALOGUE
-from nemo_rl_offload.planner.hardware import Device, find_device
 from nemo_rl_offload.planner.outcome import run_whole_modules
+from nemo_rl_offload.specs.catalogue import CATALOGUE
+from nemo_rl_offload.specs.devices import Device, find_device
 
 ALL = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act"]
 MODEL = {**CATALOGUE["Qwen/Qwen2.5-7B"], "num_hidden_layers": 4, "vocab_size": 8192}

@@ -13,7 +13,7 @@ from nemo_rl_offload.config.megatron_rules import RECOMPUTE_MODULES
 from nemo_rl_offload.config.megatron_schema import MegatronConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.modules import SUPPORTED_MODULES
+from nemo_rl_offload.specs.offload_modules import SUPPORTED_MODULES
 
 NUMBERS = [-1, 0, 1, 2.5, float("nan")]
 TEXTS = ["", "???", "auto", "8GiB", "attn_proj"]

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from nemo_rl_offload.config import loader
 from nemo_rl_offload.config.loader import load_config, read_config, resolve_model_path, resolve_tokenizer_path
-from nemo_rl_offload.config.sizes import parse_bytes
 from nemo_rl_offload.config.sources import OVERRIDE
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.units import parse_bytes
 
 KEYS = st.sampled_from(["a", "b", "c"])
 LEAVES = st.none() | st.booleans() | st.integers(-3, 3)

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_rl_offload.config.checks import CheckedConfig
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.modules import SUPPORTED_MODULES
+from nemo_rl_offload.specs.offload_modules import SUPPORTED_MODULES
 
 Check = Callable[..., CheckedConfig]
 Refusals = Callable[[str], list[str]]

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron import setup
 from nemo_rl_offload.megatron.dense_mlp import open_dense_mlps
-from nemo_rl_offload.planner.modules import MEGATRON_MODULES, NATIVE_MODULES
+from nemo_rl_offload.specs.offload_modules import MEGATRON_MODULES, NATIVE_MODULES
 
 MakePolicy = Callable[..., Any]
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from nemo_rl_offload.planner.catalogue import load_model_shape
-from nemo_rl_offload.planner.hardware import find_device
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.layout import Layout
+from nemo_rl_offload.specs.catalogue import load_model_shape
+from nemo_rl_offload.specs.devices import find_device
+from nemo_rl_offload.specs.parallel_layout import Layout
 
 SENSIBLE = {
     "Qwen/Qwen2.5-1.5B": Layout(8),

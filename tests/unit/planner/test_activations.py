@@ -4,10 +4,10 @@ import pytest
 from jobs import make_job
 
 from nemo_rl_offload.planner.activations import LayerContext, Numbers, Storage, fused_layer, with_recomputation
-from nemo_rl_offload.planner.catalogue import load_model_shape
-from nemo_rl_offload.planner.layout import Layout
-from nemo_rl_offload.planner.modules import SUPPORTED_MODULES
 from nemo_rl_offload.planner.torch_activations import torch_layer
+from nemo_rl_offload.specs.catalogue import load_model_shape
+from nemo_rl_offload.specs.offload_modules import SUPPORTED_MODULES
+from nemo_rl_offload.specs.parallel_layout import Layout
 
 MIB = 1 << 20
 

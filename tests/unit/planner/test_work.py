@@ -2,9 +2,9 @@
 
 import pytest
 
-from nemo_rl_offload.planner.catalogue import load_model_shape
 from nemo_rl_offload.planner.parameters import model_parameters
 from nemo_rl_offload.planner.work import training_flops
+from nemo_rl_offload.specs.catalogue import load_model_shape
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B"])

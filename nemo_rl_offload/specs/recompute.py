@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl_offload.planner.modules import DENSE_MLP_RECOMPUTE
+from nemo_rl_offload.specs.offload_modules import DENSE_MLP_RECOMPUTE
 
 RECOMPUTE_KEYS = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.parameters import Split
-from nemo_rl_offload.planner.shape import ModelShape
+from nemo_rl_offload.specs.model_shape import ModelShape
 
 LengthRound = int | Literal["power_of_two"]
 

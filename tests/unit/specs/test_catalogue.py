@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.catalogue import CATALOGUE, find_config, load_model_shape
 from nemo_rl_offload.planner.evidence import PUBLISHED_PARAMETERS
 from nemo_rl_offload.planner.parameters import Split, layer_parameters, model_parameters, mtp_parameters
-from nemo_rl_offload.planner.shape import read_model_shape
+from nemo_rl_offload.specs.catalogue import CATALOGUE, find_config, load_model_shape
+from nemo_rl_offload.specs.model_shape import read_model_shape
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -2,7 +2,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from nemo_rl_offload.planner import modules
+from nemo_rl_offload.specs import offload_modules as modules
 
 
 def test_native_names_extend_megatrons_but_for_the_op_fuser() -> None:

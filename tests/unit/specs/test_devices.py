@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.hardware import DEVICES, find_device, recognise
+from nemo_rl_offload.specs.devices import DEVICES, find_device, recognise
 
 
 @pytest.mark.parametrize("name", [*DEVICES, "H100", "h200", "b200", "gb200", "a100", "l40s"])

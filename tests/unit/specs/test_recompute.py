@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_offload.planner.recompute import RECOMPUTE_KEYS, recompute_settings
+from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, recompute_settings
 
 NOTHING = (None, None, None, None)
 LAYER_BY_LAYER = ("full", None, "uniform", 1)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from jobs import SENSIBLE
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.catalogue import load_model_shape
-from nemo_rl_offload.planner.layout import Layout, check_layout, counted_layers, stage_layers
+from nemo_rl_offload.specs.catalogue import load_model_shape
+from nemo_rl_offload.specs.parallel_layout import Layout, check_layout, counted_layers, stage_layers
 
 QWEN = load_model_shape("Qwen/Qwen2.5-7B", None)
 MOE = load_model_shape("Qwen/Qwen3-30B-A3B", None)

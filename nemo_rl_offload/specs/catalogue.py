@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_offload.errors import ConfigError, nearest
-from nemo_rl_offload.planner.shape import ModelShape, read_model_shape
+from nemo_rl_offload.specs.model_shape import ModelShape, read_model_shape
 
 
 def _qwen(family: str, layers: int, hidden: int, ffn: int, heads: int, groups: int, **other: Any) -> dict[str, Any]:

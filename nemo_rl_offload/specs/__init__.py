@@ -1,0 +1,1 @@
+"""Facts without torch: offload modules, recomputation, model shapes, parallel layouts, devices."""
