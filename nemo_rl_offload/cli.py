@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> int:
-    from nemo_rl_offload.config.checks import check_config
     from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
+    from nemo_rl_offload.config.validation import check_config
 
     source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm]
     config = read_config(source, overrides)

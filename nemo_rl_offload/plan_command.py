@@ -11,12 +11,12 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_rl_offload.config.batching_rules import rows_per_sample
-from nemo_rl_offload.config.checks import check_to_plan
 from nemo_rl_offload.config.loader import files_of, read_config, resolve_model_path
-from nemo_rl_offload.config.run_rules import GENERATES
+from nemo_rl_offload.config.rules.batching import rows_per_sample
+from nemo_rl_offload.config.rules.runs import GENERATES
+from nemo_rl_offload.config.rules.worker_counts import training_and_generating
 from nemo_rl_offload.config.sources import LoadedConfig
-from nemo_rl_offload.config.worker_counts import training_and_generating
+from nemo_rl_offload.config.validation import check_to_plan
 from nemo_rl_offload.errors import ConfigError, all_or_none
 from nemo_rl_offload.observability.output import check_writable, write_text
 from nemo_rl_offload.observability.run_directory import SUMMARY_FILE

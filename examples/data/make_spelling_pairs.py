@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
-from nemo_rl_offload.config.checks import check_config
 from nemo_rl_offload.config.loader import load_config, resolve_model_path
+from nemo_rl_offload.config.validation import check_config
 from nemo_rl_offload.data.prompts import problems_of
 from nemo_rl_offload.data.tokenizer import encode_prompt, load_tokenizer
 from nemo_rl_offload.policy.policy import Policy

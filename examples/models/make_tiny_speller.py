@@ -20,8 +20,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl_offload.batching.batch import Batch, pad_sequences
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
-from nemo_rl_offload.config.checks import check_config
 from nemo_rl_offload.config.loader import load_config
+from nemo_rl_offload.config.validation import check_config
 from nemo_rl_offload.data.reasoning_gym import ReasoningGymProblems
 from nemo_rl_offload.data.tokenizer import encode_prompt, load_tokenizer, make_byte_tokenizer
 from nemo_rl_offload.policy.policy import Policy

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from nemo_rl_offload.config.checks import Findings, problem_at
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.shapes import read_model_config
+from nemo_rl_offload.config.validation import Findings, problem_at
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.megatron.bridge import bridge, have_transformer_engine
 from nemo_rl_offload.megatron.quiet import quiet

@@ -23,9 +23,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.router import Router
 
-from nemo_rl_offload.config.megatron_rules import transformer_engine_settings
 from nemo_rl_offload.config.megatron_schema import MegatronConfig, SchedulerConfig
 from nemo_rl_offload.config.megatron_schema import OptimizerConfig as OptimizerKeys
+from nemo_rl_offload.config.rules.megatron import transformer_engine_settings
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError

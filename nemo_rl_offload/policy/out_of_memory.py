@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_rl_offload.config.rule import MEGATRON
+from nemo_rl_offload.config.rules.rule import MEGATRON
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, ResourceError
 from nemo_rl_offload.planner.changes import least_shortfall, smaller_microbatches

@@ -12,8 +12,8 @@ from nemo_rl_offload.batching.batch import Batch, num_samples, select
 from nemo_rl_offload.batching.division import Division
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
+from nemo_rl_offload.config.rules.worker_counts import data_parallel_size, num_interleaved
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.config.worker_counts import data_parallel_size, num_interleaved
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import rows_per_sample

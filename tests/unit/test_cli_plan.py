@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from nemo_rl_offload.cli import EXIT_USER_ERROR, main
-from nemo_rl_offload.config.checks import check_config
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.config.validation import check_config
 
 EXAMPLES = PROJECT_ROOT / "examples" / "configs"
 SMALL = str(EXAMPLES / "grpo_math_1B_megatron.yaml")

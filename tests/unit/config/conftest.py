@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_offload.config.checks import CheckedConfig, check_config
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.config.rules import NOT_YET
+from nemo_rl_offload.config.rules.registry import NOT_YET
+from nemo_rl_offload.config.validation import CheckedConfig, check_config
 from nemo_rl_offload.errors import ConfigError
 
 MakeModel = Callable[..., Path]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from mutations import megatron_changes, refused
 from providers import Model, build, make_models, pretend_transformer_engine
 
-from nemo_rl_offload.config.checks import examine
-from nemo_rl_offload.config.worker_rules import transformer_fields
+from nemo_rl_offload.config.rules.workers import transformer_fields
+from nemo_rl_offload.config.validation import examine
 
 pytestmark = pytest.mark.usefixtures("rules_of_what_is_not_available_yet")
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from mutations import mutate
 
 from nemo_rl_offload import cli
-from nemo_rl_offload.config.checks import examine
 from nemo_rl_offload.config.loader import read_config
 from nemo_rl_offload.config.nemo_rl import adapted, unsupported
 from nemo_rl_offload.config.report import as_json, as_text
+from nemo_rl_offload.config.validation import examine
 
 RECIPE = """\
 grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_num_epochs: 1, async_grpo: {enabled: false}}

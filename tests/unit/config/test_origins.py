@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.config.checks import examine
 from nemo_rl_offload.config.loader import read_config
 from nemo_rl_offload.config.sources import OVERRIDE
+from nemo_rl_offload.config.validation import examine
 
 FILES = {
     "base": "model: {name: x, size: 1}\nlist:\n- a\n- b\nkept: 1\nalias: ${model.name}\n",

@@ -60,7 +60,7 @@ def test_what_only_megatron_knows(ask: Ask, override: str, path: str, words: str
 
 def test_each_object_is_asked(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     for rules in ("RULES", "WARNINGS"):
-        monkeypatch.setattr(f"nemo_rl_offload.config.checks.{rules}", ())
+        monkeypatch.setattr(f"nemo_rl_offload.config.validation.{rules}", ())
     found = ask(f"{M}.scheduler.lr_warmup_init=5.0", f"{M}.recompute_granularity=full")["problems"]
     assert [problem["path"] for problem in found] == [f"{M}.recompute_granularity", f"{M}.scheduler"]
     assert "self.init_lr <= self.max_lr" in found[1]["message"]

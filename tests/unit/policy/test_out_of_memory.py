@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_offload.config.checks import examine
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.config.validation import examine
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.megatron import generation as generation_module
 from nemo_rl_offload.megatron import train_step as train_step_module

@@ -1,0 +1,1 @@
+"""The rules that join several keys, by what they are about."""

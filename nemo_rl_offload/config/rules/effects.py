@@ -1,0 +1,247 @@
+"""Warnings about settings that nothing reads: with this algorithm, or while another key has the value that it has.
+
+A value equal to the default was not set, so nothing is said about it.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import yaml
+
+from nemo_rl_offload.config.loader import BASE
+from nemo_rl_offload.config.rules.algorithms import METRICS, SPLITS, validates
+from nemo_rl_offload.config.rules.batching import BY_TOKENS
+from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule
+from nemo_rl_offload.config.rules.runs import GENERATES, takes_problems
+
+_OF_DISTILLATION = [f"loss_fn.{key}" for key in ("kl_type", "mixed_kl_weight", "zero_outside_topk")]
+_READERS: dict[str, tuple[str, ...]] = {
+    **{algorithm: (algorithm,) for algorithm in METRICS},
+    "teacher": ("distillation",),
+    "loss_fn": ("grpo",),
+    **dict.fromkeys(_OF_DISTILLATION, ("distillation",)),
+    "policy.generation": GENERATES,
+    "policy.generation_batch_size": GENERATES,
+    **dict.fromkeys(
+        ("policy.logprob_batch_size", *(f"policy.{name}.logprob_mb_tokens" for name in BY_TOKENS)),
+        ("grpo", "dpo", "distillation"),
+    ),
+    "data.env_name": GENERATES,
+    "data.max_input_seq_length": GENERATES,
+}
+"""The algorithms that read a key, or a section where the key itself is not listed; all where neither is."""
+
+_OTHER_SCORERS = ("env.math.", "env.function.")
+
+_TOKENS = ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")
+_COLOCATED, _SHAPING, _OPTIMIZER = "policy.generation.colocated", "grpo.reward_shaping", f"{MEGATRON}.optimizer"
+_SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
+    (f"{MEGATRON}.scheduler.lr_decay_style", ("linear", "cosine"), (f"{_OPTIMIZER}.min_lr",)),
+    (f"{_OPTIMIZER}.optimizer", ("sgd",), (f"{_OPTIMIZER}.sgd_momentum",)),
+    (f"{_OPTIMIZER}.optimizer", ("adam",), tuple(f"{_OPTIMIZER}.adam_{key}" for key in ("beta1", "beta2", "eps"))),
+    (
+        f"{_COLOCATED}.enabled",
+        (False,),
+        tuple(f"{_COLOCATED}.resources.{key}" for key in ("gpus_per_node", "num_nodes")),
+    ),
+    (
+        "loss_fn.use_importance_sampling_correction",
+        (True,),
+        ("loss_fn.truncated_importance_sampling_ratio",),
+    ),
+    ("loss_fn.kl_type", ("mixed",), ("loss_fn.mixed_kl_weight",)),
+    ("data.env_name", ("function",), ("grpo.max_rollout_turns", "distillation.max_rollout_turns")),
+    ("grpo.use_dynamic_sampling", (True,), ("grpo.batch_multiplier", "grpo.dynamic_sampling_max_gen_batches")),
+    (
+        f"{_SHAPING}.enabled",
+        (True,),
+        tuple(
+            f"{_SHAPING}.{key}" for key in ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
+        ),
+    ),
+    *(
+        (f"policy.{name}.enabled", (True,), tuple(f"policy.{name}.{key}" for key in keys))
+        for name, keys in (("dynamic_batching", _TOKENS), ("sequence_packing", ("algorithm", *_TOKENS)))
+    ),
+    (
+        f"{MEGATRON}.moe_paged_stash",
+        (True,),
+        tuple(
+            f"{MEGATRON}.moe_paged_stash_{key}"
+            for key in ("page_size", "buffer_size_factor_cuda", "buffer_size_factor_cpu")
+        ),
+    ),
+    (
+        f"{MEGATRON}.fine_grained_activation_offloading",
+        (True,),
+        (
+            *(f"{MEGATRON}.activation_offload.{key}" for key in ("engine", "host_memory_budget")),
+            *(f"{MEGATRON}.{key}" for key in ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")),
+            f"{MEGATRON}.fine_grained_offloading_max_inflight_offloads",
+        ),
+    ),
+    (f"{MEGATRON}.activation_offload.engine", ("native",), (f"{MEGATRON}.activation_offload.host_memory_budget",)),
+    (f"{MEGATRON}.cpu_offloading", (True,), (f"{MEGATRON}.cpu_offloading_num_layers",)),
+    (
+        f"{MEGATRON}.cpu_affinity.enabled",
+        (True,),
+        (f"{MEGATRON}.cpu_affinity.bind_memory", f"{MEGATRON}.cpu_affinity.map"),
+    ),
+    ("logger.wandb_enabled", (True,), ("logger.wandb.project", "logger.wandb.name")),
+    (
+        "logger.mlflow_enabled",
+        (True,),
+        tuple(f"logger.mlflow.{key}" for key in ("experiment_name", "run_name", "tracking_uri")),
+    ),
+    (
+        "checkpointing.enabled",
+        (True,),
+        ("checkpointing.save_period", "checkpointing.keep_top_k", "checkpointing.is_async"),
+    ),
+)
+"""A key, the switch; and keys that are read only while it has one of these values."""
+_UNREAD: tuple[tuple[str, Any, str], ...] = (
+    (f"{MEGATRON}.pipeline_model_parallel_size", 1, f"{MEGATRON}.batch_p2p_comm"),
+    (f"{MEGATRON}.cuda_graph_impl", "none", f"{MEGATRON}.cuda_graph_warmup_steps"),
+    (f"{_OPTIMIZER}.optimizer_cpu_offload", False, f"{_OPTIMIZER}.optimizer_offload_fraction"),
+)
+"""A key, its value with which nothing reads the other key, and that; no other value is to be advised for that alone."""
+
+
+def _not_of_the_algorithm(get: Get) -> Iterator[str]:
+    causes: dict[str, list[str]] = {}
+    for path in defaults():
+        if _is_read(path, get) or _is_default(path, get):
+            continue
+        cause = _cause(path, get)
+        if cause.startswith("with "):
+            yield f"{path}: {_shown(get(path))} has no effect {cause}."
+        else:
+            causes.setdefault(cause, []).append(path)
+    for cause, paths in causes.items():
+        yield f"{_no_effect(paths, get)} {cause}."
+
+
+def _cause(path: str, get: Get) -> str:
+    """Why the algorithm does not read a key."""
+    algorithm, of_problems = get("algorithm"), path.startswith(("env.", *(f"{split}." for split in SPLITS)))
+    if of_problems and algorithm in GENERATES:
+        return f"while data.env_name is {get('data.env_name')}"
+    if of_problems and algorithm == "sft" and not path.startswith(_OTHER_SCORERS):
+        return f"while data.train.path is {'null' if path.endswith('.split') else 'given'}"
+    return f"with algorithm {algorithm}"
+
+
+def _no_effect(paths: Sequence[str], get: Get) -> str:
+    first, *others = paths
+    return f"{first}: {_shown(get(first))} has no effect{', nor have ' + ', '.join(others) if others else ''}"
+
+
+def _is_read(path: str, get: Get) -> bool:
+    algorithm = get("algorithm")
+    section, _, key = path.partition(".")
+    if path in [f"{split}.split" for split in SPLITS]:
+        return not takes_problems(get)
+    if section == "env" and not key.startswith("reasoning_gym."):
+        return bool(algorithm in GENERATES and key.startswith(f"{get('data.env_name')}."))
+    if section == "env" or path in [f"{split}.{name}" for split in SPLITS for name in ("seed", "size", "exclude")]:
+        return takes_problems(get)
+    while path and path not in _READERS:
+        path = path.rpartition(".")[0]
+    return not path or algorithm in _READERS[path]
+
+
+def _switched_off(switch: str, values: tuple[Any, ...], paths: tuple[str, ...], get: Get) -> Iterator[str]:
+    unread = [path for path in paths if _is_read(path, get) and not _is_default(path, get)]
+    if not unread or get(switch) in values:
+        return
+    this = f", or this to {_shown(_default(unread[0], get))}" if len(unread) == 1 else ""
+    yield (
+        f"{_no_effect(unread, get)} while {switch} is {_shown(get(switch))}. "
+        f"Set that to {' or '.join(map(_shown, values))}{this}."
+    )
+
+
+def _is_default(path: str, get: Get) -> bool:
+    return bool(get(path) == _default(path, get))
+
+
+def _default(path: str, get: Get) -> Any:
+    """As `base.yaml` writes it; the product of other keys' values, where it writes that."""
+    written = defaults()[path]
+    if isinstance(written, str) and written.startswith("${mul:"):
+        return math.prod(get(key) for key in re.findall(r"\$\{([\w.]+)\}", written))
+    return written
+
+
+def _penalty_is_none(get: Get) -> Iterator[str]:
+    path, penalty = "loss_fn.reference_policy_kl_type", "loss_fn.reference_policy_kl_penalty"
+    if _is_read(path, get) and get(path) != defaults()[path] and not get(penalty):
+        yield f"{_no_effect([path], get)} while {penalty} is 0. Raise that, or set this to {defaults()[path]}."
+
+
+def _metric_is_not_measured(get: Get) -> Iterator[str]:
+    path, algorithm = "checkpointing.metric_name", get("algorithm")
+    metric = get(path)
+    if metric.startswith("val:") and metric != defaults()[path] and not validates(get):
+        yield (
+            f"{path}: {metric} has no effect while validation is off: the latest checkpoints are kept. Set "
+            f"{algorithm}.val_at_end=true, or this to train:loss."
+        )
+
+
+def _unread(switch: str, value: Any, path: str, get: Get) -> Iterator[str]:
+    if get(switch) == value and not _is_default(path, get):
+        yield f"{_no_effect([path], get)} while {switch} is {_shown(value)}. Set this to {_shown(_default(path, get))}."
+
+
+def _schedule_has_no_such_phase(get: Get) -> Iterator[str]:
+    scheduler = f"{MEGATRON}.scheduler"
+    if get(f"{scheduler}.lr_warmup_init") and not get(f"{scheduler}.lr_warmup_iters"):
+        yield f"{scheduler}.lr_warmup_init: has no effect without a warm-up. Set lr_warmup_iters, or this to 0.0."
+    styles = [get(f"{scheduler}.{key}") for key in ("lr_decay_style", "weight_decay_incr_style")]
+    weight_decays = [get(f"{scheduler}.{key}_weight_decay") for key in ("start", "end")]
+    is_decayed = any(value not in (None, get(f"{_OPTIMIZER}.weight_decay")) for value in weight_decays)
+    if styles[1] != "constant" and not is_decayed:
+        yield (
+            f"{scheduler}.weight_decay_incr_style: {styles[1]} has no effect without start_weight_decay and "
+            "end_weight_decay. Give them, or set this to constant."
+        )
+    if get(f"{scheduler}.lr_decay_iters") is not None and styles == ["constant", "constant"]:
+        yield (
+            f"{scheduler}.lr_decay_iters: has no effect while lr_decay_style and weight_decay_incr_style are constant. "
+            "Set one of them to linear or cosine, or this to null."
+        )
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """The values of `base.yaml` as they are written, by their paths."""
+    return dict(_leaves(yaml.safe_load(BASE.read_text(encoding="utf-8"))))
+
+
+def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        name = f"{path}.{key}".lstrip(".")
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, name)
+        else:
+            yield name, value
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+EFFECT_WARNINGS: tuple[Rule, ...] = (
+    _not_of_the_algorithm,
+    *(partial(_switched_off, *each) for each in _SWITCHES),
+    *(partial(_unread, *each) for each in _UNREAD),
+    _penalty_is_none,
+    _metric_is_not_measured,
+    _schedule_has_no_such_phase,
+)

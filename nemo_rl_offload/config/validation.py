@@ -1,0 +1,265 @@
+"""Everything that is wrong with a configuration, said at once and before anything starts.
+
+First the schema is checked by pydantic, whose errors are worded anew: path, what was given, what is allowed,
+the nearest name. Then come the rules of `rules.py` that join several keys. A rule reads values by their path;
+where a value is missing or of the wrong type, and so reported already, the rule ends and the others go on. Every
+problem ends with the place where the value was written, if the configuration was read from files.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_rl_offload.config.known_keys import right_place
+from nemo_rl_offload.config.nemo_rl import MISSING, NOT_ALLOWED, OTHER_RULES, adapted, is_replaceable, unsupported
+from nemo_rl_offload.config.rules.registry import RULES, RULES_OF_THIS_MACHINE, WARNINGS
+from nemo_rl_offload.config.rules.rule import MEGATRON, Get, ReportedError, Rule
+from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.sources import UNGIVEN, LoadedConfig, nodes
+from nemo_rl_offload.config.types import describe, item_type, keys_of
+from nemo_rl_offload.errors import ConfigError, nearest
+
+LEFT_OUT = "missing"
+"""How a problem begins where a key is not there; a value that must be given is a `MISSING` one."""
+
+
+@dataclass(frozen=True)
+class CheckedConfig:
+    """A configuration that can be run, and what its author should know about it."""
+
+    config: MasterConfig
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something to change, or to know."""
+
+    path: str
+    """Path of the key; "" where it is about an override that does not apply."""
+    message: str
+    origin: str
+    """Where the value was written: ``"file:line"``, an override, or "" where that is not known."""
+
+    def __str__(self) -> str:
+        return (f"{self.path}: " if self.path else "") + self.message + (f" ({self.origin})" if self.origin else "")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that is to be said about a configuration."""
+
+    config: MasterConfig | None
+    """The configuration; None where there are problems."""
+    problems: list[Problem]
+    warnings: list[Problem]
+    loaded: LoadedConfig
+    """What was examined."""
+
+
+def check_config(
+    raw: Mapping[str, Any] | LoadedConfig, source: str = "configuration", *, run_here: bool = True
+) -> CheckedConfig:
+    """Check a configuration for `run`; ``source`` is the file name that errors begin with. See `examine`.
+
+    Raises one ConfigError with all problems, one per line, each beginning with the key's path.
+    """
+    found = examine(raw, run_here=run_here)
+    if found.config is None:
+        raise ConfigError(summary(source, found.problems))
+    return CheckedConfig(found.config, [str(warning) for warning in found.warnings])
+
+
+def summary(source: str, problems: Sequence[Problem]) -> str:
+    """How many problems there are, and each on its own line."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n".join([f"{source}: {count}", *map(str, problems)])
+
+
+def examine(
+    raw: Mapping[str, Any] | LoadedConfig, *, run_here: bool, nemo_rl_defaults: Mapping[str, Any] | None = None
+) -> Findings:
+    """Find everything that is wrong with a configuration.
+
+    What a run needs on this machine, such as the model's folder, is a problem with ``run_here`` and else a warning.
+    With ``nemo_rl_defaults`` the configuration is a recipe of NeMo-RL: what only NeMo-RL has is a warning too, and
+    these defaults stand in for it.
+    """
+    loaded = raw if isinstance(raw, LoadedConfig) else LoadedConfig({**raw})
+    config, reported = _against_schema(loaded.values, loaded.unresolved)
+    tolerable: set[str] = set()
+    if nemo_rl_defaults is not None:
+        replaced = {path for path, text in reported.items() if is_replaceable(path, text)}
+        config, others = _against_schema(adapted(loaded.values, nemo_rl_defaults, replaced), loaded.unresolved)
+        reported |= others
+        tolerable = replaced | (set(OTHER_RULES) - reported.keys())
+    get = _reader(loaded.values, reported)
+    lines = [f"{path}: {text}" for path, text in _causes(reported, loaded, tolerable).items()]
+    lines += [line for rule in RULES for line in _run(rule, get)]
+    here = [line for rule in RULES_OF_THIS_MACHINE for line in _run(rule, get) if line not in lines]
+    lines += here if run_here else []
+    problems = [problem_at(line, loaded) for line in lines]
+    tolerated = [problem for problem in problems if problem.path in tolerable]
+    problems = [problem for problem in problems if problem.path not in tolerable]
+    problems = [Problem("", text, "") for text in loaded.problems] + _defaults_left_out(reported, loaded) + problems
+    lines = [f"{line} Only a run needs it." for line in here if not run_here]
+    lines += [line for rule in WARNINGS for line in _run(rule, get)]
+    return Findings(
+        None if problems else config, problems, tolerated + [problem_at(line, loaded) for line in lines], loaded
+    )
+
+
+def problem_at(line: str, loaded: LoadedConfig) -> Problem:
+    """Take a line apart that begins with a path, and add the place of that path."""
+    path, _, message = line.partition(": ")
+    return Problem(path, message, loaded.origin(path))
+
+
+def _causes(reported: Mapping[str, str], loaded: LoadedConfig, tolerable: Collection[str]) -> dict[str, str]:
+    """What is wrong, without the values that are wrong because they are made of another one that is."""
+    causes = dict(reported)
+    for path, text in reported.items():
+        others = causes.keys() - {path, *tolerable}
+        sources = loaded.references.get(path, ()) if path in loaded.unresolved or NOT_ALLOWED in text else ()
+        if any(other == source or source.startswith(f"{other}.") for source in sources for other in others):
+            del causes[path]
+    return causes
+
+
+def _defaults_left_out(reported: Mapping[str, str], loaded: LoadedConfig) -> list[Problem]:
+    """The one reason where whole sections are missing, and the file inherits nothing."""
+    if not loaded.missing_base or f"{LEFT_OUT}. Allowed: {describe(MasterConfig)}." not in reported.values():
+        return []
+    return [Problem("defaults", f"{LEFT_OUT}. To inherit what is missing, write `defaults: {loaded.missing_base}`", "")]
+
+
+def _against_schema(
+    values: Mapping[str, Any], unresolved: Mapping[str, str]
+) -> tuple[MasterConfig | None, dict[str, str]]:
+    """Return the configuration with its values' types, if they are right, and what is wrong, by path."""
+    reported = _missing_values(values) | {**unresolved}
+    try:
+        return _adapter().validate_python(values), reported
+    except ValidationError as error:
+        return None, _schema_problems(values, error) | reported
+
+
+PLANNED = ("policy", "cluster", "loss_fn", "algorithm", "teacher", "defaults", "")
+"""Sections that a plan reads, the files that they come from, and overrides that do not apply."""
+NOT_PLANNED = f"{MEGATRON}.activation_offload.gpu_memory_budget"
+"""What `auto` cannot be without, and a plan is told otherwise."""
+
+
+def check_to_plan(raw: Mapping[str, Any] | LoadedConfig, source: str) -> None:
+    """Check what a plan needs of a configuration, as `examine` does.
+
+    Raises one ConfigError with all problems below `PLANNED`.
+    """
+    problems = [
+        problem
+        for problem in examine(raw, run_here=False).problems
+        if problem.path.split(".")[0] in PLANNED and (problem.path != NOT_PLANNED or "needs it" not in problem.message)
+    ]
+    if problems:
+        raise ConfigError("\n".join([f"{source}: cannot be planned", *map(str, problems)]))
+
+
+@cache
+def _adapter() -> TypeAdapter[MasterConfig]:
+    return TypeAdapter(MasterConfig)
+
+
+def _missing_values(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the paths that hold OmegaConf's mark for a value that must be given."""
+    marked = [path for path, value in nodes(values) if value == UNGIVEN]
+    return {path: f"{MISSING}. Give one: {path}=..." for path in marked}
+
+
+def _schema_problems(raw: Mapping[str, Any], error: ValidationError) -> dict[str, str]:
+    problems = {}
+    for details in error.errors(include_url=False, include_context=False):
+        location = details["loc"]
+        if location[-1] == "[key]" and details["type"].startswith("int"):
+            problems[_dotted(location[:-1])] = "is no key here. Allowed: whole numbers."
+            continue
+        if details["type"] in ("extra_forbidden", "invalid_key") or location[-1] == "[key]":
+            location = tuple(part for part in location if part != "[key]")
+            section = _locate(raw, location[:-1])[1]
+            unknown = f"unknown key.{right_place(str(location[-1]), section)}"
+            problems[_dotted(location)] = unsupported(_dotted(location)) or unknown
+            continue
+        keys, annotation, value = _locate(raw, location)
+        given = LEFT_OUT if details["type"] == "missing" else f"{_shown(value)} {NOT_ALLOWED}"
+        problems[_dotted(keys)] = f"{given}. Allowed: {describe(annotation)}.{_hint(annotation, value)}"
+    inner = [path for path in problems if any(other.startswith(f"{path}.") for other in problems)]
+    return {path: text for path, text in problems.items() if path not in inner}
+
+
+def _dotted(location: Iterable[int | str]) -> str:
+    return ".".join(map(str, location))
+
+
+def _locate(raw: Any, location: Iterable[int | str]) -> tuple[list[int | str], Any, Any]:
+    """Follow a location in the data and in the schema; return path, annotation and value.
+
+    Pydantic puts a tag for the member of a union into the location: one for a list stands before the item's number,
+    others end the walk.
+    """
+    path: list[int | str] = []
+    annotation: Any = MasterConfig
+    for part in location:
+        is_key = isinstance(raw, Mapping) and (part in raw or part in keys_of(annotation))
+        is_item = isinstance(raw, list) and isinstance(part, int)
+        if str(part).startswith("list["):
+            continue
+        if not (is_key or is_item):
+            break
+        path.append(part)
+        inner = item_type(annotation, dict if is_key else list)
+        annotation = keys_of(annotation).get(str(part), inner) if is_key else inner
+        raw = raw.get(part) if is_key else raw[part]
+    return path, annotation, raw
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _hint(annotation: Any, value: Any) -> str:
+    """Return the list form for text where a list is needed, or the nearest of the allowed names."""
+    if not isinstance(value, str):
+        return ""
+    allowed = describe(annotation)
+    if hint := nearest(value, re.findall(r"'([^']+)'", allowed)):
+        return hint
+    return f" Write it as a list: [{', '.join(re.findall(r'[^\s,]+', value))}]" if "a list of text" in allowed else ""
+
+
+def _reader(raw: Mapping[str, Any], problems: Iterable[str]) -> Get:
+    reported = set(problems)
+
+    def get(path: str) -> Any:
+        node: Any = raw
+        parts = path.split(".")
+        for depth, part in enumerate(parts, start=1):
+            if ".".join(parts[:depth]) in reported:
+                raise ReportedError
+            node = node[part]
+        if any(problem.startswith(f"{path}.") for problem in reported):
+            raise ReportedError
+        return node
+
+    return get
+
+
+def _run(rule: Rule, get: Get) -> Iterator[str]:
+    try:
+        yield from rule(get)
+    except ReportedError:
+        return

@@ -1,0 +1,397 @@
+"""Megatron-Core's own rules: what breaks each, the essential words, the nearest legal configuration."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_offload.config.rules import megatron as megatron_rules
+from nemo_rl_offload.config.rules.registry import NOT_YET
+from nemo_rl_offload.config.validation import CheckedConfig
+from nemo_rl_offload.errors import ConfigError
+
+Check = Callable[..., CheckedConfig]
+Refusals = Callable[[str], list[str]]
+MakeModel = Callable[..., Path]
+M = "policy.megatron_cfg"
+
+OFF = "M.fine_grained_activation_offloading=false"
+TE = "M.transformer_impl=transformer_engine M.offload_modules=[core_attn]"
+FULL = "M.recompute_granularity=full M.recompute_method=uniform M.recompute_num_layers=1"
+SELECTIVE = "M.recompute_granularity=selective"
+GATHER = "DDP.overlap_param_gather=true DDP.overlap_grad_reduce=true"
+DISTRIBUTED = "M.optimizer.use_distributed_optimizer=true"
+PRECISION = f"{TE} M.optimizer.use_precision_aware_optimizer=true"
+VIRTUAL = "M.virtual_pipeline_model_parallel_size=2"
+PIPELINE = "M.pipeline_model_parallel_size=2"
+OVERLAP = "M.batch_p2p_comm=false M.overlap_p2p_comm=true"
+GRAPH = "M.cuda_graph_impl"
+PARTS = "M.cuda_graph_modules"
+EXPERTS = "MOE M.offload_modules=[expert_fc1]"
+MEGATRON = "M.activation_offload.engine=megatron"
+
+CASES = [
+    (
+        "M.context_parallel_size=2 policy.sequence_packing.enabled=true",
+        "context_parallel_size",
+        "packs of sequences are not split",
+        "policy.sequence_packing.enabled=false policy.dynamic_batching.enabled=true",
+    ),
+    ("M.enabled=false", "enabled", "Megatron-Core is the only", "M.enabled=true"),
+    (f"{FULL} M.recompute_method=null", "recompute_method", "Set uniform or block", "M.recompute_method=block"),
+    (f"{FULL} M.recompute_num_layers=null", "recompute_num_layers", "full recompute needs", "M.recompute_num_layers=2"),
+    (
+        f"M.activation_checkpointing=true {SELECTIVE} M.recompute_num_layers=1",
+        "recompute_num_layers",
+        "Set null",
+        "M.activation_checkpointing=false",
+    ),
+    (
+        f"M.activation_checkpointing=true {OFF} {GRAPH}=local",
+        "cuda_graph_impl",
+        "works with full_iteration only",
+        "M.activation_checkpointing=false",
+    ),
+    (f"{SELECTIVE} M.recompute_num_layers=1", "recompute_num_layers", "Set null", "M.recompute_num_layers=null"),
+    (
+        f"{SELECTIVE} M.recompute_modules=[mlp_act] M.recompute_num_layers=1",
+        "recompute_num_layers",
+        "but with mlp or mlp_fc1 in recompute_modules. Set null",
+        "M.recompute_modules=[mlp_act,mlp_fc1]",
+    ),
+    (
+        f"{SELECTIVE} MOE M.recompute_modules=[mlp_act]",
+        "recompute_modules",
+        "'mlp_act' needs layers without experts",
+        "M.recompute_modules=[moe_act]",
+    ),
+    (
+        f"{SELECTIVE} M.recompute_modules=[mlp,mlp_fc1]",
+        "recompute_modules",
+        "'mlp' contains 'mlp_fc1'",
+        "M.recompute_modules=[mlp_fc1]",
+    ),
+    (
+        f"{SELECTIVE} {TE} M.activation_offload.engine=megatron M.offload_modules=[core_attn] "
+        "M.recompute_modules=[mlp_fc1]",
+        "recompute_modules",
+        "'mlp_fc1' needs activation_offload.engine native",
+        "M.recompute_modules=[mlp]",
+    ),
+    (
+        f"{SELECTIVE} {TE} M.recompute_modules=[mlp_act] M.use_transformer_engine_op_fuser=true",
+        "recompute_modules",
+        "cannot be recomputed with use_transformer_engine_op_fuser",
+        "M.use_transformer_engine_op_fuser=false",
+    ),
+    (
+        f"{SELECTIVE} {TE} M.recompute_modules=[mlp_act] M.model_overrides={{fp8:e4m3}}",
+        "recompute_modules",
+        "cannot be recomputed with fp8",
+        "M.model_overrides.fp8=null",
+    ),
+    (
+        f"{SELECTIVE} M.recompute_modules=[layer_norm]",
+        "recompute_modules",
+        "Did you mean 'layernorm'?",
+        "M.recompute_modules=[layernorm]",
+    ),
+    (f"{SELECTIVE} M.recompute_modules=[moe]", "recompute_modules", "'moe' needs experts", "MOE"),
+    (
+        f"{SELECTIVE} M.recompute_modules=[shared_experts]",
+        "recompute_modules",
+        "'shared_experts' needs shared experts",
+        "MOE M.offload_modules=[core_attn]",
+    ),
+    (
+        f"{SELECTIVE} MOE M.recompute_modules=[shared_experts] M.moe_shared_expert_overlap=true",
+        "recompute_modules",
+        "cannot be recomputed with moe_shared_expert_overlap",
+        "M.moe_shared_expert_overlap=false",
+    ),
+    (
+        f"{SELECTIVE} M.recompute_modules=[mla_up_proj]",
+        "recompute_modules",
+        "'mla_up_proj' needs latent attention",
+        "M.recompute_modules=[mlp]",
+    ),
+    (
+        f"{SELECTIVE} M.recompute_modules=[gdn_norm_out]",
+        "recompute_modules",
+        "'gdn_norm_out' needs linear attention",
+        "M.recompute_modules=[]",
+    ),
+    (
+        "MOE M.moe_shared_expert_overlap=true M.moe_token_dispatcher_type=allgather",
+        "moe_shared_expert_overlap",
+        "needs moe_token_dispatcher_type alltoall or flex",
+        "M.moe_token_dispatcher_type=alltoall",
+    ),
+    (
+        "MOE M.moe_flex_dispatcher_backend=ncclep",
+        "moe_flex_dispatcher_backend",
+        "needs moe_token_dispatcher_type flex",
+        "M.moe_token_dispatcher_type=flex",
+    ),
+    (
+        "MOE M.moe_router_load_balancing_type=sinkhorn",
+        "moe_aux_loss_coeff",
+        "balances without a loss. Set it to 0",
+        "M.moe_aux_loss_coeff=0",
+    ),
+    ("M.expert_model_parallel_size=2", "expert_model_parallel_size", "the model has no experts", "MOE"),
+    (VIRTUAL, "virtual_pipeline_model_parallel_size", "needs pipeline", f"{PIPELINE} {OVERLAP}"),
+    (
+        "M.num_layers_in_first_pipeline_stage=1",
+        "num_layers_in_first_pipeline_stage",
+        "needs pipeline_model_parallel_size above 1",
+        "M.num_layers_in_first_pipeline_stage=null",
+    ),
+    (
+        f"{VIRTUAL} {PIPELINE}",
+        "batch_p2p_comm",
+        "and two pipeline ranks, batched messages give wrong gradients",
+        OVERLAP,
+    ),
+    (f"{PIPELINE}1", "pipeline_model_parallel_size", "4 layers cannot be divided among 21 ranks", PIPELINE),
+    (
+        f"{PIPELINE} M.num_layers_in_first_pipeline_stage=3 M.num_layers_in_last_pipeline_stage=2",
+        "pipeline_model_parallel_size",
+        "-1 layers cannot be divided among 0 ranks",
+        "M.num_layers_in_last_pipeline_stage=1",
+    ),
+    (
+        f"{PIPELINE} {VIRTUAL} {OVERLAP} M.num_layers_in_first_pipeline_stage=1",
+        "num_layers_in_first_pipeline_stage",
+        "1 is not a multiple of",
+        "M.virtual_pipeline_model_parallel_size=null",
+    ),
+    (
+        "M.tensor_model_parallel_size=3",
+        "tensor_model_parallel_size",
+        "does not divide the model's 4 attention heads",
+        "M.tensor_model_parallel_size=4",
+    ),
+    ("M.overlap_p2p_comm=true", "batch_p2p_comm", "excluded by overlap_p2p_comm", "M.batch_p2p_comm=false"),
+    (
+        "MOE M.tensor_model_parallel_size=2",
+        "sequence_parallel",
+        "experts need it beside tensor parallelism",
+        "M.sequence_parallel=true",
+    ),
+    ("M.sequence_parallel=true", "sequence_parallel", "needs tensor_model", "M.tensor_model_parallel_size=2"),
+    ("M.optimizer.min_lr=0.1", "optimizer.min_lr", "above optimizer.lr", "M.optimizer.lr=0.1"),
+    ("M.scheduler.lr_warmup_init=0.1", "scheduler.lr_warmup_init", "above optimizer.lr", "M.optimizer.lr=0.1"),
+    (
+        "M.scheduler.lr_decay_style=cosine grpo.max_num_steps=5",
+        "scheduler.lr_warmup_iters",
+        "not below lr_decay_iters, 5",
+        "M.scheduler.lr_decay_iters=6",
+    ),
+    (
+        "M.optimizer.weight_decay=0.1 M.scheduler.end_weight_decay=0.0",
+        "scheduler.end_weight_decay",
+        "0.0 is below start_weight_decay 0.1",
+        "M.scheduler.start_weight_decay=0",
+    ),
+    (
+        "M.scheduler.end_weight_decay=0.1",
+        "scheduler.weight_decay_incr_style",
+        "from 0.0 to 0.1. Set linear or cosine",
+        "M.scheduler.weight_decay_incr_style=linear",
+    ),
+    (
+        GATHER,
+        "distributed_data_parallel_config.overlap_param_gather",
+        f"needs {M}.optimizer.use_distributed",
+        DISTRIBUTED,
+    ),
+    (
+        f"{GATHER} {DISTRIBUTED} DDP.overlap_grad_reduce=false",
+        "distributed_data_parallel_config.overlap_param_gather",
+        "overlap_grad_reduce. Set",
+        "DDP.overlap_grad_reduce=true",
+    ),
+    (
+        f"{DISTRIBUTED} M.optimizer.optimizer=sgd",
+        "optimizer.use_distributed_optimizer",
+        "splits adam alone",
+        "M.optimizer.use_distributed_optimizer=false",
+    ),
+    (PRECISION, "optimizer.use_precision_aware_optimizer", "needs use_distributed_optimizer", DISTRIBUTED),
+    (
+        f"{PRECISION} {DISTRIBUTED} M.optimizer.optimizer=sgd",
+        "optimizer.use_distributed_optimizer",
+        "optimizer: adam",
+        "M.optimizer.optimizer=adam",
+    ),
+    (f"{GRAPH}=local {OFF} {PARTS}=[atn]", "cuda_graph_modules", "Did you mean 'attn'?", f"{PARTS}=[attn]"),
+    (f"{GRAPH}=full_iteration {OFF} {PARTS}=[attn]", "cuda_graph_modules", "captures everything", f"{PARTS}=null"),
+    (f"{GRAPH}=local {OFF} {PARTS}=[moe_router]", "cuda_graph_modules", "needs layers with experts", "MOE"),
+    (f"{GRAPH}=local {OFF} MOE {PARTS}=[mlp]", "cuda_graph_modules", "needs layers without experts", "DENSE"),
+    (f"{GRAPH}=local {OFF} MOE {PARTS}=[moe]", "cuda_graph_modules", "drop and pad tokens", f"{PARTS}=[moe_router]"),
+    (
+        f"{TE} MOE {GRAPH}=transformer_engine {PARTS}=[moe_preprocess]",
+        "cuda_graph_modules",
+        "'moe_preprocess' needs 'moe_router'",
+        f"{PARTS}=[moe_preprocess,moe_router]",
+    ),
+    (f"{GRAPH}=local {OFF} {FULL}", "cuda_graph_impl", "works with full_iteration only", f"{GRAPH}=full_iteration"),
+    (
+        f"{TE} MOE {GRAPH}=transformer_engine {PARTS}=[moe_router] {SELECTIVE} M.recompute_modules=[moe]",
+        "cuda_graph_modules",
+        "cannot be captured while recompute_modules has 'moe'",
+        f"{PARTS}=[attn]",
+    ),
+    (
+        f"{TE} {OFF} M.cpu_offloading=true {GRAPH}=transformer_engine",
+        "cuda_graph_impl",
+        "cannot be combined with cpu_offloading",
+        f"{GRAPH}=full_iteration",
+    ),
+    (
+        f"{GRAPH}=full_iteration M.fine_grained_offloading_max_inflight_offloads=1",
+        "cuda_graph_impl",
+        "engine: native, whose event queries and limits on bytes cannot be captured",
+        f"{GRAPH}=none",
+    ),
+    (
+        f"{TE} {MEGATRON} {GRAPH}=full_iteration",
+        "fine_grained_offloading_max_inflight_offloads",
+        "full_iteration needs a limit",
+        "M.fine_grained_offloading_max_inflight_offloads=0",
+    ),
+    (
+        f"MOE {GRAPH}=local {PARTS}=[attn] M.offload_modules=[core_attn]",
+        "offload_modules",
+        "'core_attn' cannot be offloaded with cuda_graph_impl local",
+        "M.offload_modules=[moe_act]",
+    ),
+    (f"{EXPERTS} {GRAPH}=local", "cuda_graph_modules", "needs parts of layers", f"{PARTS}=[attn]"),
+    (
+        f"{EXPERTS} {GRAPH}=local {PARTS}=[attn] M.cuda_graph_warmup_steps=0",
+        "cuda_graph_warmup_steps",
+        "needs a step before the capture",
+        "M.cuda_graph_warmup_steps=1",
+    ),
+    *(
+        (setting, setting.split("=")[0].removeprefix("M."), "which transformer_impl: torch leaves out", TE)
+        for setting in (
+            "M.apply_rope_fusion=true",
+            "M.moe_permute_fusion=true",
+            "M.gradient_accumulation_fusion=true",
+            "M.use_transformer_engine_op_fuser=true",
+            "M.attention_backend=flash",
+            "M.cuda_graph_impl=transformer_engine",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("broken", "key", "words", "legal"), CASES)
+def test_rules(refusals: Refusals, broken: str, key: str, words: str, legal: str) -> None:
+    broken, legal = (text.replace("DDP.", "M.distributed_data_parallel_config.") for text in (broken, legal))
+    (line,) = refusals(broken)
+    assert line.startswith(f"{M}.{key}: ")
+    assert words in line
+    assert refusals(f"{broken} {legal}") == []
+
+
+@pytest.mark.parametrize("key", NOT_YET)
+def test_what_is_not_available_yet(check: Check, moe_model: Path, key: str) -> None:
+    value = {"cuda_graph_impl": "local", "sequence_parallel": "true", "optimizer.optimizer_cpu_offload": "true"}
+    with pytest.raises(ConfigError, match=rf"\n{M}\.{key}: \S+ is not available yet\. Set it to "):
+        check(f"policy.model_name={moe_model}", f"{M}.offload_modules=[core_attn]", f"{M}.{key}={value.get(key, 2)}")
+
+
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "silu", None])
+def test_fused_activation_must_be_the_models(refusals: Refusals, make_model: MakeModel, activation: str | None) -> None:
+    lines = refusals(f"policy.model_name={make_model(hidden_act=activation)} M.bias_activation_fusion=true")
+    assert [line.split(":")[0] for line in lines] == (
+        [f"{M}.bias_activation_fusion"] if activation == "gelu_pytorch_tanh" else []
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "is_legal"), [(2, True), (3, False), (6, True)])
+def test_tensor_ranks_and_key_heads_must_divide(
+    refusals: Refusals, make_model: MakeModel, num_ranks: int, is_legal: bool
+) -> None:
+    model = make_model(num_attention_heads=6, num_key_value_heads=2)
+    lines = refusals(f"policy.model_name={model} M.tensor_model_parallel_size={num_ranks}")
+    assert lines == [] if is_legal else "3 and the model's 2 key heads do not divide" in lines[0]
+
+
+@pytest.mark.parametrize(("num_ranks", "is_legal"), [(2, True), (4, False)])
+def test_the_vocabulary_is_divided_among_tensor_parallel_ranks(
+    num_ranks: int, is_legal: bool, make_model: MakeModel, refusals: Refusals
+) -> None:
+    model = make_model(num_hidden_layers=2, num_attention_heads=4, vocab_size=258)
+    lines = refusals(f"policy.model_name={model} M.tensor_model_parallel_size={num_ranks}")
+    assert lines == [] if is_legal else "4 does not divide the model's vocabulary of 258 tokens" in lines[0]
+
+
+def test_transformer_engine_must_be_here_for_a_run(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [f"{M}.transformer_impl=transformer_engine", f"{M}.offload_modules=[core_attn]"]
+    engine = [f"{M}.activation_offload.engine=megatron"]
+    monkeypatch.setattr(megatron_rules, "have_transformer_engine", lambda: False)
+    with pytest.raises(ConfigError, match=r"\.transformer_impl: transformer_engine is not installed here"):
+        check(*overrides)
+    (warning,) = check(*overrides, run_here=False).warnings
+    assert warning.endswith("Only a run needs it.")
+    with pytest.raises(ConfigError, match=r"\.activation_offload\.engine: megatron needs Transformer Engine, which is"):
+        check(*overrides, *engine, f"{M}.transformer_impl=auto")
+    monkeypatch.setattr(megatron_rules, "have_transformer_engine", lambda: True)
+    assert check(*overrides, *engine).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ("recompute_modules=[core_attn]", "recompute_modules"),
+        ("recompute_num_layers=1", "recompute_num_layers"),
+        ("moe_router_dtype=fp32", "moe_router_dtype"),
+        ("freeze_moe_router=true", "freeze_moe_router"),
+        ("cuda_graph_modules=[attn]", "cuda_graph_modules"),
+    ],
+)
+def test_ignored_settings_are_warned_about(check: Check, overrides: str, key: str) -> None:
+    (warning,) = check(f"{M}.{overrides}").warnings
+    assert warning.startswith(f"{M}.{key}: ignored")
+
+
+@pytest.mark.parametrize("key", ["recompute_modules=[mlp]", "recompute_method=block"])
+def test_recompute_settings_of_the_other_granularity(check: Check, key: str) -> None:
+    full = [f"{M}.recompute_granularity=full", f"{M}.recompute_method=uniform", f"{M}.recompute_num_layers=1"]
+    overrides = full if key == "recompute_modules=[mlp]" else [f"{M}.recompute_granularity=selective"]
+    off = f"{M}.fine_grained_activation_offloading=false", f"{M}.offload_modules=null"
+    (warning,) = check(*overrides, *off, f"{M}.{key}").warnings
+    assert warning.startswith(f"{M}.{key.split('=')[0]}: ignored")
+
+
+def test_context_parallelism_excludes_models_that_predict_further_tokens(
+    refusals: Refusals, make_model: MakeModel
+) -> None:
+    split = f"policy.model_name={make_model(num_nextn_predict_layers=1)} M.context_parallel_size"
+    (line,) = refusals(f"{split}=2")
+    assert "Set it to 1" in line
+    assert refusals(f"{split}=1") == []
+
+
+def test_recompute_of_multi_token_prediction(check: Check, refusals: Refusals, make_model: MakeModel) -> None:
+    model = f"policy.model_name={make_model(num_nextn_predict_layers=1)}"
+    full = "M.recompute_granularity=full M.recompute_method"
+    (line,) = refusals(f"{model} M.offload_modules=[attn_norm] {full}=uniform M.recompute_num_layers=2")
+    assert line.startswith(f"{M}.recompute_num_layers: 2 is not allowed with recompute_method uniform")
+    assert line.endswith("Set 1.")
+    for legal in (
+        f"{model} {full}=uniform M.recompute_num_layers=1",
+        f"{model} {full}=block M.recompute_num_layers=2",
+        f"{model} M.activation_checkpointing=true",
+        f"DENSE {full}=uniform M.recompute_num_layers=2",
+    ):
+        assert refusals(f"{legal} M.offload_modules=[attn_norm]") == []
+    block = [f"{M}.recompute_granularity=full", f"{M}.recompute_method=block", f"{M}.recompute_num_layers=4"]
+    offloaded = f"{M}.offload_modules=[attn_norm]"
+    assert check(*block, offloaded).warnings == []
+    (warning,) = check(model, *block, offloaded).warnings
+    assert warning.startswith(f"{M}.recompute_method: block leaves out the layers of multi-token prediction.")

@@ -1,0 +1,265 @@
+"""Rules about offloading: what breaks each, the essential words, the nearest legal configuration."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_offload.config.validation import CheckedConfig
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.offload_modules import SUPPORTED_MODULES
+
+Check = Callable[..., CheckedConfig]
+Refusals = Callable[[str], list[str]]
+Refuses = Callable[[str, str, str, str], None]
+MakeModel = Callable[..., Path]
+M = "policy.megatron_cfg"
+
+OFF = "M.fine_grained_activation_offloading=false"
+TE = "M.transformer_impl=transformer_engine"
+MEGATRON = f"M.activation_offload.engine=megatron {TE}"
+AUTO = "M.offload_modules=auto M.activation_offload.gpu_memory_budget=72GiB"
+FUSER = "M.use_transformer_engine_op_fuser=true"
+HYBRID = "M.moe_token_dispatcher_type=flex M.moe_flex_dispatcher_backend=hybridep"
+STASH = f"MOE {MEGATRON} M.offload_modules=[core_attn] M.moe_paged_stash=true {HYBRID} {FUSER}"
+CAPACITY = "M.moe_expert_rank_capacity_factor=1.5"
+
+# overrides that break a rule; key of the line; words in it; what the nearest legal configuration adds
+CASES = [
+    ("M.offload_modules=[]", "offload_modules", "[core_attn, mlp_norm]", "M.offload_modules=[core_attn]"),
+    ("M.offload_modules=null", "offload_modules", "or turn offloading off", OFF),
+    ("M.offload_modules=null", "offload_modules", "set auto", AUTO),
+    (
+        "M.offload_modules=core_attn",
+        "offload_modules",
+        "Allowed: a list of text, or 'auto', or null. Write it as a list: [core_attn]",
+        "M.offload_modules=[core_attn]",
+    ),
+    ("M.offload_modules=atuo", "offload_modules", "Did you mean 'auto'?", AUTO),
+    ("M.offload_modules=[core_atn]", "offload_modules", "Did you mean 'core_attn'?", "M.offload_modules=[core_attn]"),
+    (
+        f"M.offload_modules=[fused_group_mlp,core_attn] MOE {FUSER} {TE}",
+        "offload_modules",
+        "'fused_group_mlp': only engine: megatron can offload it",
+        MEGATRON,
+    ),
+    (
+        f"M.offload_modules=[mlp_fc1] {MEGATRON}",
+        "offload_modules",
+        "'mlp_fc1': only engine: native can offload it. Allowed: attn_norm, ",
+        "M.activation_offload.engine=native M.transformer_impl=torch",
+    ),
+    (
+        "M.offload_modules=[attn_proj]",
+        "offload_modules",
+        "'attn_proj' needs 'core_attn'",
+        "M.offload_modules=[attn_proj,core_attn]",
+    ),
+    (
+        "M.offload_modules=[core_attn,core_attn]",
+        "offload_modules",
+        "'core_attn' is listed more than once",
+        "M.offload_modules=[core_attn]",
+    ),
+    (
+        "M.offload_modules=auto",
+        "activation_offload.gpu_memory_budget",
+        "'auto' needs it. Set a size, like \"72GiB\"",
+        "M.activation_offload.gpu_memory_budget=72GiB",
+    ),
+    (f"{AUTO} {MEGATRON}", "offload_modules", "'auto' needs engine: native", "M.activation_offload.engine=native"),
+    (
+        f"{AUTO} M.activation_offload_fraction=0.5",
+        "activation_offload_fraction",
+        "excluded by offload_modules: auto",
+        "M.activation_offload_fraction=1",
+    ),
+    (
+        f"{AUTO} M.delta_offload_bytes_across_pp_ranks=1",
+        "delta_offload_bytes_across_pp_ranks",
+        "excluded by offload_modules: auto",
+        "M.offload_modules=[core_attn]",
+    ),
+    ("M.offload_modules=[moe_act]", "offload_modules", "'moe_act' needs layers with experts", "MOE"),
+    ("M.offload_modules=[mlp_act] MOE", "offload_modules", "'mlp_act' needs layers without experts", "DENSE"),
+    (
+        f"MOE {MEGATRON} M.offload_modules=[fused_group_mlp]",
+        "offload_modules",
+        "needs Transformer Engine's op fuser. Set use_transformer_engine_op_fuser to true",
+        FUSER,
+    ),
+    (
+        f"MOE {MEGATRON} {FUSER} M.offload_modules=[fused_group_mlp,expert_fc1,moe_act]",
+        "offload_modules",
+        "covers expert_fc1 and moe_act already",
+        "M.offload_modules=[expert_fc1,moe_act]",
+    ),
+    (
+        f"{TE} M.offload_modules=[attn_norm]",
+        "offload_modules",
+        "'attn_norm' has no boundary of its own in Transformer Engine's fused norm",
+        "M.transformer_impl=torch",
+    ),
+    (
+        f"{TE} M.offload_modules=[attn_norm]",
+        "offload_modules",
+        "'attn_norm' has no boundary of its own",
+        "M.recompute_granularity=full M.recompute_method=uniform M.recompute_num_layers=1",
+    ),
+    (f"{TE} M.offload_modules=[mlp_norm]", "offload_modules", "'mlp_norm' has no boundary of its own", "MOE"),
+    (
+        f"{TE} MOE M.offload_modules=[expert_fc2]",
+        "offload_modules",
+        "'expert_fc2' can be offloaded with transformer_impl: torch alone",
+        "M.transformer_impl=torch",
+    ),
+    (
+        "MOE M.offload_modules=[shared_experts] M.moe_shared_expert_overlap=true",
+        "offload_modules",
+        "'shared_experts' cannot be offloaded with moe_shared_expert_overlap",
+        "M.moe_shared_expert_overlap=false",
+    ),
+    (
+        "MOE M.offload_modules=[expert_fc1] M.recompute_granularity=selective M.recompute_modules=[moe]",
+        "offload_modules",
+        "'expert_fc1' saves nothing while recompute_modules has 'moe'",
+        "M.recompute_modules=[core_attn]",
+    ),
+    (
+        f"M.cpu_offloading=true M.cpu_offloading_num_layers=1 {TE} M.offload_modules=[core_attn]",
+        "cpu_offloading",
+        "cannot be combined with fine_grained_activation_offloading",
+        OFF,
+    ),
+    (
+        f"M.cpu_offloading=true {TE} {OFF} M.recompute_granularity=selective",
+        "cpu_offloading",
+        "cannot be combined with recompute_granularity. Set cpu_offloading to false, or recompute_granularity to null",
+        "M.recompute_granularity=null",
+    ),
+    (
+        f"M.cpu_offloading=true {TE} {OFF} M.pipeline_model_parallel_size=2",
+        "cpu_offloading",
+        "cannot be combined with pipeline parallelism",
+        "M.cpu_offloading=false",
+    ),
+    (
+        f"M.cpu_offloading=true {TE} {OFF} M.cpu_offloading_num_layers=4",
+        "cpu_offloading_num_layers",
+        "must be below the model's 4 layers",
+        "M.cpu_offloading_num_layers=3",
+    ),
+    (
+        f"{MEGATRON} M.offload_modules=[core_attn] M.transformer_impl=torch",
+        "activation_offload.engine",
+        "megatron needs Transformer Engine, which transformer_impl: torch leaves out",
+        "M.transformer_impl=auto",
+    ),
+    (
+        "M.activation_offload.host_memory_budget=32GB",
+        "activation_offload.host_memory_budget",
+        "Write a number and one of KiB, MiB, GiB, TiB, like 32GiB. Or give a share",
+        "M.activation_offload.host_memory_budget=32GiB",
+    ),
+    (
+        f"{AUTO} M.activation_offload.gpu_memory_budget=72",
+        "activation_offload.gpu_memory_budget",
+        '72 is not allowed. Allowed: text like "72GiB", or null',
+        "M.activation_offload.gpu_memory_budget=72MiB",
+    ),
+    (
+        "M.offload_modules=[auto,core_attn]",
+        "offload_modules",
+        "'auto' chooses among all modules, and stands alone",
+        "M.offload_modules=[core_attn]",
+    ),
+    (
+        "M.activation_offload_fraction=1.5",
+        "activation_offload_fraction",
+        "Allowed: a number from 0 up to 1",
+        "M.activation_offload_fraction=0.5",
+    ),
+    (
+        "M.delta_offload_bytes_across_pp_ranks=-1",
+        "delta_offload_bytes_across_pp_ranks",
+        "Allowed: a whole number from 0",
+        "M.delta_offload_bytes_across_pp_ranks=1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("broken", "key", "words", "legal"), CASES)
+def test_rules(refuses: Refuses, broken: str, key: str, words: str, legal: str) -> None:
+    refuses(broken, f"{M}.{key}", words, legal)
+
+
+def test_all_that_excludes_offloading_of_layers_is_named(refusals: Refusals) -> None:
+    lines = refusals(f"{STASH} {CAPACITY} M.cpu_offloading=true M.recompute_granularity=selective")
+    assert [line.split("with ")[1].split(".")[0] for line in lines] == [
+        "fine_grained_activation_offloading",
+        "moe_paged_stash",
+        "recompute_granularity",
+    ]
+
+
+@pytest.mark.parametrize("value", ["false", "null"])
+def test_modules_may_be_null_while_offloading_is_off(check: Check, value: str) -> None:
+    checked = check(f"{M}.fine_grained_activation_offloading={value}", f"{M}.offload_modules=null")
+    assert checked.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "legal"),
+    [
+        ({}, "mlp_fc1"),
+        ({"num_experts": 0}, "mlp_fc1"),
+        ({"num_experts": None, "num_local_experts": 8}, "moe_act"),
+        ({"n_routed_experts": 8}, "moe_act"),
+        ({"n_routed_experts": 8, "first_k_dense_replace": 1}, "both"),
+        ({"n_routed_experts": 8, "first_k_dense_replace": 4}, "mlp_fc1"),
+        ({"n_routed_experts": 8, "moe_layer_freq": 2}, "both"),
+        ({"num_experts": 8, "decoder_sparse_step": 2}, "both"),
+        ({"num_experts": 8, "decoder_sparse_step": 5}, "mlp_fc1"),
+        ({"num_experts": 8, "mlp_only_layers": [3]}, "both"),
+        ({"num_experts": 8, "mlp_only_layers": [0, 1, 2, 3]}, "mlp_fc1"),
+        ({"num_experts": 8, "mlp_only_layers": None, "decoder_sparse_step": 0}, "moe_act"),
+        ({"num_experts": 8, "num_hidden_layers": "four"}, "moe_act"),
+    ],
+)
+def test_modules_must_occur_in_the_model(
+    check: Check, make_model: MakeModel, shape: dict[str, object], legal: str
+) -> None:
+    model = f"policy.model_name={make_model(**shape)}"
+    for module in ("moe_act", "mlp_fc1"):
+        overrides = [model, f"{M}.offload_modules=[{module}]"]
+        if legal in (module, "both"):
+            check(*overrides)
+        else:
+            with pytest.raises(ConfigError, match=f"'{module}' needs layers with"):
+                check(*overrides)
+        check(*overrides, f"{M}.fine_grained_activation_offloading=false")
+
+
+def test_shared_experts_must_occur_in_the_model(check: Check, make_model: MakeModel) -> None:
+    overrides = [f"policy.model_name={make_model(num_experts=8)}", f"{M}.offload_modules=[shared_experts]"]
+    with pytest.raises(ConfigError, match="'shared_experts' needs shared experts, and the model has none"):
+        check(*overrides)
+
+
+def test_every_supported_module_is_legal_on_some_model(check: Check, make_model: MakeModel) -> None:
+    model = make_model(num_experts=8, decoder_sparse_step=2, shared_expert_intermediate_size=8)
+    assert not check(f"policy.model_name={model}", f"{M}.offload_modules=[{','.join(SUPPORTED_MODULES)}]").warnings
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "word"),
+    [
+        ("fine_grained_activation_offloading=false", "offload_modules", "ignored, because"),
+        ("fine_grained_activation_offloading=null", "offload_modules", "ignored, because"),
+        ("transformer_impl=auto", "offload_modules", "attn_norm and mlp_norm may not be offloadable"),
+        ("delay_offload_until_cuda_graph=true", "delay_offload_until_cuda_graph", "ignored with cuda_graph_impl none"),
+    ],
+)
+def test_warnings(check: Check, overrides: str, key: str, word: str) -> None:
+    (warning,) = check(f"{M}.{overrides}").warnings
+    assert warning.startswith(f"{M}.{key}: {word}")

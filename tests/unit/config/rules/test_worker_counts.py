@@ -1,0 +1,70 @@
+"""Rules about the number of workers: what breaks each, the essential words, a legal neighbor."""
+
+from collections.abc import Callable
+
+import pytest
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.config.validation import CheckedConfig, check_config
+
+Check = Callable[..., CheckedConfig]
+Refusals = Callable[[str], list[str]]
+Refuses = Callable[[str, str, str, str], None]
+WORKERS, SIZES = "cluster.gpus_per_node", "policy.megatron_cfg"
+BATCH, DYNAMIC = "policy.train_global_batch_size", "policy.dynamic_batching.enabled"
+APART = "policy.generation.colocated.enabled=false policy.generation.colocated.resources"
+
+CASES = [
+    (f"{WORKERS}=3 {SIZES}.tensor_model_parallel_size=2", WORKERS, "= 2 does not divide 3 worker(s)", f"{WORKERS}=4"),
+    (f"{WORKERS}=2 {SIZES}.context_parallel_size=4", WORKERS, "or take 4.", f"{WORKERS}=4"),
+    (
+        f"{WORKERS}=1 cluster.num_nodes=3 {SIZES}.pipeline_model_parallel_size=2",
+        WORKERS,
+        "does not divide 3 worker(s)",
+        "cluster.num_nodes=4",
+    ),
+    (f"{WORKERS}=4", BATCH, "64 x 4 = 256. The nearest that is: 256.", "policy.train_micro_batch_size=32"),
+    (f"{WORKERS}=3", BATCH, "128 is not a multiple of train_micro_batch_size x", f"{DYNAMIC}=true"),
+    (f"{WORKERS}=3", BATCH, "128 is not a multiple of train_micro_batch_size x", f"{WORKERS}=auto"),
+    (f"{WORKERS}=4 {APART}.gpus_per_node=1", BATCH, "64 x 3 = 192", f"{APART}.gpus_per_node=2"),
+    (
+        f"{WORKERS}=5 {APART}.gpus_per_node=1 {SIZES}.tensor_model_parallel_size=2",
+        WORKERS,
+        "does not divide 1 worker(s)",
+        f"{WORKERS}=6 {APART}.gpus_per_node=2",
+    ),
+    (f"{WORKERS}=1 cluster.num_nodes=4 {APART}.num_nodes=1", BATCH, "64 x 3 = 192", f"{APART}.num_nodes=2"),
+]
+
+
+@pytest.mark.parametrize(("change", "path", "words", "neighbor"), CASES)
+def test_counts_that_do_not_divide(change: str, path: str, words: str, neighbor: str, refuses: Refuses) -> None:
+    refuses(change, path, words, neighbor)
+
+
+def test_experts(refuses: Refuses) -> None:
+    change = f"MOE {SIZES}.expert_model_parallel_size=4 policy.train_micro_batch_size=1 {WORKERS}"
+    refuses(f"{change}=2", f"{SIZES}.expert_model_parallel_size", "4 does not divide the 2 worker(s)", f"{WORKERS}=4")
+
+
+def test_a_batch_that_no_number_of_workers_cuts_is_reported_once(refusals: Refusals) -> None:
+    (line,) = refusals(f"{WORKERS}=3 policy.train_micro_batch_size=60")
+    assert "not a multiple of train_micro_batch_size 60" in line
+
+
+def test_virtual_stages(refusals: Refusals) -> None:
+    stages = f"{SIZES}.pipeline_model_parallel_size=2 {SIZES}.virtual_pipeline_model_parallel_size=2"
+    (line,) = refusals(f"{WORKERS}=2 {stages} {SIZES}.batch_p2p_comm=false policy.train_micro_batch_size=128")
+    assert "a step's 1 microbatches must be a multiple of the 2 pipeline ranks. Set it to a multiple of 256." in line
+
+
+EXAMPLES = PROJECT_ROOT / "examples" / "configs"
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml") if path.name != "base.yaml"))
+def test_every_example_runs_on_machines_of_any_usual_size(name: str, num_gpus: int) -> None:
+    """With `auto`, the machine says how many workers there are."""
+    number = load_config(EXAMPLES / name, [])["cluster"]["gpus_per_node"]
+    overrides = [f"cluster.gpus_per_node={num_gpus}"] if number == "auto" else []
+    check_config(load_config(EXAMPLES / name, overrides), run_here=False)
