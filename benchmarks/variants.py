@@ -16,10 +16,10 @@ from megatrons_engine import bind_megatrons_engine, forget_megatrons_steps
 from torch.autograd.graph import save_on_cpu
 from workload import Workload
 
+from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.model import unwrap
-from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import install_offloading
-from nemo_rl_offload.offload.auto import PLAN_EVERY
+from nemo_rl_offload.offload.memory_budget import PLAN_EVERY
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
 AUTO_SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)

@@ -19,6 +19,7 @@ from constants import LOGPROB_CHUNK_SIZE
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
+from nemo_rl_offload.adapters.megatron_core.interface import use_engine
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.plan import Cutting
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
@@ -26,7 +27,6 @@ from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.config_check import provider_for
 from nemo_rl_offload.megatron.model import MegatronModel, init_process_groups, unwrap
-from nemo_rl_offload.megatron.offload_interface import use_engine
 from nemo_rl_offload.megatron.quiet import quiet
 from nemo_rl_offload.megatron.setup import configure_provider, ddp_config, learning_rate_scheduler, optimizer_config
 from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-_EXPORTS = {"offload_activations": "offload.torch_modules", "OffloadCallback": "offload.trainer"}
+_EXPORTS = {"offload_activations": "adapters.torch_modules", "OffloadCallback": "adapters.hf_trainer"}
 
 __all__ = list(_EXPORTS)
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_rl_offload.adapters.torch_modules import ActivationOffload, offload_activations
 from nemo_rl_offload.bench.process import deterministic
 from nemo_rl_offload.bench.variants import MODULE_SETS, PLAIN, Variant, variants
 from nemo_rl_offload.offload.stats import OffloadStats
-from nemo_rl_offload.offload.torch_modules import ActivationOffload, offload_activations
 
 
 @dataclass(frozen=True)

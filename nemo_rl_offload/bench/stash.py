@@ -203,7 +203,7 @@ def _run(model: ExpertLayers, step: Callable[[], list[Tensor]]) -> list[Tensor]:
 @contextmanager
 def _offloading(on: bool) -> Iterator[OffloadEngine | None]:
     """The project's engine in Megatron's layers, for what the stash would hold."""
-    from nemo_rl_offload.megatron.offload_interface import use_engine
+    from nemo_rl_offload.adapters.megatron_core.interface import use_engine
 
     if not on:
         use_engine(None)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from nemo_rl_offload.adapters.torch_modules import ActivationOffload, offload_activations
 from nemo_rl_offload.errors import ConfigError, nearest
-from nemo_rl_offload.offload.torch_modules import ActivationOffload, offload_activations
 
 PLAIN = "none"
 MODULE_SETS = {

@@ -16,7 +16,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from nemo_rl_offload.megatron.offload_interface import no_regions, offload_region
+from nemo_rl_offload.adapters.megatron_core.interface import no_regions, offload_region
 from nemo_rl_offload.megatron.recomputation import recomputed
 from nemo_rl_offload.specs.parallel_layout import counted_layers
 

@@ -22,9 +22,9 @@ from megatron.core import parallel_state
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
+from nemo_rl_offload.adapters.megatron_core.interface import forward_only
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import GenerationConfig
-from nemo_rl_offload.megatron.offload_interface import forward_only
 
 
 def filter_logits(logits_BV: Tensor, top_k: int | None, top_p: float) -> Tensor:

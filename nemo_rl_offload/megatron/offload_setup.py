@@ -4,15 +4,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from nemo_rl_offload.adapters.megatron_core.interface import use_engine
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.megatron.offload_interface import use_engine
 from nemo_rl_offload.megatron.setup import offloaded_modules
-from nemo_rl_offload.offload.auto import Auto, Measured, largest
 from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.backends.cuda import MAX_PIECE_BYTES, CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
+from nemo_rl_offload.offload.memory_budget import Auto, Measured, largest
 from nemo_rl_offload.offload.selection import Selection
 from nemo_rl_offload.units import parse_bytes
 

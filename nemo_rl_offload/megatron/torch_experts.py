@@ -25,8 +25,8 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from nemo_rl_offload.adapters.megatron_core.interface import offload_region
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.megatron.offload_interface import offload_region
 from nemo_rl_offload.megatron.static_experts import GroupEnds
 
 

@@ -27,9 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from nemo_rl_offload.adapters.megatron_core.interface import offload_region
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.context_parallel import chunks_of, gather_sequence
-from nemo_rl_offload.megatron.offload_interface import offload_region
 
 
 def _normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: TransformerConfig, eps: float) -> Tensor:

@@ -16,6 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from nemo_rl_offload.adapters.megatron_core.interface import forward_only
 from nemo_rl_offload.batching.batch import Batch, num_samples
 from nemo_rl_offload.batching.plan import Cutting
 from nemo_rl_offload.losses.reduction import Normalizers, valid_tokens
@@ -24,7 +25,6 @@ from nemo_rl_offload.megatron.context_parallel import own_part
 from nemo_rl_offload.megatron.finite import all_finite
 from nemo_rl_offload.megatron.model import MegatronModel, unwrap
 from nemo_rl_offload.megatron.moe_metrics import collect_moe_metrics, forget_routing
-from nemo_rl_offload.megatron.offload_interface import forward_only
 from nemo_rl_offload.megatron.pieces import Piece, cut
 from nemo_rl_offload.megatron.vocabulary import logprobs_at, logprobs_of, of_tokens, token_entropy, topk_of_tokens
 

@@ -1,6 +1,7 @@
 """The activation offload engine: saved tensors wait for their backward in host memory. It needs torch
 alone."""
 
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -11,15 +12,20 @@ _EXPORTS = {
     "ModuleStats": "stats",
     "HostBackend": "backends.host",
     "CudaBackend": "backends.cuda",
-    "ActivationOffload": "torch_modules",
-    "offload_activations": "torch_modules",
-    "OffloadCallback": "trainer",
+}
+_MOVED = {
+    "ActivationOffload": "nemo_rl_offload.adapters.torch_modules",
+    "offload_activations": "nemo_rl_offload.adapters.torch_modules",
+    "OffloadCallback": "nemo_rl_offload.adapters.hf_trainer",
 }
 
 __all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        warnings.warn(f"{__name__}.{name} has moved to {_MOVED[name]}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(_MOVED[name]), name)
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

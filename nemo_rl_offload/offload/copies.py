@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.backends.base import Backend, Block
+from nemo_rl_offload.offload.overlap import bound_bytes
 from nemo_rl_offload.offload.schedule import MARGIN
 from nemo_rl_offload.offload.selection import Selection
 from nemo_rl_offload.offload.slots import (
@@ -33,7 +34,6 @@ from nemo_rl_offload.offload.slots import (
 )
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
 from nemo_rl_offload.offload.timing import Timing
-from nemo_rl_offload.planner.worth import bound_bytes
 
 
 class Copies:

@@ -48,11 +48,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nemo_rl_offload.offload.arena import HostArena
-from nemo_rl_offload.offload.auto import Auto
 from nemo_rl_offload.offload.backends.base import Backend
+from nemo_rl_offload.offload.backward_order import Order
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.exclusions import Exclusions
-from nemo_rl_offload.offload.passes import Order
+from nemo_rl_offload.offload.memory_budget import Auto
 from nemo_rl_offload.offload.prefetch import Prefetch
 from nemo_rl_offload.offload.selection import Selection
 from nemo_rl_offload.offload.slots import COPYING_IN, Group, Handle, Kept, Remains, Slot, deref, set_storage, unchanged

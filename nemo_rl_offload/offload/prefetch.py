@@ -4,8 +4,8 @@ import weakref
 from collections import deque
 from itertools import islice
 
+from nemo_rl_offload.offload.backward_order import Order
 from nemo_rl_offload.offload.copies import Copies
-from nemo_rl_offload.offload.passes import Order
 from nemo_rl_offload.offload.schedule import MARGIN, Need, latest_starts_ms
 from nemo_rl_offload.offload.slots import Group, Phase
 from nemo_rl_offload.offload.timing import Timing

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from nemo_rl_offload.offload.overlap import Visit, worth_moving
 from nemo_rl_offload.offload.slots import Group, Key, Place, Slot
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
-from nemo_rl_offload.planner.worth import Visit, worth_moving
 
 RETRY_AFTER = 64
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_rl_offload.planner.choose import Action
+from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.outcome import Outcome, run_stages, run_whole_modules
 from nemo_rl_offload.planner.parameters import model_parameters

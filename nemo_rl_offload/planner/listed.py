@@ -7,11 +7,11 @@ pipeline, a stage also waits for others that wait for copies, which is not taken
 
 from collections.abc import Sequence
 
-from nemo_rl_offload.planner.choose import Action, Link
+from nemo_rl_offload.offload.overlap import Visit, worth_moving
+from nemo_rl_offload.offload.solver import Action, Link
 from nemo_rl_offload.planner.schedule import Schedule
 from nemo_rl_offload.planner.simulator import Segment, StageTimes, Transfers, simulate
 from nemo_rl_offload.planner.stages import Stage
-from nemo_rl_offload.planner.worth import Visit, worth_moving
 
 _AT_ONCE = Transfers(Link(float("inf"), float("inf")))
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from nemo_rl_offload.planner.choose import Action
+from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.listed import all_actions, earliest_actions, listed_actions
 from nemo_rl_offload.planner.simulator import StageTimes, Transfers, simulate

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.candidates import candidates
 from nemo_rl_offload.planner.changes import fitting_changes, stage_budget
-from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.memory import allowance_bytes
 from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_configured, run_stages

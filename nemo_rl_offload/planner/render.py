@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from nemo_rl_offload.planner.choose import Action
+from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.outcome import ModuleRow, Outcome, module_rows
 from nemo_rl_offload.planner.plan import JobPlan

@@ -21,9 +21,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from nemo_rl_offload.offload.solver import Action, Budget, GroupRecord, Link, Plan, choose
 from nemo_rl_offload.planner.candidates import candidates, recomputable, separable
 from nemo_rl_offload.planner.changes import on_their_way, stage_budget
-from nemo_rl_offload.planner.choose import Action, Budget, GroupRecord, Link, Plan, choose
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules, run_stages
 from nemo_rl_offload.planner.stages import Stage, build_stages, job_link

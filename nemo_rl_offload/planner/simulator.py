@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from nemo_rl_offload.planner.choose import Link
+from nemo_rl_offload.offload.overlap import bound_bytes
+from nemo_rl_offload.offload.solver import Link
 from nemo_rl_offload.planner.schedule import Pass, Schedule
-from nemo_rl_offload.planner.worth import bound_bytes
 
 
 @dataclass(frozen=True)

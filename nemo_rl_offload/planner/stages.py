@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 
+from nemo_rl_offload.offload.solver import Action, GroupRecord, Link
 from nemo_rl_offload.planner.activations import Storage, fused_layer, with_recomputation
-from nemo_rl_offload.planner.choose import Action, GroupRecord, Link
 from nemo_rl_offload.planner.gradients import backward_bytes
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.memory import allowance_bytes, logits_bytes, stage_parameters, state_bytes

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
+from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.candidates import candidates, separable
 from nemo_rl_offload.planner.changes import on_their_way, stage_budget
-from nemo_rl_offload.planner.choose import Action
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules
 from nemo_rl_offload.planner.stages import build_stages

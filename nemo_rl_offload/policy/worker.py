@@ -65,8 +65,8 @@ class PolicyWorker:
         from nemo_rl_offload.megatron.cpu import install_cpu_support
 
         install_cpu_support()
+        from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters
         from nemo_rl_offload.megatron.model import build_model, init_process_groups
-        from nemo_rl_offload.megatron.offload_interface import exclude_parameters
         from nemo_rl_offload.megatron.offload_setup import install_offloading
 
         self._policy = policy

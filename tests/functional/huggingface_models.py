@@ -8,8 +8,8 @@ import transformers
 from torch import Tensor, nn
 
 from nemo_rl_offload import offload_activations
+from nemo_rl_offload.adapters.torch_modules import ActivationOffload
 from nemo_rl_offload.offload import OffloadStats
-from nemo_rl_offload.offload.torch_modules import ActivationOffload
 
 VOCABULARY_SIZE = 97
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

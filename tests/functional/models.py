@@ -21,11 +21,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.model import MegatronModel
-from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.train_step import train_step
 from nemo_rl_offload.offload.engine import OffloadEngine
 

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from models import VOCABULARY_SIZE, count_step, make_batch, make_policy, write_model
 from numpy.typing import NDArray
 
+from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.batching.batch import shard
 from nemo_rl_offload.batching.division import Division
 from nemo_rl_offload.batching.plan import Cutting
@@ -19,7 +20,6 @@ from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron import checkpoint
 from nemo_rl_offload.megatron.generation import generate
 from nemo_rl_offload.megatron.model import MegatronModel, build_model, init_process_groups
-from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
 from nemo_rl_offload.observability.manifest import Manifest

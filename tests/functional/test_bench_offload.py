@@ -19,7 +19,7 @@ from nemo_rl_offload.bench.offload import SMALL, Bench, Figures, Shape, run
 from nemo_rl_offload.bench.report import table
 from nemo_rl_offload.bench.run import run_offload_bench
 from nemo_rl_offload.bench.variants import AUTO_BUDGETS, MODULE_SETS, TRANSFORMER_ENGINES, Variant, variants
-from nemo_rl_offload.offload.auto import FIRST_PLANS, Auto
+from nemo_rl_offload.offload.memory_budget import FIRST_PLANS, Auto
 
 OURS = [f"ours: {name}" for name in MODULE_SETS]
 ENOUGH_TO_MOVE = Shape(4, 1024, 2816, 8, 4, 1024, 2048, 1, 2, "bfloat16")

@@ -9,7 +9,7 @@ from deepseek_stage import MODULES, Stage, make_policy
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
-from nemo_rl_offload.megatron.offload_interface import OffloadInterface
+from nemo_rl_offload.adapters.megatron_core.interface import OffloadInterface
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import torch
 from models import MICRO_BATCH_SIZE, make_batch, make_policy, offload, same_tensors, weights_of
 from torch import Tensor
 
+from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.model import build_model
-from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
 from nemo_rl_offload.policy.microbatches import divide

@@ -13,8 +13,8 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 from models import make_batch, make_policy, offload, same_tensors, take_step, weights_of
 from torch import Tensor
 
+from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.model import build_model, init_process_groups
-from nemo_rl_offload.megatron.offload_interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.megatron.train_step import compute_logprobs
 from nemo_rl_offload.offload import OffloadStats

@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from nemo_rl_offload.adapters.megatron_core.interface import use_engine
 from nemo_rl_offload.megatron.dense_mlp import FusedNormDenseMLP, open_dense_mlps, recompute_dense_mlps
-from nemo_rl_offload.megatron.offload_interface import use_engine
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_offload.adapters.megatron_core.interface import OffloadInterface, use_engine
 from nemo_rl_offload.megatron import offload_setup
-from nemo_rl_offload.megatron.offload_interface import OffloadInterface, use_engine
 from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.offload.selection import Selection
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_rl_offload import offload_activations
-from nemo_rl_offload.offload.torch_modules import ActivationOffload
+from nemo_rl_offload.adapters.torch_modules import ActivationOffload
 
 WIDTH = 16
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from simulated_backend import SimulatedBackend
 from torch import Tensor
 
-from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
 from nemo_rl_offload.offload.selection import Selection
 

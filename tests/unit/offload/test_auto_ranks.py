@@ -4,11 +4,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from simulated_backend import SimulatedBackend
 from simulated_model import GroupShape, train_step
 
-from nemo_rl_offload.offload.auto import Auto, Measured, largest
-from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
+from nemo_rl_offload.offload.memory_budget import Auto, Measured, largest
 
 MIN_BYTES = 10_000
 NUM_STEPS = 9

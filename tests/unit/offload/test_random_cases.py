@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from random_cases import run_case
+from simulated_backend import SimulatedBackend
 from torch import Tensor
 
 from nemo_rl_offload.offload import arena as arena_module
 from nemo_rl_offload.offload.backends.base import Block
-from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.engine import Region
 from nemo_rl_offload.offload.prefetch import HORIZON, Prefetch

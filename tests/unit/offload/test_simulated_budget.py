@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_backend import SimulatedBackend
 from simulated_model import GroupShape, Module
 from torch import Tensor
 
-from nemo_rl_offload.offload.auto import Auto
-from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
+from nemo_rl_offload.offload.memory_budget import Auto
 
 BYTES_PER_MS = 5500.0
 

@@ -3,11 +3,11 @@
 import random
 
 import pytest
+from simulated_backend import SimulatedBackend
 from simulated_model import GroupShape, StepFigures, train_step
 
-from nemo_rl_offload.offload.auto import Auto
-from nemo_rl_offload.offload.backends.simulated import SimulatedBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
+from nemo_rl_offload.offload.memory_budget import Auto
 
 BYTES_PER_MS = 5000.0  # 50 GB/s, where a byte stands for 10 KB
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from jobs import make_job
 
-from nemo_rl_offload.planner.choose import Action, Link
+from nemo_rl_offload.offload.solver import Action, Link
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.listed import listed_actions
 from nemo_rl_offload.planner.outcome import highest_peak, run_listed_modules, run_whole_modules

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import SENSIBLE, make_job
 
+from nemo_rl_offload.offload.solver import Action, Budget, GroupRecord, Link, Plan, choose
 from nemo_rl_offload.planner import search as search_module
 from nemo_rl_offload.planner import stages as stages_module
 from nemo_rl_offload.planner.candidates import candidates
 from nemo_rl_offload.planner.changes import least_shortfall
-from nemo_rl_offload.planner.choose import Action, Budget, GroupRecord, Link, Plan, choose
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.outcome import highest_peak, module_rows, run_listed_modules, run_stages, run_whole_modules
 from nemo_rl_offload.planner.plan import JobPlan, make_plan

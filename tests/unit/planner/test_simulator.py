@@ -3,10 +3,10 @@ from event_simulation import brute_force_step_ms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.planner.choose import Link
+from nemo_rl_offload.offload.overlap import MIN_BOUND_BYTES
+from nemo_rl_offload.offload.solver import Link
 from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
 from nemo_rl_offload.planner.simulator import Segment, Segments, Transfers, simulate
-from nemo_rl_offload.planner.worth import MIN_BOUND_BYTES
 
 FREE = Transfers(Link(1e30, 1e30))
 

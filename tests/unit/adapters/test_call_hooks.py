@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemo_rl_offload.offload.interpose import is_watched, watch
+from nemo_rl_offload.adapters.call_hooks import is_watched, watch
 
 CALL = vars(nn.Module)["__call__"]
 

@@ -37,8 +37,8 @@ from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.selection import Selection
 from nemo_rl_offload.offload.slots import Group, Key
+from nemo_rl_offload.offload.solver import Action, Budget, GroupRecord, Link, Plan, choose
 from nemo_rl_offload.offload.timing import Timing
-from nemo_rl_offload.planner.choose import Action, Budget, GroupRecord, Link, Plan, choose
 
 FIRST_PLANS = (1, 2, 3, 5)
 PLAN_EVERY = 8

@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from nemo_rl_offload.adapters.torch_modules import ActivationOffload, offload_activations
 from nemo_rl_offload.offload.stats import OffloadStats
-from nemo_rl_offload.offload.torch_modules import ActivationOffload, offload_activations
 
 
 class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types

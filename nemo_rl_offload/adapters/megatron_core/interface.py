@@ -40,7 +40,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_rl_offload.megatron.routing_result import pass_the_link
+from nemo_rl_offload.adapters.megatron_core.routing_result import pass_the_link
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
 
 _CLASS_NAME = "FineGrainedActivationOffloadingInterface"

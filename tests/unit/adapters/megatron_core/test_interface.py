@@ -19,7 +19,12 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts
 from torch import Tensor
 
-from nemo_rl_offload.megatron.offload_interface import OffloadInterface, exclude_parameters, forward_only, use_engine
+from nemo_rl_offload.adapters.megatron_core.interface import (
+    OffloadInterface,
+    exclude_parameters,
+    forward_only,
+    use_engine,
+)
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
 
 _MEGATRONS_OWN = next(

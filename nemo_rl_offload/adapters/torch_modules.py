@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from nemo_rl_offload.adapters.call_hooks import Around, Call, is_watched, watch
+from nemo_rl_offload.adapters.module_resolver import Site, Target, names_in, resolve
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.offload.auto import Auto
 from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.backends.cuda import CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
-from nemo_rl_offload.offload.families import Site, Target, names_in, resolve
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
-from nemo_rl_offload.offload.interpose import Around, Call, is_watched, watch
+from nemo_rl_offload.offload.memory_budget import Auto
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.units import parse_bytes
 

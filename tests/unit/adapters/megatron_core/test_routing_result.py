@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.transformer.moe import token_dispatcher
 
-from nemo_rl_offload.megatron.offload_interface import use_engine
-from nemo_rl_offload.megatron.routing_result import pass_the_link, to_host
+from nemo_rl_offload.adapters.megatron_core.interface import use_engine
+from nemo_rl_offload.adapters.megatron_core.routing_result import pass_the_link, to_host
 from nemo_rl_offload.offload import CudaBackend, HostBackend, OffloadEngine
 
 needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

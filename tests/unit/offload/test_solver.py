@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.planner.choose import Action, Budget, GroupRecord, Link, choose, predict
+from nemo_rl_offload.offload.solver import Action, Budget, GroupRecord, Link, choose, predict
 
 CODES = (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)
 MB = 1_000_000

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_rl_offload.adapters.module_resolver import NAMES, resolve
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.offload.families import NAMES, resolve
 
 
 def tree(*paths: str) -> nn.Module:

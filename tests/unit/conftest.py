@@ -1,12 +1,14 @@
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.megatron.cpu import install_cpu_support
+from nemo_rl_offload.offload import CudaBackend, HostBackend, OffloadEngine
+from nemo_rl_offload.offload.backends.base import Backend, Block, Event
 
 
 @pytest.fixture(scope="session")
@@ -25,9 +27,10 @@ def make_policy() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def process_group(make_policy: Callable[..., Any]) -> Iterator[None]:
     """A group of one rank on the CPU in this process, split for Megatron."""
+    from nemo_rl_offload.megatron.cpu import install_cpu_support
+
     if not install_cpu_support():
         pytest.skip("compares with the CPU's arithmetic, in a process without CUDA")
-    import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -44,3 +47,37 @@ def process_group(make_policy: Callable[..., Any]) -> Iterator[None]:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
+
+
+class PromptCudaBackend(CudaBackend):
+    """Copies out have ended when they return, and no times are told, so that the same things happen as on the CPU."""
+
+    def copy_out(self, moves: Sequence[tuple[torch.UntypedStorage, Block]]) -> Event:
+        event = super().copy_out(moves)
+        torch.cuda.synchronize()
+        return event
+
+    def mark(self) -> Event | None:
+        return None
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where tensors are made; the engine's tests run on each."""
+    with torch.device(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def make_engine(device: str) -> Callable[..., OffloadEngine]:
+    def make(**changes: int) -> OffloadEngine:
+        settings = {"host_memory_budget_bytes": 64 << 20, "min_tensor_bytes": 0, **changes}
+        backend: Backend = HostBackend() if device == "cpu" else PromptCudaBackend()
+        return OffloadEngine(backend, **settings)
+
+    return make

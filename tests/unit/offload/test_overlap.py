@@ -1,4 +1,4 @@
-from nemo_rl_offload.planner.worth import Visit, worth_moving
+from nemo_rl_offload.offload.overlap import Visit, worth_moving
 
 
 def test_a_group_moves_only_when_it_can_be_let_go_at_one_boundary_and_fetched_at_a_later_one() -> None:

@@ -1,0 +1,1 @@
+"""The engine inside other programs: any torch module, transformers' Trainer, Megatron-Core."""

@@ -1,0 +1,1 @@
+"""Megatron-Core's offload interface on this project's engine."""
