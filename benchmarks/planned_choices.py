@@ -16,8 +16,8 @@ from typing import Any
 from frontier import levels, points
 from predictions import Figures, device_of, fitted, predict, runs_of_e2
 
+from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.memory import allowance_bytes
 from nemo_rl_offload.planner.plan import make_plan
 
 

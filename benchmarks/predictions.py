@@ -26,13 +26,13 @@ from typing import Any
 from constants import LOGPROB_CHUNK_SIZE, NUM_AHEAD
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.planner.cost.memory import Optimizer
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.listed import listed_actions
-from nemo_rl_offload.planner.memory import Optimizer
-from nemo_rl_offload.planner.outcome import run_listed_modules
-from nemo_rl_offload.planner.schedule import pipeline_schedule
-from nemo_rl_offload.planner.simulator import Segment, Transfers, simulate
-from nemo_rl_offload.planner.stages import build_stages, job_link
+from nemo_rl_offload.planner.simulate.pipeline_schedule import pipeline_schedule
+from nemo_rl_offload.planner.simulate.simulated_step import run_listed_modules
+from nemo_rl_offload.planner.simulate.simulator import Segment, Transfers, simulate
+from nemo_rl_offload.planner.simulate.stages import build_stages, job_link
+from nemo_rl_offload.planner.simulate.steady_state import listed_actions
 from nemo_rl_offload.specs.devices import Device, recognise
 from nemo_rl_offload.specs.model_shape import read_model_shape
 from nemo_rl_offload.specs.parallel_layout import Layout

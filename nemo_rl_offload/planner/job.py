@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.activations import LayerContext, Numbers, Tokens
-from nemo_rl_offload.planner.expert_buffers import ExpertBuffers, Skew
-from nemo_rl_offload.planner.memory import Optimizer
+from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Tokens
+from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew
+from nemo_rl_offload.planner.cost.memory import Optimizer
 from nemo_rl_offload.specs.devices import Device
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE

@@ -7,14 +7,14 @@ from functools import cached_property
 from typing import Any
 
 from nemo_rl_offload.offload.solver import Action
-from nemo_rl_offload.planner.candidates import candidates
-from nemo_rl_offload.planner.changes import fitting_changes, stage_budget
+from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.memory import allowance_bytes
-from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_configured, run_stages
-from nemo_rl_offload.planner.search import choose_for_budget, chosen_once, fullest_stage, score, ways
-from nemo_rl_offload.planner.stages import build_stages, job_link
-from nemo_rl_offload.planner.written import Written, excess_bytes, write_choice
+from nemo_rl_offload.planner.search.budget import choose_for_budget, chosen_once, fullest_stage, score, ways
+from nemo_rl_offload.planner.search.candidates import candidates
+from nemo_rl_offload.planner.search.suggestions import fitting_changes, stage_budget
+from nemo_rl_offload.planner.search.to_config import Written, excess_bytes, write_choice
+from nemo_rl_offload.planner.simulate.simulated_step import Outcome, highest_peak, run_configured, run_stages
+from nemo_rl_offload.planner.simulate.stages import build_stages, job_link
 
 _FRONTIER_POINTS = 6
 _SLOWER = 1.02

@@ -10,12 +10,12 @@ from typing import Any, Literal
 from nemo_rl_offload.config.rules.rule import MEGATRON
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, ResourceError
-from nemo_rl_offload.planner.changes import least_shortfall, smaller_microbatches
+from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job, Recompute, read_job
-from nemo_rl_offload.planner.memory import allowance_bytes
-from nemo_rl_offload.planner.outcome import highest_peak, module_rows, run_configured
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
-from nemo_rl_offload.planner.search import fullest_stage
+from nemo_rl_offload.planner.search.budget import fullest_stage
+from nemo_rl_offload.planner.search.suggestions import least_shortfall, smaller_microbatches
+from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows, run_configured
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
 from nemo_rl_offload.units import parse_bytes

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.parameters import Split
+from nemo_rl_offload.planner.cost.parameters import Split
 from nemo_rl_offload.specs.model_shape import ModelShape
 
 LengthRound = int | Literal["power_of_two"]

@@ -7,15 +7,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from nemo_rl_offload.planner.activations import LayerContext, Numbers, Storage, Tokens
-from nemo_rl_offload.planner.job import Recompute
-from nemo_rl_offload.planner.schedule import pipeline_schedule
-from nemo_rl_offload.planner.torch_activations import (
+from torch_activations import (
     torch_layer,
     torch_mtp_layer,
     torch_recomputed_layers,
     with_received_input,
 )
+
+from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Storage, Tokens
+from nemo_rl_offload.planner.job import Recompute
+from nemo_rl_offload.planner.simulate.pipeline_schedule import pipeline_schedule
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.offload_modules import (

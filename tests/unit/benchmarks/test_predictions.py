@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from predictions import ALLOWANCES, Figures, Run, compare, predict, predictions, table, worst
 
-from nemo_rl_offload.planner.outcome import run_whole_modules
+from nemo_rl_offload.planner.simulate.simulated_step import run_whole_modules
 from nemo_rl_offload.specs.catalogue import CATALOGUE
 from nemo_rl_offload.specs.devices import Device, find_device
 

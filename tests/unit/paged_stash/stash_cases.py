@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nemo_rl_offload.paged_stash.kernels import RECORD_HEADER, Pool
 from nemo_rl_offload.paged_stash.pages import Pages, num_pages
-from nemo_rl_offload.planner.schedule import Pass, pipeline_schedule
+from nemo_rl_offload.planner.simulate.pipeline_schedule import Pass, pipeline_schedule
 
 FAR_WORDS = 2**31
 SENTINEL = 0xA5

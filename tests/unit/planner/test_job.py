@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.planner.changes import smaller_microbatches
 from nemo_rl_offload.planner.job import Job, read_job
-from nemo_rl_offload.planner.outcome import highest_peak
 from nemo_rl_offload.planner.plan import make_plan
+from nemo_rl_offload.planner.search.suggestions import smaller_microbatches
+from nemo_rl_offload.planner.simulate.simulated_step import highest_peak
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import find_device
 

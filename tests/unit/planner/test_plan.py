@@ -11,16 +11,22 @@ from jobs import SENSIBLE, make_job
 from nemo_rl_offload.offload.solver import Action, Budget, GroupRecord, Link, Plan, choose
 from nemo_rl_offload.planner import search as search_module
 from nemo_rl_offload.planner import stages as stages_module
-from nemo_rl_offload.planner.candidates import candidates
-from nemo_rl_offload.planner.changes import least_shortfall
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.outcome import highest_peak, module_rows, run_listed_modules, run_stages, run_whole_modules
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
-from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
-from nemo_rl_offload.planner.search import ways
-from nemo_rl_offload.planner.simulator import Transfers, simulate
-from nemo_rl_offload.planner.stages import build_stages, job_link, job_schedule, live_at_peak
-from nemo_rl_offload.planner.written import excess_bytes, write_choice
+from nemo_rl_offload.planner.search.budget import ways
+from nemo_rl_offload.planner.search.candidates import candidates
+from nemo_rl_offload.planner.search.suggestions import least_shortfall
+from nemo_rl_offload.planner.search.to_config import excess_bytes, write_choice
+from nemo_rl_offload.planner.simulate.pipeline_schedule import live_passes, pipeline_schedule
+from nemo_rl_offload.planner.simulate.simulated_step import (
+    highest_peak,
+    module_rows,
+    run_listed_modules,
+    run_stages,
+    run_whole_modules,
+)
+from nemo_rl_offload.planner.simulate.simulator import Transfers, simulate
+from nemo_rl_offload.planner.simulate.stages import build_stages, job_link, job_schedule, live_at_peak
 from nemo_rl_offload.specs.parallel_layout import Layout
 
 GIB = 1 << 30

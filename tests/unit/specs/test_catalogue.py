@@ -3,10 +3,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planner_evidence import PUBLISHED_PARAMETERS
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.evidence import PUBLISHED_PARAMETERS
-from nemo_rl_offload.planner.parameters import Split, layer_parameters, model_parameters, mtp_parameters
+from nemo_rl_offload.planner.cost.parameters import Split, layer_parameters, model_parameters, mtp_parameters
 from nemo_rl_offload.specs.catalogue import CATALOGUE, find_config, load_model_shape
 from nemo_rl_offload.specs.model_shape import read_model_shape
 

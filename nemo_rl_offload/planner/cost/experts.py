@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.activations import Storage
+from nemo_rl_offload.planner.cost.activations import Storage
 from nemo_rl_offload.specs.offload_modules import STASHED_MODULES
 
 MARGIN = 1.05

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from nemo_rl_offload.offload.overlap import Visit, worth_moving
 from nemo_rl_offload.offload.solver import Action, Link
-from nemo_rl_offload.planner.schedule import Schedule
-from nemo_rl_offload.planner.simulator import Segment, StageTimes, Transfers, simulate
-from nemo_rl_offload.planner.stages import Stage
+from nemo_rl_offload.planner.simulate.pipeline_schedule import Schedule
+from nemo_rl_offload.planner.simulate.simulator import Segment, StageTimes, Transfers, simulate
+from nemo_rl_offload.planner.simulate.stages import Stage
 
 _AT_ONCE = Transfers(Link(float("inf"), float("inf")))
 

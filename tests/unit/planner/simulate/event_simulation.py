@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from nemo_rl_offload.planner.schedule import Pass, Schedule
-from nemo_rl_offload.planner.simulator import Segments, Transfers
+from nemo_rl_offload.planner.simulate.pipeline_schedule import Pass, Schedule
+from nemo_rl_offload.planner.simulate.simulator import Segments, Transfers
 
 Key = tuple[int, int, int]
 

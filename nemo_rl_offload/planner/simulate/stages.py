@@ -7,13 +7,13 @@ from functools import cached_property, lru_cache
 from itertools import product
 
 from nemo_rl_offload.offload.solver import Action, GroupRecord, Link
-from nemo_rl_offload.planner.activations import Storage, fused_layer, with_recomputation
-from nemo_rl_offload.planner.gradients import backward_bytes
+from nemo_rl_offload.planner.cost.activations import Storage, fused_layer, with_recomputation
+from nemo_rl_offload.planner.cost.flops import layer_work, recompute_ms, recomputed_ms
+from nemo_rl_offload.planner.cost.gradients import backward_bytes
+from nemo_rl_offload.planner.cost.memory import allowance_bytes, logits_bytes, stage_parameters, state_bytes
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.memory import allowance_bytes, logits_bytes, stage_parameters, state_bytes
-from nemo_rl_offload.planner.schedule import Pass, pipeline_schedule
-from nemo_rl_offload.planner.simulator import Segment
-from nemo_rl_offload.planner.work import layer_work, recompute_ms, recomputed_ms
+from nemo_rl_offload.planner.simulate.pipeline_schedule import Pass, pipeline_schedule
+from nemo_rl_offload.planner.simulate.simulator import Segment
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import counted_layers, stage_layers
 

@@ -26,7 +26,7 @@ from itertools import accumulate
 
 from nemo_rl_offload.offload.overlap import bound_bytes
 from nemo_rl_offload.offload.solver import Link
-from nemo_rl_offload.planner.schedule import Pass, Schedule
+from nemo_rl_offload.planner.simulate.pipeline_schedule import Pass, Schedule
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.job import Recompute
-from nemo_rl_offload.planner.outcome import ModuleRow, Outcome, module_rows
 from nemo_rl_offload.planner.plan import JobPlan
-from nemo_rl_offload.planner.stages import job_link
-from nemo_rl_offload.planner.written import excess_bytes
+from nemo_rl_offload.planner.search.to_config import excess_bytes
+from nemo_rl_offload.planner.simulate.simulated_step import ModuleRow, Outcome, module_rows
+from nemo_rl_offload.planner.simulate.stages import job_link
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -7,10 +7,10 @@ from jobs import make_job
 
 from nemo_rl_offload.offload.solver import Action, Link
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.listed import listed_actions
-from nemo_rl_offload.planner.outcome import highest_peak, run_listed_modules, run_whole_modules
 from nemo_rl_offload.planner.plan import make_plan
-from nemo_rl_offload.planner.stages import Group, Part, Stage, build_stages, job_schedule
+from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, run_listed_modules, run_whole_modules
+from nemo_rl_offload.planner.simulate.stages import Group, Part, Stage, build_stages, job_schedule
+from nemo_rl_offload.planner.simulate.steady_state import listed_actions
 from nemo_rl_offload.specs.parallel_layout import Layout
 
 MODULES = ("mlp_fc1", "mlp_act")

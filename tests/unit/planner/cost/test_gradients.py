@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from jobs import make_job
 
-from nemo_rl_offload.planner.activations import LayerContext, Tokens
-from nemo_rl_offload.planner.gradients import backward_bytes
+from nemo_rl_offload.planner.cost.activations import LayerContext, Tokens
+from nemo_rl_offload.planner.cost.gradients import backward_bytes
 from nemo_rl_offload.planner.job import Recompute
-from nemo_rl_offload.planner.stages import Stage, build_stages
+from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
 from nemo_rl_offload.specs.parallel_layout import Layout
 
 TOKENS = 4096

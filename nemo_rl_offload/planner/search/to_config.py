@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from nemo_rl_offload.offload.solver import Action
-from nemo_rl_offload.planner.candidates import candidates, separable
-from nemo_rl_offload.planner.changes import on_their_way, stage_budget
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules
-from nemo_rl_offload.planner.stages import build_stages
+from nemo_rl_offload.planner.search.candidates import candidates, separable
+from nemo_rl_offload.planner.search.suggestions import on_their_way, stage_budget
+from nemo_rl_offload.planner.simulate.simulated_step import Outcome, highest_peak, run_listed_modules
+from nemo_rl_offload.planner.simulate.stages import build_stages
 from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES, discarded_by_recompute
 
 _CLOSE = 1.005

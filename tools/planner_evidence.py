@@ -1,4 +1,4 @@
-"""What the planner predicts for published runs: `python -m nemo_rl_offload.planner.evidence` writes it to the docs.
+"""What the planner predicts for published runs: `python tools/planner_evidence.py` writes it to the docs.
 
 `docs/planner.md` keeps its hand-written part, down to the mark.
 """
@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl_offload.offload.solver import Action
+from nemo_rl_offload.planner.cost.flops import layer_work
+from nemo_rl_offload.planner.cost.parameters import model_parameters
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.outcome import Outcome, run_stages, run_whole_modules
-from nemo_rl_offload.planner.parameters import model_parameters
-from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
-from nemo_rl_offload.planner.stages import build_stages
-from nemo_rl_offload.planner.work import layer_work
+from nemo_rl_offload.planner.simulate.pipeline_schedule import live_passes, pipeline_schedule
+from nemo_rl_offload.planner.simulate.simulated_step import Outcome, run_stages, run_whole_modules
+from nemo_rl_offload.planner.simulate.stages import build_stages
 from nemo_rl_offload.specs.catalogue import CATALOGUE, load_model_shape
 from nemo_rl_offload.specs.devices import Device, find_device
 from nemo_rl_offload.specs.parallel_layout import Layout
 
-MARK = "<!-- Below: written by `python -m nemo_rl_offload.planner.evidence`. -->\n"
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
+MARK = "<!-- Below: written by `python tools/planner_evidence.py`. -->\n"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 MIB = 1 << 20
 
 # Bytes of the weights in `model.safetensors.index.json` of each model's folder on the hub, bfloat16, where they are

@@ -8,7 +8,7 @@ entries, half of them masked; backward recomputes the scores, 2.5 times that (Da
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from nemo_rl_offload.planner.activations import LayerContext, Numbers, Tokens
+from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Tokens
 from nemo_rl_offload.specs.devices import Device
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import Layout

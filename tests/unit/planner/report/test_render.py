@@ -11,9 +11,9 @@ from jobs import make_job
 from rich.console import Console
 
 from nemo_rl_offload.planner.job import Recompute
-from nemo_rl_offload.planner.outcome import highest_peak, module_rows
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
-from nemo_rl_offload.planner.render import plan_data, plan_html, plan_overlay, plan_tables, summary_lines
+from nemo_rl_offload.planner.report.render import plan_data, plan_html, plan_overlay, plan_tables, summary_lines
+from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows
 from nemo_rl_offload.specs.parallel_layout import Layout
 
 GIB = 1 << 30

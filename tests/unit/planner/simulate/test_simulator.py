@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from nemo_rl_offload.offload.overlap import MIN_BOUND_BYTES
 from nemo_rl_offload.offload.solver import Link
-from nemo_rl_offload.planner.schedule import live_passes, pipeline_schedule
-from nemo_rl_offload.planner.simulator import Segment, Segments, Transfers, simulate
+from nemo_rl_offload.planner.simulate.pipeline_schedule import live_passes, pipeline_schedule
+from nemo_rl_offload.planner.simulate.simulator import Segment, Segments, Transfers, simulate
 
 FREE = Transfers(Link(1e30, 1e30))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_rl_offload.planner.parameters import (
+from nemo_rl_offload.planner.cost.parameters import (
     ParameterCount,
     embedding_parameters,
     layer_parameters,

@@ -22,12 +22,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nemo_rl_offload.offload.solver import Action, Budget, GroupRecord, Link, Plan, choose
-from nemo_rl_offload.planner.candidates import candidates, recomputable, separable
-from nemo_rl_offload.planner.changes import on_their_way, stage_budget
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.outcome import Outcome, highest_peak, run_listed_modules, run_stages
-from nemo_rl_offload.planner.stages import Stage, build_stages, job_link
-from nemo_rl_offload.planner.written import excess_bytes, in_order, may_fit, write_choice
+from nemo_rl_offload.planner.search.candidates import candidates, recomputable, separable
+from nemo_rl_offload.planner.search.suggestions import on_their_way, stage_budget
+from nemo_rl_offload.planner.search.to_config import excess_bytes, in_order, may_fit, write_choice
+from nemo_rl_offload.planner.simulate.simulated_step import Outcome, highest_peak, run_listed_modules, run_stages
+from nemo_rl_offload.planner.simulate.stages import Stage, build_stages, job_link
 from nemo_rl_offload.specs.parallel_layout import stage_layers
 
 _ROUNDS = 6

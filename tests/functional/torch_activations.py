@@ -9,7 +9,7 @@ product that saves both its factors. Sizes are those of storages: a view charges
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from nemo_rl_offload.planner.activations import LayerContext, Storage
+from nemo_rl_offload.planner.cost.activations import LayerContext, Storage
 
 
 def torch_layer(context: LayerContext, has_experts: bool, recompute_modules: Collection[str] = ()) -> list[Storage]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_offload.planner import evidence
+from  import planner_evidence as evidence
 
 
 def test_published_run_of_deepseek_layers() -> None:
@@ -21,5 +21,5 @@ def test_published_ratio_of_two_stages_with_interleaving() -> None:
 
 def test_the_document_is_fresh() -> None:
     assert evidence.document() == evidence.DOCUMENT.read_text(encoding="utf-8"), (
-        "run python -m nemo_rl_offload.planner.evidence"
+        "run python tools/planner_evidence.py"
     )

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemo_rl_offload.planner.parameters import model_parameters
-from nemo_rl_offload.planner.work import training_flops
+from nemo_rl_offload.planner.cost.flops import training_flops
+from nemo_rl_offload.planner.cost.parameters import model_parameters
 from nemo_rl_offload.specs.catalogue import load_model_shape
 
 

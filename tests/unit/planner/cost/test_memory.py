@@ -3,10 +3,10 @@ import dataclasses
 import pytest
 from jobs import SENSIBLE, make_job
 
-from nemo_rl_offload.planner.memory import Optimizer, logits_bytes, stage_parameters, state_bytes
-from nemo_rl_offload.planner.parameters import ParameterCount, model_parameters, mtp_parameters
+from nemo_rl_offload.planner.cost.flops import layer_work, recompute_ms
+from nemo_rl_offload.planner.cost.memory import Optimizer, logits_bytes, stage_parameters, state_bytes
+from nemo_rl_offload.planner.cost.parameters import ParameterCount, model_parameters, mtp_parameters
 from nemo_rl_offload.planner.plan import make_plan
-from nemo_rl_offload.planner.work import layer_work, recompute_ms
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import find_device
 from nemo_rl_offload.specs.parallel_layout import Layout, stage_layers

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 from jobs import make_job
+from torch_activations import torch_layer
 
-from nemo_rl_offload.planner.activations import LayerContext, Numbers, Storage, fused_layer, with_recomputation
-from nemo_rl_offload.planner.torch_activations import torch_layer
+from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Storage, fused_layer, with_recomputation
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.offload_modules import SUPPORTED_MODULES
 from nemo_rl_offload.specs.parallel_layout import Layout

@@ -8,7 +8,7 @@ until it is added to the sum. What the modules after it had saved is freed by th
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from nemo_rl_offload.planner.activations import LayerContext
+from nemo_rl_offload.planner.cost.activations import LayerContext
 
 
 class _Step(NamedTuple):

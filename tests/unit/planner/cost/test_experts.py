@@ -7,10 +7,10 @@ import pytest
 from jobs import make_job
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.expert_buffers import ExpertBuffers, Skew, recommended_factor, recorded_skew
+from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew, recommended_factor, recorded_skew
 from nemo_rl_offload.planner.plan import make_plan
-from nemo_rl_offload.planner.render import plan_data, summary_lines
-from nemo_rl_offload.planner.stages import Stage, build_stages
+from nemo_rl_offload.planner.report.render import plan_data, summary_lines
+from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
 from nemo_rl_offload.specs.offload_modules import SUPPORTED_MODULES
 
 MOE = "Qwen/Qwen3-30B-A3B"

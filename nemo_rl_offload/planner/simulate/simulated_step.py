@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.listed import all_actions, earliest_actions, listed_actions
-from nemo_rl_offload.planner.simulator import StageTimes, Transfers, simulate
-from nemo_rl_offload.planner.stages import Stage, build_stages, job_link, job_schedule
+from nemo_rl_offload.planner.simulate.simulator import StageTimes, Transfers, simulate
+from nemo_rl_offload.planner.simulate.stages import Stage, build_stages, job_link, job_schedule
+from nemo_rl_offload.planner.simulate.steady_state import all_actions, earliest_actions, listed_actions
 
 Actions = tuple[tuple[Action, ...], ...]
 """By stage, in the order of its records."""

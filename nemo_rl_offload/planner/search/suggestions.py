@@ -7,9 +7,9 @@ from itertools import islice
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.offload.solver import Budget
-from nemo_rl_offload.planner.candidates import candidates
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.stages import Stage, build_stages
+from nemo_rl_offload.planner.search.candidates import candidates
+from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
 from nemo_rl_offload.specs.parallel_layout import check_layout
 
 LOGPROB_CHUNKS = 8

@@ -1,0 +1,1 @@
+"""What a layer saves, holds and computes: bytes and operations."""

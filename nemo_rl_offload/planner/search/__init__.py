@@ -1,0 +1,1 @@
+"""What to offload and recompute for a budget."""

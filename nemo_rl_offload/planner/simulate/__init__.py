@@ -1,0 +1,1 @@
+"""A training step, simulated: stages, schedule, lanes."""
