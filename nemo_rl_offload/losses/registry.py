@@ -7,10 +7,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.losses.clipped_pg import ClippedPolicyGradient
 from nemo_rl_offload.losses.distillation import DistillationLoss
+from nemo_rl_offload.losses.dpo import PreferenceLoss
 from nemo_rl_offload.losses.nll import NegativeLogLikelihood
-from nemo_rl_offload.losses.policy_gradient import ClippedPolicyGradient
-from nemo_rl_offload.losses.preference import PreferenceLoss
 from nemo_rl_offload.losses.reduction import Normalizers
 
 

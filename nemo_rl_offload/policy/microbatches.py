@@ -4,8 +4,8 @@ from functools import partial
 from typing import Literal
 
 from nemo_rl_offload.batching.batch import Batch
-from nemo_rl_offload.batching.division import Division, divide_by_plan, divide_evenly
 from nemo_rl_offload.batching.plan import Budget, plan_packed, plan_padded
+from nemo_rl_offload.batching.sharding import Division, divide_by_plan, divide_evenly
 from nemo_rl_offload.config.schema import DynamicBatchingConfig, PolicyConfig
 from nemo_rl_offload.specs.parallel_layout import width_multiple
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch, num_samples, select
-from nemo_rl_offload.batching.division import Division
 from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.batching.sharding import Division
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.config.rules.worker_counts import data_parallel_size, num_interleaved
 from nemo_rl_offload.config.schema import PolicyConfig

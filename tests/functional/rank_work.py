@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.batching.batch import shard
-from nemo_rl_offload.batching.division import Division
 from nemo_rl_offload.batching.plan import Cutting
+from nemo_rl_offload.batching.sharding import Division
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron import checkpoint

@@ -11,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nemo_rl_offload.batching.batch import Batch
-from nemo_rl_offload.batching.division import divide_by_plan
 from nemo_rl_offload.batching.plan import Budget, Cutting, plan_packed, plan_padded
+from nemo_rl_offload.batching.sharding import divide_by_plan
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_offload.batching.batch import Batch, num_samples
-from nemo_rl_offload.batching.division import divide_by_plan, divide_evenly
 from nemo_rl_offload.batching.packing import Packing
 from nemo_rl_offload.batching.plan import Budget, plan_packed, plan_padded
+from nemo_rl_offload.batching.sharding import divide_by_plan, divide_evenly
 
 
 def make_batch(lengths: list[int]) -> Batch:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loss_checks import average, check_finite_differences, check_invariance, counted, evaluate, random_batch, scores
 
 from nemo_rl_offload.batching.batch import Batch
-from nemo_rl_offload.losses.policy_gradient import kl_estimate
+from nemo_rl_offload.losses.clipped_pg import kl_estimate
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import Loss, build_loss
 
