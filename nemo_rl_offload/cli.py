@@ -68,7 +68,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
     source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm]
     config = read_config(source, overrides)
     checked = check_config(_for_algorithm(options.algorithm, config), str(source))
-    from nemo_rl_offload.observability.run_directory import (
+    from nemo_rl_offload.runs.run_directory import (
         ERROR_FILE,
         SUMMARY_FILE,
         changed_means,
@@ -272,7 +272,7 @@ def _keep_details(error: NemoRLOffloadError, run_dirs: list[Path]) -> None:
     """Put the traceback, a worker's own above all, into the run directory."""
     if not run_dirs:
         return
-    from nemo_rl_offload.observability.run_directory import ERROR_FILE
+    from nemo_rl_offload.runs.run_directory import ERROR_FILE
 
     path = run_dirs[0] / ERROR_FILE
     with contextlib.suppress(OSError):  # the disk may be what failed, and the message is on the screen

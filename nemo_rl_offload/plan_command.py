@@ -18,13 +18,13 @@ from nemo_rl_offload.config.rules.worker_counts import training_and_generating
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.validation import check_to_plan
 from nemo_rl_offload.errors import ConfigError, all_or_none
-from nemo_rl_offload.observability.output import check_writable, write_text
-from nemo_rl_offload.observability.run_directory import SUMMARY_FILE
 from nemo_rl_offload.planner.cost.experts import Skew, recorded_skew
 from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job, read_job
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.report import render
+from nemo_rl_offload.runs.output import check_writable, write_text
+from nemo_rl_offload.runs.run_directory import SUMMARY_FILE
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import Device, find_device
 from nemo_rl_offload.specs.model_shape import ModelShape

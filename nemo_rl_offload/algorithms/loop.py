@@ -15,7 +15,8 @@ from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.errors import CheckpointError, TrainingError, WorkerError
 from nemo_rl_offload.observability.logger import MetricLogger, write_json_atomic
 from nemo_rl_offload.observability.progress import Progress
-from nemo_rl_offload.observability.run_directory import (
+from nemo_rl_offload.policy.interface import PolicyInterface
+from nemo_rl_offload.runs.run_directory import (
     MEMORY_FILE,
     POLICY,
     RESTARTS_FILE,
@@ -24,7 +25,6 @@ from nemo_rl_offload.observability.run_directory import (
     Checkpoints,
     way_out,
 )
-from nemo_rl_offload.policy.interface import PolicyInterface
 
 Say = Callable[[str], None]
 TRACED_STEP = 2

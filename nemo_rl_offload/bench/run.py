@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.observability.output import make_writable
+from nemo_rl_offload.runs.output import make_writable
 
 
 def run_offload_bench(options: argparse.Namespace) -> int:

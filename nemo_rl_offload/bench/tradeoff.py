@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl_offload.observability.output import written_aside
+from nemo_rl_offload.runs.output import written_aside
 
 GIB = 1 << 30
 LOGARITHMIC_FROM = 2.0

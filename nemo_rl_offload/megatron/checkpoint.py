@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_offload.errors import CheckpointError, ResourceError
 from nemo_rl_offload.megatron.model import MegatronModel
-from nemo_rl_offload.observability.manifest import Manifest, check_contents, file_digest
+from nemo_rl_offload.runs.manifest import Manifest, check_contents, file_digest
 
 COMPLETING_FILES = (".metadata", "metadata.json")
 """What Megatron writes when every rank is done."""

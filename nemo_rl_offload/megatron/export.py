@@ -14,8 +14,8 @@ import yaml
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import CheckpointError, ConfigError
-from nemo_rl_offload.observability.output import make_writable, partial_of
-from nemo_rl_offload.observability.run_directory import CHECKPOINTS, CONFIG_FILE, POLICY, read_checkpoint, steps_in
+from nemo_rl_offload.runs.output import make_writable, partial_of
+from nemo_rl_offload.runs.run_directory import CHECKPOINTS, CONFIG_FILE, POLICY, read_checkpoint, steps_in
 
 ONE_RANK: dict[str, Any] = {
     "tensor_model_parallel_size": 1,

@@ -29,8 +29,8 @@ from nemo_rl_offload.megatron.setup import (
     optimizer_config,
 )
 from nemo_rl_offload.megatron.stash_setup import install_paged_stash
-from nemo_rl_offload.observability.output import partial_of
 from nemo_rl_offload.paged_stash.rerun import StepGuard
+from nemo_rl_offload.runs.output import partial_of
 
 
 @dataclass

@@ -8,9 +8,10 @@ from typing import Any
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.logger import METRICS_FILE
-from nemo_rl_offload.observability.output import write_text
 from nemo_rl_offload.observability.report import human_bytes, offload_figures
-from nemo_rl_offload.observability.run_directory import (
+from nemo_rl_offload.observability.svg import bar, line_chart
+from nemo_rl_offload.runs.output import write_text
+from nemo_rl_offload.runs.run_directory import (
     CONFIG_FILE,
     ERROR_FILE,
     FORMER_SUMMARY_FILE,
@@ -19,8 +20,7 @@ from nemo_rl_offload.observability.run_directory import (
     SUMMARY_FILE,
     WARNINGS_FILE,
 )
-from nemo_rl_offload.observability.run_files import MemoryOfStep, Summary, read_config_text, read_json, read_records
-from nemo_rl_offload.observability.svg import bar, line_chart
+from nemo_rl_offload.runs.run_files import MemoryOfStep, Summary, read_config_text, read_json, read_records
 
 FIRST_CURVES = ("loss", "reward", "accuracy", "grad_norm", "lr", "tokens_per_s")
 STYLE = """

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.observability.manifest import Manifest
 from nemo_rl_offload.observability.memory_trace import MemorySample
+from nemo_rl_offload.runs.manifest import Manifest
 
 
 class PolicyInterface(Protocol):

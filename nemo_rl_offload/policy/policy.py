@@ -17,12 +17,12 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import rows_per_sample
-from nemo_rl_offload.observability.manifest import Manifest
 from nemo_rl_offload.observability.memory_trace import MemorySample
 from nemo_rl_offload.planner.cost.flops import training_flops
 from nemo_rl_offload.policy.microbatches import divide, is_planned
 from nemo_rl_offload.policy.offload_totals import idle_modules, offload_totals
 from nemo_rl_offload.policy.ranks import Ranks, without_offloading
+from nemo_rl_offload.runs.manifest import Manifest
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
 from nemo_rl_offload.specs.model_shape import ModelShape

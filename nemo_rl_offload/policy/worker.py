@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nemo_rl_offload.losses.reduction import Normalizers
     from nemo_rl_offload.megatron.checkpoint import Save
     from nemo_rl_offload.megatron.model import MegatronModel
-    from nemo_rl_offload.observability.manifest import Manifest
+    from nemo_rl_offload.runs.manifest import Manifest
 
 
 WEIGHT_PIECE_BYTES = 64 << 20

@@ -22,9 +22,9 @@ from nemo_rl_offload.megatron.generation import generate
 from nemo_rl_offload.megatron.model import MegatronModel, build_model, init_process_groups
 from nemo_rl_offload.megatron.offload_setup import install_offloading
 from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
-from nemo_rl_offload.observability.manifest import Manifest
 from nemo_rl_offload.paged_stash.kernels import Pool
 from nemo_rl_offload.policy.microbatches import divide
+from nemo_rl_offload.runs.manifest import Manifest
 
 Arrays = dict[str, NDArray[np.float32]]
 MICRO_BATCH_SIZE = 2

@@ -23,8 +23,8 @@ from nemo_rl_offload.megatron import checkpoint
 from nemo_rl_offload.megatron.export import export_checkpoint
 from nemo_rl_offload.megatron.model import MegatronModel, build_model
 from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
-from nemo_rl_offload.observability.manifest import file_digest
-from nemo_rl_offload.observability.run_directory import Checkpoints, open_run_directory
+from nemo_rl_offload.runs.manifest import file_digest
+from nemo_rl_offload.runs.run_directory import Checkpoints, open_run_directory
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")
 

@@ -19,7 +19,7 @@ from nemo_rl_offload.cli import main
 from nemo_rl_offload.cluster import virtual_cluster
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import PROJECT_ROOT
-from nemo_rl_offload.observability.run_directory import Checkpoints
+from nemo_rl_offload.runs.run_directory import Checkpoints
 
 MODEL = PROJECT_ROOT / "examples/models/tiny_speller"
 Fail = Callable[..., str]

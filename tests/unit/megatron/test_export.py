@@ -15,7 +15,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.errors import CheckpointError, ResourceError
 from nemo_rl_offload.megatron.export import find_checkpoint
 from nemo_rl_offload.megatron.model import build_model, export_hf
-from nemo_rl_offload.observability.run_directory import CONFIG_FILE, Checkpoints
+from nemo_rl_offload.runs.run_directory import CONFIG_FILE, Checkpoints
 
 MODEL = PROJECT_ROOT / "examples/models/tiny_speller"
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_offload.observability.manifest import file_digest
-from nemo_rl_offload.observability.run_directory import Checkpoints, open_run_directory
+from nemo_rl_offload.runs.manifest import file_digest
+from nemo_rl_offload.runs.run_directory import Checkpoints, open_run_directory
 
 CONFIG = {"grpo": {"seed": 1, "names": ["a", "b"]}, "lr": 1e-5, "none": None}
 

@@ -24,8 +24,8 @@ from run_folders import CONFIG, enter, save, write
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
-from nemo_rl_offload.observability.manifest import check_contents
-from nemo_rl_offload.observability.run_directory import (
+from nemo_rl_offload.runs.manifest import check_contents
+from nemo_rl_offload.runs.run_directory import (
     MEANS,
     Checkpoints,
     changed_means,
@@ -38,8 +38,8 @@ SAVES_FOREVER = """
 import sys
 from itertools import count
 from pathlib import Path
-from nemo_rl_offload.observability.manifest import file_digest
-from nemo_rl_offload.observability.run_directory import Checkpoints
+from nemo_rl_offload.runs.manifest import file_digest
+from nemo_rl_offload.runs.run_directory import Checkpoints
 
 def write(folder):
     folder.mkdir()
@@ -240,7 +240,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     # Root may do everything; another user may not look into a folder of mode 700.
     script = (
-        "import os, sys; from pathlib import Path; import nemo_rl_offload.observability.run_directory as r; "
+        "import os, sys; from pathlib import Path; import nemo_rl_offload.runs.run_directory as r; "
         "os.setuid(65534); c = r.open_run_directory(Path(sys.argv[1]), Path('x'), {}); c.__enter__()"
     )
     (tmp_path / "locked").mkdir(mode=0o700)

@@ -10,7 +10,7 @@ import yaml
 from run_folders import CONFIG, enter, save, write
 
 from nemo_rl_offload.errors import CheckpointError, ConfigError
-from nemo_rl_offload.observability.run_directory import Checkpoints, other_length
+from nemo_rl_offload.runs.run_directory import Checkpoints, other_length
 
 SFT = {**CONFIG, "algorithm": "sft", "sft": {"max_num_steps": 100, "max_num_epochs": 1}, "grpo": {"max_num_steps": 9}}
 

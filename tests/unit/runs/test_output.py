@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_offload.errors import ConfigError, ResourceError
-from nemo_rl_offload.observability.output import check_writable, write_text
+from nemo_rl_offload.runs.output import check_writable, write_text
 
 
 def test_what_stood_there_outlives_a_failure(tmp_path: Path) -> None:
