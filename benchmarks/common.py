@@ -85,7 +85,7 @@ def prepare_process() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as workers have it
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-    from nemo_rl_offload.megatron.cpu import install_cpu_support
+    from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
 
     install_cpu_support()
 

@@ -193,8 +193,8 @@ def run(options: argparse.Namespace) -> int:
     from deepseek_stage import GIB, MODULES, Stage, is_bit_identical, make_policy, model_config
     from megatrons_engine import forget_megatrons_steps
 
-    from nemo_rl_offload.megatron.bridge import bridge
-    from nemo_rl_offload.megatron.model import init_process_groups
+    from nemo_rl_offload.megatron.build.bridge import bridge
+    from nemo_rl_offload.megatron.build.model import init_process_groups
 
     # An optional package's failed import is kept, with all frames above it: here, none that holds tensors.
     bridge()

@@ -17,11 +17,11 @@ from nemo_rl_offload.adapters.megatron_core.interface import bound_interface, ex
 from nemo_rl_offload.adapters.megatron_core.routing_result import pass_the_link
 from nemo_rl_offload.bench.process import deterministic
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.megatron.config_check import provider_for
-from nemo_rl_offload.megatron.model import unwrap
-from nemo_rl_offload.megatron.offload_setup import make_backend
-from nemo_rl_offload.megatron.quiet import quiet
-from nemo_rl_offload.megatron.setup import configure_provider
+from nemo_rl_offload.megatron.build.config_check import provider_for
+from nemo_rl_offload.megatron.build.model import unwrap
+from nemo_rl_offload.megatron.build.offload import make_backend
+from nemo_rl_offload.megatron.build.transformer_config import configure_provider
+from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.offload import OffloadEngine
 from nemo_rl_offload.specs.catalogue import CATALOGUE
 

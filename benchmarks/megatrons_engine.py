@@ -8,7 +8,7 @@ import os
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 
 from nemo_rl_offload.adapters.megatron_core.interface import bind_interface, bound_interface
-from nemo_rl_offload.megatron.bridge import have_transformer_engine
+from nemo_rl_offload.megatron.build.bridge import have_transformer_engine
 
 _MEGATRONS = bound_interface()
 assert _MEGATRONS.__module__ == megatron_offload.__name__, "import this before an engine is put in its place"

@@ -17,8 +17,8 @@ from torch.autograd.graph import save_on_cpu
 from workload import Workload
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
-from nemo_rl_offload.megatron.model import unwrap
-from nemo_rl_offload.megatron.offload_setup import install_offloading
+from nemo_rl_offload.megatron.build.model import unwrap
+from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.offload.memory_budget import PLAN_EVERY
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 

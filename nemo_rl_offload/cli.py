@@ -117,10 +117,10 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
 
     found = check_file(options.config, overrides, allow_unsupported=options.allow_unsupported)
     if options.megatron:
-        from nemo_rl_offload.megatron.quiet import quiet
+        from nemo_rl_offload.megatron.runtime.quiet import quiet
 
         with quiet():
-            from nemo_rl_offload.megatron.config_check import ask_megatron
+            from nemo_rl_offload.megatron.build.config_check import ask_megatron
 
             found = ask_megatron(found)
     if options.format == "json":
@@ -155,10 +155,10 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: li
 def _export(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     if overrides:
         raise ConfigError(f"export takes no configuration: {' '.join(overrides)}")
-    from nemo_rl_offload.megatron.quiet import quiet
+    from nemo_rl_offload.megatron.runtime.quiet import quiet
 
     with quiet(), contextlib.redirect_stdout(io.StringIO()):  # Bridge and Megatron-Core print what they load
-        from nemo_rl_offload.megatron.export import export_checkpoint
+        from nemo_rl_offload.megatron.build.export import export_checkpoint
 
         export_checkpoint(options.checkpoint, options.destination)
     print(f"Wrote {options.destination}")

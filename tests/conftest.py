@@ -12,7 +12,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 if find_spec("transformer_engine"):  # before a test imports Megatron
     import torch
 
-    from nemo_rl_offload.megatron.cpu import hide_transformer_engine
+    from nemo_rl_offload.megatron.runtime.cpu import hide_transformer_engine
 
     if not torch.cuda.is_available():
         hide_transformer_engine()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_rl_offload.megatron.cpu import install_cpu_support
+from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def one_rank() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from nemo_rl_offload.megatron.model import join_alone
+    from nemo_rl_offload.megatron.build.model import join_alone
 
     join_alone("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel()
@@ -59,9 +59,9 @@ class ExpertLayers(nn.Module):
         super().__init__()
         from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
-        from nemo_rl_offload.megatron.model import forget_probabilities
-        from nemo_rl_offload.megatron.stash_setup import install_paged_stash
-        from nemo_rl_offload.megatron.torch_backend import torch_block_spec
+        from nemo_rl_offload.megatron.build.model import forget_probabilities
+        from nemo_rl_offload.megatron.build.paged_stash import install_paged_stash
+        from nemo_rl_offload.megatron.layers.torch_backend import torch_block_spec
 
         config = _config(shape, capacity_factor)
         config.fine_grained_activation_offloading, config.offload_modules = bool(modules), list(modules)

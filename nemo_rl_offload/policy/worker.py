@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nemo_rl_offload.losses.reduction import Normalizers
-    from nemo_rl_offload.megatron.checkpoint import Save
-    from nemo_rl_offload.megatron.model import MegatronModel
+    from nemo_rl_offload.megatron.build.model import MegatronModel
+    from nemo_rl_offload.megatron.checkpoint.distributed import Save
     from nemo_rl_offload.runs.manifest import Manifest
 
 
@@ -59,15 +59,15 @@ class PolicyWorker:
         self, policy: PolicyConfig, model_path: Path, *, seed: int, num_steps: int | None, keep_reference: bool
     ) -> None:
         self._notices = Notices()
-        from nemo_rl_offload.megatron.affinity import bind
+        from nemo_rl_offload.megatron.runtime.affinity import bind
 
         bind(policy["megatron_cfg"]["cpu_affinity"])  # before there is a CUDA context or host memory to be misplaced
-        from nemo_rl_offload.megatron.cpu import install_cpu_support
+        from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
 
         install_cpu_support()
         from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters
-        from nemo_rl_offload.megatron.model import build_model, init_process_groups
-        from nemo_rl_offload.megatron.offload_setup import install_offloading
+        from nemo_rl_offload.megatron.build.model import build_model, init_process_groups
+        from nemo_rl_offload.megatron.build.offload import install_offloading
 
         self._policy = policy
         self._model_path = model_path
@@ -121,7 +121,7 @@ class PolicyWorker:
         """
         import torch
 
-        from nemo_rl_offload.megatron.train_step import train_step
+        from nemo_rl_offload.megatron.step.train_step import train_step
 
         try:
             metrics = self._with_loss(train_step, batch, loss_name, loss_config, norm, cutting)
@@ -151,7 +151,7 @@ class PolicyWorker:
         cutting: Cutting | None = None,
     ) -> dict[str, float]:
         """The loss and its metrics on this rank's shard of a batch, which `norm` counts as a whole."""
-        from nemo_rl_offload.megatron.train_step import evaluate
+        from nemo_rl_offload.megatron.step.train_step import evaluate
 
         self._model.gather_weights()
         with explained("evaluating", self._policy):
@@ -178,7 +178,7 @@ class PolicyWorker:
 
         Megatron changes how tensors are pickled, such that unpickling one imports Megatron: an array travels instead.
         """
-        from nemo_rl_offload.megatron.train_step import compute_logprobs
+        from nemo_rl_offload.megatron.step.train_step import compute_logprobs
 
         temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
         microbatches = cutting or self._policy["logprob_batch_size"]
@@ -201,7 +201,7 @@ class PolicyWorker:
         self, batch: Batch, k: int, num_tokens: int, cutting: Cutting | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]] | None:
         """The largest logits of this rank's shard and their ids, [B, S, K]; None before the last pipeline stage."""
-        from nemo_rl_offload.megatron.train_step import compute_topk_logits
+        from nemo_rl_offload.megatron.step.train_step import compute_topk_logits
 
         temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
         microbatches = cutting or self._policy["logprob_batch_size"]
@@ -251,7 +251,7 @@ class PolicyWorker:
 
     def generate(self, prompts: list[list[int]], seed: int, end_id: int) -> list[Response]:
         """Sample one response for each prompt."""
-        from nemo_rl_offload.megatron.generation import generate
+        from nemo_rl_offload.generation.megatron import generate
 
         with explained("generating", self._policy):
             responses = generate(
@@ -273,7 +273,7 @@ class PolicyWorker:
 
     def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write this rank's part of a checkpoint, from a copy where training goes on meanwhile."""
-        from nemo_rl_offload.megatron.checkpoint import Save
+        from nemo_rl_offload.megatron.checkpoint.distributed import Save
 
         self._save = Save(self._whole_model(), folder, copies=in_background)
 
@@ -289,14 +289,14 @@ class PolicyWorker:
 
     def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
         """Read this rank's part of a checkpoint, once all its files are found to be what was written."""
-        from nemo_rl_offload.megatron import checkpoint
+        from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
 
         checkpoint.verify(folder, manifest)
         checkpoint.load(self._whole_model(), folder)
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder."""
-        from nemo_rl_offload.megatron.model import export_hf
+        from nemo_rl_offload.megatron.build.model import export_hf
 
         export_hf(self._whole_model(), self._model_path, folder)
 

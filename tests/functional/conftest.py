@@ -19,14 +19,14 @@ def any_device_process_group() -> Iterator[None]:
     import torch.distributed as dist
     from models import make_policy
 
-    from nemo_rl_offload.megatron.cpu import install_cpu_support
+    from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
 
     if not install_cpu_support():
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
     from megatron.core import parallel_state
 
-    from nemo_rl_offload.megatron.model import init_process_groups
+    from nemo_rl_offload.megatron.build.model import init_process_groups
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

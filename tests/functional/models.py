@@ -25,8 +25,8 @@ from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters,
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
-from nemo_rl_offload.megatron.model import MegatronModel
-from nemo_rl_offload.megatron.train_step import train_step
+from nemo_rl_offload.megatron.build.model import MegatronModel
+from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.offload.engine import OffloadEngine
 
 VOCABULARY_SIZE = 260  # even, for two tensor-parallel ranks

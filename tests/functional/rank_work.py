@@ -15,13 +15,13 @@ from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters,
 from nemo_rl_offload.batching.batch import shard
 from nemo_rl_offload.batching.plan import Cutting
 from nemo_rl_offload.batching.sharding import Division
+from nemo_rl_offload.generation.megatron import generate
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
-from nemo_rl_offload.megatron import checkpoint
-from nemo_rl_offload.megatron.generation import generate
-from nemo_rl_offload.megatron.model import MegatronModel, build_model, init_process_groups
-from nemo_rl_offload.megatron.offload_setup import install_offloading
-from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
+from nemo_rl_offload.megatron.build.model import MegatronModel, build_model, init_process_groups
+from nemo_rl_offload.megatron.build.offload import install_offloading
+from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
+from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
 from nemo_rl_offload.paged_stash.kernels import Pool
 from nemo_rl_offload.policy.microbatches import divide
 from nemo_rl_offload.runs.manifest import Manifest

@@ -19,10 +19,10 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl_offload.losses.nll import NegativeLogLikelihood
 from nemo_rl_offload.losses.reduction import normalizers
-from nemo_rl_offload.megatron import checkpoint
-from nemo_rl_offload.megatron.export import export_checkpoint
-from nemo_rl_offload.megatron.model import MegatronModel, build_model
-from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
+from nemo_rl_offload.megatron.build.export import export_checkpoint
+from nemo_rl_offload.megatron.build.model import MegatronModel, build_model
+from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
+from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
 from nemo_rl_offload.runs.manifest import file_digest
 from nemo_rl_offload.runs.run_directory import Checkpoints, open_run_directory
 

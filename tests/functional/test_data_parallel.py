@@ -32,7 +32,7 @@ class OpenWorker(PolicyWorker):
     """Shows its weights and gradients, and starts anew with another configuration."""
 
     def rebuild(self, policy: Any) -> None:
-        from nemo_rl_offload.megatron.model import build_model
+        from nemo_rl_offload.megatron.build.model import build_model
 
         self._policy = policy
         self._model = build_model(policy, self._model_path, num_steps=NUM_STEPS)

@@ -9,8 +9,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
-from nemo_rl_offload.megatron.model import MegatronModel, build_model
-from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
+from nemo_rl_offload.megatron.build.model import MegatronModel, build_model
+from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
 from tests.functional.models import MICRO_BATCH_SIZE, make_batch, make_policy, write_model
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")

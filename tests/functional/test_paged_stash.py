@@ -14,10 +14,10 @@ from torch import Tensor
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
-from nemo_rl_offload.megatron import static_experts
-from nemo_rl_offload.megatron.model import MegatronModel, build_model
-from nemo_rl_offload.megatron.offload_setup import install_offloading
-from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
+from nemo_rl_offload.megatron.build.model import MegatronModel, build_model
+from nemo_rl_offload.megatron.build.offload import install_offloading
+from nemo_rl_offload.megatron.layers import static_experts
+from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
 from nemo_rl_offload.paged_stash.kernels import Pool
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")

@@ -9,8 +9,8 @@ from models import count_step, make_policy, write_model
 from planned_bytes import LAYOUTS, SELECTIVE, predict, random_case
 from ranks import Ranks
 
-from nemo_rl_offload.megatron.model import build_model
-from nemo_rl_offload.megatron.offload_setup import install_offloading
+from nemo_rl_offload.megatron.build.model import build_model
+from nemo_rl_offload.megatron.build.offload import install_offloading
 
 NUM_CASES = 90
 DEFAULT_SEEDS = 2 * len(SELECTIVE)

@@ -14,9 +14,9 @@ from torch import Tensor
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
-from nemo_rl_offload.megatron.model import build_model
-from nemo_rl_offload.megatron.offload_setup import install_offloading
-from nemo_rl_offload.megatron.train_step import compute_logprobs, train_step
+from nemo_rl_offload.megatron.build.model import build_model
+from nemo_rl_offload.megatron.build.offload import install_offloading
+from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
 from nemo_rl_offload.policy.microbatches import divide
 from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MOE_MODULES, SUPPORTED_MODULES
 

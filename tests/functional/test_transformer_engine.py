@@ -14,9 +14,9 @@ from models import make_batch, make_policy, offload, same_tensors, take_step, we
 from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
-from nemo_rl_offload.megatron.model import build_model, init_process_groups
-from nemo_rl_offload.megatron.offload_setup import install_offloading
-from nemo_rl_offload.megatron.train_step import compute_logprobs
+from nemo_rl_offload.megatron.build.model import build_model, init_process_groups
+from nemo_rl_offload.megatron.build.offload import install_offloading
+from nemo_rl_offload.megatron.step.train_step import compute_logprobs
 from nemo_rl_offload.offload import OffloadStats
 from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MEGATRON_MODULES
 

@@ -21,7 +21,7 @@ def whole_logits() -> tuple[Tensor, Tensor, Tensor]:
 
 def _in_chunks(part: Tensor, ids: Tensor, weights: Tensor, chunk_size: int | None) -> tuple[Tensor, ...]:
     """A loss of entropy and log-probabilities, and its gradient; the ranks sum anew in the backward pass."""
-    from nemo_rl_offload.megatron.vocabulary import logprobs_at, of_tokens, token_entropy
+    from nemo_rl_offload.megatron.step.head import logprobs_at, of_tokens, token_entropy
 
     entropy = of_tokens(token_entropy, part, temperature=0.7, chunk_size=chunk_size)
     logprobs = of_tokens(logprobs_at, part, ids, temperature=0.7, chunk_size=chunk_size)
@@ -33,8 +33,8 @@ def worker(rank: int, port: int, folder: str) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from nemo_rl_offload.megatron.cpu import install_cpu_support
-    from nemo_rl_offload.megatron.vocabulary import logprobs_at, token_entropy, topk_logits
+    from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
+    from nemo_rl_offload.megatron.step.head import logprobs_at, token_entropy, topk_logits
 
     install_cpu_support()
     torch.set_num_threads(1)

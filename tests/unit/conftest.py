@@ -27,14 +27,14 @@ def make_policy() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def process_group(make_policy: Callable[..., Any]) -> Iterator[None]:
     """A group of one rank on the CPU in this process, split for Megatron."""
-    from nemo_rl_offload.megatron.cpu import install_cpu_support
+    from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
 
     if not install_cpu_support():
         pytest.skip("compares with the CPU's arithmetic, in a process without CUDA")
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from nemo_rl_offload.megatron.model import init_process_groups
+    from nemo_rl_offload.megatron.build.model import init_process_groups
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ class Model:
     """A Megatron-Bridge provider of a tiny model, made from its configuration alone, and a policy for it."""
 
     def __init__(self, config: Any, folder: Path) -> None:
-        from nemo_rl_offload.megatron.bridge import bridge
+        from nemo_rl_offload.megatron.build.bridge import bridge
 
         config.save_pretrained(folder)
         (folder / "tokenizer_config.json").write_text("{}")
@@ -50,7 +50,7 @@ class NoOptimizer:
 
 def build(model: Model, raw: dict[str, Any]) -> Any:
     """Build all of Megatron's configuration objects as a worker does; returns the provider."""
-    from nemo_rl_offload.megatron import setup
+    from nemo_rl_offload.megatron.build import transformer_config as setup
 
     provider = model.provider()
     setup.configure_provider(provider, raw["policy"])

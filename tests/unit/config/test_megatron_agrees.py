@@ -48,7 +48,7 @@ def check_many(models: list[Model], num_accepted: int) -> None:
 
 def check_many_with_transformer_engine(models: list[Model], num_accepted: int) -> None:
     """The same for configurations that need Transformer Engine, which only a run must have."""
-    from nemo_rl_offload.megatron.setup import apply_policy
+    from nemo_rl_offload.megatron.build.transformer_config import apply_policy
 
     accepted = []
 
@@ -109,7 +109,7 @@ def test_forwarded_fields_are_those_of_a_config_that_megatron_builds(
 ) -> None:
     from megatron.core.transformer import TransformerConfig
 
-    from nemo_rl_offload.megatron import setup
+    from nemo_rl_offload.megatron.build import transformer_config as setup
 
     model = models[index]
     raw = model.raw(changes)
@@ -134,7 +134,7 @@ def test_forwarded_fields_are_those_of_a_config_that_megatron_builds(
 
 
 def test_false_clears_what_a_provider_says_and_null_keeps_it(models: list[Model]) -> None:
-    from nemo_rl_offload.megatron.setup import configure_provider
+    from nemo_rl_offload.megatron.build.transformer_config import configure_provider
 
     for value, modules, expected in [(None, None, ["core_attn"]), (False, None, []), (True, ["mlp_fc1"], ["mlp_fc1"])]:
         provider = models[0].provider()
@@ -152,7 +152,7 @@ def test_activation_checkpointing_recomputes_whole_layers(models: list[Model]) -
 
 
 def test_null_keeps_what_a_provider_says(models: list[Model]) -> None:
-    from nemo_rl_offload.megatron.setup import configure_provider
+    from nemo_rl_offload.megatron.build.transformer_config import configure_provider
 
     provider = models[1].provider()
     provider.moe_router_dtype, provider.layernorm_epsilon = "fp64", 0.25

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.megatron.affinity import Decision, bind, decide, own_gpu
+from nemo_rl_offload.megatron.runtime.affinity import Decision, bind, decide, own_gpu
 from nemo_rl_offload.observability.topology import (
     Gpu,
     Topology,
@@ -277,7 +277,7 @@ def test_bind_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture, mo
 SCRIPT = """
 import json, os, sys, threading
 from pathlib import Path
-from nemo_rl_offload.megatron import affinity
+from nemo_rl_offload.megatron.runtime import affinity
 
 def masks():
     return [sorted(os.sched_getaffinity(int(task.name))) for task in sorted(Path("/proc/self/task").iterdir())]

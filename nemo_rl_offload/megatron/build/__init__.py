@@ -1,0 +1,1 @@
+"""From a policy to Megatron-Core's model, optimizer and back to a Hugging Face folder."""

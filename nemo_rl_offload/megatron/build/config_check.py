@@ -1,0 +1,100 @@
+"""Megatron-Core's own word on a configuration: its objects are built, without weights, process groups or a GPU.
+
+The rules of `config/` say beforehand, and in this project's words, what Megatron would refuse; tests hold them to it on
+tiny models. This check asks Megatron itself about the very model that the configuration names.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.config.shapes import read_model_config
+from nemo_rl_offload.config.validation import Findings, problem_at
+from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engine
+from nemo_rl_offload.megatron.runtime.quiet import quiet
+
+
+class _NoOptimizer:
+    """Stands in for an optimizer, of which the schedule reads the groups of parameters alone."""
+
+    param_groups: list[dict[str, Any]] = []
+
+
+def ask_megatron(found: Findings) -> Findings:
+    """Return the findings with what Megatron-Core refuses among the problems; nothing is asked where there are some.
+
+    What cannot be asked here, without the model's `config.json` or Transformer Engine, becomes a warning.
+    """
+    config = found.config
+    if config is None:
+        return found
+    refusals: list[str] = []
+    untold: list[str] = []
+    try:
+        model = read_model_config(config["policy"]["model_name"])
+    except ConfigError:
+        model = None
+        untold.append("policy.model_name: Megatron-Core was not asked about the model, without its config.json.")
+    with quiet():
+        for line in _refusals(config["policy"], model):
+            (untold if _needs_transformer_engine(line) else refusals).append(line)
+    problems = [problem_at(line, found.loaded) for line in refusals]
+    warnings = [*found.warnings, *(problem_at(f"{line} Only a run needs it.", found.loaded) for line in untold)]
+    return Findings(None if problems else config, problems, warnings, found.loaded)
+
+
+def _needs_transformer_engine(line: str) -> bool:
+    words = re.search(r"\bTE\b|Transformer ?Engine", line.partition(": ")[2])
+    return words is not None and not have_transformer_engine()
+
+
+def _refusals(policy: PolicyConfig, model: Mapping[str, Any] | None) -> Iterator[str]:
+    from nemo_rl_offload.megatron.build import transformer_config as setup
+
+    builders: list[Callable[[], object]] = [
+        lambda: setup.optimizer_config(policy),
+        lambda: setup.ddp_config(policy),
+        lambda: setup.learning_rate_scheduler(policy, _NoOptimizer(), num_steps=1),
+    ]
+    if model is not None:
+        builders.insert(0, lambda: _build_provider(policy, model))
+    for build in builders:
+        try:
+            build()
+        except ConfigError as error:
+            yield str(error)
+
+
+def _build_provider(policy: PolicyConfig, model: Mapping[str, Any]) -> None:
+    from nemo_rl_offload.megatron.build import transformer_config as setup
+
+    provider = provider_for(model)
+    impl = policy["megatron_cfg"]["transformer_impl"]
+    if not have_transformer_engine():  # fusions that the provider, not the user, asks for
+        for name in setup.NOT_IN_TORCH:
+            setattr(provider, name, False)
+    setup.apply_policy(provider, policy, setup.resolve_transformer_impl("auto") if impl == "auto" else impl)
+
+
+def provider_for(model: Mapping[str, Any]) -> Any:
+    """Return Megatron-Bridge's provider for the contents of a model's `config.json`.
+
+    Raises ConfigError when transformers or Bridge does not know the family or cannot take a value.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    family = model.get("model_type")
+    if family not in CONFIG_MAPPING:
+        hint = nearest(str(family), CONFIG_MAPPING)
+        raise ConfigError(f"policy.model_name: model_type {family!r} of config.json is no known family.{hint}")
+    architectures = model.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)]
+    try:
+        hf_config = AutoConfig.for_model(**{**model, "architectures": architectures})
+        return bridge().AutoBridge.from_hf_config(hf_config).to_megatron_provider(load_weights=False)
+    except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split("\n\n")[0].split())
+        raise ConfigError(f"policy.model_name: Megatron-Bridge cannot take this {family}: {reason}") from error

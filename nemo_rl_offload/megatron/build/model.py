@@ -1,0 +1,229 @@
+"""Builds the Megatron-Core model of a policy from a Hugging Face folder, and writes one back."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
+from megatron.core import parallel_state
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from safetensors import SafetensorError
+
+from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.errors import ConfigError, ResourceError, WorkerError, where_else
+from nemo_rl_offload.megatron.build.bridge import bridge
+from nemo_rl_offload.megatron.build.paged_stash import install_paged_stash
+from nemo_rl_offload.megatron.build.transformer_config import (
+    configure_provider,
+    ddp_config,
+    learning_rate_scheduler,
+    optimizer_config,
+)
+from nemo_rl_offload.megatron.runtime.quiet import quiet
+from nemo_rl_offload.paged_stash.rerun import StepGuard
+from nemo_rl_offload.runs.output import partial_of
+
+
+@dataclass
+class MegatronModel:
+    """A policy's model with everything that trains it; one object in each worker."""
+
+    chunks: list[Any]
+    """Model chunks of this pipeline stage, wrapped for data parallelism."""
+    config: Any
+    """The provider, a `TransformerConfig`."""
+    auto_bridge: Any
+    transformer_impl: str
+    optimizer: Any
+    scheduler: Any
+    guard: StepGuard | None = None
+    """Runs a step again whose experts' buffers or stash did not suffice; None where they have no limits."""
+    weights_are_whole: bool = True
+    """False after a step with `overlap_param_gather`, which leaves each rank its own part until the next forward."""
+
+    def gather_weights(self) -> None:
+        """Bring the last step's weights to all ranks, which call this together.
+
+        For whoever reads or replaces weights, and for forwards that a rank may leave out, having nothing to do: the
+        others would wait for it in the forward's own gather.
+        """
+        if not self.weights_are_whole:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+            self.weights_are_whole = True
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The chunks without their wrappers."""
+        return [unwrap(chunk) for chunk in self.chunks]
+
+
+def unwrap(module: Any) -> Any:
+    """The `GPTModel` under Megatron's DDP and mixed-precision wrappers."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def init_process_groups(policy: PolicyConfig, seed: int) -> None:
+    """Join the process group of this worker (RANK, WORLD_SIZE, MASTER_* in the environment) and split it for Megatron.
+
+    NCCL where there is a GPU, gloo otherwise. Raises WorkerError where the workers' port is taken.
+    """
+    cfg = policy["megatron_cfg"]
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)  # Ray shows each worker its own device only
+    if not dist.is_initialized():
+        _join("nccl" if torch.cuda.is_available() else "gloo")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=cfg["tensor_model_parallel_size"],
+            pipeline_model_parallel_size=cfg["pipeline_model_parallel_size"],
+            context_parallel_size=cfg["context_parallel_size"],
+            expert_model_parallel_size=cfg["expert_model_parallel_size"],
+            expert_tensor_parallel_size=cfg["expert_tensor_parallel_size"],
+            virtual_pipeline_model_parallel_size=cfg["virtual_pipeline_model_parallel_size"],
+        )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def join_alone(backend: str) -> None:
+    """Make a process group of this process, which meets nobody: no port to lose to another process."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def _join(backend: str) -> None:
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        join_alone(backend)
+        return
+    try:
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    except dist.DistNetworkError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise WorkerError(
+            f"the workers cannot meet at {address}: {str(error).splitlines()[0]} Another process may have taken the "
+            "port since it was found free: start the run again (fault_tolerance.max_restarts does so by itself)."
+        ) from error
+
+
+def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -> MegatronModel:
+    """Build the policy's model, load the weights of a Hugging Face folder into it, and give it an optimizer.
+
+    A model that is never trained (`num_steps` is None) has no optimizer, no schedule and no room for gradients.
+
+    Process groups must be there (`init_process_groups`), and an offload engine installed if one is to be used, since
+    layers look it up when they are built. Raises ConfigError when Bridge does not know the model's family, when the
+    folder's weights do not fit, or when Megatron refuses the configuration.
+    """
+    with quiet():
+        try:
+            auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path))
+            provider = auto_bridge.to_megatron_provider(load_weights=False)
+        except (ValueError, OSError, KeyError) as error:
+            raise _refused(model_path, error) from error
+        num_parts = policy["megatron_cfg"]["tensor_model_parallel_size"]
+        if provider.vocab_size % num_parts:
+            raise ConfigError(
+                f"policy.megatron_cfg.tensor_model_parallel_size: {num_parts} does not divide the model's vocabulary "
+                f"of {provider.vocab_size} tokens"
+            )
+        transformer_impl = configure_provider(provider, policy)
+        chunks = provider.provide_distributed_model(
+            ddp_config=ddp_config(policy),
+            wrap_with_ddp=num_steps is not None,
+            use_cpu_initialization=not torch.cuda.is_available(),
+            data_parallel_random_init=False,
+        )
+        _load_weights(auto_bridge, chunks, model_path)
+        for layer in [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]:
+            layer.register_forward_hook(forget_probabilities, always_call=True)
+        guard = install_paged_stash(policy, [unwrap(chunk) for chunk in chunks])
+        if num_steps is None:
+            return MegatronModel(chunks, provider, auto_bridge, transformer_impl, None, None)
+        try:
+            optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
+        except AssertionError as error:
+            raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
+    scheduler = learning_rate_scheduler(policy, optimizer, num_steps)
+    return MegatronModel(chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler, guard)
+
+
+def forget_probabilities(layer: Any, *_: Any) -> None:
+    """Megatron's dispatchers keep the router's probabilities, and by them the graph of a forward without a backward."""
+    layer.token_dispatcher.probs = layer.token_dispatcher.local_probs = None
+
+
+def _load_weights(auto_bridge: Any, chunks: list[Any], model_path: Path) -> None:
+    """Read the folder's weights. Bridge only logs which ones it misses; NaN shows those that it did not write."""
+    weights = [named for chunk in chunks for named in unwrap(chunk).named_parameters()]
+    for _, weight in weights:
+        weight.data.fill_(torch.nan)
+    try:
+        auto_bridge.load_hf_weights(chunks)
+    except (ValueError, OSError, KeyError, SafetensorError) as error:
+        raise _refused(model_path, error) from error
+    missing = [name for name, weight in weights if weight.isnan().any()]
+    if missing:
+        raise ConfigError(
+            f"policy.model_name: {model_path}: {len(missing)} of {len(weights)} weights are not in the folder, or not "
+            f"numbers; the first is {missing[0]} (Megatron's name). Is the download complete?"
+        )
+
+
+def _refused(model_path: Path, error: Exception) -> ConfigError:
+    """The first paragraph says it; what Bridge writes below is for those who extend Bridge."""
+    reason = str(error).strip().split("\n\n")[0]
+    return ConfigError(f"policy.model_name: {model_path}: {reason}")
+
+
+def export_hf(model: MegatronModel, source: Path, destination: Path) -> None:
+    """Write the weights as a Hugging Face folder, with the configuration and tokenizer of `source`.
+
+    Every rank takes part; rank 0 gathers the whole model in host memory and writes it. The folder appears whole or
+    not at all.
+
+    Raises:
+        ResourceError: a file cannot be written, as on a full disk.
+    """
+    partial = partial_of(destination)
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        with _absent_on_failure(partial, destination):
+            partial.mkdir(parents=True)
+            for file in source.iterdir():
+                if file.suffix in (".json", ".txt", ".jinja", ".model") and "index" not in file.name:
+                    shutil.copy(file, partial)
+    dist.barrier()
+    with quiet():
+        weights = {
+            name: weight.clone(memory_format=torch.contiguous_format)
+            for name, weight in model.auto_bridge.export_hf_weights(model.modules, cpu=True, show_progress=False)
+            if dist.get_rank() == 0
+        }
+    if dist.get_rank() == 0:
+        with _absent_on_failure(partial, destination):
+            save_torch_state_dict(weights, partial)
+            shutil.rmtree(destination, ignore_errors=True)
+            partial.rename(destination)
+    dist.barrier()
+
+
+@contextmanager
+def _absent_on_failure(partial: Path, destination: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ResourceError(
+            f"{destination}: cannot be written: {error}. {where_else(error, 'name another folder')}"
+        ) from error

@@ -1,0 +1,1 @@
+"""Megatron distributed checkpoints."""

@@ -1,0 +1,321 @@
+"""Weights, optimizer, learning-rate schedule and random numbers as a Megatron distributed checkpoint.
+
+Every rank takes part in both directions. The format knows global tensors, so that another parallel layout can read it.
+`fully_sharded_model_space`, Megatron's default for the distributed optimizer, fails without Transformer Engine; the
+fully reshardable form is used instead. Whole-or-absent is the caller's matter: it names a folder that nobody reads yet.
+
+Megatron prepares a save such that the files can be written in the background, and leaves the background to its caller.
+Its own ways fork, or keep a process beside every rank; forking a Ray actor, with its threads, asks for deadlocks. Here
+a thread writes, which lets Python's lock go while it writes and computes checksums. It needs a copy of everything
+in host memory, where Megatron would give it the weights of a model on the CPU themselves.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nemo_rl_offload.errors import CheckpointError, ResourceError
+from nemo_rl_offload.megatron.build.model import MegatronModel
+from nemo_rl_offload.runs.manifest import Manifest, check_contents, file_digest
+
+COMPLETING_FILES = (".metadata", "metadata.json")
+"""What Megatron writes when every rank is done."""
+
+
+def _sharded_state(model: MegatronModel, *, is_loading: bool) -> dict[str, Any]:
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = _sharded_weights(model)
+    for optimizer in _optimizers(model):
+        if isinstance(optimizer, DistributedOptimizer):
+            _keep_padding(optimizer)
+    state["optimizer"] = model.optimizer.sharded_state_dict(
+        dict(state),  # by chunk: interleaved ones number their layers alike
+        is_loading=is_loading,
+        # No prefix: experts have an optimizer of their own only where their ranks are others than the dense layers'.
+        metadata=groups | {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True},
+    )
+    state["scheduler"] = model.scheduler.state_dict()
+    state["layout"] = _layout()
+    return state
+
+
+def _sharded_weights(model: MegatronModel) -> dict[str, Any]:
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return {
+        f"model{index}": module.sharded_state_dict(metadata=groups)  # type: ignore[operator]
+        for index, module in enumerate(model.modules)
+    }
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "world_size": dist.get_world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+    }
+
+
+def _random_state() -> ShardedObject:
+    """This rank's random number generators. They have a meaning for the same rank of the same layout alone."""
+    state = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        state["device"] = torch.cuda.get_rng_state()
+    return ShardedObject("random_state", state, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["device"])
+
+
+class Save:
+    """A checkpoint on its way into an existing empty folder.
+
+    The constructor plans it with the other ranks and copies this rank's part into host memory; a thread writes that
+    while the model trains on, and `finish` completes the checkpoint with the other ranks.
+
+    Raises:
+        ResourceError: the file system is full or not writable (here and in `finish`).
+    """
+
+    def __init__(self, model: MegatronModel, folder: Path, *, copies: bool) -> None:
+        self._folder = folder
+        self._digests: Manifest = {}
+        filesystem_async._results_queue = Queue()  # Megatron's own reaches other processes, by way of a third
+        state = _sharded_state(model, is_loading=False) | {"random_state": _random_state()}
+        with _disk_errors(folder):
+            self._request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
+        buckets: list[Any] = []
+        if self._request.async_fn is not None:  # a rank of which others hold copies has nothing to write
+            _, buckets, _ = self._request.async_fn_args
+        staged = [
+            (path, key, (data, [(item, value.to("cpu", copy=copies)) for item, value in tensors]))
+            for path, key, (data, tensors) in buckets
+        ]
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._write, args=(staged,), name="checkpoint")
+        self._thread.start()
+
+    def _write(self, buckets: list[Any]) -> None:
+        """Megatron's function for all buckets would tell no more of an error than its type."""
+        transforms = self._request.async_fn.args[0] if buckets else []
+        results = {}
+        try:
+            for index, bucket in enumerate(buckets):
+                _, outcome = FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, None, None, True)
+                if isinstance(outcome, Exception):
+                    raise outcome
+                results[index] = outcome
+                path, name, _ = bucket
+                self._digests[name] = file_digest(Path(path))
+        except Exception as error:  # noqa: BLE001 - `finish` raises it
+            self._error = error
+        if buckets:
+            self._request.async_fn_args[2].put(results)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part is on the disk, or has failed."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> Manifest:
+        """Wait for the thread and complete the checkpoint; returns the files that this rank has written."""
+        with _disk_errors(self._folder):
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
+            for finalize in self._request.finalize_fns:
+                finalize()
+            if dist.get_rank() == 0:
+                self._digests |= {name: file_digest(self._folder / name) for name in COMPLETING_FILES}
+        return self._digests
+
+
+def save(model: MegatronModel, folder: Path) -> Manifest:
+    """Write a checkpoint into an existing empty folder; returns the files that this rank has written.
+
+    Raises:
+        ResourceError: the file system is full or not writable.
+    """
+    return Save(model, folder, copies=False).finish()
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Read every file of the checkpoint, divided among the ranks.
+
+    Raises:
+        CheckpointError: one is not what was written.
+    """
+    check_contents(folder, manifest, sorted(manifest)[dist.get_rank() :: dist.get_world_size()])
+
+
+def load(model: MegatronModel, folder: Path) -> None:
+    """Read a checkpoint into the model, its optimizer and its schedule, and the random number generators of a layout
+    like the one that wrote it. A model without an optimizer takes the weights alone.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, is damaged, or belongs to another model. The model's values are
+            undefined then: they are read in place.
+    """
+    if not (folder / "metadata.json").is_file():
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no metadata.json")
+    if model.optimizer is None:
+        _load_weights(model, _read(lambda: _sharded_weights(model), folder))
+        return
+    for optimizer in _optimizers(model):
+        _prepare(optimizer)
+    state = _read(lambda: _with_random_state(_sharded_state(model, is_loading=True), folder), folder)
+    _load_weights(model, state)
+    _regroup(state["optimizer"], _optimizers(model), folder)
+    with torch.no_grad():
+        model.optimizer.load_state_dict(state["optimizer"])
+    for optimizer in _optimizers(model):
+        _separate_steps(optimizer.optimizer)
+    model.scheduler.num_steps = 0  # Megatron adds the loaded number to the present one
+    model.scheduler.load_state_dict(state["scheduler"])
+    if "random_state" in state:
+        _restore_random_state(state["random_state"])
+
+
+def _with_random_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    is_alike = dist_checkpointing.load_common_state_dict(str(folder))["layout"] == _layout()
+    return state | {"random_state": _random_state()} if is_alike else state
+
+
+def _read(wanted: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = dist_checkpointing.load(wanted(), str(folder))
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(
+            f"{folder} cannot be read into this model; is it damaged, or of another model? {_reason(error)}"
+        ) from error
+    return state
+
+
+def _load_weights(model: MegatronModel, state: dict[str, Any]) -> None:
+    for index, module in enumerate(model.modules):
+        module.load_state_dict(state[f"model{index}"])
+
+
+def _optimizers(model: MegatronModel) -> list[Any]:
+    return getattr(model.optimizer, "chained_optimizers", [model.optimizer])
+
+
+def _prepare(optimizer: Any) -> None:
+    """Megatron reads a checkpoint into state that is there, which it allocates for Transformer Engine's and Apex's
+    optimizers alone. Torch's begin without any, and DistributedOptimizer does not expect Adam's `step` in it."""
+    inner = optimizer.optimizer
+    optimizer.init_state_fn = optimizer.init_state_fn or (lambda *_: None)
+    for group in inner.param_groups:
+        for weight in group["params"]:
+            if isinstance(inner, torch.optim.AdamW) and not inner.state[weight]:
+                inner.state[weight] = {"step": torch.tensor(0.0)} | {
+                    key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")
+                }
+            if isinstance(inner, torch.optim.SGD) and group["momentum"]:
+                inner.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+    if isinstance(optimizer, DistributedOptimizer) and isinstance(inner, torch.optim.AdamW):
+        write = type(optimizer)._set_main_param_and_optimizer_states
+        # The step is in the parameter groups already; here it is looked up by name (distrib_optimizer.py:1223).
+        optimizer._set_main_param_and_optimizer_states = lambda weight, tensors: write(
+            optimizer, weight, {**tensors, "step": None}
+        )
+
+
+def _keep_padding(optimizer: DistributedOptimizer) -> None:
+    """Megatron gathers the state of a buffer without the padding between its buckets (distrib_optimizer.py:1398), and
+    then cuts it at places that count the padding (1794). Behind the first padded bucket, a checkpoint would hold other
+    weights' state: of a tied embedding in a pipeline, for one."""
+    gather = type(optimizer).get_parameter_state_dp_zero
+
+    def gather_padded(**how: Any) -> Any:
+        state = gather(optimizer, **how)
+        for index, buffer in enumerate(optimizer.buffers) if state is not None else ():
+            (tensors,) = state[index].values()
+            tensors |= {key: _spread(value, buffer) for key, value in tensors.items() if torch.is_tensor(value)}
+        return state
+
+    optimizer.get_parameter_state_dp_zero = gather_padded
+
+
+def _spread(tensor: torch.Tensor, buffer: Any) -> torch.Tensor:
+    spread, start = tensor.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        end = start + bucket.numel_unpadded
+        spread[bucket.offset : bucket.offset + bucket.numel_unpadded] = tensor[start:end]
+        start = end
+    return spread
+
+
+def _regroup(state: dict[Any, Any], optimizers: list[Any], folder: Path) -> None:
+    """Give each optimizer its parameter groups where the checkpoint has one optimizer and the model two, or conversely.
+
+    Experts have an optimizer of their own, with groups marked so, in layouts with expert parallelism alone. Tensors are
+    found by name in either case; the groups hold what is the same for all of them, the step and the rates.
+    """
+    parts = [state] if len(optimizers) == 1 else [state[number] for number in range(len(optimizers))]
+    if all("optimizer" in part or "param_groups" in part for part in parts):
+        return
+    if not all(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers):
+        raise CheckpointError(
+            f"{folder} was written with another expert_model_parallel_size, for which an optimizer's state is divided "
+            "otherwise. Take that size, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true in both runs."
+        )
+    written = [state] if "optimizer" in state else [state.pop(number) for number in (0, 1)]
+    groups = [group for part in written for group in part["optimizer"]["param_groups"]]
+    either = [{**group, "is_expert_parallel": flag} for group in groups for flag in (False, True)]
+    for part in parts:
+        part |= {key: value for key, value in written[0].items() if key not in part and not isinstance(key, int)}
+        part["optimizer"] = {**written[0]["optimizer"], "param_groups": either}
+    if len(parts) > 1:
+        for key in [key for key in state if not isinstance(key, int)]:
+            del state[key]  # Megatron takes every entry for an optimizer
+
+
+def _separate_steps(optimizer: torch.optim.Optimizer) -> None:
+    """DistributedOptimizer gives all weights one `step`, which Adam would count up once for each of them."""
+    for state in optimizer.state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].clone()
+
+
+def _reason(error: BaseException) -> str:
+    """Torch's CheckpointException, which is no Exception, writes every rank's traceback; its last line says it."""
+    return str(error).strip().splitlines()[-1] if isinstance(error, CheckpointException) else f"{error!r}"
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Torch's writer reports a full disk in several ways, none of which names the disk."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        free_bytes = shutil.disk_usage(folder).free if folder.exists() else 0
+        full = os.strerror(errno.ENOSPC)
+        if full in str(error) or isinstance(error, OSError | CheckpointException) or free_bytes < 1 << 16:
+            reason = full if full in str(error) or free_bytes < 1 << 16 else _reason(error)
+            raise ResourceError(
+                f"Cannot write the checkpoint {folder}: {reason} ({free_bytes >> 20} MiB free). "
+                "Free some space, lower checkpointing.keep_top_k, or choose another folder with --run-dir."
+            ) from error
+        raise

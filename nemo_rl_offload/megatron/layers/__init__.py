@@ -1,0 +1,1 @@
+"""Megatron's layers in plain torch, and regions inside them."""

@@ -1,0 +1,167 @@
+"""Megatron's layers in plain torch: what `transformer_impl: torch` builds.
+
+Megatron-Core chooses the classes of a layer through a `BackendSpecProvider`. Its own `local` provider needs no
+Transformer Engine either, but materialises attention scores, cannot mix sequence parallelism with its norms, silently
+gives one MLP per expert, and names parameters unlike Transformer Engine, so that checkpoints and Megatron-Bridge's
+tables do not fit. This provider keeps Transformer Engine's structure and parameter names (`layer_norm_weight` inside
+`linear_qkv` and `linear_fc1`, `weight0..N` in experts) and takes fused torch operators instead (`torch_layers`,
+`torch_experts`).
+
+Limits: no sliding windows, no attention sinks: those are refused when the layer is built.
+Sequence parallelism works because a norm acts on each token alone.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_mtp_block_spec_for_backend,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from nemo_rl_offload.megatron.layers.dense_mlp import DenseMLP
+from nemo_rl_offload.megatron.layers.static_experts import TorchGroupedMLP, TorchMoELayer
+from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear
+from nemo_rl_offload.megatron.layers.torch_layers import (
+    TorchDotProductAttention,
+    TorchLayerNormColumnParallelLinear,
+    TorchMLASelfAttention,
+    TorchNorm,
+    TorchSharedExpertMLP,
+)
+
+
+class TorchSpecProvider(BackendSpecProvider):  # type: ignore[misc]
+    """The classes a Megatron layer is built from when Transformer Engine is not used."""
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear  # type: ignore[no-any-return]
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear  # type: ignore[no-any-return]
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return TorchLayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return TorchNorm
+
+    def core_attention(self) -> type:
+        return TorchDotProductAttention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Callable[..., TorchGroupedMLP]:
+        submodules = GroupedMLPSubmodules(linear_fc1=TorchGroupedLinear, linear_fc2=TorchGroupedLinear)
+        return partial(TorchGroupedMLP, submodules=submodules)
+
+    def activation_func(self) -> None:
+        return None
+
+
+_BACKEND = TorchSpecProvider()
+
+
+def _mlp(num_experts: int | None) -> Any:
+    mlp = get_mlp_module_spec_for_backend(backend=_BACKEND, num_experts=num_experts, moe_grouped_gemm=True)
+    submodules = mlp.keywords["submodules"]
+    if num_experts is None:
+        return partial(DenseMLP.as_mlp_submodule, submodules=submodules)
+    shared_experts = partial(TorchSharedExpertMLP, **submodules.shared_experts.keywords)
+    return partial(TorchMoELayer, submodules=dataclasses.replace(submodules, shared_experts=shared_experts))
+
+
+def _attention(config: TransformerConfig) -> ModuleSpec:
+    linear, fused_linear = _BACKEND.column_parallel_linear(), _BACKEND.column_parallel_layer_norm_linear()
+    norm = TorchNorm if config.qk_layernorm else IdentityOp
+    submodules: Any
+    if config.multi_latent_attention:
+        up = fused_linear if config.qk_layernorm else linear
+        submodules = MLASelfAttentionSubmodules(
+            linear_q_proj=linear,
+            linear_q_down_proj=linear,
+            linear_q_up_proj=up,
+            linear_kv_down_proj=linear,
+            linear_kv_up_proj=up,
+            core_attention=_BACKEND.core_attention(),
+            linear_proj=_BACKEND.row_parallel_linear(),
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
+        )
+    else:
+        submodules = SelfAttentionSubmodules(
+            linear_qkv=fused_linear,
+            core_attention=_BACKEND.core_attention(),
+            linear_proj=_BACKEND.row_parallel_linear(),
+            q_layernorm=norm,
+            k_layernorm=norm,
+        )
+    return ModuleSpec(
+        module=TorchMLASelfAttention if config.multi_latent_attention else SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=submodules,
+    )
+
+
+def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=TorchNorm if config.multi_latent_attention else IdentityOp,
+            self_attention=_attention(config),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=IdentityOp if num_experts is None else TorchNorm,
+            mlp=_mlp(num_experts),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
+    """Of all layers of the model, dense or MoE as `config.moe_layer_freq` says."""
+    if config.num_moe_experts is None:
+        is_moe = [False] * config.num_layers
+    elif isinstance(config.moe_layer_freq, int):
+        is_moe = [layer % config.moe_layer_freq == 0 for layer in range(config.num_layers)]
+    else:
+        is_moe = [bool(layer) for layer in config.moe_layer_freq]
+    return [_layer_spec(config, config.num_moe_experts if moe else None) for moe in is_moe]
+
+
+def torch_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The decoder layers of this pipeline stage, and the final norm."""
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(
+        layer_specs=_layer_specs(config)[offset : offset + num_layers], layer_norm=TorchNorm
+    )
+
+
+def torch_mtp_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
+    """The layers that predict further tokens, on the pipeline stage that has them; None elsewhere.
+
+    Their transformer layer is of the kind of the model's last one.
+    """
+    if not config.mtp_num_layers:
+        return None
+    last = _layer_specs(config)[-1]
+    return get_gpt_mtp_block_spec_for_backend(config, last, _BACKEND, vp_stage=vp_stage)

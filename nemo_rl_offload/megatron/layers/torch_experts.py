@@ -1,0 +1,150 @@
+"""The linear of a group of experts on `torch.nn.functional.grouped_mm`, under Transformer Engine's parameter names.
+
+Every expert keeps a parameter of its own (`weight0..N`), because checkpoints, Megatron-Bridge and the distributed
+optimizer know them so; behind them stands one contiguous storage, which one grouped product reads as
+[experts, out, in].
+Parameters are registered last expert first: Megatron's gradient buffers lay parameters out in reverse order, so the
+experts stay ascending, at equal distances, also when the distributed optimizer has moved them into its buffer. Where
+they are not (someone assigned a parameter of its own), the weights are stacked for the product.
+
+The autograd function saves the input and the parameters themselves: a stack or a view of the storage made in the
+forward would be saved, and offloaded, whole.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor
+
+from nemo_rl_offload.adapters.megatron_core.interface import offload_region
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.megatron.layers.static_experts import GroupEnds
+
+
+def expert_stack(weights: tuple[Tensor, ...]) -> Tensor:
+    """The experts' weights [out, in] as one [experts, out, in]: a view where they lie equally spaced in one storage."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first.unsqueeze(0)
+    offsets = [weight.storage_offset() for weight in weights]
+    distance = offsets[1] - offsets[0]
+    pointer = first.untyped_storage().data_ptr()
+    in_one_storage = all(weight.untyped_storage().data_ptr() == pointer for weight in weights)
+    evenly = all(b - a == distance for a, b in pairwise(offsets))
+    if in_one_storage and evenly and distance >= first.numel():
+        return first.as_strided((len(weights), *first.shape), (distance, first.shape[1], 1))
+    return torch.stack(weights)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """y[t] = x[t] @ weights[expert of t]^T for tokens sorted by expert; `offsets` are the groups' ends, int32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, offsets: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, offsets, *weights)
+        return F.grouped_mm(x, expert_stack(weights).transpose(-2, -1), offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, offsets, *weights = ctx.saved_tensors
+        if x.shape[0] == 0:  # no token came to this rank's experts, and grouped_mm takes no product over nothing
+            return torch.zeros_like(x), None, *map(torch.zeros_like, weights)
+        dy = dy.contiguous()
+        dx = F.grouped_mm(dy, expert_stack(tuple(weights)), offs=offsets) if ctx.needs_input_grad[0] else None
+        dw = F.grouped_mm(dy.transpose(0, 1), x, offs=offsets)
+        return dx, None, *dw.unbind(0)
+
+
+class TorchGroupedLinear(torch.nn.Module):
+    """Linear layers of this rank's experts: [tokens sorted by expert, in] to [tokens, out], without bias.
+
+    Takes the place of Transformer Engine's grouped linear in Megatron's `TEGroupedMLP`. The second one is the region
+    `expert_fc2`; Megatron itself opens that of the first.
+    """
+
+    save_original_input = (
+        False  # Megatron's set_save_original_input asks for this attribute; the input is saved as it is
+    )
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        input_size: int,
+        output_size: int,
+        /,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        pg_collection: Any,
+        tp_comm_buffer_name: str | None = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__()
+        self.config, self._is_fc2 = config, tp_comm_buffer_name == "fc2"
+        if bias or pg_collection.expt_tp.size() > 1:
+            raise ConfigError(
+                "transformer_impl: torch has no experts with bias and none split by tensor parallelism; "
+                "use transformer_engine, or expert_tensor_parallel_size: 1"
+            )
+        self.num_local_experts, self.pg_collection = num_local_experts, pg_collection
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        storage = torch.empty(num_local_experts, output_size, input_size, dtype=config.params_dtype, device=device)
+        # Megatron reduces gradients over the ranks that hold the same weights. For experts these differ from the
+        # others' also where tensor-parallel ranks hold whole experts.
+        is_like_dense = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1
+        for expert in reversed(range(num_local_experts)):
+            weight = torch.nn.Parameter(storage[expert])
+            weight.allreduce = is_like_dense  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{expert}", weight)
+        for expert in range(num_local_experts):
+            init_method(getattr(self, f"weight{expert}"))
+
+    def forward(self, x: Tensor, tokens_per_expert: list[int] | GroupEnds) -> tuple[Tensor, None]:
+        if isinstance(tokens_per_expert, GroupEnds):
+            ends = tokens_per_expert.ends
+        else:
+            ends = torch.tensor(tokens_per_expert, device=x.device).cumsum(0).to(torch.int32)
+        weights = [getattr(self, f"weight{expert}") for expert in range(self.num_local_experts)]
+        if not self._is_fc2:
+            return _GroupedLinear.apply(x, ends, *weights), None  # type: ignore[no-untyped-call]
+        region = offload_region(self.config, x, "expert_fc2", self.training)
+        with region as x:
+            y = _GroupedLinear.apply(x, ends, *weights)  # type: ignore[no-untyped-call]
+        return region.group_offload(y), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here; Megatron calls this where they may be."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """One sharded tensor for each expert, under the keys Transformer Engine's grouped linear writes."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        groups = self.pg_collection
+        num_global_experts = groups.ep.size() * self.num_local_experts
+        sharded: dict[str, Any] = {}
+        for expert in range(self.num_local_experts):
+            index = groups.ep.rank() * self.num_local_experts + expert
+            piece = make_sharded_tensors_for_checkpoint(
+                {f"{expert}.weight": getattr(self, f"weight{expert}")},
+                "",
+                {},
+                (*sharded_offsets, (len(sharded_offsets), index, num_global_experts)),
+                tp_group=groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(piece, f"{expert}.", prefix)
+            tensor = piece[f"{expert}.weight"]
+            tensor.replica_id = (*tensor.replica_id[:2], groups.expt_dp.rank())
+            sharded[f"{prefix}weight{expert}"] = tensor
+        return sharded

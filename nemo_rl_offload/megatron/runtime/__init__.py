@@ -1,0 +1,1 @@
+"""Process groups, CPUs and what Megatron needs where there is no GPU."""

@@ -1,0 +1,1 @@
+"""One step over the pipeline schedules: microbatches, losses, log-probabilities."""

@@ -1,0 +1,90 @@
+"""What an export finds before it loads a model, and what it leaves where it cannot write."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors import SafetensorError
+
+from nemo_rl_offload.cli import main
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.errors import CheckpointError, ResourceError
+from nemo_rl_offload.megatron.build.export import find_checkpoint
+from nemo_rl_offload.megatron.build.model import build_model, export_hf
+from nemo_rl_offload.runs.run_directory import CONFIG_FILE, Checkpoints
+
+MODEL = PROJECT_ROOT / "examples/models/tiny_speller"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Of a run with two checkpoints, of which nothing could be loaded."""
+    folder = tmp_path / "run"
+    checkpoints = Checkpoints(folder, None, True)
+    for step in (5, 10):
+        checkpoints.begin(step, Path.mkdir)
+        checkpoints.commit(step, {}, None, dict)
+    policy = {"model_name": str(MODEL), "megatron_cfg": {}}
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump({"policy": policy}))
+    return folder
+
+
+def test_a_copy_beside_the_checkpoints_is_in_nobodys_way(run_dir: Path) -> None:
+    copied = shutil.copytree(run_dir / "checkpoints" / "step_5", run_dir / "checkpoints" / "step_5_old")
+    with pytest.raises(CheckpointError, match=r"no such checkpoint. .* has: step_5, step_10\.$"):
+        find_checkpoint(run_dir / "step_9")
+    assert find_checkpoint(run_dir / "step_5_old") == (run_dir, copied)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("file/model", "cannot write to .*/file/model.partial: Not a directory. Name another folder"),
+        ("taken", "cannot write to .*/taken.partial: File exists. Name another folder"),
+        ("m" * 250, "cannot write to .*: File name too long. Name another folder"),
+        ("dangling", "exists already. Name a new folder"),
+    ],
+)
+def test_where_nothing_can_be_written_is_said_before_the_model_is_loaded(
+    out: str, message: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("file", "taken.partial"):
+        (tmp_path / name).touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    there = set(tmp_path.rglob("*"))
+    assert main(["export", str(run_dir / "step_5"), str(tmp_path / out)]) == 2
+    assert re.fullmatch(rf"error: {tmp_path / out}: {message}\.\n", capsys.readouterr().err)
+    assert set(tmp_path.rglob("*")) == there
+
+
+@pytest.mark.parametrize("content", ["", "policy: 3", "policy: {}", "policy: {megatron_cfg: 3}", "day: 2024-99-99"])
+def test_a_damaged_configuration_is_one_error(
+    content: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / CONFIG_FILE).write_text(content)
+    assert main(["export", str(run_dir / "step_5"), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {run_dir / CONFIG_FILE}: is not the configuration of a run: ")
+    assert error.endswith(". Restore it from a copy.\n")
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    "error", [SafetensorError("I/O error: No space left on device"), OSError(28, "No space left on device")]
+)
+def test_a_full_disk_is_one_error_and_leaves_nothing(
+    error: Exception, make_policy: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_weights: object, folder: Path) -> None:
+        (folder / "model.safetensors").touch()
+        raise error
+
+    monkeypatch.setattr("nemo_rl_offload.megatron.build.model.save_torch_state_dict", fail)
+    model = build_model(make_policy("fine_grained_activation_offloading=false"), MODEL, num_steps=None)
+    with pytest.raises(ResourceError, match=f"{tmp_path / 'out'}: cannot be written: .*No space left on device"):
+        export_hf(model, MODEL, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,127 @@
+"""SDPA in Megatron's layout against attention written out."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.megatron.layers.torch_layers import TorchDotProductAttention
+
+
+def make_config(**changes: object) -> TransformerConfig:
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
+    return TransformerConfig(**{**shape, **changes})
+
+
+def make_attention(config: TransformerConfig, layer_number: int = 1, **kwargs: object) -> TorchDotProductAttention:
+    return TorchDotProductAttention(config, layer_number, AttnMaskType.causal, "self", **kwargs)
+
+
+def explicit_attention(query: Tensor, key: Tensor, value: Tensor, forbidden: Tensor, scale: float) -> Tensor:
+    """softmax(q k^T scale) v, one batch row and head at a time; `forbidden` is [batch, sq, sk]."""
+    num_queries, batch_size, num_heads, _ = query.shape
+    heads_per_group = num_heads // key.shape[2]
+    rows = []
+    for row in range(batch_size):
+        heads = []
+        for head in range(num_heads):
+            group = head // heads_per_group
+            scores = query[:, row, head].double() @ key[:, row, group].double().T * scale
+            weights = scores.masked_fill(forbidden[row], -torch.inf).softmax(-1)
+            heads.append(weights @ value[:, row, group].double())
+        rows.append(torch.cat(heads, dim=-1))
+    return torch.stack(rows, dim=1).view(num_queries, batch_size, -1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(1, 7),
+    batch_size=st.integers(1, 3),
+    groups=st.sampled_from([1, 2, 4]),
+    value_width=st.sampled_from([8, 5]),
+    scale=st.sampled_from([None, 0.7]),
+    masked=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_equals_explicit_attention(
+    length: int, batch_size: int, groups: int, value_width: int, scale: float | None, masked: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(length, batch_size, 4, 8, generator=generator)
+    key = torch.randn(length, batch_size, groups, 8, generator=generator)
+    value = torch.randn(length, batch_size, groups, value_width, generator=generator)
+    forbidden = torch.ones(length, length).triu(1).bool().repeat(batch_size, 1, 1)
+    mask = None
+    if masked:
+        forbidden |= torch.rand(batch_size, length, length, generator=generator) < 0.3
+        forbidden[:, range(length), range(length)] = False
+        mask = forbidden[:, None]
+    attention = make_attention(make_config(), softmax_scale=scale)
+    expected = explicit_attention(query, key, value, forbidden, scale or 8**-0.5)
+    torch.testing.assert_close(attention(query, key, value, mask).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 1, 6).bool()])
+def test_one_new_token_sees_the_whole_cache(mask: Tensor | None) -> None:
+    query, key, value = torch.randn(1, 2, 4, 8), torch.randn(6, 2, 2, 8), torch.randn(6, 2, 2, 8)
+    output = make_attention(make_config())(query, key, value, mask, attn_mask_type=AttnMaskType.no_mask)
+    expected = explicit_attention(query, key, value, torch.zeros(2, 1, 6).bool(), 8**-0.5)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_is_as_near_as_its_eight_bits() -> None:
+    query, key, value = (torch.randn(5, 2, 4, 8).bfloat16() for _ in range(3))
+    forbidden = torch.ones(5, 5).triu(1).bool().repeat(2, 1, 1)
+    output = make_attention(make_config())(query, key, value, None)
+    assert output.dtype == torch.bfloat16
+    # The weights are rounded to 8 bits before the product, and the result once more: 2 * 2^-8.
+    expected = explicit_attention(query, key, value, forbidden, 8**-0.5)
+    torch.testing.assert_close(output.double(), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_query_key_layer_scaling_divides_by_the_layer(scale: float | None) -> None:
+    query, key, value = (torch.randn(5, 2, 4, 8) for _ in range(3))
+    attention = make_attention(make_config(apply_query_key_layer_scaling=True), layer_number=3, softmax_scale=scale)
+    forbidden = torch.ones(5, 5).triu(1).bool().repeat(2, 1, 1)
+    expected = explicit_attention(query, key, value, forbidden, (scale or 8**-0.5) / 3)
+    torch.testing.assert_close(attention(query, key, value, None).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value_width", [8, 5])
+@pytest.mark.parametrize("lengths", [(1,), (4, 1, 3), (2, 2, 2)])
+def test_a_packs_sequences_do_not_see_each_other(lengths: tuple[int, ...], value_width: int) -> None:
+    """Bit for bit what each sequence gives alone, also in the gradients."""
+    query, key = (torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2))
+    value = torch.randn(sum(lengths), 2, value_width, requires_grad=True)
+    attention = make_attention(make_config())
+    output = attention(query, key, value, None, packed_seq_params=SimpleNamespace(lengths=lengths))
+    assert output.shape == (sum(lengths), 4 * value_width)
+    parts = zip(*(t[:, None].split(lengths) for t in (query, key, value)), strict=True)
+    alone = [attention(*part, None)[:, 0] for part in parts]
+    assert torch.equal(output, torch.cat(alone))
+    weights = torch.randn_like(output)
+    gradients = torch.autograd.grad((output * weights).sum(), (query, key, value))
+    assert all(
+        map(torch.equal, gradients, torch.autograd.grad((torch.cat(alone) * weights).sum(), (query, key, value)))
+    )
+
+
+def test_dropout_only_in_training() -> None:
+    query, key, value = (torch.randn(5, 2, 4, 8) for _ in range(3))
+    with_dropout = make_attention(make_config(sequence_parallel=False), attention_dropout=0.5).eval()
+    assert torch.equal(with_dropout(query, key, value, None), make_attention(make_config())(query, key, value, None))
+
+
+@pytest.mark.parametrize(("field", "value"), [("window_size", (4, 0)), ("softmax_type", "learnable")])
+def test_refuses_what_it_does_not_have(field: str, value: object) -> None:
+    config = make_config()
+    setattr(config, field, value)
+    with pytest.raises(ConfigError, match=f"asks for: {field}; use transformer_engine"):
+        make_attention(config)

@@ -1,0 +1,52 @@
+"""Workers that cannot meet say so; one alone meets nobody."""
+
+import multiprocessing
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupMember
+
+from nemo_rl_offload.errors import WorkerError
+from nemo_rl_offload.megatron.build import model
+
+
+@pytest.fixture
+def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port at which workers are to meet, and where something else listens."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        yield port
+
+
+def test_a_port_that_is_taken(taken_port: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(model.dist, "is_initialized", lambda: False)
+    before, GroupMember.WORLD = GroupMember.WORLD, None  # what other tests of this process have joined
+    request.addfinalizer(lambda: setattr(GroupMember, "WORLD", before))
+    message = rf"cannot meet at 127\.0\.0\.1:{taken_port}: .*EADDRINUSE.*start the run again"
+    with pytest.raises(WorkerError, match=message):
+        model._join("gloo")
+
+
+@pytest.mark.usefixtures("taken_port")
+def test_one_worker_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    context = multiprocessing.get_context("spawn")  # a group of this process stays for other tests
+    with ProcessPoolExecutor(1, context) as pool:
+        assert pool.submit(_join_and_sum).result(timeout=120) == 1
+
+
+def _join_and_sum() -> float:
+    model._join("gloo")
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    dist.destroy_process_group()
+    return ones.item()

@@ -1,0 +1,90 @@
+"""Microbatches for schedules that want them in one shape: nothing real is lost, nothing else counts."""
+
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples
+from nemo_rl_offload.megatron.step.microbatches import cut
+
+
+def config(**changes: object) -> SimpleNamespace:
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1}
+    rest = {
+        "context_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "sequence_parallel": False,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    return SimpleNamespace(**sizes | rest | changes)
+
+
+def make_batch(lengths: list[int], width: int) -> Batch:
+    size = len(lengths)
+    positions = torch.arange(width)
+    return {
+        "input_ids": torch.arange(size * width).view(size, width) + 1,
+        "input_lengths": torch.tensor(lengths),
+        "token_mask": (positions < torch.tensor(lengths)[:, None]).long(),
+        "sample_mask": torch.ones(size),
+        "teacher": torch.arange(size * width * 2).view(size, width, 2),
+        "weight": torch.arange(size),
+    }
+
+
+cases = st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(*cases, st.sampled_from([None, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
+def test_a_pipelines_microbatches_have_one_shape_and_hold_all(
+    lengths: list[int], size: int, num_parts: int | None, tensor_size: int, context_size: int
+) -> None:
+    batch = make_batch(lengths, width=11)
+    layout = config(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=num_parts,
+        tensor_model_parallel_size=tensor_size,
+        sequence_parallel=tensor_size > 1,
+        context_parallel_size=context_size,
+    )
+    pieces = [piece.batch for piece in cut(batch, size, layout)]
+    assert len({piece["input_ids"].shape for piece in pieces}) == 1
+    assert all(num_samples(piece) == size for piece in pieces)
+    assert not num_parts or len(pieces) % 2 == 0
+    width = pieces[0]["input_ids"].shape[1]
+    multiple = tensor_size * (1 if context_size == 1 else 2 * context_size)
+    assert width % multiple == 0
+    assert max(lengths) <= width < max(lengths) + multiple
+    whole = {key: torch.cat([piece[key] for piece in pieces]) for key in batch}
+    kept = max(lengths)
+    for key, value in batch.items():
+        real = whole[key][: len(lengths)]
+        if value.ndim > 1:
+            assert torch.equal(real[:, :kept], value[:, :kept])
+            assert not real[:, kept:].any()
+        else:
+            assert torch.equal(real, value)
+    assert not whole["sample_mask"][len(lengths) :].any()
+    assert len(whole["sample_mask"]) - len(lengths) < size * (2 if num_parts else 1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(*cases)
+def test_without_a_pipeline_nothing_is_filled_up(lengths: list[int], size: int) -> None:
+    batch = make_batch(lengths, width=11)
+    for layout in (config(), config(expert_model_parallel_size=2)):
+        pieces = [piece.batch for piece in cut(batch, size, layout)]
+        expected = list(microbatches(batch, size))
+        assert len(pieces) == len(expected)
+        for piece, other in zip(pieces, expected, strict=True):
+            assert all(torch.equal(piece[key], other[key]) for key in batch)
+
+
+def test_ranks_that_gather_tokens_are_equally_wide() -> None:
+    layout = config(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather")
+    for lengths in ([1, 2, 3], [9, 4, 4]):
+        pieces = cut(make_batch(lengths, 11), 2, layout)
+        assert [piece.input_ids.shape for piece in pieces] == [(2, 11)] * 2
