@@ -13,7 +13,7 @@ from nemo_rl_offload.config.loader import load_config, resolve_model_path
 from nemo_rl_offload.config.validation import check_config
 from nemo_rl_offload.data.prompts import problems_of
 from nemo_rl_offload.data.tokenizer import encode_prompt, load_tokenizer
-from nemo_rl_offload.policy.policy import Policy
+from nemo_rl_offload.policy.driver import Policy
 
 HERE = Path(__file__).parent
 CONFIG = HERE.parent / "configs" / "grpo_tiny.yaml"

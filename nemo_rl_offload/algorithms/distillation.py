@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop
-from nemo_rl_offload.algorithms.problems import ProblemLoop, num_optimizer_steps, training_and_generation_slots
+from nemo_rl_offload.algorithms.rollout_loop import ProblemLoop, num_optimizer_steps, training_and_generation_slots
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
@@ -18,9 +18,9 @@ from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts, prompt_sets
 from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.interface import PolicyInterface
-from nemo_rl_offload.policy.policy import Policy
-from nemo_rl_offload.policy.ranks import without_offloading
+from nemo_rl_offload.policy.model_workers import without_offloading
 
 
 class Distillation(ProblemLoop):

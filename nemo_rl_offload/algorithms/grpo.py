@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop
-from nemo_rl_offload.algorithms.problems import ProblemLoop, num_optimizer_steps, training_and_generation_slots
 from nemo_rl_offload.algorithms.rollout import Rollout
+from nemo_rl_offload.algorithms.rollout_loop import ProblemLoop, num_optimizer_steps, training_and_generation_slots
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
@@ -24,7 +24,7 @@ from nemo_rl_offload.environments.pool import make_environment
 from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.losses.advantages import group_advantages, has_signal, overlong_penalty
 from nemo_rl_offload.losses.reduction import valid_tokens
-from nemo_rl_offload.policy.policy import Policy
+from nemo_rl_offload.policy.driver import Policy
 
 
 class GRPO(ProblemLoop):

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any, TextIO
 
-from nemo_rl_offload.algorithms.fixed_data import FixedDataLoop, run_fixed_data
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch
+from nemo_rl_offload.algorithms.offline_loop import FixedDataLoop, run_fixed_data
 from nemo_rl_offload.config.schema import MasterConfig
 
 

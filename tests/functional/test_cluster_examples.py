@@ -19,7 +19,7 @@ import yaml
 from cpu_processes import cpu_environment
 from test_grpo_run import SMALL, wait_until_gone
 
-from nemo_rl_offload.command_line import build_parser
+from nemo_rl_offload.cli.parser import build_parser
 from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 
 CLUSTER = PROJECT_ROOT / "examples/cluster"
@@ -53,7 +53,7 @@ def test_a_submitted_job(tmp_path: Path, ray_folder: str) -> None:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
-        "NEMO_RL_OFFLOAD": f"{sys.executable} -m nemo_rl_offload.cli",
+        "NEMO_RL_OFFLOAD": f"{sys.executable} -m nemo_rl_offload.cli.command_line",
     }
     names = ("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port")
     ports = [f"--{name}={free_port()}" for name in names]

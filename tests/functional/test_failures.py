@@ -15,7 +15,7 @@ from cpu_processes import cpu_cluster
 from example_runs import run_python
 from test_grpo_run import SMALL, start_run, wait_for, wait_until_gone
 
-from nemo_rl_offload.cli import main
+from nemo_rl_offload.cli.command_line import main
 from nemo_rl_offload.cluster import virtual_cluster
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import PROJECT_ROOT
@@ -155,7 +155,7 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 threading.Thread(target=terminate, daemon=True).start()
-from nemo_rl_offload.cli import main
+from nemo_rl_offload.cli.command_line import main
 code = main(sys.argv[1:])
 sys.exit("an alarm is set" if signal.alarm(0) else code)
 """

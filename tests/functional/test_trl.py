@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_offload.algorithms.fixed_data import at_temperature_one
+from nemo_rl_offload.algorithms.offline_loop import at_temperature_one
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.samples import collate, sample_sets
 from nemo_rl_offload.data.tokenizer import load_tokenizer

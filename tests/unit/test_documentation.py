@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl_offload import cli
-from nemo_rl_offload.command_line import ALGORITHMS, build_parser
+from nemo_rl_offload.cli import command_line as cli
+from nemo_rl_offload.cli.check import check_file
+from nemo_rl_offload.cli.parser import ALGORITHMS, build_parser
 from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
-from nemo_rl_offload.config.report import check_file
 from nemo_rl_offload.specs.devices import find_device
 
 PAGES = [PROJECT_ROOT / "README.md", *sorted((PROJECT_ROOT / "docs").glob("*.md"))]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_rl_offload.bench.report import write_json
-from nemo_rl_offload.cli import main
+from nemo_rl_offload.cli.command_line import main
 from nemo_rl_offload.errors import ResourceError
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import mutate
 
-from nemo_rl_offload import cli
+from nemo_rl_offload.cli import command_line as cli
+from nemo_rl_offload.cli.check import as_json, as_text
 from nemo_rl_offload.config.loader import read_config
 from nemo_rl_offload.config.nemo_rl import adapted, unsupported
-from nemo_rl_offload.config.report import as_json, as_text
 from nemo_rl_offload.config.validation import examine
 
 RECIPE = """\

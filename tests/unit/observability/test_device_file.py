@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_offload import cli
+from nemo_rl_offload.cli import command_line as cli
 from nemo_rl_offload.observability import device_file
 from nemo_rl_offload.observability.topology import Gpu, read_gpus
 from nemo_rl_offload.specs.devices import DEVICES, GIB, find_device

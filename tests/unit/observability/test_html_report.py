@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_offload.cli import main
+from nemo_rl_offload.cli.command_line import main
 from nemo_rl_offload.observability.html_report import read_curves
 from nemo_rl_offload.observability.svg import bar, line_chart, ticks
 

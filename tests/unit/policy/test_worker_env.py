@@ -4,7 +4,7 @@ import pytest
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.rules.workers import SET_BY_GROUP
-from nemo_rl_offload.policy.ranks import worker_env
+from nemo_rl_offload.policy.model_workers import worker_env
 
 
 @pytest.mark.parametrize(

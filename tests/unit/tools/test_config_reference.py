@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from config_reference import DOCUMENT, REFERENCES, document, references
 
-from nemo_rl_offload.cli import main
+from nemo_rl_offload.cli.command_line import main
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 REGENERATE = "run: python tools/config_reference.py"

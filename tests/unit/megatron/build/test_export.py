@@ -10,7 +10,7 @@ import pytest
 import yaml
 from safetensors import SafetensorError
 
-from nemo_rl_offload.cli import main
+from nemo_rl_offload.cli.command_line import main
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.errors import CheckpointError, ResourceError
 from nemo_rl_offload.megatron.build.export import find_checkpoint

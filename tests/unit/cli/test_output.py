@@ -13,7 +13,15 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT
 def test_closed_output_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", "grpo", "--run-dir", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "nemo_rl_offload.cli.command_line",
+        "run",
+        "grpo",
+        "--run-dir",
+        str(tmp_path / "out"),
+    ]
     monkeypatch.setenv("PYTHONPATH", str(PROJECT_ROOT), prepend=os.pathsep)
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write_end)
@@ -32,7 +40,7 @@ def test_full_output_is_one_message(
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     given = [argument.format(out=tmp_path / "out") for argument in arguments]
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "nemo_rl_offload.cli", *given]
+        command = [sys.executable, "-m", "nemo_rl_offload.cli.command_line", *given]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=PROJECT_ROOT, check=False)
     assert (done.returncode, done.stderr) == (2, "error: cannot write standard output: No space left on device.\n")
 
@@ -43,7 +51,7 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, monkeypatch: p
     path = tmp_path / "c\N{LATIN SMALL LETTER O WITH DIAERESIS}nfig.yaml"
     path.write_text("defaults: examples/configs/grpo_tiny.yaml\n")
     for arguments, words in ((["check", str(path)], r"c\xf6nfig.yaml: no problems"), (["doctor"], "python")):
-        command = [sys.executable, "-m", "nemo_rl_offload.cli", *arguments]
+        command = [sys.executable, "-m", "nemo_rl_offload.cli.command_line", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert words in done.stdout

@@ -44,7 +44,7 @@ SUMMARY: dict[str, Any] = {
 }
 IMPORTS_NOTHING_HEAVY = """
 import sys
-from nemo_rl_offload.cli import main
+from nemo_rl_offload.cli.command_line import main
 try:
     code = main(sys.argv[1:])
 except SystemExit as exit:

@@ -10,7 +10,7 @@ import torch
 from fakes import FakePolicy, Recorder
 
 from nemo_rl_offload.algorithms.dpo import DPO
-from nemo_rl_offload.algorithms.fixed_data import FixedDataLoop, at_temperature_one
+from nemo_rl_offload.algorithms.offline_loop import FixedDataLoop, at_temperature_one
 from nemo_rl_offload.algorithms.sft import SFT
 from nemo_rl_offload.algorithms.termination import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config

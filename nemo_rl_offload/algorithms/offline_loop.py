@@ -12,8 +12,8 @@ from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
 from nemo_rl_offload.data.samples import DataCounts, Sample, SampleStream, collate, sample_sets
 from nemo_rl_offload.data.tokenizer import load_tokenizer
+from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.interface import PolicyInterface
-from nemo_rl_offload.policy.policy import Policy
 
 
 class FixedDataLoop(TrainingLoop):

@@ -20,8 +20,8 @@ from nemo_rl_offload.losses.registry import rows_per_sample
 from nemo_rl_offload.observability.memory_trace import MemorySample
 from nemo_rl_offload.planner.cost.flops import training_flops
 from nemo_rl_offload.policy.microbatches import divide, is_planned
+from nemo_rl_offload.policy.model_workers import Ranks, without_offloading
 from nemo_rl_offload.policy.offload_totals import idle_modules, offload_totals
-from nemo_rl_offload.policy.ranks import Ranks, without_offloading
 from nemo_rl_offload.runs.manifest import Manifest
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise

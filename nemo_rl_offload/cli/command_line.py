@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_offload.cli.parser import ALGORITHMS, build_parser
 from nemo_rl_offload.cluster.interruption import forget_rays_alarm
-from nemo_rl_offload.command_line import ALGORITHMS, build_parser
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _for_algorithm(algorithm: str, config: "LoadedConfig") -> "LoadedConfig":
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
-    from nemo_rl_offload.config.report import as_json, as_text, check_file
+    from nemo_rl_offload.cli.check import as_json, as_text, check_file
 
     found = check_file(options.config, overrides, allow_unsupported=options.allow_unsupported)
     if options.megatron:
@@ -131,7 +131,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
-    from nemo_rl_offload.plan_command import plan
+    from nemo_rl_offload.cli.plan import plan
 
     return EXIT_USER_ERROR if plan(options, overrides).shortfall_bytes else 0
 

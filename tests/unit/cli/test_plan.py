@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_rl_offload.cli import EXIT_USER_ERROR, main
+from nemo_rl_offload.cli.command_line import EXIT_USER_ERROR, main
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import check_config
 
@@ -321,7 +321,7 @@ def test_bad_input_gets_one_message_with_the_fix(
 def test_where_nothing_can_be_written_is_said_before_planning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nemo_rl_offload.plan_command.make_plan", lambda *_: pytest.fail("it plans"))
+    monkeypatch.setattr("nemo_rl_offload.cli.plan.make_plan", lambda *_: pytest.fail("it plans"))
     text = plan(capsys, SMALL, "--gpu", "h100", "--write", "/nowhere/one.yaml", code=EXIT_USER_ERROR)
     assert (
         text == "error: --write /nowhere/one.yaml: cannot be written: No such file or directory. Name another file.\n"
@@ -330,7 +330,7 @@ def test_where_nothing_can_be_written_is_said_before_planning(
 
 def test_it_imports_neither_torch_nor_ray() -> None:
     script = (
-        "import sys; from nemo_rl_offload.cli import main; "
+        "import sys; from nemo_rl_offload.cli.command_line import main; "
         f"code = main(['plan', {TINY!r}, '--gpu', 'h100', '--gpus-per-node', '1']); "
         "sys.exit(code or 1 * bool({'torch', 'ray', 'megatron', 'transformers'} & set(sys.modules)))"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_offload import cli
+from nemo_rl_offload.cli import command_line as cli
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 EXEMPLARS = sorted(

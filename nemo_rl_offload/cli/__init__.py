@@ -1,0 +1,1 @@
+"""The command `nemo-rl-offload`, a file a command."""
