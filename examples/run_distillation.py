@@ -2,7 +2,7 @@
 
 import sys
 
-from nemo_rl_offload.cli.command_line import main
+from nemo_rl_offload.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["run", "distillation", *sys.argv[1:]]))

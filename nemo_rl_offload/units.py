@@ -1,10 +1,11 @@
-"""Sizes as people write them."""
+"""Bytes and durations: their units, and how people read and write them."""
 
 import re
 
 from nemo_rl_offload.errors import ConfigError
 
-_SIZE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+KIB, MIB, GIB, TIB = (1 << bits for bits in (10, 20, 30, 40))
+_SIZE_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 
 
 def parse_bytes(text: str) -> int:
@@ -16,3 +17,27 @@ def parse_bytes(text: str) -> int:
     if size_bytes == 0:
         raise ConfigError(f"'{text}' is not a size above 0. Write one, like 32GiB.")
     return size_bytes
+
+
+def human_bytes(num_bytes: float | None) -> str:
+    """Return a size in binary units with three significant digits, such as ``1.25 GiB``; ``-`` for None."""
+    if num_bytes is None:
+        return "-"
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(size) < 999.5:
+            break
+        size, unit = size / 1024, larger
+    if unit == "B":
+        return f"{size:.0f} B"
+    decimals = max(0, 3 - len(f"{abs(size):.0f}"))
+    return f"{size:.{decimals}f} {unit}"
+
+
+def human_duration(seconds: float | None) -> str:
+    """Return a time such as ``1:02:03``; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -13,9 +13,10 @@ from nemo_rl_offload.algorithms.termination import EXIT_CODE, Termination
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.errors import CheckpointError, TrainingError, WorkerError
-from nemo_rl_offload.observability.logger import MetricLogger, write_json_atomic
+from nemo_rl_offload.observability.logger import MetricLogger
 from nemo_rl_offload.observability.progress import Progress
 from nemo_rl_offload.policy.interface import PolicyInterface
+from nemo_rl_offload.runs.output import write_json_atomic
 from nemo_rl_offload.runs.run_directory import (
     MEMORY_FILE,
     POLICY,

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from nemo_rl_offload.bench.offload import Figures
 from nemo_rl_offload.bench.tradeoff import Point, draw_tradeoff
-from nemo_rl_offload.observability.report import human_bytes
 from nemo_rl_offload.runs.output import written_aside
+from nemo_rl_offload.units import human_bytes
 
 
 def table(figures: Sequence[Figures], means_something: bool) -> Table:

@@ -7,8 +7,8 @@ from typing import Any
 from rich.table import Table
 
 from nemo_rl_offload.bench.stash import CopyFigures, LayerFigures
-from nemo_rl_offload.observability.report import human_bytes
 from nemo_rl_offload.runs.output import written_aside
+from nemo_rl_offload.units import human_bytes
 
 
 def copies_table(figures: Sequence[CopyFigures]) -> Table:

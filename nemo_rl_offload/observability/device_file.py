@@ -9,7 +9,8 @@ from nemo_rl_offload.observability.doctor import measure_link
 from nemo_rl_offload.observability.topology import read_gpus
 from nemo_rl_offload.offload.host_memory import free_host_bytes
 from nemo_rl_offload.runs.output import check_writable, write_text
-from nemo_rl_offload.specs.devices import GIB, recognise
+from nemo_rl_offload.specs.devices import recognise
+from nemo_rl_offload.units import GIB
 
 
 def write_device_file(path: Path) -> None:

@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from nemo_rl_offload.observability.report import human_bytes
 from nemo_rl_offload.observability.topology import (
     Gpu,
     Topology,
@@ -31,10 +30,10 @@ from nemo_rl_offload.observability.topology import (
     read_topology,
 )
 from nemo_rl_offload.offload.host_memory import cgroup_memory, free_host_bytes
+from nemo_rl_offload.units import GIB, human_bytes
 
 PROJECT = "nemo-rl-offload"
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "ray", "transformers")
-GIB = 1 << 30
 
 MIN_WORKER_BYTES = 2 * GIB  # what Python, torch and Megatron take before the first tensor
 MIN_SHM_BYTES = GIB  # Ray's object store (512 MiB here) and NCCL's buffers

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.logger import METRICS_FILE
-from nemo_rl_offload.observability.report import human_bytes, offload_figures
+from nemo_rl_offload.observability.report import offload_figures
 from nemo_rl_offload.observability.svg import bar, line_chart
 from nemo_rl_offload.runs.output import write_text
 from nemo_rl_offload.runs.run_directory import (
@@ -21,6 +21,7 @@ from nemo_rl_offload.runs.run_directory import (
     WARNINGS_FILE,
 )
 from nemo_rl_offload.runs.run_files import MemoryOfStep, Summary, read_config_text, read_json, read_records
+from nemo_rl_offload.units import human_bytes
 
 FIRST_CURVES = ("loss", "reward", "accuracy", "grad_norm", "lr", "tokens_per_s")
 STYLE = """

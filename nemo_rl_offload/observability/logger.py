@@ -1,18 +1,16 @@
-"""Metric files of a run: JSON lines, TensorBoard events, and JSON documents that are whole or absent."""
+"""Metric files of a run: JSON lines, TensorBoard events, and trackers."""
 
 import json
-import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from nemo_rl_offload.config.schema import LoggerConfig
-from nemo_rl_offload.errors import ResourceError, where_else
+from nemo_rl_offload.runs.output import without_nan, writing_in_run
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -25,18 +23,18 @@ class _Sink(Protocol):
 class _JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _explained(path):
+        with writing_in_run(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
         record = {"step": step, "prefix": prefix, "time": wall_time_s, "metrics": dict(metrics)}
-        with _explained(self._path):
-            self._file.write(json.dumps(_without_nan(record), allow_nan=False) + "\n")
+        with writing_in_run(self._path):
+            self._file.write(json.dumps(without_nan(record), allow_nan=False) + "\n")
             self._file.flush()
 
     def close(self) -> None:
-        with _explained(self._path):
+        with writing_in_run(self._path):
             self._file.close()
 
 
@@ -50,7 +48,7 @@ class _TensorBoard:
         self._event, self._summary = Event, Summary
         start_s = time.time()
         self._path = folder / f"events.out.tfevents.{int(start_s):010d}.{socket.gethostname()}.{os.getpid()}"
-        with _explained(self._path):
+        with writing_in_run(self._path):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab")
             self._records = RecordWriter(self._file)
@@ -61,12 +59,12 @@ class _TensorBoard:
         self._append(self._event(wall_time=wall_time_s, step=step, summary=self._summary(value=values)))
 
     def _append(self, event: Any) -> None:
-        with _explained(self._path):
+        with writing_in_run(self._path):
             self._records.write(event.SerializeToString())
             self._file.flush()
 
     def close(self) -> None:
-        with _explained(self._path):
+        with writing_in_run(self._path):
             self._file.close()
 
 
@@ -114,50 +112,3 @@ class MetricLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def write_json_atomic(path: Path, obj: Any) -> None:
-    """Write ``obj`` as JSON so that ``path`` holds the old text or the whole new one, also after a power cut.
-
-    Numbers that are not finite become null.
-
-    Raises:
-        ResourceError: the file cannot be written; what ``path`` held before is still there.
-    """
-    text = json.dumps(_without_nan(obj), indent=2, allow_nan=False) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _explained(path):
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ResourceError(
-            f"Cannot write {path}: {reason}. {where_else(error, 'choose another folder with --run-dir')}"
-        ) from error
-
-
-def _without_nan(obj: Any) -> Any:
-    if isinstance(obj, float):
-        return obj if math.isfinite(obj) else None
-    if isinstance(obj, Mapping):
-        return {key: _without_nan(value) for key, value in obj.items()}
-    if isinstance(obj, list | tuple):
-        return [_without_nan(value) for value in obj]
-    return obj

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 
-from nemo_rl_offload.observability.report import human_bytes
+from nemo_rl_offload.units import human_bytes
 
 LINE_EVERY = 10
 

@@ -5,20 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-
-def human_bytes(num_bytes: float | None) -> str:
-    """Return a size in binary units with three significant digits, such as ``1.25 GiB``; ``-`` for None."""
-    if num_bytes is None:
-        return "-"
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if abs(size) < 999.5:
-            break
-        size, unit = size / 1024, larger
-    if unit == "B":
-        return f"{size:.0f} B"
-    decimals = max(0, 3 - len(f"{abs(size):.0f}"))
-    return f"{size:.{decimals}f} {unit}"
+from nemo_rl_offload.units import human_bytes, human_duration
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -44,7 +31,7 @@ def _run_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     return {
         f"validation {summary['validation_metric']}": f"{first} -> {last}",
         "training loss": _number(summary["train"]["loss"]),
-        "wall time": _duration(summary["wall_seconds"]),
+        "wall time": human_duration(summary["wall_seconds"]),
         "workers": _number(summary["world_size"]),
         "seed": _number(summary["seed"]),
     }
@@ -99,11 +86,3 @@ def _number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

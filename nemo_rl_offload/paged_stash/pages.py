@@ -5,8 +5,12 @@ are the ring's entries from `head` to `tail`, modulo the tier's number of pages.
 returned at the tail, in the order of the record that holds them.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
+
+MARGIN = 1.05
+"""What is recommended over the most that was needed."""
 
 
 def num_pages(num_rows: int, page_size: int) -> int:
@@ -90,3 +94,8 @@ class Pages:
         held = Counter(page for record in records for page in record)
         held.update(self.device.free() + self.host.free())
         assert held == Counter(range(self.device.size + self.host.size)), "a page is lost, or held twice"
+
+
+def recommended_factor(needed: float) -> float:
+    """A factor with a margin over what was needed, rounded up to twentieths."""
+    return math.ceil(round(needed * MARGIN * 20, 6)) / 20

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl_offload.paged_stash.pages import recommended_factor
 from nemo_rl_offload.paged_stash.stash import PagedStash
-from nemo_rl_offload.planner.cost.experts import recommended_factor
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE
 from nemo_rl_offload.specs.parallel_layout import KEYS, Layout, check_layout, num_microbatches, rounded_length
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
+from nemo_rl_offload.units import GIB
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Job:
         """Host memory that one rank may use for activations."""
         if isinstance(self.host_budget, int):
             return self.host_budget
-        return int(self.device.host_memory_gib * (1 << 30) * self.host_budget)
+        return int(self.device.host_memory_gib * GIB * self.host_budget)
 
     @property
     def node_ranks(self) -> int:

@@ -18,9 +18,8 @@ from nemo_rl_offload.planner.search.suggestions import least_shortfall, smaller_
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows, run_configured
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
-from nemo_rl_offload.units import parse_bytes
+from nemo_rl_offload.units import GIB, parse_bytes
 
-GIB = 1 << 30
 MARGIN = 0.9
 """The plan to propose takes at most this share of what the failed one was predicted to take; of what no plan changes,
 all."""

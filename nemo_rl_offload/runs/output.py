@@ -1,11 +1,14 @@
 """Where a command writes what it worked for: whether that can be written is found out before the work."""
 
 import errno
+import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 from nemo_rl_offload.errors import ConfigError, ResourceError, where_else
 
@@ -89,3 +92,50 @@ def _cannot_write(path: Path) -> Iterator[None]:
         raise ResourceError(
             f"Cannot write {path}: {error.strerror or error}. {where_else(error, 'name another folder')}"
         ) from error
+
+
+def write_json_atomic(path: Path, obj: Any) -> None:
+    """Write ``obj`` as JSON so that ``path`` holds the old text or the whole new one, also after a power cut.
+
+    Numbers that are not finite become null.
+
+    Raises:
+        ResourceError: the file cannot be written; what ``path`` held before is still there.
+    """
+    text = json.dumps(without_nan(obj), indent=2, allow_nan=False) + "\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing_in_run(path):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextmanager
+def writing_in_run(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ResourceError(
+            f"Cannot write {path}: {reason}. {where_else(error, 'choose another folder with --run-dir')}"
+        ) from error
+
+
+def without_nan(obj: Any) -> Any:
+    if isinstance(obj, float):
+        return obj if math.isfinite(obj) else None
+    if isinstance(obj, Mapping):
+        return {key: without_nan(value) for key, value in obj.items()}
+    if isinstance(obj, list | tuple):
+        return [without_nan(value) for value in obj]
+    return obj

@@ -19,8 +19,8 @@ from typing import IO, Any, NamedTuple
 import yaml
 
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError, where_else
-from nemo_rl_offload.observability.logger import write_json_atomic
 from nemo_rl_offload.runs.manifest import Manifest, check_contents, check_sizes, file_digest
+from nemo_rl_offload.runs.output import write_json_atomic
 
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
 FORMER_SUMMARY_FILE = "former_summary.json"

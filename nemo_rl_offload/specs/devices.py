@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from nemo_rl_offload.errors import ConfigError, nearest
-
-GIB = 1 << 30
+from nemo_rl_offload.units import GIB
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.cost.parameters import Split
 from nemo_rl_offload.specs.model_shape import ModelShape
 
 LengthRound = int | Literal["power_of_two"]
@@ -21,6 +20,18 @@ def rounded_length(length: int, rounding: LengthRound) -> int:
 def width_multiple(sequence_parallel_size: int, context_parallel_size: int) -> int:
     """What divides the width of every microbatch."""
     return sequence_parallel_size * (2 * context_parallel_size if context_parallel_size > 1 else 1)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How weights are shared within a pipeline stage: numbers of ranks."""
+
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+
+WHOLE = Split()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Keeps the layers: which part of the package may import which, and what it must never import.
 
-Every import statement counts, also inside functions and under `TYPE_CHECKING`. Only `cli.py`, which imports
+Every import statement counts, also inside functions and under `TYPE_CHECKING`. Only `cli`, which imports
 lazily whatever a command needs, answers for its module level alone.
 """
 
@@ -14,34 +14,22 @@ import pytest
 
 PACKAGE = "nemo_rl_offload"
 PROJECT = Path(__file__).resolve().parents[2]
-MAX_LINES = 400
 
 LAYERS = (
-    "errors",
-    "planner",
-    "config",
-    "offload",
-    "paged_stash",
-    "observability",
-    "losses",
-    "batching",
-    "megatron",
-    "cluster",
-    "data",
-    "environments",
-    "policy",
-    "algorithms",
-    "bench",
-    "plan_command",
-    "command_line",
-    "cli",
+    *("errors", "units", "specs", "config", "offload", "adapters", "paged_stash", "planner", "losses", "batching"),
+    *("runs", "observability", "data", "environments", "megatron", "cluster", "generation", "policy", "algorithms"),
+    *("bench", "cli"),
 )
 """Each imports only from those before it."""
+ENGINE_MAY_IMPORT = {"errors", "units"}
+"""What the engine, `offload`, takes of this project: it can be lifted out with these two files."""
 
 NEVER = {
-    "planner": {"torch", "megatron"},
+    "specs": {"torch", "megatron"},
     "config": {"torch", "megatron"},
+    "planner": {"torch", "megatron"},
     "offload": {"megatron"},
+    "runs": {"torch", "megatron"},
     "observability": {"megatron"},
     "losses": {"megatron"},
     "batching": {"megatron"},
@@ -58,7 +46,7 @@ def modules_of(root: Path) -> dict[str, Path]:
 def statements(path: Path) -> Iterator[ast.stmt]:
     """Yield the import statements that count."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree) if path.name != "cli.py" else tree.body:
+    for node in ast.walk(tree) if "cli" not in path.parts else tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
 
@@ -99,6 +87,8 @@ def is_allowed(name: str, target: str) -> bool:
     other = rest.split(".")[0]
     if layer not in LAYERS or other not in LAYERS:
         return layer in LAYERS and (not rest or other.startswith("__"))
+    if layer == "offload" and other != layer:
+        return other in ENGINE_MAY_IMPORT
     return other == layer or LAYERS.index(other) < LAYERS.index(layer)
 
 
@@ -144,23 +134,17 @@ def test_packages_import_lazily() -> None:
     assert eager_packages(PROJECT / PACKAGE) == []
 
 
-def test_no_long_file() -> None:
-    files = [path for part in (PACKAGE, "tests", "examples") for path in (PROJECT / part).rglob("*.py")]
-    lengths = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
-
-
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A small package that keeps all rules."""
-    for layer in ("planner", "config", "offload", "cluster", "policy"):
+    for layer in ("specs", "config", "offload", "planner", "cluster", "policy", "cli"):
         (tmp_path / PACKAGE / layer).mkdir(parents=True)
         (tmp_path / PACKAGE / layer / "__init__.py").write_text("from importlib import import_module\n")
     (tmp_path / PACKAGE / "__init__.py").write_text("")
     (tmp_path / PACKAGE / "errors.py").write_text("import difflib\n")
     (tmp_path / PACKAGE / "config" / "a.py").write_text(f"import yaml\nfrom {PACKAGE}.errors import E\n")
     (tmp_path / PACKAGE / "policy" / "p.py").write_text(f"import ray\nimport {PACKAGE}.config.a\n")
-    (tmp_path / PACKAGE / "cli.py").write_text("def main():\n    import ray\n")
+    (tmp_path / PACKAGE / "cli" / "main.py").write_text("def main():\n    import ray\n")
     return tmp_path / PACKAGE
 
 
@@ -187,10 +171,14 @@ def test_the_sound_package_passes(package: Path) -> None:
         ("config/b.py", f"import {PACKAGE}.policy.p", f"{PACKAGE}.policy.p"),
         ("config/b.py", "from ..policy import p", f"{PACKAGE}.policy.p"),
         ("config/b.py", "from .. import policy", f"{PACKAGE}.policy"),
+        ("offload/b.py", f"from {PACKAGE}.config.a import x", f"{PACKAGE}.config.a"),
+        ("offload/b.py", f"from {PACKAGE}.specs import x", f"{PACKAGE}.specs"),
+        ("planner/b.py", "import torch", "torch"),
+        ("specs/b.py", f"from {PACKAGE}.config.a import x", f"{PACKAGE}.config.a"),
         ("offload/b.py", "from megatron.core import x", "megatron.core"),
         ("offload/b.py", f"from {PACKAGE}.megatron.setup import x", f"{PACKAGE}.megatron.setup"),
         ("algorithms/b.py", "import ray", "ray"),
-        ("cli.py", "import ray", "ray"),
+        ("cli/main.py", "import ray", "ray"),
         ("elsewhere.py", f"from {PACKAGE}.errors import E", f"{PACKAGE}.errors"),
         ("__init__.py", "import torch", "torch"),
     ],

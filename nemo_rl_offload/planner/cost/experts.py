@@ -6,17 +6,14 @@ full capacity exist at a time. Rows on the host are in pinned memory that is tak
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.paged_stash.pages import recommended_factor
 from nemo_rl_offload.planner.cost.activations import Storage
 from nemo_rl_offload.specs.offload_modules import STASHED_MODULES
-
-MARGIN = 1.05
-"""What is recommended over the most that was needed."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,6 @@ def _times(storage: Storage, factor: float) -> Storage:
     return replace(
         storage, num_bytes=round(storage.num_bytes * factor), num_elements=round(storage.num_elements * factor)
     )
-
-
-def recommended_factor(needed: float) -> float:
-    """A factor with a margin over what was needed, rounded up to twentieths."""
-    return math.ceil(round(needed * MARGIN * 20, 6)) / 20
 
 
 def recorded_skew(summary: Path) -> Skew:

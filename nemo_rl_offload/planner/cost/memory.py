@@ -9,9 +9,10 @@ from nemo_rl_offload.planner.cost.parameters import (
     layer_parameters,
     mtp_parameters,
 )
-from nemo_rl_offload.specs.devices import GIB, Device
+from nemo_rl_offload.specs.devices import Device
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import Layout
+from nemo_rl_offload.units import GIB
 
 RUNTIME_BYTES = int(1.5 * GIB)
 """CUDA context, communicators' buffers and libraries' workspaces of one rank."""

@@ -3,18 +3,7 @@
 from dataclasses import dataclass
 
 from nemo_rl_offload.specs.model_shape import ModelShape
-
-
-@dataclass(frozen=True)
-class Split:
-    """How weights are shared within a pipeline stage: numbers of ranks."""
-
-    tensor: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-
-
-WHOLE = Split()
+from nemo_rl_offload.specs.parallel_layout import WHOLE, Split
 
 
 @dataclass(frozen=True)

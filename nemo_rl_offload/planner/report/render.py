@@ -18,8 +18,7 @@ from nemo_rl_offload.planner.search.to_config import excess_bytes
 from nemo_rl_offload.planner.simulate.simulated_step import ModuleRow, Outcome, module_rows
 from nemo_rl_offload.planner.simulate.stages import job_link
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
-
-GIB, MIB = 1 << 30, 1 << 20
+from nemo_rl_offload.units import GIB, MIB
 
 
 def plan_data(plan: JobPlan) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_offload import cli, command_line
+from nemo_rl_offload.cli import command_line as cli
+from nemo_rl_offload.cli import parser as command_line
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.errors import WorkerError
 

@@ -97,7 +97,7 @@ def test_megatron_refuses_nothing_of_much_that_is_accepted(models: list[Model]) 
 
 @pytest.fixture
 def _without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for asks in ("config.megatron_rules", "megatron.setup"):
+    for asks in ("config.rules.megatron", "megatron.build.transformer_config"):
         monkeypatch.setattr(f"nemo_rl_offload.{asks}.have_transformer_engine", lambda: False)
 
 

@@ -10,7 +10,8 @@ import pytest
 from nemo_rl_offload.cli import command_line as cli
 from nemo_rl_offload.observability import device_file
 from nemo_rl_offload.observability.topology import Gpu, read_gpus
-from nemo_rl_offload.specs.devices import DEVICES, GIB, find_device
+from nemo_rl_offload.specs.devices import DEVICES, find_device
+from nemo_rl_offload.units import GIB
 
 RATES = [{"out": 51.26, "in": 52.0, "both ways": 90.0}, {"out": 53.0, "in": 49.94, "both ways": 90.0}]
 

@@ -11,7 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ResourceError
-from nemo_rl_offload.observability.logger import MetricLogger, write_json_atomic
+from nemo_rl_offload.observability.logger import MetricLogger
+from nemo_rl_offload.runs.output import write_json_atomic
 
 
 def metric_logger(run_dir: Path, **enabled: bool) -> MetricLogger:

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nemo_rl_offload.observability.report import human_bytes, summary_table
+from nemo_rl_offload.observability.report import summary_table
+from nemo_rl_offload.units import human_bytes
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from jobs import SENSIBLE, make_job
 
 from nemo_rl_offload.offload.solver import Action, Budget, GroupRecord, Link, Plan, choose
-from nemo_rl_offload.planner import search as search_module
-from nemo_rl_offload.planner import stages as stages_module
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
+from nemo_rl_offload.planner.search import budget as search_module
 from nemo_rl_offload.planner.search.budget import ways
 from nemo_rl_offload.planner.search.candidates import candidates
 from nemo_rl_offload.planner.search.suggestions import least_shortfall
 from nemo_rl_offload.planner.search.to_config import excess_bytes, write_choice
+from nemo_rl_offload.planner.simulate import stages as stages_module
 from nemo_rl_offload.planner.simulate.pipeline_schedule import live_passes, pipeline_schedule
 from nemo_rl_offload.planner.simulate.simulated_step import (
     highest_peak,

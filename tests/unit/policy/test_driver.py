@@ -19,7 +19,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers, valid_tokens
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
-from nemo_rl_offload.policy import ranks as ranks_module
+from nemo_rl_offload.policy import model_workers as ranks_module
 from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.worker import Placement
 

@@ -12,8 +12,8 @@ import torch
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import examine
 from nemo_rl_offload.errors import ResourceError
-from nemo_rl_offload.megatron import generation as generation_module
-from nemo_rl_offload.megatron import train_step as train_step_module
+from nemo_rl_offload.generation import megatron as generation_module
+from nemo_rl_offload.megatron.step import train_step as train_step_module
 from nemo_rl_offload.planner.job import read_job
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, run_listed_modules
 from nemo_rl_offload.policy.out_of_memory import DeviceUse, Phase, out_of_memory, out_of_memory_while

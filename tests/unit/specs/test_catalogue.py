@@ -6,9 +6,10 @@ import pytest
 from planner_evidence import PUBLISHED_PARAMETERS
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.cost.parameters import Split, layer_parameters, model_parameters, mtp_parameters
+from nemo_rl_offload.planner.cost.parameters import layer_parameters, model_parameters, mtp_parameters
 from nemo_rl_offload.specs.catalogue import CATALOGUE, find_config, load_model_shape
 from nemo_rl_offload.specs.model_shape import read_model_shape
+from nemo_rl_offload.specs.parallel_layout import Split
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -1,8 +1,7 @@
 """The figures that others published, and the document that compares them."""
 
+import planner_evidence as evidence
 import pytest
-
-from  import planner_evidence as evidence
 
 
 def test_published_run_of_deepseek_layers() -> None:
@@ -20,6 +19,4 @@ def test_published_ratio_of_two_stages_with_interleaving() -> None:
 
 
 def test_the_document_is_fresh() -> None:
-    assert evidence.document() == evidence.DOCUMENT.read_text(encoding="utf-8"), (
-        "run python tools/planner_evidence.py"
-    )
+    assert evidence.document() == evidence.DOCUMENT.read_text(encoding="utf-8"), "run python tools/planner_evidence.py"

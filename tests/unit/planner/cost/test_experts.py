@@ -7,7 +7,8 @@ import pytest
 from jobs import make_job
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew, recommended_factor, recorded_skew
+from nemo_rl_offload.paged_stash.pages import recommended_factor
+from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew, recorded_skew
 from nemo_rl_offload.planner.plan import make_plan
 from nemo_rl_offload.planner.report.render import plan_data, summary_lines
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
