@@ -8,7 +8,7 @@ and link cost that it shares with them; what it takes longer still with an engin
 import torch
 
 from nemo_rl_offload.megatron.build.offload import make_backend
-from nemo_rl_offload.offload.backends.base import Block, Piece
+from nemo_rl_offload.offload.backends.base import Block, Extent
 
 
 class BareCopies:
@@ -18,7 +18,7 @@ class BareCopies:
         self._backend = make_backend()
         self._source = torch.zeros(num_bytes, dtype=torch.uint8, device=self._backend.device)
         slabs = [self._backend.allocate_host(num_bytes) for _ in range(2)]
-        self._out, self._back = (Block((Piece(slab, 0, 0, num_bytes),), num_bytes) for slab in slabs)
+        self._out, self._back = (Block((Extent(slab, 0, 0, num_bytes),), num_bytes) for slab in slabs)
         self._back.last_event = self._backend.copy_out([(self._source.untyped_storage(), self._back)])
         self._arriving = self._backend.copy_in([self._back])
 

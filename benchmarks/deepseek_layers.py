@@ -40,7 +40,7 @@ from common import (
 from constants import NUM_AHEAD
 
 from nemo_rl_offload.bench.report import write_json
-from nemo_rl_offload.policy.garbage import spare_the_collector
+from nemo_rl_offload.policy.garbage import freeze_gc
 
 COPIES, MEGATRONS = "copies", "megatron"
 NEEDED = ("off", "on")
@@ -60,7 +60,7 @@ def measure(stage: Any, data: dict[str, Any], rounds: int, path: Path) -> None:
     data["activation_bytes_per_microbatch"] = stage.activation_bytes
     for number, name in in_turn(list(samples), rounds, num_warmup_rounds=1):
         if (number, name) == (0, "off"):
-            spare_the_collector()  # as workers do
+            freeze_gc()  # as workers do
         if name not in samples:
             continue
         found: list[Sample] = []

@@ -14,7 +14,7 @@ from pipeline_waits import PipelineWaits, device_time
 from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.interface import bound_interface, exclude_parameters, use_engine
-from nemo_rl_offload.adapters.megatron_core.routing_result import pass_the_link
+from nemo_rl_offload.adapters.megatron_core.routing_result import bypass_copy_engine
 from nemo_rl_offload.bench.process import deterministic
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.megatron.build.config_check import provider_for
@@ -116,7 +116,7 @@ class Stage:
         self._bind_layers()
         self.bare_copies = bare_copies
         if bare_copies is not None:
-            pass_the_link(True)  # as with an engine: as copies, the router's answers would wait behind these
+            bypass_copy_engine(True)  # as with an engine: as copies, the router's answers would wait behind these
 
     def use_megatrons(self) -> None:
         """Take the next steps with Megatron-Core's engine."""

@@ -29,13 +29,13 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.cost.memory import Optimizer
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.simulate.pipeline_schedule import pipeline_schedule
-from nemo_rl_offload.planner.simulate.simulated_step import run_listed_modules
+from nemo_rl_offload.planner.simulate.simulated_step import run_steady_state
 from nemo_rl_offload.planner.simulate.simulator import Segment, Transfers, simulate
 from nemo_rl_offload.planner.simulate.stages import build_stages, job_link
-from nemo_rl_offload.planner.simulate.steady_state import listed_actions
+from nemo_rl_offload.planner.simulate.steady_state import steady_state_actions
 from nemo_rl_offload.specs.devices import Device, recognise
 from nemo_rl_offload.specs.model_shape import read_model_shape
-from nemo_rl_offload.specs.parallel_layout import Layout
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 ALLOWANCES = ("runtime", "fragmentation")
 BARS = {"memory": 0.03, "time": 0.05}
@@ -92,18 +92,18 @@ def predict(run: Run, device: Device) -> tuple[int, float]:
     """The planner's peak in bytes and time in ms of a run on this device."""
     job = replace(run.job, device=device)
     if run.num_ahead == 1:
-        outcome = run_listed_modules(job, run.modules)
+        outcome = run_steady_state(job, run.modules)
         static, peak_bytes, ms = outcome.stages[0].static_bytes, outcome.peak_bytes(0), outcome.step_ms
         if run.widths:
             ms = sum(
-                number * run_listed_modules(replace(job, sequence=width, num_microbatches=1), run.modules).step_ms
+                number * run_steady_state(replace(job, sequence=width, num_microbatches=1), run.modules).step_ms
                 for width, number in run.widths.items()
             )
     else:
         (stage,) = build_stages(job, run.modules)
         schedule = pipeline_schedule(run.num_ahead, job.num_microbatches)
         transfers = Transfers(job_link(job), max_inflight_bytes=run.max_inflight_bytes)
-        (actions,) = listed_actions([stage], schedule[:1], transfers.link)
+        (actions,) = steady_state_actions([stage], schedule[:1], transfers.link)
         (own,) = stage.segments(actions)
         alike = Segment(sum(each.forward_ms for each in own), sum(each.backward_ms for each in own))
         timeline = simulate(schedule, [[own], *[[[alike]]] * (run.num_ahead - 1)], transfers)
@@ -159,7 +159,7 @@ def device_of(result: Mapping[str, Any], folder: Path) -> Device:
 def _job(model: Mapping[str, Any], device: Device, sequence: int, num_microbatches: int, impl: str) -> Job:
     return Job(
         read_model_shape(model, "the result"),
-        Layout(),
+        ParallelLayout(),
         device,
         sequence,
         1,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_offload.batching.plan import Budget, Cutting, plan_packed
+from nemo_rl_offload.batching.plan import MicrobatchSplit, TokenBudget, plan_packed
 
 NUM_SAMPLES = (4, 24)
 """Fewest and most of a step: groups without a spread of rewards are left out."""
@@ -19,7 +19,7 @@ class Rollout:
     """Lengths of a step's rows, in the order of its microbatches."""
 
     lengths: tuple[int, ...]
-    cutting: Cutting
+    cutting: MicrobatchSplit
 
 
 def draw(num_steps: int, longest: int, seed: int) -> list[Rollout]:
@@ -33,11 +33,13 @@ def _draw_one(generator: random.Random, longest: int) -> Rollout:
         min(longest, max(8, round(MEDIAN_SHARE * longest * generator.lognormvariate(0, SIGMA))))
         for _ in range(generator.randint(*NUM_SAMPLES))
     ]
-    budget = Budget(longest, length_round=min(64, longest))
+    budget = TokenBudget(longest, length_round=min(64, longest))
     (microbatches,) = plan_packed([[length] for length in drawn], budget, "modified_first_fit_decreasing")
     lengths = tuple(drawn[number] for microbatch in microbatches for number in microbatch.samples)
     sizes = tuple(len(microbatch.samples) for microbatch in microbatches)
-    return Rollout(lengths, Cutting(sizes, tuple(microbatch.width for microbatch in microbatches), is_packed=True))
+    return Rollout(
+        lengths, MicrobatchSplit(sizes, tuple(microbatch.width for microbatch in microbatches), is_packed=True)
+    )
 
 
 def largest(rollouts: Sequence[Rollout]) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.interface import use_engine
 from nemo_rl_offload.batching.batch import Batch
-from nemo_rl_offload.batching.plan import Cutting
+from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
@@ -137,7 +137,7 @@ class Workload:
         self._trees[()] = chunks[0].module, provider
         return MegatronModel(chunks, provider, None, self.shape.transformer_impl, optimizer, scheduler)
 
-    def complete(self, batch: Batch, how: int | Cutting = 1) -> Batch:
+    def complete(self, batch: Batch, how: int | MicrobatchSplit = 1) -> Batch:
         """Add the log-probabilities that a policy-gradient loss compares with: the policy's own, by forward passes."""
         logprobs = compute_logprobs(self.model, batch, how, 1.0, LOGPROB_CHUNK_SIZE)
         assert logprobs is not None
@@ -166,12 +166,12 @@ class Workload:
         """Build trees anew from here on, but for the first."""
         self._trees = {(): self._trees[()]}
 
-    def step(self, batch: Batch | None = None, how: int | Cutting = 1) -> dict[str, float]:
+    def step(self, batch: Batch | None = None, how: int | MicrobatchSplit = 1) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
         batch = self.batch if batch is None else batch
         return train_step(self.model, batch, self.loss, normalizers(batch), how, 1.0, LOGPROB_CHUNK_SIZE)
 
-    def outcome(self, batch: Batch | None = None, how: int | Cutting = 1) -> list[Tensor]:
+    def outcome(self, batch: Batch | None = None, how: int | MicrobatchSplit = 1) -> list[Tensor]:
         """The loss and every gradient of a step."""
         loss = torch.tensor(self.step(batch, how)["loss"], dtype=torch.float64)
         return [loss, *(each.main_grad.clone() for each in unwrap(self.model.chunks[0]).parameters())]

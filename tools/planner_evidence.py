@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl_offload.offload.solver import Action
-from nemo_rl_offload.planner.cost.flops import layer_work
+from nemo_rl_offload.planner.cost.flops import layer_costs
 from nemo_rl_offload.planner.cost.parameters import model_parameters
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.pipeline_schedule import live_passes, pipeline_schedule
-from nemo_rl_offload.planner.simulate.simulated_step import Outcome, run_stages, run_whole_modules
+from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep, run_stages, run_whole_modules
 from nemo_rl_offload.planner.simulate.stages import build_stages
 from nemo_rl_offload.specs.catalogue import CATALOGUE, load_model_shape
 from nemo_rl_offload.specs.devices import Device, find_device
-from nemo_rl_offload.specs.parallel_layout import Layout
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 MARK = "<!-- Below: written by `python tools/planner_evidence.py`. -->\n"
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
@@ -87,7 +87,7 @@ def _deepseek_job(device: Device) -> Job:
     """Batch 512 over the data-parallel ranks; how many there were is not published: 32, two copies of each expert."""
     whole = load_model_shape("deepseek-ai/DeepSeek-V3", None)
     shape = replace(whole, num_layers=14, layers_with_experts=(True,) * 14, num_mtp_layers=0)
-    layout = Layout(world=128, pipeline=4, expert=16, num_layers_first=4, num_layers_last=2)
+    layout = ParallelLayout(world=128, pipeline=4, expert=16, num_layers_first=4, num_layers_last=2)
     return Job(shape, layout, device, sequence=4096, micro_batch=1, num_microbatches=512 // layout.data)
 
 
@@ -95,7 +95,7 @@ def _calibrated(device: Device) -> Device:
     """Set the share of the peak rate so that the run without offloading is as fast as published."""
     for _ in range(8):
         job = _deepseek_job(device)
-        forward = 14 * sum(work.forward_flops for work in layer_work(job.context, True))
+        forward = 14 * sum(work.forward_flops for work in layer_costs(job.context, True))
         forward += 2.0 * job.context.tokens.count * job.shape.hidden_size * job.shape.vocab_size
         seconds = _kept(job).step_ms / 1e3
         tflops = 3 * forward * job.num_microbatches / job.layout.pipeline / seconds / 1e12
@@ -103,7 +103,7 @@ def _calibrated(device: Device) -> Device:
     return device
 
 
-def _kept(job: Job) -> Outcome:
+def _kept(job: Job) -> SimulatedStep:
     stages = build_stages(job, ())
     return run_stages(job, stages, [[Action.KEEP] * len(stage.records()) for stage in stages])
 

@@ -30,7 +30,7 @@ from nemo_rl_offload.offload.backends.cuda import CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
-from nemo_rl_offload.offload.memory_budget import Auto
+from nemo_rl_offload.offload.memory_budget import MemoryBudgetController
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.units import parse_bytes
 
@@ -91,7 +91,9 @@ class ActivationOffload:
             _backend(model),
             host_memory_budget_bytes=host_bytes,
             min_tensor_bytes=min_tensor_bytes,
-            auto=None if gpu_memory_budget is None else Auto(parse_bytes(gpu_memory_budget), host_bytes),
+            auto=None
+            if gpu_memory_budget is None
+            else MemoryBudgetController(parse_bytes(gpu_memory_budget), host_bytes),
         )
         self._is_auto, self._is_closed = gpu_memory_budget is not None, False
         self._engine.exclude([*model.parameters(), *model.buffers()])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop
-from nemo_rl_offload.algorithms.rollout_loop import ProblemLoop, num_optimizer_steps, training_and_generation_slots
+from nemo_rl_offload.algorithms.rollout_loop import RolloutLoop, num_optimizer_steps, training_and_generation_slots
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
@@ -23,7 +23,7 @@ from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.policy.model_workers import without_offloading
 
 
-class Distillation(ProblemLoop):
+class Distillation(RolloutLoop):
     """The training loop over student, teacher and environment that exist already."""
 
     def __init__(

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch
-from nemo_rl_offload.algorithms.offline_loop import FixedDataLoop, run_fixed_data
+from nemo_rl_offload.algorithms.offline_loop import OfflineLoop, run_offline
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.config.schema import MasterConfig
 
 
-class DPO(FixedDataLoop):
+class DPO(OfflineLoop):
     """The training loop over a policy and data that exist already."""
 
     validation_metric = "loss"  # accuracy counts ties as wrong, and at the start every pair is one
@@ -39,4 +39,4 @@ class DPO(FixedDataLoop):
 
 def run_dpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> dict[str, Any]:
     """Run DPO as `config` says; arguments, result and errors as in `run_loop`."""
-    return run_fixed_data(config, run_dir, say, progress_stream, DPO, keep_reference=True)
+    return run_offline(config, run_dir, say, progress_stream, DPO, keep_reference=True)

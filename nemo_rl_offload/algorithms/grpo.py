@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop
 from nemo_rl_offload.algorithms.rollout import Rollout
-from nemo_rl_offload.algorithms.rollout_loop import ProblemLoop, num_optimizer_steps, training_and_generation_slots
+from nemo_rl_offload.algorithms.rollout_loop import RolloutLoop, num_optimizer_steps, training_and_generation_slots
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
@@ -27,7 +27,7 @@ from nemo_rl_offload.losses.reduction import valid_tokens
 from nemo_rl_offload.policy.driver import Policy
 
 
-class GRPO(ProblemLoop):
+class GRPO(RolloutLoop):
     """The training loop over a policy and an environment that exist already."""
 
     def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:

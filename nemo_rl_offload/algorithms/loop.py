@@ -24,7 +24,7 @@ from nemo_rl_offload.runs.run_directory import (
     SUMMARY_FILE,
     WARNINGS_FILE,
     Checkpoints,
-    way_out,
+    recovery_hint,
 )
 
 Say = Callable[[str], None]
@@ -105,7 +105,7 @@ class TrainingLoop(ABC):
         try:
             self.policy.load_checkpoint(folder / POLICY, files)
         except CheckpointError as error:
-            raise CheckpointError(f"{error} {way_out(folder)}") from error
+            raise CheckpointError(f"{error} {recovery_hint(folder)}") from error
         self._data.load_state_dict(state["data"])
         self.step, self.validation = state["step"], state["validation"]
         self.train_metrics, self._validation_metrics = state["train"], state["validation_metrics"]

@@ -16,7 +16,7 @@ from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.interface import PolicyInterface
 
 
-class FixedDataLoop(TrainingLoop):
+class OfflineLoop(TrainingLoop):
     """A loop over samples; what to do with a batch of them is left to the algorithm."""
 
     def __init__(
@@ -52,12 +52,12 @@ def num_steps(config: MasterConfig, stream: SampleStream) -> int:
     return min(section["max_num_steps"], epochs * stream.num_batches if epochs else section["max_num_steps"])
 
 
-def run_fixed_data(
+def run_offline(
     config: MasterConfig,
     run_dir: Path,
     say: Say,
     progress_stream: TextIO | None,
-    loop: Callable[..., FixedDataLoop],
+    loop: Callable[..., OfflineLoop],
     keep_reference: bool,
 ) -> dict[str, Any]:
     """Run `loop` as `config` says; other arguments, result and errors as in `run_loop`."""
@@ -67,7 +67,7 @@ def run_fixed_data(
     say("Reading data")
     samples = sample_sets(config, tokenizer, seed)
 
-    def build(cluster: VirtualCluster) -> FixedDataLoop:
+    def build(cluster: VirtualCluster) -> OfflineLoop:
         policy = Policy(
             cluster,
             policy_config,

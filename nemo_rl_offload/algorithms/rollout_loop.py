@@ -12,7 +12,7 @@ from nemo_rl_offload.environments.pool import EnvironmentPool
 from nemo_rl_offload.policy.interface import PolicyInterface
 
 
-class ProblemLoop(TrainingLoop):
+class RolloutLoop(TrainingLoop):
     """A loop over prompts; validation is the share of problems solved."""
 
     validation_metric = "accuracy"

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch
-from nemo_rl_offload.algorithms.offline_loop import FixedDataLoop, run_fixed_data
+from nemo_rl_offload.algorithms.offline_loop import OfflineLoop, run_offline
 from nemo_rl_offload.config.schema import MasterConfig
 
 
-class SFT(FixedDataLoop):
+class SFT(OfflineLoop):
     """The training loop over a policy and data that exist already."""
 
     validation_metric = "loss"
@@ -26,4 +26,4 @@ class SFT(FixedDataLoop):
 
 def run_sft(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> dict[str, Any]:
     """Run SFT as `config` says; arguments, result and errors as in `run_loop`."""
-    return run_fixed_data(config, run_dir, say, progress_stream, SFT, keep_reference=False)
+    return run_offline(config, run_dir, say, progress_stream, SFT, keep_reference=False)

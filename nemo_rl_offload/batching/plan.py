@@ -28,7 +28,7 @@ Lengths = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Budget:
+class TokenBudget:
     """How large a microbatch may be, and on how many ranks."""
 
     num_tokens: int
@@ -48,7 +48,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class PlannedMicrobatch:
     """Samples by number; `num_filled` repetitions of some sample without weight follow them."""
 
     samples: tuple[int, ...]
@@ -58,7 +58,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Cutting:
+class MicrobatchSplit:
     """How a rank's rows are cut: the next `sizes[i]` rows, `widths[i]` positions wide, are microbatch i."""
 
     sizes: tuple[int, ...]
@@ -66,11 +66,11 @@ class Cutting:
     is_packed: bool
 
 
-Plan = list[list[Microbatch]]
+MicrobatchPlan = list[list[PlannedMicrobatch]]
 """Microbatches of each rank."""
 
 
-def plan_padded(samples: Sequence[Lengths], budget: Budget) -> Plan:
+def plan_padded(samples: Sequence[Lengths], budget: TokenBudget) -> MicrobatchPlan:
     """Plan dynamic batching: rows x width of a microbatch are within the budget.
 
     A sample that is longer than the budget has a microbatch of its own; the configuration rules that out.
@@ -96,21 +96,21 @@ def plan_padded(samples: Sequence[Lengths], budget: Budget) -> Plan:
     return _deal([(numbers, width(numbers)) for numbers in cut], budget, lambda numbers, width: len(numbers) * width)
 
 
-def _plan_one_shape(num_samples: int, capacity: int, width: int, budget: Budget) -> Plan:
+def _plan_one_shape(num_samples: int, capacity: int, width: int, budget: TokenBudget) -> MicrobatchPlan:
     group = budget.num_ranks * budget.group_size
     num_microbatches = -(-num_samples // (capacity * group)) * group
     size = -(-num_samples // num_microbatches)
     starts = [index * size for index in range(num_microbatches)]
     cut = [tuple(range(start, min(start + size, num_samples))) for start in starts]
-    microbatches = [Microbatch(numbers, size - len(numbers), width) for numbers in cut]
+    microbatches = [PlannedMicrobatch(numbers, size - len(numbers), width) for numbers in cut]
     return [microbatches[rank :: budget.num_ranks] for rank in range(budget.num_ranks)]
 
 
 def plan_packed(
     samples: Sequence[Lengths],
-    budget: Budget,
+    budget: TokenBudget,
     algorithm: Literal["concatenative", "first_fit_decreasing", "modified_first_fit_decreasing"],
-) -> Plan:
+) -> MicrobatchPlan:
     """Plan packing: the filled-up pack is within the budget, with the same exception as in `plan_padded`."""
     sizes = [sum(lengths) for lengths in samples]
     fitting = (size for size in range(budget.num_tokens, 0, -1) if budget.width(size) <= budget.num_tokens)
@@ -134,7 +134,7 @@ def _halves(numbers: list[int]) -> tuple[list[int], list[int]]:
 
 def _to_multiple(
     cut: list[list[int]],
-    budget: Budget,
+    budget: TokenBudget,
     cost: Callable[[Sequence[int]], int],
     split: Callable[[list[int]], tuple[list[int], list[int]]],
 ) -> list[list[int]]:
@@ -149,14 +149,16 @@ def _to_multiple(
     return cut
 
 
-def _deal(cut: Sequence[tuple[list[int], int]], budget: Budget, cost: Callable[[list[int], int], int]) -> Plan:
+def _deal(
+    cut: Sequence[tuple[list[int], int]], budget: TokenBudget, cost: Callable[[list[int], int], int]
+) -> MicrobatchPlan:
     """In rounds of one microbatch for each rank, costliest first; in each, the rank with the least so far gets most."""
     ordered = sorted(cut, key=lambda item: -cost(*item))
-    plan: Plan = [[] for _ in range(budget.num_ranks)]
+    plan: MicrobatchPlan = [[] for _ in range(budget.num_ranks)]
     loads = [0] * budget.num_ranks
     for start in range(0, len(ordered), budget.num_ranks):
         by_load = sorted(range(budget.num_ranks), key=lambda rank: loads[rank])
         for rank, (numbers, width) in zip(by_load, ordered[start : start + budget.num_ranks], strict=True):
-            plan[rank].append(Microbatch(tuple(numbers), int(not numbers), width))
+            plan[rank].append(PlannedMicrobatch(tuple(numbers), int(not numbers), width))
             loads[rank] += cost(numbers, width)
     return plan

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch, num_samples, select, shard
-from nemo_rl_offload.batching.plan import Cutting, Lengths, Microbatch, Plan
+from nemo_rl_offload.batching.plan import Lengths, MicrobatchPlan, MicrobatchSplit, PlannedMicrobatch
 
 
 @dataclass(frozen=True)
-class Division:
+class ShardedBatch:
     """The shards of a batch, in the order of the ranks."""
 
     shards: list[Batch]
-    cuttings: list[Cutting] | None
+    splits: list[MicrobatchSplit] | None
     """How each rank is to cut its shard; None: into a fixed number of samples."""
     _rows: Tensor
     """For each row of the batch, where it stands in the shards one after another."""
@@ -25,18 +25,18 @@ class Division:
         return torch.cat(list(parts))[self._rows]
 
 
-def divide_evenly(batch: Batch, num_shards: int, rows_per_sample: int) -> Division:
+def shard_evenly(batch: Batch, num_shards: int, rows_per_sample: int) -> ShardedBatch:
     """Contiguous shards of equal size; see `batch.shard`."""
-    return Division(shard(batch, num_shards, rows_per_sample), None, torch.arange(num_samples(batch)))
+    return ShardedBatch(shard(batch, num_shards, rows_per_sample), None, torch.arange(num_samples(batch)))
 
 
-def divide_by_plan(
-    batch: Batch, rows_per_sample: int, make_plan: Callable[[list[Lengths]], Plan], *, is_packed: bool
-) -> Division:
+def shard_by_plan(
+    batch: Batch, rows_per_sample: int, make_plan: Callable[[list[Lengths]], MicrobatchPlan], *, is_packed: bool
+) -> ShardedBatch:
     """Shards with rows in the order of a plan. Rows that fill up have `sample_mask` 0, where the batch has one."""
     lengths = batch["input_lengths"].view(-1, rows_per_sample).tolist()
     shortest = min(range(len(lengths)), key=lambda sample: max(lengths[sample]))
-    shards, cuttings = [], []
+    shards, splits = [], []
     rows_of_shards: list[int] = []
     for microbatches in make_plan(lengths):
         samples = [sample for part in microbatches for sample in (*part.samples, *[shortest] * part.num_filled)]
@@ -49,10 +49,10 @@ def divide_by_plan(
         rows_of_shards += [-1 if fills else row for row, fills in zip(rows, filled.tolist(), strict=True)]
         sizes = tuple((len(part.samples) + part.num_filled) * rows_per_sample for part in microbatches)
         shards.append(piece)
-        cuttings.append(Cutting(sizes, tuple(part.width for part in microbatches), is_packed))
+        splits.append(MicrobatchSplit(sizes, tuple(part.width for part in microbatches), is_packed))
     places = torch.tensor(rows_of_shards).argsort()
-    return Division(shards, cuttings, places[len(places) - num_samples(batch) :])
+    return ShardedBatch(shards, splits, places[len(places) - num_samples(batch) :])
 
 
-def _is_filled(part: Microbatch) -> list[bool]:
+def _is_filled(part: PlannedMicrobatch) -> list[bool]:
     return [False] * len(part.samples) + [True] * part.num_filled

@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
     from nemo_rl_offload.runs.run_directory import (
         ERROR_FILE,
         SUMMARY_FILE,
-        changed_means,
+        changed_on_resume,
         open_run_directory,
         other_length,
     )
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
         summary_file = run_dir / SUMMARY_FILE
         if summary_file.exists():
             console.print("This run is finished; here is its summary.")
-            if changed := changed_means(run_dir, checked.config):
+            if changed := changed_on_resume(run_dir, checked.config):
                 console.print(f"warning: without effect: {changed}", style="yellow", markup=False)
         else:
             with _warnings_as_lines(console):

@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from nemo_rl_offload.offload.backends.base import Backend, Block, Event, HostSlab, Piece
+from nemo_rl_offload.offload.backends.base import Backend, Block, Event, Extent, HostSlab
 
 ALIGNMENT_BYTES = 512
 MIN_SLAB_BYTES = 16 << 20
@@ -122,7 +122,7 @@ class HostArena:
         if extent is None:
             return self._cut_in_parts(num_bytes, size)
         index, offset, taken, fences = extent
-        return Block((Piece(self._slabs[index], index, offset, taken),), num_bytes, fences)
+        return Block((Extent(self._slabs[index], index, offset, taken),), num_bytes, fences)
 
     def _cut_in_parts(self, num_bytes: int, size: int) -> Block | None:
         while (available := self._free.largest(MAX_PIECES)) < size:
@@ -130,13 +130,13 @@ class HostArena:
                 if self.capacity_bytes - self.used_bytes < size:
                     return None
                 break
-        pieces: list[Piece] = []
+        pieces: list[Extent] = []
         fences: tuple[Event, ...] = ()
         while size:
             extent = self._free.take(size, in_part=True)
             assert extent is not None
             index, offset, taken, extent_fences = extent
-            pieces.append(Piece(self._slabs[index], index, offset, taken))
+            pieces.append(Extent(self._slabs[index], index, offset, taken))
             fences += extent_fences
             size -= taken
         return Block(tuple(pieces), num_bytes, tuple(dict.fromkeys(fences)))

@@ -16,17 +16,17 @@ the forward on that was the last one last time, as far as microbatches are as ma
 import weakref
 from collections.abc import Iterator
 
-from nemo_rl_offload.offload.slots import Group, Key, Pass, Phase
+from nemo_rl_offload.offload.slots import ForwardPass, Group, Key, Phase
 
 FILLS, FULL, DRAINS = range(3)
 
 
-class Order:
+class BackwardOrder:
     """Passes that are alive, and what was learned about their sequence."""
 
     def __init__(self) -> None:
-        self._current: Pass | None = None
-        self._waiting: list[Pass] = []  # not begun; oldest first
+        self._current: ForwardPass | None = None
+        self._waiting: list[ForwardPass] = []  # not begun; oldest first
         self._successors: dict[Key, tuple[Key, bool]] = {}  # first key of a pass: last key of the next, newest of them
         self._last_keys: set[Key] = set()  # by which a pass is known to be complete
         self._lengths: dict[Key, int] = {}  # eligible groups of the latest pass that began with this key
@@ -41,7 +41,7 @@ class Order:
         """Place `group` at the end of the pass it belongs to."""
         current = self._current
         if current is None or current.begun or group.key == current.first_key:
-            current = self._current = Pass(group.key)
+            current = self._current = ForwardPass(group.key)
             self.version += 1
             self._waiting = [each for each in self._waiting if any(ref() for ref in each.groups)]
             if not self._waiting:
@@ -86,15 +86,15 @@ class Order:
         """Whether the next boundary after a commit of `group` is expected to be the first backward."""
         return self._is_filling and self._full_at == (group.key, len(self._waiting))
 
-    def usual_length(self, pass_: Pass) -> int | None:
+    def usual_length(self, pass_: ForwardPass) -> int | None:
         """How many eligible groups the latest such pass had, of those whose backward came."""
         return self._lengths.get(pass_.first_key)
 
     def upcoming(self, group: Group) -> Iterator[Group]:
         """Groups that backward is expected to reach after `group`, soonest first."""
-        pass_: Pass | None = group.pass_
+        pass_: ForwardPass | None = group.pass_
         index = group.index
-        entered: list[Pass] = []
+        entered: list[ForwardPass] = []
         while pass_ is not None:
             yield from pass_.before(index)
             pass_ = self._next(pass_, entered)
@@ -102,12 +102,12 @@ class Order:
                 entered.append(pass_)
                 index = len(pass_.groups)
 
-    def _next(self, pass_: Pass, entered: list[Pass]) -> Pass | None:
+    def _next(self, pass_: ForwardPass, entered: list[ForwardPass]) -> ForwardPass | None:
         last_key, newest = self._successors.get(pass_.first_key, (None, False))
         alike = [each for each in self._waiting if each.last_key == last_key and each not in entered]
         return (alike[-1] if newest else alike[0]) if alike else None
 
-    def _learn(self, former: Pass, following: Pass) -> None:
+    def _learn(self, former: ForwardPass, following: ForwardPass) -> None:
         alike = [each for each in self._waiting if each.last_key == following.last_key]
         newest = self._successors.get(former.first_key, (None, False))[1]
         if len(alike) > 1:

@@ -27,9 +27,9 @@ from nemo_rl_offload.offload.slots import (
     RESIDENT,
     Arrival,
     CopiesOut,
+    DeadSlot,
+    ForwardPass,
     Group,
-    Pass,
-    Remains,
     Slot,
 )
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
@@ -182,7 +182,7 @@ class Copies:
         self.unused_bytes += total_bytes
         self._timing.copied(event, total_bytes, out=False)
 
-    def judge_pass(self, pass_: Pass) -> None:
+    def judge_pass(self, pass_: ForwardPass) -> None:
         """Look which copies of a pass freed their sources, before its backward does: it frees a tensor that the next
         module saved too, outside of every region, before it comes to the region that copied it."""
         for group in pass_.before(len(pass_.groups)):
@@ -231,9 +231,9 @@ class Copies:
             self._backend.compute_wait(self._inflight[0].event)
             self._drop_oldest()
 
-    def bury(self, remains: Remains, closed: bool) -> None:
+    def release_dead_slot(self, dead_slot: DeadSlot, closed: bool) -> None:
         """Clean up after a slot that died."""
-        _, block, loading, unused_bytes, resident_bytes = remains
+        _, block, loading, unused_bytes, resident_bytes = dead_slot
         if block is not None and not closed:
             self._arena.release(block)
         if loading is not None:  # freed only behind the copy that is still writing it

@@ -49,13 +49,13 @@ from torch.nn import Parameter
 
 from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.backends.base import Backend
-from nemo_rl_offload.offload.backward_order import Order
+from nemo_rl_offload.offload.backward_order import BackwardOrder
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.exclusions import Exclusions
-from nemo_rl_offload.offload.memory_budget import Auto
+from nemo_rl_offload.offload.memory_budget import MemoryBudgetController
 from nemo_rl_offload.offload.prefetch import Prefetch
 from nemo_rl_offload.offload.selection import Selection
-from nemo_rl_offload.offload.slots import COPYING_IN, Group, Handle, Kept, Remains, Slot, deref, set_storage, unchanged
+from nemo_rl_offload.offload.slots import COPYING_IN, DeadSlot, Group, Handle, Kept, Slot, deref, set_storage, unchanged
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
@@ -113,7 +113,7 @@ class Region:
             slot = None if ref is None else ref()
             detached, version = tensor.detach(), tensor._version
             if slot is None or not slot.holds_content_of(tensor):
-                slot = Slot(storage, key, num_bytes, engine._graveyard, detached, version)
+                slot = Slot(storage, key, num_bytes, engine._dead_slots, detached, version)
                 engine._slots[key] = slot.ref
             else:
                 if slot.storage is None:
@@ -165,7 +165,7 @@ class OffloadEngine:
         max_inflight_groups: int | None = None,
         max_prefetch_bytes: int | None = None,
         selection: Selection | None = None,
-        auto: Auto | None = None,
+        auto: MemoryBudgetController | None = None,
         steps_are_told: bool = False,
     ) -> None:
         self._backend, self.device = backend, backend.device
@@ -175,7 +175,7 @@ class OffloadEngine:
         # device may unpack at the same moment. Nothing called under this lock enters the engine again.
         self._lock = threading.Lock()
         self._slots: dict[int, weakref.ref[Slot]] = {}  # by storage address: the newest slot of that storage
-        self._graveyard: deque[Remains] = deque()
+        self._dead_slots: deque[DeadSlot] = deque()
         self._exclusions = Exclusions()
         self._empty = torch.empty(0, dtype=torch.uint8, device=backend.device)
         self._stats = OffloadStats()
@@ -193,7 +193,7 @@ class OffloadEngine:
             max_inflight_bytes=max_inflight_bytes,
             max_inflight_groups=max_inflight_groups,
         )
-        self._order = Order()
+        self._order = BackwardOrder()
         self._prefetch = Prefetch(self._order, self._timing, self._copies, max_prefetch_bytes)
         self._steps_are_told = steps_are_told
         self._closed = False
@@ -299,7 +299,7 @@ class OffloadEngine:
     def _pack_hook(self, region: Region) -> Callable[[Tensor], Handle | Kept]:
         if _current_graph_task_id() != -1:
             return region._keep
-        if self._graveyard or self._exclusions.stale:
+        if self._dead_slots or self._exclusions.stale:
             with self._lock:
                 self._collect()
                 self._exclusions.refresh()
@@ -378,14 +378,14 @@ class OffloadEngine:
 
     def _collect(self) -> None:
         """Clean up after slots that died since the last call. When none is left, a step may have ended."""
-        if not self._graveyard:
+        if not self._dead_slots:
             return
-        while self._graveyard:
-            remains = self._graveyard.popleft()
-            key = remains[0]
+        while self._dead_slots:
+            dead_slot = self._dead_slots.popleft()
+            key = dead_slot[0]
             if key in self._slots and self._slots[key]() is None:
                 del self._slots[key]
-            self._copies.bury(remains, self._closed)
+            self._copies.release_dead_slot(dead_slot, self._closed)
         if not self._slots:
             self._exclusions.stale = True
             if not self._steps_are_told:

@@ -37,7 +37,7 @@ from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.selection import Selection
 from nemo_rl_offload.offload.slots import Group, Key
-from nemo_rl_offload.offload.solver import Action, Budget, GroupRecord, Link, Plan, choose
+from nemo_rl_offload.offload.solver import Action, GroupRecord, Link, MemoryBudget, Solution, solve
 from nemo_rl_offload.offload.timing import Timing
 
 FIRST_PLANS = (1, 2, 3, 5)
@@ -56,14 +56,14 @@ class Measured(NamedTuple):
     """In the order of first commits: bytes, forward's and backward's ms, how many are alive at the peak."""
 
 
-type Agree = Callable[[Measured], Measured]
-"""`largest` over the ranks that have to plan alike."""
+type ReduceOverRanks = Callable[[Measured], Measured]
+"""`reduce_max_over_ranks` over the ranks that have to plan alike."""
 
 
-class Auto:
+class MemoryBudgetController:
     """Plans for one engine. `budget_bytes` is device memory, `host_budget_bytes` this rank's host memory."""
 
-    def __init__(self, budget_bytes: int, host_budget_bytes: int, agree: Agree | None = None) -> None:
+    def __init__(self, budget_bytes: int, host_budget_bytes: int, agree: ReduceOverRanks | None = None) -> None:
         self._budget_bytes, self._host_budget_bytes = budget_bytes, host_budget_bytes
         self._agree = agree or (lambda measured: measured)
         self._visits: list[tuple[Group, bool]] = []
@@ -81,7 +81,7 @@ class Auto:
         self._following_bytes: dict[Key, int] = {}  # of the group that is committed after one
         # What the groups behind one take at once: all that are kept, and one that moves.
         self._later_bytes: dict[Key, int] = {}
-        self.plan: Plan | None = None
+        self.plan: Solution | None = None
         """The plan in force."""
 
     def begin(self) -> None:
@@ -181,8 +181,8 @@ class Auto:
                 excess_bytes = peak_bytes - self._budget_bytes - (fixed_bytes - former_fixed_bytes)
                 moving_bytes = max(moving_bytes, self._moving_bytes + max(0, excess_bytes))
         self._moving_bytes, self._planned_bytes = moving_bytes if is_alike else 0, num_bytes
-        budget = Budget(self._budget_bytes, fixed_bytes + moving_bytes, self._host_budget_bytes)
-        was_tried, self.plan = self.plan is not None, choose(records, budget, Link(1 / out_ms, 1 / in_ms))
+        budget = MemoryBudget(self._budget_bytes, fixed_bytes + moving_bytes, self._host_budget_bytes)
+        was_tried, self.plan = self.plan is not None, solve(records, budget, Link(1 / out_ms, 1 / in_ms))
         actions = zip(keys, self.plan.actions, strict=True)
         selection.keep([key for key, action in actions if action is Action.KEEP])
         was_tried &= self._is_short(self._budget_bytes - fixed_bytes) or self._num_steps > FIRST_PLANS[-1]
@@ -216,7 +216,7 @@ class Auto:
         )
 
 
-def largest(measured: Sequence[Measured]) -> Measured:
+def reduce_max_over_ranks(measured: Sequence[Measured]) -> Measured:
     """The element-wise maximum over ranks, of every group that one of them has; groups in the order of the rank that
     has most, then of the others'."""
     groups: dict[Key, tuple[float, ...]] = {}

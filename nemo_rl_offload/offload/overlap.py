@@ -26,7 +26,7 @@ class Visit(NamedTuple):
     forward: Hashable = 0
 
 
-def worth_moving(visits: Sequence[Visit], boundaries_ms: Sequence[float]) -> list[bool]:
+def fit_overlap(visits: Sequence[Visit], boundaries_ms: Sequence[float]) -> list[bool]:
     """Whether each visit, in order of commit, can leave the device and be back in time.
 
     It has to be copied out behind the ones before it, be let go at one boundary, and start its way back at a later

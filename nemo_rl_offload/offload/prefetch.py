@@ -4,7 +4,7 @@ import weakref
 from collections import deque
 from itertools import islice
 
-from nemo_rl_offload.offload.backward_order import Order
+from nemo_rl_offload.offload.backward_order import BackwardOrder
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.schedule import MARGIN, Need, latest_starts_ms
 from nemo_rl_offload.offload.slots import Group, Phase
@@ -18,7 +18,7 @@ LASTS = 8  # and as many more, so that a plan lasts while backward reaches these
 class Prefetch:
     """Not thread-safe: the engine's lock is held around every call."""
 
-    def __init__(self, order: Order, timing: Timing, copies: Copies, max_bytes: int | None) -> None:
+    def __init__(self, order: BackwardOrder, timing: Timing, copies: Copies, max_bytes: int | None) -> None:
         self._order, self._timing, self._copies = order, timing, copies
         self._max_bytes = max_bytes
         self._now_ms = self._reached_ms = 0.0  # by usual durations; and when backward was at the group reached last

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl_offload.offload.overlap import Visit, worth_moving
+from nemo_rl_offload.offload.overlap import Visit, fit_overlap
 from nemo_rl_offload.offload.slots import Group, Key, Place, Slot
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
@@ -85,6 +85,6 @@ class Selection:
             reached_ms = times.reached_ms if times.reached_ms == times.reached_ms else float("inf")
             forward = id(times.group.pass_)
             visits.append(Visit(times.committed_ms, reached_ms, out_ms, in_ms, forward))
-        worth = worth_moving(visits, boundaries_ms)
+        worth = fit_overlap(visits, boundaries_ms)
         long_enough = {times.group.key for times, moves in zip(groups, worth, strict=True) if moves}
         self._too_short = frozenset(times.group.key for times in groups) - long_enough

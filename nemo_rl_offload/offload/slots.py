@@ -26,7 +26,7 @@ was saved. A plain tuple, since one is made for every tensor."""
 type Kept = tuple[Tensor, int, object]
 """The same for a saved tensor that this engine leaves alone: the tensor, its version, and where it was saved."""
 
-type Remains = tuple[int, Block | None, tuple[Tensor, Event] | None, int, int]
+type DeadSlot = tuple[int, Block | None, tuple[Tensor, Event] | None, int, int]
 """What a dead slot leaves to be cleaned up: its key, its block, what an unfinished copy in writes and that one's event,
 its bytes that were reloaded and never used, and its bytes on the device."""
 
@@ -67,7 +67,7 @@ class Slot:
     collector would have to look at."""
 
     __slots__ = (
-        "__weakref__", "arrival", "block", "graveyard", "judged", "key", "more", "num_bytes", "owner", "position",
+        "__weakref__", "arrival", "block", "dead_slots", "judged", "key", "more", "num_bytes", "owner", "position",
         "ref", "released", "saved", "source", "state", "stats", "storage", "unused", "versions", "wanted",
     )  # fmt: skip
 
@@ -79,7 +79,7 @@ class Slot:
         storage: torch.UntypedStorage,
         key: int,
         num_bytes: int,
-        graveyard: deque[Remains],
+        dead_slots: deque[DeadSlot],
         saved: Tensor,
         version: int,
     ) -> None:
@@ -88,7 +88,7 @@ class Slot:
         self.key = key
         self.num_bytes = num_bytes
         self.ref = weakref.ref(self)
-        self.graveyard = graveyard
+        self.dead_slots = dead_slots
         self.state = RESIDENT
         self.saved = saved
         self.more: tuple[Tensor, ...] = ()
@@ -108,7 +108,7 @@ class Slot:
             loading = self.saved, self.arrival.event
         unused_bytes = self.num_bytes if self.unused else 0
         resident_bytes = self.num_bytes if self.owner is not None and self.state is not HOST else 0
-        self.graveyard.append((self.key, self.block, loading, unused_bytes, resident_bytes))
+        self.dead_slots.append((self.key, self.block, loading, unused_bytes, resident_bytes))
 
     @property
     def place(self) -> Place | None:
@@ -142,7 +142,7 @@ class Group:
 
     __slots__ = ("__weakref__", "index", "key", "pass_", "pending_bytes", "reached", "saved_bytes", "slots")
 
-    pass_: "Pass"
+    pass_: "ForwardPass"
     index: int  # in its pass
 
     def __init__(self, key: Key, slots: list[weakref.ref[Slot]], saved_bytes: int) -> None:
@@ -159,7 +159,7 @@ class Group:
                 yield slot
 
 
-class Pass:
+class ForwardPass:
     """The groups of one forward, in the order of their commits."""
 
     __slots__ = ("begun", "first_key", "groups", "last_key", "loaded_to", "num_eligible", "phase")

@@ -60,7 +60,7 @@ class GroupRecord:
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryBudget:
     """Memory of one rank."""
 
     peak_bytes: int
@@ -80,7 +80,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Solution:
     """A choice and what it is predicted to do to one microbatch of one stage."""
 
     actions: tuple[Action, ...]
@@ -94,7 +94,7 @@ class Plan:
     """How far `peak_bytes` is above the budget; 0 when it is met."""
 
 
-def choose(groups: Sequence[GroupRecord], budget: Budget, link: Link) -> Plan:
+def solve(groups: Sequence[GroupRecord], budget: MemoryBudget, link: Link) -> Solution:
     """Choose an action per group, in `groups`' order (forward order), meeting `budget` in the least time.
 
     When the budget cannot be met, the plan frees what can be freed and `shortfall_bytes` says what is lacking.
@@ -107,7 +107,7 @@ def choose(groups: Sequence[GroupRecord], budget: Budget, link: Link) -> Plan:
     return predict(groups, _without_excess(groups, actions, need), budget, link)
 
 
-def predict(groups: Sequence[GroupRecord], actions: Sequence[Action], budget: Budget, link: Link) -> Plan:
+def predict(groups: Sequence[GroupRecord], actions: Sequence[Action], budget: MemoryBudget, link: Link) -> Solution:
     """What `actions` do, by the model that this module's text describes."""
     peak_bytes, host_bytes = budget.fixed_bytes, 0
     forward_ms = backward_ms = recompute_ms = exposed_out_ms = exposed_in_ms = 0.0
@@ -127,7 +127,7 @@ def predict(groups: Sequence[GroupRecord], actions: Sequence[Action], budget: Bu
         forward_ms += group.forward_ms
         backward_ms += group.backward_ms
     exposed_ms = exposed_out_ms + exposed_in_ms
-    return Plan(
+    return Solution(
         actions=tuple(actions),
         peak_bytes=peak_bytes,
         step_ms=forward_ms + backward_ms + recompute_ms + exposed_ms,

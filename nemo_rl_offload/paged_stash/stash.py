@@ -98,7 +98,7 @@ class Group:
         return [slot for slot in slots if slot is not None and slot.record is not None]
 
 
-class Region:
+class StashRegion:
     """The forward of one group of experts; see `PagedStash.region`."""
 
     def __init__(self, stash: "PagedStash", group: Group, capacity: int, balanced_rows: int) -> None:
@@ -117,7 +117,7 @@ class Region:
         """Leave these storages alone: parameters, whose shape may be the capacity's by chance."""
         self._excluded.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
-    def __enter__(self) -> "Region":
+    def __enter__(self) -> "StashRegion":
         self._hooks.__enter__()
         return self
 
@@ -175,7 +175,7 @@ class PagedStash:
         """A forward of a model chunk begins: its first group has none before it."""
         self._last = None
 
-    def region(self, num_rows: Tensor, capacity: int, balanced_rows: int) -> Region:
+    def region(self, num_rows: Tensor, capacity: int, balanced_rows: int) -> StashRegion:
         """A region whose tensors have `capacity` rows, of which the first `num_rows` live.
 
         `num_rows`: int64 or int32, one element, on the device, and not written again. `balanced_rows`: how many live
@@ -185,7 +185,7 @@ class PagedStash:
         self._return_abandoned()
         group = Group(num_rows, None if self._last is None else self._last())
         self._last = weakref.ref(group)
-        return Region(self, group, capacity, balanced_rows)
+        return StashRegion(self, group, capacity, balanced_rows)
 
     def stash(self, group: Group, slots: Sequence[Slot], capacity: int, balanced_rows: int) -> None:
         """Copy a group's live rows into pages; the sources are let go of when the next region begins."""

@@ -12,7 +12,7 @@ from nemo_rl_offload.planner.cost.memory import Optimizer
 from nemo_rl_offload.specs.devices import Device
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE
-from nemo_rl_offload.specs.parallel_layout import KEYS, Layout, check_layout, num_microbatches, rounded_length
+from nemo_rl_offload.specs.parallel_layout import KEYS, ParallelLayout, check_layout, num_microbatches, rounded_length
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
 from nemo_rl_offload.units import GIB
 
@@ -49,7 +49,7 @@ class Job:
     """Everything that memory and time depend on."""
 
     shape: ModelShape
-    layout: Layout
+    layout: ParallelLayout
     device: Device
     sequence: int
     micro_batch: int
@@ -180,7 +180,7 @@ def _layers(cfg: Mapping[str, Any], fp8: str | None) -> dict[str, Any]:
     }
 
 
-def _microbatches(policy: Mapping[str, Any], sequence: int, layout: Layout, rows: int) -> dict[str, Any]:
+def _microbatches(policy: Mapping[str, Any], sequence: int, layout: ParallelLayout, rows: int) -> dict[str, Any]:
     """A Job's fields on microbatches. A sample has so many `rows`, which stay together.
 
     Of a number of tokens, as many microbatches as samples of the longest length fill, and so many more that each rank
@@ -222,9 +222,9 @@ def _expert_buffers(cfg: Mapping[str, Any], skew: Skew | None) -> ExpertBuffers:
     )
 
 
-def _layout(cfg: Mapping[str, Any], world: int) -> Layout:
+def _layout(cfg: Mapping[str, Any], world: int) -> ParallelLayout:
     ranks = {name: cfg[key] or 1 for name, key in KEYS.items()}
-    return Layout(
+    return ParallelLayout(
         world=world,
         sequence_parallel=cfg["sequence_parallel"],
         num_layers_first=cfg["num_layers_in_first_pipeline_stage"],

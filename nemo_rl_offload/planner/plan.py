@@ -11,9 +11,9 @@ from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.search.budget import choose_for_budget, chosen_once, fullest_stage, score, ways
 from nemo_rl_offload.planner.search.candidates import candidates
-from nemo_rl_offload.planner.search.suggestions import fitting_changes, stage_budget
-from nemo_rl_offload.planner.search.to_config import Written, excess_bytes, write_choice
-from nemo_rl_offload.planner.simulate.simulated_step import Outcome, highest_peak, run_configured, run_stages
+from nemo_rl_offload.planner.search.suggestions import stage_budget, suggest_changes
+from nemo_rl_offload.planner.search.to_config import ChoiceAsConfig, choice_to_config, excess_bytes
+from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep, highest_peak, run_configured, run_stages
 from nemo_rl_offload.planner.simulate.stages import build_stages, job_link
 
 _FRONTIER_POINTS = 6
@@ -26,15 +26,15 @@ class JobPlan:
     """Everything that `nemo-rl-offload plan` shows."""
 
     job: Job
-    baseline: Outcome
+    baseline: SimulatedStep
     """Nothing offloaded."""
-    configured: Outcome | None
+    configured: SimulatedStep | None
     """What the engine does with the modules that `offload_modules` lists."""
-    chosen: Outcome
+    chosen: SimulatedStep
     """Chosen for the budget, per module and layer; whole modules where those are as good."""
     chosen_job: Job
     """The job with what the choice recomputes of MLPs or whole layers."""
-    written: Written
+    written: ChoiceAsConfig
     """The choice as configuration keys can say it."""
     shortfalls: tuple[int, ...]
     """By stage, how far the peak is above the budget: of the choice, or where the engine takes no layers by themselves,
@@ -89,16 +89,16 @@ def make_plan(job: Job) -> JobPlan:
     chosen_job, chosen = job, baseline
     if highest_peak(baseline) > job.budget_bytes:
         chosen_job, chosen = choose_for_budget(job, baseline)
-    written = write_choice(chosen_job, chosen)
+    written = choice_to_config(chosen_job, chosen)
     if _order(job, written.outcome) < _order(job, chosen):
         chosen_job, chosen = replace(chosen_job, recompute=written.recompute), written.outcome
     in_force = chosen if job.native_engine else written.outcome  # Megatron-Core's engine moves whole modules
     shortfalls = tuple(max(0, in_force.peak_bytes(rank) - job.budget_bytes) for rank in range(len(stages)))
-    changes = fitting_changes(job) if any(shortfalls) else ()
+    changes = suggest_changes(job) if any(shortfalls) else ()
     return JobPlan(job, baseline, configured, chosen, chosen_job, written, shortfalls, changes)
 
 
-def _order(job: Job, outcome: Outcome) -> tuple[int, float, int]:
+def _order(job: Job, outcome: SimulatedStep) -> tuple[int, float, int]:
     """Smaller is better: what is above the budgets, then time, then memory."""
     return excess_bytes(job, outcome), _shown_ms(outcome.step_ms), highest_peak(outcome)
 

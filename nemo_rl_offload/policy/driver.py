@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch, num_samples, select
 from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.batching.sharding import Division
+from nemo_rl_offload.batching.sharding import ShardedBatch
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.config.rules.worker_counts import data_parallel_size, num_interleaved
 from nemo_rl_offload.config.schema import PolicyConfig
@@ -19,8 +19,8 @@ from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import rows_per_sample
 from nemo_rl_offload.observability.memory_trace import MemorySample
 from nemo_rl_offload.planner.cost.flops import training_flops
-from nemo_rl_offload.policy.microbatches import divide, is_planned
-from nemo_rl_offload.policy.model_workers import Ranks, without_offloading
+from nemo_rl_offload.policy.microbatches import is_planned, shard_for_ranks
+from nemo_rl_offload.policy.model_workers import ModelWorkers, without_offloading
 from nemo_rl_offload.policy.offload_totals import idle_modules, offload_totals
 from nemo_rl_offload.runs.manifest import Manifest
 from nemo_rl_offload.specs.catalogue import load_model_shape
@@ -58,11 +58,13 @@ class Policy:
         if not is_planned(config):
             whole, micro = config["train_global_batch_size"], config["train_micro_batch_size"]
             num_microbatches(whole, micro, num_shards, num_interleaved(config["megatron_cfg"]))
-        self._ranks = Ranks(cluster, config, model_path, seed=seed, num_steps=num_steps, keep_reference=keep_reference)
-        self._workers = self._ranks.workers
-        self._generators: Ranks | None = None
+        self._trainers = ModelWorkers(
+            cluster, config, model_path, seed=seed, num_steps=num_steps, keep_reference=keep_reference
+        )
+        self._workers = self._trainers.workers
+        self._generators: ModelWorkers | None = None
         if generation_slots is not None:
-            self._generators = Ranks(
+            self._generators = ModelWorkers(
                 generation_slots,
                 without_offloading(config),
                 model_path,
@@ -95,16 +97,16 @@ class Policy:
         return self._with_loss("evaluate", batch, loss_name, loss_config)
 
     def _with_loss(self, method: str, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
-        division = divide(batch, self._config, self._ranks.num_shards, "train", rows_per_sample(loss_name))
-        metrics: dict[str, float] = self._run_divided(method, division, loss_name, loss_config, normalizers(batch))[0]
+        sharded = shard_for_ranks(batch, self._config, self._trainers.num_shards, "train", rows_per_sample(loss_name))
+        metrics: dict[str, float] = self._run_divided(method, sharded, loss_name, loss_config, normalizers(batch))[0]
         return metrics
 
-    def _run_divided(self, method: str, division: Division, *args: Any) -> list[Any]:
+    def _run_divided(self, method: str, sharded: ShardedBatch, *args: Any) -> list[Any]:
         """Run a method of the workers with their shards, `args`, and how to cut the shard where that is planned."""
-        shards = [(shard, *args) for shard in division.shards]
-        if division.cuttings is not None:
-            shards = [(*each, cutting) for each, cutting in zip(shards, division.cuttings, strict=True)]
-        return self._ranks.run_sharded(method, shards)
+        shards = [(shard, *args) for shard in sharded.shards]
+        if sharded.splits is not None:
+            shards = [(*each, split) for each, split in zip(shards, sharded.splits, strict=True)]
+        return self._trainers.run_sharded(method, shards)
 
     def get_logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of every token under the current weights, float32 [B, S]; position 0 is 0."""
@@ -115,29 +117,29 @@ class Policy:
         return self._sharded_logprobs("get_reference_policy_logprobs", batch)
 
     def _sharded_logprobs(self, method: str, batch: Batch) -> Tensor:
-        division = self._for_logprobs(batch)
-        parts = self._run_divided(method, division)
-        return division.gather([torch.tensor(part) for part in parts])  # copies: Ray's arrays are read-only
+        sharded = self._for_logprobs(batch)
+        parts = self._run_divided(method, sharded)
+        return sharded.gather([torch.tensor(part) for part in parts])  # copies: Ray's arrays are read-only
 
-    def _for_logprobs(self, batch: Batch) -> Division:
+    def _for_logprobs(self, batch: Batch) -> ShardedBatch:
         inputs = {key: batch[key] for key in ("input_ids", "input_lengths")}
-        return divide(inputs, self._config, self._ranks.num_shards, "logprob")
+        return shard_for_ranks(inputs, self._config, self._trainers.num_shards, "logprob")
 
     def get_topk_logits(self, batch: Batch, k: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The `k` largest logits that predict each token, over temperature, and their ids, [B, S, K]; position 0 is 0.
 
         Only the first `num_tokens` of the vocabulary count.
         """
-        division = self._for_logprobs(batch)
-        values, ids = zip(*self._run_divided("get_topk_logits", division, k, num_tokens), strict=True)
-        return division.gather(list(map(torch.tensor, values))), division.gather(list(map(torch.tensor, ids)))
+        sharded = self._for_logprobs(batch)
+        values, ids = zip(*self._run_divided("get_topk_logits", sharded, k, num_tokens), strict=True)
+        return sharded.gather(list(map(torch.tensor, values))), sharded.gather(list(map(torch.tensor, ids)))
 
     def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
         """Sample one response for each prompt; a function of weights, prompts, `seed` and number of shards."""
         if self._generators is None:
-            return self._ranks.generate(prompts, seed, self._end_id)
+            return self._trainers.generate(prompts, seed, self._end_id)
         if self._generators_are_behind:
-            self._ranks.hand_weights_to(self._generators)
+            self._trainers.hand_weights_to(self._generators)
             self._generators_are_behind = False
         return self._generators.generate(prompts, seed, self._end_id)
 
@@ -175,7 +177,7 @@ class Policy:
     def notices(self) -> list[str]:
         """What the workers have warned of since the last call, each text once."""
         ranks: dict[str, list[int]] = {}
-        for group in (self._ranks, self._generators):
+        for group in (self._trainers, self._generators):
             for rank, texts in enumerate([] if group is None else group.workers.run_all("take_notices")):
                 for text in texts:
                     ranks.setdefault(text, []).append(rank)

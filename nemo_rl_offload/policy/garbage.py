@@ -3,7 +3,7 @@
 import gc
 
 
-def spare_the_collector() -> None:
+def freeze_gc() -> None:
     """Let the garbage collector never look again at what is there now: modules, compiled code, optimizer state. Each
     full collection would stop this process for 0.2 to 0.4 s, and the ranks that wait for it."""
     gc.collect()

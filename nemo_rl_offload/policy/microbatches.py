@@ -4,8 +4,8 @@ from functools import partial
 from typing import Literal
 
 from nemo_rl_offload.batching.batch import Batch
-from nemo_rl_offload.batching.plan import Budget, plan_packed, plan_padded
-from nemo_rl_offload.batching.sharding import Division, divide_by_plan, divide_evenly
+from nemo_rl_offload.batching.plan import TokenBudget, plan_packed, plan_padded
+from nemo_rl_offload.batching.sharding import ShardedBatch, shard_by_plan, shard_evenly
 from nemo_rl_offload.config.schema import DynamicBatchingConfig, PolicyConfig
 from nemo_rl_offload.specs.parallel_layout import width_multiple
 
@@ -15,32 +15,32 @@ def is_planned(policy: PolicyConfig) -> bool:
     return policy["dynamic_batching"]["enabled"] or policy["sequence_packing"]["enabled"]
 
 
-def divide(
+def shard_for_ranks(
     batch: Batch,
     policy: PolicyConfig,
     num_shards: int,
     phase: Literal["train", "logprob"],
     rows_per_sample: int = 1,
-) -> Division:
+) -> ShardedBatch:
     """Divide a batch among the data-parallel ranks; where microbatches are numbers of tokens, into those too."""
     dynamic, packing = policy["dynamic_batching"], policy["sequence_packing"]
     if packing["enabled"]:
         budget = _budget(packing, policy, num_shards, phase)
         plan = partial(plan_packed, budget=budget, algorithm=packing["algorithm"])
-        return divide_by_plan(batch, rows_per_sample, plan, is_packed=True)
+        return shard_by_plan(batch, rows_per_sample, plan, is_packed=True)
     if dynamic["enabled"]:
         plan = partial(plan_padded, budget=_budget(dynamic, policy, num_shards, phase))
-        return divide_by_plan(batch, rows_per_sample, plan, is_packed=False)
-    return divide_evenly(batch, num_shards, rows_per_sample)
+        return shard_by_plan(batch, rows_per_sample, plan, is_packed=False)
+    return shard_evenly(batch, num_shards, rows_per_sample)
 
 
 def _budget(
     section: DynamicBatchingConfig, policy: PolicyConfig, num_shards: int, phase: Literal["train", "logprob"]
-) -> Budget:
+) -> TokenBudget:
     cfg = policy["megatron_cfg"]
     num_stages = cfg["pipeline_model_parallel_size"]
     gathers = cfg["expert_model_parallel_size"] > 1 and cfg["moe_token_dispatcher_type"] == "allgather"
-    return Budget(
+    return TokenBudget(
         num_tokens=section["train_mb_tokens"] if phase == "train" else section["logprob_mb_tokens"],
         length_round=section["sequence_length_round"],
         width_multiple=width_multiple(

@@ -41,7 +41,7 @@ def without_offloading(config: PolicyConfig) -> PolicyConfig:
     return {**config, "megatron_cfg": config["megatron_cfg"] | off}
 
 
-class Ranks:
+class ModelWorkers:
     """One model on the slots of `cluster`, in `num_shards` copies. Arguments and errors as for `Policy`."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Ranks:
         ]
         return [response for part in self.run_sharded("generate", shards)[::num_alike] for response in part]
 
-    def hand_weights_to(self, other: "Ranks") -> None:
+    def hand_weights_to(self, other: "ModelWorkers") -> None:
         """Give the ranks of a group that is laid out alike the weights of this one."""
         sources: dict[tuple[int, ...], int] = {}
         for rank, place in enumerate(self._placements):

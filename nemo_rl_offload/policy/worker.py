@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_rl_offload.batching.batch import Batch
-from nemo_rl_offload.batching.plan import Cutting
+from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.observability.memory_trace import MemorySample, MemoryTrace
 from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.offload.host_memory import give_back_free_memory
-from nemo_rl_offload.policy.garbage import spare_the_collector
+from nemo_rl_offload.policy.garbage import freeze_gc
 from nemo_rl_offload.policy.out_of_memory import device_use, explained, out_of_memory
 
 if TYPE_CHECKING:
@@ -113,25 +113,25 @@ class PolicyWorker:
         loss_name: str,
         loss_config: Mapping[str, Any],
         norm: Normalizers,
-        cutting: Cutting | None = None,
+        split: MicrobatchSplit | None = None,
     ) -> dict[str, float]:
         """One optimizer step on this rank's shard of a global batch, which `norm` counts as a whole.
 
-        `cutting` says what the microbatches are; without one they have the configured number of samples.
+        `split` says what the microbatches are; without one they have the configured number of samples.
         """
         import torch
 
         from nemo_rl_offload.megatron.step.train_step import train_step
 
         try:
-            metrics = self._with_loss(train_step, batch, loss_name, loss_config, norm, cutting)
+            metrics = self._with_loss(train_step, batch, loss_name, loss_config, norm, split)
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(loss_name) from error
         self._empty_cache(from_level=1)
         give_back_free_memory()
         if not self._has_trained:
             self._has_trained = True
-            spare_the_collector()
+            freeze_gc()
         return metrics
 
     def _out_of_memory(self, loss_name: str) -> ResourceError:
@@ -148,14 +148,14 @@ class PolicyWorker:
         loss_name: str,
         loss_config: Mapping[str, Any],
         norm: Normalizers,
-        cutting: Cutting | None = None,
+        split: MicrobatchSplit | None = None,
     ) -> dict[str, float]:
         """The loss and its metrics on this rank's shard of a batch, which `norm` counts as a whole."""
         from nemo_rl_offload.megatron.step.train_step import evaluate
 
         self._model.gather_weights()
         with explained("evaluating", self._policy):
-            return self._with_loss(evaluate, batch, loss_name, loss_config, norm, cutting)
+            return self._with_loss(evaluate, batch, loss_name, loss_config, norm, split)
 
     def _with_loss(
         self,
@@ -164,16 +164,16 @@ class PolicyWorker:
         loss_name: str,
         loss_config: Mapping[str, Any],
         norm: Normalizers,
-        cutting: Cutting | None,
+        split: MicrobatchSplit | None,
     ) -> dict[str, float]:
         from nemo_rl_offload.losses.registry import build_loss
 
         loss = build_loss(loss_name, loss_config)
-        microbatches = cutting or self._policy["train_micro_batch_size"] * loss.rows_per_sample
+        microbatches = split or self._policy["train_micro_batch_size"] * loss.rows_per_sample
         temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
         return function(self._model, batch, loss, norm, microbatches, temperature, chunk_size)
 
-    def get_logprobs(self, batch: Batch, cutting: Cutting | None = None) -> NDArray[np.float32] | None:
+    def get_logprobs(self, batch: Batch, split: MicrobatchSplit | None = None) -> NDArray[np.float32] | None:
         """Log-probabilities of this rank's shard, float32 [B, S]; None before the last pipeline stage.
 
         Megatron changes how tensors are pickled, such that unpickling one imports Megatron: an array travels instead.
@@ -181,30 +181,32 @@ class PolicyWorker:
         from nemo_rl_offload.megatron.step.train_step import compute_logprobs
 
         temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
-        microbatches = cutting or self._policy["logprob_batch_size"]
+        microbatches = split or self._policy["logprob_batch_size"]
         with explained("computing log-probabilities", self._policy):
             logprobs = compute_logprobs(self._whole_model(), batch, microbatches, temperature, chunk_size)
         self._empty_cache(from_level=2)
         return None if logprobs is None else logprobs.numpy()
 
-    def get_reference_policy_logprobs(self, batch: Batch, cutting: Cutting | None = None) -> NDArray[np.float32] | None:
+    def get_reference_policy_logprobs(
+        self, batch: Batch, split: MicrobatchSplit | None = None
+    ) -> NDArray[np.float32] | None:
         """The same with the start weights, which take the place of the current ones meanwhile."""
         assert self._reference is not None, "built with keep_reference=False"
         current = [weight.detach().cpu().clone() for weight in self._parameters()]
         self._write_weights(self._reference)
         try:
-            return self.get_logprobs(batch, cutting)
+            return self.get_logprobs(batch, split)
         finally:
             self._write_weights(current)
 
     def get_topk_logits(
-        self, batch: Batch, k: int, num_tokens: int, cutting: Cutting | None = None
+        self, batch: Batch, k: int, num_tokens: int, split: MicrobatchSplit | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]] | None:
         """The largest logits of this rank's shard and their ids, [B, S, K]; None before the last pipeline stage."""
         from nemo_rl_offload.megatron.step.train_step import compute_topk_logits
 
         temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
-        microbatches = cutting or self._policy["logprob_batch_size"]
+        microbatches = split or self._policy["logprob_batch_size"]
         with explained("computing log-probabilities", self._policy):
             top = compute_topk_logits(self._whole_model(), batch, microbatches, temperature, k, num_tokens, chunk_size)
         self._empty_cache(from_level=2)

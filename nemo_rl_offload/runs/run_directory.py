@@ -35,7 +35,7 @@ _LAYOUT_AND_MEMORY = """
     fine_grained_offloading_max_inflight_offloads activation_checkpointing recompute_granularity recompute_modules
     recompute_method recompute_num_layers empty_unused_memory_level cpu_affinity env_vars
 """
-MEANS = (
+RESUME_MAY_CHANGE = (
     *("cluster", "fault_tolerance", "logger", "policy.generation.colocated"),
     *(f"policy.megatron_cfg.{key}" for key in _LAYOUT_AND_MEMORY.split()),
     *(f"checkpointing.{key}" for key in ("save_period", "keep_top_k", "is_async")),
@@ -52,9 +52,10 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
     """Create or re-enter the folder of a run, note its configuration there, and keep other processes out meanwhile.
 
     Without an explicit folder, an unfinished run of the same configuration under `default` is taken up again; any other
-    run there is left alone, and `default-2`, `default-3`, ... is used. Configurations are the same but for `MEANS`. A
-    folder in which nothing was trained yet is free for any configuration. That of a finished run stays as it is, unless
-    it is explicit and the run gets another length: then it is unfinished, and its summary is kept under another name.
+    run there is left alone, and `default-2`, `default-3`, ... is used. Configurations are the same but for
+    `RESUME_MAY_CHANGE`. A folder in which nothing was trained yet is free for any configuration. That of a finished run
+    stays as it is, unless it is explicit and the run gets another length: then it is unfinished, and its summary is kept
+    under another name.
 
     Raises:
         CheckpointError: a run that is to have another length has a damaged checkpoint; the folder is as it was.
@@ -113,8 +114,8 @@ def _obstacle(folder: Path, config: Mapping[str, Any], unfinished: bool) -> str 
     return None
 
 
-def changed_means(folder: Path, config: Mapping[str, Any]) -> str:
-    """In which of `MEANS` a run's configuration differs; empty where in none."""
+def changed_on_resume(folder: Path, config: Mapping[str, Any]) -> str:
+    """In which of `RESUME_MAY_CHANGE` a run's configuration differs; empty where in none."""
     return _changed(_leaves(_read_config(folder) or {}), _leaves(config))
 
 
@@ -173,11 +174,11 @@ def _leaves(node: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _what(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The configuration without `MEANS`."""
+    """The configuration without `RESUME_MAY_CHANGE`."""
     return {
         key: _what(value, f"{path}{key}.") if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if f"{path}{key}" not in MEANS
+        if f"{path}{key}" not in RESUME_MAY_CHANGE
     }
 
 
@@ -234,7 +235,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         check_contents(folder, manifest, [STATE_FILE])
         state = read_state(folder)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} {way_out(folder)}") from error
+        raise CheckpointError(f"{error} {recovery_hint(folder)}") from error
     files = {name.removeprefix(f"{POLICY}/"): digest for name, digest in manifest.items() if name != STATE_FILE}
     return Checkpoint(folder, state, files)
 
@@ -252,7 +253,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def way_out(folder: Path) -> str:
+def recovery_hint(folder: Path) -> str:
     """What to do about a damaged checkpoint of a run, or a copy of one that a user made beside."""
     if (match := _STEP.fullmatch(folder.name)) is None:
         return "It is a copy, from which no run goes on: choose another checkpoint."

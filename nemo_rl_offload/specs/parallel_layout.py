@@ -35,7 +35,7 @@ WHOLE = Split()
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """Numbers of ranks, by Megatron-Core's names; `world` counts all of them."""
 
     world: int = 1
@@ -96,13 +96,13 @@ KEYS = {
 """The configuration's names."""
 
 
-def check_layout(layout: Layout, shape: ModelShape, sequence: int) -> None:
+def check_layout(layout: ParallelLayout, shape: ModelShape, sequence: int) -> None:
     """Raise one ConfigError with everything that does not divide."""
     if problems := list(_problems(layout, shape, sequence)):
         raise ConfigError("\n".join(f"policy.megatron_cfg.{problem}" for problem in problems))
 
 
-def _problems(layout: Layout, shape: ModelShape, sequence: int) -> Iterator[str]:
+def _problems(layout: ParallelLayout, shape: ModelShape, sequence: int) -> Iterator[str]:
     tensor, groups = layout.tensor, shape.num_key_value_heads
     for size, what in ((shape.num_attention_heads, "attention heads"), (shape.ffn_hidden_size, "MLP width")):
         if size % tensor:
@@ -125,7 +125,7 @@ def _problems(layout: Layout, shape: ModelShape, sequence: int) -> Iterator[str]
     yield from _stage_problems(layout, shape.num_layers)
 
 
-def _expert_problems(layout: Layout, shape: ModelShape) -> Iterator[str]:
+def _expert_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
     ranks, key = layout.expert, KEYS["expert"]
     if shape.experts is None:
         if ranks > 1:
@@ -145,7 +145,7 @@ def _expert_problems(layout: Layout, shape: ModelShape) -> Iterator[str]:
         yield "sequence_parallel: experts with tensor parallelism need it. Set it to true."
 
 
-def _stage_problems(layout: Layout, num_layers: int) -> Iterator[str]:
+def _stage_problems(layout: ParallelLayout, num_layers: int) -> Iterator[str]:
     key = KEYS["pipeline"]
     if layout.pipeline == 1:
         if layout.virtual > 1:
@@ -162,7 +162,7 @@ def _stage_problems(layout: Layout, num_layers: int) -> Iterator[str]:
         )
 
 
-def _stage_fix(num_layers: int, layout: Layout) -> str:
+def _stage_fix(num_layers: int, layout: ParallelLayout) -> str:
     """Name sizes of the last stage, or of both ends, that leave an even share for the others."""
     share = max(layout.virtual, round(num_layers / layout.pipeline / layout.virtual) * layout.virtual)
     last = num_layers - share * (layout.pipeline - 1)
@@ -178,7 +178,7 @@ def _divisors(size: int, near: int) -> str:
     return f"The nearest that does is {min(below, key=lambda n: abs(n - near))}."
 
 
-def stage_layers(layout: Layout, num_layers: int) -> list[list[range]]:
+def stage_layers(layout: ParallelLayout, num_layers: int) -> list[list[range]]:
     """Return the layers of each chunk of each pipeline rank. The layout must have passed `check_layout`."""
     first, last, ranks = layout.num_layers_first, layout.num_layers_last, layout.pipeline
     if ranks == 1:

@@ -25,7 +25,7 @@ from nemo_rl_offload.specs.offload_modules import (
     MOE_MODULES,
     SUPPORTED_MODULES,
 )
-from nemo_rl_offload.specs.parallel_layout import Layout, stage_layers
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 
 MICRO_BATCH_SIZE = 2
 _DENSE = ("core_attn", "mlp", "mlp_fc1", "mlp_act", "layernorm")
@@ -39,12 +39,12 @@ SELECTIVE = {
     "deepseek_v3_mtp": _LATENT,
 }
 LAYOUTS = {
-    "one": Layout(),
-    "tp2": Layout(2, tensor=2),
-    "tp2-sp": Layout(2, tensor=2, sequence_parallel=True),
-    "pp2": Layout(2, pipeline=2),
-    "pp2-vpp2": Layout(2, pipeline=2, virtual=2),
-    "pp2-vpp2-tp2-sp": Layout(4, pipeline=2, virtual=2, tensor=2, sequence_parallel=True),
+    "one": ParallelLayout(),
+    "tp2": ParallelLayout(2, tensor=2),
+    "tp2-sp": ParallelLayout(2, tensor=2, sequence_parallel=True),
+    "pp2": ParallelLayout(2, pipeline=2),
+    "pp2-vpp2": ParallelLayout(2, pipeline=2, virtual=2),
+    "pp2-vpp2-tp2-sp": ParallelLayout(4, pipeline=2, virtual=2, tensor=2, sequence_parallel=True),
 }
 
 
@@ -64,7 +64,7 @@ class Case:
     sequence: int
     num_counted_layers: int | None = None
     """Dense layers of each chunk that recompute mlp or mlp_fc1."""
-    layout: Layout = field(default_factory=Layout)
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
 
     def overrides(self) -> Iterator[str]:
         """For `make_policy`."""
@@ -117,7 +117,7 @@ def random_case(seed: int, layout: str = "one") -> Case:
     )
 
 
-def _random_shape(random: Random, family: str, layout: Layout) -> dict[str, Any]:
+def _random_shape(random: Random, family: str, layout: ParallelLayout) -> dict[str, Any]:
     groups = random.choice([1, 2, 4]) * layout.tensor
     shape: dict[str, Any] = {
         "hidden_size": 16 * random.randint(2, 5),

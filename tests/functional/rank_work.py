@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.batching.batch import shard
-from nemo_rl_offload.batching.plan import Cutting
-from nemo_rl_offload.batching.sharding import Division
+from nemo_rl_offload.batching.plan import MicrobatchSplit
+from nemo_rl_offload.batching.sharding import ShardedBatch
 from nemo_rl_offload.generation.megatron import generate
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
@@ -23,7 +23,7 @@ from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
 from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
 from nemo_rl_offload.paged_stash.kernels import Pool
-from nemo_rl_offload.policy.microbatches import divide
+from nemo_rl_offload.policy.microbatches import shard_for_ranks
 from nemo_rl_offload.runs.manifest import Manifest
 
 Arrays = dict[str, NDArray[np.float32]]
@@ -192,13 +192,13 @@ def _leave_groups() -> None:
         gc.collect()
 
 
-def _divide(batch: dict[str, torch.Tensor], policy: Any) -> Division:
-    return divide(batch, policy, parallel_state.get_data_parallel_world_size(), "train")
+def _divide(batch: dict[str, torch.Tensor], policy: Any) -> ShardedBatch:
+    return shard_for_ranks(batch, policy, parallel_state.get_data_parallel_world_size(), "train")
 
 
-def _share(division: Division) -> tuple[dict[str, torch.Tensor], int | Cutting]:
+def _share(division: ShardedBatch) -> tuple[dict[str, torch.Tensor], int | MicrobatchSplit]:
     rank = parallel_state.get_data_parallel_rank()
-    return division.shards[rank], MICRO_BATCH_SIZE if division.cuttings is None else division.cuttings[rank]
+    return division.shards[rank], MICRO_BATCH_SIZE if division.splits is None else division.splits[rank]
 
 
 def _shard(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from nemo_rl_offload.bench.offload import SMALL, Bench, Figures, Shape, run
 from nemo_rl_offload.bench.report import table
 from nemo_rl_offload.bench.run import run_offload_bench
 from nemo_rl_offload.bench.variants import AUTO_BUDGETS, MODULE_SETS, TRANSFORMER_ENGINES, Variant, variants
-from nemo_rl_offload.offload.memory_budget import FIRST_PLANS, Auto
+from nemo_rl_offload.offload.memory_budget import FIRST_PLANS, MemoryBudgetController
 
 OURS = [f"ours: {name}" for name in MODULE_SETS]
 ENOUGH_TO_MOVE = Shape(4, 1024, 2816, 8, 4, 1024, 2048, 1, 2, "bfloat16")
@@ -106,7 +106,7 @@ def test_the_steps_that_count_are_all_of_one_plan(monkeypatch: pytest.MonkeyPatc
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (events.append(event), original(*args))[1])
 
-    noted(Auto, "_make_plan", "planned")
+    noted(MemoryBudgetController, "_make_plan", "planned")
     noted(Bench, "_timed", "timed")
     run(SMALL, torch.device("cpu"), num_rounds=1, names=["ours: auto 80%"])
     measured = events[events.index("timed") + 2 :]  # after the check, and the steps without offloading

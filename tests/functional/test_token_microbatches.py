@@ -17,7 +17,7 @@ from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import build_model
 from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
-from nemo_rl_offload.policy.microbatches import divide
+from nemo_rl_offload.policy.microbatches import shard_for_ranks
 from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MOE_MODULES, SUPPORTED_MODULES
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")
@@ -56,8 +56,8 @@ class Outcome:
         self.cuts: list[tuple[int, ...]] = []
         for step in range(3):
             batch = make_batch(step)
-            division = divide(batch, policy, 1, "train")
-            how = MICRO_BATCH_SIZE if division.cuttings is None else division.cuttings[0]
+            division = shard_for_ranks(batch, policy, 1, "train")
+            how = MICRO_BATCH_SIZE if division.splits is None else division.splits[0]
             shard = division.shards[0]
             self.cuts.append((how,) if isinstance(how, int) else how.widths)
             self.metrics.append(train_step(model, shard, build_loss("nll", {}), normalizers(batch), how, 1.0))

@@ -21,10 +21,10 @@ def whole_logits() -> tuple[Tensor, Tensor, Tensor]:
 
 def _in_chunks(part: Tensor, ids: Tensor, weights: Tensor, chunk_size: int | None) -> tuple[Tensor, ...]:
     """A loss of entropy and log-probabilities, and its gradient; the ranks sum anew in the backward pass."""
-    from nemo_rl_offload.megatron.step.head import logprobs_at, of_tokens, token_entropy
+    from nemo_rl_offload.megatron.step.head import gather_logprobs, map_logit_chunks, token_entropy
 
-    entropy = of_tokens(token_entropy, part, temperature=0.7, chunk_size=chunk_size)
-    logprobs = of_tokens(logprobs_at, part, ids, temperature=0.7, chunk_size=chunk_size)
+    entropy = map_logit_chunks(token_entropy, part, temperature=0.7, chunk_size=chunk_size)
+    logprobs = map_logit_chunks(gather_logprobs, part, ids, temperature=0.7, chunk_size=chunk_size)
     loss = (weights * entropy).sum() + (weights[..., None] * logprobs).sum()
     return loss, *torch.autograd.grad(loss, part)
 
@@ -34,7 +34,7 @@ def worker(rank: int, port: int, folder: str) -> None:
     from megatron.core import parallel_state
 
     from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
-    from nemo_rl_offload.megatron.step.head import logprobs_at, token_entropy, topk_logits
+    from nemo_rl_offload.megatron.step.head import gather_logprobs, token_entropy, topk_logits
 
     install_cpu_support()
     torch.set_num_threads(1)
@@ -43,7 +43,7 @@ def worker(rank: int, port: int, folder: str) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=NUM_RANKS)
     logits, ids, weights = whole_logits()
     part = logits.chunk(NUM_RANKS, dim=-1)[rank].clone().requires_grad_()
-    entropy, logprobs = token_entropy(part), logprobs_at(part, ids)
+    entropy, logprobs = token_entropy(part), gather_logprobs(part, ids)
     (gradient,) = torch.autograd.grad((weights * entropy).sum() + (weights[..., None] * logprobs).sum(), part)
     whole, chunked = (_in_chunks(part, ids, weights, chunk_size) for chunk_size in (None, 1))
     torch.testing.assert_close(chunked, whole)

@@ -40,7 +40,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_rl_offload.adapters.megatron_core.routing_result import pass_the_link
+from nemo_rl_offload.adapters.megatron_core.routing_result import bypass_copy_engine
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
 
 _CLASS_NAME = "FineGrainedActivationOffloadingInterface"
@@ -262,7 +262,7 @@ def use_engine(engine: OffloadEngine | None, modules: Iterable[str] = ()) -> Non
             module.tensor_parallel = _OffloadedCheckpoints(lambda _: "attn_norm")
         transformer_layer.tensor_parallel = _OffloadedCheckpoints(_input_of_mlp)
     OffloadInterface.engine, OffloadInterface.modules = engine, frozenset(modules)
-    pass_the_link(engine is not None and engine.device.type == "cuda")
+    bypass_copy_engine(engine is not None and engine.device.type == "cuda")
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def to_host(tensor: Tensor) -> Tensor:
     return pinned
 
 
-def pass_the_link(active: bool) -> None:
+def bypass_copy_engine(active: bool) -> None:
     """Whether Megatron's dispatchers move their results this way in this process."""
     present = token_dispatcher.maybe_move_tensor_to_cpu
     if active and not isinstance(present, _Move):

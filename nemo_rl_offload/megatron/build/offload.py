@@ -12,7 +12,7 @@ from nemo_rl_offload.offload.backends.cuda import MAX_PIECE_BYTES, CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
-from nemo_rl_offload.offload.memory_budget import Auto, Measured, largest
+from nemo_rl_offload.offload.memory_budget import Measured, MemoryBudgetController, reduce_max_over_ranks
 from nemo_rl_offload.offload.selection import Selection
 from nemo_rl_offload.units import parse_bytes
 
@@ -34,7 +34,7 @@ def install_offloading(policy: PolicyConfig) -> OffloadEngine | None:
     auto = None
     if cfg["offload_modules"] == "auto":
         assert gpu_budget is not None, "checked with the configuration"
-        auto = Auto(parse_bytes(gpu_budget), host_budget_bytes, _largest_of_stage)
+        auto = MemoryBudgetController(parse_bytes(gpu_budget), host_budget_bytes, _largest_of_stage)
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     engine = OffloadEngine(
         make_backend(),
@@ -67,4 +67,4 @@ def _largest_of_stage(measured: Measured) -> Measured:
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     gathered = [measured] * dist.get_world_size(group)
     dist.all_gather_object(gathered, measured, group=group)
-    return largest(gathered)
+    return reduce_max_over_ranks(gathered)

@@ -33,7 +33,7 @@ def chunks_of(rank: int, num_ranks: int) -> tuple[int, int]:
     return rank, 2 * num_ranks - 1 - rank
 
 
-def own_part(values_BS: Tensor) -> Tensor:
+def shard_for_cp(values_BS: Tensor) -> Tensor:
     """This rank's positions of [B, S, ...]; S is a multiple of twice the number of ranks."""
     if num_ranks() == 1:
         return values_BS
@@ -62,21 +62,21 @@ def _places(num_ranks: int) -> list[int]:
     return [gathered.index(chunk) for chunk in range(2 * num_ranks)]
 
 
-def predicting(logits_BSV: Tensor) -> Tensor:
+def shift_logits(logits_BSV: Tensor) -> Tensor:
     """The logits that predict a token of the row."""
     return logits_BSV[:, :-1] if num_ranks() == 1 else logits_BSV
 
 
-def predicted(values_BS: Tensor) -> Tensor:
-    """Values of tokens [B, S, ...], of those that this rank's `predicting` logits predict."""
+def shift_targets(values_BS: Tensor) -> Tensor:
+    """Values of tokens [B, S, ...], of those that this rank's logits predict after `shift_logits`."""
     following = values_BS[:, 1:]
     if num_ranks() == 1:
         return following
-    return own_part(F.pad(following, (0, 0) * (following.ndim - 2) + (0, 1)))
+    return shard_for_cp(F.pad(following, (0, 0) * (following.ndim - 2) + (0, 1)))
 
 
-def of_rows(values_BS: Tensor) -> Tensor:
-    """What was computed of `predicting` logits as values of whole rows' tokens [B, S, ...]; position 0 is 0."""
+def gather_for_cp(values_BS: Tensor) -> Tensor:
+    """What was computed of this rank's shifted logits, as values of whole rows' tokens [B, S, ...]; position 0 is 0."""
     if num_ranks() > 1:
         values_BS = gather_sequence(values_BS.transpose(0, 1), sums_gradients=False).transpose(0, 1)[:, :-1]
     return F.pad(values_BS, (0, 0) * (values_BS.ndim - 2) + (1, 0))

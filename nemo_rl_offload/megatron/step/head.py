@@ -4,7 +4,7 @@ A rank holds [B, S, vocabulary / TP]; every result is the same on all of its ten
 Megatron's pair of regions: what is summed over ranks passes its gradient on as it is, and what every rank uses on its
 own part of the vocabulary sums the gradients of all.
 
-The logits' tensor is among the largest of a step, and each of these functions makes float32 copies of it. `of_tokens`
+The logits' tensor is among the largest of a step, and each of these functions makes float32 copies of it. `map_logit_chunks`
 cuts the sequence into chunks, and computes a chunk's copies again in the backward pass instead of keeping them.
 """
 
@@ -22,10 +22,10 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nemo_rl_offload.megatron.step.context_parallel import of_rows, predicted, predicting
+from nemo_rl_offload.megatron.step.context_parallel import gather_for_cp, shift_logits, shift_targets
 
 
-def of_tokens(
+def map_logit_chunks(
     function: Callable[..., Tensor], logits_BSV: Tensor, *per_token: Tensor, temperature: float, chunk_size: int | None
 ) -> Tensor:
     """`function` of the logits that predict each token, over temperature in float32, and of the token's own values.
@@ -35,12 +35,12 @@ def of_tokens(
     positions are computed at a time; None: all at once.
     """
     whole = max(1, logits_BSV.shape[1])
-    logits = torch.split(predicting(logits_BSV), chunk_size or whole, dim=1)
-    others = [torch.split(predicted(values), chunk_size or whole, dim=1) for values in per_token]
+    logits = torch.split(shift_logits(logits_BSV), chunk_size or whole, dim=1)
+    others = [torch.split(shift_targets(values), chunk_size or whole, dim=1) for values in per_token]
     of_chunk = partial(_at_temperature, function, temperature)
     if len(logits) > 1 and torch.is_grad_enabled():
         of_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-    return of_rows(torch.cat([of_chunk(*chunk) for chunk in zip(logits, *others, strict=True)], dim=1))
+    return gather_for_cp(torch.cat([of_chunk(*chunk) for chunk in zip(logits, *others, strict=True)], dim=1))
 
 
 def _at_temperature(
@@ -49,7 +49,7 @@ def _at_temperature(
     return function(logits_BSV.float() / temperature, *per_token)
 
 
-def logprobs_of(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor:
+def target_logprobs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor:
     """Log-probability of one token at each position, [B, S]; `ids_BS` int64. Overwrites the logits."""
     logprobs: Tensor = -vocab_parallel_cross_entropy(logits_BSV, ids_BS.contiguous())
     return logprobs
@@ -63,7 +63,7 @@ def token_entropy(logits_BSV: Tensor) -> Tensor:
     return entropy
 
 
-def logprobs_at(logits_BSV: Tensor, ids_BSK: Tensor) -> Tensor:
+def gather_logprobs(logits_BSV: Tensor, ids_BSK: Tensor) -> Tensor:
     """Log-probabilities of the given tokens over the whole vocabulary, [B, S, K]; `ids_BSK` int64."""
     num_local = logits_BSV.shape[-1]
     local_ids = ids_BSK - parallel_state.get_tensor_model_parallel_rank() * num_local
@@ -86,13 +86,13 @@ def topk_logits(logits_BSV: Tensor, k: int, num_tokens: int) -> tuple[Tensor, Te
     return values, indices.gather(-1, order)
 
 
-def topk_of_tokens(
+def topk_logit_chunks(
     logits_BSV: Tensor, k: int, num_tokens: int, *, temperature: float, chunk_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """`topk_logits` of what predicts each token, as in `of_tokens`, but without a gradient."""
-    chunks = torch.split(predicting(logits_BSV), chunk_size or max(1, logits_BSV.shape[1]), dim=1)
+    """`topk_logits` of what predicts each token, as in `map_logit_chunks`, but without a gradient."""
+    chunks = torch.split(shift_logits(logits_BSV), chunk_size or max(1, logits_BSV.shape[1]), dim=1)
     parts = [topk_logits(chunk.float() / temperature, k, num_tokens) for chunk in chunks]
-    values, ids = (of_rows(torch.cat(each, dim=1)) for each in zip(*parts, strict=True))
+    values, ids = (gather_for_cp(torch.cat(each, dim=1)) for each in zip(*parts, strict=True))
     return values, ids
 
 

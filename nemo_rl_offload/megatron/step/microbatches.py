@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples, select
 from nemo_rl_offload.batching.packing import Packing
-from nemo_rl_offload.batching.plan import Cutting
+from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.megatron.layers.packed_rotary import announce_pack
 from nemo_rl_offload.specs.parallel_layout import width_multiple
 
@@ -36,7 +36,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Microbatch:
     """A microbatch: rows [B, S] for the loss, and the same tokens as the model takes them, [B, S] or [1, width]."""
 
     batch: Batch
@@ -78,40 +78,40 @@ class Piece:
         )
 
 
-def cut(batch: Batch, how: int | Cutting, config: Any) -> list[Piece]:
+def split_into_microbatches(batch: Batch, how: int | MicrobatchSplit, config: Any) -> list[Microbatch]:
     """Cut into microbatches of `how` many rows, or by a plan; `config` is Megatron's.
 
     In order, they hold all rows; with a fixed number of rows, what was filled up follows.
     """
-    if isinstance(how, Cutting):
+    if isinstance(how, MicrobatchSplit):
         return _cut_by_plan(batch, how)
     num_stages = config.pipeline_model_parallel_size
     gathers = config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather"
     tensor_size = config.tensor_model_parallel_size if config.sequence_parallel else 1
     multiple = width_multiple(tensor_size, config.context_parallel_size)
     if num_stages == 1 and not gathers:
-        return [Piece(_widen(piece, multiple)) for piece in microbatches(batch, how)]
+        return [Microbatch(_widen(piece, multiple)) for piece in microbatches(batch, how)]
     group_size = how * (num_stages if config.virtual_pipeline_model_parallel_size else 1)
     # Ranks that gather see shards of one batch, which are equally wide before they are trimmed.
     width = batch["input_ids"].shape[1] if gathers else int(batch["input_lengths"].max())
     whole = _widen(_trim(_fill(batch, _round_up(num_samples(batch), group_size)), width), multiple)
-    return [Piece(select(whole, slice(i, i + how))) for i in range(0, num_samples(whole), how)]
+    return [Microbatch(select(whole, slice(i, i + how))) for i in range(0, num_samples(whole), how)]
 
 
-def _cut_by_plan(batch: Batch, cutting: Cutting) -> list[Piece]:
+def _cut_by_plan(batch: Batch, split: MicrobatchSplit) -> list[Microbatch]:
     pieces = []
     start = 0
     lengths = batch["input_lengths"].tolist()
-    for size, width in zip(cutting.sizes, cutting.widths, strict=True):
+    for size, width in zip(split.sizes, split.widths, strict=True):
         rows, own = select(batch, slice(start, start + size)), lengths[start : start + size]
         start += size
-        if cutting.is_packed:
+        if split.is_packed:
             rows = _trim(rows, max(own))
             packing = Packing.of_rows(own, rows["input_ids"].shape[1], width, rows["input_ids"].device)
             announce_pack(packing.bounds, packing.lengths)
-            pieces.append(Piece(rows, packing))
+            pieces.append(Microbatch(rows, packing))
         else:
-            pieces.append(Piece(_widen(_trim(rows, width), width)))
+            pieces.append(Microbatch(_widen(_trim(rows, width), width)))
     assert start == num_samples(batch), "the plan is for another shard"
     return pieces
 

@@ -18,14 +18,20 @@ from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.interface import forward_only
 from nemo_rl_offload.batching.batch import Batch, num_samples
-from nemo_rl_offload.batching.plan import Cutting
+from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.losses.reduction import Normalizers, valid_tokens
 from nemo_rl_offload.losses.registry import Loss
 from nemo_rl_offload.megatron.build.model import MegatronModel, unwrap
-from nemo_rl_offload.megatron.step.context_parallel import own_part
+from nemo_rl_offload.megatron.step.context_parallel import shard_for_cp
 from nemo_rl_offload.megatron.step.finite import all_finite
-from nemo_rl_offload.megatron.step.head import logprobs_at, logprobs_of, of_tokens, token_entropy, topk_of_tokens
-from nemo_rl_offload.megatron.step.microbatches import Piece, cut
+from nemo_rl_offload.megatron.step.head import (
+    gather_logprobs,
+    map_logit_chunks,
+    target_logprobs,
+    token_entropy,
+    topk_logit_chunks,
+)
+from nemo_rl_offload.megatron.step.microbatches import Microbatch, split_into_microbatches
 from nemo_rl_offload.megatron.step.moe_metrics import collect_moe_metrics, forget_routing
 
 
@@ -36,7 +42,7 @@ def token_logprobs(
 
     Megatron's vocabulary-parallel cross entropy, so logits are never gathered over tensor-parallel ranks.
     """
-    return of_tokens(logprobs_of, logits_BSV, input_ids_BS, temperature=temperature, chunk_size=chunk_size)
+    return map_logit_chunks(target_logprobs, logits_BSV, input_ids_BS, temperature=temperature, chunk_size=chunk_size)
 
 
 def to_device(batch: Mapping[str, Tensor]) -> Batch:
@@ -45,7 +51,9 @@ def to_device(batch: Mapping[str, Tensor]) -> Batch:
     return {key: value.to(device) for key, value in batch.items()}
 
 
-def _forward_step(process: Callable[[Tensor, Piece], Any], iterator: Iterator[Piece], chunk: Any) -> tuple[Tensor, Any]:
+def _forward_step(
+    process: Callable[[Tensor, Microbatch], Any], iterator: Iterator[Microbatch], chunk: Any
+) -> tuple[Tensor, Any]:
     piece = next(iterator)
     # Padding stands on the right, so a causal mask already keeps it from every real token.
     further: dict[str, Any] = {}
@@ -55,19 +63,19 @@ def _forward_step(process: Callable[[Tensor, Piece], Any], iterator: Iterator[Pi
         # Layers that predict further tokens have a loss of their own, which Megatron adds to the gradients.
         is_scored = "token_mask" not in piece.batch
         mask = torch.ones_like(piece.batch["input_ids"]) if is_scored else valid_tokens(piece.batch).long()
-        further["loss_mask"] = own_part(piece.for_model(mask))
-    logits = chunk(own_part(piece.input_ids), own_part(piece.position_ids), None, **further)
+        further["loss_mask"] = shard_for_cp(piece.for_model(mask))
+    logits = chunk(shard_for_cp(piece.input_ids), shard_for_cp(piece.position_ids), None, **further)
     return logits, partial(_on_logits, process, piece)
 
 
 def _on_logits(
-    process: Callable[[Tensor, Piece], Any], piece: Piece, logits: Tensor, non_loss_data: bool = False
+    process: Callable[[Tensor, Microbatch], Any], piece: Microbatch, logits: Tensor, non_loss_data: bool = False
 ) -> Any:
     return process(logits, piece)
 
 
 def _run_schedule(
-    model: MegatronModel, pieces: list[Piece], process: Callable[[Tensor, Piece], Any], *, forward_only: bool
+    model: MegatronModel, pieces: list[Microbatch], process: Callable[[Tensor, Microbatch], Any], *, forward_only: bool
 ) -> list[Any]:
     """What `process` gave for each microbatch; nothing before the last pipeline stage, where there are no logits."""
     num_rows, width = pieces[0].input_ids.shape
@@ -85,16 +93,16 @@ def _run_schedule(
 
 
 def _apply(
-    loss: Loss, logits: Tensor, piece: Piece, norm: Normalizers, temperature: float, chunk_size: int | None
+    loss: Loss, logits: Tensor, piece: Microbatch, norm: Normalizers, temperature: float, chunk_size: int | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Give the loss the log-probabilities, and what else it requires of the logits."""
-    of_logits = partial(of_tokens, temperature=temperature, chunk_size=chunk_size)
+    of_logits = partial(map_logit_chunks, temperature=temperature, chunk_size=chunk_size)
     batch = piece.batch
     if "entropy" in loss.required:
         batch = batch | {"entropy": piece.for_loss(of_logits(token_entropy, logits))}
     if "topk_logprobs" in loss.required:
         ids = piece.for_model(batch["teacher_topk_indices"])
-        batch = batch | {"topk_logprobs": piece.for_loss(of_logits(logprobs_at, logits, ids))}
+        batch = batch | {"topk_logprobs": piece.for_loss(of_logits(gather_logprobs, logits, ids))}
     logprobs = token_logprobs(logits, piece.input_ids, temperature, chunk_size)
     return loss(piece.for_loss(logprobs), batch, norm)
 
@@ -104,14 +112,14 @@ def train_step(
     batch: Batch,
     loss: Loss,
     norm: Normalizers,
-    microbatches: int | Cutting,
+    microbatches: int | MicrobatchSplit,
     temperature: float,
     chunk_size: int | None = None,
 ) -> dict[str, float]:
     """Take one optimizer step on this rank's shard of a global batch.
 
     `microbatches` is the number of rows in each, or how a plan cuts the shard. `chunk_size` is that of
-    `vocabulary.of_tokens`.
+    `vocabulary.map_logit_chunks`.
     `norm` counts the whole global batch, so that the loss is a sum over microbatches and ranks. Megatron divides each
     microbatch's loss by their number and averages gradients over data-parallel ranks; the loss is multiplied by both
     beforehand. A loss or gradient that is not finite leaves weights, optimizer and schedule as they are.
@@ -122,10 +130,10 @@ def train_step(
     forget_routing(model.modules)
     batch = to_device(batch)
     norm = Normalizers(*(count.to(batch["input_ids"].device) for count in norm))
-    pieces = cut(batch, microbatches, model.config)
+    pieces = split_into_microbatches(batch, microbatches, model.config)
     factor = len(pieces) * parallel_state.get_data_parallel_world_size()
 
-    def process(logits: Tensor, piece: Piece) -> tuple[Tensor, dict[str, Tensor]]:
+    def process(logits: Tensor, piece: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         value, metrics = _apply(loss, logits, piece, norm, temperature, chunk_size)
         # Megatron divides the returned loss in place, and a detached metric shares its storage.
         return value * factor, {key: metric.clone() for key, metric in metrics.items()}
@@ -149,7 +157,7 @@ def train_step(
 
 
 def _forward_backward(
-    model: MegatronModel, pieces: list[Piece], process: Callable[[Tensor, Piece], Any]
+    model: MegatronModel, pieces: list[Microbatch], process: Callable[[Tensor, Microbatch], Any]
 ) -> list[dict[str, Tensor]]:
     config = model.config
     config.finalize_model_grads_func = finalize_model_grads
@@ -177,14 +185,14 @@ def evaluate(
     batch: Batch,
     loss: Loss,
     norm: Normalizers,
-    microbatches: int | Cutting,
+    microbatches: int | MicrobatchSplit,
     temperature: float,
     chunk_size: int | None = None,
 ) -> dict[str, float]:
     """The loss function's metrics on this rank's shard of a batch, summed over microbatches and ranks, as they are."""
     norm = Normalizers(*(count.to(torch.cuda.current_device()) for count in norm))
 
-    def process(logits: Tensor, piece: Piece) -> dict[str, Tensor]:
+    def process(logits: Tensor, piece: Microbatch) -> dict[str, Tensor]:
         return _apply(loss, logits, piece, norm, temperature, chunk_size)[1]
 
     return _reduce_metrics(_forward(model, batch, microbatches, process))
@@ -193,7 +201,7 @@ def evaluate(
 def compute_logprobs(
     model: MegatronModel,
     batch: Batch,
-    microbatches: int | Cutting,
+    microbatches: int | MicrobatchSplit,
     temperature: float,
     chunk_size: int | None = None,
 ) -> Tensor | None:
@@ -202,7 +210,7 @@ def compute_logprobs(
     None on ranks before the last pipeline stage.
     """
 
-    def process(logits: Tensor, piece: Piece) -> Tensor:
+    def process(logits: Tensor, piece: Microbatch) -> Tensor:
         return piece.for_loss(token_logprobs(logits, piece.input_ids, temperature, chunk_size)).cpu()
 
     outputs = _forward(model, batch, microbatches, process)
@@ -212,7 +220,7 @@ def compute_logprobs(
 def compute_topk_logits(
     model: MegatronModel,
     batch: Batch,
-    microbatches: int | Cutting,
+    microbatches: int | MicrobatchSplit,
     temperature: float,
     k: int,
     num_tokens: int,
@@ -224,8 +232,8 @@ def compute_topk_logits(
     None on ranks before the last pipeline stage.
     """
 
-    def process(logits: Tensor, piece: Piece) -> tuple[Tensor, ...]:
-        top = topk_of_tokens(logits, k, num_tokens, temperature=temperature, chunk_size=chunk_size)
+    def process(logits: Tensor, piece: Microbatch) -> tuple[Tensor, ...]:
+        top = topk_logit_chunks(logits, k, num_tokens, temperature=temperature, chunk_size=chunk_size)
         return tuple(piece.for_loss(values).cpu() for values in top)
 
     outputs = _forward(model, batch, microbatches, process)
@@ -243,10 +251,13 @@ def _rows(batch: Batch, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _forward(
-    model: MegatronModel, batch: Batch, microbatches: int | Cutting, process: Callable[[Tensor, Piece], Any]
+    model: MegatronModel,
+    batch: Batch,
+    microbatches: int | MicrobatchSplit,
+    process: Callable[[Tensor, Microbatch], Any],
 ) -> list[Any]:
     assert num_samples(batch) > 0, "an empty shard"
-    pieces = cut(to_device(batch), microbatches, model.config)
+    pieces = split_into_microbatches(to_device(batch), microbatches, model.config)
     for chunk in model.chunks:
         chunk.eval()
     with torch.no_grad(), forward_only(model.config):

@@ -20,7 +20,7 @@ class HostSlab:
     num_bytes: int
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """`num_bytes` of a slab from `offset` on; `number` is the slab's in its arena."""
 
     slab: HostSlab
@@ -38,7 +38,7 @@ class Block:
 
     __slots__ = ("fences", "last_event", "num_bytes", "parts", "pieces", "reserved_bytes")
 
-    def __init__(self, pieces: tuple[Piece, ...], num_bytes: int, fences: tuple[Event, ...] = ()) -> None:
+    def __init__(self, pieces: tuple[Extent, ...], num_bytes: int, fences: tuple[Event, ...] = ()) -> None:
         self.pieces = pieces
         self.num_bytes = num_bytes
         self.reserved_bytes = sum([piece.num_bytes for piece in pieces])  # what the arena's alignment makes of it

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from nemo_rl_offload.specs.model_shape import ModelShape
-from nemo_rl_offload.specs.parallel_layout import Layout
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 MXFP8_BYTES = 1 + 1 / 32
 """One byte per element, and one scale per 32 elements (OCP Microscaling Formats 1.0)."""
@@ -83,7 +83,7 @@ class LayerContext:
     """Everything that a layer's activations depend on."""
 
     shape: ModelShape
-    layout: Layout
+    layout: ParallelLayout
     tokens: Tokens
     numbers: Numbers
     fused_norm_linear: bool = False

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Tokens
 from nemo_rl_offload.specs.devices import Device
 from nemo_rl_offload.specs.model_shape import ModelShape
-from nemo_rl_offload.specs.parallel_layout import Layout
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 
 @dataclass(frozen=True)
-class Work:
+class ModuleCost:
     """One module of a layer for one microbatch."""
 
     module: str
@@ -31,7 +31,7 @@ class Work:
         return operations / 1e9 + self.traffic_bytes / memory_rate / 1e6
 
     def backward_ms(self, device: Device, fp8: bool) -> float:
-        doubled = Work(self.module, 2 * self.product_flops, 2.5 * self.attention_flops, 2 * self.traffic_bytes)
+        doubled = ModuleCost(self.module, 2 * self.product_flops, 2.5 * self.attention_flops, 2 * self.traffic_bytes)
         return doubled.forward_ms(device, fp8)
 
     @property
@@ -39,7 +39,7 @@ class Work:
         return self.product_flops + self.attention_flops
 
 
-def layer_work(context: LayerContext, has_experts: bool) -> list[Work]:
+def layer_costs(context: LayerContext, has_experts: bool) -> list[ModuleCost]:
     """The modules of one layer, in forward order."""
     return [*_attention(context), *(_experts(context) if has_experts else _dense(context))]
 
@@ -50,20 +50,20 @@ def training_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     What model FLOPs utilisation counts (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), with causal attention's
     half of the scores.
     """
-    token = LayerContext(shape, Layout(), Tokens(1, 1), Numbers())
-    work = [each for has_experts in shape.layers_with_experts for each in layer_work(token, has_experts)]
+    token = LayerContext(shape, ParallelLayout(), Tokens(1, 1), Numbers())
+    work = [each for has_experts in shape.layers_with_experts for each in layer_costs(token, has_experts)]
     per_token = sum(each.product_flops for each in work) + 2.0 * shape.hidden_size * shape.vocab_size
     per_pair = sum(each.attention_flops for each in work)
     return 3 * (per_token * sum(lengths) + per_pair * sum(length * length for length in lengths))
 
 
-def _norm(context: LayerContext, module: str) -> Work:
+def _norm(context: LayerContext, module: str) -> ModuleCost:
     """Reads its input twice (residual) and writes twice."""
     size = context.norm_tokens * context.shape.hidden_size * context.numbers.element_bytes
-    return Work(module, traffic_bytes=4 * size)
+    return ModuleCost(module, traffic_bytes=4 * size)
 
 
-def _attention(context: LayerContext) -> Iterator[Work]:
+def _attention(context: LayerContext) -> Iterator[ModuleCost]:
     shape, tokens, heads = context.shape, context.tokens, context.heads
     h, latent = shape.hidden_size, shape.latent_attention
     yield _norm(context, "attn_norm")
@@ -71,37 +71,37 @@ def _attention(context: LayerContext) -> Iterator[Work]:
         down = h * ((latent.query_rank or 0) + latent.key_value_rank + latent.rope_head_dim)
         up = (latent.query_rank or h) * heads * shape.query_head_dim
         up += latent.key_value_rank * heads * (latent.nope_head_dim + latent.value_head_dim)
-        yield Work("qkv_linear", 2.0 * context.norm_tokens * down + 2.0 * tokens.count * up)
+        yield ModuleCost("qkv_linear", 2.0 * context.norm_tokens * down + 2.0 * tokens.count * up)
     else:
-        yield Work("qkv_linear", 2.0 * tokens.count * h * (heads + 2 * context.groups) * shape.head_dim)
+        yield ModuleCost("qkv_linear", 2.0 * tokens.count * h * (heads + 2 * context.groups) * shape.head_dim)
     per_token = tokens.sequence * heads * (shape.query_head_dim + shape.value_head_dim)
-    yield Work("core_attn", attention_flops=float(tokens.count * per_token))
-    yield Work("attn_proj", 2.0 * tokens.count * heads * shape.value_head_dim * h)
+    yield ModuleCost("core_attn", attention_flops=float(tokens.count * per_token))
+    yield ModuleCost("attn_proj", 2.0 * tokens.count * heads * shape.value_head_dim * h)
 
 
-def _mlp(context: LayerContext, tokens: int, width: int, names: tuple[str, str, str]) -> Iterator[Work]:
+def _mlp(context: LayerContext, tokens: int, width: int, names: tuple[str, str, str]) -> Iterator[ModuleCost]:
     h = context.shape.hidden_size
-    yield Work(names[0], 2.0 * tokens * h * 2 * width)
-    yield Work(names[1], traffic_bytes=3.0 * tokens * width * context.numbers.element_bytes)
-    yield Work(names[2], 2.0 * tokens * width * h)
+    yield ModuleCost(names[0], 2.0 * tokens * h * 2 * width)
+    yield ModuleCost(names[1], traffic_bytes=3.0 * tokens * width * context.numbers.element_bytes)
+    yield ModuleCost(names[2], 2.0 * tokens * width * h)
 
 
-def _dense(context: LayerContext) -> Iterator[Work]:
+def _dense(context: LayerContext) -> Iterator[ModuleCost]:
     yield _norm(context, "mlp_norm")
     width = context.shape.ffn_hidden_size // context.layout.tensor
     yield from _mlp(context, context.tokens.count, width, ("mlp_fc1", "mlp_act", "mlp_fc2"))
 
 
-def _experts(context: LayerContext) -> Iterator[Work]:
+def _experts(context: LayerContext) -> Iterator[ModuleCost]:
     shape, experts, size = context.shape, context.shape.experts, context.numbers.element_bytes
     assert experts is not None
     h, tokens = shape.hidden_size, context.expert_tokens
     yield _norm(context, "mlp_norm")
     moved = 4.0 * tokens * h * size  # read and written, on the way there and back
-    yield Work("router", 2.0 * context.norm_tokens * h * experts.num_experts, traffic_bytes=moved)
+    yield ModuleCost("router", 2.0 * context.norm_tokens * h * experts.num_experts, traffic_bytes=moved)
     if experts.shared_ffn_hidden_size:
         width = experts.shared_ffn_hidden_size // context.layout.tensor
-        yield Work("shared_experts", 6.0 * context.tokens.count * h * width)
+        yield ModuleCost("shared_experts", 6.0 * context.tokens.count * h * width)
     width = experts.ffn_hidden_size // context.layout.expert_tensor
     yield from _mlp(context, tokens, width, ("expert_fc1", "moe_act", "expert_fc2"))
 
@@ -111,7 +111,7 @@ def recompute_ms(context: LayerContext, name: str, device: Device) -> float:
     fp8 = context.numbers.fp8 is not None
     shape, latent = context.shape, context.shape.latent_attention
     if name == "layernorm":
-        return Work(name, traffic_bytes=_norm(context, name).traffic_bytes / 2).forward_ms(device, fp8)
+        return ModuleCost(name, traffic_bytes=_norm(context, name).traffic_bytes / 2).forward_ms(device, fp8)
     if name in ("moe_act", "mlp_act"):
         modules = _experts(context) if name == "moe_act" else _dense(context)
         return next(work for work in modules if work.module == name).forward_ms(device, fp8)
@@ -119,7 +119,7 @@ def recompute_ms(context: LayerContext, name: str, device: Device) -> float:
     assert latent is not None
     up = (latent.query_rank or shape.hidden_size) * context.heads * shape.query_head_dim
     up += latent.key_value_rank * context.heads * (latent.nope_head_dim + latent.value_head_dim)
-    return Work(name, 2.0 * context.tokens.count * up).forward_ms(device, fp8)
+    return ModuleCost(name, 2.0 * context.tokens.count * up).forward_ms(device, fp8)
 
 
 _WHOLE = {
@@ -138,7 +138,7 @@ def recomputed_ms(
 ) -> dict[str, float]:
     """Time that selective recomputation adds to the backward of each module of a layer."""
     fp8 = context.numbers.fp8 is not None
-    forward = {work.module: work.forward_ms(device, fp8) for work in layer_work(context, has_experts)}
+    forward = {work.module: work.forward_ms(device, fp8) for work in layer_costs(context, has_experts)}
     extra: dict[str, float] = {}
     for name in recompute_modules:
         if name in _WHOLE:

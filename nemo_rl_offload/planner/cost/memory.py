@@ -11,7 +11,7 @@ from nemo_rl_offload.planner.cost.parameters import (
 )
 from nemo_rl_offload.specs.devices import Device
 from nemo_rl_offload.specs.model_shape import ModelShape
-from nemo_rl_offload.specs.parallel_layout import Layout
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 from nemo_rl_offload.units import GIB
 
 RUNTIME_BYTES = int(1.5 * GIB)
@@ -36,7 +36,7 @@ class Optimizer:
     """Share of state and master weights that stays in host memory."""
 
 
-def stage_parameters(shape: ModelShape, layout: Layout, chunks: Sequence[range], rank: int) -> ParameterCount:
+def stage_parameters(shape: ModelShape, layout: ParallelLayout, chunks: Sequence[range], rank: int) -> ParameterCount:
     """Parameters of one rank of pipeline stage `rank`; tied embeddings count on both ends of the pipeline."""
     split = layout.split
     is_first, is_last = rank == 0, rank == layout.pipeline - 1
@@ -53,7 +53,9 @@ def stage_parameters(shape: ModelShape, layout: Layout, chunks: Sequence[range],
     return total
 
 
-def state_bytes(parameters: ParameterCount, layout: Layout, optimizer: Optimizer, element_bytes: int) -> dict[str, int]:
+def state_bytes(
+    parameters: ParameterCount, layout: ParallelLayout, optimizer: Optimizer, element_bytes: int
+) -> dict[str, int]:
     """Weights, gradients and optimizer state of one rank, in bytes."""
     each = optimizer.state_bytes + optimizer.master_bytes
     data, expert_data = layout.data * layout.context, layout.expert_data
@@ -68,7 +70,7 @@ def state_bytes(parameters: ParameterCount, layout: Layout, optimizer: Optimizer
 
 
 def logits_bytes(
-    shape: ModelShape, layout: Layout, num_tokens: int, element_bytes: int, chunk_tokens: int | None = None
+    shape: ModelShape, layout: ParallelLayout, num_tokens: int, element_bytes: int, chunk_tokens: int | None = None
 ) -> int:
     """Most memory that output logits and their loss take at a time, on the last stage.
 

@@ -15,7 +15,7 @@ from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.plan import JobPlan
 from nemo_rl_offload.planner.search.to_config import excess_bytes
-from nemo_rl_offload.planner.simulate.simulated_step import ModuleRow, Outcome, module_rows
+from nemo_rl_offload.planner.simulate.simulated_step import ModuleRow, SimulatedStep, module_rows
 from nemo_rl_offload.planner.simulate.stages import job_link
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 from nemo_rl_offload.units import GIB, MIB
@@ -64,7 +64,7 @@ def _reference_bytes(plan: JobPlan) -> int:
     return max(stage.static_bytes["weights"] for stage in plan.baseline.stages)
 
 
-def _outcome_data(outcome: Outcome) -> dict[str, Any]:
+def _outcome_data(outcome: SimulatedStep) -> dict[str, Any]:
     ranks = range(len(outcome.stages))
     return {
         "step_ms": round(outcome.step_ms, 3),

@@ -1,14 +1,14 @@
 """Chooses for a job's budget: how much is recomputed, and what is kept, offloaded or recomputed of the rest.
 
-Mechanism. Some recomputation belongs to one group each (`SEPARABLE`), and `choose` takes it group by group. What takes
+Mechanism. Some recomputation belongs to one group each (`SEPARABLE`), and `solve` takes it group by group. What takes
 several groups at once, or stands in all layers, is tried as a whole: *ways*, which recompute activations and norms,
 MLPs up to their last linear in ever more layers (whole ones where the engine has no parts of them), experts, and whole
-layers. Each way gets a score from `choose` on the fullest stage, and the whole pipeline is simulated for the best of
+layers. Each way gets a score from `solve` on the fullest stage, and the whole pipeline is simulated for the best of
 them. Where the simulated peak, which also counts copies on their way, is above the budget, the chooser gets that much
-less and decides again. `choose` takes copies to end before backward begins; where listed modules fit and no compute
+less and decides again. `solve` takes copies to end before backward begins; where listed modules fit and no compute
 waits for them, that is simulated too, for the first way in which it is so. The fastest that fits is taken.
 
-Rejected: recomputed MLPs as actions of `choose`. They free several groups and take room in backward that belongs to no
+Rejected: recomputed MLPs as actions of `solve`. They free several groups and take room in backward that belongs to no
 group, and configurations can only say for how many layers they are, not for which.
 
 Limit: one number of layers for all stages.
@@ -21,12 +21,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from nemo_rl_offload.offload.solver import Action, Budget, GroupRecord, Link, Plan, choose
+from nemo_rl_offload.offload.solver import Action, GroupRecord, Link, MemoryBudget, Solution, solve
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.search.candidates import candidates, recomputable, separable
 from nemo_rl_offload.planner.search.suggestions import on_their_way, stage_budget
-from nemo_rl_offload.planner.search.to_config import excess_bytes, in_order, may_fit, write_choice
-from nemo_rl_offload.planner.simulate.simulated_step import Outcome, highest_peak, run_listed_modules, run_stages
+from nemo_rl_offload.planner.search.to_config import choice_to_config, excess_bytes, in_order, may_fit
+from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep, highest_peak, run_stages, run_steady_state
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages, job_link
 from nemo_rl_offload.specs.parallel_layout import stage_layers
 
@@ -40,12 +40,12 @@ _FREE_SHARE = 1e-3
 
 
 @functools.lru_cache(maxsize=256)
-def chosen_once(groups: tuple[GroupRecord, ...], budget: Budget, link: Link) -> Plan:
-    """`choose`, which ways and budgets ask for the same again."""
-    return choose(groups, budget, link)
+def chosen_once(groups: tuple[GroupRecord, ...], budget: MemoryBudget, link: Link) -> Solution:
+    """`solve`, which ways and budgets ask for the same again."""
+    return solve(groups, budget, link)
 
 
-def fullest_stage(baseline: Outcome) -> int:
+def fullest_stage(baseline: SimulatedStep) -> int:
     """The rank of the stage with the highest peak."""
     return max(range(len(baseline.stages)), key=baseline.peak_bytes)
 
@@ -108,17 +108,17 @@ def _sixths(most: int) -> list[int]:
     return sorted({math.ceil(most * part / _NUM_COUNTS) for part in range(1, _NUM_COUNTS + 1)})
 
 
-def choose_for_budget(job: Job, baseline: Outcome) -> tuple[Job, Outcome]:
+def choose_for_budget(job: Job, baseline: SimulatedStep) -> tuple[Job, SimulatedStep]:
     """The fastest choice that fits, and the job with its recomputation; else the choice that comes nearest.
 
     `baseline` is the job's outcome with nothing offloaded. Megatron-Core's engine takes no layers by themselves: there,
     the outcomes that count are those of whole modules.
     """
     rank = fullest_stage(baseline)
-    found: list[tuple[tuple[int, float], Job, Outcome]] = []
+    found: list[tuple[tuple[int, float], Job, SimulatedStep]] = []
 
-    def add(way: Job, outcome: Outcome) -> None:
-        in_force = outcome if job.native_engine else write_choice(way, outcome).outcome
+    def add(way: Job, outcome: SimulatedStep) -> None:
+        in_force = outcome if job.native_engine else choice_to_config(way, outcome).outcome
         found.append(((excess_bytes(job, in_force), in_force.step_ms), way, outcome))
 
     every = list(ways(job))
@@ -136,7 +136,7 @@ def choose_for_budget(job: Job, baseline: Outcome) -> tuple[Job, Outcome]:
     return way, outcome
 
 
-def _listed(job: Job) -> Outcome | None:
+def _listed(job: Job) -> SimulatedStep | None:
     """What the engine does with all layers of some modules, those with the least bytes first: None where such a choice
     does not fit, or makes compute wait."""
     sizes: Counter[str] = Counter()
@@ -149,7 +149,7 @@ def _listed(job: Job) -> Outcome | None:
         modules = in_order(ordered[:number])
         if not may_fit(job, modules):
             continue
-        outcome = run_listed_modules(job, modules)
+        outcome = run_steady_state(job, modules)
         if highest_peak(outcome) <= job.budget_bytes:
             is_free = max(map(outcome.exposed_share, range(len(outcome.stages)))) < _FREE_SHARE
             return outcome if is_free and not excess_bytes(job, outcome) else None
@@ -181,7 +181,7 @@ def _score(job: Job, rank: int, names: Sequence[str]) -> Score:
     return plan.shortfall_bytes, plan.step_ms
 
 
-def _choose_all(job: Job, stages: Sequence[Stage]) -> Outcome:
+def _choose_all(job: Job, stages: Sequence[Stage]) -> SimulatedStep:
     link = job_link(job)
     actions = [[Action.KEEP] * len(stage.records()) for stage in stages]
     outcome = run_stages(job, stages, actions)

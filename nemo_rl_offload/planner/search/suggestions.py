@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import islice
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.offload.solver import Budget
+from nemo_rl_offload.offload.solver import MemoryBudget
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.search.candidates import candidates
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
@@ -16,10 +16,10 @@ LOGPROB_CHUNKS = 8
 """A microbatch's logits in float32 are proposed in so many pieces; more save little, for logits in bfloat16 stay."""
 
 
-def stage_budget(job: Job, stage: Stage, less_bytes: int = 0) -> Budget:
+def stage_budget(job: Job, stage: Stage, less_bytes: int = 0) -> MemoryBudget:
     """What the chooser may use on a stage."""
     fixed = sum(stage.static_bytes.values()) + stage.kept_bytes()
-    return Budget(job.budget_bytes - less_bytes, fixed, job.host_budget_bytes)
+    return MemoryBudget(job.budget_bytes - less_bytes, fixed, job.host_budget_bytes)
 
 
 def on_their_way(stage: Stage) -> int:
@@ -45,7 +45,7 @@ def least_shortfall(job: Job) -> int:
     return shortfall
 
 
-def fitting_changes(job: Job) -> tuple[str, ...]:
+def suggest_changes(job: Job) -> tuple[str, ...]:
     """Single changes that fit; else pairs of full recomputation, which alone does not fit, and another; else how near
     the best of them comes."""
     singles = list(_single(job))

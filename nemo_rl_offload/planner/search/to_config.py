@@ -8,7 +8,7 @@ from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.search.candidates import candidates, separable
 from nemo_rl_offload.planner.search.suggestions import on_their_way, stage_budget
-from nemo_rl_offload.planner.simulate.simulated_step import Outcome, highest_peak, run_listed_modules
+from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep, highest_peak, run_steady_state
 from nemo_rl_offload.planner.simulate.stages import build_stages
 from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES, discarded_by_recompute
 
@@ -22,16 +22,16 @@ type Names = tuple[frozenset[str], frozenset[str]]
 
 
 @dataclass(frozen=True)
-class Written:
+class ChoiceAsConfig:
     """What the keys are, and what comes of them."""
 
-    outcome: Outcome
+    outcome: SimulatedStep
     """What the engine does with whole modules."""
     offload_modules: tuple[str, ...]
     recompute: Recompute
 
 
-def write_choice(job: Job, chosen: Outcome) -> Written:
+def choice_to_config(job: Job, chosen: SimulatedStep) -> ChoiceAsConfig:
     """Turn a choice into whole modules: of those tried, the fastest that keep device and host within the budget.
 
     `job` is the one that was chosen for, with its recomputation. It begins with all that the choice touches, and with
@@ -72,7 +72,7 @@ class _Search:
         self._modules = {group.module for group in groups if group.can_offload}
         self._recomputable = {group.recomputed_by for group in groups if group.recomputed_by is not None}
         self._num_tries = max(_FEWEST_TRIES, _MOST_TRIES // job.layout.pipeline)
-        self.tried: dict[Names, Written] = {}
+        self.tried: dict[Names, ChoiceAsConfig] = {}
 
     @property
     def has_tries(self) -> bool:
@@ -96,13 +96,13 @@ class _Search:
         yield names
 
 
-def excess_bytes(job: Job, outcome: Outcome) -> int:
+def excess_bytes(job: Job, outcome: SimulatedStep) -> int:
     """How far an outcome is above the budget of the device, or that of the host where it is further."""
     host_bytes = max(outcome.host_bytes(rank) for rank in range(len(outcome.stages)))
     return max(0, highest_peak(outcome) - job.budget_bytes, host_bytes - job.host_budget_bytes)
 
 
-def _touched(chosen: Outcome) -> tuple[Counter[str], set[str]]:
+def _touched(chosen: SimulatedStep) -> tuple[Counter[str], set[str]]:
     """Offloaded bytes by module, and entries of `recompute_modules`."""
     sizes: Counter[str] = Counter()
     recomputed: set[str] = set()
@@ -136,9 +136,9 @@ def _recomputing(job: Job, recomputed: frozenset[str]) -> Job:
     return replace(job, recompute=replace(job.recompute, modules=recomputed))
 
 
-def _run(job: Job, names: Names) -> Written:
+def _run(job: Job, names: Names) -> ChoiceAsConfig:
     modules, changed = in_order(names[0]), _recomputing(job, names[1])
-    return Written(run_listed_modules(changed, modules), modules, changed.recompute)
+    return ChoiceAsConfig(run_steady_state(changed, modules), modules, changed.recompute)
 
 
 def _fits(job: Job, names: Names) -> bool:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 
-class Pass(NamedTuple):
+class PipelinePass(NamedTuple):
     """One microbatch through the layers of one chunk, there or back."""
 
     forward: bool
@@ -17,7 +17,7 @@ class Pass(NamedTuple):
     microbatch: int
 
 
-Schedule = Sequence[Sequence[Pass]]
+Schedule = Sequence[Sequence[PipelinePass]]
 """The passes of each pipeline stage, in order."""
 
 
@@ -29,8 +29,8 @@ def pipeline_schedule(num_stages: int, num_microbatches: int, num_chunks: int = 
     then backward and forward take turns.
     """
     order = _chunk_order(num_stages, num_microbatches, num_chunks)
-    forwards = [Pass(True, chunk, microbatch) for chunk, microbatch in order]
-    backwards = [Pass(False, num_chunks - 1 - chunk, microbatch) for chunk, microbatch in order]
+    forwards = [PipelinePass(True, chunk, microbatch) for chunk, microbatch in order]
+    backwards = [PipelinePass(False, num_chunks - 1 - chunk, microbatch) for chunk, microbatch in order]
     return [
         _one_stage(forwards, backwards, num_warmup_passes(num_stages, stage, num_chunks)) for stage in range(num_stages)
     ]
@@ -53,14 +53,14 @@ def _chunk_order(num_stages: int, num_microbatches: int, num_chunks: int) -> lis
     ]
 
 
-def _one_stage(forwards: list[Pass], backwards: list[Pass], num_warmup: int) -> list[Pass]:
+def _one_stage(forwards: list[PipelinePass], backwards: list[PipelinePass], num_warmup: int) -> list[PipelinePass]:
     passes = forwards[:num_warmup]
     for index, forward in enumerate(forwards[num_warmup:]):
         passes += [forward, backwards[index]]
     return passes + backwards[max(0, len(forwards) - num_warmup) :]
 
 
-def live_passes(passes: Sequence[Pass]) -> list[int]:
+def live_passes(passes: Sequence[PipelinePass]) -> list[int]:
     """Return, after each pass of a stage, how many forward passes wait for their backward."""
     counts, alive = [], 0
     for each in passes:

@@ -7,14 +7,14 @@ from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.simulator import StageTimes, Transfers, simulate
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages, job_link, job_schedule
-from nemo_rl_offload.planner.simulate.steady_state import all_actions, earliest_actions, listed_actions
+from nemo_rl_offload.planner.simulate.steady_state import all_actions, earliest_actions, steady_state_actions
 
 Actions = tuple[tuple[Action, ...], ...]
 """By stage, in the order of its records."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedStep:
     """A simulated step under some choice of actions."""
 
     stages: tuple[Stage, ...]
@@ -38,12 +38,12 @@ class Outcome:
         return self.times[rank].exposed_ms / self.simulated_ms
 
 
-def highest_peak(outcome: Outcome) -> int:
+def highest_peak(outcome: SimulatedStep) -> int:
     """The fullest stage's."""
     return max(outcome.peak_bytes(rank) for rank in range(len(outcome.stages)))
 
 
-def run_stages(job: Job, stages: Sequence[Stage], actions: Sequence[Sequence[Action]]) -> Outcome:
+def run_stages(job: Job, stages: Sequence[Stage], actions: Sequence[Sequence[Action]]) -> SimulatedStep:
     """Simulate a few rounds of microbatches. A full pipeline repeats itself: the others take as long as one there."""
     segments = [stage.segments(chosen) for stage, chosen in zip(stages, actions, strict=True)]
     ranks, simulated = job.layout.pipeline, _num_simulated(job)
@@ -53,37 +53,37 @@ def run_stages(job: Job, stages: Sequence[Stage], actions: Sequence[Sequence[Act
         ends = timeline.microbatch_ends_ms
         step_ms += (job.num_microbatches - simulated) * (ends[3 * ranks - 1] - ends[2 * ranks - 1]) / ranks
     actions_of_stages = tuple(tuple(chosen) for chosen in actions)
-    return Outcome(tuple(stages), actions_of_stages, tuple(timeline.stages), step_ms, timeline.step_ms)
+    return SimulatedStep(tuple(stages), actions_of_stages, tuple(timeline.stages), step_ms, timeline.step_ms)
 
 
 def _num_simulated(job: Job) -> int:
     return min(job.num_microbatches, 4 * job.layout.pipeline)
 
 
-def run_whole_modules(job: Job, modules: Collection[str]) -> Outcome:
+def run_whole_modules(job: Job, modules: Collection[str]) -> SimulatedStep:
     """Offload these modules in every layer that has them."""
     stages = build_stages(job, modules)
     return run_stages(job, stages, all_actions(stages))
 
 
-def run_listed_modules(job: Job, modules: Collection[str], fraction: float = 1.0) -> Outcome:
+def run_steady_state(job: Job, modules: Collection[str], fraction: float = 1.0) -> SimulatedStep:
     """The same as the job's engine does it: this project's keeps what has no time to leave and come back. Of what is
     left, the earliest `fraction` of each forward's groups is offloaded."""
     stages = build_stages(job, modules)
     actions = all_actions(stages)
     if job.native_engine:
-        actions = listed_actions(stages, job_schedule(job, _num_simulated(job)), job_link(job))
+        actions = steady_state_actions(stages, job_schedule(job, _num_simulated(job)), job_link(job))
     return run_stages(
         job, stages, [earliest_actions(stage, own, fraction) for stage, own in zip(stages, actions, strict=True)]
     )
 
 
-def run_configured(job: Job) -> Outcome:
+def run_configured(job: Job) -> SimulatedStep:
     """The modules that the configuration lists, as the job's engine does it."""
-    return run_listed_modules(job, job.offload_modules, job.offload_fraction)
+    return run_steady_state(job, job.offload_modules, job.offload_fraction)
 
 
-def module_rows(outcome: Outcome, rank: int) -> list["ModuleRow"]:
+def module_rows(outcome: SimulatedStep, rank: int) -> list["ModuleRow"]:
     """A stage's modules, in forward order of their first occurrence."""
     stage, times = outcome.stages[rank], outcome.times[rank]
     rows: dict[str, ModuleRow] = {}

@@ -26,7 +26,7 @@ from itertools import accumulate
 
 from nemo_rl_offload.offload.overlap import bound_bytes
 from nemo_rl_offload.offload.solver import Link
-from nemo_rl_offload.planner.simulate.pipeline_schedule import Pass, Schedule
+from nemo_rl_offload.planner.simulate.pipeline_schedule import PipelinePass, Schedule
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def simulate(schedule: Schedule, segments: Segments, transfers: Transfers, with_
 
 
 def _ready(
-    each: Pass, position: int, last: int, ends: dict[tuple[bool, int, int], float], message_ms: float
+    each: PipelinePass, position: int, last: int, ends: dict[tuple[bool, int, int], float], message_ms: float
 ) -> float | None:
     if each.forward:
         if position == 0:
@@ -147,7 +147,7 @@ class _CopyIn:
 
 @dataclass(slots=True)
 class _Stage:
-    passes: Sequence[Pass]
+    passes: Sequence[PipelinePass]
     segments: Sequence[Sequence[Segment]]
     transfers: Transfers
     now: float = 0.0
@@ -166,7 +166,7 @@ class _Stage:
 
     max_inflight_bytes: int = 0
     max_prefetch_bytes: int = 0
-    pending: deque[Pass] = field(init=False)
+    pending: deque[PipelinePass] = field(init=False)
     times: StageTimes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -177,7 +177,7 @@ class _Stage:
         zeros = [[0.0] * len(chunk) for chunk in self.segments]
         self.times = StageTimes(zeros, [list(row) for row in zeros])
 
-    def run(self, each: Pass, ready: float) -> float:
+    def run(self, each: PipelinePass, ready: float) -> float:
         self.now = max(self.now, ready)
         segments = self.segments[each.chunk]
         numbers = range(len(segments))

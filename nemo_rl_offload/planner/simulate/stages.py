@@ -8,18 +8,18 @@ from itertools import product
 
 from nemo_rl_offload.offload.solver import Action, GroupRecord, Link
 from nemo_rl_offload.planner.cost.activations import Storage, fused_layer, with_recomputation
-from nemo_rl_offload.planner.cost.flops import layer_work, recompute_ms, recomputed_ms
+from nemo_rl_offload.planner.cost.flops import layer_costs, recompute_ms, recomputed_ms
 from nemo_rl_offload.planner.cost.gradients import backward_bytes
 from nemo_rl_offload.planner.cost.memory import allowance_bytes, logits_bytes, stage_parameters, state_bytes
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.simulate.pipeline_schedule import Pass, pipeline_schedule
+from nemo_rl_offload.planner.simulate.pipeline_schedule import PipelinePass, pipeline_schedule
 from nemo_rl_offload.planner.simulate.simulator import Segment
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import counted_layers, stage_layers
 
 
 @dataclass(frozen=True)
-class Group:
+class StorageGroup:
     """Storages that are kept, offloaded or recomputed together."""
 
     module: str
@@ -39,7 +39,7 @@ class Part:
     backward_ms: float
     kept_bytes: int = 0
     """What no choice changes."""
-    groups: tuple[Group, ...] = ()
+    groups: tuple[StorageGroup, ...] = ()
 
     def of_layer(self, layer: int) -> "Part":
         return Part(layer, self.module, self.forward_ms, self.backward_ms, self.kept_bytes, self.groups)
@@ -68,7 +68,7 @@ class Stage:
     def _records(self) -> tuple[GroupRecord, ...]:
         found = []
         for part, live in self._parts():
-            groups = part.groups or (Group(part.module, 0, False, None, None),)
+            groups = part.groups or (StorageGroup(part.module, 0, False, None, None),)
             for number, group in enumerate(groups):
                 times = (part.forward_ms, part.backward_ms) if number == 0 else (0.0, 0.0)
                 record = GroupRecord(
@@ -77,7 +77,7 @@ class Stage:
                 found.append(record)
         return tuple(found)
 
-    def groups(self) -> list[Group | None]:
+    def groups(self) -> list[StorageGroup | None]:
         """The group of each record; None for a part without one."""
         return [group for part, _ in self._parts() for group in part.groups or (None,)]
 
@@ -148,7 +148,7 @@ def job_link(job: Job) -> Link:
     return Link(job.device.link_out_gb_per_s * 1e6, job.device.link_in_gb_per_s * 1e6)
 
 
-def job_schedule(job: Job, num_microbatches: int) -> Sequence[Sequence[Pass]]:
+def job_schedule(job: Job, num_microbatches: int) -> Sequence[Sequence[PipelinePass]]:
     """The passes of each stage."""
     return pipeline_schedule(job.layout.pipeline, num_microbatches, job.layout.virtual)
 
@@ -190,7 +190,7 @@ class _Builder:
         storages = with_recomputation(fused_layer(job.context, has_experts), recompute_modules)
         times = {
             work.module: (work.forward_ms(job.device, fp8), work.backward_ms(job.device, fp8))
-            for work in layer_work(job.context, has_experts)
+            for work in layer_costs(job.context, has_experts)
         }
         if has_experts:
             self.alive_bytes = job.expert_buffers.alive_bytes(storages)
@@ -212,7 +212,7 @@ class _Builder:
         ]
         return _layer_parts(job, storages, times, self.modules, may_recompute)
 
-    def stage(self, rank: int, chunks: Sequence[range], passes: Sequence[Pass]) -> Stage:
+    def stage(self, rank: int, chunks: Sequence[range], passes: Sequence[PipelinePass]) -> Stage:
         job, is_last = self.job, rank == self.job.layout.pipeline - 1
         parts = [self._chunk(chunk) for chunk in chunks]
         if is_last:
@@ -317,7 +317,7 @@ def _recomputed(job: Job, parts: Sequence[Part], modules: Collection[str], is_in
     num_elements = job.context.norm_tokens * job.shape.hidden_size if is_input else 0
     num_bytes = num_elements * job.numbers.element_bytes
     if num_bytes and "attn_norm" in modules and num_elements >= job.min_elements:
-        return replace(whole, groups=(Group("attn_norm", num_bytes, True, None, None),))
+        return replace(whole, groups=(StorageGroup("attn_norm", num_bytes, True, None, None),))
     return replace(whole, kept_bytes=num_bytes)
 
 
@@ -351,7 +351,9 @@ def _layer_parts(
     found = []
     for name, (forward_ms, backward_ms) in times.items():
         groups = tuple(
-            Group(label, size, can_offload, by, None if by is None else recompute_ms(job.context, by, job.device))
+            StorageGroup(
+                label, size, can_offload, by, None if by is None else recompute_ms(job.context, by, job.device)
+            )
             for (place, label), sizes in grouped.items()
             if place == name
             for (can_offload, by), size in sizes.items()
@@ -360,7 +362,7 @@ def _layer_parts(
     return tuple(found)
 
 
-def live_at_peak(passes: Sequence[Pass], chunk_bytes: Sequence[int]) -> tuple[int, ...]:
+def live_at_peak(passes: Sequence[PipelinePass], chunk_bytes: Sequence[int]) -> tuple[int, ...]:
     """Return how many microbatches each chunk holds at the moment at which a stage holds most bytes."""
     live = [0] * len(chunk_bytes)
     most, peak = -1, tuple(live)

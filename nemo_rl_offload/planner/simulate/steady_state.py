@@ -7,7 +7,7 @@ pipeline, a stage also waits for others that wait for copies, which is not taken
 
 from collections.abc import Sequence
 
-from nemo_rl_offload.offload.overlap import Visit, worth_moving
+from nemo_rl_offload.offload.overlap import Visit, fit_overlap
 from nemo_rl_offload.offload.solver import Action, Link
 from nemo_rl_offload.planner.simulate.pipeline_schedule import Schedule
 from nemo_rl_offload.planner.simulate.simulator import Segment, StageTimes, Transfers, simulate
@@ -21,7 +21,7 @@ def all_actions(stages: Sequence[Stage]) -> list[list[Action]]:
     return [[Action.OFFLOAD if record.can_offload else Action.KEEP for record in stage.records()] for stage in stages]
 
 
-def listed_actions(stages: Sequence[Stage], schedule: Schedule, link: Link) -> list[list[Action]]:
+def steady_state_actions(stages: Sequence[Stage], schedule: Schedule, link: Link) -> list[list[Action]]:
     """The same, but for groups that in no microbatch of this schedule have the time to leave and come back."""
     actions = all_actions(stages)
     segments = [stage.segments(each) for stage, each in zip(stages, actions, strict=True)]
@@ -58,7 +58,7 @@ def _moving(times: StageTimes, segments: Sequence[Sequence[Segment]], link: Link
             )
         )
     boundaries_ms = sorted([*times.committed_ms.values(), *times.reached_ms.values()])
-    worth = worth_moving(visits, boundaries_ms)
+    worth = fit_overlap(visits, boundaries_ms)
     return {key[:2] for key, moves in zip(times.committed_ms, worth, strict=True) if moves}
 
 

@@ -10,21 +10,21 @@ import torch
 from fakes import FakePolicy, Recorder
 
 from nemo_rl_offload.algorithms.dpo import DPO
-from nemo_rl_offload.algorithms.offline_loop import FixedDataLoop, at_temperature_one
+from nemo_rl_offload.algorithms.offline_loop import OfflineLoop, at_temperature_one
 from nemo_rl_offload.algorithms.sft import SFT
 from nemo_rl_offload.algorithms.termination import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.samples import sample_sets
 
-LOOPS: dict[str, type[FixedDataLoop]] = {"sft": SFT, "dpo": DPO}
-Make = Callable[..., tuple[FixedDataLoop, FakePolicy]]
+LOOPS: dict[str, type[OfflineLoop]] = {"sft": SFT, "dpo": DPO}
+Make = Callable[..., tuple[OfflineLoop, FakePolicy]]
 
 
 @pytest.fixture
 def make(tokenizer: Any, tmp_path: Path) -> Make:
     """Build a loop over 12 training and 5 validation samples."""
 
-    def make(algorithm: str, *overrides: str, run_dir: Path = tmp_path / "run") -> tuple[FixedDataLoop, FakePolicy]:
+    def make(algorithm: str, *overrides: str, run_dir: Path = tmp_path / "run") -> tuple[OfflineLoop, FakePolicy]:
         for name, size in (("train", 12), ("validation", 5)):
             pairs = [{"prompt": f"{name} {n}?", "chosen": f"yes {n}", "rejected": "no"} for n in range(size)]
             answers = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
@@ -50,7 +50,7 @@ def make(tokenizer: Any, tmp_path: Path) -> Make:
     return make
 
 
-def run(loop: FixedDataLoop) -> Recorder:
+def run(loop: OfflineLoop) -> Recorder:
     recorder: Any = Recorder()
     loop.run(recorder, recorder, Termination(0))
     return recorder  # type: ignore[no-any-return]

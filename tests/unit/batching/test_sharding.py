@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from nemo_rl_offload.batching.batch import Batch, num_samples
 from nemo_rl_offload.batching.packing import Packing
-from nemo_rl_offload.batching.plan import Budget, plan_packed, plan_padded
-from nemo_rl_offload.batching.sharding import divide_by_plan, divide_evenly
+from nemo_rl_offload.batching.plan import TokenBudget, plan_packed, plan_padded
+from nemo_rl_offload.batching.sharding import shard_by_plan, shard_evenly
 
 
 def make_batch(lengths: list[int]) -> Batch:
@@ -33,15 +33,15 @@ def test_a_planned_division_puts_results_back_in_order(
     lengths: list[int], rows_per_sample: int, num_ranks: int, is_packed: bool, one_shape: bool
 ) -> None:
     batch = make_batch(lengths)
-    budget = Budget(20, 1, num_ranks=num_ranks, one_shape=one_shape)
+    budget = TokenBudget(20, 1, num_ranks=num_ranks, one_shape=one_shape)
     packed = partial(plan_packed, budget=budget, algorithm="modified_first_fit_decreasing")
     plan = packed if is_packed else partial(plan_padded, budget=budget)
-    division = divide_by_plan(batch, rows_per_sample, plan, is_packed=is_packed)
-    assert division.cuttings is not None
-    for piece, cutting in zip(division.shards, division.cuttings, strict=True):
-        assert sum(cutting.sizes) == num_samples(piece)
-        assert cutting.is_packed == is_packed
-        assert all(size % rows_per_sample == 0 for size in cutting.sizes)
+    division = shard_by_plan(batch, rows_per_sample, plan, is_packed=is_packed)
+    assert division.splits is not None
+    for piece, split in zip(division.shards, division.splits, strict=True):
+        assert sum(split.sizes) == num_samples(piece)
+        assert split.is_packed == is_packed
+        assert all(size % rows_per_sample == 0 for size in split.sizes)
         pairs = piece["input_ids"].view(-1, rows_per_sample, batch["input_ids"].shape[1])
         assert (pairs[:, 0, 0] == pairs[:, -1, 0] - (rows_per_sample - 1) * pairs.shape[-1]).all(), (
             "pairs stay together"
@@ -54,8 +54,8 @@ def test_a_planned_division_puts_results_back_in_order(
 
 def test_an_even_division_puts_results_back_in_order() -> None:
     batch = make_batch([3, 1, 4, 1, 5])
-    division = divide_evenly(batch, 2, 1)
-    assert division.cuttings is None
+    division = shard_evenly(batch, 2, 1)
+    assert division.splits is None
     assert torch.equal(division.gather([piece["input_ids"] for piece in division.shards]), batch["input_ids"])
 
 

@@ -8,7 +8,7 @@ from simulated_backend import SimulatedBackend
 from simulated_model import GroupShape, train_step
 
 from nemo_rl_offload.offload.engine import OffloadEngine
-from nemo_rl_offload.offload.memory_budget import Auto, Measured, largest
+from nemo_rl_offload.offload.memory_budget import Measured, MemoryBudgetController, reduce_max_over_ranks
 
 MIN_BYTES = 10_000
 NUM_STEPS = 9
@@ -18,7 +18,7 @@ class Rank:
     def __init__(self, number: int, gathered: dict[int, Measured], barrier: threading.Barrier) -> None:
         self._number, self._gathered, self._barrier = number, gathered, barrier
         self.num_plans = 0
-        self.auto = Auto(100_000, 1 << 24, self._agree)
+        self.auto = MemoryBudgetController(100_000, 1 << 24, self._agree)
         self._backend = SimulatedBackend(5000.0, 5000.0)
         self.engine = OffloadEngine(
             self._backend,
@@ -31,7 +31,7 @@ class Rank:
     def _agree(self, measured: Measured) -> Measured:
         self._gathered[self._number] = measured
         self._barrier.wait()
-        shared = largest([self._gathered[number] for number in sorted(self._gathered)])
+        shared = reduce_max_over_ranks([self._gathered[number] for number in sorted(self._gathered)])
         self._barrier.wait()
         self.num_plans += 1
         return shared
@@ -90,6 +90,6 @@ def test_largest_is_element_wise_over_the_union_in_the_fullest_ranks_order() -> 
     first = Measured((4.0, 2.0), {b: (1.0, 9.0)})
     second = Measured((5.0, 1.0), {a: (3.0, 3.0), b: (2.0, 1.0)})
     third = Measured((5.0, 1.0), {c: (7.0, 7.0)})
-    shared = largest([first, second, third])
+    shared = reduce_max_over_ranks([first, second, third])
     assert shared.step == (5.0, 2.0)
     assert list(shared.groups.items()) == [(a, (3.0, 3.0)), (b, (2.0, 9.0)), (c, (7.0, 7.0))]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl_offload.offload import CudaBackend, OffloadEngine
-from nemo_rl_offload.offload.backends.base import Block, Event, Piece
+from nemo_rl_offload.offload.backends.base import Block, Event, Extent
 from nemo_rl_offload.offload.backends.cuda import _Event
 from nemo_rl_offload.offload.backends.cuda_driver import cuda_driver
 
@@ -167,7 +167,7 @@ def test_copies_in_pieces_move_every_byte(max_piece_bytes: int, num_bytes: int) 
     for lane in (backend._out, backend._in):
         lane._max_piece_bytes = lane._left_bytes = max_piece_bytes
     slabs = [backend.allocate_host(num_bytes) for _ in range(2)]
-    pieces = (Piece(slabs[0], 0, 0, num_bytes // 2), Piece(slabs[1], 1, 0, num_bytes))
+    pieces = (Extent(slabs[0], 0, 0, num_bytes // 2), Extent(slabs[1], 1, 0, num_bytes))
     block = Block(pieces[num_bytes < 2 :], num_bytes)
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
     for _ in range(2):
@@ -196,7 +196,7 @@ def test_pinned_memory_given_up_under_a_copy_goes_to_nobody_else() -> None:
     address = slab.data.data_ptr()
     source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    block = Block((Piece(slab, 0, 0, 1 << 30),), 1 << 30)
+    block = Block((Extent(slab, 0, 0, 1 << 30),), 1 << 30)
     copied = backend.copy_out([(source.untyped_storage(), block)])
     del block
     del slab
@@ -231,7 +231,7 @@ def test_a_thread_may_come_to_the_device_first_through_the_engine() -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     backend = CudaBackend(device)
     slab = backend.allocate_host(1 << 20)
-    block = Block((Piece(slab, 0, 0, 1 << 20),), 1 << 20)
+    block = Block((Extent(slab, 0, 0, 1 << 20),), 1 << 20)
     source = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
 

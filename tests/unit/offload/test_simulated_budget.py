@@ -11,7 +11,7 @@ from simulated_model import GroupShape, Module
 from torch import Tensor
 
 from nemo_rl_offload.offload.engine import OffloadEngine
-from nemo_rl_offload.offload.memory_budget import Auto
+from nemo_rl_offload.offload.memory_budget import MemoryBudgetController
 
 BYTES_PER_MS = 5500.0
 
@@ -122,7 +122,7 @@ def peaks(
         min_tensor_bytes=0,
         max_inflight_bytes=200_000,
         max_prefetch_bytes=100_000,
-        auto=Auto(budget_bytes, 1 << 26),
+        auto=MemoryBudgetController(budget_bytes, 1 << 26),
         steps_are_told=True,
     )
     found = []

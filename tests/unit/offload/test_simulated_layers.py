@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_rl_offload.offload import overlap as worth
 from nemo_rl_offload.offload.backends.base import Event, HostSlab
 from nemo_rl_offload.offload.engine import OffloadEngine
-from nemo_rl_offload.offload.memory_budget import Auto
+from nemo_rl_offload.offload.memory_budget import MemoryBudgetController
 
 BYTES_PER_MS = 5500.0  # 55 GB/s, where a byte stands for 10 KB
 GB = 100_000
@@ -82,7 +82,7 @@ class Layers:
             min_tensor_bytes=0,
             max_inflight_bytes=self.bounds[0],
             max_prefetch_bytes=self.bounds[1],
-            auto=None if self.budget_bytes is None else Auto(self.budget_bytes, 1 << 26),
+            auto=None if self.budget_bytes is None else MemoryBudgetController(self.budget_bytes, 1 << 26),
             steps_are_told=True,
         )
 

@@ -7,7 +7,7 @@ from simulated_backend import SimulatedBackend
 from simulated_model import GroupShape, StepFigures, train_step
 
 from nemo_rl_offload.offload.engine import OffloadEngine
-from nemo_rl_offload.offload.memory_budget import Auto
+from nemo_rl_offload.offload.memory_budget import MemoryBudgetController
 
 BYTES_PER_MS = 5000.0  # 50 GB/s, where a byte stands for 10 KB
 
@@ -58,7 +58,9 @@ def random_shapes(chance: random.Random, max_groups: int) -> list[GroupShape]:
     return [chance.choice(kinds) for _ in range(chance.randint(2, max_groups))]
 
 
-def engine_on(backend: SimulatedBackend, cap: int = 1 << 30, auto: Auto | None = None) -> OffloadEngine:
+def engine_on(
+    backend: SimulatedBackend, cap: int = 1 << 30, auto: MemoryBudgetController | None = None
+) -> OffloadEngine:
     return OffloadEngine(
         backend, host_memory_budget_bytes=1 << 24, min_tensor_bytes=0, max_prefetch_bytes=cap, auto=auto
     )
@@ -110,7 +112,7 @@ def test_auto_on_a_slow_link_offloads_no_more_than_hides(slowness: float) -> Non
     shapes = [GroupShape(10_000, 2.0, 4.0)] * 10  # 2 ms to copy out at full speed
     backend = SimulatedBackend(BYTES_PER_MS * slowness, BYTES_PER_MS * slowness, 1e9)
     hidden_groups = int(10 * slowness) - 1
-    auto = Auto(budget_bytes=10_000 * (10 - hidden_groups + 2), host_budget_bytes=1 << 24)
+    auto = MemoryBudgetController(budget_bytes=10_000 * (10 - hidden_groups + 2), host_budget_bytes=1 << 24)
     engine = engine_on(backend, auto=auto)
     for _ in range(9):
         figures = train_step(engine, backend, shapes)
@@ -121,11 +123,11 @@ def test_auto_on_a_slow_link_offloads_no_more_than_hides(slowness: float) -> Non
 def test_auto_with_room_offloads_nothing_and_without_room_says_so() -> None:
     shapes = [GroupShape(10_000, 2.0, 4.0)] * 6
     backend = SimulatedBackend(BYTES_PER_MS, BYTES_PER_MS)
-    engine = engine_on(backend, auto=Auto(budget_bytes=1 << 20, host_budget_bytes=1 << 24))
+    engine = engine_on(backend, auto=MemoryBudgetController(budget_bytes=1 << 20, host_budget_bytes=1 << 24))
     moved = [train_step(engine, backend, shapes).moved for _ in range(4)]
     assert moved[0] == tuple(range(6))
     assert moved[-1] == ()
-    engine = engine_on(backend, auto=Auto(budget_bytes=5_000, host_budget_bytes=1 << 24))
+    engine = engine_on(backend, auto=MemoryBudgetController(budget_bytes=5_000, host_budget_bytes=1 << 24))
     with pytest.warns(UserWarning, match="cannot be met by offloading"):
         moved = [train_step(engine, backend, shapes).moved for _ in range(4)]
     assert len(moved[-1]) >= 5
@@ -138,7 +140,7 @@ def test_auto_keeps_the_budget_and_uses_it() -> None:
         total = sum(shape.num_bytes for shape in shapes)
         budget_bytes = int(total * chance.uniform(0.6, 0.9))
         backend = SimulatedBackend(BYTES_PER_MS, BYTES_PER_MS)
-        engine = engine_on(backend, auto=Auto(budget_bytes, host_budget_bytes=1 << 24))
+        engine = engine_on(backend, auto=MemoryBudgetController(budget_bytes, host_budget_bytes=1 << 24))
         for _ in range(10):
             engine._copies.take_peak_resident_bytes()
             train_step(engine, backend, shapes)

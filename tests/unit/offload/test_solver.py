@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.offload.solver import Action, Budget, GroupRecord, Link, choose, predict
+from nemo_rl_offload.offload.solver import Action, GroupRecord, Link, MemoryBudget, predict, solve
 
 CODES = (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)
 MB = 1_000_000
@@ -34,17 +34,17 @@ def groups_of(draw: st.DrawFn, max_size: int) -> list[GroupRecord]:
 
 
 @st.composite
-def problems(draw: st.DrawFn, max_size: int) -> tuple[list[GroupRecord], Budget, Link]:
+def problems(draw: st.DrawFn, max_size: int) -> tuple[list[GroupRecord], MemoryBudget, Link]:
     groups = draw(groups_of(max_size))
     total = sum(group.saved_bytes * group.live_at_peak for group in groups)
     fixed = draw(st.integers(0, 100)) * MB
     peak = fixed + int(total * draw(st.floats(0, 1.1)))
     host = draw(st.none() | st.floats(0, 1).map(lambda share: int(total * share)))
     link = Link(draw(st.sampled_from([5e6, 2e7, 5e7, 5e8])), draw(st.sampled_from([5e6, 5e7])))
-    return groups, Budget(peak, fixed, host), link
+    return groups, MemoryBudget(peak, fixed, host), link
 
 
-def exhaustive(groups: list[GroupRecord], budget: Budget, link: Link) -> tuple[int, float]:
+def exhaustive(groups: list[GroupRecord], budget: MemoryBudget, link: Link) -> tuple[int, float]:
     """Return the least shortfall in bytes and the least step time with it, from the lanes of every possible choice."""
     options = [
         [0] + [1] * group.can_offload + ([] if group.recompute_ms is None else [2])
@@ -70,8 +70,8 @@ def exhaustive(groups: list[GroupRecord], budget: Budget, link: Link) -> tuple[i
     return int(least), float(now[allowed & (shortfall == least)].min())
 
 
-def check_against_exhaustive(groups: list[GroupRecord], budget: Budget, link: Link) -> None:
-    plan = choose(groups, budget, link)
+def check_against_exhaustive(groups: list[GroupRecord], budget: MemoryBudget, link: Link) -> None:
+    plan = solve(groups, budget, link)
     shortfall, step_ms = exhaustive(groups, budget, link)
     assert plan.shortfall_bytes == shortfall
     assert step_ms * (1 - 1e-9) - 1e-9 <= plan.step_ms <= step_ms * (1 + TOLERANCE) + 1e-9
@@ -80,7 +80,7 @@ def check_against_exhaustive(groups: list[GroupRecord], budget: Budget, link: Li
 
 @given(problems(7))
 @settings(max_examples=150, deadline=None)
-def test_no_choice_is_better(problem: tuple[list[GroupRecord], Budget, Link]) -> None:
+def test_no_choice_is_better(problem: tuple[list[GroupRecord], MemoryBudget, Link]) -> None:
     check_against_exhaustive(*problem)
 
 
@@ -101,14 +101,16 @@ def test_no_choice_of_twelve_groups_is_better(seed: int) -> None:
     ]
     total = sum(group.saved_bytes * group.live_at_peak for group in groups)
     host = [None, int(total * 0.4)][seed % 2]
-    check_against_exhaustive(groups, Budget(int(total * 0.1 * (seed + 2)), 0, host), Link(3e7, 5e7))
+    check_against_exhaustive(groups, MemoryBudget(int(total * 0.1 * (seed + 2)), 0, host), Link(3e7, 5e7))
 
 
 @given(problems(60))
 @settings(max_examples=60, deadline=None)
-def test_a_plan_keeps_its_budgets_and_says_what_is_lacking(problem: tuple[list[GroupRecord], Budget, Link]) -> None:
+def test_a_plan_keeps_its_budgets_and_says_what_is_lacking(
+    problem: tuple[list[GroupRecord], MemoryBudget, Link],
+) -> None:
     groups, budget, link = problem
-    plan = choose(groups, budget, link)
+    plan = solve(groups, budget, link)
     chosen = list(zip(groups, plan.actions, strict=True))
     kept = sum(group.saved_bytes * group.live_at_peak for group, action in chosen if action is Action.KEEP)
     moved = sum(group.saved_bytes * group.live_at_peak for group, action in chosen if action is Action.OFFLOAD)
@@ -133,7 +135,7 @@ def layers(num_layers: int) -> list[GroupRecord]:
 
 def test_nothing_is_done_where_everything_fits() -> None:
     groups = layers(3)
-    plan = choose(groups, Budget(10**12), Link(5e7, 5e7))
+    plan = solve(groups, MemoryBudget(10**12), Link(5e7, 5e7))
     assert set(plan.actions) == {Action.KEEP}
     assert plan.exposed_ms == 0
     assert plan.step_ms == pytest.approx(3 * 18.6 * 3)
@@ -142,7 +144,7 @@ def test_nothing_is_done_where_everything_fits() -> None:
 def test_the_last_groups_stay_because_their_copies_would_show() -> None:
     groups = layers(4)
     total = sum(group.saved_bytes * group.live_at_peak for group in groups)
-    plan = choose(groups, Budget(total * 7 // 10), Link(5e7, 5e7))
+    plan = solve(groups, MemoryBudget(total * 7 // 10), Link(5e7, 5e7))
     assert plan.shortfall_bytes == 0
     assert plan.exposed_ms == 0
     assert plan.actions[-1] is Action.KEEP
@@ -151,24 +153,24 @@ def test_the_last_groups_stay_because_their_copies_would_show() -> None:
 
 def test_a_slow_link_makes_recomputation_the_better_choice() -> None:
     groups = [GroupRecord("moe_act", layer, 100 * MB, 1.0, 2.0, 0.5, 1) for layer in range(4)]
-    budget = Budget(200 * MB)
-    assert choose(groups, budget, Link(1e5, 1e5)).actions.count(Action.RECOMPUTE) == 2
-    assert choose(groups, budget, Link(1e9, 1e9)).actions.count(Action.OFFLOAD) == 2
+    budget = MemoryBudget(200 * MB)
+    assert solve(groups, budget, Link(1e5, 1e5)).actions.count(Action.RECOMPUTE) == 2
+    assert solve(groups, budget, Link(1e9, 1e9)).actions.count(Action.OFFLOAD) == 2
 
 
 def test_a_group_that_is_not_alive_at_the_peak_is_left_alone() -> None:
     groups = [GroupRecord("a", 0, MB, 1, 1, None, 0), GroupRecord("b", 0, MB, 1, 1, None, 2)]
-    assert choose(groups, Budget(0), Link(1e6, 1e6)).actions == (Action.KEEP, Action.OFFLOAD)
+    assert solve(groups, MemoryBudget(0), Link(1e6, 1e6)).actions == (Action.KEEP, Action.OFFLOAD)
 
 
 def test_prediction_of_a_choice_by_hand() -> None:
     """Copies of 2 ms each: the second leaves at 3 and has left at 5, one after forward ends; it is back at 7."""
     groups = [GroupRecord("a", 0, 2 * MB, 2, 5, None, 1), GroupRecord("b", 0, 2 * MB, 1, 2, None, 3)]
-    plan = predict(groups, [Action.KEEP, Action.OFFLOAD], Budget(3 * MB, 2 * MB), Link(1e6, 1e6))
+    plan = predict(groups, [Action.KEEP, Action.OFFLOAD], MemoryBudget(3 * MB, 2 * MB), Link(1e6, 1e6))
     assert (plan.exposed_ms, plan.step_ms) == (4, 14)
     assert (plan.peak_bytes, plan.host_bytes, plan.shortfall_bytes) == (4 * MB, 6 * MB, MB)
 
 
 def test_no_groups() -> None:
-    plan = choose([], Budget(5, 8), Link(1, 1))
+    plan = solve([], MemoryBudget(5, 8), Link(1, 1))
     assert (plan.actions, plan.peak_bytes, plan.shortfall_bytes) == ((), 8, 3)

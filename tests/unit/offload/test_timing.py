@@ -2,7 +2,7 @@
 
 from nemo_rl_offload.offload import HostBackend
 from nemo_rl_offload.offload.backends.base import Event
-from nemo_rl_offload.offload.slots import Group, Pass
+from nemo_rl_offload.offload.slots import ForwardPass, Group
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.timing import NUM_LATEST, Rates, Shortest, Timing
 
@@ -32,7 +32,7 @@ def test_a_step_is_read_when_the_device_has_passed_its_end_and_all_copies() -> N
     clock, stats, read = Clock(), OffloadStats(), []
     timing = Timing(clock, stats, lambda groups, _: read.append(groups))
     group = Group(("mlp", 0), [], 100)
-    group.pass_, group.index = Pass(group.key), 0
+    group.pass_, group.index = ForwardPass(group.key), 0
     timing.boundary(group, forward=True, phase=(1, 0))  # mark 1
     end = clock.mark()  # 2
     timing.copied(end, 100, out=True)

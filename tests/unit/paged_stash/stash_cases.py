@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nemo_rl_offload.paged_stash.kernels import RECORD_HEADER, Pool
 from nemo_rl_offload.paged_stash.pages import Pages, num_pages
-from nemo_rl_offload.planner.simulate.pipeline_schedule import Pass, pipeline_schedule
+from nemo_rl_offload.planner.simulate.pipeline_schedule import PipelinePass, pipeline_schedule
 
 FAR_WORDS = 2**31
 SENTINEL = 0xA5
@@ -128,7 +128,7 @@ class Case:
         assert counters["peak"] == pages.peak
 
 
-def passes(rng: random.Random, seen: Counter[str]) -> list[Pass]:
+def passes(rng: random.Random, seen: Counter[str]) -> list[PipelinePass]:
     """The passes of one pipeline stage in one step."""
     kind = rng.choice(("in turn", "1F1B", "interleaved", "any"))
     seen[kind] += 1
@@ -141,7 +141,7 @@ def passes(rng: random.Random, seen: Counter[str]) -> list[Pass]:
     seen_before: set[int] = set()
     result = []
     for _, microbatch in sorted(order):
-        result.append(Pass(microbatch not in seen_before, 0, microbatch))
+        result.append(PipelinePass(microbatch not in seen_before, 0, microbatch))
         seen_before.add(microbatch)
     return result
 

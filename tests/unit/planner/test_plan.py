@@ -8,26 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import SENSIBLE, make_job
 
-from nemo_rl_offload.offload.solver import Action, Budget, GroupRecord, Link, Plan, choose
+from nemo_rl_offload.offload.solver import Action, GroupRecord, Link, MemoryBudget, Solution, solve
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.search import budget as search_module
 from nemo_rl_offload.planner.search.budget import ways
 from nemo_rl_offload.planner.search.candidates import candidates
 from nemo_rl_offload.planner.search.suggestions import least_shortfall
-from nemo_rl_offload.planner.search.to_config import excess_bytes, write_choice
+from nemo_rl_offload.planner.search.to_config import choice_to_config, excess_bytes
 from nemo_rl_offload.planner.simulate import stages as stages_module
 from nemo_rl_offload.planner.simulate.pipeline_schedule import live_passes, pipeline_schedule
 from nemo_rl_offload.planner.simulate.simulated_step import (
     highest_peak,
     module_rows,
-    run_listed_modules,
     run_stages,
+    run_steady_state,
     run_whole_modules,
 )
 from nemo_rl_offload.planner.simulate.simulator import Transfers, simulate
 from nemo_rl_offload.planner.simulate.stages import build_stages, job_link, job_schedule, live_at_peak
-from nemo_rl_offload.specs.parallel_layout import Layout
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 GIB = 1 << 30
 MOE, LATENT = "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
@@ -74,11 +74,11 @@ def test_every_model_of_the_catalogue_can_be_planned(name: str) -> None:
 @given(
     st.sampled_from(["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"]),
     st.floats(12, 40),
-    st.sampled_from([Layout(8), Layout(8, pipeline=2), Layout(16, pipeline=4, virtual=3)]),
+    st.sampled_from([ParallelLayout(8), ParallelLayout(8, pipeline=2), ParallelLayout(16, pipeline=4, virtual=3)]),
     st.integers(1, 3),
 )
 @settings(max_examples=6, deadline=None)
-def test_plans_meet_their_budgets(name: str, memory_gib: float, layout: Layout, micro_batch: int) -> None:
+def test_plans_meet_their_budgets(name: str, memory_gib: float, layout: ParallelLayout, micro_batch: int) -> None:
     expert = 8 if "A3B" in name and layout.pipeline == 1 else 1
     job = make_job(name, num_layers=12, layout=replace(layout, expert=expert), memory_bytes=int(memory_gib * GIB))
     check_plan(make_plan(replace(job, micro_batch=micro_batch, sequence=2048)))
@@ -97,14 +97,14 @@ def test_no_stage_is_cut_and_no_choice_made_twice(monkeypatch: pytest.MonkeyPatc
         asked[job, modules, may_recompute] += 1
         return builder(job, modules, may_recompute)
 
-    def choose_counted(groups: tuple[GroupRecord, ...], budget: Budget, link: Link) -> Plan:
+    def choose_counted(groups: tuple[GroupRecord, ...], budget: MemoryBudget, link: Link) -> Solution:
         asked[groups, budget, link] += 1
-        return choose(groups, budget, link)
+        return solve(groups, budget, link)
 
     builder = stages_module._Builder
     monkeypatch.setattr(stages_module, "_Builder", cut)
-    monkeypatch.setattr(search_module, "choose", choose_counted)
-    job = make_job("Qwen/Qwen3-30B-A3B", num_layers=11, layout=Layout(8, expert=8), memory_bytes=20 * GIB)
+    monkeypatch.setattr(search_module, "solve", choose_counted)
+    job = make_job("Qwen/Qwen3-30B-A3B", num_layers=11, layout=ParallelLayout(8, expert=8), memory_bytes=20 * GIB)
     plan = make_plan(replace(job, sequence=3072))
     assert plan.frontier
     assert len(asked) > 20
@@ -124,7 +124,7 @@ def test_a_smaller_budget_takes_more_time() -> None:
 
 
 def test_what_cannot_fit_says_how_much_and_what_would_do() -> None:
-    job = make_job("meta-llama/Llama-3.1-70B", layout=Layout(64, tensor=4, pipeline=2, sequence_parallel=True))
+    job = make_job("meta-llama/Llama-3.1-70B", layout=ParallelLayout(64, tensor=4, pipeline=2, sequence_parallel=True))
     job = replace(job, memory_bytes=40 * GIB)
     plan = make_plan(job)
     assert plan.shortfall_bytes == pytest.approx(least_shortfall(job), rel=0.2)
@@ -151,7 +151,7 @@ def test_the_host_budget_is_kept() -> None:
 
 
 def test_full_recomputation_keeps_layer_inputs_alone() -> None:
-    job = make_job("Qwen/Qwen3-8B", layout=Layout(8))
+    job = make_job("Qwen/Qwen3-8B", layout=ParallelLayout(8))
     recomputed = replace(job, recompute=Recompute(method="uniform"))
     outcomes = []
     for each in (job, recomputed):
@@ -166,7 +166,7 @@ def test_full_recomputation_keeps_layer_inputs_alone() -> None:
 
 
 def test_the_inputs_of_recomputed_layers_can_be_offloaded() -> None:
-    job = replace(make_job("Qwen/Qwen3-8B", layout=Layout(8)), recompute=Recompute(method="uniform"))
+    job = replace(make_job("Qwen/Qwen3-8B", layout=ParallelLayout(8)), recompute=Recompute(method="uniform"))
     kept, offloaded = run_whole_modules(job, ()), run_whole_modules(job, ("attn_norm",))
     one_input = 4096 * 4096 * 2
     assert offloaded.host_bytes(0) == 36 * one_input
@@ -192,7 +192,7 @@ def test_the_inputs_of_recomputed_layers_can_be_offloaded() -> None:
 def test_configured_recomputation_takes_time_and_gives_memory(name: str, module: str, share: float) -> None:
     outcomes = []
     for modules in (frozenset[str](), frozenset([module])):
-        job = make_job(name, layout=Layout(8), recompute=Recompute(modules=modules))
+        job = make_job(name, layout=ParallelLayout(8), recompute=Recompute(modules=modules))
         stages = build_stages(job, ())
         outcomes.append(run_stages(job, stages, [[Action.KEEP] * len(stages[0].records())]))
     plain, recomputed = outcomes
@@ -213,12 +213,12 @@ def test_configured_modules_are_predicted_as_they_are() -> None:
 
 def test_what_is_written_is_predicted_as_the_engine_does_it() -> None:
     """It keeps what has no time to leave and come back: less time, and more memory, than if all moved."""
-    layout = Layout(8, tensor=4, sequence_parallel=True)
+    layout = ParallelLayout(8, tensor=4, sequence_parallel=True)
     job = make_job("Qwen/Qwen2.5-7B", layout=layout, sequence=16384, num_microbatches=4, memory_bytes=38 * GIB)
     plan = make_plan(job)
     written = replace(job, recompute=plan.written.recompute)
     whole = run_whole_modules(written, plan.written.offload_modules)
-    assert plan.written.outcome == run_listed_modules(written, plan.written.offload_modules)
+    assert plan.written.outcome == run_steady_state(written, plan.written.offload_modules)
     assert plan.written.outcome.step_ms < whole.step_ms
     assert highest_peak(whole) < highest_peak(plan.written.outcome) <= job.budget_bytes
 
@@ -227,7 +227,13 @@ def test_what_is_written_is_predicted_as_the_engine_does_it() -> None:
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", MOE, LATENT])
 def test_less_memory_recomputes_more_and_never_costs_more_than_recomputing_all(name: str, native_engine: bool) -> None:
     """At the memory of full recomputation, a choice takes no longer than that; what is given up first is cheap."""
-    layout = Layout(16, expert=8) if name == MOE else Layout(64, expert=16) if name == LATENT else Layout(8)
+    layout = (
+        ParallelLayout(16, expert=8)
+        if name == MOE
+        else ParallelLayout(64, expert=16)
+        if name == LATENT
+        else ParallelLayout(8)
+    )
     job = make_job(name, num_layers=8, layout=layout, sequence=8192, native_engine=native_engine)
     job = replace(job, recomputes_mlp_parts=native_engine, device=replace(job.device, memory_gib=1000.0))
     full = make_plan(replace(job, recompute=Recompute(method="uniform"))).baseline
@@ -257,7 +263,7 @@ def test_recomputed_mlps_take_the_place_of_copies_that_the_link_has_no_time_for(
     assert {"mlp_act", "mlp_fc1"} & plan.chosen_job.recompute.modules
     assert plan.keys["recompute_granularity"] == "selective"
     without = min(
-        (run_listed_modules(job, modules) for modules in (candidates(job), ("mlp_act",), ("mlp_fc1", "mlp_act"))),
+        (run_steady_state(job, modules) for modules in (candidates(job), ("mlp_act",), ("mlp_fc1", "mlp_act"))),
         key=lambda outcome: outcome.step_ms if highest_peak(outcome) <= job.budget_bytes else float("inf"),
     )
     assert plan.chosen.step_ms < without.step_ms or highest_peak(without) > job.budget_bytes
@@ -265,7 +271,7 @@ def test_recomputed_mlps_take_the_place_of_copies_that_the_link_has_no_time_for(
 
 def test_configured_recomputation_is_never_less_than_before() -> None:
     given = Recompute(modules=frozenset({"mlp_act", "mlp_fc1"}), num_counted_layers=3)
-    job = make_job("Qwen/Qwen2.5-7B", num_layers=8, layout=Layout(8), sequence=8192, recompute=given)
+    job = make_job("Qwen/Qwen2.5-7B", num_layers=8, layout=ParallelLayout(8), sequence=8192, recompute=given)
     counts = [way.recompute.num_counted_layers for way in ways(job)]
     assert counts == [3, 4, 6, 7, None, None]
     assert [way.recompute.method for way in ways(job)] == [None] * 5 + ["uniform"]
@@ -295,13 +301,13 @@ def test_whole_modules_do_not_save_what_recomputation_discards(
     name: str, recomputed: str, module: str, remains: bool
 ) -> None:
     """`check` refuses the two together; one layer of a choice may offload what another discards."""
-    layout = Layout(64, expert=16) if name == LATENT else Layout(16, expert=8)
+    layout = ParallelLayout(64, expert=16) if name == LATENT else ParallelLayout(16, expert=8)
     job = make_job(name, num_layers=4, layout=layout, recompute=Recompute(modules=frozenset({recomputed})))
     job = replace(job, device=replace(job.device, memory_gib=1000.0))
     stages = build_stages(job, candidates(job))
     records = stages[0].records()
     actions = [[Action.OFFLOAD if r.can_offload and r.module == module else Action.KEEP for r in records]]
-    written = write_choice(replace(job, memory_bytes=1 << 30), run_stages(job, stages, actions))
+    written = choice_to_config(replace(job, memory_bytes=1 << 30), run_stages(job, stages, actions))
     assert recomputed in written.recompute.modules
     assert remains or module not in written.offload_modules
 
@@ -316,7 +322,7 @@ def test_live_microbatches_of_chunks() -> None:
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_a_long_step_is_extended_from_a_short_one(virtual: int) -> None:
     """The extended time is that of a simulation in full."""
-    layout = Layout(16, pipeline=4, virtual=virtual)
+    layout = ParallelLayout(16, pipeline=4, virtual=virtual)
     job = make_job("meta-llama/Llama-3.1-8B", layout=layout, num_microbatches=40)
     stages = build_stages(job, candidates(job))
     actions = [[Action.OFFLOAD if r.can_offload else Action.KEEP for r in stage.records()] for stage in stages]
@@ -337,7 +343,7 @@ def test_layers_recomputed_at_a_time_are_no_more_than_a_chunk_has() -> None:
 def test_multi_token_prediction_is_recomputed_with_whole_layers() -> None:
     """As another layer, but for its projection's inputs; a block of layers leaves it as it is."""
     layers = (Recompute(), Recompute(method="uniform"), Recompute(method="block", num_layers=2))
-    with_mtp = [make_job(LATENT, num_layers=2, layout=Layout(16, expert=16), recompute=each) for each in layers]
+    with_mtp = [make_job(LATENT, num_layers=2, layout=ParallelLayout(16, expert=16), recompute=each) for each in layers]
     without = [replace(job, shape=replace(job.shape, num_mtp_layers=0)) for job in with_mtp]
     extra = [
         run_whole_modules(job, ()).stages[0].kept_bytes() - run_whole_modules(other, ()).stages[0].kept_bytes()
@@ -350,7 +356,7 @@ def test_multi_token_prediction_is_recomputed_with_whole_layers() -> None:
 def test_rows_count_layers_and_waits_once() -> None:
     """A module of a layer may have several groups, of which some move; a layer's wait is that of one module."""
     job = make_job(
-        LATENT, "h200-141gb", layout=Layout(256, pipeline=8, expert=32, num_layers_first=6, num_layers_last=7)
+        LATENT, "h200-141gb", layout=ParallelLayout(256, pipeline=8, expert=32, num_layers_first=6, num_layers_last=7)
     )
     outcome = make_plan(job).chosen
     for rank, stage in enumerate(outcome.stages):

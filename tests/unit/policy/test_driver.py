@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_offload.batching.batch import Batch, num_samples
-from nemo_rl_offload.batching.plan import Cutting
+from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ConfigError
@@ -35,39 +35,39 @@ class FakeWorker:
         self.place = Placement(rest // tensor_size, rest % tensor_size == 0 and stage == num_stages - 1, coordinates)
         self.weights = ["start", "start", "start"][: stage + 1]
         self.calls: list[tuple[Any, ...]] = []
-        self.cuttings: list[Cutting | None] = []
+        self.splits: list[MicrobatchSplit | None] = []
 
     def placement(self) -> Placement:
         return self.place
 
     def train(
-        self, batch: Batch, loss_name: str, loss_config: Any, norm: Any, cutting: Cutting | None = None
+        self, batch: Batch, loss_name: str, loss_config: Any, norm: Any, split: MicrobatchSplit | None = None
     ) -> dict[str, float]:
         self.calls.append((batch, loss_name, loss_config, norm))
-        self.cuttings.append(cutting)
+        self.splits.append(split)
         return {"loss": float(norm.global_valid_tokens), "lr": float(len(self.calls))}
 
     def evaluate(
-        self, batch: Batch, loss_name: str, loss_config: Any, norm: Any, cutting: Cutting | None = None
+        self, batch: Batch, loss_name: str, loss_config: Any, norm: Any, split: MicrobatchSplit | None = None
     ) -> dict[str, float]:
-        return self.train(batch, loss_name, loss_config, norm, cutting)
+        return self.train(batch, loss_name, loss_config, norm, split)
 
     def get_topk_logits(
-        self, batch: Batch, k: int, num_tokens: int, cutting: Cutting | None = None
+        self, batch: Batch, k: int, num_tokens: int, split: MicrobatchSplit | None = None
     ) -> tuple[np.ndarray[Any, Any], ...]:
         ids = batch["input_ids"][..., None].expand(-1, -1, k).numpy()
         return ids.astype(np.float32) * num_tokens, ids
 
-    def get_logprobs(self, batch: Batch, cutting: Cutting | None = None) -> np.ndarray[Any, Any] | None:
+    def get_logprobs(self, batch: Batch, split: MicrobatchSplit | None = None) -> np.ndarray[Any, Any] | None:
         if not self.place.is_source:
             return None
         assert set(batch) == {"input_ids", "input_lengths"}
         return -batch["input_ids"].float().numpy()
 
     def get_reference_policy_logprobs(
-        self, batch: Batch, cutting: Cutting | None = None
+        self, batch: Batch, split: MicrobatchSplit | None = None
     ) -> np.ndarray[Any, Any] | None:
-        logprobs = self.get_logprobs(batch, cutting)
+        logprobs = self.get_logprobs(batch, split)
         return None if logprobs is None else logprobs - 1
 
     def generate(self, prompts: list[list[int]], seed: int, end_id: int) -> list[Response]:
@@ -251,11 +251,9 @@ def test_microbatches_by_tokens(name: str, world_size: int, make: Make) -> None:
     assert torch.equal(policy.get_topk_logits(batch, 3, 5)[1], batch["input_ids"][..., None].expand(-1, -1, 3))
     policy.train(batch, "dpo", {})
     assert all(len(worker.calls) == 1 for worker in workers)
-    cuttings = [worker.cuttings[0] for worker in workers]
-    assert len({len(cutting.sizes) for cutting in cuttings if cutting is not None}) == 1
-    assert [cutting is not None and cutting.is_packed for cutting in cuttings] == [
-        name == "sequence_packing"
-    ] * world_size
+    splits = [worker.splits[0] for worker in workers]
+    assert len({len(split.sizes) for split in splits if split is not None}) == 1
+    assert [split is not None and split.is_packed for split in splits] == [name == "sequence_packing"] * world_size
     pieces = [worker.calls[0][0] for worker in workers]
     counted = torch.cat([piece["input_ids"][piece["sample_mask"] == 1] for piece in pieces])
     pairs = {tuple(map(tuple, pair)) for pair in counted.view(7, 2, -1).tolist()}

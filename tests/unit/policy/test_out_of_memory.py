@@ -15,7 +15,7 @@ from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.generation import megatron as generation_module
 from nemo_rl_offload.megatron.step import train_step as train_step_module
 from nemo_rl_offload.planner.job import read_job
-from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, run_listed_modules
+from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, run_steady_state
 from nemo_rl_offload.policy.out_of_memory import DeviceUse, Phase, out_of_memory, out_of_memory_while
 from nemo_rl_offload.policy.worker import PolicyWorker
 from nemo_rl_offload.specs.catalogue import load_model_shape
@@ -97,7 +97,7 @@ def test_what_it_proposes_is_other_than_what_is_in_force_and_needs_less(
     paths = [f"megatron_cfg.{text}" for text in changes]
     after = policy(*given, *(f"policy.{text}" for text in paths))
     jobs = [read_job(each, load_model_shape(model, None), find_device("h100"), world) for each in (before, after)]
-    peaks = [highest_peak(run_listed_modules(job, job.offload_modules)) for job in jobs]
+    peaks = [highest_peak(run_steady_state(job, job.offload_modules)) for job in jobs]
     assert after != before
     assert "offload_modules=auto" in (*settings, *changes) or peaks[1] < 0.95 * peaks[0]
     for change in paths:

@@ -26,9 +26,9 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl_offload.runs.manifest import check_contents
 from nemo_rl_offload.runs.run_directory import (
-    MEANS,
+    RESUME_MAY_CHANGE,
     Checkpoints,
-    changed_means,
+    changed_on_resume,
     open_run_directory,
     read_checkpoint,
 )
@@ -264,11 +264,11 @@ def test_an_unfinished_run_is_taken_up_again(explicit: bool, tmp_path: Path) -> 
 def test_a_finished_run_keeps_its_configuration(tmp_path: Path) -> None:
     config = {**CONFIG, "cluster": {"num_nodes": 1}}
     folder = enter(tmp_path / "run", tmp_path, config)
-    assert changed_means(folder, config) == ""
+    assert changed_on_resume(folder, config) == ""
     (folder / "summary.json").touch()
     other = {**CONFIG, "cluster": {"num_nodes": 2}}
     assert enter(folder, tmp_path, other) == folder
-    assert changed_means(folder, other) == "cluster.num_nodes is 1 there, 2 here"
+    assert changed_on_resume(folder, other) == "cluster.num_nodes is 1 there, 2 here"
 
 
 def test_default_folder_is_numbered(tmp_path: Path) -> None:
@@ -311,8 +311,10 @@ def test_a_run_may_go_on_by_other_means_alone(tmp_path: Path) -> None:
     folder = enter(tmp_path / "run", tmp_path, config)
     (folder / "checkpoints").mkdir()
     paths = list(leaves(config))
-    by_means = [path for path in paths if any(f"{path}.".startswith(f"{means}.") for means in MEANS)]
-    assert all(any(f"{path}.".startswith(f"{means}.") for path in by_means) for means in MEANS), "all are keys"
+    by_means = [path for path in paths if any(f"{path}.".startswith(f"{means}.") for means in RESUME_MAY_CHANGE)]
+    assert all(any(f"{path}.".startswith(f"{means}.") for path in by_means) for means in RESUME_MAY_CHANGE), (
+        "all are keys"
+    )
     assert len(by_means) > 40
     for path in paths:
         other = copy.deepcopy(config)

@@ -7,7 +7,7 @@ from jobs import SENSIBLE
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.catalogue import load_model_shape
-from nemo_rl_offload.specs.parallel_layout import Layout, check_layout, counted_layers, stage_layers
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout, check_layout, counted_layers, stage_layers
 
 QWEN = load_model_shape("Qwen/Qwen2.5-7B", None)
 MOE = load_model_shape("Qwen/Qwen3-30B-A3B", None)
@@ -21,7 +21,7 @@ def test_a_checked_layout_gives_every_layer_to_one_stage(
     shape = replace(QWEN, num_layers=num_layers)
     if ranks == 1:
         first = last = None
-    layout = Layout(ranks, pipeline=ranks, virtual=virtual, num_layers_first=first, num_layers_last=last)
+    layout = ParallelLayout(ranks, pipeline=ranks, virtual=virtual, num_layers_first=first, num_layers_last=last)
     try:
         check_layout(layout, shape, 128)
     except ConfigError:
@@ -42,29 +42,41 @@ def test_sensible_layouts_are_accepted(name: str) -> None:
 
 
 REFUSED = [
-    (QWEN, Layout(8, tensor=8), "tensor_model_parallel_size: 8 does not divide the attention heads 28. The nearest"),
-    (QWEN, Layout(7, tensor=7), "tensor_model_parallel_size: 7 and the 4 key heads do not divide"),
-    (QWEN, Layout(8, tensor=3), "3 does not divide the attention heads 28. The nearest that does is 2."),
-    (QWEN, Layout(8, sequence_parallel=True), "sequence_parallel: needs tensor_model_parallel_size above 1"),
-    (QWEN, Layout(6, tensor=4), "4 ranks do not divide the 6 devices"),
-    (QWEN, Layout(8, expert=2), "expert_model_parallel_size: the model has no experts. Set it to 1."),
-    (QWEN, Layout(8, virtual=2), "virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size above 1"),
     (
         QWEN,
-        Layout(5, pipeline=5),
+        ParallelLayout(8, tensor=8),
+        "tensor_model_parallel_size: 8 does not divide the attention heads 28. The nearest",
+    ),
+    (QWEN, ParallelLayout(7, tensor=7), "tensor_model_parallel_size: 7 and the 4 key heads do not divide"),
+    (QWEN, ParallelLayout(8, tensor=3), "3 does not divide the attention heads 28. The nearest that does is 2."),
+    (QWEN, ParallelLayout(8, sequence_parallel=True), "sequence_parallel: needs tensor_model_parallel_size above 1"),
+    (QWEN, ParallelLayout(6, tensor=4), "4 ranks do not divide the 6 devices"),
+    (QWEN, ParallelLayout(8, expert=2), "expert_model_parallel_size: the model has no experts. Set it to 1."),
+    (
+        QWEN,
+        ParallelLayout(8, virtual=2),
+        "virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size above 1",
+    ),
+    (
+        QWEN,
+        ParallelLayout(5, pipeline=5),
         "28 layers cannot be divided among 5 ranks. With num_layers_in_last_pipeline_stage=4",
     ),
-    (QWEN, Layout(4, pipeline=4, virtual=3), "28 layers cannot be divided among 4 ranks with 3 chunks each."),
-    (QWEN, Layout(3, context=3), "context_parallel_size: twice it must divide the sequence of 4096 tokens"),
-    (MOE, Layout(48, expert=48), "expert_model_parallel_size: 48 does not divide the 128 experts. The nearest that"),
-    (MOE, Layout(8, expert=16), "16 ranks do not divide the 8 devices"),
-    (MOE, Layout(5, expert_tensor=5), "expert_tensor_parallel_size: 5 does not divide the experts' width"),
-    (MOE, Layout(8, tensor=2), "sequence_parallel: experts with tensor parallelism need it. Set it to true."),
+    (QWEN, ParallelLayout(4, pipeline=4, virtual=3), "28 layers cannot be divided among 4 ranks with 3 chunks each."),
+    (QWEN, ParallelLayout(3, context=3), "context_parallel_size: twice it must divide the sequence of 4096 tokens"),
+    (
+        MOE,
+        ParallelLayout(48, expert=48),
+        "expert_model_parallel_size: 48 does not divide the 128 experts. The nearest that",
+    ),
+    (MOE, ParallelLayout(8, expert=16), "16 ranks do not divide the 8 devices"),
+    (MOE, ParallelLayout(5, expert_tensor=5), "expert_tensor_parallel_size: 5 does not divide the experts' width"),
+    (MOE, ParallelLayout(8, tensor=2), "sequence_parallel: experts with tensor parallelism need it. Set it to true."),
 ]
 
 
 @pytest.mark.parametrize(("shape", "layout", "words"), REFUSED, ids=[words[:40] for _, _, words in REFUSED])
-def test_an_impossible_layout_is_told_the_fix(shape: object, layout: Layout, words: str) -> None:
+def test_an_impossible_layout_is_told_the_fix(shape: object, layout: ParallelLayout, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         check_layout(layout, shape, 4096)  # type: ignore[arg-type]
     assert words in str(raised.value)
@@ -73,7 +85,7 @@ def test_an_impossible_layout_is_told_the_fix(shape: object, layout: Layout, wor
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
-        check_layout(Layout(8, tensor=3, expert=2, virtual=2), QWEN, 4096)
+        check_layout(ParallelLayout(8, tensor=3, expert=2, virtual=2), QWEN, 4096)
     assert len(str(raised.value).splitlines()) >= 4
 
 

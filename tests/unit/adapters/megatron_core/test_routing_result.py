@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.moe import token_dispatcher
 
 from nemo_rl_offload.adapters.megatron_core.interface import use_engine
-from nemo_rl_offload.adapters.megatron_core.routing_result import pass_the_link, to_host
+from nemo_rl_offload.adapters.megatron_core.routing_result import bypass_copy_engine, to_host
 from nemo_rl_offload.offload import CudaBackend, HostBackend, OffloadEngine
 
 needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -26,14 +26,14 @@ def test_the_original_comes_back_and_does_what_is_no_result(monkeypatch: pytest.
     calls = []
     monkeypatch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", lambda *args: calls.append(args) or args[0])
     original = token_dispatcher.maybe_move_tensor_to_cpu
-    pass_the_link(True)
-    pass_the_link(True)
+    bypass_copy_engine(True)
+    bypass_copy_engine(True)
     on_host = torch.arange(3)
     assert token_dispatcher.maybe_move_tensor_to_cpu(on_host, as_numpy=True) is on_host
     assert token_dispatcher.maybe_move_tensor_to_cpu(7) == 7
     assert calls == [(on_host, True, False), (7, False, False)]
-    pass_the_link(False)
-    pass_the_link(False)
+    bypass_copy_engine(False)
+    bypass_copy_engine(False)
     assert token_dispatcher.maybe_move_tensor_to_cpu is original
 
 
@@ -42,7 +42,7 @@ def test_the_original_comes_back_and_does_what_is_no_result(monkeypatch: pytest.
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", [(1,), (), (16,), (4, 33), (8, 4, 2)])
 def test_results_arrive_whole(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    pass_the_link(True)
+    bypass_copy_engine(True)
     move = token_dispatcher.maybe_move_tensor_to_cpu
     stream = torch.cuda.Stream()
     for _ in range(50):
@@ -54,7 +54,7 @@ def test_results_arrive_whole(dtype: torch.dtype, shape: tuple[int, ...]) -> Non
         assert moved.is_pinned()
         assert torch.equal(moved, tensor.cpu())
         assert (array == tensor.cpu().numpy()).all()
-    pass_the_link(False)
+    bypass_copy_engine(False)
     for other in (torch.ones(3, device="cuda"), torch.ones(3, device="cuda", dtype=torch.bool)):
         assert torch.equal(move(other).cpu(), other.cpu())
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples
-from nemo_rl_offload.megatron.step.microbatches import cut
+from nemo_rl_offload.megatron.step.microbatches import split_into_microbatches
 
 
 def config(**changes: object) -> SimpleNamespace:
@@ -50,7 +50,7 @@ def test_a_pipelines_microbatches_have_one_shape_and_hold_all(
         sequence_parallel=tensor_size > 1,
         context_parallel_size=context_size,
     )
-    pieces = [piece.batch for piece in cut(batch, size, layout)]
+    pieces = [piece.batch for piece in split_into_microbatches(batch, size, layout)]
     assert len({piece["input_ids"].shape for piece in pieces}) == 1
     assert all(num_samples(piece) == size for piece in pieces)
     assert not num_parts or len(pieces) % 2 == 0
@@ -76,7 +76,7 @@ def test_a_pipelines_microbatches_have_one_shape_and_hold_all(
 def test_without_a_pipeline_nothing_is_filled_up(lengths: list[int], size: int) -> None:
     batch = make_batch(lengths, width=11)
     for layout in (config(), config(expert_model_parallel_size=2)):
-        pieces = [piece.batch for piece in cut(batch, size, layout)]
+        pieces = [piece.batch for piece in split_into_microbatches(batch, size, layout)]
         expected = list(microbatches(batch, size))
         assert len(pieces) == len(expected)
         for piece, other in zip(pieces, expected, strict=True):
@@ -86,5 +86,5 @@ def test_without_a_pipeline_nothing_is_filled_up(lengths: list[int], size: int) 
 def test_ranks_that_gather_tokens_are_equally_wide() -> None:
     layout = config(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather")
     for lengths in ([1, 2, 3], [9, 4, 4]):
-        pieces = cut(make_batch(lengths, 11), 2, layout)
+        pieces = split_into_microbatches(make_batch(lengths, 11), 2, layout)
         assert [piece.input_ids.shape for piece in pieces] == [(2, 11)] * 2

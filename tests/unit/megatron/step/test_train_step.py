@@ -11,14 +11,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nemo_rl_offload.batching.batch import Batch
-from nemo_rl_offload.batching.plan import Budget, Cutting, plan_packed, plan_padded
-from nemo_rl_offload.batching.sharding import divide_by_plan
+from nemo_rl_offload.batching.plan import MicrobatchSplit, TokenBudget, plan_packed, plan_padded
+from nemo_rl_offload.batching.sharding import shard_by_plan
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model
-from nemo_rl_offload.megatron.step.head import logprobs_at, token_entropy, topk_logits
-from nemo_rl_offload.megatron.step.microbatches import Piece, cut
+from nemo_rl_offload.megatron.step.head import gather_logprobs, token_entropy, topk_logits
+from nemo_rl_offload.megatron.step.microbatches import Microbatch, split_into_microbatches
 from nemo_rl_offload.megatron.step.train_step import (
     _apply,
     _forward_backward,
@@ -99,11 +99,11 @@ def test_metrics_and_gradients_do_not_depend_on_the_microbatches(build: Callable
         torch.testing.assert_close(other_weights, weights[0], rtol=1e-5, atol=1e-6)
 
 
-def plan(batch: Batch, *, is_packed: bool, num_tokens: int) -> tuple[Batch, Cutting]:
+def plan(batch: Batch, *, is_packed: bool, num_tokens: int) -> tuple[Batch, MicrobatchSplit]:
     """The batch of the only rank, and how it is cut."""
-    budget = Budget(num_tokens, 1)
+    budget = TokenBudget(num_tokens, 1)
     packed = partial(plan_packed, budget=budget, algorithm="modified_first_fit_decreasing")
-    division = divide_by_plan(
+    division = shard_by_plan(
         batch, 1, packed if is_packed else partial(plan_padded, budget=budget), is_packed=is_packed
     )
     assert division.cuttings is not None
@@ -160,9 +160,9 @@ def test_a_microbatch_asks_the_device_for_nothing(is_packed: bool, build: Callab
     model, batch = build(), make_batch()
     piece, cutting = plan(batch, is_packed=is_packed, num_tokens=30)
     loss, norm = build_loss("nll", {}), normalizers(batch)
-    pieces = cut(piece, cutting, model.config)
+    pieces = split_into_microbatches(piece, cutting, model.config)
 
-    def process(logits: torch.Tensor, each: Piece) -> Any:
+    def process(logits: torch.Tensor, each: Microbatch) -> Any:
         return _apply(loss, logits, each, norm, 1.0, 4)
 
     reads = HostReads()
@@ -252,12 +252,12 @@ def test_entropy_and_chosen_logprobs_are_those_of_a_softmax() -> None:
     logprobs = logits.log_softmax(-1)
     expected_entropy = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(token_entropy(logits), expected_entropy)
-    torch.testing.assert_close(logprobs_at(logits, ids), logprobs.gather(-1, ids))
+    torch.testing.assert_close(gather_logprobs(logits, ids), logprobs.gather(-1, ids))
     weights = torch.rand(2, 3, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((weights * token_entropy(logits)).sum(), logits)
     (expected,) = torch.autograd.grad((weights * expected_entropy).sum(), logits, retain_graph=True)
     torch.testing.assert_close(gradient, expected)
-    (gradient,) = torch.autograd.grad((weights[..., None] * logprobs_at(logits, ids)).sum(), logits)
+    (gradient,) = torch.autograd.grad((weights[..., None] * gather_logprobs(logits, ids)).sum(), logits)
     (expected,) = torch.autograd.grad((weights[..., None] * logprobs.gather(-1, ids)).sum(), logits)
     torch.testing.assert_close(gradient, expected)
 

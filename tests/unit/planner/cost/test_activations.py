@@ -7,7 +7,7 @@ from torch_activations import torch_layer
 from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Storage, fused_layer, with_recomputation
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.offload_modules import SUPPORTED_MODULES
-from nemo_rl_offload.specs.parallel_layout import Layout
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 MIB = 1 << 20
 
@@ -21,7 +21,7 @@ def charged(storages: list[Storage], modules: tuple[str, ...] = SUPPORTED_MODULE
 
 
 def context_of(name: str, **layout: int | bool) -> LayerContext:
-    return replace(make_job(name).context, layout=Layout(**layout))  # type: ignore[arg-type]
+    return replace(make_job(name).context, layout=ParallelLayout(**layout))  # type: ignore[arg-type]
 
 
 def test_deepseek_layer_of_the_published_run() -> None:
@@ -98,7 +98,7 @@ def test_without_sequence_parallelism_norms_stay_whole() -> None:
 
 
 def test_context_parallelism_divides_tokens_and_experts_do_not_matter() -> None:
-    job = make_job("Qwen/Qwen3-30B-A3B", layout=Layout(8, context=2))
+    job = make_job("Qwen/Qwen3-30B-A3B", layout=ParallelLayout(8, context=2))
     assert job.context.tokens.count == 2048
     one = fused_layer(context_of("Qwen/Qwen3-30B-A3B", world=8), has_experts=True)
     assert fused_layer(context_of("Qwen/Qwen3-30B-A3B", world=8, expert=8), has_experts=True) == one

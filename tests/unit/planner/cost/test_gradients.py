@@ -8,13 +8,13 @@ from nemo_rl_offload.planner.cost.activations import LayerContext, Tokens
 from nemo_rl_offload.planner.cost.gradients import backward_bytes
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
-from nemo_rl_offload.specs.parallel_layout import Layout
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 TOKENS = 4096
 
 
 def context_of(name: str, **layout: int) -> LayerContext:
-    return replace(make_job(name).context, layout=Layout(**layout))
+    return replace(make_job(name).context, layout=ParallelLayout(**layout))
 
 
 def test_of_experts_the_gradients_of_the_first_products_weights_are_most() -> None:
@@ -34,7 +34,7 @@ def test_of_a_wide_dense_layer_the_activations_gradients_are_most() -> None:
 
 def stages_of(recompute: Recompute, **changes: int) -> list[Stage]:
     job = make_job(
-        "Qwen/Qwen2.5-7B", num_layers=8, layout=Layout(2, pipeline=2), recompute=recompute, num_microbatches=8
+        "Qwen/Qwen2.5-7B", num_layers=8, layout=ParallelLayout(2, pipeline=2), recompute=recompute, num_microbatches=8
     )
     return build_stages(replace(job, shape=replace(job.shape, **changes)), ())
 

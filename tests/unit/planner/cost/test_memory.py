@@ -3,13 +3,13 @@ import dataclasses
 import pytest
 from jobs import SENSIBLE, make_job
 
-from nemo_rl_offload.planner.cost.flops import layer_work, recompute_ms
+from nemo_rl_offload.planner.cost.flops import layer_costs, recompute_ms
 from nemo_rl_offload.planner.cost.memory import Optimizer, logits_bytes, stage_parameters, state_bytes
 from nemo_rl_offload.planner.cost.parameters import ParameterCount, model_parameters, mtp_parameters
 from nemo_rl_offload.planner.plan import make_plan
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import find_device
-from nemo_rl_offload.specs.parallel_layout import Layout, stage_layers
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 
 
 @pytest.mark.parametrize("name", SENSIBLE)
@@ -17,20 +17,20 @@ def test_stages_hold_the_whole_model(name: str) -> None:
     shape = load_model_shape(name, None)
     ranks = min(4, shape.num_layers)
     first = shape.num_layers - 3 * (shape.num_layers // 4)
-    layout = Layout(ranks, pipeline=ranks, num_layers_first=first)
+    layout = ParallelLayout(ranks, pipeline=ranks, num_layers_first=first)
     stages = stage_layers(layout, shape.num_layers)
     total = sum(stage_parameters(shape, layout, chunks, rank).total for rank, chunks in enumerate(stages))
     embedding = shape.vocab_size * shape.hidden_size
     twice = embedding * (shape.tied_embeddings + (shape.num_mtp_layers > 0))
     assert total == model_parameters(shape) + mtp_parameters(shape).total + twice
-    one = Layout(1)
+    one = ParallelLayout(1)
     alone = stage_parameters(shape, one, stage_layers(one, shape.num_layers)[0], 0).total
     assert alone == model_parameters(shape) + mtp_parameters(shape).total
 
 
 def test_state_of_adam_in_bfloat16() -> None:
     parameters = ParameterCount(shared=1000, expert=600)
-    layout = Layout(world=8, expert=4)
+    layout = ParallelLayout(world=8, expert=4)
     found = state_bytes(parameters, layout, Optimizer(), 2)
     assert found == {"weights": 3200, "gradients": 6400, "optimizer": 1000 * 12 // 8 + 600 * 12 // 2}
     whole = state_bytes(parameters, layout, Optimizer(distributed=False), 2)
@@ -39,18 +39,18 @@ def test_state_of_adam_in_bfloat16() -> None:
 
 
 def test_context_parallel_ranks_share_the_optimizer_too() -> None:
-    found = state_bytes(ParameterCount(1200, 0), Layout(world=8, context=2, tensor=2), Optimizer(), 2)
+    found = state_bytes(ParameterCount(1200, 0), ParallelLayout(world=8, context=2, tensor=2), Optimizer(), 2)
     assert found["optimizer"] == 1200 * 12 // 4
 
 
 def test_logits() -> None:
     shape = load_model_shape("Qwen/Qwen2.5-7B", None)
-    assert logits_bytes(shape, Layout(2, tensor=2), 100, 2) == 100 * 152064 // 2 * 14
+    assert logits_bytes(shape, ParallelLayout(2, tensor=2), 100, 2) == 100 * 152064 // 2 * 14
 
 
 def test_logits_in_chunks() -> None:
     shape, vocabulary = load_model_shape("Qwen/Qwen2.5-7B", None), 152064
-    layout = Layout(1)
+    layout = ParallelLayout(1)
     assert logits_bytes(shape, layout, 100, 2, 100) == logits_bytes(shape, layout, 100, 2)
     assert logits_bytes(shape, layout, 100, 2, 50) == vocabulary * (4 * 100 + 12 * 50)
     assert logits_bytes(shape, layout, 100, 2, 10) == vocabulary * (4 * 100 + 2 * 100)
@@ -69,9 +69,9 @@ def test_a_plan_counts_the_configured_chunk() -> None:
 )
 def test_operations_are_two_per_active_parameter(name: str, active_parameters: float) -> None:
     """Published active parameters, less the embedding; DeepSeek's 36.6B and the others' include the output layer."""
-    context = make_job(name, layout=Layout(8)).context
+    context = make_job(name, layout=ParallelLayout(8)).context
     shape = context.shape
-    flops = sum(work.product_flops for has in shape.layers_with_experts for work in layer_work(context, has))
+    flops = sum(work.product_flops for has in shape.layers_with_experts for work in layer_costs(context, has))
     flops /= context.tokens.count
     output = shape.vocab_size * shape.hidden_size
     embedding = 0 if name.startswith("deepseek") else output
@@ -80,7 +80,7 @@ def test_operations_are_two_per_active_parameter(name: str, active_parameters: f
 
 def test_attention_is_causal() -> None:
     """Two products of 4096 x 4096 per head, half of each masked: 2 x 2 x 4096^2 x 128 / 2 operations per head."""
-    work = layer_work(make_job("meta-llama/Llama-3.1-8B", layout=Layout(8)).context, False)
+    work = layer_costs(make_job("meta-llama/Llama-3.1-8B", layout=ParallelLayout(8)).context, False)
     attention = next(each for each in work if each.module == "core_attn")
     assert attention.attention_flops == 32 * 2 * 2 * 4096**2 * 128 / 2
     device = find_device("h100-80gb")
@@ -91,11 +91,11 @@ def test_attention_is_causal() -> None:
 @pytest.mark.parametrize("name", ["layernorm", "moe_act", "mla_up_proj"])
 def test_recomputation_takes_less_than_the_layer(name: str) -> None:
     job = make_job("deepseek-ai/DeepSeek-V3")
-    layer_ms = sum(work.forward_ms(job.device, False) for work in layer_work(job.context, True))
+    layer_ms = sum(work.forward_ms(job.device, False) for work in layer_costs(job.context, True))
     assert 0 < recompute_ms(job.context, name, job.device) < layer_ms / 5
 
 
 def test_eight_bit_products_are_faster() -> None:
     device = find_device("h100-80gb")
-    product = next(w for w in layer_work(make_job("Qwen/Qwen3-8B").context, False) if w.module == "mlp_fc1")
+    product = next(w for w in layer_costs(make_job("Qwen/Qwen3-8B").context, False) if w.module == "mlp_fc1")
     assert product.forward_ms(device, True) == pytest.approx(product.forward_ms(device, False) * 989 / 1979)

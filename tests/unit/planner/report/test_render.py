@@ -14,7 +14,7 @@ from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.report.render import plan_data, plan_html, plan_overlay, plan_tables, summary_lines
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows
-from nemo_rl_offload.specs.parallel_layout import Layout
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 GIB = 1 << 30
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 @pytest.fixture(scope="module")
 def plan() -> JobPlan:
     """A plan that has to offload, on two stages."""
-    layout = Layout(8, pipeline=2)
+    layout = ParallelLayout(8, pipeline=2)
     job = make_job("Qwen/Qwen3-8B", num_layers=8, layout=layout, micro_batch=2, reference_on_host=True)
     job = replace(job, num_microbatches=8)
     return make_plan(replace(job, memory_bytes=highest_peak(make_plan(job).baseline) - 2 * GIB))
@@ -80,7 +80,7 @@ def test_the_terminal_shows_time_at_other_budgets(plan: JobPlan, short: JobPlan)
 @pytest.fixture(scope="module")
 def tight() -> list[JobPlan]:
     """Plans of layers by tens, of which one module goes three ways, and that whole modules do not say."""
-    job = make_job("deepseek-ai/DeepSeek-V3", num_layers=30, layout=Layout(64, expert=32))
+    job = make_job("deepseek-ai/DeepSeek-V3", num_layers=30, layout=ParallelLayout(64, expert=32))
     job = replace(job, device=replace(job.device, memory_gib=1000.0))
     most = highest_peak(make_plan(job).baseline)
     return [make_plan(replace(job, memory_bytes=most - less * GIB)) for less in (30, 50)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nemo_rl_offload.planner.simulate.pipeline_schedule import Pass, Schedule
+from nemo_rl_offload.planner.simulate.pipeline_schedule import PipelinePass, Schedule
 from nemo_rl_offload.planner.simulate.simulator import Segments, Transfers
 
 Key = tuple[int, int, int]
@@ -11,26 +11,28 @@ Key = tuple[int, int, int]
 class BruteStage:
     """One stage; `link` rates must make every copy take whole milliseconds."""
 
-    def __init__(self, passes: Sequence[Pass], segments: Sequence[Sequence[object]], transfers: Transfers) -> None:
+    def __init__(
+        self, passes: Sequence[PipelinePass], segments: Sequence[Sequence[object]], transfers: Transfers
+    ) -> None:
         self.transfers = transfers
         self.segments = segments
-        self.work: list[tuple[Pass, int]] = []
+        self.work: list[tuple[PipelinePass, int]] = []
         for each in passes:
             numbers = range(len(segments[each.chunk]))
             self.work += [(each, number) for number in (numbers if each.forward else reversed(numbers))]
         self.reloads = [(e.chunk, n, e.microbatch) for e, n in self.work if not e.forward and self.bytes_of(e, n)]
-        self.busy: tuple[Pass, int, int] | None = None
+        self.busy: tuple[PipelinePass, int, int] | None = None
         self.out_queue: list[Key] = []
         self.out_end: int | None = None
         self.in_current: tuple[Key, int] | None = None
         self.inflight = self.unused = 0
         self.copied: set[Key] = set()
         self.arrived: set[Key] = set()
-        self.finished: dict[Pass, int] = {}
-        self.stalling: Pass | None = None
+        self.finished: dict[PipelinePass, int] = {}
+        self.stalling: PipelinePass | None = None
         self.waited = 0
 
-    def bytes_of(self, each: Pass, number: int) -> int:
+    def bytes_of(self, each: PipelinePass, number: int) -> int:
         return self.segments[each.chunk][number].offloaded_bytes  # type: ignore[attr-defined, no-any-return]
 
     def size(self, key: Key) -> int:
@@ -106,14 +108,14 @@ def brute_force_step_ms(schedule: Schedule, segments: Segments, transfers: Trans
     stages = [BruteStage(passes, segments[rank], transfers) for rank, passes in enumerate(schedule)]
     positions = len(stages) * len(segments[0])
 
-    def is_ready(rank: int, each: Pass, now: int) -> bool:
+    def is_ready(rank: int, each: PipelinePass, now: int) -> bool:
         position = each.chunk * len(stages) + rank
         if each.forward and position == 0:
             return True
         if not each.forward and position == positions - 1:
-            return Pass(True, each.chunk, each.microbatch) in stages[rank].finished
+            return PipelinePass(True, each.chunk, each.microbatch) in stages[rank].finished
         before = position + (-1 if each.forward else 1)
-        source = Pass(each.forward, before // len(stages), each.microbatch)
+        source = PipelinePass(each.forward, before // len(stages), each.microbatch)
         end = stages[before % len(stages)].finished.get(source)
         return end is not None and end + transfers.message_ms <= now
 

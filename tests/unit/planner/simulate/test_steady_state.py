@@ -8,22 +8,22 @@ from jobs import make_job
 from nemo_rl_offload.offload.solver import Action, Link
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.plan import make_plan
-from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, run_listed_modules, run_whole_modules
-from nemo_rl_offload.planner.simulate.stages import Group, Part, Stage, build_stages, job_schedule
-from nemo_rl_offload.planner.simulate.steady_state import listed_actions
-from nemo_rl_offload.specs.parallel_layout import Layout
+from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, run_steady_state, run_whole_modules
+from nemo_rl_offload.planner.simulate.stages import Part, Stage, StorageGroup, build_stages, job_schedule
+from nemo_rl_offload.planner.simulate.steady_state import steady_state_actions
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 MODULES = ("mlp_fc1", "mlp_act")
 
 
 def job(gb_per_s: float, **changes: object) -> Job:
-    found = make_job("Qwen/Qwen2.5-7B", num_layers=8, layout=Layout(1), num_microbatches=2, **changes)
+    found = make_job("Qwen/Qwen2.5-7B", num_layers=8, layout=ParallelLayout(1), num_microbatches=2, **changes)
     return replace(found, device=replace(found.device, link_out_gb_per_s=gb_per_s, link_in_gb_per_s=gb_per_s))
 
 
 def stage(num_layers: int) -> Stage:
     """Layers of 10 ms forward and 20 ms backward that save 100 bytes at their end."""
-    group = Group("mlp_act", 100, can_offload=True, recomputed_by=None, recompute_ms=None)
+    group = StorageGroup("mlp_act", 100, can_offload=True, recomputed_by=None, recompute_ms=None)
     parts = tuple(Part(layer, "mlp_act", 10.0, 20.0, groups=(group,)) for layer in range(num_layers))
     return Stage(0, (range(num_layers),), (parts,), {}, (1,))
 
@@ -37,14 +37,14 @@ def test_groups_stay_that_cannot_be_let_go_at_one_boundary_and_fetched_at_a_late
     passes = job_schedule(job(1.0), 1)
     link = Link(100 / 15, 100 / 15)
     keep, offload = Action.KEEP, Action.OFFLOAD
-    assert listed_actions([stage(4)], passes, link) == [[offload, offload, keep, keep]]
-    assert listed_actions([stage(4)], passes, Link(100 / 45, 100 / 45)) == [[keep] * 4]
-    assert listed_actions([stage(4)], passes, Link(1e9, 1e9)) == [[offload, offload, offload, keep]]
+    assert steady_state_actions([stage(4)], passes, link) == [[offload, offload, keep, keep]]
+    assert steady_state_actions([stage(4)], passes, Link(100 / 45, 100 / 45)) == [[keep] * 4]
+    assert steady_state_actions([stage(4)], passes, Link(1e9, 1e9)) == [[offload, offload, offload, keep]]
 
 
 def test_over_a_fast_link_only_the_end_of_a_forward_stays_and_over_a_slow_one_all() -> None:
     whole = run_whole_modules(job(1e6), MODULES)
-    fast, slow = run_listed_modules(job(1e6), MODULES), run_listed_modules(job(0.01), MODULES)
+    fast, slow = run_steady_state(job(1e6), MODULES), run_steady_state(job(0.01), MODULES)
     kept = [
         record.layer
         for record, action in zip(fast.stages[0].records(), fast.actions[0], strict=True)
@@ -56,7 +56,7 @@ def test_over_a_fast_link_only_the_end_of_a_forward_stays_and_over_a_slow_one_al
 
 
 def test_what_stays_saves_time_and_costs_memory() -> None:
-    whole, listed = run_whole_modules(job(20.0), MODULES), run_listed_modules(job(20.0), MODULES)
+    whole, listed = run_whole_modules(job(20.0), MODULES), run_steady_state(job(20.0), MODULES)
     assert 0 < listed.host_bytes(0) < whole.host_bytes(0)
     assert listed.step_ms < whole.step_ms
     assert listed.peak_bytes(0) > whole.peak_bytes(0)
@@ -64,14 +64,14 @@ def test_what_stays_saves_time_and_costs_memory() -> None:
 
 def test_megatrons_engine_moves_all() -> None:
     theirs = job(20.0, native_engine=False)
-    assert run_listed_modules(theirs, MODULES).actions == run_whole_modules(theirs, MODULES).actions
+    assert run_steady_state(theirs, MODULES).actions == run_whole_modules(theirs, MODULES).actions
 
 
-@pytest.mark.parametrize("layout", [Layout(4, pipeline=4), Layout(2, pipeline=2, virtual=2)])
-def test_in_a_pipeline_only_the_last_stage_has_no_time_for_its_end(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [ParallelLayout(4, pipeline=4), ParallelLayout(2, pipeline=2, virtual=2)])
+def test_in_a_pipeline_only_the_last_stage_has_no_time_for_its_end(layout: ParallelLayout) -> None:
     one = replace(job(1e6), layout=layout, num_microbatches=8)
     stages = build_stages(one, MODULES)
-    *others, last = listed_actions(stages, job_schedule(one, 8), Link(1e12, 1e12))
+    *others, last = steady_state_actions(stages, job_schedule(one, 8), Link(1e12, 1e12))
     can = [[record.can_offload for record in stage.records()] for stage in stages]
     for row, own in zip(others, can[:-1], strict=True):
         assert row.count(Action.OFFLOAD) == sum(own) > 0
@@ -81,13 +81,13 @@ def test_in_a_pipeline_only_the_last_stage_has_no_time_for_its_end(layout: Layou
 def test_a_plan_predicts_the_configured_list_as_the_engine_does_it() -> None:
     configured = make_plan(job(20.0, offload_modules=MODULES)).configured
     assert configured is not None
-    assert configured.actions == run_listed_modules(job(20.0), MODULES).actions
+    assert configured.actions == run_steady_state(job(20.0), MODULES).actions
 
 
 @pytest.mark.parametrize("native_engine", [True, False])
 def test_a_share_of_the_groups_is_the_earliest_of_each_forward(native_engine: bool) -> None:
-    one = replace(job(1e6, native_engine=native_engine), layout=Layout(2, pipeline=2, virtual=2))
-    whole, half, none = (run_listed_modules(one, MODULES, fraction) for fraction in (1.0, 0.5, 0.0))
+    one = replace(job(1e6, native_engine=native_engine), layout=ParallelLayout(2, pipeline=2, virtual=2))
+    whole, half, none = (run_steady_state(one, MODULES, fraction) for fraction in (1.0, 0.5, 0.0))
     for rank, stage in enumerate(whole.stages):
         taken = 0
         for parts in stage.chunks:
@@ -107,7 +107,7 @@ def test_a_plan_follows_the_configured_share_and_chooses_without_it() -> None:
     full = job(20.0, offload_modules=MODULES, offload_fraction=0.5)
     plan = make_plan(replace(full, memory_bytes=int(0.95 * highest_peak(make_plan(full).baseline))))
     assert plan.configured is not None
-    assert plan.configured.actions == run_listed_modules(job(20.0), MODULES, 0.5).actions
+    assert plan.configured.actions == run_steady_state(job(20.0), MODULES, 0.5).actions
     assert plan.keys["offload_modules"]
     assert plan.keys["activation_offload_fraction"] == 1.0
     assert plan.keys["delta_offload_bytes_across_pp_ranks"] == 0

@@ -9,7 +9,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_offload.batching.bins import BINS, concatenative, first_fit_decreasing, modified_first_fit_decreasing
-from nemo_rl_offload.batching.plan import Budget, Lengths, Microbatch, Plan, plan_packed, plan_padded
+from nemo_rl_offload.batching.plan import (
+    Lengths,
+    MicrobatchPlan,
+    PlannedMicrobatch,
+    TokenBudget,
+    plan_packed,
+    plan_padded,
+)
 from nemo_rl_offload.specs.parallel_layout import LengthRound, rounded_length
 
 SAMPLES = st.integers(1, 2).flatmap(
@@ -17,10 +24,10 @@ SAMPLES = st.integers(1, 2).flatmap(
 )
 ROUNDS = st.sampled_from([1, 4, "power_of_two"])
 PACKERS = {name: partial(plan_packed, algorithm=name) for name in BINS}  # type: ignore[arg-type]
-PLANS: dict[str, Callable[[list[Lengths], Budget], Plan]] = {"padded": plan_padded, **PACKERS}
+PLANS: dict[str, Callable[[list[Lengths], TokenBudget], MicrobatchPlan]] = {"padded": plan_padded, **PACKERS}
 
 
-def num_tokens(samples: list[Lengths], microbatch: Microbatch, name: str) -> int:
+def num_tokens(samples: list[Lengths], microbatch: PlannedMicrobatch, name: str) -> int:
     """Positions that a microbatch holds, padding included."""
     if name in BINS:
         return microbatch.width
@@ -48,7 +55,7 @@ def test_a_plan_holds_every_sample_once_and_keeps_the_budget(
     group_size: int,
     one_shape: bool,
 ) -> None:
-    budget = Budget(num_tokens_wanted, length_round, width_multiple, num_ranks, group_size, one_shape)
+    budget = TokenBudget(num_tokens_wanted, length_round, width_multiple, num_ranks, group_size, one_shape)
     rows = len(samples[0])
     longest = max(sum(sample) if name in BINS else max(sample) * rows for sample in samples)
     largest = budget.width(longest) if name in BINS else rows * budget.width(longest // rows)
@@ -80,7 +87,7 @@ def test_a_plan_holds_every_sample_once_and_keeps_the_budget(
 def test_ranks_get_equal_shares_of_the_work(samples: list[Lengths], num_ranks: int) -> None:
     """In each round the rank with the least gets the most, so that two ranks never differ by more than a microbatch."""
     for name, plan_of in PLANS.items():
-        plan = plan_of(samples, Budget(64, 1, num_ranks=num_ranks))
+        plan = plan_of(samples, TokenBudget(64, 1, num_ranks=num_ranks))
         loads = [sum(num_tokens(samples, part, name) for part in microbatches) for microbatches in plan]
         largest = max(num_tokens(samples, part, name) for microbatches in plan for part in microbatches)
         assert max(loads) - min(loads) <= largest
@@ -88,16 +95,16 @@ def test_ranks_get_equal_shares_of_the_work(samples: list[Lengths], num_ranks: i
 
 def test_samples_of_similar_length_are_padded_together() -> None:
     lengths = [[3], [30], [4], [31], [5], [29]]
-    (rank,) = plan_padded(lengths, Budget(96, 1))
+    (rank,) = plan_padded(lengths, TokenBudget(96, 1))
     assert [(set(part.samples), part.width) for part in rank] == [({3, 1, 5}, 31), ({0, 2, 4}, 5)]
-    (rank,) = plan_padded(lengths, Budget(96, 16))
+    (rank,) = plan_padded(lengths, TokenBudget(96, 16))
     assert [(set(part.samples), part.width) for part in rank] == [({3, 1, 5}, 32), ({0, 2, 4}, 16)]
-    (rank,) = plan_padded(lengths, Budget(70, "power_of_two"))
+    (rank,) = plan_padded(lengths, TokenBudget(70, "power_of_two"))
     assert [(set(part.samples), part.width) for part in rank] == [({3, 1}, 32), ({5, 4}, 32), ({0, 2}, 4)]
 
 
 def test_one_shape_is_as_many_rows_as_fit_at_the_longest() -> None:
-    (rank,) = plan_padded([[3], [30], [4], [31], [5]], Budget(64, 1, one_shape=True))
+    (rank,) = plan_padded([[3], [30], [4], [31], [5]], TokenBudget(64, 1, one_shape=True))
     assert [(part.samples, part.num_filled, part.width) for part in rank] == [
         ((0, 1), 0, 31),
         ((2, 3), 0, 31),
