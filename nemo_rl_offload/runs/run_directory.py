@@ -54,8 +54,8 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
     Without an explicit folder, an unfinished run of the same configuration under `default` is taken up again; any other
     run there is left alone, and `default-2`, `default-3`, ... is used. Configurations are the same but for
     `RESUME_MAY_CHANGE`. A folder in which nothing was trained yet is free for any configuration. That of a finished run
-    stays as it is, unless it is explicit and the run gets another length: then it is unfinished, and its summary is kept
-    under another name.
+    stays as it is, unless it is explicit and the run gets another length: then it is unfinished, and its summary is
+    kept under another name.
 
     Raises:
         CheckpointError: a run that is to have another length has a damaged checkpoint; the folder is as it was.

@@ -4,8 +4,9 @@ A rank holds [B, S, vocabulary / TP]; every result is the same on all of its ten
 Megatron's pair of regions: what is summed over ranks passes its gradient on as it is, and what every rank uses on its
 own part of the vocabulary sums the gradients of all.
 
-The logits' tensor is among the largest of a step, and each of these functions makes float32 copies of it. `map_logit_chunks`
-cuts the sequence into chunks, and computes a chunk's copies again in the backward pass instead of keeping them.
+The logits' tensor is among the largest of a step, and each of these functions makes float32 copies of it.
+`map_logit_chunks` cuts the sequence into chunks, and computes a chunk's copies again in the backward pass instead of
+keeping them.
 """
 
 from collections.abc import Callable
