@@ -318,7 +318,3 @@ _EXECUTE: dict[str, Callable[[argparse.Namespace, Sequence[str], list[Path]], in
     "report": _report,
     "bench": _bench,
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())
