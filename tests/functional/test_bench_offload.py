@@ -28,9 +28,7 @@ ENOUGH_TO_MOVE = Shape(4, 1024, 2816, 8, 4, 1024, 2048, 1, 2, "bfloat16")
 @pytest.mark.slow
 def test_every_variant_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = run_python(
-        "-m", "nemo_rl_offload.cli", "bench", "offload", "--rounds", "1", "--out", str(tmp_path)
-    )
+    done = run_python("-m", "nemo_rl_offload.cli", "bench", "offload", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*.json")
     assert path.with_suffix(".png").stat().st_size > 0

@@ -16,7 +16,7 @@ def test_closed_output_is_one_message(tmp_path: Path, monkeypatch: pytest.Monkey
     command = [
         sys.executable,
         "-m",
-        "nemo_rl_offload.cli.command_line",
+        "nemo_rl_offload.cli",
         "run",
         "grpo",
         "--run-dir",
