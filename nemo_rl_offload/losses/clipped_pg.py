@@ -18,12 +18,15 @@ KLType = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kl_type: KLType) -> Tensor:
-    """Estimate KL(policy || reference) per token, from samples of the policy.
+    """Estimate KL(policy || reference) per token, from samples of the policy; any equal shapes, float.
 
-    With ``d = reference - policy``, clamped to +-20: k1 is ``-d`` (unbiased, of either sign), k2 is ``d^2 / 2``,
-    k3 is ``exp(d) - 1 - d`` (unbiased, at least 0). The estimate is clamped to +-10. As a loss, k1 pulls nowhere on
-    average: its gradient is that of the policy's own log-probabilities. Any equal shapes, float.
-    Source: Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html.
+    With ``d = log p_reference - log p_policy`` of the sampled token, clamped to +-20:
+
+    - k1 = ``-d``: unbiased, of either sign. Useless as a loss: its gradient is 0 on average.
+    - k2 = ``d^2 / 2``: biased, at least 0.
+    - k3 = ``exp(d) - 1 - d``: unbiased, at least 0.
+
+    The estimate is clamped to +-10. Source: Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html.
     """
     difference = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kl_type == "k1":

@@ -119,7 +119,7 @@ def train_step(
     """Take one optimizer step on this rank's shard of a global batch.
 
     `microbatches` is the number of rows in each, or how a plan cuts the shard. `chunk_size` is that of
-    `vocabulary.map_logit_chunks`.
+    `head.map_logit_chunks`.
     `norm` counts the whole global batch, so that the loss is a sum over microbatches and ranks. Megatron divides each
     microbatch's loss by their number and averages gradients over data-parallel ranks; the loss is multiplied by both
     beforehand. A loss or gradient that is not finite leaves weights, optimizer and schedule as they are.
