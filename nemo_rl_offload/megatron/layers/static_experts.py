@@ -125,7 +125,7 @@ class StaticTokenDispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]
 class TorchMoELayer(MoELayer):  # type: ignore[misc]
     """Megatron's MoE layer; with `moe_expert_rank_capacity_factor`, without reads on the host."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if self.config.moe_expert_rank_capacity_factor is not None:
             self.token_dispatcher = StaticTokenDispatcher(
@@ -135,7 +135,7 @@ class TorchMoELayer(MoELayer):  # type: ignore[misc]
                 pg_collection=kwargs["pg_collection"],
             )
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         self.token_dispatcher.is_training = self.training
         return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -146,11 +146,12 @@ class TorchGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
     stash: PagedStash | None = None
 
     def forward(
-        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Any, permuted_probs: Tensor
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor | GroupEnds, permuted_probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         x = permuted_local_hidden_states
         if self.stash is None or not (self.training and torch.is_grad_enabled()):
             return super().forward(x, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
+        assert isinstance(tokens_per_expert, GroupEnds), "the stash comes with a static dispatcher"
         with self.stash.region(tokens_per_expert.num_live, x.shape[0], tokens_per_expert.balanced_rows) as region:
             region.exclude(self.parameters())
             output = super().forward(x, tokens_per_expert, permuted_probs)

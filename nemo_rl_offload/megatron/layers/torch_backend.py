@@ -14,7 +14,6 @@ Sequence parallelism works because a norm acts on each token alone.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
@@ -26,8 +25,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -81,7 +83,7 @@ class TorchSpecProvider(BackendSpecProvider):  # type: ignore[misc]
 _BACKEND = TorchSpecProvider()
 
 
-def _mlp(num_experts: int | None) -> Any:
+def _mlp(num_experts: int | None) -> Callable[..., MLP | MoELayer]:
     mlp = get_mlp_module_spec_for_backend(backend=_BACKEND, num_experts=num_experts, moe_grouped_gemm=True)
     submodules = mlp.keywords["submodules"]
     if num_experts is None:
@@ -93,7 +95,7 @@ def _mlp(num_experts: int | None) -> Any:
 def _attention(config: TransformerConfig) -> ModuleSpec:
     linear, fused_linear = _BACKEND.column_parallel_linear(), _BACKEND.column_parallel_layer_norm_linear()
     norm = TorchNorm if config.qk_layernorm else IdentityOp
-    submodules: Any
+    submodules: SelfAttentionSubmodules | MLASelfAttentionSubmodules
     if config.multi_latent_attention:
         up = fused_linear if config.qk_layernorm else linear
         submodules = MLASelfAttentionSubmodules(
@@ -156,7 +158,9 @@ def torch_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     )
 
 
-def torch_mtp_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
+def torch_mtp_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> MultiTokenPredictionBlockSubmodules | None:
     """The layers that predict further tokens, on the pipeline stage that has them; None elsewhere.
 
     Their transformer layer is of the kind of the model's last one.
