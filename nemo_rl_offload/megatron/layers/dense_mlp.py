@@ -1,6 +1,6 @@
 """Megatron's dense MLP with the regions `mlp_fc1` and `mlp_act`, which Megatron cannot offload at all.
 
-In plain torch layers the norm before it is a region of its own inside `linear_fc1` (`torch_layers`), and so is the
+In plain torch layers the norm before it is a region of its own inside `linear_fc1` (`norms`), and so is the
 linear part. In Transformer Engine's layers norm and linear are one kernel, which saves the norm's input and its output;
 both belong to `mlp_fc1` there.
 """
@@ -59,7 +59,7 @@ class DenseMLP(MLP):  # type: ignore[misc]
             return self._activate(*self.linear_fc1(x))
 
     def _first_linear(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`linear_fc1` opens its own regions."""
+        """[sequence, batch, hidden] to [sequence, batch, ffn]; `linear_fc1` opens its own regions."""
         return self.linear_fc1(x)  # type: ignore[no-any-return]
 
     def _activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,6 +88,7 @@ class FusedNormDenseMLP(DenseMLP):
     input_module = "mlp_fc1"
 
     def _first_linear(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[sequence, batch, hidden] to [sequence, batch, ffn]."""
         region = offload_region(self.config, x, "mlp_fc1", self.training)
         with region as x:
             output, bias = self.linear_fc1(x)

@@ -38,7 +38,8 @@ class GroupEnds(NamedTuple):
 
 
 class _Gather(torch.autograd.Function):
-    """values[index]; in backward, rows where `is_live` is false count as zero, whatever their gradient."""
+    """values[index], [values, ...] to [rows, ...]; in backward, rows where `is_live` is false count as zero, whatever
+    their gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor, is_live: Tensor) -> Tensor:
@@ -67,10 +68,12 @@ class _ScatterAdd(torch.autograd.Function):
 
 
 def _zero_tail(rows: Tensor, is_live: Tensor) -> Tensor:
+    """`rows` [rows, ...], `is_live` bool [rows]."""
     return torch.where(is_live.view(-1, *[1] * (rows.ndim - 1)), rows, rows.new_zeros(()))
 
 
 def _add_live(rows: Tensor, index: Tensor, is_live: Tensor, num_values: int) -> Tensor:
+    """Sums [num_values, ...] of `rows` [rows, ...] by `index` int64 [rows] where `is_live` bool [rows]."""
     return rows.new_zeros(num_values, *rows.shape[1:]).index_add_(0, index, _zero_tail(rows, is_live))
 
 
@@ -141,7 +144,8 @@ class TorchMoELayer(MoELayer):  # type: ignore[misc]
 
 
 class TorchGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
-    """Megatron's grouped experts; what they save for backward goes to the stash, where there is one."""
+    """Megatron's grouped experts, [rows, hidden] and probabilities [rows] to [rows, hidden]; what they save for
+    backward goes to the stash, where there is one."""
 
     stash: PagedStash | None = None
 

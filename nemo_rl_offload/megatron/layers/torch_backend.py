@@ -4,8 +4,8 @@ Megatron-Core chooses the classes of a layer through a `BackendSpecProvider`. It
 Transformer Engine either, but materialises attention scores, cannot mix sequence parallelism with its norms, silently
 gives one MLP per expert, and names parameters unlike Transformer Engine, so that checkpoints and Megatron-Bridge's
 tables do not fit. This provider keeps Transformer Engine's structure and parameter names (`layer_norm_weight` inside
-`linear_qkv` and `linear_fc1`, `weight0..N` in experts) and takes fused torch operators instead (`torch_layers`,
-`torch_experts`).
+`linear_qkv` and `linear_fc1`, `weight0..N` in experts) and takes fused torch operators instead (`attention`,
+`norms`, `torch_experts`).
 
 Limits: no sliding windows, no attention sinks: those are refused when the layer is built.
 Sequence parallelism works because a norm acts on each token alone.
@@ -39,16 +39,12 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from nemo_rl_offload.megatron.layers.attention import TorchDotProductAttention, TorchMLASelfAttention
 from nemo_rl_offload.megatron.layers.dense_mlp import DenseMLP
+from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear, TorchNorm
+from nemo_rl_offload.megatron.layers.shared_experts import TorchSharedExpertMLP
 from nemo_rl_offload.megatron.layers.static_experts import TorchGroupedMLP, TorchMoELayer
 from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear
-from nemo_rl_offload.megatron.layers.torch_layers import (
-    TorchDotProductAttention,
-    TorchLayerNormColumnParallelLinear,
-    TorchMLASelfAttention,
-    TorchNorm,
-    TorchSharedExpertMLP,
-)
 
 
 class TorchSpecProvider(BackendSpecProvider):  # type: ignore[misc]

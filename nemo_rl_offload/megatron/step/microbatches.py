@@ -130,6 +130,7 @@ def _fill(batch: Batch, size: int) -> Batch:
 
 
 def _has_positions(batch: Batch, value: Tensor) -> bool:
+    """Whether a value [B, ...] is one of tokens, [B, S, ...]."""
     return value.ndim > 1 and value.shape[1] == batch["input_ids"].shape[1]
 
 

@@ -22,6 +22,7 @@ class _Metrics(dict[str, float]):
     """Stands where the tracker expects a TensorBoard writer."""
 
     def add_scalar(self, name: str, value: torch.Tensor | float, _: int) -> None:
+        """A writer's method; `value` is 0-dim."""
         self[f"moe/{name.removeprefix('moe/')}"] = float(value)
 
 
