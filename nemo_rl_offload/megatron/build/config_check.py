@@ -6,7 +6,7 @@ tiny models. This check asks Megatron itself about the very model that the confi
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.shapes import read_model_config
@@ -15,14 +15,11 @@ from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engine
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 
-if TYPE_CHECKING:
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
-
 
 class _NoOptimizer:
     """Stands in for an optimizer, of which the schedule reads the groups of parameters alone."""
 
-    param_groups: list[dict[str, object]] = []
+    param_groups: list[dict[str, Any]] = []
 
 
 def ask_megatron(found: Findings) -> Findings:
@@ -53,7 +50,7 @@ def _needs_transformer_engine(line: str) -> bool:
     return words is not None and not have_transformer_engine()
 
 
-def _refusals(policy: PolicyConfig, model: Mapping[str, object] | None) -> Iterator[str]:
+def _refusals(policy: PolicyConfig, model: Mapping[str, Any] | None) -> Iterator[str]:
     from nemo_rl_offload.megatron.build import transformer_config as setup
 
     builders: list[Callable[[], object]] = [
@@ -70,7 +67,7 @@ def _refusals(policy: PolicyConfig, model: Mapping[str, object] | None) -> Itera
             yield str(error)
 
 
-def _build_provider(policy: PolicyConfig, model: Mapping[str, object]) -> None:
+def _build_provider(policy: PolicyConfig, model: Mapping[str, Any]) -> None:
     from nemo_rl_offload.megatron.build import transformer_config as setup
 
     provider = provider_for(model)
@@ -81,7 +78,7 @@ def _build_provider(policy: PolicyConfig, model: Mapping[str, object]) -> None:
     setup.apply_policy(provider, policy, setup.resolve_transformer_impl("auto") if impl == "auto" else impl)
 
 
-def provider_for(model: Mapping[str, object]) -> "GPTModelProvider":
+def provider_for(model: Mapping[str, Any]) -> Any:
     """Return Megatron-Bridge's provider for the contents of a model's `config.json`.
 
     Raises ConfigError when transformers or Bridge does not know the family or cannot take a value.
