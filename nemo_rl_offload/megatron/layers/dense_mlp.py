@@ -61,7 +61,7 @@ class DenseMLP(MLP):  # type: ignore[misc]
             return self._activate(*self.linear_fc1(x))
 
     def _first_linear(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`linear_fc1` opens its own regions."""
+        """[sequence, batch, hidden] to [sequence, batch, ffn]; `linear_fc1` opens its own regions."""
         return self.linear_fc1(x)  # type: ignore[no-any-return]
 
     def _activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,6 +90,7 @@ class FusedNormDenseMLP(DenseMLP):
     input_module = "mlp_fc1"
 
     def _first_linear(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[sequence, batch, hidden] to [sequence, batch, ffn]."""
         region = offload_region(self.config, x, "mlp_fc1", self.training)
         with region as x:
             output, bias = self.linear_fc1(x)
