@@ -30,7 +30,7 @@ from nemo_rl_offload.offload.backends.cuda import CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
-from nemo_rl_offload.offload.memory_budget import MemoryBudgetController
+from nemo_rl_offload.offload.options import OffloadOptions, build_engine
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.units import parse_bytes
 
@@ -86,15 +86,13 @@ class ActivationOffload:
         gpu_memory_budget: str | None,
     ) -> None:
         targets = resolve(model, names_in(model) if modules == "auto" else modules)
-        host_bytes = host_memory_budget_bytes(host_memory_budget)
-        self._engine = OffloadEngine(
-            _backend(model),
-            host_memory_budget_bytes=host_bytes,
+        options = OffloadOptions(
+            modules="auto" if gpu_memory_budget is not None else [target.entry for target in targets],
+            host_memory_budget_bytes=host_memory_budget_bytes(host_memory_budget),
+            gpu_memory_budget_bytes=None if gpu_memory_budget is None else parse_bytes(gpu_memory_budget),
             min_tensor_bytes=min_tensor_bytes,
-            auto=None
-            if gpu_memory_budget is None
-            else MemoryBudgetController(parse_bytes(gpu_memory_budget), host_bytes),
         )
+        self._engine = build_engine(options, _backend(model))
         self._is_auto, self._is_closed = gpu_memory_budget is not None, False
         self._engine.exclude([*model.parameters(), *model.buffers()])
         self._min_tensor_bytes = min_tensor_bytes

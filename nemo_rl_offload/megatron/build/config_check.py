@@ -51,12 +51,12 @@ def _needs_transformer_engine(line: str) -> bool:
 
 
 def _refusals(policy: PolicyConfig, model: Mapping[str, Any] | None) -> Iterator[str]:
-    from nemo_rl_offload.megatron.build import transformer_config as setup
+    from nemo_rl_offload.megatron.build import optimizer
 
     builders: list[Callable[[], object]] = [
-        lambda: setup.optimizer_config(policy),
-        lambda: setup.ddp_config(policy),
-        lambda: setup.learning_rate_scheduler(policy, _NoOptimizer(), num_steps=1),
+        lambda: optimizer.optimizer_config(policy),
+        lambda: optimizer.ddp_config(policy),
+        lambda: optimizer.learning_rate_scheduler(policy, _NoOptimizer(), num_steps=1),
     ]
     if model is not None:
         builders.insert(0, lambda: _build_provider(policy, model))
