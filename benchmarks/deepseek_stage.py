@@ -13,7 +13,7 @@ from megatrons_engine import bind_megatrons_engine
 from pipeline_waits import PipelineWaits, device_time
 from torch import Tensor
 
-from nemo_rl_offload.adapters.megatron_core.install import make_backend
+from nemo_rl_offload.adapters.megatron_core.installation import make_backend
 from nemo_rl_offload.adapters.megatron_core.interface import bound_interface, exclude_parameters, use_engine
 from nemo_rl_offload.adapters.megatron_core.routing_result import bypass_copy_engine
 from nemo_rl_offload.bench.process import deterministic

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nemo_rl_offload.adapters.megatron_core.install import install as install
+    from nemo_rl_offload.adapters.megatron_core.installation import install as install
 
 __all__ = ["install"]
 
@@ -16,4 +16,4 @@ __all__ = ["install"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.install"), name)
+    return getattr(import_module(f"{__name__}.installation"), name)
