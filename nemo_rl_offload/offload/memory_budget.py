@@ -1,14 +1,19 @@
-"""Chooses which groups stay on the device, from measurements, so that a memory budget is just met.
+"""How `offload_modules: auto` chooses: which groups stay on the device, from measurements, so that a memory budget is
+just met.
 
-The first step offloads everything. After it, and again after some later steps, the chooser of `planner.choose` gets the
-groups with their measured bytes and times, how many of each were alive at the moment when most bytes were, the link's
-measured rates, and the rest of the peak: what is in no group (the measured peak less saved bytes on the device), and
-what is on its way (saved bytes on the device less those that stay there, the most that any plan has shown; two of
-the largest groups, before there is a plan, since a first step without learned times holds more). What is not worth its
-copy stays on the device as long as the budget allows. Lengths change from step to step, so a plan is made for the step
-that saved most since the last one. Copies may lag behind as far as the budget has room: compute waits for them only
-where the next group would not fit, and nothing comes back ahead of its backward that would not. A fixed bound on their
-bytes made it wait for what the rest of the forward hides.
+1. The first step offloads everything, and is measured.
+2. After it, and again after some later steps (`FIRST_PLANS`, `PLAN_EVERY`), `_make_plan` gives `solver.solve` the
+   groups with their measured bytes and times, how many of each were alive at the moment when most bytes were, the
+   link's measured rates, and the rest of the peak: what is in no group (the measured peak less saved bytes on the
+   device), and what is on its way (saved bytes on the device less those that stay there, the most that any plan has
+   shown; two of the largest groups, before there is a plan, since a first step without learned times holds more).
+3. What is not worth its copy stays on the device as long as the budget allows: `Selection.keep` has those groups from
+   then on, and the engine moves the others.
+4. Between plans, copies may lag behind as far as the budget has room (`visit`, `has_room`): compute waits for them only
+   where the next group would not fit, and nothing comes back ahead of its backward that would not. A fixed bound on
+   their bytes made it wait for what the rest of the forward hides.
+
+Lengths change from step to step, so a plan is made for the step that saved most since the last one.
 
 A step's peak is counted from its first commit to its end: what evaluation, the optimizer or another phase holds between
 steps would pass for a part of theirs. That peak and the most that groups took may lie at different times, so that their
@@ -19,10 +24,10 @@ In random models on the simulated device, with budgets that can be met, that kee
 (`tests/unit/offload/test_simulated_budget.py`).
 
 Ranks that must not differ (data- and tensor-parallel ones of one pipeline stage) share the maximum of their
-measurements through `agree`; since that is a collective call, plans are made at fixed numbers of steps, behind a
-synchronization of the device. A rank takes part also where its own steps saved nothing of a group, or nothing at all
-(in its short microbatches, tensors may be too small to move). Rejected: a plan for each step's lengths, which would
-need them before the forward.
+measurements through `reduce_max_over_ranks`; since that is a collective call, plans are made at fixed numbers of steps,
+behind a synchronization of the device. A rank takes part also where its own steps saved nothing of a group, or nothing
+at all (in its short microbatches, tensors may be too small to move). Rejected: a plan for each step's lengths, which
+would need them before the forward.
 
 Limit: memory that is neither in a group nor in the measured steps (another phase's peak) is not foreseen.
 """
@@ -63,9 +68,9 @@ type ReduceOverRanks = Callable[[Measured], Measured]
 class MemoryBudgetController:
     """Plans for one engine. `budget_bytes` is device memory, `host_budget_bytes` this rank's host memory."""
 
-    def __init__(self, budget_bytes: int, host_budget_bytes: int, agree: ReduceOverRanks | None = None) -> None:
+    def __init__(self, budget_bytes: int, host_budget_bytes: int, reduce_max: ReduceOverRanks | None = None) -> None:
         self._budget_bytes, self._host_budget_bytes = budget_bytes, host_budget_bytes
-        self._agree = agree or (lambda measured: measured)
+        self._reduce_max = reduce_max or (lambda measured: measured)
         self._visits: list[tuple[Group, bool]] = []
         self._largest: list[tuple[Group, bool]] = []
         self._largest_bytes = 0
@@ -156,7 +161,7 @@ class MemoryBudgetController:
         groups = self._groups(timing)
         kept_bytes = sum(size * alive for key, (size, _, _, alive) in groups.items() if not selection.eligible(key))
         step = (peak_bytes, resident_bytes, resident_bytes - kept_bytes, *rates)
-        (peak, resident, on_its_way, out_ms, in_ms), shared = self._agree(Measured(step, groups))
+        (peak, resident, on_its_way, out_ms, in_ms), shared = self._reduce_max(Measured(step, groups))
         if not shared:
             return
         peak_bytes, resident_bytes = int(peak), int(resident)

@@ -23,7 +23,7 @@ def install(options: OffloadOptions | None) -> OffloadEngine | None:
     if options is None:
         use_engine(None)
         return None
-    engine = build_engine(options, make_backend(), reduce_max_over_ranks=_largest_of_stage, steps_are_told=True)
+    engine = build_engine(options, make_backend(), reduce_max_over_ranks=_reduce_max_over_stage, steps_are_told=True)
     use_engine(engine, NATIVE_MODULES if options.modules == "auto" else options.modules)
     return engine
 
@@ -34,7 +34,7 @@ def make_backend() -> Backend:
     return CudaBackend(max_piece_out_bytes=MAX_PIECE_BYTES) if torch.cuda.is_available() else HostBackend()
 
 
-def _largest_of_stage(measured: Measured) -> Measured:
+def _reduce_max_over_stage(measured: Measured) -> Measured:
     """Of the data- and tensor-parallel ranks of this pipeline stage, which must plan alike.
 
     As objects, since ranks may have seen different groups; every few steps, behind a synchronization of the device.
