@@ -7,7 +7,7 @@ and link cost that it shares with them; what it takes longer still with an engin
 
 import torch
 
-from nemo_rl_offload.megatron.build.offload import make_backend
+from nemo_rl_offload.adapters.megatron_core.installation import make_backend
 from nemo_rl_offload.offload.backends.base import Block, Extent
 
 

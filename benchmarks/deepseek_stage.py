@@ -13,16 +13,17 @@ from megatrons_engine import bind_megatrons_engine
 from pipeline_waits import PipelineWaits, device_time
 from torch import Tensor
 
+from nemo_rl_offload.adapters.megatron_core.installation import make_backend
 from nemo_rl_offload.adapters.megatron_core.interface import bound_interface, exclude_parameters, use_engine
 from nemo_rl_offload.adapters.megatron_core.routing_result import bypass_copy_engine
 from nemo_rl_offload.bench.process import deterministic
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.megatron.build.config_check import provider_for
 from nemo_rl_offload.megatron.build.model import unwrap
-from nemo_rl_offload.megatron.build.offload import make_backend
 from nemo_rl_offload.megatron.build.transformer_config import configure_provider
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.offload import OffloadEngine
+from nemo_rl_offload.offload.options import OffloadOptions, build_engine
 from nemo_rl_offload.specs.catalogue import CATALOGUE
 
 MODULES = ("attn_norm", "mlp_norm", "expert_fc1", "moe_act")  # those of the published run
@@ -84,9 +85,13 @@ class Stage:
         self, policy: Any, num_layers: int, sequence: int, num_microbatches: int, inflight_bytes: int = GIB
     ) -> None:
         use_engine(None)
-        self.engine = OffloadEngine(
-            make_backend(), host_memory_budget_bytes=64 * GIB, min_tensor_bytes=0, max_inflight_bytes=inflight_bytes
+        options = OffloadOptions(
+            modules=MODULES,
+            host_memory_budget_bytes=64 * GIB,
+            min_tensor_bytes=0,
+            max_inflight_bytes=inflight_bytes,
         )
+        self.engine = build_engine(options, make_backend())
         with quiet():
             provider = provider_for(model_config(num_layers, is_small=not HAS_GPU))
             configure_provider(provider, policy)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_offload.offload import CudaBackend, HostBackend, OffloadEngine
+from nemo_rl_offload.offload.options import OffloadOptions, build_engine
 
 NUM_GROUPS = 100
 FEW, MANY = 1, 9
@@ -89,7 +90,9 @@ def why_no_trl() -> str | None:
 def measure(device: str) -> dict[str, dict[str, float]]:
     backend = CudaBackend() if device == "cuda" else HostBackend()
     engines = {
-        name: OffloadEngine(backend, host_memory_budget_bytes=1 << 26, min_tensor_bytes=min_bytes)
+        name: build_engine(
+            OffloadOptions(modules=(), host_memory_budget_bytes=1 << 26, min_tensor_bytes=min_bytes), backend
+        )
         for name, min_bytes in {"ours": 0, "packed_only": 1 << 20}.items()
     }
     ways: dict[str, tuple[OffloadEngine | None, Callable[[], AbstractContextManager[Any]]]] = {

@@ -27,12 +27,8 @@ from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.config_check import provider_for
 from nemo_rl_offload.megatron.build.model import MegatronModel, init_process_groups, unwrap
-from nemo_rl_offload.megatron.build.transformer_config import (
-    configure_provider,
-    ddp_config,
-    learning_rate_scheduler,
-    optimizer_config,
-)
+from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
+from nemo_rl_offload.megatron.build.transformer_config import configure_provider
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs

@@ -3,7 +3,11 @@
 from importlib import import_module
 from typing import Any
 
-_EXPORTS = {"offload_activations": "adapters.torch_modules", "OffloadCallback": "adapters.hf_trainer"}
+_EXPORTS = {
+    "offload_activations": "adapters.torch_modules",
+    "OffloadCallback": "adapters.hf_trainer",
+    "OffloadOptions": "offload.options",
+}
 
 __all__ = list(_EXPORTS)
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from nemo_rl_offload.offload.backends.cuda import CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
-from nemo_rl_offload.offload.memory_budget import MemoryBudgetController
+from nemo_rl_offload.offload.options import OffloadOptions, build_engine
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.units import parse_bytes
 
@@ -86,15 +86,13 @@ class ActivationOffload:
         gpu_memory_budget: str | None,
     ) -> None:
         targets = resolve(model, names_in(model) if modules == "auto" else modules)
-        host_bytes = host_memory_budget_bytes(host_memory_budget)
-        self._engine = OffloadEngine(
-            _backend(model),
-            host_memory_budget_bytes=host_bytes,
+        options = OffloadOptions(
+            modules="auto" if gpu_memory_budget is not None else [target.entry for target in targets],
+            host_memory_budget_bytes=host_memory_budget_bytes(host_memory_budget),
+            gpu_memory_budget_bytes=None if gpu_memory_budget is None else parse_bytes(gpu_memory_budget),
             min_tensor_bytes=min_tensor_bytes,
-            auto=None
-            if gpu_memory_budget is None
-            else MemoryBudgetController(parse_bytes(gpu_memory_budget), host_bytes),
         )
+        self._engine = build_engine(options, _backend(model))
         self._is_auto, self._is_closed = gpu_memory_budget is not None, False
         self._engine.exclude([*model.parameters(), *model.buffers()])
         self._min_tensor_bytes = min_tensor_bytes
@@ -217,7 +215,7 @@ class _Span:
         self._usage = usage
         self._threads = threading.local()
 
-    def call(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+    def call(self, call: Call, *args: object, **kwargs: object) -> object:
         self._usage.called = True
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
@@ -234,7 +232,7 @@ class _Span:
         self._commit(region, output)
         return output
 
-    def step_out(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+    def step_out(self, call: Call, *args: object, **kwargs: object) -> object:
         current = self._current()
         if current is None:
             return call(*args, **kwargs)
@@ -244,7 +242,7 @@ class _Span:
         finally:
             current.inside.enter_context(current.region)
 
-    def finish(self, is_saved_again: bool, call: Call, *args: Any, **kwargs: Any) -> Any:
+    def finish(self, is_saved_again: bool, call: Call, *args: object, **kwargs: object) -> object:
         # Attention saves its own output, and `o_proj` saves the same storage: to copy it here would free nothing.
         current = self._current()
         if current is not None:

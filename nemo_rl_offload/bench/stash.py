@@ -22,6 +22,7 @@ from nemo_rl_offload.bench.process import deterministic
 from nemo_rl_offload.offload.backends.cuda import CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine
+from nemo_rl_offload.offload.options import OffloadOptions, build_engine
 from nemo_rl_offload.paged_stash.graph import CapturedStep
 from nemo_rl_offload.paged_stash.kernels import Pool
 
@@ -210,8 +211,9 @@ def _offloading(on: bool) -> Iterator[OffloadEngine | None]:
         yield None
         return
     backend = CudaBackend() if torch.cuda.is_available() else HostBackend()
-    engine = OffloadEngine(backend, host_memory_budget_bytes=64 << 30, min_tensor_bytes=0)
-    use_engine(engine, OFFLOADED)
+    options = OffloadOptions(modules=OFFLOADED, host_memory_budget_bytes=64 << 30, min_tensor_bytes=0)
+    engine = build_engine(options, backend)
+    use_engine(engine, options.modules)
     try:
         yield engine
         assert engine.stats().bytes_out > 0, "nothing was offloaded"

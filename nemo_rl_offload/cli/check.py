@@ -1,10 +1,9 @@
 """What the command `check` does and says: as text, or as JSON for other programs."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_offload.config.loader import BASE, read_config
 from nemo_rl_offload.config.megatron_schema import MegatronConfig
@@ -12,6 +11,7 @@ from nemo_rl_offload.config.nemo_rl import UNSUPPORTED
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.validation import Findings, Problem, examine, summary
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.activation_memory import resolve_activations
 
 _OF_MEGATRONS_ENGINE = (
     "activation_offload_fraction",
@@ -35,22 +35,24 @@ def check_file(file: Path, overrides: Sequence[str], *, allow_unsupported: bool 
         return Findings(None, [Problem("", str(error), "")], [], LoadedConfig({}))
 
 
-def offload_settings(cfg: MegatronConfig) -> dict[str, Any]:
+def offload_settings(megatron_cfg: MegatronConfig) -> dict[str, object]:
     """The settings of `policy.megatron_cfg` that decide what is offloaded and how; those without effect left out."""
-    settings: dict[str, Any] = {"fine_grained_activation_offloading": cfg["fine_grained_activation_offloading"]}
-    if cfg["fine_grained_activation_offloading"]:
-        how = cfg["activation_offload"]
-        settings |= {"offload_modules": cfg["offload_modules"], "activation_offload.engine": how["engine"]}
-        settings["min_offloaded_tensor_size"] = cfg["min_offloaded_tensor_size"]
-        if how["engine"] == "native":
-            settings["activation_offload.host_memory_budget"] = how["host_memory_budget"]
-        if cfg["offload_modules"] == "auto":
-            settings["activation_offload.gpu_memory_budget"] = how["gpu_memory_budget"]
-        if how["engine"] == "megatron":
-            settings |= {key: {**cfg}[key] for key in _OF_MEGATRONS_ENGINE}
+    activations = resolve_activations(megatron_cfg)
+    values: Mapping[str, object] = {**megatron_cfg}
+    settings: dict[str, object] = {"fine_grained_activation_offloading": activations.switch}
+    if activations.offloads:
+        budgets = megatron_cfg["activation_offload"]
+        settings |= {"offload_modules": values["offload_modules"], "activation_offload.engine": activations.engine}
+        settings["min_offloaded_tensor_size"] = values["min_offloaded_tensor_size"]
+        if activations.is_native:
+            settings["activation_offload.host_memory_budget"] = budgets["host_memory_budget"]
+        else:
+            settings |= {key: values[key] for key in _OF_MEGATRONS_ENGINE}
+        if activations.is_auto:
+            settings["activation_offload.gpu_memory_budget"] = budgets["gpu_memory_budget"]
     for switch in ("cpu_offloading", "moe_paged_stash"):
-        if {**cfg}[switch]:
-            settings |= {key: value for key, value in cfg.items() if key.startswith(switch)}
+        if values[switch]:
+            settings |= {key: value for key, value in values.items() if key.startswith(switch)}
     return settings
 
 
@@ -82,7 +84,7 @@ def as_json(file: Path, found: Findings) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, str):
         return value
     return f"[{', '.join(value)}]" if isinstance(value, list) else json.dumps(value)

@@ -1,15 +1,15 @@
 """`offload_modules: auto`: choose which groups stay on the device, so that a device budget is just met.
 
 Mechanism. The first step offloads everything. After it, and after some later steps (`FIRST_PLANS`, then every
-`PLAN_EVERY`), `offload.solver` chooses anew. It gets:
+`PLAN_EVERY`), `_make_plan` asks `solver.solve` anew, with:
 - each group with its measured bytes and times;
 - how many of each group were alive when most bytes were alive;
 - the link's measured rates;
 - what of the peak is in no group, `fixed = measured peak - bytes of groups on the device`;
 - what is on its way, `moving = bytes of groups on the device - those that stay`. Before there is a plan that is taken
   to be two of the largest groups.
-A group that is not worth its copy stays as long as the budget has room. Lengths change from step to step, so a plan is
-made for the largest step since the last plan.
+What the plan keeps stays from then on (`Selection.keep`), and the engine moves the others. Lengths change from step to
+step, so a plan is made for the largest step since the last plan.
 
 Waiting. Copies out may lag as far as the budget has room: compute waits for them only where the next group would not
 fit, and nothing is brought back ahead of time that would not fit. A fixed bound on bytes under way made compute wait
@@ -67,9 +67,9 @@ type ReduceOverRanks = Callable[[Measured], Measured]
 class MemoryBudgetController:
     """Plans for one engine. `budget_bytes` is device memory, `host_budget_bytes` this rank's host memory."""
 
-    def __init__(self, budget_bytes: int, host_budget_bytes: int, agree: ReduceOverRanks | None = None) -> None:
+    def __init__(self, budget_bytes: int, host_budget_bytes: int, reduce_max: ReduceOverRanks | None = None) -> None:
         self._budget_bytes, self._host_budget_bytes = budget_bytes, host_budget_bytes
-        self._agree = agree or (lambda measured: measured)
+        self._reduce_max = reduce_max or (lambda measured: measured)
         self._visits: list[tuple[Group, bool]] = []
         self._largest: list[tuple[Group, bool]] = []
         self._largest_bytes = 0
@@ -160,7 +160,7 @@ class MemoryBudgetController:
         groups = self._groups(timing)
         kept_bytes = sum(size * alive for key, (size, _, _, alive) in groups.items() if not selection.eligible(key))
         step = (peak_bytes, resident_bytes, resident_bytes - kept_bytes, *rates)
-        (peak, resident, on_its_way, out_ms, in_ms), shared = self._agree(Measured(step, groups))
+        (peak, resident, on_its_way, out_ms, in_ms), shared = self._reduce_max(Measured(step, groups))
         if not shared:
             return
         peak_bytes, resident_bytes = int(peak), int(resident)

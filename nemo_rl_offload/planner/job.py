@@ -3,17 +3,20 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from nemo_rl_offload.config.megatron_schema import MegatronConfig
+from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Tokens
 from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew
 from nemo_rl_offload.planner.cost.memory import Optimizer
+from nemo_rl_offload.specs.activation_memory import resolve_activations
 from nemo_rl_offload.specs.devices import Device
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE
 from nemo_rl_offload.specs.parallel_layout import KEYS, ParallelLayout, check_layout, num_microbatches, rounded_length
-from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
+from nemo_rl_offload.specs.recompute import RecomputeKeys, ResolvedRecompute
 from nemo_rl_offload.units import GIB
 
 
@@ -33,15 +36,15 @@ class Recompute:
         return self.modules if is_counted or self.num_counted_layers is None else self.modules - set(COUNTED_RECOMPUTE)
 
     @property
-    def keys(self) -> dict[str, Any]:
+    def keys(self) -> RecomputeKeys:
         """Values of the configuration's keys that say it."""
-        values: tuple[Any, ...] = (None,) * len(RECOMPUTE_KEYS)
         if self.method is not None:
-            values = ("full", None, self.method, self.num_layers)
-        elif self.modules:
-            is_counted = not self.modules.isdisjoint(COUNTED_RECOMPUTE)
-            values = ("selective", sorted(self.modules), None, self.num_counted_layers if is_counted else None)
-        return dict(zip(RECOMPUTE_KEYS, values, strict=True))
+            return ResolvedRecompute("full", None, self.method, self.num_layers).keys
+        if not self.modules:
+            return ResolvedRecompute().keys
+        is_counted = not self.modules.isdisjoint(COUNTED_RECOMPUTE)
+        num_layers = self.num_counted_layers if is_counted else None
+        return ResolvedRecompute("selective", tuple(sorted(self.modules)), None, num_layers).keys
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Job:
 
 
 def read_job(
-    policy: Mapping[str, Any],
+    policy: PolicyConfig,
     shape: ModelShape,
     device: Device,
     world: int,
@@ -135,53 +138,59 @@ def read_job(
 
     Raises ConfigError for a layout that does not divide, naming keys and the nearest that would do.
     """
-    cfg = policy["megatron_cfg"]
+    megatron_cfg = policy["megatron_cfg"]
     if memory_bytes > device.memory_bytes:
         raise ConfigError(
             f"--memory, gpu_memory_budget: {device.name} has {device.memory_gib:g} GiB. Give at most that."
         )
-    layout = _layout(cfg, world)
+    layout = _layout(megatron_cfg, world)
     sequence = layout.padded(_longest(policy))
     check_layout(layout, shape, sequence)
     microbatches = _microbatches(policy, sequence, layout, rows_per_sample)
     element_bytes = 4 if policy["precision"] == "float32" else 2
-    fp8 = _fp8(cfg["model_overrides"], device)
+    fp8 = _fp8(megatron_cfg["model_overrides"], device)
+    activations = resolve_activations(megatron_cfg)
+    is_native, transformer_impl = activations.is_native, activations.transformer_impl
     return Job(
         shape,
         layout,
         device,
         sequence,
-        **microbatches,
-        **_layers(cfg, fp8),
+        micro_batch=microbatches.num_rows,
+        num_microbatches=microbatches.number,
+        micro_batch_tokens=microbatches.num_tokens,
+        is_packed=microbatches.is_packed,
+        offload_modules=activations.listed_modules,
+        offload_fraction=megatron_cfg["activation_offload_fraction"],
+        native_engine=is_native,
+        offloads=is_native or transformer_impl != "torch",
+        recomputes_mlp_parts=is_native and fp8 is None and not megatron_cfg["use_transformer_engine_op_fuser"],
+        transformer_engine=transformer_impl == "transformer_engine",
+        any_implementation=transformer_impl == "auto",
+        min_elements=megatron_cfg["min_offloaded_tensor_size"],
         numbers=Numbers(element_bytes, fp8),
-        optimizer=_optimizer(cfg, element_bytes),
-        recompute=_recompute(cfg),
+        optimizer=_optimizer(megatron_cfg, element_bytes),
+        recompute=_recompute(activations.recompute),
         logprob_chunk_size=policy["logprob_chunk_size"],
         memory_bytes=memory_bytes,
-        expert_buffers=_expert_buffers(cfg, skew),
+        expert_buffers=_expert_buffers(megatron_cfg, skew),
         rows_per_sample=rows_per_sample,
         **other,
     )
 
 
-def _layers(cfg: Mapping[str, Any], fp8: str | None) -> dict[str, Any]:
-    """A Job's fields on the layers' implementation, and on what offloads of them."""
-    modules, is_native = cfg["offload_modules"], cfg["activation_offload"]["engine"] == "native"
-    listed = cfg["fine_grained_activation_offloading"] and isinstance(modules, list)
-    return {
-        "offload_modules": tuple(modules) if listed else (),
-        "offload_fraction": cfg["activation_offload_fraction"],
-        "native_engine": is_native,
-        "offloads": is_native or cfg["transformer_impl"] != "torch",
-        "recomputes_mlp_parts": is_native and fp8 is None and not cfg["use_transformer_engine_op_fuser"],
-        "transformer_engine": cfg["transformer_impl"] == "transformer_engine",
-        "any_implementation": cfg["transformer_impl"] == "auto",
-        "min_elements": cfg["min_offloaded_tensor_size"],
-    }
+class _Microbatches(NamedTuple):
+    """A step's, on each rank."""
+
+    num_rows: int
+    """Of each; where it is a number of tokens, how many of the longest it holds."""
+    number: int
+    num_tokens: int | None = None
+    is_packed: bool = False
 
 
-def _microbatches(policy: Mapping[str, Any], sequence: int, layout: ParallelLayout, rows: int) -> dict[str, Any]:
-    """A Job's fields on microbatches. A sample has so many `rows`, which stay together.
+def _microbatches(policy: PolicyConfig, sequence: int, layout: ParallelLayout, rows: int) -> _Microbatches:
+    """A sample has so many `rows`, which stay together.
 
     Of a number of tokens, as many microbatches as samples of the longest length fill, and so many more that each rank
     has as many as the others.
@@ -189,46 +198,44 @@ def _microbatches(policy: Mapping[str, Any], sequence: int, layout: ParallelLayo
     tokens, is_packed = _tokens_of_a_microbatch(policy), policy["sequence_packing"]["enabled"]
     batch, num_interleaved = policy["train_global_batch_size"], layout.pipeline if layout.virtual > 1 else 1
     if tokens is None:
-        size: int = policy["train_micro_batch_size"]
-        number = num_microbatches(batch, size, layout.data, num_interleaved)
-        return {"micro_batch": size * rows, "num_microbatches": number}
+        size = policy["train_micro_batch_size"]
+        return _Microbatches(size * rows, num_microbatches(batch, size, layout.data, num_interleaved))
     tokens = max(tokens, sequence * rows)
     number = math.ceil(batch * rows * sequence / (tokens * layout.data * num_interleaved)) * num_interleaved
-    sizes = {"micro_batch": tokens // sequence, "num_microbatches": number, "micro_batch_tokens": tokens}
-    return {**sizes, "is_packed": is_packed}
+    return _Microbatches(tokens // sequence, number, tokens, is_packed)
 
 
-def _longest(policy: Mapping[str, Any]) -> int:
+def _longest(policy: PolicyConfig) -> int:
     """The longest row, in a microbatch of tokens rounded as those are."""
-    length: int = policy["max_total_sequence_length"]
+    length = policy["max_total_sequence_length"]
     sections = (policy["dynamic_batching"], policy["sequence_packing"])
     rounding = next((section["sequence_length_round"] for section in sections if section["enabled"]), 1)
     return rounded_length(length, rounding)
 
 
-def _tokens_of_a_microbatch(policy: Mapping[str, Any]) -> int | None:
+def _tokens_of_a_microbatch(policy: PolicyConfig) -> int | None:
     """Where microbatches are numbers of tokens, that number."""
     sections = (policy["dynamic_batching"], policy["sequence_packing"])
     return next((section["train_mb_tokens"] for section in sections if section["enabled"]), None)
 
 
-def _expert_buffers(cfg: Mapping[str, Any], skew: Skew | None) -> ExpertBuffers:
+def _expert_buffers(megatron_cfg: MegatronConfig, skew: Skew | None) -> ExpertBuffers:
     return ExpertBuffers(
-        cfg["moe_expert_rank_capacity_factor"],
-        cfg["moe_paged_stash"],
-        cfg["moe_paged_stash_buffer_size_factor_cuda"],
-        cfg["moe_paged_stash_buffer_size_factor_cpu"],
+        megatron_cfg["moe_expert_rank_capacity_factor"],
+        megatron_cfg["moe_paged_stash"],
+        megatron_cfg["moe_paged_stash_buffer_size_factor_cuda"],
+        megatron_cfg["moe_paged_stash_buffer_size_factor_cpu"],
         skew,
     )
 
 
-def _layout(cfg: Mapping[str, Any], world: int) -> ParallelLayout:
-    ranks = {name: cfg[key] or 1 for name, key in KEYS.items()}
+def _layout(megatron_cfg: Mapping[str, Any], world: int) -> ParallelLayout:
+    ranks = {name: megatron_cfg[key] or 1 for name, key in KEYS.items()}
     return ParallelLayout(
         world=world,
-        sequence_parallel=cfg["sequence_parallel"],
-        num_layers_first=cfg["num_layers_in_first_pipeline_stage"],
-        num_layers_last=cfg["num_layers_in_last_pipeline_stage"],
+        sequence_parallel=megatron_cfg["sequence_parallel"],
+        num_layers_first=megatron_cfg["num_layers_in_first_pipeline_stage"],
+        num_layers_last=megatron_cfg["num_layers_in_last_pipeline_stage"],
         **ranks,
     )
 
@@ -242,26 +249,24 @@ def _fp8(overrides: Mapping[str, Any], device: Device) -> str | None:
     return "mxfp8" if overrides.get("fp8_recipe") == "mxfp8" else "fp8"
 
 
-def _optimizer(cfg: Mapping[str, Any], element_bytes: int) -> Optimizer:
-    section = cfg["optimizer"]
+def _optimizer(megatron_cfg: MegatronConfig, element_bytes: int) -> Optimizer:
+    section = megatron_cfg["optimizer"]
     is_adam = section["optimizer"] == "adam"
     master = 0 if element_bytes == 4 else 4
     if section["use_precision_aware_optimizer"]:
         master = 2  # Transformer Engine keeps only the bits that bfloat16 weights lack
     return Optimizer(
         distributed=section["use_distributed_optimizer"],
-        gradient_bytes=4 if cfg["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element_bytes,
+        gradient_bytes=4 if megatron_cfg["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element_bytes,
         state_bytes=8 if is_adam else 4 * (section["sgd_momentum"] > 0),
         master_bytes=master,
         share_on_host=section["optimizer_offload_fraction"] if section["optimizer_cpu_offload"] else 0.0,
     )
 
 
-def _recompute(cfg: Mapping[str, Any]) -> Recompute:
-    settings = recompute_settings(cfg)
-    num_layers = settings["recompute_num_layers"]
-    if settings["recompute_granularity"] == "full":
-        return Recompute(method=settings["recompute_method"] or "uniform", num_layers=num_layers or 1)
-    if settings["recompute_granularity"] == "selective":
-        return Recompute(modules=frozenset(recomputed_modules(settings)), num_counted_layers=num_layers)
+def _recompute(resolved: ResolvedRecompute) -> Recompute:
+    if resolved.granularity == "full":
+        return Recompute(method=resolved.method or "uniform", num_layers=resolved.num_layers or 1)
+    if resolved.granularity == "selective":
+        return Recompute(modules=frozenset(resolved.modules), num_counted_layers=resolved.num_layers)
     return Recompute()

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.specs.activation_memory import resolve_activations
 
 _SUMS = (
     *("bytes_out", "bytes_in", "peak_host_bytes", "host_capacity_bytes", "denied_bytes", "kept_bytes"),
@@ -19,12 +20,11 @@ def offload_totals(policy: PolicyConfig, per_rank: Sequence[Mapping[str, Any]]) 
     are None where nothing was timed, as on a CPU. Without offloading the sums are 0; they are None with Megatron-Core's
     engine, which counts nothing.
     """
-    cfg = policy["megatron_cfg"]
-    engine = cfg["activation_offload"]["engine"] if cfg["fine_grained_activation_offloading"] else None
+    activations = resolve_activations(policy["megatron_cfg"])
+    engine = activations.engine if activations.offloads else None
     is_counted = engine != "megatron"
-    listed = cfg["offload_modules"] or []
     moved = {name for stats in per_rank for name, each in stats["per_module"].items() if each["bytes_out"]}
-    modules = [] if engine is None else sorted(moved) if listed == "auto" else list(listed)
+    modules = sorted(moved) if activations.is_auto else list(activations.listed_modules)
     return {
         "engine": engine,
         "modules": modules,
@@ -51,11 +51,11 @@ def _times(per_rank: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 def idle_modules(policy: PolicyConfig, totals: Mapping[str, Any]) -> Iterator[str]:
     """Of `offload_totals` after a step: the listed modules that offloaded nothing, in a sentence for each reason."""
-    cfg = policy["megatron_cfg"]
+    min_elements = policy["megatron_cfg"]["min_offloaded_tensor_size"]
     reasons: dict[str, list[str]] = {}
     for module, counted in totals["per_module"].items():
         if not counted["num_groups"]:
-            reasons.setdefault(_why_idle(counted, cfg["min_offloaded_tensor_size"]), []).append(module)
+            reasons.setdefault(_why_idle(counted, min_elements), []).append(module)
     for reason, modules in reasons.items():
         yield f"policy.megatron_cfg.offload_modules: nothing is offloaded of {', '.join(modules)}: {reason}"
 

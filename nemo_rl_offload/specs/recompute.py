@@ -1,40 +1,86 @@
 """What is recomputed: NeMo-RL's switch `activation_checkpointing` together with Megatron-Core's own keys."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypedDict
 
 from nemo_rl_offload.specs.offload_modules import DENSE_MLP_RECOMPUTE
 
-RECOMPUTE_KEYS = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
+
+class RecomputeKeys(TypedDict):
+    """Values of Megatron-Core's keys."""
+
+    recompute_granularity: str | None
+    recompute_modules: list[str] | None
+    recompute_method: str | None
+    recompute_num_layers: int | None
 
 
-def recompute_settings(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `RECOMPUTE_KEYS` that are in force.
-
-    As in NeMo-RL, true fills in what Megatron-Core must be told, one layer at a time, and false turns everything off.
-    """
-    given = {key: cfg[key] for key in RECOMPUTE_KEYS}
-    if cfg["activation_checkpointing"] is None:
-        return given
-    if not cfg["activation_checkpointing"]:
-        return dict.fromkeys(RECOMPUTE_KEYS)
-    granularity = given["recompute_granularity"] or "full"
-    layers = {"recompute_method": "uniform", "recompute_num_layers": 1} if granularity == "full" else {}
-    filled = {key: value for key, value in layers.items() if given[key] is None}
-    return given | filled | {"recompute_granularity": granularity}
+RECOMPUTE_KEYS = tuple(RecomputeKeys.__annotations__)
 
 
-def recomputed_modules(settings: Mapping[str, Any]) -> list[str]:
-    """The modules that selective recomputation covers, of settings in force; none without it."""
-    if settings["recompute_granularity"] != "selective":
-        return []
-    modules = settings["recompute_modules"]
-    return ["core_attn"] if modules is None else list(modules)
+@dataclass(frozen=True)
+class ResolvedRecompute:
+    """The values in force."""
 
+    granularity: str | None = None
+    """full: whole layers; selective: `modules`; None: nothing."""
+    listed_modules: tuple[str, ...] | None = None
+    """As given, in force or not; None leaves Megatron's default."""
+    method: str | None = None
+    """With full: uniform or block."""
+    num_layers: int | None = None
+    """Full: layers in a uniform group, or the first ones. Selective: layers with `mlp` or `mlp_fc1`; None: all."""
 
-def known_to_megatron(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same keys without what only this project does: parts of dense MLPs, and a number of layers for modules."""
-    if settings["recompute_granularity"] != "selective" or settings["recompute_modules"] is None:
-        return dict(settings)
-    modules = [name for name in settings["recompute_modules"] if name not in DENSE_MLP_RECOMPUTE]
-    return {**settings, "recompute_modules": modules, "recompute_num_layers": None}
+    @classmethod
+    def resolve(cls, megatron_cfg: Mapping[str, Any]) -> Self:
+        """Read `activation_checkpointing` and `RECOMPUTE_KEYS`.
+
+        As in NeMo-RL, true fills in what Megatron-Core must be told, one layer at a time, and false turns everything
+        off.
+        """
+        switch, modules = megatron_cfg["activation_checkpointing"], megatron_cfg["recompute_modules"]
+        if switch is False:
+            return cls()
+        given = cls(
+            megatron_cfg["recompute_granularity"],
+            None if modules is None else tuple(modules),
+            megatron_cfg["recompute_method"],
+            megatron_cfg["recompute_num_layers"],
+        )
+        if switch is None:
+            return given
+        if given.granularity == "selective":
+            return given
+        num_layers = 1 if given.num_layers is None else given.num_layers
+        return replace(given, granularity="full", method=given.method or "uniform", num_layers=num_layers)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that selective recomputation covers; none without it."""
+        if self.granularity != "selective":
+            return ()
+        return ("core_attn",) if self.listed_modules is None else self.listed_modules
+
+    @property
+    def has_dense_mlp_parts(self) -> bool:
+        """Whether parts of dense MLPs are recomputed, which this project does itself."""
+        return not set(self.modules).isdisjoint(DENSE_MLP_RECOMPUTE)
+
+    @property
+    def keys(self) -> RecomputeKeys:
+        """The values under the configuration's keys."""
+        return {
+            "recompute_granularity": self.granularity,
+            "recompute_modules": None if self.listed_modules is None else list(self.listed_modules),
+            "recompute_method": self.method,
+            "recompute_num_layers": self.num_layers,
+        }
+
+    @property
+    def keys_for_megatron(self) -> RecomputeKeys:
+        """The same without what only this project does: parts of dense MLPs, and a number of layers for modules."""
+        if self.granularity != "selective" or self.listed_modules is None:
+            return self.keys
+        known = tuple(name for name in self.listed_modules if name not in DENSE_MLP_RECOMPUTE)
+        return replace(self, listed_modules=known, num_layers=None).keys

@@ -10,8 +10,9 @@ from typing import Any
 
 from nemo_rl_offload.config.shapes import Shape, read_shape
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.activation_memory import listed_modules
 from nemo_rl_offload.specs.offload_modules import MEGATRON_MODULES
-from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
+from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, RecomputeKeys, ResolvedRecompute
 
 Get = Callable[[str], Any]
 Rule = Callable[[Get], Iterator[str]]
@@ -37,9 +38,7 @@ def model_shape(get: Get) -> Shape:
 
 def offloaded(get: Get) -> list[str]:
     """The modules that are offloaded; none while offloading is off or chooses for itself."""
-    modules = megatron(get, "offload_modules")
-    is_on = megatron(get, "fine_grained_activation_offloading")
-    return modules if is_on and isinstance(modules, list) else []
+    return list(listed_modules(megatron(get, "fine_grained_activation_offloading"), megatron(get, "offload_modules")))
 
 
 def known_to_megatron(get: Get) -> list[str]:
@@ -52,14 +51,18 @@ def is_native(get: Get) -> bool:
     return bool(megatron(get, "activation_offload.engine") == "native")
 
 
-def recompute(get: Get) -> dict[str, Any]:
+def recompute(get: Get) -> RecomputeKeys:
     """The keys of recomputation with the values that are in force."""
-    return recompute_settings({key: megatron(get, key) for key in ("activation_checkpointing", *RECOMPUTE_KEYS)})
+    return _resolved_recompute(get).keys
 
 
 def recomputed(get: Get) -> list[str]:
     """The modules that selective recomputation covers."""
-    return recomputed_modules(recompute(get))
+    return list(_resolved_recompute(get).modules)
+
+
+def _resolved_recompute(get: Get) -> ResolvedRecompute:
+    return ResolvedRecompute.resolve({key: megatron(get, key) for key in ("activation_checkpointing", *RECOMPUTE_KEYS)})
 
 
 def have_transformer_engine() -> bool:

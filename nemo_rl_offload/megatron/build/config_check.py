@@ -4,9 +4,11 @@ The rules of `config/` say beforehand, and in this project's words, what Megatro
 tiny models. This check asks Megatron itself about the very model that the configuration names.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.shapes import read_model_config
@@ -15,11 +17,14 @@ from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engine
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 
+if TYPE_CHECKING:
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
 
 class _NoOptimizer:
     """Stands in for an optimizer, of which the schedule reads the groups of parameters alone."""
 
-    param_groups: list[dict[str, Any]] = []
+    param_groups: list[dict[str, object]] = []
 
 
 def ask_megatron(found: Findings) -> Findings:
@@ -50,13 +55,13 @@ def _needs_transformer_engine(line: str) -> bool:
     return words is not None and not have_transformer_engine()
 
 
-def _refusals(policy: PolicyConfig, model: Mapping[str, Any] | None) -> Iterator[str]:
-    from nemo_rl_offload.megatron.build import transformer_config as setup
+def _refusals(policy: PolicyConfig, model: Mapping[str, object] | None) -> Iterator[str]:
+    from nemo_rl_offload.megatron.build import optimizer
 
     builders: list[Callable[[], object]] = [
-        lambda: setup.optimizer_config(policy),
-        lambda: setup.ddp_config(policy),
-        lambda: setup.learning_rate_scheduler(policy, _NoOptimizer(), num_steps=1),
+        lambda: optimizer.optimizer_config(policy),
+        lambda: optimizer.ddp_config(policy),
+        lambda: optimizer.learning_rate_scheduler(policy, _NoOptimizer(), num_steps=1),
     ]
     if model is not None:
         builders.insert(0, lambda: _build_provider(policy, model))
@@ -67,7 +72,7 @@ def _refusals(policy: PolicyConfig, model: Mapping[str, Any] | None) -> Iterator
             yield str(error)
 
 
-def _build_provider(policy: PolicyConfig, model: Mapping[str, Any]) -> None:
+def _build_provider(policy: PolicyConfig, model: Mapping[str, object]) -> None:
     from nemo_rl_offload.megatron.build import transformer_config as setup
 
     provider = provider_for(model)
@@ -78,7 +83,7 @@ def _build_provider(policy: PolicyConfig, model: Mapping[str, Any]) -> None:
     setup.apply_policy(provider, policy, setup.resolve_transformer_impl("auto") if impl == "auto" else impl)
 
 
-def provider_for(model: Mapping[str, Any]) -> Any:
+def provider_for(model: Mapping[str, object]) -> GPTModelProvider:
     """Return Megatron-Bridge's provider for the contents of a model's `config.json`.
 
     Raises ConfigError when transformers or Bridge does not know the family or cannot take a value.

@@ -22,13 +22,9 @@ from safetensors import SafetensorError
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, ResourceError, WorkerError, where_else
 from nemo_rl_offload.megatron.build.bridge import bridge
+from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
 from nemo_rl_offload.megatron.build.paged_stash import install_paged_stash
-from nemo_rl_offload.megatron.build.transformer_config import (
-    configure_provider,
-    ddp_config,
-    learning_rate_scheduler,
-    optimizer_config,
-)
+from nemo_rl_offload.megatron.build.transformer_config import configure_provider
 from nemo_rl_offload.megatron.protocols import ModelChunk, Optimizer, Scheduler
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.paged_stash.rerun import StepGuard

@@ -50,13 +50,13 @@ class NoOptimizer:
 
 def build(model: Model, raw: dict[str, Any]) -> Any:
     """Build all of Megatron's configuration objects as a worker does; returns the provider."""
-    from nemo_rl_offload.megatron.build import transformer_config as setup
+    from nemo_rl_offload.megatron.build import optimizer, transformer_config
 
     provider = model.provider()
-    setup.configure_provider(provider, raw["policy"])
-    setup.optimizer_config(raw["policy"])
-    setup.ddp_config(raw["policy"])
-    setup.learning_rate_scheduler(raw["policy"], NoOptimizer(), raw["grpo"]["max_num_steps"])
+    transformer_config.configure_provider(provider, raw["policy"])
+    optimizer.optimizer_config(raw["policy"])
+    optimizer.ddp_config(raw["policy"])
+    optimizer.learning_rate_scheduler(raw["policy"], NoOptimizer(), raw["grpo"]["max_num_steps"])
     return provider
 
 

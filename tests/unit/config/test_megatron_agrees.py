@@ -117,8 +117,9 @@ def test_forwarded_fields_are_those_of_a_config_that_megatron_builds(
         return
     built, untouched, cfg = build(model, raw), model.provider(), raw["policy"]["megatron_cfg"]
     offload = cfg["fine_grained_activation_offloading"]
-    view = setup.megatron_view("torch", offload, list(cfg["offload_modules"] or []))
-    given_fields = setup._transformer_fields(untouched, raw["policy"], "torch") | view
+    activations = setup._resolve(untouched, raw["policy"], "torch")
+    view = activations.megatron_view
+    given_fields = setup._transformer_fields(untouched, raw["policy"], activations) | view
     names = {field.name for field in fields(TransformerConfig) if field.init}
     own = {name: getattr(untouched, name) for name in names}
     expected = TransformerConfig(**own | {name: value for name, value in given_fields.items() if name in names})

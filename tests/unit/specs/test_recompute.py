@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, recompute_settings
+from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, ResolvedRecompute
 
 NOTHING = (None, None, None, None)
 LAYER_BY_LAYER = ("full", None, "uniform", 1)
@@ -25,4 +25,29 @@ LAYER_BY_LAYER = ("full", None, "uniform", 1)
 )
 def test_what_is_in_force(switch: bool | None, given: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     cfg = {"activation_checkpointing": switch, **dict(zip(RECOMPUTE_KEYS, given, strict=True))}
-    assert recompute_settings(cfg) == dict(zip(RECOMPUTE_KEYS, expected, strict=True))
+    assert ResolvedRecompute.resolve(cfg).keys == dict(zip(RECOMPUTE_KEYS, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "covered", "has_parts", "told"),
+    [
+        (NOTHING, (), False, NOTHING),
+        (("full", ["mlp_act"], "block", 2), (), False, ("full", ["mlp_act"], "block", 2)),
+        (("selective", None, None, None), ("core_attn",), False, ("selective", None, None, None)),
+        (("selective", ["moe_act"], None, None), ("moe_act",), False, ("selective", ["moe_act"], None, None)),
+        (("selective", ["mlp"], None, 3), ("mlp",), False, ("selective", ["mlp"], None, None)),
+        (
+            ("selective", ["core_attn", "mlp_fc1"], None, 3),
+            ("core_attn", "mlp_fc1"),
+            True,
+            ("selective", ["core_attn"], None, None),
+        ),
+    ],
+)
+def test_what_is_covered_and_what_megatron_is_told_of_it(
+    given: tuple[Any, ...], covered: tuple[str, ...], has_parts: bool, told: tuple[Any, ...]
+) -> None:
+    cfg = {"activation_checkpointing": None, **dict(zip(RECOMPUTE_KEYS, given, strict=True))}
+    resolved = ResolvedRecompute.resolve(cfg)
+    assert (resolved.modules, resolved.has_dense_mlp_parts) == (covered, has_parts)
+    assert resolved.keys_for_megatron == dict(zip(RECOMPUTE_KEYS, told, strict=True))

@@ -1,20 +1,17 @@
 """Every key reaches its Megatron field; Megatron's checks run on the view of it, and its refusals are ours."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build import transformer_config as setup
 from nemo_rl_offload.megatron.layers.dense_mlp import open_dense_mlps
-from nemo_rl_offload.specs.offload_modules import MEGATRON_MODULES, NATIVE_MODULES
+from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES
 
 MakePolicy = Callable[..., Any]
 
@@ -89,55 +86,6 @@ def test_keys_that_need_others(make_policy: MakePolicy) -> None:
     assert provider.sequence_parallel
 
 
-OPTIMIZER = {
-    "optimizer": "sgd",
-    "lr": 0.5,
-    "min_lr": 0.25,
-    "weight_decay": 0.125,
-    "adam_beta1": 0.5,
-    "adam_beta2": 0.75,
-    "adam_eps": 0.01,
-    "sgd_momentum": 0.375,
-    "clip_grad": 2.5,
-    "use_distributed_optimizer": True,
-    "optimizer_cpu_offload": True,
-    "optimizer_offload_fraction": 0.5,
-}
-NEEDS_TRANSFORMER_ENGINE = {"use_precision_aware_optimizer"}
-
-
-@pytest.mark.parametrize(("key", "value"), OPTIMIZER.items())
-def test_optimizer_keys(key: str, value: object, make_policy: MakePolicy) -> None:
-    policy = make_policy(f"optimizer.{key}={str(value).lower()}")
-    assert getattr(setup.optimizer_config(policy), key) == value
-    assert policy["megatron_cfg"]["optimizer"].keys() == OPTIMIZER.keys() | NEEDS_TRANSFORMER_ENGINE
-    assert setup.optimizer_config(policy | {"precision": "bfloat16"}).bf16
-
-
-@pytest.mark.parametrize("key", ["grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"])
-@pytest.mark.parametrize("value", [True, False])
-def test_data_parallel_keys(key: str, value: bool, make_policy: MakePolicy) -> None:
-    section = "distributed_data_parallel_config"
-    distributed = ("optimizer.use_distributed_optimizer=true", f"{section}.overlap_grad_reduce=true")
-    policy = make_policy(*distributed, f"{section}.{key}={str(value).lower()}")
-    config = setup.ddp_config(policy)
-    assert getattr(config, key) is value
-    assert config.use_distributed_optimizer
-
-
-@given(
-    st.sampled_from(["torch", "transformer_engine"]),
-    st.booleans(),
-    st.lists(st.sampled_from(sorted({*MEGATRON_MODULES, *NATIVE_MODULES})), unique=True),
-)
-def test_megatrons_view(transformer_impl: str, is_offloading: bool, modules: list[str]) -> None:
-    view = setup.megatron_view(transformer_impl, is_offloading, modules)
-    assert view["transformer_impl"] == {"torch": "local"}.get(transformer_impl, transformer_impl)
-    expected = [name for name in modules if is_offloading and name in MEGATRON_MODULES]
-    assert view["offload_modules"] == expected
-    assert view["fine_grained_activation_offloading"] == (len(expected) > 0)
-
-
 @pytest.mark.parametrize(
     ("modules", "shown"), [(["mlp_act"], []), (["core_attn", "mlp_fc1"], ["core_attn"]), (["moe_act"], ["moe_act"])]
 )
@@ -194,33 +142,12 @@ def test_transformer_impl(
         assert setup.resolve_transformer_impl(name) == expected
 
 
-def test_optimizer_without_transformer_engine_is_refused(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", None)
-    policy = make_policy("optimizer.use_precision_aware_optimizer=true", "optimizer.use_distributed_optimizer=true")
-    with pytest.raises(ConfigError, match=r"^policy.megatron_cfg.optimizer: Megatron-Core refuses .*FusedAdam"):
-        setup.optimizer_config(policy)
-
-
 @pytest.mark.parametrize(
     "key", ["apply_rope_fusion=true", "attention_backend=flash", "activation_offload.engine=megatron"]
 )
 def test_what_torch_layers_cannot_do_is_refused(make_policy: MakePolicy, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^policy.megatron_cfg.{key.split('=')[0]} needs Transformer Engine"):
         setup.configure_provider(Provider(), make_policy(key))
-
-
-def test_weight_decay_over_the_steps(make_policy: MakePolicy) -> None:
-    keys = ("start_weight_decay=0.1", "end_weight_decay=0.5", "weight_decay_incr_style=linear", "lr_warmup_iters=0")
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([{"params": [weight]}])
-    scheduler = setup.learning_rate_scheduler(make_policy(*(f"scheduler.{key}" for key in keys)), optimizer, 4)
-    decays = []
-    for _ in range(6):
-        decays.append(optimizer.param_groups[0]["weight_decay"])
-        scheduler.step(increment=1)
-    assert decays == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
 
 
 def test_fused_norms_of_transformer_engine_are_refused(
@@ -264,48 +191,12 @@ def test_dense_mlps_get_regions_where_our_engine_moves_their_tensors(
     assert (open_dense_mlps in provider.hooks) is opened
 
 
-SCHEDULES = [
-    (("lr_decay_style=constant",), [1.0] * 6),
-    (("lr_warmup_iters=2", "lr_warmup_init=0.5"), [0.5, 0.75, 1.0, 1.0, 1.0, 1.0]),
-    (("lr_decay_style=linear",), [1.0, 0.8, 0.6, 0.4, 0.2, 0.2]),
-    (("lr_decay_style=linear", "lr_warmup_iters=2"), [0.0, 0.5, 1.0, 0.6, 0.2, 0.2]),
-    (("lr_decay_style=cosine", "lr_decay_iters=2"), [1.0, 0.6, 0.2, 0.2, 0.2, 0.2]),
-    (("lr_warmup_iters=9", "lr_decay_style=cosine"), [0.0, 1 / 9, 2 / 9, 3 / 9, 4 / 9, 5 / 9]),
-]
-
-
-@pytest.mark.parametrize(("overrides", "expected"), SCHEDULES)
-def test_learning_rates(overrides: tuple[str, ...], expected: list[float], make_policy: MakePolicy) -> None:
-    defaults = ("lr_warmup_iters=0", "lr_decay_style=constant")
-    policy = make_policy(
-        "optimizer.lr=1.0",
-        "optimizer.min_lr=0.2",
-        "optimizer.weight_decay=0.3",
-        *(f"scheduler.{override}" for override in (*defaults, *overrides)),
-    )
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([{"params": [weight]}])
-    scheduler = setup.learning_rate_scheduler(policy, optimizer, num_steps=4)
-    rates = []
-    for _ in expected:
-        rates.append(optimizer.param_groups[0]["lr"])
-        assert optimizer.param_groups[0]["weight_decay"] == 0.3
-        scheduler.step(increment=1)
-    assert rates == pytest.approx(expected)
-
-
 def test_capacity_and_stash_are_not_megatrons(make_policy: MakePolicy) -> None:
     provider = Provider()
     keys = ("transformer_impl=torch", "moe_expert_rank_capacity_factor=1.5", "moe_paged_stash=true")
     setup.configure_provider(provider, make_policy(*keys))
     assert provider.moe_expert_rank_capacity_factor == 1.5
     assert provider.moe_paged_stash is False, "Megatron's schedules would start their own"
-
-
-def test_auto_leaves_what_the_stash_holds_to_it(make_policy: MakePolicy) -> None:
-    policy = make_policy("offload_modules=auto", "moe_paged_stash=true")
-    assert not {"expert_fc1", "moe_act", "expert_fc2"} & set(setup.offloaded_modules(policy["megatron_cfg"]))
-    assert "shared_experts" in setup.offloaded_modules(policy["megatron_cfg"])
 
 
 @pytest.mark.parametrize("is_latent", [False, True])
