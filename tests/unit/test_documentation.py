@@ -20,7 +20,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 from nemo_rl_offload.specs.devices import find_device
 
 PAGES = [PROJECT_ROOT / "README.md", *sorted((PROJECT_ROOT / "docs").glob("*.md"))]
-PAGES = [page for page in PAGES if page.name not in ("log.md", "benchmarks.md")]
+PAGES = [page for page in PAGES if page.name not in ("decisions.md", "benchmarks.md")]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 GROUPS = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text())["dependency-groups"]
 BASES = {"moe_": "grpo_moe_megatron.yaml", "gpus_per_node: 8": "grpo_math_1B.yaml", "": "grpo_tiny.yaml"}
@@ -85,7 +85,7 @@ def test_a_command_can_be_given(words: list[str]) -> None:
     elif script := re.fullmatch(r"examples/run_(\w+)\.py", words[1] if words[1:] else ""):
         check_ours(["run", script[1], *words[2:]])
     else:
-        assert words[0] in ("pip", "pytest", "python", "ruff", "mypy", "bash")
+        assert words[0] in ("pip", "pytest", "python", "ruff", "mypy", "mkdocs", "bash")
         assert all((PROJECT_ROOT / word).exists() for word in words if "/" in word)
 
 
