@@ -1,8 +1,8 @@
 """Lays the site out like the repository, so that one relative link leads the same way in both: a hook of MkDocs.
 
-Pages of `docs/` stand under `docs/`, README.md is the home page, and the READMEs of other folders join them. A file that a
-page links to, such as a picture or an example's configuration, goes along; a link to what does not exist is left to
-`mkdocs build --strict`.
+Pages of `docs/` stand under `docs/`, README.md is the home page, and the READMEs of other folders join them. A file
+that a page links to, such as a picture or an example's configuration, goes along; a link to what does not exist is left
+to `mkdocs build --strict`.
 """
 
 import re
