@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from test_layers import LAYERS
 
 from nemo_rl_offload.cli import command_line as cli
 from nemo_rl_offload.cli.check import check_file
@@ -151,3 +152,9 @@ def test_the_page_on_the_structure_draws_the_package() -> None:
     }
     folders = {path.parent.name for path in (PROJECT_ROOT / "nemo_rl_offload").glob("*/__init__.py")}
     assert drawn == folders
+
+
+def test_the_page_on_the_structure_has_the_direction_of_imports() -> None:
+    text = (PROJECT_ROOT / "docs/structure.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^errors, units →[^`]*?\n\n", text, re.MULTILINE)
+    assert tuple(re.findall(r"\w+", line)) == LAYERS
