@@ -34,7 +34,9 @@ from nemo_rl_offload.megatron.build.transformer_config import (
     optimizer_config,
 )
 from nemo_rl_offload.megatron.runtime.quiet import quiet
-from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
+from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
+from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.specs.catalogue import CATALOGUE
 
 LOSSES = {"sft": "nll", "grpo": "clipped_pg"}
@@ -45,6 +47,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 256,
 }
+HEADS = LogitsHeadFactory(temperature=1.0, chunk_size=LOGPROB_CHUNK_SIZE)
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Workload:
 
     def complete(self, batch: Batch, how: int | MicrobatchSplit = 1) -> Batch:
         """Add the log-probabilities that a policy-gradient loss compares with: the policy's own, by forward passes."""
-        logprobs = compute_logprobs(self.model, batch, how, 1.0, LOGPROB_CHUNK_SIZE)
+        logprobs = compute_logprobs(self.model, batch, how, HEADS)
         assert logprobs is not None
         return {**batch, "prev_logprobs": logprobs, "reference_policy_logprobs": logprobs}
 
@@ -169,7 +172,7 @@ class Workload:
     def step(self, batch: Batch | None = None, how: int | MicrobatchSplit = 1) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
         batch = self.batch if batch is None else batch
-        return train_step(self.model, batch, self.loss, normalizers(batch), how, 1.0, LOGPROB_CHUNK_SIZE)
+        return train_step(self.model, batch, self.loss, normalizers(batch), how, HEADS)
 
     def outcome(self, batch: Batch | None = None, how: int | MicrobatchSplit = 1) -> list[Tensor]:
         """The loss and every gradient of a step."""

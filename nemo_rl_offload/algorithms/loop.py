@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TextIO
 
 from nemo_rl_offload.algorithms.run_totals import Elapsed, run_totals
-from nemo_rl_offload.algorithms.termination import EXIT_CODE, Termination
+from nemo_rl_offload.cluster.signals import EXIT_CODE, Termination
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.errors import CheckpointError, TrainingError, WorkerError

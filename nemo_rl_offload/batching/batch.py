@@ -30,7 +30,8 @@ def num_samples(batch: Batch) -> int:
 
 
 def select(batch: Batch, samples: slice | Tensor) -> Batch:
-    """Return the given samples of every tensor; a slice gives views, an index tensor copies."""
+    """Return the given samples of every tensor; a slice gives views, an index int64 [N] or a mask bool
+    [B] copies."""
     return {key: value[samples] for key, value in batch.items()}
 
 

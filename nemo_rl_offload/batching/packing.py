@@ -1,9 +1,11 @@
 """Rows written one after another into one row, and back.
 
-The model sees one row of all tokens; losses see the rows as they were. What the model says about tokens comes back by
-`unpack`, which leaves out each sequence's first token: nothing in its own sequence predicts it, and in the pack the end
-of the sequence before would. Everything that depends on the lengths is on the device before a step begins: made later,
-or asked of the device, it would let the host wait for all work queued there.
+The model sees one row of all tokens (a *pack*); losses see the rows as they were. `pack` and `unpack` go between the
+two. `unpack` leaves out each sequence's first token: its own sequence has nothing that predicts it, and the logits
+before it belong to another sequence.
+
+All index tensors are made, and on the device, before the step begins. Made later, or read back from the device, they
+would let the host wait for everything queued there.
 """
 
 from collections.abc import Sequence

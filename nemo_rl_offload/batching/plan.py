@@ -10,8 +10,8 @@ take turns; and the n-th microbatches of all ranks cost about the same, the cost
 cutting its own contiguous share, leaves some ranks waiting and needs a message to agree on a number. Where the number
 does not come out, microbatches are halved; only where there are too few samples are there empty ones, without weight.
 
-Where all microbatches of a step must have one shape (`one_shape`; see `megatron.pieces`), dynamic batching fills up to
-equal numbers of rows at the longest length, and packing fills the shorter packs up.
+Where all microbatches of a step must have one shape (`one_shape`; see `megatron.step.microbatches`), dynamic batching
+fills up to equal numbers of rows at the longest length, and packing fills the shorter packs up.
 
 A sample is one row, or several that must stay together (a preference pair). Nothing here knows tensors.
 """

@@ -5,9 +5,7 @@ import contextlib
 import io
 import json
 import os
-import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_offload.cli.parser import ALGORITHMS, build_parser
-from nemo_rl_offload.cluster.interruption import forget_rays_alarm
+from nemo_rl_offload.cluster.signals import never_unheard, terminated_like_interrupted
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from nemo_rl_offload.config.sources import LoadedConfig
 
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
-REPEAT_INTERRUPT_S = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown option: {' '.join(unknown)} (keys of the configuration are set by KEY=VALUE, no dashes)")
     run_dirs: list[Path] = []
     try:
-        with _terminated_like_interrupted(), _never_unheard():
+        with terminated_like_interrupted(), never_unheard():
             code = _EXECUTE[options.command](options, overrides, run_dirs)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -228,46 +225,6 @@ def _print_everything() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that workers and Ray are gone when the process ends."""
-
-    def interrupt(_signal: int, _frame: object) -> None:
-        forget_rays_alarm()
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@contextlib.contextmanager
-def _never_unheard() -> Iterator[None]:
-    """Interrupt again where Python could only print the exception: it met a `__del__`, or a callback from C."""
-    previous, timers = sys.unraisablehook, []
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
-
-    def again(unraisable: Any) -> None:
-        if not issubclass(unraisable.exc_type, KeyboardInterrupt | SystemExit):
-            previous(unraisable)
-            return
-        is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # in the background of a shell
-        number = signal.SIGTERM if is_ignored or unraisable.exc_type is SystemExit else signal.SIGINT
-        timers.append(threading.Timer(REPEAT_INTERRUPT_S, signal.pthread_kill, (main_thread, number)))
-        timers[-1].start()
-
-    sys.unraisablehook = again
-    try:
-        yield
-    finally:
-        sys.unraisablehook = previous
-        for timer in timers:
-            timer.cancel()
-
-
 def _keep_details(error: NemoRLOffloadError, run_dirs: list[Path]) -> None:
     """Put the traceback, a worker's own above all, into the run directory."""
     if not run_dirs:
@@ -318,7 +275,3 @@ _EXECUTE: dict[str, Callable[[argparse.Namespace, Sequence[str], list[Path]], in
     "report": _report,
     "bench": _bench,
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

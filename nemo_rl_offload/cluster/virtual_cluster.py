@@ -22,14 +22,13 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, Self
 
 import psutil
@@ -39,7 +38,7 @@ from ray._private import services as ray_services
 from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from nemo_rl_offload.cluster.interruption import forget_rays_alarm, interrupted_afterwards
+from nemo_rl_offload.cluster.signals import exit_on_sigterm, forget_rays_alarm, interrupted_afterwards
 from nemo_rl_offload.errors import ResourceError
 
 logger = logging.getLogger(__name__)
@@ -299,7 +298,7 @@ def _connect() -> None:
         ) from error
     if threading.current_thread() is threading.main_thread():
         # Ray's own handler prints a native stack and exits without running `VirtualCluster.__exit__`.
-        signal.signal(signal.SIGTERM, _exit_on_sigterm)
+        signal.signal(signal.SIGTERM, exit_on_sigterm)
 
 
 def _start_local() -> None:
@@ -349,11 +348,6 @@ def _probe(address: str) -> None:
     host, separator, port = address.rpartition(":")
     if separator and "://" not in address:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-
-
-def _exit_on_sigterm(signal_number: int, frame: FrameType | None) -> None:
-    forget_rays_alarm()
-    sys.exit(128 + signal_number)
 
 
 def _log_daemon_message(data: dict[str, Any], ignore_prefix: bool) -> None:

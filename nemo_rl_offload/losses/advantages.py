@@ -43,9 +43,9 @@ def group_advantages(
     return advantages_GN.flatten().float(), baseline_GN.flatten().float(), std_GN.flatten().float()
 
 
-def has_signal(rewards: Tensor) -> bool:
+def has_signal(rewards_N: Tensor) -> bool:
     """Whether the rewards of one group differ, so that its advantages are not all 0."""
-    return bool((rewards != rewards[0]).any())
+    return bool((rewards_N != rewards_N[0]).any())
 
 
 def overlong_penalty(lengths: Tensor, longest: int, buffer: int, penalty: float) -> Tensor:

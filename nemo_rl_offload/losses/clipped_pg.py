@@ -18,12 +18,16 @@ KLType = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kl_type: KLType) -> Tensor:
-    """Estimate KL(policy || reference) per token, from samples of the policy.
+    """Estimate KL(policy || reference) per token, from samples of the policy; [...] alike, float, and so is the result.
 
-    With ``d = reference - policy``, clamped to +-20: k1 is ``-d`` (unbiased, of either sign), k2 is ``d^2 / 2``,
-    k3 is ``exp(d) - 1 - d`` (unbiased, at least 0). The estimate is clamped to +-10. As a loss, k1 pulls nowhere on
-    average: its gradient is that of the policy's own log-probabilities. Any equal shapes, float.
-    Source: Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html.
+    With ``d = log p_reference - log p_policy`` of the sampled token, clamped to +-20:
+
+    - k1 = ``-d``: unbiased, of either sign. Useless as a loss: its gradient is 0 on average.
+    - k2 = ``d^2 / 2``: biased, at least 0.
+    - k3 = ``exp(d) - 1 - d``: unbiased, at least 0.
+
+    The estimate is clamped to +-10. Source: Schulman, "Approximating KL Divergence", 2020,
+    http://joschu.net/blog/kl-approx.html.
     """
     difference = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kl_type == "k1":
@@ -126,24 +130,26 @@ class ClippedPolicyGradient:
             }
         return loss, {name: metric.detach() for name, metric in metrics.items()}
 
-    def _ratios(self, log_ratios: Tensor, mask: Tensor) -> Tensor:
+    def _ratios(self, log_ratios_BS: Tensor, mask_BS: Tensor) -> Tensor:
         if self.sequence_level_importance_ratios:
-            mean = log_ratios.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-            log_ratios = mean[:, None].expand_as(log_ratios)
-        return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+            mean_B = log_ratios_BS.sum(dim=1) / mask_BS.sum(dim=1).clamp(min=1)
+            log_ratios_BS = mean_B[:, None].expand_as(log_ratios_BS)
+        return log_ratios_BS.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
-    def _clipped_loss(self, logprobs: Tensor, advantages: Tensor, ratios: Tensor, clipped_ratios: Tensor) -> Tensor:
+    def _clipped_loss(
+        self, logprobs_BS: Tensor, advantages_BS: Tensor, ratios_BS: Tensor, clipped_ratios_BS: Tensor
+    ) -> Tensor:
         if self.use_cispo:
-            return -clipped_ratios.detach() * advantages * logprobs
-        loss = torch.maximum(-advantages * ratios, -advantages * clipped_ratios)
+            return -clipped_ratios_BS.detach() * advantages_BS * logprobs_BS
+        loss_BS = torch.maximum(-advantages_BS * ratios_BS, -advantages_BS * clipped_ratios_BS)
         if self.ratio_clip_c is None:
-            return loss
-        return torch.where(advantages < 0, torch.minimum(loss, -advantages * self.ratio_clip_c), loss)
+            return loss_BS
+        return torch.where(advantages_BS < 0, torch.minimum(loss_BS, -advantages_BS * self.ratio_clip_c), loss_BS)
 
-    def _sampling_weights(self, previous: Tensor, generation: Tensor, mask: Tensor) -> Tensor:
-        difference = previous - generation.masked_fill(~mask, 0)
+    def _sampling_weights(self, previous_BS: Tensor, generation_BS: Tensor, mask_BS: Tensor) -> Tensor:
+        difference_BS = previous_BS - generation_BS.masked_fill(~mask_BS, 0)
         if self.sequence_level_importance_ratios:
-            difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
-        weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+            difference_BS = difference_BS.sum(dim=1, keepdim=True).expand_as(difference_BS)
+        weights_BS = difference_BS.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         limit = self.truncated_importance_sampling_ratio
-        return weights if limit is None else weights.clamp(max=limit)
+        return weights_BS if limit is None else weights_BS.clamp(max=limit)

@@ -69,7 +69,7 @@ class PreferenceLoss:
         return loss, {name: metric.detach() for name, metric in metrics.items()}
 
 
-def _per_row(values: Tensor, mask: Tensor, average: bool) -> Tensor:
+def _per_row(values_BS: Tensor, mask_BS: Tensor, average: bool) -> Tensor:
     """Sum or mean over the valid tokens of each row, [B]."""
-    total_B = values.masked_fill(~mask, 0).sum(dim=1)
-    return total_B / mask.sum(dim=1).clamp(min=1) if average else total_B
+    total_B = values_BS.masked_fill(~mask_BS, 0).sum(dim=1)
+    return total_B / mask_BS.sum(dim=1).clamp(min=1) if average else total_B

@@ -19,6 +19,7 @@ class NegativeLogLikelihood:
     def __call__(
         self, logprobs: Tensor, batch: Mapping[str, Tensor], norm: Normalizers
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the microbatch's share of the loss, in nats; arguments as in ``ClippedPolicyGradient``."""
+        """Return the microbatch's share of the loss, in nats; ``logprobs`` [B,S], arguments as in
+        ``ClippedPolicyGradient``."""
         loss = token_mean(-logprobs, valid_tokens(batch), norm)
         return loss, {"loss": loss.detach()}

@@ -39,12 +39,12 @@ def valid_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     return mask & (torch.arange(mask.shape[1], device=mask.device) > 0)
 
 
-def token_mean(values: Tensor, mask: Tensor, norm: Normalizers) -> Tensor:
-    """Return this microbatch's share of the mean over valid tokens; ``values`` and bool ``mask`` [B,S]."""
-    return values.masked_fill(~mask, 0).sum() / norm.global_valid_tokens
+def token_mean(values_BS: Tensor, mask_BS: Tensor, norm: Normalizers) -> Tensor:
+    """Return this microbatch's share of the mean over valid tokens; ``mask_BS`` is bool."""
+    return values_BS.masked_fill(~mask_BS, 0).sum() / norm.global_valid_tokens
 
 
-def sequence_mean(values: Tensor, mask: Tensor, norm: Normalizers) -> Tensor:
-    """Return this microbatch's share of the mean over sequences of their token means."""
-    per_sequence = values.masked_fill(~mask, 0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-    return per_sequence.sum() / norm.global_valid_seqs
+def sequence_mean(values_BS: Tensor, mask_BS: Tensor, norm: Normalizers) -> Tensor:
+    """Return this microbatch's share of the mean over sequences of their token means; ``mask_BS`` is bool."""
+    mean_B = values_BS.masked_fill(~mask_BS, 0).sum(dim=1) / mask_BS.sum(dim=1).clamp(min=1)
+    return mean_B.sum() / norm.global_valid_seqs

@@ -1,16 +1,22 @@
 """Which group backward will want next.
 
-A pass is one forward of one model (or model chunk): its groups in the order of their commits. Backward walks a pass
-from its last group to its first, and then enters another: the next microbatch in a pipeline, another chunk when
-pipeline stages are interleaved. Inside a pass the order is known; which pass follows is learned from the last time,
-by the names of its groups and by whether the oldest or the newest of several such passes was taken. A pass ends when
-its first group's key is committed again, or when its backward has begun; who runs one chunk after another announces
-each (`end_pass`), since nothing else tells where the first one ends. A wrong guess costs time, never correctness.
+A *pass* is one forward of one model, or of one model chunk: its groups in the order of their commits. It begins with a
+commit and ends
+- when the key of its first group is committed again,
+- when its backward begins, or
+- when the caller says so (`end_pass`): who runs chunks one after another must, since nothing else tells where the first
+  one ends.
 
-How long the device takes from one boundary to the next depends on the pipeline's phase: a stage waits for others behind
-the forwards that fill it, and between the backwards that drain it, but not in between. So what is learned about such
-intervals is learned by phase. Where it is full is where the first backward began last time; and it drains from
-the forward on that was the last one last time, as far as microbatches are as many.
+Backward walks a pass from its last group to its first, and then enters another: that of the next microbatch in a
+pipeline, or of another chunk. Inside a pass the order is known. Which pass follows is learned from the last time: by
+the names of its first and last group, and by whether the oldest or the newest of several such passes was taken. A wrong
+guess costs time, never correctness.
+
+How long the device takes from one boundary to the next depends on the pipeline's *phase*. A stage waits for others
+while the pipeline fills and while it drains, and not in between. So intervals are learned by phase:
+- FILLS until the first backward; where that comes is expected from last time;
+- DRAINS from the last forward on, which is known if there are as many microbatches as last time;
+- FULL in between.
 """
 
 import weakref

@@ -1,10 +1,13 @@
 """Moves slots between device and arena, and lets go of device memory when that is safe.
 
-A source is held until its copy has ended. Whether it has is asked of the device at every boundary; since the host
-usually runs far ahead of it, the answer is mostly no, and a second rule lets go at the boundary where, by learned
-durations, the copy has ended: the compute stream is made to wait for it first, so that being wrong costs time only.
-Caps on what is held (bytes, or copies of one module) do the same without asking. Memory therefore goes at the same
-points of every step, whatever the host's speed.
+A source on the device is held until its copy out has ended. At every boundary that is asked of the device. The host
+usually runs far ahead of the device, so the answer is mostly no, and memory would be held too long. Therefore a source
+is also dropped
+- at the boundary where, by learned durations, its copy should have ended;
+- when more is under way than a cap allows (bytes, or copies of one module).
+In both cases the compute stream is first made to wait for the copy. So a wrong guess costs time, and never data.
+
+The effect: memory goes at the same points of every step, whatever the host's speed.
 """
 
 import weakref

@@ -5,8 +5,8 @@ handle. A handle names a slot; a slot is one storage, however many views of it a
 regions. `commit` copies the slots that the region saved to the arena (`copies`), and puts a hook on the node that
 made the region's output: backward arrives there first. Commits and these arrivals are the boundaries at which the
 engine acts: it lets go of device memory whose copy has ended, and brings back what backward will want next
-(`passes` says which groups, `schedule` when, `timing` how long things take). `unpack` needs only the handle, so nothing
-here counts microbatches or expects an order: any number of graphs, backward in any order, twice, or never.
+(`backward_order` says which groups, `schedule` when, `timing` how long things take). `unpack` needs only the handle, so
+nothing here counts microbatches or expects an order: any number of graphs, backward in any order, twice, or never.
 
 A slot:  RESIDENT - commit -> COPYING_OUT - copied -> HOST - reload -> COPYING_IN - unpack -> RESIDENT
 It is gone, with its block, when the last handle is: the graph owns handles, handles own slots, and everything

@@ -1,30 +1,34 @@
-"""Chooses which groups stay on the device, from measurements, so that a memory budget is just met.
+"""`offload_modules: auto`: choose which groups stay on the device, so that a device budget is just met.
 
-The first step offloads everything. After it, and again after some later steps, the chooser of `planner.choose` gets the
-groups with their measured bytes and times, how many of each were alive at the moment when most bytes were, the link's
-measured rates, and the rest of the peak: what is in no group (the measured peak less saved bytes on the device), and
-what is on its way (saved bytes on the device less those that stay there, the most that any plan has shown; two of
-the largest groups, before there is a plan, since a first step without learned times holds more). What is not worth its
-copy stays on the device as long as the budget allows. Lengths change from step to step, so a plan is made for the step
-that saved most since the last one. Copies may lag behind as far as the budget has room: compute waits for them only
-where the next group would not fit, and nothing comes back ahead of its backward that would not. A fixed bound on their
-bytes made it wait for what the rest of the forward hides.
+Mechanism. The first step offloads everything. After it, and after some later steps (`FIRST_PLANS`, then every
+`PLAN_EVERY`), `offload.solver` chooses anew. It gets:
+- each group with its measured bytes and times;
+- how many of each group were alive when most bytes were alive;
+- the link's measured rates;
+- what of the peak is in no group, `fixed = measured peak - bytes of groups on the device`;
+- what is on its way, `moving = bytes of groups on the device - those that stay`. Before there is a plan that is taken
+  to be two of the largest groups.
+A group that is not worth its copy stays as long as the budget has room. Lengths change from step to step, so a plan is
+made for the largest step since the last plan.
 
-A step's peak is counted from its first commit to its end: what evaluation, the optimizer or another phase holds between
-steps would pass for a part of theirs. That peak and the most that groups took may lie at different times, so that their
-difference is the least that the rest of the peak can be: the most of such differences counts, as long as steps are
-alike, but for the first step's, whose peak may lie where groups have little, since it offloads everything (at its end,
-say, when all gradients are there). Whatever a step had over the budget all the same counts as on its way from then on.
-In random models on the simulated device, with budgets that can be met, that keeps them
+Waiting. Copies out may lag as far as the budget has room: compute waits for them only where the next group would not
+fit, and nothing is brought back ahead of time that would not fit. A fixed bound on bytes under way made compute wait
+for copies that the rest of the forward would have hidden.
+
+The peak. It is counted from a step's first commit to its end; what evaluation or the optimizer hold between steps would
+pass for a part of it otherwise. The peak and the most bytes of groups may lie at different moments, so `fixed` is only
+a lower bound: the highest of such bounds counts, as long as steps are alike (`ALIKE`). The first step does not count,
+for it offloads everything, and its peak may lie where groups have little. What a step takes above the budget all the
+same counts as moving from then on. In random models on the simulated device, budgets that can be met are kept
 (`tests/unit/offload/test_simulated_budget.py`).
 
-Ranks that must not differ (data- and tensor-parallel ones of one pipeline stage) share the maximum of their
-measurements through `agree`; since that is a collective call, plans are made at fixed numbers of steps, behind a
-synchronization of the device. A rank takes part also where its own steps saved nothing of a group, or nothing at all
-(in its short microbatches, tensors may be too small to move). Rejected: a plan for each step's lengths, which would
-need them before the forward.
+Ranks. Data- and tensor-parallel ranks of a pipeline stage must plan alike: they share the maximum of their measurements
+(`reduce_max_over_ranks`). That is a collective call. So plans are made at fixed numbers of steps, and every rank takes
+part, also one whose own steps saved nothing.
 
-Limit: memory that is neither in a group nor in the measured steps (another phase's peak) is not foreseen.
+Rejected: a plan for each step's lengths, which would have to be known before the forward.
+
+Limit: memory that is neither in a group nor in the measured steps, such as another phase's peak, is not foreseen.
 """
 
 import warnings

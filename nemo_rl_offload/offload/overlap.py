@@ -1,5 +1,7 @@
-"""Which groups are not worth sending to the host, and how many at once: pure arithmetic, of what was measured or
-simulated."""
+"""Which groups have the time to leave the device and come back, and how many may be under way at once.
+
+Pure arithmetic, of what the engine measured or the planner simulated.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
@@ -9,9 +11,11 @@ MIN_BOUND_BYTES = 1 << 30
 
 
 def bound_bytes(given: int | None, largest_bytes: int) -> int:
-    """How much may be under way one way, where no bound is given and a group has at most `largest_bytes`. With less
-    than two groups, which are large where sequences are long, no copy goes on beside the compute behind it: simulated
-    layers of 64k tokens took 9 % longer."""
+    """How many bytes may be under way in one direction: `given`, or else 1 GiB, or two of the largest groups.
+
+    With room for less than two groups no copy could go on beside the compute behind it: simulated layers of 64k tokens,
+    whose groups are large, took 9 % longer.
+    """
     return max(MIN_BOUND_BYTES, 2 * largest_bytes) if given is None else given
 
 
@@ -29,9 +33,11 @@ class Visit(NamedTuple):
 def fit_overlap(visits: Sequence[Visit], boundaries_ms: Sequence[float]) -> list[bool]:
     """Whether each visit, in order of commit, can leave the device and be back in time.
 
-    It has to be copied out behind the ones before it, be let go at one boundary, and start its way back at a later
-    boundary that is early enough, also for those of its forward that are wanted after it and come back behind it.
-    Groups at the end of a forward often cannot: their backward follows at once. `boundaries_ms` are sorted.
+    Its copy out starts when those before it are out. Its copy back must end before backward comes, and before the link
+    has to turn to the groups that its own forward committed earlier, which are wanted later. Between the end of the
+    first and the start of the second there must be two boundaries: one at which the memory is let go, and one at which
+    the way back begins. Groups at the end of a forward often have not that much time: their backward follows at once.
+    `boundaries_ms` are sorted.
     """
     worth = []
     copied_ms = 0.0

@@ -1,4 +1,9 @@
-"""Brings back what backward will want next, at the last boundary that is early enough."""
+"""Brings back what backward will want next, at the last boundary that is early enough.
+
+A reload can only be issued at a boundary (a commit, or backward's arrival at a group). `schedule` says when each has to
+start at the latest; here a plan of these starts is kept over many boundaries, moved by how late backward is, and made
+anew when the order changes or the plan no longer looks far enough (`HORIZON` groups).
+"""
 
 import weakref
 from collections import deque
@@ -23,9 +28,9 @@ class Prefetch:
         self._max_bytes = max_bytes
         self._now_ms = self._reached_ms = 0.0  # by usual durations; and when backward was at the group reached last
         self._before: tuple[Group, bool, Phase] | None = None  # the last boundary
-        # A plan: made for this version of the order, what backward is taken to reach and when (soonest first), how many
-        # of those there have to be for the plan to look far enough, when reloads have to start (in the same order), and
-        # how much later than planned backward is.
+        # The plan in force: the version of the order it was made for; the groups that backward will reach and when,
+        # soonest first; how many of these must be left for the plan to look far enough; when each reload has to start,
+        # in the same order; and how far backward is behind the plan.
         self._version = -1
         self._upcoming: deque[tuple[weakref.ref[Group], float]] = deque()
         self._least_upcoming = 0
@@ -33,8 +38,11 @@ class Prefetch:
         self._late_ms = 0.0
 
     def boundary(self, group: Group, forward: bool) -> None:
-        """A commit, or a backward that has reached `group`: clocks go on, this one by the interval usual here, that of
-        the copies by the shortest, since reloads must not be late, nor copies be taken for done too early."""
+        """A commit of `group`, or backward's arrival there: both clocks go on.
+
+        This clock goes on by the usual interval, so that reloads are not late; that of the copies by the shortest seen,
+        so that no copy is taken for done too early.
+        """
         if self._before is not None and self._timing.has_clock:
             self._now_ms += self._timing.after_ms(*self._before) or 0.0
             self._copies.now_ms += self._timing.at_least_ms(*self._before[:2], forward)

@@ -12,11 +12,14 @@ RETRY_AFTER = 64
 
 @dataclass(slots=True)
 class Selection:
-    """What is left alone, and why.
+    """What stays, and why:
 
-    `fraction` of a pass's groups are offloaded, the earliest, as far as its usual length is known; the rest stays
-    (Megatron-Core's `activation_offload_fraction`). The first groups of a step stay up to `kept_bytes_per_step`
-    (`delta_offload_bytes_across_pp_ranks` times the pipeline rank). `kept` are keys that a plan keeps on the device.
+    - `kept`: keys that a plan keeps on the device.
+    - `fraction` (Megatron-Core's `activation_offload_fraction`): of a pass's groups this share is offloaded, the
+      earliest, once the pass's usual length is known.
+    - `kept_bytes_per_step` (`delta_offload_bytes_across_pp_ranks` times the pipeline rank): so many bytes stay, of the
+      first groups of a step.
+    - What had no time to leave and come back in the last step, and what was copied though something else held it.
     """
 
     fraction: float = 1.0

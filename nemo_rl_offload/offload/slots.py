@@ -1,4 +1,5 @@
-"""What the engine keeps per storage, saved tensor, commit and forward; `engine` says how they work together."""
+"""What the engine keeps: a `Slot` for a storage, a `Handle` for a saved tensor, a `Group` for a commit, a `ForwardPass`
+for a forward. `engine` says how they work together."""
 
 import enum
 import weakref
@@ -13,8 +14,10 @@ from nemo_rl_offload.offload.backends.base import Block, Event
 from nemo_rl_offload.offload.stats import ModuleStats
 
 type Key = tuple[str, int | str]
-type Phase = tuple[int, int]
 """Module and layer: names a group across steps."""
+
+type Phase = tuple[int, int]
+"""How many passes wait for their backward, and whether the pipeline fills, is full or drains (`backward_order`)."""
 
 type Place = tuple[Key, int]
 """A slot's group, and its position there: names a slot across steps."""
@@ -27,8 +30,12 @@ type Kept = tuple[Tensor, int, object]
 """The same for a saved tensor that this engine leaves alone: the tensor, its version, and where it was saved."""
 
 type DeadSlot = tuple[int, Block | None, tuple[Tensor, Event] | None, int, int]
-"""What a dead slot leaves to be cleaned up: its key, its block, what an unfinished copy in writes and that one's event,
-its bytes that were reloaded and never used, and its bytes on the device."""
+"""What a dead slot leaves to be cleaned up:
+- its key;
+- its block, if it was offloaded;
+- of an unfinished copy in, the tensor that it writes and its event;
+- bytes that were reloaded and never used;
+- bytes on the device."""
 
 # What `torch.multiprocessing.reductions.StorageWeakRef` wraps, at a third of its time. Names of this module, since
 # finalizers may run when the interpreter ends and `torch` is gone.
@@ -62,9 +69,12 @@ class Arrival:
 
 
 class Slot:
-    """One storage. `saved` and `more` are a detached tensor per handle. While there is a block, their storage is empty:
-    each is a witness only, and must not be read. Mostly there is one, and no list is made for it, which the garbage
-    collector would have to look at."""
+    """One storage, and a detached tensor for each handle on it: `saved`, and `more` where there are several.
+
+    While the slot has a block, these tensors have an empty storage and must not be read: each only witnesses, by its
+    version counter, whether the original was written. Most slots have one handle; they make no list, for the garbage
+    collector would look at it.
+    """
 
     __slots__ = (
         "__weakref__", "arrival", "block", "dead_slots", "judged", "key", "more", "num_bytes", "owner", "position",

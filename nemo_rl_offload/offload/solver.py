@@ -19,7 +19,8 @@ answer keeps the budget whatever was thinned out, and exists whenever there is o
 Rejected: a greedy order by bytes per exposed millisecond. Groups share the time that hides their copies, so that what
 one of them costs depends on the others chosen.
 
-Limit: one link each way at constant rate, and one wait each way: a pipeline hides more. `simulator` says how much.
+Limit: one link each way at constant rate, and one wait each way: a pipeline hides more. The planner's simulator says
+how much.
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,18 @@
 """What the device's clock says: how long groups compute, how fast the link is, how long compute waited.
 
-Events are put on the streams as the step goes and read when the step is over and the device has passed them all, so
-that nothing here waits. Durations between boundaries are kept per byte that the group saves, because lengths change
-from step to step; time spent waiting for copies is taken out, or a late reload would look like slow compute and be
-issued late for ever. So is the time in which the host pins memory, in the first steps: a third of a second a gibibyte,
-in which the link seemed ten times slower than it is, and for some steps too slow for most groups. Averages are
-exponential; beside them stands the shortest of each interval's latest observations, for the one question where being
-early costs time: whether a copy has ended.
+Events are put on the streams as the step goes, and read when the step is over and the device has passed them all. So
+nothing here waits.
 
-Limit: a device without a clock (see `Backend.mark`) teaches nothing, and then every rate stays unknown.
+What is learned, and why so:
+- Durations between boundaries are kept per byte that the group saves: lengths change from step to step.
+- Time in which compute waited for copies is taken out. Else a late reload would look like slow compute, and be issued
+  late for ever.
+- So is time in which the host pins memory, in the first steps: a third of a second a gibibyte, in which the link seemed
+  ten times slower than it is.
+- Averages are exponential. Beside them stands the shortest of the latest observations, for the one question where
+  being early costs time: whether a copy has ended.
+
+Limit: a device without a clock (see `Backend.mark`) teaches nothing, and every rate stays unknown.
 """
 
 from collections import deque

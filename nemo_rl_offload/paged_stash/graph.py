@@ -6,7 +6,7 @@ the capturing one at the step's end (`PagedStash.end_step`). The first step with
 runs as it is, which compiles kernels and fills the libraries' workspaces, and the third is captured.
 
 What cannot be captured: a step without limits, since the host reads counts there; such a step also makes new pools, and
-the graph is captured anew afterwards. A whole training step of `megatron.train_step`, because its microbatches change
+the graph is captured anew afterwards. A whole training step (`train_step`), because its microbatches change
 their shapes and are new tensors each time, and the activation offload engine, whose copies go where the arena has room
 at that moment.
 """

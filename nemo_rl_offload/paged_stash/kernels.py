@@ -186,7 +186,7 @@ class Pool:
         return torch.empty(size, dtype=torch.int64, device=self.ring.device)
 
     def stash(self, source: Tensor, num_rows: Tensor, record: Tensor) -> None:
-        """Copy the first `num_rows` (int64 or int32, one element) rows of `source` into pages; `record` says which.
+        """Copy the first `num_rows` (int64 or int32, [1]) rows of `source` into pages; `record` says which.
 
         `source` is a contiguous storage of rows, uint8 [rows x row_bytes]. Where the pages do not suffice nothing is
         copied, the record is empty, and the counter `overflowed` is 1.
@@ -198,10 +198,11 @@ class Pool:
         self._launch(_restore, target, None, record, COPY=True)
 
     def release(self, record: Tensor) -> None:
-        """Return the pages and copy nothing."""
+        """Return the pages of `record`, int64 [header + pages], and copy nothing."""
         self._launch(_restore, self.device_pages, None, record, COPY=False)
 
     def _launch(self, function: Any, rows: Tensor, num_rows: Tensor | None, record: Tensor, **flags: bool) -> None:
+        """`rows` uint8 [rows x row_bytes]; `num_rows` int64 or int32 [1]; `record` int64 [header + pages]."""
         dtype, device = _WORDS[self._word_bytes], self.ring.device
         device_pages, host_pages = self.device_pages.view(dtype), self.host_pages.view(dtype)
         tile = _TILE_BYTES // self._word_bytes

@@ -31,7 +31,7 @@ class Capacity:
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
 
     def rows(self, num_live: Tensor, balanced_rows: int, *, is_training: bool) -> int:
-        """Rows of a buffer for `num_live` (one element, on the device) rows.
+        """Rows of a buffer for `num_live` (int64 [1], on the device) rows.
 
         In training, a number known beforehand; what does not fit is noted. Elsewhere, and without limits, exactly as
         many as live, for which the host waits.

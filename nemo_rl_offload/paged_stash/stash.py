@@ -84,7 +84,8 @@ class Handle:
 
 
 class Group:
-    """One forward of a group of experts. Handles hold it and their own slot; it holds no slot itself."""
+    """One forward of a group of experts, of which `num_rows` [1] rows live. Handles hold it and their own slot; it
+    holds no slot itself."""
 
     def __init__(self, num_rows: Tensor, previous: "Group | None") -> None:
         self.num_rows = num_rows
@@ -110,11 +111,12 @@ class StashRegion:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, stash.unpack)
 
     def mark(self, tensor: Tensor) -> None:
-        """Stash this tensor's storage too, whose rows are the capacity's though its first dimension is another."""
+        """Stash this tensor's storage too, whose rows are the capacity's though its shape [...] begins
+        otherwise."""
         self._marked.add(tensor.untyped_storage().data_ptr())
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Leave these storages alone: parameters, whose shape may be the capacity's by chance."""
+        """Leave these storages alone: parameters, whose shape [...] may begin with the capacity by chance."""
         self._excluded.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def __enter__(self) -> "StashRegion":
@@ -125,7 +127,7 @@ class StashRegion:
         self._hooks.__exit__(*error)
 
     def commit(self, entry: Tensor) -> None:
-        """Start the copies. `entry` is the region's input: its gradient ends the region's backward."""
+        """Start the copies. `entry` is the region's input [capacity, ...]: its gradient ends the region's backward."""
         slots, self._slots = list(self._slots.values()), {}
         self._group.slots = [weakref.ref(slot) for slot in slots]
         self._stash.stash(self._group, slots, self._capacity, self._balanced_rows)
@@ -134,6 +136,7 @@ class StashRegion:
             entry.register_hook(lambda _: stash.prefetch(previous()))  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: Tensor) -> Any:
+        """Autograd's hook for what is saved, any shape: a handle, or the tensor itself."""
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
         if key in self._excluded or not self._is_of_rows(tensor, storage, key):
@@ -142,6 +145,7 @@ class StashRegion:
         return Handle(self._group, slot, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def _is_of_rows(self, tensor: Tensor, storage: torch.UntypedStorage, key: int) -> bool:
+        """Whether a tensor of any shape lies in a storage of the capacity's rows."""
         row_bytes, rest = divmod(storage.nbytes(), self._capacity) if self._capacity else (0, 1)
         if rest or row_bytes < _MIN_ROW_BYTES or not tensor.is_floating_point():
             return False
@@ -178,7 +182,7 @@ class PagedStash:
     def region(self, num_rows: Tensor, capacity: int, balanced_rows: int) -> StashRegion:
         """A region whose tensors have `capacity` rows, of which the first `num_rows` live.
 
-        `num_rows`: int64 or int32, one element, on the device, and not written again. `balanced_rows`: how many live
+        `num_rows`: int64 or int32 [1], on the device, and not written again. `balanced_rows`: how many live
         when all experts of the model get the same number of tokens.
         """
         self._settle()

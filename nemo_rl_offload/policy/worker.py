@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nemo_rl_offload.losses.reduction import Normalizers
     from nemo_rl_offload.megatron.build.model import MegatronModel
     from nemo_rl_offload.megatron.checkpoint.distributed import Save
+    from nemo_rl_offload.megatron.step.head import HeadFactory
     from nemo_rl_offload.runs.manifest import Manifest
 
 
@@ -170,20 +171,23 @@ class PolicyWorker:
 
         loss = build_loss(loss_name, loss_config)
         microbatches = split or self._policy["train_micro_batch_size"] * loss.rows_per_sample
-        temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
-        return function(self._model, batch, loss, norm, microbatches, temperature, chunk_size)
+        return function(self._model, batch, loss, norm, microbatches, self._heads())
+
+    def _heads(self) -> HeadFactory:
+        from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+
+        return LogitsHeadFactory(self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"])
 
     def get_logprobs(self, batch: Batch, split: MicrobatchSplit | None = None) -> NDArray[np.float32] | None:
         """Log-probabilities of this rank's shard, float32 [B, S]; None before the last pipeline stage.
 
         Megatron changes how tensors are pickled, such that unpickling one imports Megatron: an array travels instead.
         """
-        from nemo_rl_offload.megatron.step.train_step import compute_logprobs
+        from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 
-        temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
         microbatches = split or self._policy["logprob_batch_size"]
         with explained("computing log-probabilities", self._policy):
-            logprobs = compute_logprobs(self._whole_model(), batch, microbatches, temperature, chunk_size)
+            logprobs = compute_logprobs(self._whole_model(), batch, microbatches, self._heads())
         self._empty_cache(from_level=2)
         return None if logprobs is None else logprobs.numpy()
 
@@ -203,12 +207,11 @@ class PolicyWorker:
         self, batch: Batch, k: int, num_tokens: int, split: MicrobatchSplit | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]] | None:
         """The largest logits of this rank's shard and their ids, [B, S, K]; None before the last pipeline stage."""
-        from nemo_rl_offload.megatron.step.train_step import compute_topk_logits
+        from nemo_rl_offload.megatron.step.log_probabilities import compute_topk_logits
 
-        temperature, chunk_size = self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"]
         microbatches = split or self._policy["logprob_batch_size"]
         with explained("computing log-probabilities", self._policy):
-            top = compute_topk_logits(self._whole_model(), batch, microbatches, temperature, k, num_tokens, chunk_size)
+            top = compute_topk_logits(self._whole_model(), batch, microbatches, self._heads(), k, num_tokens)
         self._empty_cache(from_level=2)
         return None if top is None else (top[0].numpy(), top[1].numpy())
 

@@ -26,6 +26,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import MegatronModel
+from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
 from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.offload.engine import OffloadEngine
 
@@ -149,7 +150,7 @@ def make_batch(step: int, num_samples: int = 6, multiple: int = 1) -> dict[str, 
 def take_step(model: MegatronModel, step: int, num_samples: int = 6, multiple: int = 1) -> dict[str, float]:
     """One optimizer step on the batch of this step number; two samples are a microbatch."""
     batch = make_batch(step, num_samples, multiple)
-    return train_step(model, batch, build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
+    return train_step(model, batch, build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, LogitsHeadFactory(1.0))
 
 
 def count_step(model: MegatronModel, engine: OffloadEngine, num_microbatches: int, sequence: int) -> dict[str, int]:
@@ -163,7 +164,7 @@ def count_step(model: MegatronModel, engine: OffloadEngine, num_microbatches: in
             "token_mask": torch.ones(num_samples, sequence, dtype=torch.long),
             "sample_mask": torch.ones(num_samples),
         }
-        train_step(model, batch, build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
+        train_step(model, batch, build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, LogitsHeadFactory(1.0))
         stats = engine.stats()
         assert stats.denied_bytes == 0
         return {name: module.bytes_out for name, module in stats.per_module.items() if module.num_groups}

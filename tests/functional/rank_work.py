@@ -21,13 +21,16 @@ from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model, init_process_groups
 from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
-from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
+from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
+from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.paged_stash.kernels import Pool
 from nemo_rl_offload.policy.microbatches import shard_for_ranks
 from nemo_rl_offload.runs.manifest import Manifest
 
 Arrays = dict[str, NDArray[np.float32]]
 MICRO_BATCH_SIZE = 2
+HEADS = LogitsHeadFactory(temperature=1.0)
 GREEDY: Any = {"backend": "megatron", "max_new_tokens": 6, "temperature": 1.0, "top_k": 1, "top_p": 1.0}
 
 
@@ -72,12 +75,10 @@ def train(
         batch = make_batch(number, num_samples)
         division = _divide(batch, policy)
         mine, microbatches = _share(division)
-        metrics.append(
-            train_step(model, mine, build_loss("nll", {}), normalizers(batch), microbatches, temperature=1.0)
-        )
+        metrics.append(train_step(model, mine, build_loss("nll", {}), normalizers(batch), microbatches, HEADS))
         digests.append(_digest([weight.main_grad for weight in _parameters(model)]))
     digests.append(_digest([weight.detach() for weight in _parameters(model)]))
-    logprobs = compute_logprobs(model, mine, microbatches, 1.0)
+    logprobs = compute_logprobs(model, mine, microbatches, HEADS)
     if logprobs is not None:
         logprobs *= torch.arange(logprobs.shape[1]) < mine["input_lengths"][:, None]
         logprobs = division.gather([logprobs]) if len(division.shards) == 1 else logprobs
@@ -117,7 +118,7 @@ def sample(folder: Path, overrides: tuple[str, ...], prompts: list[list[int]]) -
     model, _ = _build(folder, overrides)
     responses = generate(model.modules, prompts, GREEDY, batch_size=3, end_id=VOCABULARY_SIZE - 1, seed=0)
     batch = make_batch(0, 4)
-    train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
+    train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, HEADS)
     return [response.tokens for response in responses]
 
 
@@ -162,7 +163,7 @@ def _resumed(model: MegatronModel, at_checkpoint: Arrays, metrics: list[dict[str
 
 def _steps(model: MegatronModel, numbers: tuple[int, ...]) -> list[dict[str, float]]:
     return [
-        train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
+        train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, HEADS)
         for batch in (make_batch(number, 8) for number in numbers)
     ]
 

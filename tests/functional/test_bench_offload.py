@@ -28,9 +28,7 @@ ENOUGH_TO_MOVE = Shape(4, 1024, 2816, 8, 4, 1024, 2048, 1, 2, "bfloat16")
 @pytest.mark.slow
 def test_every_variant_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = run_python(
-        "-m", "nemo_rl_offload.cli.command_line", "bench", "offload", "--rounds", "1", "--out", str(tmp_path)
-    )
+    done = run_python("-m", "nemo_rl_offload.cli", "bench", "offload", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*.json")
     assert path.with_suffix(".png").stat().st_size > 0
@@ -42,7 +40,7 @@ def test_every_variant_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_unknown_variant_is_named_with_the_nearest() -> None:
-    done = run_python("-m", "nemo_rl_offload.cli.command_line", "bench", "offload", "--variant", "ours: nroms")
+    done = run_python("-m", "nemo_rl_offload.cli", "bench", "offload", "--variant", "ours: nroms")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no variant 'ours: nroms' here" in done.stderr
     assert "Did you mean 'ours: norms'?" in done.stderr

@@ -10,9 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_variant_has_the_same_bits(tmp_path: Path) -> None:
-    done = run_python(
-        "-m", "nemo_rl_offload.cli.command_line", "bench", "stash", "--rounds", "1", "--out", str(tmp_path)
-    )
+    done = run_python("-m", "nemo_rl_offload.cli", "bench", "stash", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "stash.json").read_text())
     assert (tmp_path / "stash.png").stat().st_size > 0
@@ -26,8 +24,6 @@ def test_every_variant_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_an_option_of_the_other_bench_is_refused() -> None:
-    done = run_python(
-        "-m", "nemo_rl_offload.cli.command_line", "bench", "stash", "--variant", "stash", "--microbatches", "2"
-    )
+    done = run_python("-m", "nemo_rl_offload.cli", "bench", "stash", "--variant", "stash", "--microbatches", "2")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--microbatches, --variant: for `bench offload` alone. Leave that out." in done.stderr

@@ -22,7 +22,9 @@ from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.megatron.build.export import export_checkpoint
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model
 from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
-from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
+from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
+from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.runs.manifest import file_digest
 from nemo_rl_offload.runs.run_directory import Checkpoints, open_run_directory
 
@@ -140,7 +142,7 @@ def test_a_step_that_is_not_finite_is_as_if_it_never_was(build: Build, tmp_path:
     before = weights_of(model)
     batch = make_batch(1)
     for value in (float("nan"), float("inf")):
-        metrics = train_step(model, batch, Times(value), normalizers(batch), 2, temperature=1.0)
+        metrics = train_step(model, batch, Times(value), normalizers(batch), 2, LogitsHeadFactory(1.0))
         assert metrics["skipped_updates"] == 1
         assert same_tensors(weights_of(model), before)
     expected = take_step(undisturbed, 2)
@@ -181,7 +183,7 @@ def test_an_exported_checkpoint_is_a_model_of_transformers(
     batch["input_lengths"][:] = batch["input_ids"].shape[1]
     logits = read_model(tmp_path / "exported", family)(batch["input_ids"]).logits
     start_logits = read_model(model_folder(family), family)(batch["input_ids"]).logits
-    expected = compute_logprobs(model, batch, 2, temperature=1.0)
+    expected = compute_logprobs(model, batch, 2, LogitsHeadFactory(1.0))
     assert expected is not None
     found = logits[:, :-1].log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None])[..., 0]
     assert torch.allclose(found, expected[:, 1:], atol=2e-5)  # float32, operations in another order

@@ -53,7 +53,7 @@ def test_a_submitted_job(tmp_path: Path, ray_folder: str) -> None:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
-        "NEMO_RL_OFFLOAD": f"{sys.executable} -m nemo_rl_offload.cli.command_line",
+        "NEMO_RL_OFFLOAD": f"{sys.executable} -m nemo_rl_offload.cli",
     }
     names = ("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port")
     ports = [f"--{name}={free_port()}" for name in names]

@@ -42,7 +42,7 @@ TIMEOUT_S = 240
 
 def start_run(run_dir: Path, *overrides: str, mark: str = "none") -> subprocess.Popen[str]:
     """Start a small run in a process group of its own; `mark` is found again by `leftovers`."""
-    command = [sys.executable, "-m", "nemo_rl_offload.cli.command_line", "run", "grpo", *SMALL, *overrides]
+    command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", "grpo", *SMALL, *overrides]
     environment = {**os.environ, **cpu_environment(), "OMP_NUM_THREADS": "1", "RUN_MARK": mark}
     return subprocess.Popen(
         [*command, "--format", "json", "--run-dir", str(run_dir)],

@@ -10,7 +10,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model
-from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
+from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
+from nemo_rl_offload.megatron.step.train_step import train_step
 from tests.functional.models import MICRO_BATCH_SIZE, make_batch, make_policy, write_model
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")
@@ -25,7 +27,7 @@ def build(folder: Path, *overrides: str, **shape: Any) -> MegatronModel:
 
 def step(model: MegatronModel, number: int) -> dict[str, float]:
     batch = make_batch(number)
-    return train_step(model, batch, build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, temperature=1.0)
+    return train_step(model, batch, build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, LogitsHeadFactory(1.0))
 
 
 def balancing_loss(router: Any, hidden: torch.Tensor) -> float:
@@ -43,7 +45,7 @@ def test_a_step_reports_the_mean_of_its_own_microbatches(tmp_path: Path) -> None
         router.register_forward_hook(
             lambda self, args, _: expected[self].append(balancing_loss(self, args[0].detach()))
         )
-    compute_logprobs(model, make_batch(1), MICRO_BATCH_SIZE, 1.0)
+    compute_logprobs(model, make_batch(1), MICRO_BATCH_SIZE, LogitsHeadFactory(1.0))
     for number in (0, 1):
         for losses in expected.values():
             losses.clear()

@@ -18,7 +18,9 @@ from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters,
 from nemo_rl_offload.generation.megatron import generate
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model
 from nemo_rl_offload.megatron.build.offload import install_offloading
-from nemo_rl_offload.megatron.step.train_step import compute_logprobs, to_device
+from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
+from nemo_rl_offload.megatron.step.schedule import to_device
 from nemo_rl_offload.offload import OffloadEngine, OffloadStats
 from nemo_rl_offload.specs.offload_modules import (
     DENSE_MLP_MODULES,
@@ -277,7 +279,7 @@ def test_forward_only_passes_move_nothing(family: str, modules: tuple[str, ...],
 
     def pass_forward_only() -> None:
         before = engine.stats().bytes_out
-        compute_logprobs(model, make_batch(0), 2, 1.0)
+        compute_logprobs(model, make_batch(0), 2, LogitsHeadFactory(1.0))
         generate(model.modules, [[1, 2], [3]], greedy, batch_size=2, end_id=258, seed=0)  # type: ignore[arg-type]
         assert engine.stats().bytes_out == before
 

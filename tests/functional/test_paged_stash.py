@@ -17,7 +17,9 @@ from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model
 from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.megatron.layers import static_experts
-from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
+from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
+from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.paged_stash.kernels import Pool
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")
@@ -66,9 +68,11 @@ def train(model_folder: Callable[[str], Path]) -> Train:
                 sabotage(model, step)
             batch = make_batch(step, number)
             norm = normalizers(batch)
-            metrics.append(train_step(model, batch, build_loss("nll", {}), norm, MICRO_BATCH_SIZE, temperature=1.0))
+            metrics.append(
+                train_step(model, batch, build_loss("nll", {}), norm, MICRO_BATCH_SIZE, LogitsHeadFactory(1.0))
+            )
             gradients.append({name: weight.main_grad.clone() for name, weight in model.modules[0].named_parameters()})
-            compute_logprobs(model, batch, MICRO_BATCH_SIZE, 1.0)
+            compute_logprobs(model, batch, MICRO_BATCH_SIZE, LogitsHeadFactory(1.0))
         reruns = [each.pop("paged_stash/reruns", 0.0) for each in metrics]
         weights = weights_of(model) | {f"buffer {name}": value for name, value in model.modules[0].named_buffers()}
         if engine is not None:

@@ -16,7 +16,9 @@ from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import build_model
 from nemo_rl_offload.megatron.build.offload import install_offloading
-from nemo_rl_offload.megatron.step.train_step import compute_logprobs, train_step
+from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
+from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.policy.microbatches import shard_for_ranks
 from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MOE_MODULES, SUPPORTED_MODULES
 
@@ -60,12 +62,14 @@ class Outcome:
             how = MICRO_BATCH_SIZE if division.splits is None else division.splits[0]
             shard = division.shards[0]
             self.cuts.append((how,) if isinstance(how, int) else how.widths)
-            self.metrics.append(train_step(model, shard, build_loss("nll", {}), normalizers(batch), how, 1.0))
+            self.metrics.append(
+                train_step(model, shard, build_loss("nll", {}), normalizers(batch), how, LogitsHeadFactory(1.0))
+            )
             self.gradients.append(
                 {name: weight.main_grad.clone() for name, weight in model.modules[0].named_parameters()}
             )
         self.weights = weights_of(model)
-        logprobs = compute_logprobs(model, shard, how, 1.0)
+        logprobs = compute_logprobs(model, shard, how, LogitsHeadFactory(1.0))
         assert logprobs is not None
         is_real = torch.arange(logprobs.shape[1]) < batch["input_lengths"][:, None]
         self.logprobs = division.gather([logprobs]) * is_real

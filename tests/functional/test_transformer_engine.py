@@ -16,7 +16,8 @@ from torch import Tensor
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.megatron.build.model import build_model, init_process_groups
 from nemo_rl_offload.megatron.build.offload import install_offloading
-from nemo_rl_offload.megatron.step.train_step import compute_logprobs
+from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.offload import OffloadStats
 from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MEGATRON_MODULES
 
@@ -123,11 +124,11 @@ def _train_with_megatrons_engine(folder: Path, overrides: tuple[str, ...], pipe:
     init_process_groups(policy, seed=1)
     assert install_offloading(policy) is None
     model = build_model(policy, folder, num_steps=10)
-    compute_logprobs(model, make_batch(0), 2, 1.0)  # would spoil the warm-up
+    compute_logprobs(model, make_batch(0), 2, LogitsHeadFactory(1.0))  # would spoil the warm-up
     metrics = []
     for step in (0, 0, 0):  # lengths that stay: Megatron-Core's schedule is that of the first step
         metrics.append(take_step(model, step))
-        compute_logprobs(model, make_batch(0), 2, 1.0)
+        compute_logprobs(model, make_batch(0), 2, LogitsHeadFactory(1.0))
     manager = PipelineOffloadManager.get_instance()
     weights = {name: weight.float().cpu().numpy() for name, weight in weights_of(model).items()}
     pipe.send((metrics, weights, dict(manager.offload_summary_bytes)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cpu_processes import cpu_environment
 
-CLI = [sys.executable, "-m", "nemo_rl_offload.cli.command_line"]
+CLI = [sys.executable, "-m", "nemo_rl_offload.cli"]
 SHORT = (
     *("sft.max_num_steps=4", "sft.val_period=0", "sft.val_at_start=false", "sft.val_at_end=false"),
     *("checkpointing.enabled=false", "policy.megatron_cfg.scheduler.lr_warmup_iters=1"),

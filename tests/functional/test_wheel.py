@@ -34,7 +34,7 @@ def command(installed: Path, tmp_path: Path) -> Command:
     env = {**os.environ, "PYTHONPATH": python_path(installed.parent), "CUDA_VISIBLE_DEVICES": ""}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "nemo_rl_offload.cli.command_line", *arguments]
+        words = [sys.executable, "-m", "nemo_rl_offload.cli", *arguments]
         return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False)
 
     return run

@@ -1,11 +1,12 @@
-"""Answers of a mixture-of-experts router that the host waits for, past the link that offloading keeps busy.
+"""Lets a router's result reach the host without waiting behind offloaded activations.
 
-Megatron's dispatchers copy how many tokens each expert gets to the host, and the host waits for it: in every layer,
-with nothing queued on the device meanwhile. As a copy, those few bytes wait for the copy engine, for up to 0.6 ms of
-offloaded activations (`offload/backends/cuda.py`). Written by a kernel into pinned memory they wait for nobody.
+In every layer with experts, Megatron's dispatchers copy to the host how many tokens each expert gets. The host waits
+for that, and meanwhile nothing is queued on the device. As a copy, these few bytes stand behind up to 0.6 ms of
+offloaded activations in the device's copy engine (`offload/backends/cuda.py`). Here a kernel writes them into pinned
+memory instead: it needs no copy engine, and waits for nobody.
 
-Limit: torch's allocator of pinned memory does not know of the kernel. Whoever drops a result before waiting for it,
-which Megatron does not, frees memory that the kernel may still write to.
+Limit: torch's allocator of pinned memory does not know of the kernel. Whoever drops a result before waiting for it
+frees memory that the kernel may still write to. Megatron always waits.
 """
 
 from collections.abc import Callable

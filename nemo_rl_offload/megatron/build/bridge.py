@@ -15,7 +15,8 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_offload.megatron.layers.torch_backend import torch_block_spec, torch_mtp_block_spec
 from nemo_rl_offload.megatron.runtime.cpu import TRANSFORMER_ENGINE_PACKAGES
@@ -86,7 +87,7 @@ def _empty_transformer_engine() -> Iterator[None]:
 
 
 @cache
-def bridge() -> Any:
+def bridge() -> types.ModuleType:
     """The `megatron.bridge` module, imported with or without Transformer Engine, knowing this project's layers."""
     for name in ("models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "transformer.moe.experts"):
         importlib.import_module(f"megatron.core.{name}")
@@ -100,7 +101,7 @@ def bridge() -> Any:
 
     with_transformer_engine = gpt_provider.mtp_block_spec
 
-    def mtp_block_spec(config: Any, vp_stage: int | None = None) -> Any:
+    def mtp_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> object:
         """Providers look this function up by name, and theirs takes Transformer Engine's layers always."""
         is_torch = config.transformer_layer_spec is torch_block_spec
         return (torch_mtp_block_spec if is_torch else with_transformer_engine)(config, vp_stage=vp_stage)

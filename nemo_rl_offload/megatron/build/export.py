@@ -17,7 +17,7 @@ from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.runs.output import make_writable, partial_of
 from nemo_rl_offload.runs.run_directory import CHECKPOINTS, CONFIG_FILE, POLICY, read_checkpoint, steps_in
 
-ONE_RANK: dict[str, Any] = {
+ONE_RANK: dict[str, object] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,

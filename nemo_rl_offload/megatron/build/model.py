@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors import SafetensorError
 
 from nemo_rl_offload.config.schema import PolicyConfig
@@ -28,23 +29,29 @@ from nemo_rl_offload.megatron.build.transformer_config import (
     learning_rate_scheduler,
     optimizer_config,
 )
+from nemo_rl_offload.megatron.protocols import ModelChunk, Optimizer, Scheduler
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.paged_stash.rerun import StepGuard
 from nemo_rl_offload.runs.output import partial_of
+
+if TYPE_CHECKING:
+    from megatron.bridge import AutoBridge
+    from megatron.core.models.gpt import GPTModel
 
 
 @dataclass
 class MegatronModel:
     """A policy's model with everything that trains it; one object in each worker."""
 
-    chunks: list[Any]
+    chunks: list[ModelChunk]
     """Model chunks of this pipeline stage, wrapped for data parallelism."""
-    config: Any
-    """The provider, a `TransformerConfig`."""
-    auto_bridge: Any
+    config: TransformerConfig
+    """Megatron-Bridge's provider."""
+    auto_bridge: "AutoBridge"
     transformer_impl: str
-    optimizer: Any
-    scheduler: Any
+    optimizer: Optimizer | None
+    scheduler: Scheduler | None
+    """None, like the optimizer, for a model that is never trained."""
     guard: StepGuard | None = None
     """Runs a step again whose experts' buffers or stash did not suffice; None where they have no limits."""
     weights_are_whole: bool = True
@@ -62,12 +69,12 @@ class MegatronModel:
             self.weights_are_whole = True
 
     @property
-    def modules(self) -> list[torch.nn.Module]:
+    def modules(self) -> list["GPTModel"]:
         """The chunks without their wrappers."""
         return [unwrap(chunk) for chunk in self.chunks]
 
 
-def unwrap(module: Any) -> Any:
+def unwrap(module: object) -> "GPTModel":
     """The `GPTModel` under Megatron's DDP and mixed-precision wrappers."""
     while hasattr(module, "module"):
         module = module.module
@@ -158,12 +165,12 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
     return MegatronModel(chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler, guard)
 
 
-def forget_probabilities(layer: Any, *_: Any) -> None:
+def forget_probabilities(layer: MoELayer, *_: object) -> None:
     """Megatron's dispatchers keep the router's probabilities, and by them the graph of a forward without a backward."""
     layer.token_dispatcher.probs = layer.token_dispatcher.local_probs = None
 
 
-def _load_weights(auto_bridge: Any, chunks: list[Any], model_path: Path) -> None:
+def _load_weights(auto_bridge: "AutoBridge", chunks: list[ModelChunk], model_path: Path) -> None:
     """Read the folder's weights. Bridge only logs which ones it misses; NaN shows those that it did not write."""
     weights = [named for chunk in chunks for named in unwrap(chunk).named_parameters()]
     for _, weight in weights:

@@ -1,7 +1,6 @@
 """The policy's expert buffers and paged stash to what runs a training step with them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +48,7 @@ def _begin_forward(stash: PagedStash) -> Callable[..., None]:
 
 
 def _largest_of_all(values: Tensor) -> None:
+    """Take the largest over all ranks, in place; any shape."""
     dist.all_reduce(values, dist.ReduceOp.MAX)
 
 
@@ -60,7 +60,7 @@ def _save(modules: list[torch.nn.Module]) -> Callable[[], None]:
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     cpu, tracker = torch.get_rng_state(), get_cuda_rng_tracker()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    states: dict[str, Any] = {name: state.clone() for name, state in tracker.get_states().items()}
+    states: dict[str, Tensor] = {name: state.clone() for name, state in tracker.get_states().items()}
 
     def put_back() -> None:
         destroy_moe_metrics_tracker()

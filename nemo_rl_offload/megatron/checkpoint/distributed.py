@@ -18,27 +18,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_offload.errors import CheckpointError, ResourceError
 from nemo_rl_offload.megatron.build.model import MegatronModel
+from nemo_rl_offload.megatron.protocols import GradientBuffer
 from nemo_rl_offload.runs.manifest import Manifest, check_contents, file_digest
 
 COMPLETING_FILES = (".metadata", "metadata.json")
 """What Megatron writes when every rank is done."""
 
+type _Bucket = tuple[str, str, tuple[list[object], list[tuple[object, torch.Tensor]]]]
+"""A file of a rank as Megatron's writer takes it: its path, its name, and what it holds, bytes and tensors."""
 
-def _sharded_state(model: MegatronModel, *, is_loading: bool) -> dict[str, Any]:
+
+def _sharded_state(model: MegatronModel, *, is_loading: bool) -> ShardedStateDict:
+    assert model.optimizer is not None, "a model that is never trained"
+    assert model.scheduler is not None
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = _sharded_weights(model)
     for optimizer in _optimizers(model):
@@ -55,12 +61,9 @@ def _sharded_state(model: MegatronModel, *, is_loading: bool) -> dict[str, Any]:
     return state
 
 
-def _sharded_weights(model: MegatronModel) -> dict[str, Any]:
+def _sharded_weights(model: MegatronModel) -> ShardedStateDict:
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    return {
-        f"model{index}": module.sharded_state_dict(metadata=groups)  # type: ignore[operator]
-        for index, module in enumerate(model.modules)
-    }
+    return {f"model{index}": module.sharded_state_dict(metadata=groups) for index, module in enumerate(model.modules)}
 
 
 def _layout() -> dict[str, int]:
@@ -81,7 +84,7 @@ def _random_state() -> ShardedObject:
     return ShardedObject("random_state", state, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-def _restore_random_state(state: dict[str, Any]) -> None:
+def _restore_random_state(state: StateDict) -> None:
     torch.set_rng_state(state["cpu"])
     get_cuda_rng_tracker().set_states(state["tracker"])
     if torch.cuda.is_available():
@@ -105,7 +108,7 @@ class Save:
         state = _sharded_state(model, is_loading=False) | {"random_state": _random_state()}
         with _disk_errors(folder):
             self._request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
-        buckets: list[Any] = []
+        buckets: list[_Bucket] = []
         if self._request.async_fn is not None:  # a rank of which others hold copies has nothing to write
             _, buckets, _ = self._request.async_fn_args
         staged = [
@@ -116,7 +119,7 @@ class Save:
         self._thread = Thread(target=self._write, args=(staged,), name="checkpoint")
         self._thread.start()
 
-    def _write(self, buckets: list[Any]) -> None:
+    def _write(self, buckets: list[_Bucket]) -> None:
         """Megatron's function for all buckets would tell no more of an error than its type."""
         transforms = self._request.async_fn.args[0] if buckets else []
         results = {}
@@ -179,7 +182,7 @@ def load(model: MegatronModel, folder: Path) -> None:
     """
     if not (folder / "metadata.json").is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no metadata.json")
-    if model.optimizer is None:
+    if model.optimizer is None or model.scheduler is None:
         _load_weights(model, _read(lambda: _sharded_weights(model), folder))
         return
     for optimizer in _optimizers(model):
@@ -197,14 +200,14 @@ def load(model: MegatronModel, folder: Path) -> None:
         _restore_random_state(state["random_state"])
 
 
-def _with_random_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _with_random_state(state: ShardedStateDict, folder: Path) -> ShardedStateDict:
     is_alike = dist_checkpointing.load_common_state_dict(str(folder))["layout"] == _layout()
     return state | {"random_state": _random_state()} if is_alike else state
 
 
-def _read(wanted: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:
+def _read(wanted: Callable[[], ShardedStateDict], folder: Path) -> StateDict:
     try:
-        state: dict[str, Any] = dist_checkpointing.load(wanted(), str(folder))
+        state: StateDict = dist_checkpointing.load(wanted(), str(folder))
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"{folder} cannot be read into this model; is it damaged, or of another model? {_reason(error)}"
@@ -212,16 +215,16 @@ def _read(wanted: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:
     return state
 
 
-def _load_weights(model: MegatronModel, state: dict[str, Any]) -> None:
+def _load_weights(model: MegatronModel, state: StateDict) -> None:
     for index, module in enumerate(model.modules):
         module.load_state_dict(state[f"model{index}"])
 
 
-def _optimizers(model: MegatronModel) -> list[Any]:
+def _optimizers(model: MegatronModel) -> list[MegatronOptimizer]:
     return getattr(model.optimizer, "chained_optimizers", [model.optimizer])
 
 
-def _prepare(optimizer: Any) -> None:
+def _prepare(optimizer: MegatronOptimizer) -> None:
     """Megatron reads a checkpoint into state that is there, which it allocates for Transformer Engine's and Apex's
     optimizers alone. Torch's begin without any, and DistributedOptimizer does not expect Adam's `step` in it."""
     inner = optimizer.optimizer
@@ -248,7 +251,7 @@ def _keep_padding(optimizer: DistributedOptimizer) -> None:
     weights' state: of a tied embedding in a pipeline, for one."""
     gather = type(optimizer).get_parameter_state_dp_zero
 
-    def gather_padded(**how: Any) -> Any:
+    def gather_padded(**how: object) -> object:
         state = gather(optimizer, **how)
         for index, buffer in enumerate(optimizer.buffers) if state is not None else ():
             (tensors,) = state[index].values()
@@ -258,7 +261,8 @@ def _keep_padding(optimizer: DistributedOptimizer) -> None:
     optimizer.get_parameter_state_dp_zero = gather_padded
 
 
-def _spread(tensor: torch.Tensor, buffer: Any) -> torch.Tensor:
+def _spread(tensor: torch.Tensor, buffer: GradientBuffer) -> torch.Tensor:
+    """Values of a buffer's parameters, [elements], at their places in the buffer, [elements with padding]."""
     spread, start = tensor.new_zeros(buffer.numel), 0
     for bucket in buffer.buckets:
         end = start + bucket.numel_unpadded
@@ -267,7 +271,7 @@ def _spread(tensor: torch.Tensor, buffer: Any) -> torch.Tensor:
     return spread
 
 
-def _regroup(state: dict[Any, Any], optimizers: list[Any], folder: Path) -> None:
+def _regroup(state: StateDict, optimizers: list[MegatronOptimizer], folder: Path) -> None:
     """Give each optimizer its parameter groups where the checkpoint has one optimizer and the model two, or conversely.
 
     Experts have an optimizer of their own, with groups marked so, in layouts with expert parallelism alone. Tensors are

@@ -1,8 +1,10 @@
-"""Megatron's dense MLP with the regions `mlp_fc1` and `mlp_act`, which Megatron cannot offload at all.
+"""Megatron's dense MLP with two regions that Megatron does not have: `mlp_fc1` and `mlp_act`.
 
-In plain torch layers the norm before it is a region of its own inside `linear_fc1` (`torch_layers`), and so is the
-linear part. In Transformer Engine's layers norm and linear are one kernel, which saves the norm's input and its output;
-both belong to `mlp_fc1` there.
+`mlp_act` is around the activation. Where `mlp_fc1` is depends on the layers:
+- plain torch: around the first linear alone. The norm before it is `mlp_norm`, another region of the same module
+  (`linear_fc1`).
+- Transformer Engine: around norm and linear, which are one kernel there. What it saves, the norm's input and output,
+  all belongs to `mlp_fc1`.
 """
 
 from collections.abc import Collection, Sequence
@@ -59,7 +61,7 @@ class DenseMLP(MLP):  # type: ignore[misc]
             return self._activate(*self.linear_fc1(x))
 
     def _first_linear(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`linear_fc1` opens its own regions."""
+        """[sequence, batch, hidden] to [sequence, batch, ffn]; `linear_fc1` opens its own regions."""
         return self.linear_fc1(x)  # type: ignore[no-any-return]
 
     def _activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,6 +90,7 @@ class FusedNormDenseMLP(DenseMLP):
     input_module = "mlp_fc1"
 
     def _first_linear(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[sequence, batch, hidden] to [sequence, batch, ffn]."""
         region = offload_region(self.config, x, "mlp_fc1", self.training)
         with region as x:
             output, bias = self.linear_fc1(x)

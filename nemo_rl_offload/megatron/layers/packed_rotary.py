@@ -11,9 +11,9 @@ Limit: context-parallel ranks, and packs that nobody announced, are Megatron's.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -32,7 +32,7 @@ def announce_pack(bounds: Tensor, lengths: Sequence[int]) -> None:
     rope_utils._apply_rotary_pos_emb_thd = rotate_pack
 
 
-def rotate_pack(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: Any, **how: Any) -> Tensor:
+def rotate_pack(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: dist.ProcessGroup, **how: object) -> Tensor:
     """Megatron's `_apply_rotary_pos_emb_thd`: `t` [tokens, heads, dim] rotated by `freqs` [longest, 1, 1, dim], from
     each sequence's start on."""
     lengths: tuple[int, ...] | None = _lengths.get(cu_seqlens)  # type: ignore[no-untyped-call]

@@ -30,7 +30,8 @@ _OUTPUT = -1
 
 
 class _Input(torch.autograd.Function):
-    """Saves its input as an operator does. Its output is only the place to find it, to which backward never comes."""
+    """Saves its input, of any shape, as an operator does. Its output is only the place to find it, to which backward
+    never comes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ class _Input(torch.autograd.Function):
 
 
 class _Again:
-    """Runs of a function on the same input. Alive as long as a handle is."""
+    """Runs of a function on the same input, of any shape. Alive as long as a handle is."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self._function = function
@@ -87,7 +88,7 @@ class _Again:
 
 
 def _unpack(handle: _Handle | Tensor) -> Tensor:
-    """The saved tensor that a handle stands for."""
+    """The saved tensor, of any shape, that a handle stands for."""
     if isinstance(handle, Tensor):
         return handle
     again, number, size, stride, offset = handle
@@ -95,7 +96,7 @@ def _unpack(handle: _Handle | Tensor) -> Tensor:
 
 
 class Recomputed:
-    """What `recomputed` returns: `output`, and the context in which it is used."""
+    """What `recomputed` returns: `output`, of any shape, and the context in which it is used."""
 
     def __init__(self, output: Tensor, again: _Again | None) -> None:
         self.output = output

@@ -38,7 +38,8 @@ class GroupEnds(NamedTuple):
 
 
 class _Gather(torch.autograd.Function):
-    """values[index]; in backward, rows where `is_live` is false count as zero, whatever their gradient."""
+    """values[index], [values, ...] to [rows, ...]; in backward, rows where `is_live` is false count as zero, whatever
+    their gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor, is_live: Tensor) -> Tensor:
@@ -67,10 +68,12 @@ class _ScatterAdd(torch.autograd.Function):
 
 
 def _zero_tail(rows: Tensor, is_live: Tensor) -> Tensor:
+    """`rows` [rows, ...], `is_live` bool [rows]."""
     return torch.where(is_live.view(-1, *[1] * (rows.ndim - 1)), rows, rows.new_zeros(()))
 
 
 def _add_live(rows: Tensor, index: Tensor, is_live: Tensor, num_values: int) -> Tensor:
+    """Sums [num_values, ...] of `rows` [rows, ...] by `index` int64 [rows] where `is_live` bool [rows]."""
     return rows.new_zeros(num_values, *rows.shape[1:]).index_add_(0, index, _zero_tail(rows, is_live))
 
 
@@ -125,7 +128,7 @@ class StaticTokenDispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]
 class TorchMoELayer(MoELayer):  # type: ignore[misc]
     """Megatron's MoE layer; with `moe_expert_rank_capacity_factor`, without reads on the host."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if self.config.moe_expert_rank_capacity_factor is not None:
             self.token_dispatcher = StaticTokenDispatcher(
@@ -135,22 +138,24 @@ class TorchMoELayer(MoELayer):  # type: ignore[misc]
                 pg_collection=kwargs["pg_collection"],
             )
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         self.token_dispatcher.is_training = self.training
         return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 class TorchGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
-    """Megatron's grouped experts; what they save for backward goes to the stash, where there is one."""
+    """Megatron's grouped experts, [rows, hidden] and probabilities [rows] to [rows, hidden]; what they save for
+    backward goes to the stash, where there is one."""
 
     stash: PagedStash | None = None
 
     def forward(
-        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Any, permuted_probs: Tensor
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor | GroupEnds, permuted_probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         x = permuted_local_hidden_states
         if self.stash is None or not (self.training and torch.is_grad_enabled()):
             return super().forward(x, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
+        assert isinstance(tokens_per_expert, GroupEnds), "the stash comes with a static dispatcher"
         with self.stash.region(tokens_per_expert.num_live, x.shape[0], tokens_per_expert.balanced_rows) as region:
             region.exclude(self.parameters())
             output = super().forward(x, tokens_per_expert, permuted_probs)

@@ -4,8 +4,8 @@ Megatron-Core chooses the classes of a layer through a `BackendSpecProvider`. It
 Transformer Engine either, but materialises attention scores, cannot mix sequence parallelism with its norms, silently
 gives one MLP per expert, and names parameters unlike Transformer Engine, so that checkpoints and Megatron-Bridge's
 tables do not fit. This provider keeps Transformer Engine's structure and parameter names (`layer_norm_weight` inside
-`linear_qkv` and `linear_fc1`, `weight0..N` in experts) and takes fused torch operators instead (`torch_layers`,
-`torch_experts`).
+`linear_qkv` and `linear_fc1`, `weight0..N` in experts) and takes fused torch operators instead (`attention`,
+`norms`, `torch_experts`).
 
 Limits: no sliding windows, no attention sinks: those are refused when the layer is built.
 Sequence parallelism works because a norm acts on each token alone.
@@ -14,7 +14,6 @@ Sequence parallelism works because a norm acts on each token alone.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
@@ -26,8 +25,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,16 +39,12 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from nemo_rl_offload.megatron.layers.attention import TorchDotProductAttention, TorchMLASelfAttention
 from nemo_rl_offload.megatron.layers.dense_mlp import DenseMLP
+from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear, TorchNorm
+from nemo_rl_offload.megatron.layers.shared_experts import TorchSharedExpertMLP
 from nemo_rl_offload.megatron.layers.static_experts import TorchGroupedMLP, TorchMoELayer
 from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear
-from nemo_rl_offload.megatron.layers.torch_layers import (
-    TorchDotProductAttention,
-    TorchLayerNormColumnParallelLinear,
-    TorchMLASelfAttention,
-    TorchNorm,
-    TorchSharedExpertMLP,
-)
 
 
 class TorchSpecProvider(BackendSpecProvider):  # type: ignore[misc]
@@ -81,7 +79,7 @@ class TorchSpecProvider(BackendSpecProvider):  # type: ignore[misc]
 _BACKEND = TorchSpecProvider()
 
 
-def _mlp(num_experts: int | None) -> Any:
+def _mlp(num_experts: int | None) -> Callable[..., MLP | MoELayer]:
     mlp = get_mlp_module_spec_for_backend(backend=_BACKEND, num_experts=num_experts, moe_grouped_gemm=True)
     submodules = mlp.keywords["submodules"]
     if num_experts is None:
@@ -93,7 +91,7 @@ def _mlp(num_experts: int | None) -> Any:
 def _attention(config: TransformerConfig) -> ModuleSpec:
     linear, fused_linear = _BACKEND.column_parallel_linear(), _BACKEND.column_parallel_layer_norm_linear()
     norm = TorchNorm if config.qk_layernorm else IdentityOp
-    submodules: Any
+    submodules: SelfAttentionSubmodules | MLASelfAttentionSubmodules
     if config.multi_latent_attention:
         up = fused_linear if config.qk_layernorm else linear
         submodules = MLASelfAttentionSubmodules(
@@ -156,7 +154,9 @@ def torch_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     )
 
 
-def torch_mtp_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
+def torch_mtp_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> MultiTokenPredictionBlockSubmodules | None:
     """The layers that predict further tokens, on the pipeline stage that has them; None elsewhere.
 
     Their transformer layer is of the kind of the model's last one.

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -83,11 +85,11 @@ class TorchGroupedLinear(torch.nn.Module):
         /,
         *,
         config: TransformerConfig,
-        init_method: Callable[[Tensor], Any],
+        init_method: Callable[[Tensor], object],
         bias: bool,
-        pg_collection: Any,
+        pg_collection: ProcessGroupCollection,
         tp_comm_buffer_name: str | None = None,
-        **_unused: Any,
+        **_unused: object,
     ) -> None:
         super().__init__()
         self.config, self._is_fc2 = config, tp_comm_buffer_name == "fc2"
@@ -126,13 +128,16 @@ class TorchGroupedLinear(torch.nn.Module):
         """Weight gradients are never delayed here; Megatron calls this where they may be."""
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
         """One sharded tensor for each expert, under the keys Transformer Engine's grouped linear writes."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = self.pg_collection
         num_global_experts = groups.ep.size() * self.num_local_experts
-        sharded: dict[str, Any] = {}
+        sharded: ShardedStateDict = {}
         for expert in range(self.num_local_experts):
             index = groups.ep.rank() * self.num_local_experts + expert
             piece = make_sharded_tensors_for_checkpoint(

@@ -36,14 +36,14 @@ def install_cpu_support() -> bool:
 
 
 class _Event:
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
+    def __init__(self, *_args: object, **_kwargs: object) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
     def synchronize(self) -> None: ...
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, _other: Any) -> float:
+    def elapsed_time(self, _other: object) -> float:
         return 0.0
 
 
@@ -51,14 +51,14 @@ class _Stream:
     device = _CPU
     cuda_stream = 0
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-    def wait_stream(self, _stream: Any) -> None: ...
-    def wait_event(self, _event: Any) -> None: ...
+    def __init__(self, *_args: object, **_kwargs: object) -> None: ...
+    def wait_stream(self, _stream: object) -> None: ...
+    def wait_event(self, _event: object) -> None: ...
     def synchronize(self) -> None: ...
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()
 
 
@@ -85,10 +85,10 @@ def _rng() -> None:
     """Megatron keeps random states on the device (tensor_parallel/random.py:303); here that is the CPU generator."""
     from megatron.core.tensor_parallel import random as megatron_random
 
-    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    def set_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
 
     megatron_random._get_cuda_rng_state = get_state
@@ -116,7 +116,7 @@ def _streams() -> None:
 class _TorchWithoutCuda(types.ModuleType):
     """`torch` as some Megatron modules see it: `device="cuda"` in the two factories they use is the CPU, unpinned."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
 
     @staticmethod
@@ -164,7 +164,7 @@ def _moe_splits() -> None:
 
     original = token_dispatcher.maybe_move_tensor_to_cpu
 
-    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def move(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:
             return tensor.numpy()
         return original(tensor, as_numpy, record_stream)
@@ -178,7 +178,7 @@ def _checkpoint_fp8() -> None:
 
     original = CheckpointWithoutOutput.__init__
 
-    def init(self: Any, fp8: Any = False) -> None:
+    def init(self: CheckpointWithoutOutput, fp8: object = False) -> None:
         original(self, fp8=fp8)
         self.fp8 = bool(fp8)
 

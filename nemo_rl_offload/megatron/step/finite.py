@@ -1,13 +1,13 @@
 """Whether an optimizer step may be taken: one value that is no number would reach every weight through the norm."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_offload.megatron.build.model import MegatronModel
+from nemo_rl_offload.megatron.protocols import GradientBuffer, ModelChunk
 
 
 def all_finite(model: MegatronModel, outputs: Sequence[Mapping[str, Tensor]]) -> bool:
@@ -24,5 +24,5 @@ def all_finite(model: MegatronModel, outputs: Sequence[Mapping[str, Tensor]]) ->
     return bool(is_finite)
 
 
-def _buffers(chunk: Any) -> list[Any]:
+def _buffers(chunk: ModelChunk) -> list[GradientBuffer]:
     return [*chunk.buffers, *chunk.expert_parallel_buffers]

@@ -1,16 +1,21 @@
-"""Functions of logits whose vocabulary is split over tensor-parallel ranks. Logits are never gathered.
+"""The output head of a microbatch: log-probabilities, entropy and top-k of what the model has computed.
 
-A rank holds [B, S, vocabulary / TP]; every result is the same on all of its tensor-parallel group. Gradients follow
+Whoever trains or scores asks an `OutputHead` and never sees logits, which are among the largest tensors of a step. A
+`HeadFactory` is the other half of the seam: it says what the model's forward shall return for the head, and makes a
+head of it for each microbatch. Both are all that an implementation consists of.
+
+`LogitsHead` takes the model's logits, whose vocabulary is split over tensor-parallel ranks and is never gathered. A
+rank holds [B, S, vocabulary / TP]; every result is the same on all of its tensor-parallel group. Gradients follow
 Megatron's pair of regions: what is summed over ranks passes its gradient on as it is, and what every rank uses on its
-own part of the vocabulary sums the gradients of all.
-
-The logits' tensor is among the largest of a step, and each of these functions makes float32 copies of it.
+own part of the vocabulary sums the gradients of all. Each function of logits makes float32 copies of them.
 `map_logit_chunks` cuts the sequence into chunks, and computes a chunk's copies again in the backward pass instead of
-keeping them.
+keeping them; the logits themselves, and their gradient, stay whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +29,98 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nemo_rl_offload.megatron.step.context_parallel import gather_for_cp, shift_logits, shift_targets
+from nemo_rl_offload.megatron.step.microbatches import Microbatch
+
+
+class OutputHead(Protocol):
+    """What the model predicts for the tokens of one microbatch, at one temperature.
+
+    Ids and results are of the microbatch's rows, [B, S, ...], whatever shape the model takes them in and however ranks
+    share it. Position t holds what belongs to token t given the tokens before it, and position 0 is 0. Results are
+    float32 in nats, with gradients where torch records them. A loss sums in the order of its calls: keep it, for the
+    same bits. Ask for `logprobs` last.
+    """
+
+    def entropy(self) -> Tensor:
+        """Entropy of the distribution over the whole vocabulary, [B, S]."""
+
+    def gather_logprobs(self, ids_BSK: Tensor) -> Tensor:
+        """Log-probabilities of several tokens at each position, int64, over the whole vocabulary, [B, S, K]."""
+
+    def topk(self, k: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The `k` largest logits, over temperature, among the first `num_tokens` of the vocabulary and their ids
+        (int64), [B, S, K] each; without a gradient."""
+
+    def logprobs(self, ids_BS: Tensor) -> Tensor:
+        """Log-probability of one token at each position, int64, [B, S]."""
+
+
+class HeadFactory(Protocol):
+    """Makes the head of each microbatch of a pass over a batch."""
+
+    @property
+    def forward_kwargs(self) -> Mapping[str, object]:
+        """What the model's forward is told besides its inputs, so that its last pipeline stage returns what `build`
+        takes. Megatron's `GPTModel` hands hidden states and output weight to an `output_processor` in place of its
+        own output layer."""
+
+    def build(self, output: Any, microbatch: Microbatch) -> OutputHead:
+        """The head of one microbatch; `output` is what the last stage's forward returned, told by `forward_kwargs`."""
+
+
+@dataclass(frozen=True)
+class LogitsHeadFactory:
+    """Heads from the model's own logits."""
+
+    temperature: float
+    chunk_size: int | None = None
+    """Positions of a row that are computed at a time; None: all."""
+
+    @property
+    def forward_kwargs(self) -> Mapping[str, object]:
+        """Logits stay split over tensor-parallel ranks."""
+        return {"runtime_gather_output": False}
+
+    def build(self, output: Tensor, microbatch: Microbatch) -> OutputHead:
+        """The head of the logits `output`, [b, s, vocabulary / TP]."""
+        return LogitsHead(output, microbatch, self.temperature, self.chunk_size)
+
+
+class LogitsHead:
+    """An `OutputHead` of logits [b, s, vocabulary / TP] in the model's shape, of this context-parallel rank's part."""
+
+    def __init__(
+        self, logits_BSV: Tensor, microbatch: Microbatch, temperature: float, chunk_size: int | None = None
+    ) -> None:
+        self._logits_BSV, self._microbatch = logits_BSV, microbatch
+        self._temperature, self._chunk_size = temperature, chunk_size
+
+    def entropy(self) -> Tensor:
+        """See `OutputHead`."""
+        return self._map(token_entropy)
+
+    def gather_logprobs(self, ids_BSK: Tensor) -> Tensor:
+        """See `OutputHead`."""
+        return self._map(gather_logprobs, self._microbatch.for_model(ids_BSK))
+
+    def topk(self, k: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """See `OutputHead`."""
+        shifted_BSV = shift_logits(self._logits_BSV)
+        chunks = torch.split(shifted_BSV, self._chunk_size or max(1, self._logits_BSV.shape[1]), dim=1)
+        parts = [topk_logits(chunk.float() / self._temperature, k, num_tokens) for chunk in chunks]
+        values, ids = (gather_for_cp(torch.cat(each, dim=1)) for each in zip(*parts, strict=True))
+        return self._microbatch.for_loss(values), self._microbatch.for_loss(ids)
+
+    def logprobs(self, ids_BS: Tensor) -> Tensor:
+        """See `OutputHead`."""
+        return self._map(token_logprobs, self._microbatch.for_model(ids_BS))
+
+    def _map(self, function: Callable[..., Tensor], *per_token: Tensor) -> Tensor:
+        """`function` over chunks; `per_token` in the model's shape, the result [B, S, ...] in the microbatch's."""
+        mapped = map_logit_chunks(
+            function, self._logits_BSV, *per_token, temperature=self._temperature, chunk_size=self._chunk_size
+        )
+        return self._microbatch.for_loss(mapped)
 
 
 def map_logit_chunks(
@@ -47,10 +144,11 @@ def map_logit_chunks(
 def _at_temperature(
     function: Callable[..., Tensor], temperature: float, logits_BSV: Tensor, *per_token: Tensor
 ) -> Tensor:
+    """`function` of one chunk; `per_token` [B, S, ...]."""
     return function(logits_BSV.float() / temperature, *per_token)
 
 
-def target_logprobs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor:
+def token_logprobs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor:
     """Log-probability of one token at each position, [B, S]; `ids_BS` int64. Overwrites the logits."""
     logprobs: Tensor = -vocab_parallel_cross_entropy(logits_BSV, ids_BS.contiguous())
     return logprobs
@@ -87,20 +185,11 @@ def topk_logits(logits_BSV: Tensor, k: int, num_tokens: int) -> tuple[Tensor, Te
     return values, indices.gather(-1, order)
 
 
-def topk_logit_chunks(
-    logits_BSV: Tensor, k: int, num_tokens: int, *, temperature: float, chunk_size: int | None
-) -> tuple[Tensor, Tensor]:
-    """`topk_logits` of what predicts each token, as in `map_logit_chunks`, but without a gradient."""
-    chunks = torch.split(shift_logits(logits_BSV), chunk_size or max(1, logits_BSV.shape[1]), dim=1)
-    parts = [topk_logits(chunk.float() / temperature, k, num_tokens) for chunk in chunks]
-    values, ids = (gather_for_cp(torch.cat(each, dim=1)) for each in zip(*parts, strict=True))
-    return values, ids
-
-
-def _gather(values: Tensor) -> Tensor:
+def _gather(values_BSK: Tensor) -> Tensor:
+    """All tensor-parallel ranks' values, [B, S, TP * K]."""
     group = parallel_state.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(values) for _ in range(group.size())]
-    dist.all_gather(parts, values.contiguous(), group=group)
+    parts = [torch.empty_like(values_BSK) for _ in range(group.size())]
+    dist.all_gather(parts, values_BSK.contiguous(), group=group)
     return torch.cat(parts, dim=-1)
 
 

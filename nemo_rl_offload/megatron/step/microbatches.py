@@ -15,10 +15,10 @@ Where microbatches are numbers of tokens, a plan for all ranks has seen to all o
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples, select
@@ -78,24 +78,24 @@ class Microbatch:
         )
 
 
-def split_into_microbatches(batch: Batch, how: int | MicrobatchSplit, config: Any) -> list[Microbatch]:
-    """Cut into microbatches of `how` many rows, or by a plan; `config` is Megatron's.
+def split_into_microbatches(batch: Batch, split: int | MicrobatchSplit, config: TransformerConfig) -> list[Microbatch]:
+    """Cut into microbatches of `split` many rows, or by a plan.
 
     In order, they hold all rows; with a fixed number of rows, what was filled up follows.
     """
-    if isinstance(how, MicrobatchSplit):
-        return _cut_by_plan(batch, how)
+    if isinstance(split, MicrobatchSplit):
+        return _cut_by_plan(batch, split)
     num_stages = config.pipeline_model_parallel_size
     gathers = config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather"
     tensor_size = config.tensor_model_parallel_size if config.sequence_parallel else 1
     multiple = width_multiple(tensor_size, config.context_parallel_size)
     if num_stages == 1 and not gathers:
-        return [Microbatch(_widen(piece, multiple)) for piece in microbatches(batch, how)]
-    group_size = how * (num_stages if config.virtual_pipeline_model_parallel_size else 1)
+        return [Microbatch(_widen(piece, multiple)) for piece in microbatches(batch, split)]
+    group_size = split * (num_stages if config.virtual_pipeline_model_parallel_size else 1)
     # Ranks that gather see shards of one batch, which are equally wide before they are trimmed.
     width = batch["input_ids"].shape[1] if gathers else int(batch["input_lengths"].max())
     whole = _widen(_trim(_fill(batch, _round_up(num_samples(batch), group_size)), width), multiple)
-    return [Microbatch(select(whole, slice(i, i + how))) for i in range(0, num_samples(whole), how)]
+    return [Microbatch(select(whole, slice(i, i + split))) for i in range(0, num_samples(whole), split)]
 
 
 def _cut_by_plan(batch: Batch, split: MicrobatchSplit) -> list[Microbatch]:
@@ -130,6 +130,7 @@ def _fill(batch: Batch, size: int) -> Batch:
 
 
 def _has_positions(batch: Batch, value: Tensor) -> bool:
+    """Whether a value [B, ...] is one of tokens, [B, S, ...]."""
     return value.ndim > 1 and value.shape[1] == batch["input_ids"].shape[1]
 
 

@@ -5,11 +5,11 @@ One that nobody reads grows over the steps, and its size stays that of the first
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 _LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
@@ -21,11 +21,12 @@ _LOSS_NAMES = {
 class _Metrics(dict[str, float]):
     """Stands where the tracker expects a TensorBoard writer."""
 
-    def add_scalar(self, name: str, value: Any, _: int) -> None:
+    def add_scalar(self, name: str, value: torch.Tensor | float, _: int) -> None:
+        """A writer's method; `value` is 0-dim."""
         self[f"moe/{name.removeprefix('moe/')}"] = float(value)
 
 
-def _tracked_names(config: Any) -> list[str]:
+def _tracked_names(config: TransformerConfig) -> list[str]:
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     pairs = [(kinds, coefficients)] if isinstance(kinds, str) else list(zip(kinds, coefficients, strict=True))
     names = [_LOSS_NAMES[kind] for kind, coefficient in pairs if kind in _LOSS_NAMES and coefficient]
@@ -40,7 +41,7 @@ def forget_routing(modules: Iterable[torch.nn.Module]) -> None:
             router.local_tokens_per_expert.zero_()
 
 
-def collect_moe_metrics(config: Any, num_microbatches: int) -> dict[str, float]:
+def collect_moe_metrics(config: TransformerConfig, num_microbatches: int) -> dict[str, float]:
     """The step's balancing losses, `moe/<name>`: a mean over layers with experts, microbatches and ranks.
 
     With `moe_per_layer_logging` also `moe/<name>_layer_<index>`. A collective call of all ranks; empties the tracker.

@@ -2,8 +2,8 @@
 
 A storage is named by what it holds and knows the modules whose regions save it; it is charged once, to the first of
 them that is offloaded. Below are the formulas for fused kernels (flash attention, fused norms and gated activations,
-grouped products), which is what runs on a GPU; `docs/planner.md` derives them. `torch_activations` has the table of
-plain operators on a CPU.
+grouped products), which is what runs on a GPU; `docs/planner.md` derives them. What plain
+operators on a CPU save is a table of the tests (`tests/functional/torch_activations.py`).
 """
 
 from collections.abc import Collection, Iterator, Sequence, Set

@@ -1,15 +1,21 @@
 """Chooses for a job's budget: how much is recomputed, and what is kept, offloaded or recomputed of the rest.
 
-Mechanism. Some recomputation belongs to one group each (`SEPARABLE`), and `solve` takes it group by group. What takes
-several groups at once, or stands in all layers, is tried as a whole: *ways*, which recompute activations and norms,
-MLPs up to their last linear in ever more layers (whole ones where the engine has no parts of them), experts, and whole
-layers. Each way gets a score from `solve` on the fullest stage, and the whole pipeline is simulated for the best of
-them. Where the simulated peak, which also counts copies on their way, is above the budget, the chooser gets that much
-less and decides again. `solve` takes copies to end before backward begins; where listed modules fit and no compute
-waits for them, that is simulated too, for the first way in which it is so. The fastest that fits is taken.
+Two kinds of recomputation. Some entries of `recompute_modules` belong to one group each (`SEPARABLE`): `solve` takes
+them group by group. Others take several groups at once, or stand in all layers. These are tried as *ways*, each a job
+of its own: more activations and norms, MLPs up to their last linear in ever more layers (whole MLPs where the engine
+has no parts of them), experts, whole layers.
+
+Steps:
+1. Each way gets a score from `solve` on the fullest stage.
+2. The whole pipeline is simulated for the ways with the best scores.
+3. The simulated peak also counts copies on their way. Where it is above the budget, `solve` gets that much less and
+   decides again.
+4. `solve` takes copies to end before backward begins. So listed modules are simulated too, for the first way in which
+   they fit and no compute waits for them.
+5. The fastest that fits is taken.
 
 Rejected: recomputed MLPs as actions of `solve`. They free several groups and take room in backward that belongs to no
-group, and configurations can only say for how many layers they are, not for which.
+group, and a configuration can only say for how many layers they are, not for which.
 
 Limit: one number of layers for all stages.
 """

@@ -1,21 +1,21 @@
 """Runs a pipeline schedule on three lanes per stage: compute, copies out, copies in.
 
-Rules. A pass starts when the stage has done the one before and its input is there: the activations of the stage before,
-or the gradients of the stage behind (with the last part of the model, its own forward pass). It takes its segments one
-after another, backwards in reverse order.
-- Copies out: a segment's copy is queued when its forward ends; the lane takes one at a time. When more than
-  `max_inflight_bytes` are queued or on their way, compute waits for the oldest, and the pass ends no sooner.
-- Copies in: the lane takes the stage's offloaded segments in the order in which backward wants them, across passes,
-  each as soon as its copy out has ended and no more than `max_prefetch_bytes` (or else a single copy) have arrived
-  or are arriving unused. Compute waits for the copy that it needs.
+A pass starts when the stage has done the pass before and its input is there: the activations of the stage before, or
+the gradients of the stage behind (on the last stage, its own forward). It takes its segments one after another, and in
+backward in reverse order.
+- Copies out: a segment's copy is queued when its forward ends. The lane takes one at a time. When more than
+  `max_inflight_bytes` are queued or on their way, compute waits for the oldest.
+- Copies in: the lane takes offloaded segments in the order in which backward wants them, across passes. Each starts as
+  soon as its copy out has ended and at most `max_prefetch_bytes` have arrived or are arriving unused. Compute waits for
+  the copy that it needs.
 
-For memory, copies in are moved to the latest time that delays nobody: that is what prefetching by time does. So the
-step time is that of copies which start as early as they may, the memory that of copies which start as late as they may.
-What has been copied out is given back where the engine can do so: at the next end of such a forward or start of such a
-backward, and no later than its copy in.
+Time and memory are counted under two assumptions. The step's time is that of copies in which start as early as they
+may. Its memory is that of copies in which start as late as they may without delaying anybody: that is what prefetching
+by time does. Memory that was copied out is given back where the engine can do so: at the next end of an offloading
+forward or start of such a backward, and no later than its copy in.
 
-Limit: passes between stages take a constant time and no link of their own; compute is never slowed down by copies. With
-a budget the engine has no bound of bytes: it waits for copies out only where the budget has no room, so less than here.
+Limits: messages between stages take a constant time and no link; copies never slow compute down. With a memory budget
+the engine has no bound of bytes and waits less for copies out than here.
 """
 
 from bisect import bisect_left

@@ -61,7 +61,7 @@ class Stage:
     """Pinned pages for what the experts save."""
 
     def records(self) -> tuple[GroupRecord, ...]:
-        """What `choose` takes: one record per group; a part's time stands on its first."""
+        """What `solve` takes: one record per group; a part's time stands on its first."""
         return self._records
 
     @cached_property

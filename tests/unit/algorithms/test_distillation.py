@@ -8,7 +8,7 @@ import torch
 from fakes import FakeEnvironment, FakePolicy, Recorder
 
 from nemo_rl_offload.algorithms.distillation import Distillation, teacher_config
-from nemo_rl_offload.algorithms.termination import Termination
+from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.prompts import prompt_sets
 

@@ -10,7 +10,7 @@ import torch
 from fakes import FakeEnvironment, FakePolicy, Recorder, rows
 
 from nemo_rl_offload.algorithms.grpo import GRPO
-from nemo_rl_offload.algorithms.termination import Termination
+from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.prompts import prompt_sets
 from nemo_rl_offload.losses.reduction import valid_tokens

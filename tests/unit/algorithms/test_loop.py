@@ -15,7 +15,7 @@ from fakes import FakePolicy, Recorder
 
 from nemo_rl_offload.algorithms import loop as loop_module
 from nemo_rl_offload.algorithms.loop import Stopwatch, TrainingLoop, run_loop
-from nemo_rl_offload.algorithms.termination import Termination
+from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError, TrainingError, WorkerError
 

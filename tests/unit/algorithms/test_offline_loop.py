@@ -12,7 +12,7 @@ from fakes import FakePolicy, Recorder
 from nemo_rl_offload.algorithms.dpo import DPO
 from nemo_rl_offload.algorithms.offline_loop import OfflineLoop, at_temperature_one
 from nemo_rl_offload.algorithms.sft import SFT
-from nemo_rl_offload.algorithms.termination import Termination
+from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.samples import sample_sets
 

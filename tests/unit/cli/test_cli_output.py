@@ -16,7 +16,7 @@ def test_closed_output_is_one_message(tmp_path: Path, monkeypatch: pytest.Monkey
     command = [
         sys.executable,
         "-m",
-        "nemo_rl_offload.cli.command_line",
+        "nemo_rl_offload.cli",
         "run",
         "grpo",
         "--run-dir",
@@ -40,7 +40,7 @@ def test_full_output_is_one_message(
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     given = [argument.format(out=tmp_path / "out") for argument in arguments]
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "nemo_rl_offload.cli.command_line", *given]
+        command = [sys.executable, "-m", "nemo_rl_offload.cli", *given]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=PROJECT_ROOT, check=False)
     assert (done.returncode, done.stderr) == (2, "error: cannot write standard output: No space left on device.\n")
 
@@ -51,7 +51,7 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, monkeypatch: p
     path = tmp_path / "c\N{LATIN SMALL LETTER O WITH DIAERESIS}nfig.yaml"
     path.write_text("defaults: examples/configs/grpo_tiny.yaml\n")
     for arguments, words in ((["check", str(path)], r"c\xf6nfig.yaml: no problems"), (["doctor"], "python")):
-        command = [sys.executable, "-m", "nemo_rl_offload.cli.command_line", *arguments]
+        command = [sys.executable, "-m", "nemo_rl_offload.cli", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert words in done.stdout

@@ -13,6 +13,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import examine
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.generation import megatron as generation_module
+from nemo_rl_offload.megatron.step import log_probabilities as log_probabilities_module
 from nemo_rl_offload.megatron.step import train_step as train_step_module
 from nemo_rl_offload.planner.job import read_job
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, run_steady_state
@@ -176,8 +177,10 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> PolicyWorker:
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    for name in ("train_step", "evaluate", "compute_logprobs", "compute_topk_logits"):
+    for name in ("train_step", "evaluate"):
         monkeypatch.setattr(train_step_module, name, fail)
+    for name in ("compute_logprobs", "compute_topk_logits"):
+        monkeypatch.setattr(log_probabilities_module, name, fail)
     monkeypatch.setattr(generation_module, "generate", fail)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, H100.total_bytes))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: H100.peak_bytes)

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engine
+from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear, TorchNorm
 from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear
-from nemo_rl_offload.megatron.layers.torch_layers import TorchLayerNormColumnParallelLinear, TorchNorm
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"

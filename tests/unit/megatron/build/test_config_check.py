@@ -35,7 +35,7 @@ def test_megatron_takes_the_tiny_exemplar(ask: Ask) -> None:
 
 def test_what_other_libraries_say_is_kept_from_the_user_and_a_refusal_is_not() -> None:
     wrong = f"{M}.model_overrides={{overlap_p2p_comm_warmup_flush:true}}"
-    words = [sys.executable, "-m", "nemo_rl_offload.cli.command_line", "check", "--megatron", str(TINY), wrong]
+    words = [sys.executable, "-m", "nemo_rl_offload.cli", "check", "--megatron", str(TINY), wrong]
     process = subprocess.run(words, capture_output=True, text=True, check=False)
     assert process.stdout == ""
     *warnings, head, problem = process.stderr.splitlines()

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.megatron.layers.torch_layers import TorchDotProductAttention
+from nemo_rl_offload.megatron.layers.attention import TorchDotProductAttention
 
 
 def make_config(**changes: object) -> TransformerConfig:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nemo_rl_offload.cluster.interruption import interrupted_afterwards
+from nemo_rl_offload.cluster.signals import interrupted_afterwards
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,149 @@
+"""SIGINT and SIGTERM: what each means at every moment of a command. All handlers of this project stand here.
+
+The command ends with code 130 in every case; what differs is what happens before. SIGINT is Python's KeyboardInterrupt
+throughout. SIGTERM has another handler in each phase, and the later ones give way to the former as their phase ends:
+
+| phase | SIGTERM | set by |
+|---|---|---|
+| from the start of the command on | unwinds like Ctrl-C | `terminated_like_interrupted` |
+| while Ray starts | waits until it has started; a second one unwinds at once | `interrupted_afterwards` |
+| from then on | SystemExit(143); Ray's own handler would end without unwinding | `exit_on_sigterm` |
+| while a run trains | a checkpoint after the step, then SystemExit(143); at once for a second one | `Termination` |
+
+SystemExit(143) never reaches the shell: the command line takes it for an interruption, so that whoever sent the signal
+sees one code. An exception that Python could only print, because it met a `__del__`, is raised again (`never_unheard`).
+
+Signals arrive in the main thread alone; elsewhere nothing here does anything.
+"""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+EXIT_CODE = 128 + signal.SIGTERM
+REPEAT_INTERRUPT_S = 0.1
+
+
+@contextlib.contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that workers and Ray are gone when the process ends."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        forget_rays_alarm()
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def never_unheard() -> Iterator[None]:
+    """Interrupt again where Python could only print the exception: it met a `__del__`, or a callback from C."""
+    previous, timers = sys.unraisablehook, []
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+
+    def again(unraisable: Any) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt | SystemExit):
+            previous(unraisable)
+            return
+        is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # in the background of a shell
+        number = signal.SIGTERM if is_ignored or unraisable.exc_type is SystemExit else signal.SIGINT
+        timers.append(threading.Timer(REPEAT_INTERRUPT_S, signal.pthread_kill, (main_thread, number)))
+        timers[-1].start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
+        for timer in timers:
+            timer.cancel()
+
+
+def forget_rays_alarm() -> None:
+    """Where SIGTERM meets Ray's C++ part as it starts, that sets an alarm, and would abort the process after 3 s.
+
+    Python hears of the signal later, whichever handler it has by then.
+    """
+    signal.alarm(0)
+
+
+@contextlib.contextmanager
+def interrupted_afterwards(what: str) -> Iterator[None]:
+    """SIGINT and SIGTERM take effect when the block has ended; a second one takes effect at once.
+
+    Outside the main thread, which is where signals arrive, nothing changes.
+
+    Args:
+        what: what is waited for, for the user.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+
+    def remember(number: int, _frame: FrameType | None) -> None:
+        forget_rays_alarm()
+        if arrived:
+            raise KeyboardInterrupt
+        arrived.append(number)
+        sys.stderr.write(f"Ending as soon as {what} is done; a second time, at once ...\n")
+
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, remember) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
+
+
+class Termination:
+    """From SIGTERM on `is_requested`; a context manager.
+
+    After `grace_period_s` more, or with a second SIGTERM, SystemExit ends whatever the main thread is doing. With a
+    grace period of 0 the first one does. Outside the main thread signals cannot be handled, and nothing happens.
+    """
+
+    def __init__(self, grace_period_s: float) -> None:
+        self.is_requested = False
+        self._grace_period_s = grace_period_s
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {
+                signal.SIGTERM: signal.signal(signal.SIGTERM, self._request),
+                signal.SIGALRM: signal.signal(signal.SIGALRM, exit_on_sigterm),
+            }
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._previous:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.is_requested or not self._grace_period_s:
+            exit_on_sigterm(number, frame)
+        self.is_requested = True
+        signal.setitimer(signal.ITIMER_REAL, self._grace_period_s)
+
+
+def exit_on_sigterm(_number: int, _frame: FrameType | None) -> None:
+    """A handler that unwinds by SystemExit."""
+    forget_rays_alarm()
+    sys.exit(EXIT_CODE)

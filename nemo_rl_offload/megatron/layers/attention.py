@@ -1,0 +1,155 @@
+"""Attention in plain torch: scaled dot products, of packs and of context-parallel ranks too, and latent attention."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.megatron.step.context_parallel import chunks_of, gather_sequence
+
+
+class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
+    """`torch.nn.functional.scaled_dot_product_attention` in Megatron's layout.
+
+    query [sq, b, heads / TP, d_qk], key [sk, b, groups / TP, d_qk], value [sk, b, groups / TP, d_v] (latent attention
+    has d_v unlike d_qk); the result is [sq, b, heads / TP * d_v]. `attention_mask` is boolean, True where attention is
+    forbidden, and broadcasts to [b, heads, sq, sk]; without one, a causal mask type is causal by position and `no_mask`
+    attends everywhere.
+
+    Context-parallel ranks gather keys and values of the whole sequence, and attend from their own chunks of it. That
+    sends no more than passing them around in a ring would, in one piece; the price is that a layer holds them whole.
+
+    A pack (`packed_seq_params` with `lengths`) has tokens in the place of sq and no b, and so has the result: [tokens,
+    heads / TP * d_v]. Each sequence is a call of its own, which costs exactly what it costs unpacked; one call with a
+    block-causal mask would compute, and mask, the square of the whole pack.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_unused: object,
+    ) -> None:
+        super().__init__(config=config)
+        refused = {
+            "window_size": config.window_size is not None,
+            "softmax_type": config.softmax_type != "vanilla",
+        }
+        if any(refused.values()):
+            keys = ", ".join(key for key, refuse in refused.items() if refuse)
+            raise ConfigError(
+                f"transformer_impl: torch does not have what this model asks for: {keys}; use transformer_engine"
+            )
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale
+        if config.apply_query_key_layer_scaling:
+            scale = softmax_scale or config.kv_channels**-0.5
+            self.softmax_scale = scale / max(1, layer_number)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        assert attention_bias is None, "not taken by this backend"
+        if packed_seq_params is not None:
+            return self._attend_packed(query, key, value, packed_seq_params.lengths)
+        mask_type = attn_mask_type or self.attn_mask_type
+        if self.config.context_parallel_size > 1:
+            assert mask_type == AttnMaskType.causal
+            assert attention_mask is None
+            return self._attend_split(query, key, value)
+        # A single new token sees the whole cache; torch's `is_causal` would align it with the cache's start.
+        causal = mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal) and attention_mask is None
+        allowed = None if attention_mask is None or mask_type == AttnMaskType.no_mask else ~attention_mask
+        return self._attend(query, key, value, allowed, causal)
+
+    def _attend_packed(self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: Sequence[int]) -> Tensor:
+        parts = (torch.split(t.unsqueeze(1), list(lengths)) for t in (query_TND, key_TGD, value_TGD))
+        return torch.cat([self._attend(q, k, v, None, True).squeeze(1) for q, k, v in zip(*parts, strict=True)])
+
+    def _attend_split(self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor) -> Tensor:
+        num_ranks, rank = self.config.context_parallel_size, parallel_state.get_context_parallel_rank()
+        key, value = (gather_sequence(part, sums_gradients=True) for part in (key_SBGD, value_SBGD))
+        length = query_SBND.shape[0] // 2
+        parts = []
+        for query, chunk in zip(torch.split(query_SBND, length), chunks_of(rank, num_ranks), strict=True):
+            seen = (chunk + 1) * length
+            # The last query sees the last of these keys; torch's `is_causal` aligns the first ones.
+            parts.append(self._attend(query, key[:seen], value[:seen], causal_lower_right(length, seen), False))
+        return torch.cat(parts)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, causal: bool) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+
+        def attend() -> Tensor:
+            return F.scaled_dot_product_attention(
+                q_BNSD,
+                k_BGSD,
+                v_BGSD,
+                attn_mask=allowed,
+                is_causal=causal,
+                dropout_p=dropout,
+                scale=self.softmax_scale,
+                enable_gqa=q_BNSD.shape[1] != k_BGSD.shape[1],
+            )
+
+        if dropout > 0 and not self.config.sequence_parallel:
+            with get_cuda_rng_tracker().fork():
+                out_BNSD = attend()
+        else:
+            out_BNSD = attend()
+        return out_BNSD.permute(2, 0, 1, 3).flatten(2)
+
+
+class TorchMLASelfAttention(MLASelfAttention):  # type: ignore[misc]
+    """Megatron's latent attention built from the classes of its specification as they are.
+
+    Megatron resolves them by `transformer_impl`, which knows no third kind of layers. It also loses gradients where
+    the down-projections are split over tensor-parallel ranks: each rank's heads use the whole rotary part of the key,
+    and its gradient is not summed over the ranks.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
+        return dict(vars(submodules))
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries' and keys' latent [sequence, batch, width]; Megatron splits the second into latent and rotary part.
+
+        With sequence parallelism it gathers the rotary part itself, which sums the gradient.
+        """
+        q_compressed, kv_combined = super()._qkv_down_projection(hidden_states)
+        if self.tp_group.size() == 1:
+            return q_compressed, kv_combined
+        kv_combined = gather_from_tensor_model_parallel_region(kv_combined, group=self.tp_group)
+        if self.config.sequence_parallel:
+            return q_compressed, scatter_to_sequence_parallel_region(kv_combined, group=self.tp_group)
+        latent, rotary = kv_combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        rotary = copy_to_tensor_model_parallel_region(rotary, group=self.tp_group)
+        return q_compressed, torch.cat([latent, rotary], dim=-1)
