@@ -1,4 +1,4 @@
-"""Writes `docs/benchmarks.md` and the README's table from `results/`, and draws the pictures of results.
+"""Writes `docs/benchmarks.md` and the table of `docs/results.md` from `results/`, and draws the pictures of results.
 
     python benchmarks/make_docs.py
 
@@ -20,7 +20,7 @@ from predictions import predictions, table
 PROJECT = Path(__file__).resolve().parents[1]
 RESULTS = PROJECT / "benchmarks" / "results"
 DOCUMENT = PROJECT / "docs" / "benchmarks.md"
-README = PROJECT / "README.md"
+DIGEST = PROJECT / "docs" / "results.md"
 BEGIN, END = "<!-- Written by `python benchmarks/make_docs.py`. -->\n", "<!-- Until here. -->\n"
 GIB = 1 << 30
 SAME_BITS = {True: "yes", False: "**no**", None: "not checked"}
@@ -30,7 +30,7 @@ INTRODUCTION = """# Benchmarks
 Written by `python benchmarks/make_docs.py` from the JSON files in `benchmarks/results/`, which hold every sample, the
 device, the versions and the command. [benchmarks/README.md](../benchmarks/README.md) says how to repeat each. A bar is
 the value that a figure was to reach, set before it was measured. Runs whose samples were not kept are not counted here;
-[log.md](log.md) has their figures.
+[decisions.md](decisions.md) has their figures.
 
 """
 
@@ -336,11 +336,11 @@ def document() -> str:
     return INTRODUCTION + "\n".join(lines).rstrip() + "\n"
 
 
-def readme() -> str:
-    """The README with its table made anew."""
-    text = README.read_text(encoding="utf-8")
+def digest_page() -> str:
+    """`docs/results.md` with its table made anew."""
+    text = DIGEST.read_text(encoding="utf-8")
     own = re.search(re.escape(BEGIN) + ".*" + re.escape(END), text, re.DOTALL)
-    assert own, f"{README} has lost the lines {BEGIN} and {END}"
+    assert own, f"{DIGEST} has lost the lines {BEGIN} and {END}"
     found = [row for folder in device_folders() for row in rows(load(folder), folder)]
     measured = [row for row in found if row.state != NOT_YET]
     lines = [*digest(measured)]
@@ -382,7 +382,7 @@ def main() -> int:
     if not options.no_pictures:
         draw_pictures(device_folders())
     DOCUMENT.write_text(document(), encoding="utf-8")
-    README.write_text(readme(), encoding="utf-8")
+    DIGEST.write_text(digest_page(), encoding="utf-8")
     return 0
 
 

@@ -142,8 +142,9 @@ class OffloadEngine:
     Args:
         backend: the device; tensors on other devices are left alone.
         host_memory_budget_bytes: the most host memory taken; what does not fit stays on the device.
-        min_tensor_bytes, min_tensor_elements: a tensor below either is not worth a copy. A smaller view of a
-            storage that is offloaded anyway goes with it.
+        min_tensor_bytes: a tensor below it is not worth a copy. A smaller view of a storage that is offloaded anyway
+            goes with it.
+        min_tensor_elements: the same as a number of elements; a tensor is moved where it reaches both.
         max_inflight_bytes: device memory that copies out may hold before the compute stream waits for them. None:
             1 GiB, or two of the largest groups where that is more.
         max_inflight_groups: commits of one module whose copies may be under way; None for any number.

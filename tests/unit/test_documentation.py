@@ -1,4 +1,5 @@
 """Every snippet of README.md and docs/ is of use as it stands: YAML is accepted, commands parse, Python runs.
+What a page links to, or names as a place in the code, is there.
 
 What the pages show as mistakes, and what the snippets of docs/offload.md do, `test_reference.py` and
 `tests/functional/test_offload_docs.py` test.
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from test_layers import LAYERS
 
 from nemo_rl_offload.cli import command_line as cli
 from nemo_rl_offload.cli.check import check_file
@@ -20,8 +22,10 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 from nemo_rl_offload.specs.devices import find_device
 
 PAGES = [PROJECT_ROOT / "README.md", *sorted((PROJECT_ROOT / "docs").glob("*.md"))]
-PAGES = [page for page in PAGES if page.name not in ("log.md", "benchmarks.md")]
+PAGES = [page for page in PAGES if page.name not in ("decisions.md", "benchmarks.md")]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+FOLDERS = ("benchmarks", "examples/cluster")
 GROUPS = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text())["dependency-groups"]
 BASES = {"moe_": "grpo_moe_megatron.yaml", "gpus_per_node: 8": "grpo_math_1B.yaml", "": "grpo_tiny.yaml"}
 """What a snippet is laid over, by a word in it."""
@@ -85,7 +89,7 @@ def test_a_command_can_be_given(words: list[str]) -> None:
     elif script := re.fullmatch(r"examples/run_(\w+)\.py", words[1] if words[1:] else ""):
         check_ours(["run", script[1], *words[2:]])
     else:
-        assert words[0] in ("pip", "pytest", "python", "ruff", "mypy", "bash")
+        assert words[0] in ("pip", "pytest", "python", "ruff", "mypy", "mkdocs", "bash")
         assert all((PROJECT_ROOT / word).exists() for word in words if "/" in word)
 
 
@@ -113,3 +117,44 @@ def test_the_function_of_the_page_on_algorithms_scores() -> None:
     right, wrong = ([{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": said}] for said in "23")
     assert names["score"](right, {"answer": "2"}) == 1.0
     assert names["score"](wrong, {"answer": "2"}) == {"reward": 0.0, "observation": "No. Try again: "}
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [
+        *PAGES,
+        *(PROJECT_ROOT / "docs").glob("*.md"),
+        *(PROJECT_ROOT / folder / "README.md" for folder in FOLDERS),
+    ]
+    targets = [(page, target) for page in pages for target in LINK.findall(page.read_text(encoding="utf-8"))]
+    assert len(targets) > 50
+    assert [(page.name, target) for page, target in targets if not (page.parent / target).exists()] == []
+
+
+def places() -> list[Any]:
+    """Each path that the page on the structure names, with the names in brackets behind it."""
+    text = (PROJECT_ROOT / "docs/structure.md").read_text(encoding="utf-8")
+    found = re.findall(r"`([\w./]+\.(?:py|yaml))`(?: \(`(\w+)`\))?", text)
+    assert len(found) > 30
+    return [pytest.param(path, name, id=f"{path} {name}") for path, name in dict.fromkeys(found)]
+
+
+@pytest.mark.parametrize(("path", "name"), places())
+def test_the_page_on_the_structure_names_what_is_there(path: str, name: str) -> None:
+    files = [root / path for root in (PROJECT_ROOT / "nemo_rl_offload", PROJECT_ROOT) if (root / path).is_file()]
+    assert files, f"docs/structure.md names {path}"
+    assert re.search(rf"\b{name}\b" if name else "", files[0].read_text(encoding="utf-8"))
+
+
+def test_the_page_on_the_structure_draws_the_package() -> None:
+    (tree,) = re.findall(r"```\n(.*?)```", (PROJECT_ROOT / "docs/structure.md").read_text(encoding="utf-8"), re.DOTALL)
+    drawn = {
+        name for line in tree.splitlines() if line.startswith("  ") for name in re.findall(r"(\w+)/(?= |$)", line[:25])
+    }
+    folders = {path.parent.name for path in (PROJECT_ROOT / "nemo_rl_offload").glob("*/__init__.py")}
+    assert drawn == folders
+
+
+def test_the_page_on_the_structure_has_the_direction_of_imports() -> None:
+    text = (PROJECT_ROOT / "docs/structure.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^errors, units →[^`]*?\n\n", text, re.MULTILINE)
+    assert tuple(re.findall(r"\w+", line)) == LAYERS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bars import MET, MISSED, NOT_YET, Row, load, rows
 from frontier import figures as e2_figures
-from make_docs import DOCUMENT, README, device_page, digest, document, draw_pictures, readme
+from make_docs import DIGEST, DOCUMENT, device_page, digest, digest_page, document, draw_pictures
 from make_docs import e4 as page_of_e4
 
 from nemo_rl_offload.specs.catalogue import CATALOGUE
@@ -159,7 +159,7 @@ def bars_of(folder: Path) -> dict[str, list[Row]]:
 
 def test_what_is_committed_is_fresh() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == document(), "python benchmarks/make_docs.py"
-    assert README.read_text(encoding="utf-8") == readme(), "python benchmarks/make_docs.py"
+    assert DIGEST.read_text(encoding="utf-8") == digest_page(), "python benchmarks/make_docs.py"
 
 
 def test_without_results_no_bar_is_met(tmp_path: Path) -> None:
