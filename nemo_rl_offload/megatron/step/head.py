@@ -62,7 +62,8 @@ class HeadFactory(Protocol):
     def forward_kwargs(self) -> Mapping[str, object]:
         """What the model's forward is told besides its inputs, so that its last pipeline stage returns what `build`
         takes. Megatron's `GPTModel` hands hidden states and output weight to an `output_processor` in place of its
-        own output layer."""
+        own output layer. Its wrapper for 16 bits makes what comes out float32, also tensors in a tuple; any other
+        object passes it as it is."""
 
     def build(self, output: Any, microbatch: Microbatch) -> OutputHead:
         """The head of one microbatch; `output` is what the last stage's forward returned, told by `forward_kwargs`."""
