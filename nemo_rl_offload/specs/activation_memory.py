@@ -64,7 +64,6 @@ class ResolvedActivations:
     recompute: ResolvedRecompute
     transformer_impl: str
     """torch or transformer_engine; auto as long as no machine was asked."""
-    has_paged_stash: bool
     expert_capacity_factor: float | None
     """Rows of the experts' buffers, times the balanced case; None: as many as come."""
     has_latent_attention: bool = True
@@ -139,9 +138,9 @@ def resolve_activations(
 ) -> ResolvedActivations:
     """Read a checked section `policy.megatron_cfg`; `transformer_impl` is what the machine makes of that key."""
     switch, listed = megatron_cfg["fine_grained_activation_offloading"], megatron_cfg["offload_modules"]
-    recompute, has_paged_stash = ResolvedRecompute.resolve(megatron_cfg), bool(megatron_cfg["moe_paged_stash"])
+    recompute = ResolvedRecompute.resolve(megatron_cfg)
     is_auto = bool(switch) and listed == "auto"
-    selectable = selectable_modules(recompute, has_paged_stash, has_latent_attention)
+    selectable = selectable_modules(recompute, megatron_cfg["moe_paged_stash"], has_latent_attention)
     return ResolvedActivations(
         switch=switch,
         engine=megatron_cfg["activation_offload"]["engine"],
@@ -149,7 +148,6 @@ def resolve_activations(
         modules=selectable if is_auto else listed_modules(switch, listed),
         recompute=recompute,
         transformer_impl=transformer_impl or megatron_cfg["transformer_impl"],
-        has_paged_stash=has_paged_stash,
         expert_capacity_factor=megatron_cfg["moe_expert_rank_capacity_factor"],
         has_latent_attention=has_latent_attention,
         has_experts=has_experts,

@@ -16,4 +16,4 @@ __all__ = ["install"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.installation"), name)
+    return getattr(import_module(f"{__name__}.installation"), name)  # a module named `install` would hide the function
