@@ -15,11 +15,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_rl_offload.config.known_keys import right_place
 from nemo_rl_offload.config.nemo_rl import MISSING, NOT_ALLOWED, OTHER_RULES, adapted, is_replaceable, unsupported
 from nemo_rl_offload.config.rules.registry import RULES, RULES_OF_THIS_MACHINE, WARNINGS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, ReportedError, Rule
-from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.schema import MasterConfig, right_place
 from nemo_rl_offload.config.sources import UNGIVEN, LoadedConfig, nodes
 from nemo_rl_offload.config.types import describe, item_type, keys_of
 from nemo_rl_offload.errors import ConfigError, nearest

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nemo_rl_offload.config.megatron_schema import MegatronConfig
-from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Tokens
 from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew

@@ -13,10 +13,9 @@ from typing import Any
 import yaml
 
 from nemo_rl_offload.config.loader import BASE
-from nemo_rl_offload.config.rules.algorithms import METRICS, SPLITS, validates
 from nemo_rl_offload.config.rules.batching import BY_TOKENS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule
-from nemo_rl_offload.config.rules.runs import GENERATES, takes_problems
+from nemo_rl_offload.config.rules.tasks import GENERATES, METRICS, SPLITS, takes_problems, validates
 
 _OF_DISTILLATION = [f"loss_fn.{key}" for key in ("kl_type", "mixed_kl_weight", "zero_outside_topk")]
 _READERS: dict[str, tuple[str, ...]] = {

@@ -3,8 +3,7 @@
 from megatron.core import parallel_state
 
 from nemo_rl_offload.adapters.megatron_core.installation import install
-from nemo_rl_offload.config.megatron_schema import MegatronConfig
-from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_offload.offload.engine import OffloadEngine
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
 from nemo_rl_offload.offload.options import OffloadOptions

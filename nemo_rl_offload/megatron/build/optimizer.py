@@ -5,9 +5,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from nemo_rl_offload.config.megatron_schema import OptimizerConfig as OptimizerKeys
-from nemo_rl_offload.config.megatron_schema import SchedulerConfig
-from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.config.schema import OptimizerConfig as OptimizerKeys
+from nemo_rl_offload.config.schema import PolicyConfig, SchedulerConfig
 from nemo_rl_offload.megatron.build.refusal import refused
 
 

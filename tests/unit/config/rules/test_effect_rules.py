@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.config.loader import BASE, load_config
-from nemo_rl_offload.config.rules.algorithms import METRICS
 from nemo_rl_offload.config.rules.effects import EFFECT_WARNINGS, defaults
+from nemo_rl_offload.config.rules.tasks import METRICS
 from nemo_rl_offload.config.validation import CheckedConfig, examine
 from nemo_rl_offload.errors import ConfigError
 
