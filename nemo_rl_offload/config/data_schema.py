@@ -1,10 +1,16 @@
 """The schema's sections `data` and `env`: what is trained on, and what scores it."""
 
-from typing import Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from annotated_types import Gt, Le
 
+from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.types import Positive, Seed, Share, closed
+
+if TYPE_CHECKING:
+    EnvironmentName = str
+else:
+    EnvironmentName = Literal[tuple(ENVIRONMENTS.built_in)]
 
 
 @closed
@@ -35,7 +41,7 @@ class ValidationDataConfig(ProblemsConfig):
 
 @closed
 class DataConfig(TypedDict):
-    env_name: Literal["reasoning_gym", "math", "function"]
+    env_name: EnvironmentName
     """The section of env that scores responses (grpo, distillation)."""
     shuffle: bool
     """Draw training problems in random order, anew in each epoch."""

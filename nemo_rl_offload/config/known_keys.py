@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.full_schema import full_schema
 from nemo_rl_offload.config.types import item_type, keys_of
 from nemo_rl_offload.errors import nearest
 
 
 def section_at(path: Sequence[str]) -> Any:
     """Return the annotation of a section, None where the schema has none."""
-    annotation: Any = MasterConfig
+    annotation: Any = full_schema()
     for part in path:
         annotation = keys_of(annotation).get(part, item_type(annotation, dict))
     return annotation
@@ -24,7 +24,7 @@ def may_be_added(key: str, section: Any) -> bool:
 def right_place(key: str, section: Any) -> str:
     """Return the nearest key of the section, else the section of another place that has this very key."""
     return nearest(key, keys_of(section)) or next(
-        (f" It belongs to {path}." for path, keys in _sections(MasterConfig, "") if path and key in keys), ""
+        (f" It belongs to {path}." for path, keys in _sections(full_schema(), "") if path and key in keys), ""
     )
 
 

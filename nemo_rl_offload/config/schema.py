@@ -5,15 +5,19 @@ text becomes a number and no number a truth value; only a whole number may stand
 stand here but in `examples/configs/base.yaml`. The section `policy.megatron_cfg` is in `megatron_schema.py`.
 """
 
-from typing import Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 from annotated_types import Ge, Gt, Lt
 
+from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.data_schema import DataConfig, EnvConfig
 from nemo_rl_offload.config.megatron_schema import MegatronConfig
 from nemo_rl_offload.config.types import Count, Fraction, NonNegative, Positive, Seed, Share, closed
 
-Algorithm = Literal["grpo", "sft", "dpo", "distillation"]
+if TYPE_CHECKING:
+    Algorithm = str
+else:
+    Algorithm = Literal[tuple(ALGORITHMS.built_in)]
 
 
 @closed

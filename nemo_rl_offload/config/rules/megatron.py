@@ -10,6 +10,8 @@ from nemo_rl_offload.config.rules.rule import (
     MEGATRON,
     Get,
     Rule,
+    algorithm_has,
+    algorithm_spec,
     have_transformer_engine,
     is_native,
     megatron,
@@ -17,7 +19,6 @@ from nemo_rl_offload.config.rules.rule import (
     recompute,
     recomputed,
 )
-from nemo_rl_offload.config.rules.runs import GENERATES
 from nemo_rl_offload.errors import nearest
 from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
@@ -173,12 +174,13 @@ def _weight_decay(get: Get) -> Iterator[str]:
 
 def _num_updates(get: Get) -> int:
     """Optimizer steps of the whole run; where passes over the data end it before, more than there are."""
-    algorithm, of_step = get("algorithm"), 1
-    if algorithm in GENERATES:
+    spec, of_step = algorithm_spec(get), 1
+    algorithm = spec.name
+    if spec.generates:
         prompts, generations = (get(f"{algorithm}.num_{key}") for key in ("prompts_per_step", "generations_per_prompt"))
         of_step = max(1, prompts * generations // get("policy.train_global_batch_size"))
-    if algorithm == "grpo":
-        of_step *= get("grpo.ppo_epochs")
+    if algorithm_has("ppo_epochs", get):
+        of_step *= get(f"{algorithm}.ppo_epochs")
     return int(get(f"{algorithm}.max_num_steps") * of_step)
 
 

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
+from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
+from nemo_rl_offload.config.known_keys import section_at
 from nemo_rl_offload.config.shapes import Shape, read_shape
+from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.offload_modules import MEGATRON_MODULES
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
@@ -20,6 +23,16 @@ MEGATRON = "policy.megatron_cfg"
 
 class ReportedError(Exception):
     """A rule read a value that is reported already."""
+
+
+def algorithm_spec(get: Get) -> AlgorithmSpec:
+    """What is run."""
+    return ALGORITHMS[get("algorithm")]
+
+
+def algorithm_has(key: str, get: Get) -> bool:
+    """Whether the algorithm's section has such a key."""
+    return key in keys_of(section_at([get("algorithm")]))
 
 
 def megatron(get: Get, key: str) -> Any:

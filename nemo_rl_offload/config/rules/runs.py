@@ -4,18 +4,16 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 
-from nemo_rl_offload.config.rules.rule import Get, Rule
-
-GENERATES = ("grpo", "distillation")
-"""Algorithms that sample responses to problems."""
+from nemo_rl_offload.config.environments import ENVIRONMENTS
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec
 
 
 def takes_problems(get: Get) -> bool:
     """Whether training data are problems of reasoning-gym."""
-    algorithm = get("algorithm")
-    if algorithm in GENERATES:
-        return bool(get("data.env_name") == "reasoning_gym")
-    return algorithm == "sft" and get("data.train.path") is None
+    spec = algorithm_spec(get)
+    if spec.generates:
+        return ENVIRONMENTS[get("data.env_name")].problems == "generated"
+    return spec.learns_from == "conversations" and get("data.train.path") is None
 
 
 def _prompt_template(get: Get) -> Iterator[str]:
@@ -26,7 +24,7 @@ def _prompt_template(get: Get) -> Iterator[str]:
 
 def _generation_workers(get: Get) -> Iterator[str]:
     path = "policy.generation.colocated"
-    if get("algorithm") not in GENERATES or get(f"{path}.enabled"):
+    if not algorithm_spec(get).generates or get(f"{path}.enabled"):
         return
     key = "gpus_per_node" if get("cluster.num_nodes") == 1 else "num_nodes"
     other = "num_nodes" if key == "gpus_per_node" else "gpus_per_node"

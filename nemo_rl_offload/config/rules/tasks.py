@@ -14,8 +14,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from nemo_rl_offload.config.rules.rule import Get, Rule
-from nemo_rl_offload.config.rules.runs import GENERATES, takes_problems
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec
+from nemo_rl_offload.config.rules.runs import takes_problems
 from nemo_rl_offload.errors import nearest
 
 FUNCTION, TASK_PARAMS = "env.function", "env.reasoning_gym.params"
@@ -81,7 +81,7 @@ def _function(get: Get) -> Iterator[str]:
 
 
 def _is_scored_by_function(get: Get) -> bool:
-    return get("algorithm") in GENERATES and get("data.env_name") == "function"
+    return algorithm_spec(get).generates and f"env.{get('data.env_name')}" == FUNCTION
 
 
 def _function_is_here(get: Get) -> Iterator[str]:
