@@ -22,12 +22,12 @@ class DPO(OfflineLoop):
     def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:
         """One optimizer step."""
         batch = watch.time("reference_logprobs", lambda: self._with_reference(self.next_batch()))
-        metrics = watch.time("train", lambda: self.policy.train(batch, *self._loss))
+        metrics = watch.time("train", lambda: self.policy.train(batch, *self.loss))
         return metrics, int(batch["input_lengths"].sum())
 
     def measure(self) -> dict[str, float]:
         """Loss and accuracy of the validation pairs."""
-        return self.policy.evaluate(self._validation_pairs, *self._loss)
+        return self.policy.evaluate(self._validation_pairs, *self.loss)
 
     @cached_property
     def _validation_pairs(self) -> Batch:

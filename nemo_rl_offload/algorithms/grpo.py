@@ -49,9 +49,7 @@ class GRPO(RolloutLoop):
             batch["reference_policy_logprobs"] = watch.time(
                 "reference_logprobs", lambda: self.policy.get_reference_policy_logprobs(batch)
             )
-        updates = [
-            watch.time("train", lambda: self.policy.train(batch, *self._loss)) for _ in range(grpo["ppo_epochs"])
-        ]
+        updates = [watch.time("train", lambda: self.policy.train(batch, *self.loss)) for _ in range(grpo["ppo_epochs"])]
         metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         metrics |= {
             "token_mult_prob_error": _token_mult_prob_error(batch),

@@ -82,7 +82,7 @@ class TrainingLoop(ABC):
         self.num_steps = num_steps
         self._data = data
         self._section = section_of(config)
-        self._loss = loss_of(config)
+        self.loss = loss_of(config)
         saving = config["checkpointing"]
         self._run_dir = run_dir
         self._peak_flops_per_s = policy.peak_flops_per_s()

@@ -15,6 +15,7 @@ from nemo_rl_offload.config.rules.rule import (
     recomputed,
 )
 from nemo_rl_offload.errors import nearest
+from nemo_rl_offload.specs.offload_modules import MOE_MODULES
 
 IMPL = f"{MEGATRON}.cuda_graph_impl"
 PARTS = f"{MEGATRON}.cuda_graph_modules"
@@ -72,7 +73,7 @@ def _offload(get: Get) -> Iterator[str]:
         return
     if impl == "local":
         for name in modules:
-            if name not in ("expert_fc1", "moe_act", "fused_group_mlp"):
+            if name not in MOE_MODULES:
                 yield f"{MEGATRON}.offload_modules: '{name}' cannot be offloaded with cuda_graph_impl local. Remove it."
         if not parts:
             yield f"{PARTS}: offloading with cuda_graph_impl local needs parts of layers. List some, like [attn]."
