@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_offload.config.loader import BASE, read_config
-from nemo_rl_offload.config.megatron_schema import MegatronConfig
 from nemo_rl_offload.config.nemo_rl import UNSUPPORTED
+from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.validation import Findings, Problem, examine, summary
 from nemo_rl_offload.errors import ConfigError

@@ -26,8 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
-from nemo_rl_offload.config.full_schema import plugin_defaults
-from nemo_rl_offload.config.known_keys import may_be_added, right_place, section_at
+from nemo_rl_offload.config.full_schema import may_be_added, plugin_defaults, right_place, section_at
 from nemo_rl_offload.config.sources import (
     OVERRIDE,
     UNGIVEN,

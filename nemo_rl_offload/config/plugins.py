@@ -9,7 +9,7 @@ what needs them is named as `"module:name"` and imported when it runs.
 
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -22,13 +22,11 @@ GROUP = "nemo_rl_offload.plugins"
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What is registered; the package's own have their sections in the schema and in `base.yaml`."""
+    """What is registered; the package's own have their sections in the schema."""
 
     name: str
     section: type | None = None
-    """Of a plugin: the TypedDict of its section, under its name."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of a plugin: the section's values where a configuration gives none."""
+    """Of a plugin: the TypedDict of its section, under its name, whose keys have defaults (`config.types.Default`)."""
 
 
 class Registry[S: Spec](Mapping[str, S]):

@@ -1,42 +1,386 @@
-"""The configuration's keys, in NeMo-RL's and Megatron-Core's names, each with its type, range and one line.
+"""The configuration's keys, in NeMo-RL's and Megatron-Core's names, each with its type, range, default and one line.
+
+A key stands here and nowhere else. `python tools/config_reference.py` writes `examples/configs/base.yaml`, the file of
+defaults that users inherit, from it: the keys in this order, the line below each as its comment, and the comments and
+blank lines between them as they stand here. The tables of `docs/configuration.md` are written from it too.
 
 Sections are closed: a key that is not listed is an error, so each one has code that reads it. Types are strict: no
-text becomes a number and no number a truth value; only a whole number may stand for any number. Defaults do not
-stand here but in `examples/configs/base.yaml`. The section `policy.megatron_cfg` is in `megatron_schema.py`.
+text becomes a number and no number a truth value; only a whole number may stand for any number. A default may be an
+interpolation, or `???` where a value must be given. `Forwarded` keys are handed to the field of the same name of
+Megatron-Core's TransformerConfig without any further code. Where a key of `policy.megatron_cfg` may be null and nothing
+else is said, null leaves what the model's own configuration says.
 """
 
-from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
-from nemo_rl_offload.config.data_schema import DataConfig, EnvConfig
-from nemo_rl_offload.config.megatron_schema import MegatronConfig
-from nemo_rl_offload.config.types import Count, Fraction, NonNegative, Positive, Seed, Share, closed
+from nemo_rl_offload.config.environments import ENVIRONMENTS
+from nemo_rl_offload.config.types import (
+    Beta,
+    Count,
+    Default,
+    Forwarded,
+    Fraction,
+    NonNegative,
+    Positive,
+    Seed,
+    Share,
+    Size,
+    closed,
+)
 
+NumProblems = Annotated[int, Gt(0), Le(10_000_000)]
 if TYPE_CHECKING:
-    Algorithm = str
+    Algorithm = EnvironmentName = str
 else:
     Algorithm = Literal[tuple(ALGORITHMS.built_in)]
+    EnvironmentName = Literal[tuple(ENVIRONMENTS.built_in)]
+
+
+@closed
+class ActivationOffloadConfig(TypedDict):
+    engine: Annotated[Literal["native", "megatron"], Default("native")]
+    """Who moves the activations: this project's engine, or Megatron-Core's (needs Transformer Engine)."""
+    gpu_memory_budget: Annotated[Size | None, Default(None)]
+    """Device memory of a rank, like "72GiB", that offload_modules: auto has to reach."""
+    host_memory_budget: Annotated[Share | Size, Default(0.5)]
+    """Share of the node's free host memory, divided by its ranks; or a size per rank, like "32GiB"."""
+
+
+@closed
+class CpuAffinityConfig(TypedDict):
+    enabled: Annotated[bool, Default(True)]
+    """Bind each worker to the cores near its GPU, within the mask it was given."""
+    bind_memory: Annotated[bool, Default(True)]
+    """Take host memory from the node of those cores too."""
+    map: Annotated[dict[Count, Count] | None, Default(None)]
+    """{GPU: NUMA node}, by their indices; null: asked from the system."""
+
+
+@closed
+class OptimizerConfig(TypedDict):
+    optimizer: Annotated[Literal["adam", "sgd"], Default("adam")]
+    """Optimizer; adam decouples weight decay (AdamW)."""
+    lr: Annotated[NonNegative, Default(5.0e-6)]
+    """Highest learning rate."""
+    min_lr: Annotated[NonNegative, Default(0.0)]
+    """Lowest learning rate, where the decay ends."""
+    weight_decay: Annotated[NonNegative, Default(0.01)]
+    """Weight decay."""
+    adam_beta1: Annotated[Beta, Default(0.9)]
+    """Adam's decay of the mean of gradients."""
+    adam_beta2: Annotated[Beta, Default(0.999)]
+    """Adam's decay of the mean of squared gradients."""
+    adam_eps: Annotated[float, Gt(0), Default(1.0e-8)]
+    """Adam's term that keeps the denominator from zero."""
+    sgd_momentum: Annotated[Beta, Default(0.9)]
+    """Momentum of sgd."""
+    clip_grad: Annotated[NonNegative, Default(1.0)]
+    """Largest global gradient norm; 0 turns clipping off."""
+    use_distributed_optimizer: Annotated[bool, Default(True)]
+    """Split the optimizer's state over the data-parallel ranks."""
+    use_precision_aware_optimizer: Annotated[bool, Default(False)]
+    """Let Transformer Engine's Adam keep the main weights; needs adam and the distributed optimizer."""
+    optimizer_cpu_offload: Annotated[bool, Default(False)]
+    """Keep and step the optimizer's state in host memory; only false so far."""
+    optimizer_offload_fraction: Annotated[Fraction, Default(1.0)]
+    """Share of the state that optimizer_cpu_offload keeps there."""
+
+
+@closed
+class SchedulerConfig(TypedDict):
+    lr_decay_style: Annotated[Literal["constant", "linear", "cosine"], Default("constant")]
+    """Shape of the learning rate after warm-up."""
+    lr_warmup_iters: Annotated[Count, Default(0)]
+    """Steps of linear warm-up."""
+    lr_decay_iters: Annotated[Positive | None, Default(None)]
+    """Step at which min_lr is reached; null: the last."""
+    lr_warmup_init: Annotated[NonNegative, Default(0.0)]
+    """Learning rate at the start of the warm-up."""
+    start_weight_decay: Annotated[NonNegative | None, Default(None)]
+    """Weight decay of the first step; null: optimizer.weight_decay."""
+    end_weight_decay: Annotated[NonNegative | None, Default(None)]
+    """Weight decay from the step on at which the learning rate's decay ends; null: optimizer.weight_decay."""
+    weight_decay_incr_style: Annotated[Literal["constant", "linear", "cosine"], Default("constant")]
+    """How weight decay grows from the one to the other."""
+
+
+@closed
+class DistributedDataParallelConfig(TypedDict):
+    grad_reduce_in_fp32: Annotated[bool, Default(True)]
+    """Reduce gradients in float32 whatever the precision of the weights."""
+    overlap_grad_reduce: Annotated[bool, Default(False)]
+    """Reduce gradients during the backward pass."""
+    overlap_param_gather: Annotated[bool, Default(False)]
+    """Gather parameters during the forward pass; needs the distributed optimizer and overlap_grad_reduce."""
+
+
+@closed
+class MegatronConfig(TypedDict):
+    enabled: Annotated[bool, Default(True)]
+    """Train with Megatron-Core, the only backend."""
+    transformer_impl: Annotated[Literal["auto", "torch", "transformer_engine"], Default("auto")]
+    """Layer implementation; auto takes Transformer Engine where it can be imported, else torch."""
+    env_vars: Annotated[dict[str, str] | None, Default(None)]
+    """Environment variables of the workers, {NAME: "value"}, set before they import anything; null: none."""
+    empty_unused_memory_level: Annotated[int, Ge(0), Le(2), Default(0)]
+    """Hand cached device memory back: 0 never, 1 after training, 2 also after generation."""
+    model_overrides: Annotated[dict[str, Any], Default({})]
+    """Fields of Megatron-Core's TransformerConfig that have no key here, by name."""
+    cpu_affinity: CpuAffinityConfig
+    """Cores and memory near the GPU."""
+
+    # Parallelism; all workers that these leave over are data parallel.
+    tensor_model_parallel_size: Annotated[Positive, Default(1), Forwarded()]
+    """Ranks that share each layer's weights."""
+    pipeline_model_parallel_size: Annotated[Positive, Default(1), Forwarded()]
+    """Ranks that share the layers."""
+    virtual_pipeline_model_parallel_size: Annotated[Positive | None, Default(None), Forwarded()]
+    """Parts of the layers that each pipeline rank takes turns with; null: one."""
+    num_layers_in_first_pipeline_stage: Annotated[Positive | None, Default(None), Forwarded()]
+    """Layers of the first pipeline rank; null: an even share."""
+    num_layers_in_last_pipeline_stage: Annotated[Positive | None, Default(None), Forwarded()]
+    """Layers of the last pipeline rank; null: an even share."""
+    overlap_p2p_comm: Annotated[bool, Default(False), Forwarded()]
+    """Send between pipeline ranks during computation."""
+    batch_p2p_comm: Annotated[bool, Default(True), Forwarded()]
+    """Send between pipeline ranks in batches; excludes overlap_p2p_comm."""
+    context_parallel_size: Annotated[Positive, Default(1), Forwarded()]
+    """Ranks that share a sequence."""
+    expert_model_parallel_size: Annotated[Positive, Default(1), Forwarded()]
+    """Ranks that share the experts."""
+    expert_tensor_parallel_size: Annotated[Positive, Default(1), Forwarded()]
+    """Ranks that share each expert's weights; only 1 so far."""
+    sequence_parallel: Annotated[bool, Default(False), Forwarded()]
+    """Split norms and dropout over the tensor-parallel ranks."""
+
+    # Recomputation: what is not saved is computed again in the backward pass.
+
+    activation_checkpointing: Annotated[bool | None, Default(None)]
+    """NeMo-RL's switch: true recomputes, whole layers unless recompute_granularity says less; false does not."""
+    recompute_granularity: Annotated[Literal["full", "selective"] | None, Default(None), Forwarded()]
+    """Recompute whole layers, or the modules in recompute_modules, in the backward pass; null: nothing."""
+    recompute_modules: Annotated[list[str] | None, Default(None), Forwarded(unless_null=True)]
+    """Modules that selective recomputation covers, Megatron-Core's and mlp_act, mlp_fc1; null: core_attn."""
+    recompute_method: Annotated[Literal["uniform", "block"] | None, Default(None), Forwarded()]
+    """Which layers full recomputation covers: uniform groups of layers, or the first ones."""
+    recompute_num_layers: Annotated[Positive | None, Default(None), Forwarded()]
+    """Full: layers per uniform group, or number of first. Selective: layers with mlp or mlp_fc1; null: all."""
+
+    # Activation offloading: what the listed modules save for backward waits in host memory instead of on the device.
+
+    fine_grained_activation_offloading: Annotated[bool | None, Default(None)]
+    """Keep the activations of offload_modules in host memory; false clears what the model says, null keeps it."""
+    # The modules: attn_norm, qkv_linear, core_attn, attn_proj (needs core_attn), mlp_norm; in layers without experts
+    # mlp_fc1, mlp_act; in layers with experts expert_fc1, moe_act, expert_fc2, shared_experts.
+    offload_modules: Annotated[list[str] | Literal["auto"] | None, Default(None)]
+    """Modules whose saved activations are offloaded; auto chooses for gpu_memory_budget; null: none."""
+    min_offloaded_tensor_size: Annotated[Count, Default(1048576), Forwarded()]
+    """Smallest tensor that is offloaded, in elements."""
+    activation_offload_fraction: Annotated[Fraction, Default(1.0), Forwarded()]
+    """Share of the groups that is offloaded, the earliest of a forward."""
+    delta_offload_bytes_across_pp_ranks: Annotated[Count, Default(0), Forwarded()]
+    """Bytes that each pipeline rank offloads less than the one before, in a step."""
+    fine_grained_offloading_max_inflight_offloads: Annotated[Count | None, Default(None), Forwarded()]
+    """Copies of a module on their way at a time; null: no limit."""
+    delay_offload_until_cuda_graph: Annotated[bool, Default(False), Forwarded()]
+    """Start copies when the CUDA graph of the next layer is launched."""
+    activation_offload: ActivationOffloadConfig
+    """How activations are offloaded."""
+    cpu_offloading: Annotated[bool, Default(False), Forwarded()]
+    """Transformer Engine's offloading of whole layers; excludes fine_grained_activation_offloading."""
+    cpu_offloading_num_layers: Annotated[Count, Default(0), Forwarded()]
+    """First layers that cpu_offloading covers."""
+
+    # Buffers of fixed size for the experts.
+
+    moe_paged_stash: Annotated[bool, Default(False), Forwarded()]
+    """Keep what the experts save for backward in pages, not worst-case buffers."""
+    moe_paged_stash_page_size: Annotated[Positive, Default(64), Forwarded()]
+    """Size of a page, in tokens."""
+    moe_paged_stash_buffer_size_factor_cuda: Annotated[float, Default(1.1), Forwarded()]
+    """Size of the device's pages: positive, times the balanced case; negative, times the most a step needed."""
+    moe_paged_stash_buffer_size_factor_cpu: Annotated[float, Default(0.0), Forwarded()]
+    """Size of the pinned host pages for what the device's do not hold, with the same sign; 0: none."""
+    moe_expert_rank_capacity_factor: Annotated[Annotated[float, Gt(0)] | None, Default(None), Forwarded()]
+    """Rows of the buffer that a rank's experts get, times the balanced case; null: as many as come, read each time."""
+
+    # CUDA graphs are not available yet.
+
+    cuda_graph_impl: Annotated[
+        Literal["none", "local", "transformer_engine", "full_iteration"], Default("none"), Forwarded()
+    ]
+    """Who captures CUDA graphs; only none so far."""
+    cuda_graph_modules: Annotated[list[str] | None, Default(None), Forwarded(unless_null=True)]
+    """Parts of a layer that are captured; null: the whole layer."""
+    cuda_graph_warmup_steps: Annotated[Count, Default(3), Forwarded()]
+    """Steps before the capture."""
+
+    # Experts. Null leaves what the model says.
+    freeze_moe_router: Annotated[bool, Default(False)]
+    """Do not train the weights that choose the experts."""
+    moe_router_dtype: Annotated[Literal["fp32", "fp64"] | None, Default(None), Forwarded(unless_null=True)]
+    """Type in which experts are chosen and weighted."""
+    moe_router_load_balancing_type: Annotated[
+        Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] | None,
+        Default(None),
+        Forwarded(unless_null=True),
+    ]
+    """How the load of the experts is balanced."""
+    moe_router_bias_update_rate: Annotated[NonNegative | None, Default(None), Forwarded(unless_null=True)]
+    """Step of the bias that balances experts without a loss, for models that have one."""
+    moe_aux_loss_coeff: Annotated[NonNegative | None, Default(None), Forwarded(unless_null=True)]
+    """Weight of the experts' load-balancing loss."""
+    moe_per_layer_logging: Annotated[bool, Default(False), Forwarded()]
+    """Log the experts' balancing losses of each layer, besides their mean."""
+    moe_token_dispatcher_type: Annotated[Literal["allgather", "alltoall", "flex"], Default("alltoall"), Forwarded()]
+    """How tokens reach their experts; flex is not available yet."""
+    moe_flex_dispatcher_backend: Annotated[
+        Literal["deepep", "hybridep", "ncclep"] | None, Default(None), Forwarded(unless_null=True)
+    ]
+    """Library behind the flex dispatcher; null: deepep."""
+    moe_permute_fusion: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
+    """Sort tokens for their experts with Transformer Engine's kernels."""
+    moe_shared_expert_overlap: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
+    """Compute the shared experts while tokens travel; needs the alltoall or flex dispatcher."""
+
+    # Kernels. Null leaves what the layer implementation takes by itself.
+    apply_rope_fusion: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
+    """Rotate positions with Transformer Engine's kernel."""
+    bias_activation_fusion: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
+    """Fuse bias and activation; null with transformer_impl: torch: where a GPU and a C compiler are there."""
+    gradient_accumulation_fusion: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
+    """Add weight gradients inside the matrix product, with Transformer Engine."""
+    use_transformer_engine_op_fuser: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
+    """Let Transformer Engine fuse operations; fused_group_mlp needs it."""
+    attention_backend: Annotated[Literal["flash", "fused", "unfused", "local", "auto"] | None, Default(None)]
+    """Transformer Engine's attention kernel."""
+    layernorm_epsilon: Annotated[Annotated[float, Gt(0)] | None, Default(None), Forwarded(unless_null=True)]
+    """Term that keeps the norms' denominator from zero."""
+
+    optimizer: OptimizerConfig
+    """The optimizer."""
+    scheduler: SchedulerConfig
+    """The learning rate and the weight decay over the steps."""
+    distributed_data_parallel_config: DistributedDataParallelConfig
+    """How gradients and parameters travel between data-parallel ranks."""
+
+
+@closed
+class ProblemsConfig(TypedDict):
+    seed: Seed
+    """Seed of the problem generator; problem i uses seed + i."""
+    size: NumProblems
+    """Number of problems, whose order is held in memory."""
+
+
+@closed
+class TrainingDataConfig(TypedDict):
+    path: Annotated[str | None, Default(None)]
+    """File or folder: conversations (sft), preference pairs (dpo), problems (math, function); null: reasoning-gym's."""
+    split: Annotated[str | None, Default(None)]
+    """Split to take from a folder that holds several."""
+    seed: Annotated[Seed, Default(1_000_000)]
+    """Seed of the problem generator; problem i uses seed + i."""
+    size: Annotated[NumProblems, Default(20_000)]
+    """Number of problems, whose order is held in memory."""
+
+
+@closed
+class ValidationDataConfig(TypedDict):
+    path: Annotated[str | None, Default(None)]
+    """The same for validation."""
+    split: Annotated[str | None, Default(None)]
+    """The same for validation."""
+    seed: Annotated[Seed, Default(10_000_000)]
+    """Seed of the problem generator; problem i uses seed + i."""
+    size: Annotated[NumProblems, Default(256)]
+    """Number of problems, whose order is held in memory."""
+    exclude: Annotated[list[ProblemsConfig], Default([])]
+    """List of {seed, size}: problems that validation must not contain, such as those the start model was trained on."""
+
+
+@closed
+class DataConfig(TypedDict):
+    env_name: Annotated[EnvironmentName, Default("reasoning_gym")]
+    """The section of env that scores responses (grpo, distillation)."""
+    shuffle: Annotated[bool, Default(True)]
+    """Draw training problems in random order, anew in each epoch."""
+    max_input_seq_length: Annotated[Positive, Default(256)]
+    """Longest prompt, in tokens."""
+    prompt_template: Annotated[str | None, Default(None)]
+    """Prompt around {question}; null: the tokenizer's chat template."""
+    on_bad_line: Annotated[Literal["error", "skip"], Default("error")]
+    """A record that cannot be used ends the run (error), or is left out and counted (skip)."""
+    train: TrainingDataConfig
+    """Training data; problems that validation contains are removed."""
+    validation: ValidationDataConfig
+    """Validation data."""
+
+
+@closed
+class ReasoningGymConfig(TypedDict):
+    task: Annotated[str | None, Default(None)]
+    """Name of a reasoning-gym data set; null where data comes from files."""
+    params: Annotated[dict[str, Any], Default({})]
+    """Parameters of that data set."""
+    num_workers: Annotated[Positive, Default(1)]
+    """Actors that score responses."""
+    binary_reward: Annotated[bool, Default(False)]
+    """Reward 1 for a score from correct_threshold on and 0 below (true), or the score itself (false)."""
+    correct_threshold: Annotated[Share, Default(0.999)]
+    """Score from which a response counts as correct."""
+
+
+@closed
+class MathConfig(TypedDict):
+    num_workers: Annotated[Positive, Default(1)]
+    """Actors that score responses."""
+    comparison: Annotated[Literal["symbolic", "exact"], Default("symbolic")]
+    """Answers are equal by value (math-verify), or as text (the last boxed answer, or all)."""
+
+
+@closed
+class FunctionConfig(TypedDict):
+    path: Annotated[str | None, Default(None)]
+    """The function, as package.module:name."""
+    params: Annotated[dict[str, Any], Default({})]
+    """Further arguments of the function, by name."""
+    num_workers: Annotated[Positive, Default(1)]
+    """Actors that call it."""
+    timeout_s: Annotated[Annotated[float, Gt(0)] | None, Default(60.0)]
+    """Seconds that the responses of one turn may take, all together; null: no limit."""
+
+
+@closed
+class EnvConfig(TypedDict):
+    reasoning_gym: ReasoningGymConfig
+    """Problems and their verification by reasoning-gym."""
+    math: MathConfig
+    """Verification of mathematical answers."""
+    function: FunctionConfig
+    """Verification by a Python function."""
 
 
 @closed
 class TokenizerConfig(TypedDict):
-    name: str
+    name: Annotated[str, Default("${policy.model_name}")]
     """Local folder with a Hugging Face tokenizer."""
 
 
 @closed
 class GenerationResources(TypedDict):
-    gpus_per_node: Positive | None
+    gpus_per_node: Annotated[Positive | None, Default(None)]
     """On one machine: how many of its workers only generate."""
-    num_nodes: Positive | None
+    num_nodes: Annotated[Positive | None, Default(None)]
     """On several machines: how many of them only generate."""
 
 
 @closed
 class ColocatedConfig(TypedDict):
-    enabled: bool
+    enabled: Annotated[bool, Default(True)]
     """Generate in the training workers; false: in workers of their own, which take the weights over after each step."""
     resources: GenerationResources
     """With false: how many of the cluster's workers generate; the others train."""
@@ -44,252 +388,263 @@ class ColocatedConfig(TypedDict):
 
 @closed
 class GenerationConfig(TypedDict):
-    backend: Literal["megatron"]
+    backend: Annotated[Literal["megatron"], Default("megatron")]
     """Engine that generates the responses."""
     colocated: ColocatedConfig
     """Which workers generate."""
-    max_new_tokens: Positive
+    max_new_tokens: Annotated[Positive, Default(256)]
     """Longest response, in tokens."""
-    temperature: Annotated[float, Gt(0)]
+    temperature: Annotated[float, Gt(0), Default(1.0)]
     """Sampling temperature, in training and in validation."""
-    top_p: Share
-    """Nucleus sampling: smallest set of tokens with this probability mass; 1 keeps all."""
-    top_k: Positive | None
+    top_p: Annotated[Share, Default(1.0)]
+    """Nucleus sampling: keep the likeliest tokens with this mass; 1: all."""
+    top_k: Annotated[Positive | None, Default(None)]
     """Sample among this many most likely tokens; null keeps all."""
 
 
 @closed
 class DynamicBatchingConfig(TypedDict):
-    enabled: bool
-    """Microbatches of samples of similar length, padded, as many as fit into a number of tokens."""
-    train_mb_tokens: Positive
+    enabled: Annotated[bool, Default(False)]
+    """Put samples of similar length together, as many as fit."""
+    train_mb_tokens: Annotated[
+        Positive, Default("${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}")
+    ]
     """Tokens of a microbatch in training, padding included."""
-    logprob_mb_tokens: Positive
+    logprob_mb_tokens: Annotated[
+        Positive, Default("${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}")
+    ]
     """The same when log-probabilities are computed."""
-    sequence_length_round: Positive | Literal["power_of_two"]
+    sequence_length_round: Annotated[Positive | Literal["power_of_two"], Default(64)]
     """Lengths are filled up to a multiple of this, or to the next power of two."""
 
 
 @closed
 class SequencePackingConfig(DynamicBatchingConfig):
-    enabled: bool
-    """Microbatches of samples written one after another without padding, as many as fit into a number of tokens."""
-    algorithm: Literal["concatenative", "first_fit_decreasing", "modified_first_fit_decreasing"]
-    """How samples are chosen: in their order, or so that microbatches get full."""
+    enabled: Annotated[bool, Default(False)]
+    """Write samples one after another without padding, as many as fit."""
+    algorithm: Annotated[
+        Literal["concatenative", "first_fit_decreasing", "modified_first_fit_decreasing"],
+        Default("modified_first_fit_decreasing"),
+    ]
+    """How samples are chosen: in their order (concatenative), or so that microbatches get full."""
 
 
 @closed
 class PolicyConfig(TypedDict):
-    model_name: str
+    model_name: Annotated[str, Default("???")]
     """Local folder with the start model in Hugging Face format."""
     tokenizer: TokenizerConfig
     """The tokenizer."""
-    precision: Literal["float32", "bfloat16"]
+    precision: Annotated[Literal["float32", "bfloat16"], Default("bfloat16")]
     """Type of weights and activations."""
-    train_global_batch_size: Positive
+    train_global_batch_size: Annotated[Positive, Default(512)]
     """Samples per optimizer step, over all ranks."""
-    train_micro_batch_size: Positive
+    train_micro_batch_size: Annotated[Positive, Default(4)]
     """Samples per forward and backward pass of a rank."""
-    logprob_batch_size: Positive
+    logprob_batch_size: Annotated[Positive, Default(4)]
     """Samples per forward pass of a rank when log-probabilities are computed."""
-    logprob_chunk_size: Positive | None
+    logprob_chunk_size: Annotated[Positive | None, Default(None)]
     """Positions of the logits that log-probabilities and entropy are computed of at a time; null: all."""
+    generation_batch_size: Annotated[Positive, Default(32)]
+    """Samples that a rank generates at a time."""
+    max_total_sequence_length: Annotated[Positive, Default(512)]
+    """Longest prompt and response together, in tokens."""
+
+    # Microbatches by a number of tokens instead of samples. Not both.
     dynamic_batching: DynamicBatchingConfig
     """Microbatches by a number of tokens, padded."""
     sequence_packing: SequencePackingConfig
     """Microbatches by a number of tokens, packed."""
-    generation_batch_size: Positive
-    """Samples that a rank generates at a time."""
-    max_total_sequence_length: Positive
-    """Longest prompt and response together, in tokens."""
+
     megatron_cfg: MegatronConfig
     """Megatron-Core: parallelism, recomputation, offloading, optimizer."""
+
     generation: GenerationConfig
     """How responses are sampled."""
 
 
 @closed
 class LossConfig(TypedDict):
-    reference_policy_kl_penalty: NonNegative
+    reference_policy_kl_penalty: Annotated[NonNegative, Default(0.01)]
     """Weight of the KL divergence from the start model; 0 leaves the reference model out."""
-    reference_policy_kl_type: Literal["k1", "k2", "k3"]
+    reference_policy_kl_type: Annotated[Literal["k1", "k2", "k3"], Default("k3")]
     """Estimate of that divergence: difference of log-probabilities, half its square, or exp(-d) - 1 + d."""
-    ratio_clip_min: Share
+    ratio_clip_min: Annotated[Share, Default(0.2)]
     """The probability ratio is clipped below 1 minus this."""
-    ratio_clip_max: Annotated[float, Gt(0)]
+    ratio_clip_max: Annotated[float, Gt(0), Default(0.2)]
     """The probability ratio is clipped above 1 plus this."""
-    ratio_clip_c: Annotated[float, Gt(1)] | None
+    ratio_clip_c: Annotated[Annotated[float, Gt(1)] | None, Default(None)]
     """Dual clip: with a negative advantage the ratio counts at most this; null: no such bound."""
-    use_cispo: bool
+    use_cispo: Annotated[bool, Default(False)]
     """CISPO: the clipped ratio, without a gradient, weighs the log-probability."""
-    sequence_level_importance_ratios: bool
+    sequence_level_importance_ratios: Annotated[bool, Default(False)]
     """GSPO: one probability ratio for each response, the geometric mean over its tokens."""
-    use_importance_sampling_correction: bool
+    use_importance_sampling_correction: Annotated[bool, Default(False)]
     """Weigh each token by how much likelier it is to the training model than to the generation engine."""
-    truncated_importance_sampling_ratio: Annotated[float, Gt(0)] | None
+    truncated_importance_sampling_ratio: Annotated[Annotated[float, Gt(0)] | None, Default(None)]
     """Largest such weight; null: no bound."""
-    entropy_coeff: NonNegative
+    entropy_coeff: Annotated[NonNegative, Default(0.0)]
     """Weight of the entropy bonus."""
-    token_level_loss: bool
+    token_level_loss: Annotated[bool, Default(True)]
     """Average over all tokens of the batch (true), or over each response and then over responses (false)."""
-    kl_type: Literal["forward", "reverse", "mixed"]
+    kl_type: Annotated[Literal["forward", "reverse", "mixed"], Default("mixed")]
     """Distillation: KL(teacher, student), KL(student, teacher), or a mixture."""
-    mixed_kl_weight: Fraction
+    mixed_kl_weight: Annotated[Fraction, Default(0.5)]
     """Distillation: share of the forward divergence in the mixture."""
-    zero_outside_topk: bool
+    zero_outside_topk: Annotated[bool, Default(True)]
     """Distillation: the teacher gives nothing outside its top k (true), or only the top k is compared (false)."""
 
 
 @closed
 class RewardShapingConfig(TypedDict):
-    enabled: bool
+    enabled: Annotated[bool, Default(False)]
     """Lower the reward of long responses (DAPO's soft overlong punishment)."""
-    max_response_length: Positive | None
+    max_response_length: Annotated[Positive | None, Default(None)]
     """Response length in tokens from which on the penalty is whole; null: policy.generation.max_new_tokens."""
-    overlong_buffer_length: Positive
+    overlong_buffer_length: Annotated[Positive, Default(64)]
     """Tokens before that length over which the penalty grows from 0."""
-    overlong_buffer_penalty: NonNegative
+    overlong_buffer_penalty: Annotated[NonNegative, Default(1.0)]
     """The whole penalty."""
 
 
 @closed
 class GRPOConfig(TypedDict):
-    num_prompts_per_step: Positive
+    num_prompts_per_step: Annotated[Positive, Default(32)]
     """Prompts per step."""
-    num_generations_per_prompt: Positive
+    num_generations_per_prompt: Annotated[Positive, Default(16)]
     """Responses per prompt: the group that rewards are compared in."""
-    max_rollout_turns: Positive
+    max_rollout_turns: Annotated[Positive, Default(1)]
     """Most turns of an episode, where the environment answers responses; 1: one response."""
-    max_num_steps: Positive
+    max_num_steps: Annotated[Positive, Default(1000)]
     """Steps of the run."""
-    normalize_rewards: bool
+    normalize_rewards: Annotated[bool, Default(True)]
     """Divide advantages by the standard deviation of their group."""
-    use_leave_one_out_baseline: bool
+    use_leave_one_out_baseline: Annotated[bool, Default(True)]
     """Baseline of a response: mean reward of the others in its group (true), or of the group (false)."""
-    ppo_epochs: Positive
+    ppo_epochs: Annotated[Positive, Default(1)]
     """Passes over the responses of a step."""
-    overlong_filtering: bool
+    overlong_filtering: Annotated[bool, Default(False)]
     """Leave responses without an end token out of the loss."""
-    use_dynamic_sampling: bool
+    use_dynamic_sampling: Annotated[bool, Default(False)]
     """Replace prompts whose responses all have the same reward (DAPO)."""
-    batch_multiplier: Annotated[float, Ge(1)]
+    batch_multiplier: Annotated[float, Ge(1), Default(1.0)]
     """Dynamic sampling generates for num_prompts_per_step times this at a time."""
-    dynamic_sampling_max_gen_batches: Positive
+    dynamic_sampling_max_gen_batches: Annotated[Positive, Default(10)]
     """Dynamic sampling gives up after this many such batches."""
     reward_shaping: RewardShapingConfig
     """Penalty for long responses."""
-    val_period: Count
+    val_period: Annotated[Count, Default(10)]
     """Steps between validations; 0: none in between."""
-    val_at_start: bool
+    val_at_start: Annotated[bool, Default(True)]
     """Validate before the first step."""
-    val_at_end: bool
+    val_at_end: Annotated[bool, Default(True)]
     """Validate after the last step."""
-    max_val_samples: Positive
+    max_val_samples: Annotated[Positive, Default(256)]
     """Problems per validation."""
-    val_batch_size: Positive
+    val_batch_size: Annotated[Positive, Default(256)]
     """Problems that are generated and scored together in validation."""
-    seed: Seed
+    seed: Annotated[Seed, Default(42)]
     """Seed of the run: order of the problems and sampling."""
 
 
 @closed
 class SFTConfig(TypedDict):
-    max_num_epochs: Positive | None
+    max_num_epochs: Annotated[Positive | None, Default(1)]
     """Passes over the data after which the run ends; null: max_num_steps alone decides."""
-    max_num_steps: Positive
+    max_num_steps: Annotated[Positive, Default(1000)]
     """Most steps of the run."""
-    val_period: Count
+    val_period: Annotated[Count, Default(10)]
     """Steps between validations; 0: none in between."""
-    val_at_start: bool
+    val_at_start: Annotated[bool, Default(True)]
     """Validate before the first step."""
-    val_at_end: bool
+    val_at_end: Annotated[bool, Default(True)]
     """Validate after the last step."""
-    max_val_samples: Positive
+    max_val_samples: Annotated[Positive, Default(256)]
     """Samples per validation."""
-    seed: Seed
+    seed: Annotated[Seed, Default(42)]
     """Seed of the run: order of the data."""
 
 
 @closed
 class DPOConfig(SFTConfig):
-    reference_policy_kl_penalty: Annotated[float, Gt(0)]
+    reference_policy_kl_penalty: Annotated[float, Gt(0), Default(0.05)]
     """Beta of DPO: the weight of staying near the start model."""
-    label_smoothing: Annotated[float, Ge(0), Lt(0.5)]
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5), Default(0.0)]
     """Share of pairs that are taken to be the wrong way round."""
-    preference_average_log_probs: bool
+    preference_average_log_probs: Annotated[bool, Default(False)]
     """A response's log-probability in the preference loss: mean (true) or sum (false) over its tokens."""
-    sft_average_log_probs: bool
+    sft_average_log_probs: Annotated[bool, Default(False)]
     """The same in the supervised loss of the chosen response."""
-    preference_loss_weight: NonNegative
+    preference_loss_weight: Annotated[NonNegative, Default(1.0)]
     """Weight of the preference loss."""
-    sft_loss_weight: NonNegative
+    sft_loss_weight: Annotated[NonNegative, Default(0.0)]
     """Weight of the supervised loss of the chosen response."""
 
 
 @closed
 class DistillationConfig(TypedDict):
-    num_prompts_per_step: Positive
+    num_prompts_per_step: Annotated[Positive, Default(32)]
     """Prompts per step."""
-    num_generations_per_prompt: Positive
+    num_generations_per_prompt: Annotated[Positive, Default(1)]
     """Responses of the student per prompt."""
-    max_rollout_turns: Positive
+    max_rollout_turns: Annotated[Positive, Default(1)]
     """Most turns of an episode, where the environment answers responses; 1: one response."""
-    max_num_steps: Positive
+    max_num_steps: Annotated[Positive, Default(1000)]
     """Steps of the run."""
-    topk_logits_k: Positive
+    topk_logits_k: Annotated[Positive, Default(64)]
     """Tokens at each position, the teacher's most likely ones, that are compared."""
-    val_period: Count
+    val_period: Annotated[Count, Default(10)]
     """Steps between validations; 0: none in between."""
-    val_at_start: bool
+    val_at_start: Annotated[bool, Default(True)]
     """Validate before the first step."""
-    val_at_end: bool
+    val_at_end: Annotated[bool, Default(True)]
     """Validate after the last step."""
-    max_val_samples: Positive
+    max_val_samples: Annotated[Positive, Default(256)]
     """Problems per validation."""
-    val_batch_size: Positive
+    val_batch_size: Annotated[Positive, Default(256)]
     """Problems that are generated and scored together in validation."""
-    seed: Seed
+    seed: Annotated[Seed, Default(42)]
     """Seed of the run: order of the problems and sampling."""
 
 
 @closed
 class TeacherConfig(TypedDict):
-    model_name: str | None
+    model_name: Annotated[str | None, Default(None)]
     """Local folder of the teacher in Hugging Face format, with the student's vocabulary."""
-    precision: Literal["float32", "bfloat16"] | None
+    precision: Annotated[Literal["float32", "bfloat16"] | None, Default(None)]
     """Type of its weights; null: policy.precision."""
-    logprob_batch_size: Positive | None
+    logprob_batch_size: Annotated[Positive | None, Default(None)]
     """Samples per forward pass of a rank; null: policy.logprob_batch_size."""
 
 
 @closed
 class WandbConfig(TypedDict):
-    project: str
+    project: Annotated[str, Default("nemo-rl-offload")]
     """Project of the run."""
-    name: str | None
+    name: Annotated[str | None, Default(None)]
     """Name of the run; null: that of the run directory."""
 
 
 @closed
 class MlflowConfig(TypedDict):
-    experiment_name: str
+    experiment_name: Annotated[str, Default("nemo-rl-offload")]
     """Experiment of the run."""
-    run_name: str | None
+    run_name: Annotated[str | None, Default(None)]
     """Name of the run; null: that of the run directory."""
-    tracking_uri: str | None
+    tracking_uri: Annotated[str | None, Default(None)]
     """Server or store; null: mlflow.db in the run directory."""
 
 
 @closed
 class LoggerConfig(TypedDict):
-    tensorboard_enabled: bool
+    tensorboard_enabled: Annotated[bool, Default(True)]
     """Write metrics for TensorBoard."""
-    jsonl_enabled: bool
+    jsonl_enabled: Annotated[bool, Default(True)]
     """Write metrics to metrics.jsonl."""
-    wandb_enabled: bool
-    """Write metrics for Weights & Biases, offline unless the variable WANDB_MODE says otherwise."""
-    mlflow_enabled: bool
-    """Write metrics for MLflow."""
+    wandb_enabled: Annotated[bool, Default(False)]
+    """Write metrics for Weights & Biases (`uv sync --group wandb`), offline unless WANDB_MODE says otherwise."""
+    mlflow_enabled: Annotated[bool, Default(False)]
+    """Write metrics for MLflow (`uv sync --group mlflow`)."""
     wandb: WandbConfig
     """Weights & Biases."""
     mlflow: MlflowConfig
@@ -298,41 +653,43 @@ class LoggerConfig(TypedDict):
 
 @closed
 class CheckpointingConfig(TypedDict):
-    enabled: bool
+    enabled: Annotated[bool, Default(True)]
     """Write checkpoints."""
-    save_period: Positive
+    save_period: Annotated[Positive, Default(10)]
     """Steps between checkpoints."""
-    keep_top_k: Positive | None
+    keep_top_k: Annotated[Positive | None, Default(3)]
     """Checkpoints that are kept, best first; null keeps all."""
-    metric_name: Literal["val:accuracy", "val:reward", "val:loss", "train:reward", "train:loss"]
+    metric_name: Annotated[
+        Literal["val:accuracy", "val:reward", "val:loss", "train:reward", "train:loss"], Default("val:accuracy")
+    ]
     """Metric that ranks checkpoints."""
-    higher_is_better: bool
+    higher_is_better: Annotated[bool, Default(True)]
     """Whether a higher metric is better."""
-    is_async: bool
+    is_async: Annotated[bool, Default(False)]
     """Write checkpoints while training goes on, from a copy in host memory."""
 
 
 @closed
 class FaultToleranceConfig(TypedDict):
-    max_restarts: Count
+    max_restarts: Annotated[Count, Default(0)]
     """Times that a run starts its workers again after one died or failed, from the last checkpoint."""
-    grace_period_s: NonNegative
+    grace_period_s: Annotated[NonNegative, Default(25)]
     """Seconds that a step and a checkpoint may take after SIGTERM; 0: end at once, without a checkpoint."""
-    max_skipped_steps: Count
+    max_skipped_steps: Annotated[Count, Default(5)]
     """Steps in a row that may be skipped because the loss or a gradient is not finite; one more ends the run."""
 
 
 @closed
 class ClusterConfig(TypedDict):
-    num_nodes: Positive
+    num_nodes: Annotated[Positive, Default(1)]
     """Machines."""
-    gpus_per_node: Positive | Literal["auto"]
+    gpus_per_node: Annotated[Positive | Literal["auto"], Default("auto")]
     """Workers per machine, one per GPU where there are GPUs; auto: all GPUs, or one worker on the CPU."""
 
 
 @closed
 class MasterConfig(TypedDict):
-    algorithm: Algorithm
+    algorithm: Annotated[Algorithm, Default("grpo")]
     """What is run; the sections of other algorithms have no effect."""
     policy: PolicyConfig
     """The model and how it is trained."""

@@ -1,5 +1,8 @@
-"""What the schema's sections are made of: ranges of numbers, and the words that describe a type to a user."""
+"""What the schema's sections are made of: ranges of numbers, defaults, and the words that describe a type to a user."""
 
+from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -7,6 +10,21 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, with_config
 
 closed = with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+
+
+@dataclass(frozen=True)
+class Default:
+    """The value of a key that is not given; an interpolation, such as ``"${policy.precision}"``, is text."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """The value is handed to Megatron-Core's field of the same name; ``unless_null``, where null keeps the model's."""
+
+    unless_null: bool = False
+
 
 Positive = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
@@ -23,8 +41,40 @@ _BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "from"), (Lt, "lt", "below"), (Le, "l
 
 
 def keys_of(annotation: Any) -> dict[str, Any]:
-    """Return key -> annotation of a section, or ``{}`` for anything else."""
+    """Return key -> what it allows of a section, or ``{}`` for anything else."""
+    return {key: _without_markers(declared) for key, declared in _declared(annotation).items()}
+
+
+def defaults_of(section: Any) -> dict[str, Any]:
+    """Return the defaults of a section and of the sections in it; of keys that have one."""
+    found: dict[str, Any] = {}
+    for key, declared in _declared(section).items():
+        if is_typeddict(declared):
+            found[key] = defaults_of(declared)
+        for marker in _markers(declared):
+            if isinstance(marker, Default):
+                found[key] = marker.value
+    return found
+
+
+def forwarded(section: Any, *, unless_null: bool) -> tuple[str, ...]:
+    """Return the keys of a section that are marked so."""
+    return tuple(key for key, declared in _declared(section).items() if Forwarded(unless_null) in _markers(declared))
+
+
+def _declared(annotation: Any) -> dict[str, Any]:
     return get_type_hints(annotation, include_extras=True) if is_typeddict(annotation) else {}
+
+
+def _markers(declared: Any) -> tuple[Any, ...]:
+    return declared.__metadata__ if get_origin(declared) is Annotated else ()
+
+
+def _without_markers(declared: Any) -> Any:
+    if get_origin(declared) is not Annotated:
+        return declared
+    kept = [marker for marker in _markers(declared) if not isinstance(marker, Default | Forwarded)]
+    return reduce(lambda allowed, marker: getitem(Annotated, (allowed, marker)), kept, declared.__origin__)
 
 
 def describe(annotation: Any) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_rl_offload.config.full_schema import full_schema
-from nemo_rl_offload.config.known_keys import right_place
+from nemo_rl_offload.config.full_schema import full_schema, right_place
 from nemo_rl_offload.config.nemo_rl import MISSING, NOT_ALLOWED, OTHER_RULES, adapted, is_replaceable, unsupported
 from nemo_rl_offload.config.rules.registry import RULES, RULES_OF_THIS_MACHINE, WARNINGS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, ReportedError, Rule

@@ -15,9 +15,9 @@ from itertools import chain
 from random import Random
 from typing import Any, Literal
 
-from nemo_rl_offload.config.data_schema import DataConfig, ReasoningGymConfig, ValidationDataConfig
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.loader import resolve_data_path
+from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig, ValidationDataConfig
 from nemo_rl_offload.data.problem_files import read_problems
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
 from nemo_rl_offload.data.tokenizer import encode_prompt

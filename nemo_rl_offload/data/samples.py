@@ -15,9 +15,8 @@ import torch
 
 from nemo_rl_offload.batching.batch import Batch, pad_sequences
 from nemo_rl_offload.config.algorithms import ALGORITHMS
-from nemo_rl_offload.config.data_schema import DataConfig, TrainingDataConfig, ValidationDataConfig
 from nemo_rl_offload.config.loader import resolve_data_path
-from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.schema import DataConfig, MasterConfig, TrainingDataConfig, ValidationDataConfig
 from nemo_rl_offload.data.chat import BadRecordError, ChatEncoder, Row, parse_conversation, parse_preference
 from nemo_rl_offload.data.prompts import problem_sets
 from nemo_rl_offload.data.reasoning_gym import Problem

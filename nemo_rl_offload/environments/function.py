@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nemo_rl_offload.config.data_schema import FunctionConfig
+from nemo_rl_offload.config.schema import FunctionConfig
 from nemo_rl_offload.environments.interface import Episode, Score
 from nemo_rl_offload.errors import ConfigError, WorkerError, nearest
 

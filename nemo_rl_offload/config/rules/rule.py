@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
-from nemo_rl_offload.config.known_keys import section_at
+from nemo_rl_offload.config.full_schema import section_at
 from nemo_rl_offload.config.shapes import Shape, read_shape
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError

@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from nemo_rl_offload.config.megatron_schema import MegatronConfig
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, megatron
+from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.types import describe, keys_of
 from nemo_rl_offload.errors import nearest
 

@@ -23,11 +23,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.router import Router
 
-from nemo_rl_offload.config.megatron_schema import MegatronConfig, SchedulerConfig
-from nemo_rl_offload.config.megatron_schema import OptimizerConfig as OptimizerKeys
 from nemo_rl_offload.config.rules.megatron import transformer_engine_settings
-from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.config.types import keys_of
+from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig, SchedulerConfig
+from nemo_rl_offload.config.schema import OptimizerConfig as OptimizerKeys
+from nemo_rl_offload.config.types import forwarded, keys_of
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build.bridge import have_transformer_engine
 from nemo_rl_offload.megatron.layers.dense_mlp import open_dense_mlps, recompute_dense_mlps
@@ -61,56 +60,9 @@ def resolve_transformer_impl(name: str) -> str:
     return name
 
 
-FORWARDED = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "overlap_p2p_comm",
-    "batch_p2p_comm",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "min_offloaded_tensor_size",
-    "activation_offload_fraction",
-    "delta_offload_bytes_across_pp_ranks",
-    "fine_grained_offloading_max_inflight_offloads",
-    "delay_offload_until_cuda_graph",
-    "cpu_offloading",
-    "cpu_offloading_num_layers",
-    "moe_paged_stash",
-    "moe_paged_stash_page_size",
-    "moe_paged_stash_buffer_size_factor_cuda",
-    "moe_paged_stash_buffer_size_factor_cpu",
-    "moe_expert_rank_capacity_factor",
-    "cuda_graph_impl",
-    "cuda_graph_warmup_steps",
-    "moe_per_layer_logging",
-    "moe_token_dispatcher_type",
-)
+FORWARDED = forwarded(MegatronConfig, unless_null=False)
 """Keys that are handed to Megatron's field of the same name as they are."""
-
-FORWARDED_UNLESS_NULL = (
-    "recompute_modules",
-    "cuda_graph_modules",
-    "moe_router_dtype",
-    "moe_router_load_balancing_type",
-    "moe_router_bias_update_rate",
-    "moe_aux_loss_coeff",
-    "moe_flex_dispatcher_backend",
-    "moe_permute_fusion",
-    "moe_shared_expert_overlap",
-    "apply_rope_fusion",
-    "bias_activation_fusion",
-    "gradient_accumulation_fusion",
-    "use_transformer_engine_op_fuser",
-    "layernorm_epsilon",
-)
+FORWARDED_UNLESS_NULL = forwarded(MegatronConfig, unless_null=True)
 """The same, where null keeps the provider's value."""
 
 _APEX_EXTENSION = "fused_weight_gradient_mlp_cuda"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import TypedDict, get_args
+from typing import Annotated, TypedDict, get_args
 
 import pytest
 
@@ -18,7 +18,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 from nemo_rl_offload.config.plugins import import_object
 from nemo_rl_offload.config.rules import effects
 from nemo_rl_offload.config.schema import CheckpointingConfig, EnvConfig, LossConfig, MasterConfig, SFTConfig
-from nemo_rl_offload.config.types import Positive, closed, describe, keys_of
+from nemo_rl_offload.config.types import Default, Positive, closed, defaults_of, describe, keys_of
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.registry import LOSSES, rows_per_sample
 from nemo_rl_offload.specs.devices import DEVICES
@@ -27,6 +27,7 @@ PACKAGE = PROJECT_ROOT / "nemo_rl_offload"
 OF_ALGORITHMS = {
     "config/algorithms.py",
     "config/nemo_rl.py",  # names of NeMo-RL's sections
+    "config/schema.py",  # the default
     "losses/registry.py",  # names of losses
     *(f"algorithms/{name}.py" for name in ALGORITHMS.built_in),
 }
@@ -111,37 +112,24 @@ def test_a_device_has_one_place() -> None:
 
 @closed
 class ToyConfig(SFTConfig):
-    strength: Positive
+    strength: Annotated[Positive, Default(3)]
 
 
 @closed
 class ToyScorerConfig(TypedDict):
-    num_workers: Positive
+    num_workers: Annotated[Positive, Default(2)]
 
 
-DEFAULTS = {
-    "max_num_epochs": None,
-    "max_num_steps": 50,
-    "val_period": 0,
-    "val_at_start": False,
-    "val_at_end": False,
-    "max_val_samples": 1,
-    "seed": 1,
-    "strength": 3,
-}
 TOY = AlgorithmSpec(
     name="toy",
     section=ToyConfig,
-    defaults=DEFAULTS,
     runner="nowhere:run",
     loss="nowhere:Loss",
     learns_from="conversations",
     metrics=("train:loss", "val:toys"),
     example="toy.yaml",
 )
-TOY_SCORER = EnvironmentSpec(
-    name="toy_scorer", section=ToyScorerConfig, defaults={"num_workers": 2}, scorer="nowhere:Scorer"
-)
+TOY_SCORER = EnvironmentSpec(name="toy_scorer", section=ToyScorerConfig, scorer="nowhere:Scorer")
 TOY_PATHS = (f"{__name__}:TOY", f"{__name__}:TOY_SCORER")
 NO_SECTION = EnvironmentSpec(name="bare", scorer="nowhere:Scorer")
 TAKEN = AlgorithmSpec(
@@ -205,7 +193,7 @@ def test_what_a_plugin_is_told_in_vain_is_said(install: Install) -> None:
 def test_overrides_leave_the_defaults_alone(install: Install) -> None:
     install(*TOY_PATHS)
     messages("toy.strength=4")
-    assert read_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml").values["toy"] == DEFAULTS
+    assert read_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml").values["toy"] == defaults_of(ToyConfig)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +201,7 @@ def test_overrides_leave_the_defaults_alone(install: Install) -> None:
     [
         (("no_such_module:SPEC",), "plugin plugin0 (no_such_module:SPEC): does not import: ModuleNotFoundError"),
         ((f"{__name__}:NOTHING",), f"plugin plugin0 ({__name__}:NOTHING): does not import: AttributeError"),
-        ((f"{__name__}:DEFAULTS",), f"plugin plugin0 ({__name__}:DEFAULTS): is dict, not an AlgorithmSpec"),
+        ((f"{__name__}:OF_ALGORITHMS",), f"plugin plugin0 ({__name__}:OF_ALGORITHMS): is set, not an AlgorithmSpec"),
         ((f"{__name__}:NO_SECTION",), f"plugin plugin0 ({__name__}:NO_SECTION): gives no section."),
         ((f"{__name__}:TAKEN",), "plugin: the name dpo is taken by this package's own. Give another name."),
         ((f"{__name__}:TOY", f"{__name__}:TOY"), "plugin: two plugins have the name toy."),

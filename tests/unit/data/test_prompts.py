@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.config.data_schema import DataConfig, ReasoningGymConfig
+from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig
 from nemo_rl_offload.data.prompts import Prompt, PromptEncoder, TrainingPrompts, prompt_sets
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
 from nemo_rl_offload.data.tokenizer import load_tokenizer, make_byte_tokenizer
