@@ -33,7 +33,8 @@ from nemo_rl_offload.config.types import (
 
 NumProblems = Annotated[int, Gt(0), Le(10_000_000)]
 if TYPE_CHECKING:
-    Algorithm = EnvironmentName = str
+    Algorithm = str
+    EnvironmentName = str
 else:
     Algorithm = Literal[tuple(ALGORITHMS.built_in)]
     EnvironmentName = Literal[tuple(ENVIRONMENTS.built_in)]
