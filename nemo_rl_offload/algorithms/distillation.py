@@ -50,7 +50,7 @@ class Distillation(RolloutLoop):
         batch["teacher_topk_logits"], batch["teacher_topk_indices"] = watch.time(
             "teacher_logits", lambda: self._teacher.get_topk_logits(batch, k, num_tokens)
         )
-        updates = watch.time("train", lambda: self.policy.train(batch, "distillation", self.config["loss_fn"]))
+        updates = watch.time("train", lambda: self.policy.train(batch, *self.loss))
         return updates | played.metrics(), int(batch["input_lengths"].sum())
 
     def notices(self) -> list[str]:

@@ -22,12 +22,12 @@ class DPO(OfflineLoop):
     def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:
         """One optimizer step."""
         batch = watch.time("reference_logprobs", lambda: self._with_reference(self.next_batch()))
-        metrics = watch.time("train", lambda: self.policy.train(batch, "dpo", self.config["dpo"]))
+        metrics = watch.time("train", lambda: self.policy.train(batch, *self.loss))
         return metrics, int(batch["input_lengths"].sum())
 
     def measure(self) -> dict[str, float]:
         """Loss and accuracy of the validation pairs."""
-        return self.policy.evaluate(self._validation_pairs, "dpo", self.config["dpo"])
+        return self.policy.evaluate(self._validation_pairs, *self.loss)
 
     @cached_property
     def _validation_pairs(self) -> Batch:
@@ -39,4 +39,4 @@ class DPO(OfflineLoop):
 
 def run_dpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> dict[str, Any]:
     """Run DPO as `config` says; arguments, result and errors as in `run_loop`."""
-    return run_offline(config, run_dir, say, progress_stream, DPO, keep_reference=True)
+    return run_offline(config, run_dir, say, progress_stream, DPO)

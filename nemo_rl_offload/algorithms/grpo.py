@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop
+from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop, spec_of
 from nemo_rl_offload.algorithms.rollout import Rollout
 from nemo_rl_offload.algorithms.rollout_loop import RolloutLoop, num_optimizer_steps, training_and_generation_slots
 from nemo_rl_offload.batching.batch import Batch
@@ -32,7 +32,7 @@ class GRPO(RolloutLoop):
 
     def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:
         """Responses, advantages, log-probabilities, updates."""
-        grpo, loss_fn = self.config["grpo"], self.config["loss_fn"]
+        grpo = self.config["grpo"]
         played, metrics = self._sample(watch)
         batch = played.batch(self._tokenizer.pad_token_id)
         if grpo["overlong_filtering"]:
@@ -45,14 +45,11 @@ class GRPO(RolloutLoop):
         )
         batch["advantages"] = advantages[:, None] * batch["token_mask"]
         batch["prev_logprobs"] = watch.time("logprobs", lambda: self.policy.get_logprobs(batch))
-        if loss_fn["reference_policy_kl_penalty"] > 0:
+        if spec_of(self.config).keeps_reference(self.config):
             batch["reference_policy_logprobs"] = watch.time(
                 "reference_logprobs", lambda: self.policy.get_reference_policy_logprobs(batch)
             )
-        updates = [
-            watch.time("train", lambda: self.policy.train(batch, "clipped_pg", loss_fn))
-            for _ in range(grpo["ppo_epochs"])
-        ]
+        updates = [watch.time("train", lambda: self.policy.train(batch, *self.loss)) for _ in range(grpo["ppo_epochs"])]
         metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         metrics |= {
             "token_mult_prob_error": _token_mult_prob_error(batch),
@@ -125,7 +122,7 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
             tokenizer.eos_token_id,
             seed=grpo["seed"],
             num_steps=num_optimizer_steps(config) * grpo["ppo_epochs"],
-            keep_reference=config["loss_fn"]["reference_policy_kl_penalty"] > 0,
+            keep_reference=spec_of(config).keeps_reference(config),
             generation_slots=generation_slots,
         )
         return GRPO(config, policy, environment, tokenizer, prompts, run_dir)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, TextIO
 from nemo_rl_offload.algorithms.run_totals import Elapsed, run_totals
 from nemo_rl_offload.cluster.signals import EXIT_CODE, Termination
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
+from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.errors import CheckpointError, TrainingError, WorkerError
 from nemo_rl_offload.observability.logger import MetricLogger
@@ -48,7 +49,19 @@ class DataStream(Protocol):
 
 def section_of(config: MasterConfig) -> Any:
     """The section of the algorithm that `config` is for."""
-    return config[config["algorithm"]]
+    sections: Any = config
+    return sections[config["algorithm"]]
+
+
+def spec_of(config: MasterConfig) -> AlgorithmSpec:
+    """The algorithm that `config` is for."""
+    return ALGORITHMS[config["algorithm"]]
+
+
+def loss_of(config: MasterConfig) -> tuple[str, Mapping[str, Any]]:
+    """The algorithm's loss, and the section that it takes its keys from."""
+    spec = spec_of(config)
+    return spec.loss, config["loss_fn"] if spec.loss_fn_keys else section_of(config)
 
 
 class TrainingLoop(ABC):
@@ -69,6 +82,7 @@ class TrainingLoop(ABC):
         self.num_steps = num_steps
         self._data = data
         self._section = section_of(config)
+        self.loss = loss_of(config)
         saving = config["checkpointing"]
         self._run_dir = run_dir
         self._peak_flops_per_s = policy.peak_flops_per_s()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from nemo_rl_offload.algorithms.loop import Say, TrainingLoop, run_loop, section_of
+from nemo_rl_offload.algorithms.loop import Say, TrainingLoop, run_loop, section_of, spec_of
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
@@ -47,9 +47,9 @@ class OfflineLoop(TrainingLoop):
 
 def num_steps(config: MasterConfig, stream: SampleStream) -> int:
     """Steps of a whole run: `max_num_steps`, or fewer where `max_num_epochs` end before."""
-    section = config["dpo"] if config["algorithm"] == "dpo" else config["sft"]
-    epochs = section["max_num_epochs"]
-    return min(section["max_num_steps"], epochs * stream.num_batches if epochs else section["max_num_steps"])
+    section = section_of(config)
+    most, epochs = int(section["max_num_steps"]), section["max_num_epochs"]
+    return min(most, epochs * stream.num_batches) if epochs else most
 
 
 def run_offline(
@@ -58,7 +58,6 @@ def run_offline(
     say: Say,
     progress_stream: TextIO | None,
     loop: Callable[..., OfflineLoop],
-    keep_reference: bool,
 ) -> dict[str, Any]:
     """Run `loop` as `config` says; other arguments, result and errors as in `run_loop`."""
     policy_config = at_temperature_one(config["policy"])
@@ -75,7 +74,7 @@ def run_offline(
             tokenizer.eos_token_id,
             seed=seed,
             num_steps=num_steps(config, samples[0]),
-            keep_reference=keep_reference,
+            keep_reference=spec_of(config).keeps_reference(config),
         )
         return loop(config, policy, samples, tokenizer.pad_token_id, run_dir)
 

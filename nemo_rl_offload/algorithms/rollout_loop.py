@@ -82,6 +82,6 @@ def training_and_generation_slots(
 
 def num_optimizer_steps(config: MasterConfig) -> int:
     """Optimizer steps of a whole run."""
-    section = config["grpo"] if config["algorithm"] == "grpo" else config["distillation"]
+    section = section_of(config)
     samples = section["num_prompts_per_step"] * section["num_generations_per_prompt"]
-    return section["max_num_steps"] * (samples // config["policy"]["train_global_batch_size"])
+    return int(section["max_num_steps"] * (samples // config["policy"]["train_global_batch_size"]))

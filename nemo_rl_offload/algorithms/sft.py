@@ -16,14 +16,14 @@ class SFT(OfflineLoop):
     def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:
         """One optimizer step."""
         batch = self.next_batch()
-        metrics = watch.time("train", lambda: self.policy.train(batch, "nll", {}))
+        metrics = watch.time("train", lambda: self.policy.train(batch, *self.loss))
         return metrics, int(batch["input_lengths"].sum())
 
     def measure(self) -> dict[str, float]:
         """The loss of the validation samples."""
-        return self.policy.evaluate(self.validation_batch(), "nll", {})
+        return self.policy.evaluate(self.validation_batch(), *self.loss)
 
 
 def run_sft(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> dict[str, Any]:
     """Run SFT as `config` says; arguments, result and errors as in `run_loop`."""
-    return run_offline(config, run_dir, say, progress_stream, SFT, keep_reference=False)
+    return run_offline(config, run_dir, say, progress_stream, SFT)

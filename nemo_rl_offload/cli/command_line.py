@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_offload.cli.parser import ALGORITHMS, build_parser
+from nemo_rl_offload.cli.parser import build_parser
 from nemo_rl_offload.cluster.signals import never_unheard, terminated_like_interrupted
+from nemo_rl_offload.config.algorithms import ALGORITHMS
+from nemo_rl_offload.config.plugins import import_object
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 
 if TYPE_CHECKING:
@@ -28,7 +30,11 @@ EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for what the user can mend, 130 when interrupted."""
     _print_everything()
-    parser = build_parser()
+    try:
+        parser = build_parser()
+    except ConfigError as error:  # a plugin's
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
     # Overrides may stand before, between and after options, which argparse's own `nargs="*"` does not allow.
     options, overrides = parser.parse_known_args(arguments)
     if unknown := [word for word in overrides if word.startswith("-")]:
@@ -62,7 +68,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
     from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
     from nemo_rl_offload.config.validation import check_config
 
-    source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm]
+    source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm].example
     config = read_config(source, overrides)
     checked = check_config(_for_algorithm(options.algorithm, config), str(source))
     from nemo_rl_offload.runs.run_directory import (
@@ -184,12 +190,12 @@ def _bench(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
 def _train(algorithm: str, config: Any, run_dir: Path, console: "Console") -> None:
     # transformers says that it found no PyTorch or what it would rather have; Ray warns about its own defaults.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from nemo_rl_offload.algorithms.registry import RUNNERS
+    run = import_object(ALGORITHMS[algorithm].runner)
 
     def say(line: str) -> None:
         console.print(f"{line} ...", markup=False)
 
-    RUNNERS[algorithm](config, run_dir, say, sys.stderr if console.stderr else None)
+    run(config, run_dir, say, sys.stderr if console.stderr else None)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-ALGORITHMS = {name: f"examples/configs/{name}_tiny.yaml" for name in ("grpo", "sft", "dpo", "distillation")}
+from nemo_rl_offload.config.algorithms import ALGORITHMS
 
 EPILOG = """\
 overrides (Hydra's grammar):

@@ -11,10 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
+from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.loader import files_of, read_config, resolve_model_path
-from nemo_rl_offload.config.rules.batching import rows_per_sample
 from nemo_rl_offload.config.rules.parallel import training_and_generating
-from nemo_rl_offload.config.rules.tasks import GENERATES
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.validation import check_to_plan
 from nemo_rl_offload.errors import ConfigError, all_or_none
@@ -102,7 +101,7 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         partial(_given_bytes, options.memory),
         partial(_check, config, options, loaded),
     )
-    policy, cluster, algorithm = config["policy"], config["cluster"], config["algorithm"]
+    policy, cluster, algorithm = config["policy"], config["cluster"], ALGORITHMS[config["algorithm"]]
     if cluster["gpus_per_node"] != "auto":
         per_node = cluster["gpus_per_node"]
     per_node = device.devices_per_node if per_node is None else per_node
@@ -119,10 +118,10 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         skew=skew,
         memory_bytes=_memory_bytes(memory_bytes, offload["gpu_memory_budget"], device),
         host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
-        reference_on_host=_keeps_reference(config),
-        rows_per_sample=rows_per_sample(algorithm),
+        reference_on_host=algorithm.keeps_reference(config),
+        rows_per_sample=algorithm.rows_per_sample,
         least_sequence=_least_sequence(config),
-        teacher=_shape(config["teacher"]["model_name"]) if algorithm == "distillation" else None,
+        teacher=_shape(config["teacher"]["model_name"]) if algorithm.needs_teacher else None,
         teacher_element_bytes=4 if (config["teacher"]["precision"] or policy["precision"]) == "float32" else 2,
         ranks_per_node=per_node,
     )
@@ -144,7 +143,7 @@ def _shape(name: str) -> ModelShape:
 def _num_training(config: Mapping[str, Any], per_node: int) -> int:
     """Workers that train."""
     colocated, num_nodes = config["policy"]["generation"]["colocated"], config["cluster"]["num_nodes"]
-    if config["algorithm"] not in GENERATES:
+    if not ALGORITHMS[config["algorithm"]].generates:
         colocated = {"enabled": True}
     training, generating = training_and_generating(colocated, num_nodes, per_node)
     if training < 1:
@@ -155,14 +154,8 @@ def _num_training(config: Mapping[str, Any], per_node: int) -> int:
     return training
 
 
-def _keeps_reference(config: Mapping[str, Any]) -> bool:
-    """Whether the start model's weights are needed again and again."""
-    has_penalty: bool = config["loss_fn"]["reference_policy_kl_penalty"] > 0
-    return config["algorithm"] == "dpo" or (config["algorithm"] == "grpo" and has_penalty)
-
-
 def _least_sequence(config: Mapping[str, Any]) -> int:
-    if config["algorithm"] not in GENERATES:
+    if not ALGORITHMS[config["algorithm"]].generates:
         return 1
     return int(config["data"]["max_input_seq_length"]) + int(config["policy"]["generation"]["max_new_tokens"])
 

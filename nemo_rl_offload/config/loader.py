@@ -26,7 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
-from nemo_rl_offload.config.schema import may_be_added, right_place, section_at
+from nemo_rl_offload.config.full_schema import may_be_added, plugin_defaults, right_place, section_at
 from nemo_rl_offload.config.sources import (
     OVERRIDE,
     UNGIVEN,
@@ -74,11 +74,12 @@ def read_config(
 ) -> LoadedConfig:
     """Return what `load_config` does, with the origin of each value, and what that raises an error for.
 
-    The files of ``below`` are inherited as if the file had named them first. Without ``resolve``, interpolations stay.
+    The files of ``below`` are inherited as if the file had named them first; plugins' defaults stand below them all.
+    Without ``resolve``, interpolations stay.
     Raises ConfigError for a file that cannot be read, or a cycle.
     """
     parts = [_load_file(Path(file), ()) for file in (*below, path)]
-    config = reduce(_merge, [part.values for part in parts])
+    config = reduce(_merge, [plugin_defaults(), *(part.values for part in parts)])
     origins = {key: origin for part in parts for key, origin in part.origins.items()}
     problems = []
     for text in overrides:

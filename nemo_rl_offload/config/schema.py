@@ -11,11 +11,12 @@ Megatron-Core's TransformerConfig without any further code. Where a key of `poli
 else is said, null leaves what the model's own configuration says.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from nemo_rl_offload.config.algorithms import ALGORITHMS
+from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.types import (
     Beta,
     Count,
@@ -28,13 +29,15 @@ from nemo_rl_offload.config.types import (
     Share,
     Size,
     closed,
-    item_type,
-    keys_of,
 )
-from nemo_rl_offload.errors import nearest
 
 NumProblems = Annotated[int, Gt(0), Le(10_000_000)]
-Algorithm = Literal["grpo", "sft", "dpo", "distillation"]
+if TYPE_CHECKING:
+    Algorithm = str
+    EnvironmentName = str
+else:
+    Algorithm = Literal[tuple(ALGORITHMS.built_in)]
+    EnvironmentName = Literal[tuple(ENVIRONMENTS.built_in)]
 
 
 @closed
@@ -302,7 +305,7 @@ class ValidationDataConfig(TypedDict):
 
 @closed
 class DataConfig(TypedDict):
-    env_name: Annotated[Literal["reasoning_gym", "math", "function"], Default("reasoning_gym")]
+    env_name: Annotated[EnvironmentName, Default("reasoning_gym")]
     """The section of env that scores responses (grpo, distillation)."""
     shuffle: Annotated[bool, Default(True)]
     """Draw training problems in random order, anew in each epoch."""
@@ -715,30 +718,3 @@ class MasterConfig(TypedDict):
     """What a run survives."""
     cluster: ClusterConfig
     """Machines and devices."""
-
-
-def section_at(path: Sequence[str]) -> Any:
-    """Return the annotation of a section, None where the schema has none."""
-    annotation: Any = MasterConfig
-    for part in path:
-        annotation = keys_of(annotation).get(part, item_type(annotation, dict))
-    return annotation
-
-
-def may_be_added(key: str, section: Any) -> bool:
-    """Whether the schema takes this key there: it is one of the section's, or the section takes any."""
-    return key in keys_of(section) or section is Any or item_type(section, dict) is not None
-
-
-def right_place(key: str, section: Any) -> str:
-    """Return the nearest key of the section, else the section of another place that has this very key."""
-    return nearest(key, keys_of(section)) or next(
-        (f" It belongs to {path}." for path, keys in _sections(MasterConfig, "") if path and key in keys), ""
-    )
-
-
-def _sections(annotation: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    keys = keys_of(annotation)
-    yield path, keys
-    for key, child in keys.items():
-        yield from _sections(child, f"{path}.{key}".lstrip("."))

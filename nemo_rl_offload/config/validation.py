@@ -15,10 +15,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from nemo_rl_offload.config.full_schema import full_schema, right_place
 from nemo_rl_offload.config.nemo_rl import MISSING, NOT_ALLOWED, OTHER_RULES, adapted, is_replaceable, unsupported
 from nemo_rl_offload.config.rules.registry import RULES, RULES_OF_THIS_MACHINE, WARNINGS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, ReportedError, Rule
-from nemo_rl_offload.config.schema import MasterConfig, right_place
+from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.config.sources import UNGIVEN, LoadedConfig, nodes
 from nemo_rl_offload.config.types import describe, item_type, keys_of
 from nemo_rl_offload.errors import ConfigError, nearest
@@ -132,7 +133,7 @@ def _causes(reported: Mapping[str, str], loaded: LoadedConfig, tolerable: Collec
 
 def _defaults_left_out(reported: Mapping[str, str], loaded: LoadedConfig) -> list[Problem]:
     """The one reason where whole sections are missing, and the file inherits nothing."""
-    if not loaded.missing_base or f"{LEFT_OUT}. Allowed: {describe(MasterConfig)}." not in reported.values():
+    if not loaded.missing_base or f"{LEFT_OUT}. Allowed: {describe(full_schema())}." not in reported.values():
         return []
     return [Problem("defaults", f"{LEFT_OUT}. To inherit what is missing, write `defaults: {loaded.missing_base}`", "")]
 
@@ -170,7 +171,7 @@ def check_to_plan(raw: Mapping[str, Any] | LoadedConfig, source: str) -> None:
 
 @cache
 def _adapter() -> TypeAdapter[MasterConfig]:
-    return TypeAdapter(MasterConfig)
+    return TypeAdapter(full_schema())
 
 
 def _missing_values(values: Mapping[str, Any]) -> dict[str, str]:
@@ -210,7 +211,7 @@ def _locate(raw: Any, location: Iterable[int | str]) -> tuple[list[int | str], A
     others end the walk.
     """
     path: list[int | str] = []
-    annotation: Any = MasterConfig
+    annotation: Any = full_schema()
     for part in location:
         is_key = isinstance(raw, Mapping) and (part in raw or part in keys_of(annotation))
         is_item = isinstance(raw, list) and isinstance(part, int)

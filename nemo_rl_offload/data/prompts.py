@@ -15,6 +15,7 @@ from itertools import chain
 from random import Random
 from typing import Any, Literal
 
+from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.loader import resolve_data_path
 from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig, ValidationDataConfig
 from nemo_rl_offload.data.problem_files import read_problems
@@ -152,7 +153,7 @@ def _from_files(data: DataConfig, name: Literal["train", "validation"]) -> list[
         resolve_data_path(path),
         split,
         name=f"data.{name}",
-        needs_answer=data["env_name"] == "math",
+        needs_answer=ENVIRONMENTS[data["env_name"]].needs_answer,
         skips_bad=data["on_bad_line"] == "skip",
     )
 

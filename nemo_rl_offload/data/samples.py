@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nemo_rl_offload.batching.batch import Batch, pad_sequences
+from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.loader import resolve_data_path
 from nemo_rl_offload.config.schema import DataConfig, MasterConfig, TrainingDataConfig, ValidationDataConfig
 from nemo_rl_offload.data.chat import BadRecordError, ChatEncoder, Row, parse_conversation, parse_preference
@@ -70,7 +71,8 @@ class _Reader:
         self._encoder = ChatEncoder(tokenizer, config["data"]["prompt_template"])
         self._skips_bad = config["data"]["on_bad_line"] == "skip"
         self._max_length = config["policy"]["max_total_sequence_length"]
-        self._encode = self._pair if config["algorithm"] == "dpo" else self._turns
+        is_pair = ALGORITHMS[config["algorithm"]].learns_from == "pairs"
+        self._encode = self._pair if is_pair else self._turns
         self.counts: dict[str, DataCounts] = {}
 
     def file(self, source: TrainingDataConfig | ValidationDataConfig, name: str) -> list[Sample]:

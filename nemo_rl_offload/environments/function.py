@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nemo_rl_offload.config.schema import FunctionConfig
 from nemo_rl_offload.environments.interface import Episode, Score
 from nemo_rl_offload.errors import ConfigError, WorkerError, nearest
 
@@ -38,6 +39,15 @@ class FunctionEnvironment:
         self._path = path
         self._params = params
         self._function = load_function(path)
+
+    @staticmethod
+    def prepare(section: FunctionConfig) -> dict[str, Any]:
+        """Import the function in this process already, where an error is one; its actors look where this one does."""
+        assert section["path"] is not None, "checked with the configuration"
+        search_path = [os.getcwd(), *sys.path]
+        sys.path.extend(folder for folder in search_path if folder not in sys.path)
+        load_function(section["path"])
+        return {**section, "search_path": search_path}
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
         """Call the function for each episode.

@@ -34,7 +34,11 @@ UNFINISHED = Score(0.0, is_correct=False, scorer_error=False)
 
 
 class Environment(Protocol):
-    """Scores responses; an instance lives in each actor of an `EnvironmentPool`. Keeps nothing between calls."""
+    """Scores responses; an instance lives in each actor of an `EnvironmentPool`. Keeps nothing between calls.
+
+    Its arguments are the keys of its section. A static method `prepare(section)`, where it has one, is called before
+    the actors start, in the driver, and returns the arguments.
+    """
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
         """Return one score for each episode's last message, in order.

@@ -1,12 +1,12 @@
 """The same environment in several Ray actors, because some scorers are slow."""
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 
+from nemo_rl_offload.config.environments import ENVIRONMENTS
+from nemo_rl_offload.config.plugins import import_object
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.environments.interface import UNFINISHED, Environment, Episode, Score
 from nemo_rl_offload.errors import NemoRLOffloadError, WorkerError
@@ -67,22 +67,10 @@ def make_environment(config: MasterConfig) -> EnvironmentPool:
     """Start the actors of the environment that ``data.env_name`` names; Ray must be running.
 
     Raises:
-        ConfigError: a function that cannot be loaded.
+        ConfigError: its scorer, or a function that it is told of, cannot be imported.
     """
     name = config["data"]["env_name"]
-    if name == "math":
-        from nemo_rl_offload.environments.mathematics import MathEnvironment
-
-        return EnvironmentPool(MathEnvironment, timeout_s=None, **config["env"]["math"])
-    if name == "function":
-        from nemo_rl_offload.environments.function import FunctionEnvironment, load_function
-
-        search_path = [os.getcwd(), *sys.path]
-        section = config["env"]["function"]
-        assert section["path"] is not None, "checked with the configuration"
-        sys.path.extend(folder for folder in search_path if folder not in sys.path)
-        load_function(section["path"])  # here already, where an error is one
-        return EnvironmentPool(FunctionEnvironment, **section, search_path=search_path)
-    from nemo_rl_offload.environments.reasoning_gym import ReasoningGymEnvironment
-
-    return EnvironmentPool(ReasoningGymEnvironment, timeout_s=None, **config["env"]["reasoning_gym"])
+    sections: Any = config["env"]
+    scorer = import_object(ENVIRONMENTS[name].scorer)
+    prepare = getattr(scorer, "prepare", dict)
+    return EnvironmentPool(scorer, **{"timeout_s": None, **prepare(sections[name])})

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from nemo_rl_offload.config.plugins import import_object
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.losses.clipped_pg import ClippedPolicyGradient
 from nemo_rl_offload.losses.distillation import DistillationLoss
@@ -42,10 +43,10 @@ LOSSES: dict[str, type[Any]] = {
 
 
 def build_loss(name: str, config: Mapping[str, Any]) -> Loss:
-    """Build the loss ``name``, which takes its own keys from ``config``: ``loss_fn``, or ``dpo`` for ``dpo``.
+    """Build the loss ``name``, one of `LOSSES` or ``module:Class``, which takes its own keys from ``config``.
 
     Raises:
-        ConfigError: no loss has this name.
+        ConfigError: no loss has this name, or its module does not import.
     """
     loss = _loss_type(name)
     built: Loss = loss(**{field.name: config[field.name] for field in fields(loss)})
@@ -58,6 +59,8 @@ def rows_per_sample(name: str) -> int:
 
 
 def _loss_type(name: str) -> type[Any]:
+    if ":" in name:
+        return import_object(name)  # type: ignore[no-any-return]
     if name not in LOSSES:
         raise ConfigError(f"Unknown loss '{name}'; one of {', '.join(LOSSES)}.{nearest(name, LOSSES)}")
     return LOSSES[name]

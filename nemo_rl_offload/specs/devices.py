@@ -56,8 +56,8 @@ DEVICES = {
     )
 }
 
-_ALIASES = {"a100": "a100-80gb", "l40s": "l40s-48gb", "h100": "h100-80gb", "h200": "h200-141gb"}
-_ALIASES |= {"b200": "b200-180gb", "gb200": "gb200-186gb"}
+_ALIASES = {name.partition("-")[0]: name for name in DEVICES}
+"""A name without its memory stands for the last of that name."""
 
 
 def recognise(driver_name: str, memory_bytes: int) -> Device:

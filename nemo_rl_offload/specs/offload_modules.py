@@ -1,37 +1,95 @@
-"""Names of the modules whose saved activations can be offloaded.
+"""The modules whose saved activations can be offloaded, one record each.
 
 A name stands for the tensors that autograd saves inside one module of a transformer layer, mostly its input.
 Megatron-Core's names come first and keep its order (`TransformerConfig.offload_modules`).
 """
 
-MEGATRON_MODULES = (
-    "attn_norm",
-    "qkv_linear",
-    "core_attn",
-    "attn_proj",
-    "mlp_norm",
-    "expert_fc1",
-    "moe_act",
-    "fused_group_mlp",
+from dataclasses import dataclass
+from typing import Literal
+
+type Engine = Literal["megatron", "native"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadModule:
+    """What is known of a module."""
+
+    name: str
+    engines: tuple[Engine, ...] = ("megatron", "native")
+    """Megatron-Core's own engine, and this project's."""
+    layers: Literal["all", "dense", "experts"] = "all"
+    """The layers that have it: all, or only those without experts, or only those with."""
+    in_transformer_engine: bool = True
+    """Whether it can be offloaded of Transformer Engine's layers."""
+    is_stashed: bool = False
+    """Whether the paged stash holds what it saves."""
+    discarded_by: str | None = None
+    """Entry of `recompute_modules` with which Megatron frees by force what this module saves, while a copy may be on
+    its way."""
+    discarded_in: Literal["all", "latent"] = "all"
+    """Attention that this is true of: all, or latent attention alone."""
+
+
+MODULES = (
+    OffloadModule(name="attn_norm"),
+    OffloadModule(
+        name="qkv_linear",
+        discarded_by="layernorm",
+        discarded_in="latent",
+    ),
+    OffloadModule(
+        name="core_attn",
+        discarded_by="mla_up_proj",
+        discarded_in="latent",
+    ),
+    OffloadModule(name="attn_proj"),
+    OffloadModule(name="mlp_norm"),
+    OffloadModule(name="expert_fc1", layers="experts", is_stashed=True),
+    OffloadModule(name="moe_act", layers="experts", is_stashed=True),
+    OffloadModule(
+        name="fused_group_mlp",
+        engines=("megatron",),
+        layers="experts",
+        is_stashed=True,
+    ),
+    OffloadModule(name="mlp_fc1", engines=("native",), layers="dense"),
+    OffloadModule(name="mlp_act", engines=("native",), layers="dense"),
+    OffloadModule(
+        name="expert_fc2",
+        engines=("native",),
+        layers="experts",
+        in_transformer_engine=False,
+        is_stashed=True,
+        discarded_by="moe_act",
+    ),
+    OffloadModule(
+        name="shared_experts",
+        engines=("native",),
+        layers="experts",
+        in_transformer_engine=False,
+        discarded_by="layernorm",
+    ),
 )
+
+MEGATRON_MODULES = tuple(module.name for module in MODULES if "megatron" in module.engines)
 """What Megatron-Core's own engine can offload."""
 
-NATIVE_MODULES = (*MEGATRON_MODULES[:-1], "mlp_fc1", "mlp_act", "expert_fc2", "shared_experts")
+NATIVE_MODULES = tuple(module.name for module in MODULES if "native" in module.engines)
 """What this project's engine can offload."""
 
-MOE_MODULES = ("expert_fc1", "moe_act", "fused_group_mlp", "expert_fc2", "shared_experts")
+MOE_MODULES = tuple(module.name for module in MODULES if module.layers == "experts")
 """Modules that only a layer with experts has."""
 
-STASHED_MODULES = ("expert_fc1", "moe_act", "fused_group_mlp", "expert_fc2")
+STASHED_MODULES = tuple(module.name for module in MODULES if module.is_stashed)
 """Modules whose saved tensors the paged stash holds."""
 
-DENSE_MLP_MODULES = ("mlp_fc1", "mlp_act")
+DENSE_MLP_MODULES = tuple(module.name for module in MODULES if module.layers == "dense")
 """Modules that only a layer without experts has."""
 
 SUPPORTED_MODULES = NATIVE_MODULES
 """Modules that a configuration may list."""
 
-TRANSFORMER_ENGINE_MODULES = (*MEGATRON_MODULES, *DENSE_MLP_MODULES)
+TRANSFORMER_ENGINE_MODULES = tuple(module.name for module in MODULES if module.in_transformer_engine)
 """What can be offloaded of Transformer Engine's layers."""
 
 DENSE_MLP_RECOMPUTE = ("mlp_fc1", "mlp_act")
@@ -42,9 +100,8 @@ COUNTED_RECOMPUTE = ("mlp", "mlp_fc1")
 """Entries of `recompute_modules` that `recompute_num_layers` limits to some layers."""
 
 DISCARDED_BY_RECOMPUTE = {
-    "layernorm": ("qkv_linear", "shared_experts"),
-    "moe_act": ("expert_fc2",),
-    "mla_up_proj": ("core_attn",),
+    entry: tuple(module.name for module in MODULES if module.discarded_by == entry)
+    for entry in ("layernorm", "moe_act", "mla_up_proj")
 }
 """Modules that save what `recompute_modules` makes Megatron free by force, while a copy of it may be on its way; the
 layer norm's output where norm and linear are not one module."""
@@ -52,9 +109,10 @@ layer norm's output where norm and linear are not one module."""
 
 def discarded_by_recompute(has_latent_attention: bool) -> dict[str, tuple[str, ...]]:
     """`DISCARDED_BY_RECOMPUTE` of a model: without latent attention, attention's modules save nothing of it."""
+    of_latent = [module.name for module in MODULES if module.discarded_in == "latent"]
     return {
-        name: tuple(each for each in modules if has_latent_attention or each not in ("qkv_linear", "core_attn"))
-        for name, modules in DISCARDED_BY_RECOMPUTE.items()
+        entry: tuple(name for name in names if has_latent_attention or name not in of_latent)
+        for entry, names in DISCARDED_BY_RECOMPUTE.items()
     }
 
 

@@ -17,7 +17,8 @@ from test_layers import LAYERS
 
 from nemo_rl_offload.cli import command_line as cli
 from nemo_rl_offload.cli.check import check_file
-from nemo_rl_offload.cli.parser import ALGORITHMS, build_parser
+from nemo_rl_offload.cli.parser import build_parser
+from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 from nemo_rl_offload.specs.devices import find_device
 
@@ -102,7 +103,7 @@ def check_ours(words: list[str]) -> None:
     assert not [word for word in overrides if word.startswith("-")]
     if overrides:
         algorithm = getattr(options, "algorithm", "grpo")
-        assert read_config(PROJECT_ROOT / ALGORITHMS[algorithm], overrides).problems == []
+        assert read_config(PROJECT_ROOT / ALGORITHMS[algorithm].example, overrides).problems == []
 
 
 @pytest.mark.parametrize("text", snippets("python"))

@@ -6,35 +6,33 @@ A value equal to the default was not set, so nothing is said about it.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import yaml
 
+from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
+from nemo_rl_offload.config.environments import ENVIRONMENTS, PROBLEMS
+from nemo_rl_offload.config.full_schema import plugin_defaults
 from nemo_rl_offload.config.loader import BASE
 from nemo_rl_offload.config.rules.batching import BY_TOKENS
-from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule
-from nemo_rl_offload.config.rules.tasks import GENERATES, METRICS, SPLITS, takes_problems, validates
+from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_has, algorithm_spec
+from nemo_rl_offload.config.rules.tasks import SPLITS, takes_problems, validates
 
-_OF_DISTILLATION = [f"loss_fn.{key}" for key in ("kl_type", "mixed_kl_weight", "zero_outside_topk")]
-_READERS: dict[str, tuple[str, ...]] = {
-    **{algorithm: (algorithm,) for algorithm in METRICS},
-    "teacher": ("distillation",),
-    "loss_fn": ("grpo",),
-    **dict.fromkeys(_OF_DISTILLATION, ("distillation",)),
-    "policy.generation": GENERATES,
-    "policy.generation_batch_size": GENERATES,
+_IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
+    "teacher": attrgetter("needs_teacher"),
+    **dict.fromkeys(
+        ("policy.generation", "policy.generation_batch_size", "data.env_name", "data.max_input_seq_length"),
+        attrgetter("generates"),
+    ),
     **dict.fromkeys(
         ("policy.logprob_batch_size", *(f"policy.{name}.logprob_mb_tokens" for name in BY_TOKENS)),
-        ("grpo", "dpo", "distillation"),
+        attrgetter("has_logprob_passes"),
     ),
-    "data.env_name": GENERATES,
-    "data.max_input_seq_length": GENERATES,
 }
-"""The algorithms that read a key, or a section where the key itself is not listed; all where neither is."""
-
-_OTHER_SCORERS = ("env.math.", "env.function.")
+"""Whether an algorithm reads a key, or a section where the key itself is not listed; all do where neither is."""
 
 _TOKENS = ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")
 _COLOCATED, _SHAPING, _OPTIMIZER = "policy.generation.colocated", "grpo.reward_shaping", f"{MEGATRON}.optimizer"
@@ -53,7 +51,6 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
         ("loss_fn.truncated_importance_sampling_ratio",),
     ),
     ("loss_fn.kl_type", ("mixed",), ("loss_fn.mixed_kl_weight",)),
-    ("data.env_name", ("function",), ("grpo.max_rollout_turns", "distillation.max_rollout_turns")),
     ("grpo.use_dynamic_sampling", (True,), ("grpo.batch_multiplier", "grpo.dynamic_sampling_max_gen_batches")),
     (
         f"{_SHAPING}.enabled",
@@ -127,12 +124,12 @@ def _not_of_the_algorithm(get: Get) -> Iterator[str]:
 
 def _cause(path: str, get: Get) -> str:
     """Why the algorithm does not read a key."""
-    algorithm, of_problems = get("algorithm"), path.startswith(("env.", *(f"{split}." for split in SPLITS)))
-    if of_problems and algorithm in GENERATES:
+    spec, of_problems = algorithm_spec(get), path.startswith(("env.", *(f"{split}." for split in SPLITS)))
+    if of_problems and spec.generates:
         return f"while data.env_name is {get('data.env_name')}"
-    if of_problems and algorithm == "sft" and not path.startswith(_OTHER_SCORERS):
+    if spec.learns_from == "conversations" and path.startswith((*SPLITS, f"env.{PROBLEMS}.")):
         return f"while data.train.path is {'null' if path.endswith('.split') else 'given'}"
-    return f"with algorithm {algorithm}"
+    return f"with algorithm {spec.name}"
 
 
 def _no_effect(paths: Sequence[str], get: Get) -> str:
@@ -141,17 +138,21 @@ def _no_effect(paths: Sequence[str], get: Get) -> str:
 
 
 def _is_read(path: str, get: Get) -> bool:
-    algorithm = get("algorithm")
+    spec = algorithm_spec(get)
     section, _, key = path.partition(".")
     if path in [f"{split}.split" for split in SPLITS]:
         return not takes_problems(get)
-    if section == "env" and not key.startswith("reasoning_gym."):
-        return bool(algorithm in GENERATES and key.startswith(f"{get('data.env_name')}."))
+    if section == "env" and not key.startswith(f"{PROBLEMS}."):
+        return bool(spec.generates and key.startswith(f"{get('data.env_name')}."))
     if section == "env" or path in [f"{split}.{name}" for split in SPLITS for name in ("seed", "size", "exclude")]:
         return takes_problems(get)
-    while path and path not in _READERS:
+    if section in ALGORITHMS:
+        return section == spec.name
+    if section == "loss_fn":
+        return key in spec.loss_fn_keys
+    while path and path not in _IS_READ:
         path = path.rpartition(".")[0]
-    return not path or algorithm in _READERS[path]
+    return not path or _IS_READ[path](spec)
 
 
 def _switched_off(switch: str, values: tuple[Any, ...], paths: tuple[str, ...], get: Get) -> Iterator[str]:
@@ -163,6 +164,12 @@ def _switched_off(switch: str, values: tuple[Any, ...], paths: tuple[str, ...], 
         f"{_no_effect(unread, get)} while {switch} is {_shown(get(switch))}. "
         f"Set that to {' or '.join(map(_shown, values))}{this}."
     )
+
+
+def _has_one_turn(get: Get) -> Iterator[str]:
+    environments = tuple(name for name, spec in ENVIRONMENTS.items() if spec.several_turns)
+    if algorithm_has("max_rollout_turns", get):
+        yield from _switched_off("data.env_name", environments, (f"{get('algorithm')}.max_rollout_turns",), get)
 
 
 def _is_default(path: str, get: Get) -> bool:
@@ -219,8 +226,8 @@ def _schedule_has_no_such_phase(get: Get) -> Iterator[str]:
 
 @cache
 def defaults() -> dict[str, Any]:
-    """The values of `base.yaml` as they are written, by their paths."""
-    return dict(_leaves(yaml.safe_load(BASE.read_text(encoding="utf-8"))))
+    """The values of `base.yaml` as they are written, and plugins' defaults, by their paths."""
+    return dict(_leaves(yaml.safe_load(BASE.read_text(encoding="utf-8")))) | dict(_leaves(plugin_defaults()))
 
 
 def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -238,6 +245,7 @@ def _shown(value: Any) -> str:
 
 EFFECT_WARNINGS: tuple[Rule, ...] = (
     _not_of_the_algorithm,
+    _has_one_turn,
     *(partial(_switched_off, *each) for each in _SWITCHES),
     *(partial(_unread, *each) for each in _UNREAD),
     _penalty_is_none,

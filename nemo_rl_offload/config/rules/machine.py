@@ -16,7 +16,15 @@ from pathlib import Path
 
 from nemo_rl_offload.config.loader import EMPTY_PATH, resolve_data_path, resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.rules.megatron import transformer_engine_settings
-from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, have_transformer_engine, megatron, read_shape
+from nemo_rl_offload.config.rules.rule import (
+    MEGATRON,
+    Get,
+    Rule,
+    algorithm_spec,
+    have_transformer_engine,
+    megatron,
+    read_shape,
+)
 from nemo_rl_offload.config.rules.tasks import FUNCTION, SPLITS, function_path, is_scored_by_function, takes_problems
 from nemo_rl_offload.errors import ConfigError, nearest
 
@@ -102,7 +110,7 @@ def _tracker_is_here(name: str, get: Get) -> Iterator[str]:
 
 def _teacher_is_here(get: Get) -> Iterator[str]:
     name = get("teacher.model_name")
-    if get("algorithm") == "distillation" and name is not None:
+    if algorithm_spec(get).needs_teacher and name is not None:
         try:
             resolve_model_path(name)
         except ConfigError as error:

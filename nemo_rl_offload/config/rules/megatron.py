@@ -20,6 +20,8 @@ from nemo_rl_offload.config.rules.rule import (
     MEGATRON,
     Get,
     Rule,
+    algorithm_has,
+    algorithm_spec,
     is_native,
     known_to_megatron,
     megatron,
@@ -28,11 +30,10 @@ from nemo_rl_offload.config.rules.rule import (
     recompute,
     recomputed,
 )
-from nemo_rl_offload.config.rules.tasks import GENERATES
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.types import describe, keys_of
 from nemo_rl_offload.errors import nearest
-from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE
+from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE, MOE_MODULES
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
 NOT_YET: dict[str, Any] = {
@@ -228,12 +229,13 @@ def _weight_decay(get: Get) -> Iterator[str]:
 
 def _num_updates(get: Get) -> int:
     """Optimizer steps of the whole run; where passes over the data end it before, more than there are."""
-    algorithm, of_step = get("algorithm"), 1
-    if algorithm in GENERATES:
+    spec, of_step = algorithm_spec(get), 1
+    algorithm = spec.name
+    if spec.generates:
         prompts, generations = (get(f"{algorithm}.num_{key}") for key in ("prompts_per_step", "generations_per_prompt"))
         of_step = max(1, prompts * generations // get("policy.train_global_batch_size"))
-    if algorithm == "grpo":
-        of_step *= get("grpo.ppo_epochs")
+    if algorithm_has("ppo_epochs", get):
+        of_step *= get(f"{algorithm}.ppo_epochs")
     return int(get(f"{algorithm}.max_num_steps") * of_step)
 
 
@@ -367,7 +369,7 @@ def _cuda_graph_offload(get: Get) -> Iterator[str]:
         return
     if impl == "local":
         for name in modules:
-            if name not in ("expert_fc1", "moe_act", "fused_group_mlp"):
+            if name not in MOE_MODULES:
                 yield f"{MEGATRON}.offload_modules: '{name}' cannot be offloaded with cuda_graph_impl local. Remove it."
         if not parts:
             yield f"{PARTS}: offloading with cuda_graph_impl local needs parts of layers. List some, like [attn]."

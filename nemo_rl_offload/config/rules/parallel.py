@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_rl_offload.config.rules.batching import is_by_tokens
-from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, megatron, model_shape
-from nemo_rl_offload.config.rules.tasks import GENERATES
+from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_spec, megatron, model_shape
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.parallel_layout import nearest_multiple, num_microbatches
 
@@ -132,7 +131,7 @@ def _worker_counts(get: Get) -> Iterator[str]:
     if per_node == "auto":
         return
     colocated = get("policy.generation.colocated")
-    if get("algorithm") not in GENERATES:
+    if not algorithm_spec(get).generates:
         colocated = {"enabled": True}
     num_training, num_generating = training_and_generating(colocated, num_nodes, per_node)
     if num_training < 1 or not (colocated["enabled"] or num_generating):  # another rule says so

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
+from nemo_rl_offload.config.full_schema import section_at
 from nemo_rl_offload.config.loader import resolve_model_path
+from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.activation_memory import listed_modules
 from nemo_rl_offload.specs.catalogue import find_config, read_config_file
@@ -23,6 +26,16 @@ MEGATRON = "policy.megatron_cfg"
 
 class ReportedError(Exception):
     """A rule read a value that is reported already."""
+
+
+def algorithm_spec(get: Get) -> AlgorithmSpec:
+    """What is run."""
+    return ALGORITHMS[get("algorithm")]
+
+
+def algorithm_has(key: str, get: Get) -> bool:
+    """Whether the algorithm's section has such a key."""
+    return key in keys_of(section_at([get("algorithm")]))
 
 
 def megatron(get: Get, key: str) -> Any:

@@ -12,20 +12,12 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from nemo_rl_offload.config.rules.rule import Get, Rule
+from nemo_rl_offload.config.environments import ENVIRONMENTS
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec
 from nemo_rl_offload.errors import nearest
 from nemo_rl_offload.specs.parallel_layout import nearest_multiple
 
-GENERATES = ("grpo", "distillation")
-"""Algorithms that sample responses to problems."""
 SPLITS = ("data.train", "data.validation")
-METRICS = {
-    "grpo": ("val:accuracy", "val:reward", "train:reward", "train:loss"),
-    "distillation": ("val:accuracy", "val:reward", "train:reward", "train:loss"),
-    "sft": ("val:loss", "train:loss"),
-    "dpo": ("val:accuracy", "val:loss", "train:loss"),
-}
-"""The metrics that each algorithm has."""
 FUNCTION, TASK_PARAMS = "env.function", "env.reasoning_gym.params"
 GIVEN_TO_ALL = ("seed", "size")
 """Parameters of every task that the section `data` gives."""
@@ -33,10 +25,10 @@ GIVEN_TO_ALL = ("seed", "size")
 
 def takes_problems(get: Get) -> bool:
     """Whether training data are problems of reasoning-gym."""
-    algorithm = get("algorithm")
-    if algorithm in GENERATES:
-        return bool(get("data.env_name") == "reasoning_gym")
-    return algorithm == "sft" and get("data.train.path") is None
+    spec = algorithm_spec(get)
+    if spec.generates:
+        return ENVIRONMENTS[get("data.env_name")].problems == "generated"
+    return spec.learns_from == "conversations" and get("data.train.path") is None
 
 
 def _prompt_template(get: Get) -> Iterator[str]:
@@ -47,7 +39,7 @@ def _prompt_template(get: Get) -> Iterator[str]:
 
 def _generation_workers(get: Get) -> Iterator[str]:
     path = "policy.generation.colocated"
-    if get("algorithm") not in GENERATES or get(f"{path}.enabled"):
+    if not algorithm_spec(get).generates or get(f"{path}.enabled"):
         return
     key = "gpus_per_node" if get("cluster.num_nodes") == 1 else "num_nodes"
     other = "num_nodes" if key == "gpus_per_node" else "gpus_per_node"
@@ -126,12 +118,12 @@ def function_path(get: Get) -> Iterator[str]:
 
 def is_scored_by_function(get: Get) -> bool:
     """Whether responses are scored by a function of the user's."""
-    return get("algorithm") in GENERATES and get("data.env_name") == "function"
+    return algorithm_spec(get).generates and f"env.{get('data.env_name')}" == FUNCTION
 
 
 def _samples_per_step(get: Get) -> Iterator[str]:
     algorithm, whole = get("algorithm"), get("policy.train_global_batch_size")
-    if algorithm not in GENERATES:
+    if not algorithm_spec(get).generates:
         return
     prompts, generations = (get(f"{algorithm}.num_{key}") for key in ("prompts_per_step", "generations_per_prompt"))
     if (prompts * generations) % whole:
@@ -144,12 +136,14 @@ def _samples_per_step(get: Get) -> Iterator[str]:
 
 
 def _groups(get: Get) -> Iterator[str]:
-    if get("algorithm") != "grpo" or get("grpo.num_generations_per_prompt") > 1:
-        return
+    algorithm = get("algorithm")
     for key in ("use_leave_one_out_baseline", "use_dynamic_sampling"):
-        if get(f"grpo.{key}"):
+        if not algorithm_has(key, get) or get(f"{algorithm}.num_generations_per_prompt") > 1:
+            return
+        if get(f"{algorithm}.{key}"):
             yield (
-                f"grpo.num_generations_per_prompt: must be at least 2 while {key} is true. Raise it, or turn that off."
+                f"{algorithm}.num_generations_per_prompt: must be at least 2 while {key} is true. Raise it, or turn "
+                "that off."
             )
 
 
@@ -171,7 +165,7 @@ def _overlong_buffer(get: Get) -> Iterator[str]:
 
 
 def _lengths(get: Get) -> Iterator[str]:
-    if get("algorithm") not in GENERATES:
+    if not algorithm_spec(get).generates:
         return
     prompt, response = get("data.max_input_seq_length"), get("policy.generation.max_new_tokens")
     total = get("policy.max_total_sequence_length")
@@ -196,27 +190,31 @@ def _cispo(get: Get) -> Iterator[str]:
 
 
 def _teacher(get: Get) -> Iterator[str]:
-    if get("algorithm") == "distillation" and get("teacher.model_name") is None:
+    if algorithm_spec(get).needs_teacher and get("teacher.model_name") is None:
         yield "teacher.model_name: missing value. Give one: teacher.model_name=..."
 
 
 def _data_paths(get: Get) -> Iterator[str]:
-    algorithm = get("algorithm")
+    spec, algorithm = algorithm_spec(get), get("algorithm")
     train, validation = (get(f"{split}.path") for split in SPLITS)
-    if algorithm in GENERATES and takes_problems(get):
+    if spec.generates and takes_problems(get):
+        of_files = " or ".join(name for name, other in ENVIRONMENTS.items() if other.problems == "file")
         for split, path in zip(SPLITS, (train, validation), strict=True):
             if path is not None:
                 yield (
                     f"{split}.path: {algorithm} takes its problems from env.reasoning_gym. Set it to null, or "
-                    "data.env_name to math or function."
+                    f"data.env_name to {of_files}."
                 )
-    elif algorithm in GENERATES and train is None:
+    elif spec.generates and train is None:
         yield (
             f"data.train.path: missing value; data.env_name {get('data.env_name')} takes problems from a file. "
             "Give one: data.train.path=..."
         )
-    elif algorithm == "dpo" and train is None:
-        yield "data.train.path: missing value; dpo takes preference pairs from a file. Give one: data.train.path=..."
+    elif spec.learns_from == "pairs" and train is None:
+        yield (
+            f"data.train.path: missing value; {algorithm} takes preference pairs from a file. "
+            "Give one: data.train.path=..."
+        )
     elif (train is None) != (validation is None) and validates(get):
         there, missing = SPLITS if validation is None else reversed(SPLITS)
         yield (
@@ -233,7 +231,7 @@ def validates(get: Get) -> bool:
 
 def _metric(get: Get) -> Iterator[str]:
     metric, algorithm = get("checkpointing.metric_name"), get("algorithm")
-    allowed = METRICS[algorithm]
+    allowed = algorithm_spec(get).metrics
     if metric not in allowed:
         yield f"checkpointing.metric_name: {algorithm} has no {metric}. Allowed: {', '.join(allowed)}."
     elif metric.endswith(":loss") == get("checkpointing.higher_is_better"):

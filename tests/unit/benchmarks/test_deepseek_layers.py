@@ -63,7 +63,7 @@ def test_a_failure_of_megatrons_engine_is_a_result(
     calls = []
     monkeypatch.setattr("bare_copies.BareCopies", NoCopies)
     monkeypatch.setattr("megatrons_engine.forget_megatrons_steps", lambda: calls.append("forgotten"))
-    monkeypatch.setattr("deepseek_layers.spare_the_collector", lambda: calls.append("spared"))
+    monkeypatch.setattr("deepseek_layers.freeze_gc", lambda: calls.append("spared"))
     stage, path = FakeStage(fails_at), tmp_path / "e1.json"
     samples: dict[str, list[Any]] = {name: [] for name in (*WAYS, MEGATRONS)}
     measure(stage, {"microbatches": 1, "bytes_per_microbatch": 0, "samples": samples}, 2, path)

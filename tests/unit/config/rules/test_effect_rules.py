@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.loader import BASE, load_config
 from nemo_rl_offload.config.rules.effects import EFFECT_WARNINGS, defaults
-from nemo_rl_offload.config.rules.tasks import METRICS
 from nemo_rl_offload.config.validation import CheckedConfig, examine
 from nemo_rl_offload.errors import ConfigError
 
@@ -243,7 +243,7 @@ def test_a_metric_that_is_never_measured(check: Check) -> None:
     assert [check(*overrides).warnings for overrides in quiet] == [[], [], []]
 
 
-@pytest.mark.parametrize("algorithm", METRICS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_defaults_are_not_warned_about(algorithm: str) -> None:
     values = load_config(BASE, ["policy.model_name=x", f"algorithm={algorithm}"])
 
