@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_offload.config.rules.rule import Get, Rule, megatron, model_shape
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec, megatron, model_shape
 from nemo_rl_offload.specs.parallel_layout import rounded_length
 
 BY_TOKENS = ("dynamic_batching", "sequence_packing")
@@ -30,14 +30,9 @@ def _one_of_two(get: Get) -> Iterator[str]:
         )
 
 
-def rows_per_sample(algorithm: object) -> int:
-    """Rows of a training sample: a pair in dpo."""
-    return 2 if algorithm == "dpo" else 1
-
-
 def _longest_sample(get: Get) -> Iterator[str]:
     """Whole samples go into a microbatch: in dpo's training two rows, which packing rounds up together."""
-    longest, num_rows = get("policy.max_total_sequence_length"), rows_per_sample(get("algorithm"))
+    longest, num_rows = get("policy.max_total_sequence_length"), algorithm_spec(get).rows_per_sample
     num_ranks = megatron(get, "tensor_model_parallel_size") if megatron(get, "sequence_parallel") else 1
     for section in (f"policy.{name}" for name in BY_TOKENS):
         if not get(f"{section}.enabled"):

@@ -82,7 +82,7 @@ def test_a_failure_of_megatrons_engine_is_a_result(
 def test_what_was_measured_before_a_time_limit_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ended in the first turn of the bare copies, after the round that warms up."""
     monkeypatch.setattr("bare_copies.BareCopies", NoCopies)
-    monkeypatch.setattr("deepseek_layers.spare_the_collector", lambda: None)
+    monkeypatch.setattr("deepseek_layers.freeze_gc", lambda: None)
     stage, path = FakeStage(0), tmp_path / "e1.json"
     step = stage.step
 
