@@ -12,7 +12,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 PROJECT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "benchmarks/README.md", "examples/cluster/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/cluster/README.md")
 LINK = re.compile(r"\]\(([^)#\s]+)")
 
 

@@ -469,7 +469,7 @@ class LossConfig(TypedDict):
     reference_policy_kl_penalty: Annotated[NonNegative, Default(0.01)]
     """Weight of the KL divergence from the start model; 0 leaves the reference model out."""
     reference_policy_kl_type: Annotated[Literal["k1", "k2", "k3"], Default("k3")]
-    """Estimate of that divergence: difference of log-probabilities, half its square, or exp(-d) - 1 + d."""
+    """Estimate of that divergence, with d = reference - policy log-probability: -d, d^2 / 2, or exp(d) - 1 - d."""
     ratio_clip_min: Annotated[Share, Default(0.2)]
     """The probability ratio is clipped below 1 minus this."""
     ratio_clip_max: Annotated[float, Gt(0), Default(0.2)]
