@@ -13,7 +13,7 @@ from rich.console import Console
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.loader import files_of, read_config, resolve_model_path
-from nemo_rl_offload.config.rules.worker_counts import training_and_generating
+from nemo_rl_offload.config.rules.parallel import training_and_generating
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.validation import check_to_plan
 from nemo_rl_offload.errors import ConfigError, all_or_none

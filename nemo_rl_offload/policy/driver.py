@@ -12,7 +12,7 @@ from nemo_rl_offload.batching.batch import Batch, num_samples, select
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.batching.sharding import ShardedBatch
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
-from nemo_rl_offload.config.rules.worker_counts import data_parallel_size, num_interleaved
+from nemo_rl_offload.config.rules.parallel import data_parallel_size, num_interleaved
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers

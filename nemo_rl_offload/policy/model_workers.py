@@ -16,7 +16,7 @@ from typing import Any
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.cluster.worker_group import WorkerGroup
-from nemo_rl_offload.config.rules.worker_counts import data_parallel_size
+from nemo_rl_offload.config.rules.parallel import data_parallel_size
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.policy.worker import Placement, PolicyWorker
 

@@ -1,4 +1,12 @@
-"""The shape of a transformer, read from the contents of a Hugging Face `config.json`."""
+"""The shape of a transformer, read from the contents of a Hugging Face `config.json`.
+
+There is one reader, `parse_model_shape`, for two kinds of readers. The planner computes with every number, so it takes
+nothing that is missing or of an unknown family: `read_model_shape` raises what is wrong. The configuration's rules ask
+a few questions of any model that Megatron-Bridge may know, so they go on with what can be read: a number that cannot is
+the least that says nothing, such as no experts, one layer, or a vocabulary of 0.
+
+The reader also tells which keys it asked for (`honoured_keys`). What else a `config.json` holds has no part in a plan.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +49,7 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     vocab_size: int
+    """0 where the model does not say, to the rules alone."""
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -49,7 +58,10 @@ class ModelShape:
     layers_with_experts: tuple[bool, ...]
     """Of each layer whether it has experts."""
     experts: Experts | None
+    has_shared_experts: bool
     latent_attention: LatentAttention | None
+    has_linear_attention: bool
+    """The planner has no costs of it, and its families have none."""
     num_mtp_layers: int
     """Layers that predict further tokens (multi-token prediction)."""
     tied_embeddings: bool
@@ -60,6 +72,24 @@ class ModelShape:
     """Biases in the MLP, experts and router included."""
     attention_sinks: bool
     activation: str
+    """Hugging Face's name of the activation in the MLP."""
+    max_positions: int
+    """Longest sequence that the model is made for; 0 where it does not say."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts."""
+        return any(self.layers_with_experts)
+
+    @property
+    def has_latent_attention(self) -> bool:
+        """Whether it has multi-latent attention."""
+        return self.latent_attention is not None
+
+    @property
+    def predicts_further_tokens(self) -> bool:
+        """Whether it has multi-token prediction."""
+        return self.num_mtp_layers > 0
 
     @property
     def query_head_dim(self) -> int:
@@ -90,59 +120,91 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
+@dataclass(frozen=True)
+class ParsedShape:
+    """What a `config.json` says of a model's shape."""
+
+    shape: ModelShape
+    problems: tuple[str, ...]
+    """What a plan cannot do with: an unknown family alone, else all keys that are missing or no such number."""
+    honoured_keys: frozenset[str]
+    """The keys that were asked for, whether they are there or not."""
+
+
 def read_model_shape(content: Mapping[str, Any], source: str) -> ModelShape:
     """Read a `config.json`'s content. `source` (its path or the model's name) begins every message.
 
     Raises ConfigError with all problems: an unknown family, a missing key, a value that is no positive whole number.
     """
-    family = content.get("model_type")
-    if not isinstance(family, str) or family not in _FAMILIES:
-        hint = nearest(family, _FAMILIES) if isinstance(family, str) else ""
-        raise ConfigError(f"{source}: model_type {family!r} is not known. Known: {', '.join(_FAMILIES)}.{hint}")
+    parsed = parse_model_shape(content)
+    if parsed.problems:
+        raise ConfigError("\n".join(f"{source}: {problem}" for problem in parsed.problems))
+    return parsed.shape
+
+
+def parse_model_shape(content: Mapping[str, Any]) -> ParsedShape:
+    """Read what can be read of a `config.json`'s content, and say what cannot."""
     reader = _Reader(content)
-    shape = _shape(reader, _FAMILIES[family], content)
-    if reader.problems:
-        raise ConfigError("\n".join(f"{source}: {problem}" for problem in reader.problems))
-    return shape
+    name = reader.get("model_type")
+    family = _FAMILIES.get(name) if isinstance(name, str) else None
+    shape = _shape(reader, family or {})
+    problems = reader.problems
+    if family is None:
+        hint = nearest(name, _FAMILIES) if isinstance(name, str) else ""
+        problems = [f"model_type {name!r} is not known. Known: {', '.join(_FAMILIES)}.{hint}"]
+    return ParsedShape(shape, tuple(problems), frozenset(reader.asked))
 
 
 class _Reader:
-    """Reads whole numbers and collects what is wrong with them."""
+    """Reads values, and collects which keys were asked for and what is wrong with them."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self.content = content
         self.problems: list[str] = []
+        self.asked: set[str] = set()
 
-    def whole(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        value = self.content.get(key)
+    def get(self, key: str) -> Any:
+        self.asked.add(key)
+        return self.content.get(key)
+
+    def whole(self, key: str, default: int | None = None, minimum: int = 1, fallback: int | None = None) -> int:
+        """A number; ``default`` where it is not given, and ``fallback``, else the default or 1, where it is wrong."""
+        value = self.get(key)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             given = "is missing" if value is None else f"is {value!r}"
             self.problems.append(f"{key} {given}; a whole number from {minimum} on is needed.")
-            return max(minimum, 1)
+            return fallback if fallback is not None else 1 if default is None else default
         return value
 
     def flag(self, key: str) -> bool:
-        return bool(self.content.get(key, False))
+        return bool(self.get(key))
 
 
-def _shape(reader: _Reader, family: Mapping[str, Any], content: Mapping[str, Any]) -> ModelShape:
+def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
     num_layers, hidden_size = reader.whole("num_hidden_layers"), reader.whole("hidden_size")
     num_heads = reader.whole("num_attention_heads")
-    latent = _latent_attention(reader) if content.get("kv_lora_rank") else None
+    latent = _latent_attention(reader) if reader.get("kv_lora_rank") else None
     experts = _experts(reader, family)
+    vocab_size, num_key_value_heads = (
+        reader.whole("vocab_size", fallback=0),
+        reader.whole("num_key_value_heads", num_heads),
+    )
+    activation, max_positions = reader.get("hidden_act"), reader.get("max_position_embeddings")
     return ModelShape(
         num_layers=num_layers,
         hidden_size=hidden_size,
-        vocab_size=reader.whole("vocab_size"),
+        vocab_size=vocab_size,
         num_attention_heads=num_heads,
-        num_key_value_heads=num_heads if latent else reader.whole("num_key_value_heads", num_heads),
+        num_key_value_heads=num_heads if latent else num_key_value_heads,
         head_dim=reader.whole("head_dim", max(1, hidden_size // num_heads)),
         ffn_hidden_size=reader.whole("intermediate_size"),
         layers_with_experts=_layers_with_experts(reader, num_layers, experts is not None),
         experts=experts,
+        has_shared_experts=bool(reader.get("n_shared_experts") or reader.get("shared_expert_intermediate_size")),
         latent_attention=latent,
+        has_linear_attention=bool(reader.get("linear_num_value_heads")),
         num_mtp_layers=reader.whole("num_nextn_predict_layers", 0, minimum=0),
         tied_embeddings=reader.flag("tie_word_embeddings"),
         qk_norm=bool(family.get("qk_norm")),
@@ -150,12 +212,13 @@ def _shape(reader: _Reader, family: Mapping[str, Any], content: Mapping[str, Any
         attention_output_bias=reader.flag("attention_bias"),
         mlp_bias=bool(family.get("mlp_bias")) or reader.flag("mlp_bias"),
         attention_sinks=bool(family.get("attention_sinks")),
-        activation=str(content.get("hidden_act", "silu")),
+        activation=activation if isinstance(activation, str) else "silu",
+        max_positions=max_positions if isinstance(max_positions, int) else 0,
     )
 
 
 def _latent_attention(reader: _Reader) -> LatentAttention:
-    compressed = reader.content.get("q_lora_rank") is not None
+    compressed = reader.get("q_lora_rank") is not None
     return LatentAttention(
         query_rank=reader.whole("q_lora_rank") if compressed else None,
         key_value_rank=reader.whole("kv_lora_rank"),
@@ -166,7 +229,7 @@ def _latent_attention(reader: _Reader) -> LatentAttention:
 
 
 def _experts(reader: _Reader, family: Mapping[str, Any]) -> Experts | None:
-    key = next((key for key in _NUM_EXPERTS if reader.content.get(key)), None)
+    key = next((key for key in _NUM_EXPERTS if reader.get(key)), None)
     if key is None:
         return None
     width = reader.whole("moe_intermediate_size", reader.whole("intermediate_size"))
@@ -184,7 +247,7 @@ def _layers_with_experts(reader: _Reader, num_layers: int, has_experts: bool) ->
     """Qwen counts every `decoder_sparse_step`-th layer and names exceptions; DeepSeek has dense layers first."""
     step, frequency = reader.whole("decoder_sparse_step", 1), reader.whole("moe_layer_freq", 1)
     first = reader.whole("first_k_dense_replace", 0, minimum=0)
-    dense = reader.content.get("mlp_only_layers") or []
+    dense = reader.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         reader.problems.append(f"mlp_only_layers is {dense!r}; a list of layers is needed.")
         dense = []

@@ -17,10 +17,9 @@ from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_rl_offload.config.environments import ENVIRONMENTS, PROBLEMS
 from nemo_rl_offload.config.full_schema import plugin_defaults
 from nemo_rl_offload.config.loader import BASE
-from nemo_rl_offload.config.rules.algorithms import SPLITS, validates
 from nemo_rl_offload.config.rules.batching import BY_TOKENS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_has, algorithm_spec
-from nemo_rl_offload.config.rules.runs import takes_problems
+from nemo_rl_offload.config.rules.tasks import SPLITS, takes_problems, validates
 
 _IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
     "teacher": attrgetter("needs_teacher"),

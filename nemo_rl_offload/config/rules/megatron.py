@@ -1,10 +1,20 @@
-"""Megatron-Core's own rules about recomputation, experts, kernels and the optimizer.
+"""Megatron-Core's own rules: recomputation, experts, kernels, the optimizer, CUDA graphs, and its fields by name.
 
-Megatron checks them when its configuration objects are built, in a worker; here they are checked without importing it.
+Megatron checks them when its configuration objects are built, in a worker; here they are checked without importing it,
+which takes seconds. Its field names and their types are read from its sources. What a field in `model_overrides` means
+together with others is Megatron's own to check, when its objects are built; a warning says where that can happen.
 """
 
+import ast
+import json
+import typing
 from collections.abc import Iterator
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from nemo_rl_offload.config.rules.rule import (
     MEGATRON,
@@ -12,16 +22,26 @@ from nemo_rl_offload.config.rules.rule import (
     Rule,
     algorithm_has,
     algorithm_spec,
-    have_transformer_engine,
     is_native,
+    known_to_megatron,
     megatron,
     model_shape,
+    offloaded,
     recompute,
     recomputed,
 )
+from nemo_rl_offload.config.schema import MegatronConfig
+from nemo_rl_offload.config.types import describe, keys_of
 from nemo_rl_offload.errors import nearest
-from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE
+from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE, MOE_MODULES
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
+
+NOT_YET: dict[str, Any] = {
+    "expert_tensor_parallel_size": 1,
+    "cuda_graph_impl": "none",
+    "optimizer.optimizer_cpu_offload": False,
+}
+"""Keys of `policy.megatron_cfg` whose only value so far is this one."""
 
 RECOMPUTE_MODULES = (
     "core_attn",
@@ -48,6 +68,52 @@ NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
 }
 """Keys and those of their values that only Transformer Engine can honor."""
 
+GRAPH = f"{MEGATRON}.cuda_graph_impl"
+PARTS = f"{MEGATRON}.cuda_graph_modules"
+CUDA_GRAPH_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+"""Megatron-Core's names for the parts of a layer that a CUDA graph captures."""
+
+_OWNERS = {
+    "the model's folder, whose weights must fit": (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts "
+        "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq add_bias_linear add_qkv_bias "
+        "gated_linear_unit normalization qk_layernorm multi_latent_attention mtp_num_layers"
+    ),
+    "policy.precision": "params_dtype pipeline_dtype autocast_dtype enable_autocast bf16 fp16",
+    "this project": (
+        "attention_dropout hidden_dropout use_cpu_initialization perform_initialization moe_grouped_gemm "
+        "calculate_per_token_loss variable_seq_lengths bias_dropout_fusion deallocate_pipeline_outputs"
+    ),
+}
+_OWNER_OF = {name: owner for owner, names in _OWNERS.items() for name in names.split()}
+_YAML_TYPES = {
+    **{kind.__name__: kind for kind in (int, float, bool, str, list, dict)},
+    **{name: getattr(typing, name) for name in ("Optional", "Union", "Literal", "List", "Dict")},
+}
+
+
+def _backend(get: Get) -> Iterator[str]:
+    if not megatron(get, "enabled"):
+        yield f"{MEGATRON}.enabled: must be true. Megatron-Core is the only training backend."
+
+
+def _not_yet(key: str, available: Any, get: Get) -> Iterator[str]:
+    value = megatron(get, key)
+    if value != available:
+        yield f"{MEGATRON}.{key}: {value} is not available yet. Set it to {json.dumps(available)}."
+
+
+def _once_available(key: str, rule: Rule, get: Get) -> Iterator[str]:
+    """What else is to be said about a key, not before its value is available."""
+    if key not in NOT_YET or megatron(get, key) == NOT_YET[key]:
+        yield from rule(get)
+
+
+def flex_is_not_yet(get: Get) -> Iterator[str]:
+    """A rule: the flex dispatcher is not available yet."""
+    if megatron(get, "moe_token_dispatcher_type") == "flex":
+        yield f"{MEGATRON}.moe_token_dispatcher_type: flex is not available yet. Set alltoall or allgather."
+
 
 def transformer_engine_settings(get: Get) -> list[str]:
     """The keys of `policy.megatron_cfg` whose values need Transformer Engine."""
@@ -65,17 +131,6 @@ def _torch_layers(get: Get) -> Iterator[str]:
             f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which transformer_impl: torch "
             "leaves out. Change one of the two."
         )
-
-
-def transformer_engine_is_here(get: Get) -> Iterator[str]:
-    """A rule about this machine: Transformer Engine is installed where something needs it."""
-    impl = megatron(get, "transformer_impl")
-    if impl == "torch" or have_transformer_engine():
-        return
-    if impl == "transformer_engine":
-        yield f"{MEGATRON}.transformer_impl: transformer_engine is not installed here. Install it, or set torch."
-    for key in transformer_engine_settings(get):
-        yield f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which is not installed here."
 
 
 def _recompute(get: Get) -> Iterator[str]:
@@ -150,7 +205,7 @@ def _bias_activation_fusion(get: Get) -> Iterator[str]:
     if not megatron(get, "bias_activation_fusion"):
         return
     activation = model_shape(get).activation
-    if activation not in (None, "silu"):
+    if activation != "silu":
         yield f"{MEGATRON}.bias_activation_fusion: not for the activation {activation} of the model. Set false."
 
 
@@ -216,23 +271,6 @@ def _overlap(get: Get) -> Iterator[str]:
             yield f"{ddp}.overlap_param_gather: needs {needed}. Set that to true, or this to false."
 
 
-MEGATRON_RULES: tuple[Rule, ...] = (
-    _torch_layers,
-    _recompute,
-    _recompute_of_further_tokens,
-    _recompute_names,
-    _recompute_fits_model,
-    _experts,
-    _bias_activation_fusion,
-    _learning_rate,
-    _weight_decay,
-    _warmup,
-    _distributed_optimizer,
-    _precision_aware_optimizer,
-    _overlap,
-)
-
-
 def _recompute_is_off(get: Get) -> Iterator[str]:
     if megatron(get, "activation_checkpointing") is False:
         for key in RECOMPUTE_KEYS:
@@ -281,9 +319,183 @@ def _no_experts(get: Get) -> Iterator[str]:
         yield from (f"{MEGATRON}.{key}: ignored, because the model has no experts." for key in given)
 
 
+def _cuda_graph_names(get: Get) -> Iterator[str]:
+    for name in megatron(get, "cuda_graph_modules") or []:
+        if name not in CUDA_GRAPH_MODULES:
+            hint = nearest(name, CUDA_GRAPH_MODULES)
+            yield f"{PARTS}: '{name}': unknown part.{hint} Allowed: {', '.join(CUDA_GRAPH_MODULES)}."
+
+
+def _cuda_graph_parts(get: Get) -> Iterator[str]:
+    impl, parts = megatron(get, "cuda_graph_impl"), megatron(get, "cuda_graph_modules") or []
+    if impl == "full_iteration" and parts:
+        yield f"{PARTS}: cuda_graph_impl full_iteration captures everything. Set null."
+    if impl not in ("local", "transformer_engine"):
+        return
+    if "moe_preprocess" in parts and "moe_router" not in parts and impl == "transformer_engine":
+        yield f"{PARTS}: 'moe_preprocess' needs 'moe_router'. Add it."
+    of_experts = [name for name in ("moe", "moe_router", "moe_preprocess") if name in parts]
+    if not of_experts and "mlp" not in parts:
+        return
+    shape = model_shape(get)
+    for name in of_experts:
+        if not shape.has_experts:
+            yield f"{PARTS}: '{name}' needs layers with experts, and the model has none. Remove it."
+    if "moe" in parts and shape.has_experts:
+        yield f"{PARTS}: 'moe' needs experts that drop and pad tokens, which no key turns on. Remove it."
+    if "mlp" in parts and all(shape.layers_with_experts):
+        yield f"{PARTS}: 'mlp' needs layers without experts, and the model has none. Remove it."
+
+
+def _cuda_graph_recompute(get: Get) -> Iterator[str]:
+    impl, parts = megatron(get, "cuda_graph_impl"), megatron(get, "cuda_graph_modules") or []
+    if recompute(get)["recompute_granularity"] == "full" and impl in ("local", "transformer_engine"):
+        yield f"{GRAPH}: full recompute works with full_iteration only. Set that or none."
+    if impl == "transformer_engine" and "moe" in recomputed(get) and "moe_router" in parts:
+        yield f"{PARTS}: 'moe_router' cannot be captured while recompute_modules has 'moe'. Remove one of the two."
+
+
+def _cuda_graph_offload(get: Get) -> Iterator[str]:
+    impl, parts = megatron(get, "cuda_graph_impl"), megatron(get, "cuda_graph_modules") or []
+    if megatron(get, "cpu_offloading") and impl in ("local", "transformer_engine"):
+        yield f"{GRAPH}: cannot be combined with cpu_offloading. Set none."
+    if impl == "full_iteration" and is_native(get) and offloaded(get):
+        yield (
+            f"{GRAPH}: full_iteration cannot be combined with engine: native, whose event queries and limits on bytes "
+            "cannot be captured. Set none, or activation_offload.engine: megatron."
+        )
+    modules = known_to_megatron(get)
+    if not modules or impl == "none":
+        return
+    if impl == "local":
+        for name in modules:
+            if name not in MOE_MODULES:
+                yield f"{MEGATRON}.offload_modules: '{name}' cannot be offloaded with cuda_graph_impl local. Remove it."
+        if not parts:
+            yield f"{PARTS}: offloading with cuda_graph_impl local needs parts of layers. List some, like [attn]."
+    if megatron(get, "cuda_graph_warmup_steps") == 0:
+        yield f"{MEGATRON}.cuda_graph_warmup_steps: offloading needs a step before the capture. Set 1 or more."
+    if impl == "full_iteration" and megatron(get, "fine_grained_offloading_max_inflight_offloads") is None:
+        yield f"{MEGATRON}.fine_grained_offloading_max_inflight_offloads: full_iteration needs a limit. Set 0 or more."
+
+
+def _cuda_graphs_are_off(get: Get) -> Iterator[str]:
+    if megatron(get, "cuda_graph_impl") != "none":
+        return
+    if megatron(get, "cuda_graph_modules"):
+        yield f"{PARTS}: ignored with cuda_graph_impl none."
+    if megatron(get, "delay_offload_until_cuda_graph"):
+        yield f"{MEGATRON}.delay_offload_until_cuda_graph: ignored with cuda_graph_impl none."
+
+
+def model_overrides(get: Get) -> Iterator[str]:
+    """A rule: `model_overrides` names fields of Megatron-Core that no key and nobody else sets."""
+    overrides = megatron(get, "model_overrides")
+    fields = transformer_fields() if overrides else {}
+    for name, value in overrides.items():
+        path = f"{MEGATRON}.model_overrides.{name}"
+        if name in keys_of(MegatronConfig):
+            yield f"{path}: has a key of its own. Set {MEGATRON}.{name} instead."
+        elif name in _OWNER_OF:
+            yield f"{path}: is set by {_OWNER_OF[name]}. Remove it."
+        elif name not in fields:
+            yield f"{path}: Megatron-Core's TransformerConfig has no such field.{nearest(str(name), fields)}"
+        elif (annotation := _type_of_field(fields[name])) is None:
+            yield f"{path}: its type, {fields[name]}, cannot be written in YAML. Remove it."
+        elif not _is_of_type(value, annotation):
+            yield f"{path}: {value!r} is not allowed. Allowed: {describe(annotation)}."
+
+
+def _type_of_field(source: str) -> Any:
+    names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    if not names <= _YAML_TYPES.keys() | {"None"}:
+        return None
+    return eval(source, {"__builtins__": {}}, _YAML_TYPES)
+
+
+def _is_of_type(value: Any, annotation: Any) -> bool:
+    try:
+        TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+@cache
+def transformer_fields() -> dict[str, str]:
+    """Return the fields of Megatron-Core's TransformerConfig, each with the text of its type."""
+    return {
+        node.target.id: ast.unparse(node.annotation)
+        for section in _config_classes()
+        for node in section.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+
+
+@cache
+def _fields_that_megatron_checks() -> set[str]:
+    checks = [
+        node
+        for section in _config_classes()
+        for node in section.body
+        if isinstance(node, ast.FunctionDef) and node.name == "__post_init__"
+    ]
+    return {node.attr for check in checks for node in ast.walk(check) if isinstance(node, ast.Attribute)}
+
+
+@cache
+def _config_classes() -> list[ast.ClassDef]:
+    package = find_spec("megatron.core")
+    assert package is not None
+    assert package.submodule_search_locations
+    root = Path(package.submodule_search_locations[0])
+    sources = {
+        "ModelParallelConfig": "model_parallel_config.py",
+        "TransformerConfig": "transformer/transformer_config.py",
+    }
+    return [
+        node
+        for name, file in sources.items()
+        for node in ast.parse((root / file).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+
+
+def _left_to_megatron(get: Get) -> Iterator[str]:
+    for name in megatron(get, "model_overrides"):
+        is_refused = name in keys_of(MegatronConfig) or name in _OWNER_OF
+        if name in _fields_that_megatron_checks() and not is_refused:
+            yield f"{MEGATRON}.model_overrides.{name}: Megatron-Core's own rules for it are checked when workers start."
+
+
+AVAILABILITY_RULES: tuple[Rule, ...] = (
+    _backend,
+    *(partial(_not_yet, key, available) for key, available in NOT_YET.items()),
+)
+CUDA_GRAPH_RULES: tuple[Rule, ...] = tuple(
+    partial(_once_available, "cuda_graph_impl", rule)
+    for rule in (_cuda_graph_names, _cuda_graph_parts, _cuda_graph_recompute, _cuda_graph_offload)
+)
+MEGATRON_RULES: tuple[Rule, ...] = (
+    _torch_layers,
+    _recompute,
+    _recompute_of_further_tokens,
+    _recompute_names,
+    _recompute_fits_model,
+    _experts,
+    _bias_activation_fusion,
+    _learning_rate,
+    _weight_decay,
+    _warmup,
+    _distributed_optimizer,
+    _precision_aware_optimizer,
+    _overlap,
+)
 MEGATRON_WARNINGS: tuple[Rule, ...] = (
+    _cuda_graphs_are_off,
     _recompute_is_off,
     _recompute_skips_further_tokens,
     _warmup_never_ends,
     _no_experts,
+    _left_to_megatron,
 )

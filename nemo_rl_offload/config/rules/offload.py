@@ -1,4 +1,9 @@
-"""Rules about what is offloaded: by which engine, which modules of the model, and what it excludes."""
+"""Rules about what is offloaded, recomputed and kept in pages instead: by which engine, of which modules, beside what.
+
+Offloading comes first, then recomputing parts of dense MLPs, which this project does itself; then the two side by side:
+what a recomputed module saves, and whether that stays where it is. Last are the experts' buffers of fixed size and
+their paged stash.
+"""
 
 from collections.abc import Iterator
 
@@ -11,20 +16,28 @@ from nemo_rl_offload.config.rules.rule import (
     model_shape,
     offloaded,
     recompute,
+    recomputed,
 )
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.offload_modules import (
+    COUNTED_RECOMPUTE,
     DENSE_MLP_MODULES,
+    DENSE_MLP_RECOMPUTE,
     MEGATRON_MODULES,
     MOE_MODULES,
     NATIVE_MODULES,
+    STASHED_MODULES,
     SUPPORTED_MODULES,
     TRANSFORMER_ENGINE_MODULES,
+    discarded_by_recompute,
     fused_norms,
 )
 from nemo_rl_offload.units import parse_bytes
 
 PATH = f"{MEGATRON}.offload_modules"
+RECOMPUTE = f"{MEGATRON}.recompute_modules"
+STASH = f"{MEGATRON}.moe_paged_stash"
+FACTOR = f"{MEGATRON}.moe_expert_rank_capacity_factor"
 SWITCH = "fine_grained_activation_offloading"
 
 
@@ -151,18 +164,6 @@ def _sizes(get: Get) -> Iterator[str]:
             yield f"{path}: {error}{alternative}"
 
 
-OFFLOAD_RULES: tuple[Rule, ...] = (
-    module_names,
-    _needs_modules,
-    _auto,
-    _fits_model,
-    _fused_group_mlp,
-    _transformer_engines_layers,
-    _cpu_offloading,
-    _sizes,
-)
-
-
 def _is_off(get: Get) -> Iterator[str]:
     if megatron(get, SWITCH):
         return
@@ -187,4 +188,150 @@ def _norms_and_auto_layers(get: Get) -> Iterator[str]:
         )
 
 
-OFFLOAD_WARNINGS: tuple[Rule, ...] = (_is_off, _budget_is_unused, _norms_and_auto_layers)
+def _dense_mlps_elsewhere(get: Get) -> Iterator[str]:
+    names = [name for name in recomputed(get) if name in DENSE_MLP_RECOMPUTE]
+    if not names:
+        return
+    if megatron(get, "fine_grained_activation_offloading") and not is_native(get):
+        yield f"{RECOMPUTE}: '{names[0]}' needs activation_offload.engine native. Set that, or remove it."
+    if megatron(get, "use_transformer_engine_op_fuser"):
+        yield (
+            f"{RECOMPUTE}: '{names[0]}' cannot be recomputed with use_transformer_engine_op_fuser. "
+            "Change one of the two."
+        )
+    if megatron(get, "model_overrides").get("fp8"):
+        yield f"{RECOMPUTE}: '{names[0]}' cannot be recomputed with fp8 in model_overrides. Remove one of the two."
+
+
+def _mlp_twice(get: Get) -> Iterator[str]:
+    if set(COUNTED_RECOMPUTE) <= set(recomputed(get)):
+        yield f"{RECOMPUTE}: 'mlp' contains 'mlp_fc1'. Remove one of the two."
+
+
+def _mlp_act_is_covered(get: Get) -> Iterator[str]:
+    names = recomputed(get)
+    whole = next((name for name in COUNTED_RECOMPUTE if name in names), None)
+    if whole and "mlp_act" in names and recompute(get)["recompute_num_layers"] is None:
+        yield (
+            f"{RECOMPUTE}: 'mlp_act' changes nothing: '{whole}' contains it and covers all layers. Set "
+            f"recompute_num_layers to the number of layers that '{whole}' is for, or remove one of the two."
+        )
+
+
+def _within_recomputed_experts(get: Get) -> Iterator[str]:
+    if "moe" not in recomputed(get):
+        return
+    for name in offloaded(get):
+        if name in MOE_MODULES:
+            yield f"{PATH}: '{name}' saves nothing while recompute_modules has 'moe'. Remove one of the two."
+
+
+def _discarded_by_recompute(get: Get) -> Iterator[str]:
+    names, covered = offloaded(get), recomputed(get)
+    for part, modules in discarded_by_recompute(model_shape(get).has_latent_attention).items():
+        for name in modules:
+            if part in covered and name in names:
+                yield f"{PATH}: '{name}' saves what recompute_modules '{part}' discards. Remove one of the two."
+
+
+def _within_recomputed_layers(get: Get) -> Iterator[str]:
+    settings = recompute(get)
+    if settings["recompute_granularity"] != "full" or not is_native(get):
+        return
+    if settings["recompute_method"] == "block":
+        ranks = megatron(get, "pipeline_model_parallel_size")
+        layers = len(model_shape(get).layers_with_experts)
+        num_layers = settings["recompute_num_layers"]
+        if num_layers is None or num_layers * ranks < layers:
+            return  # the other layers save as usual
+    for name in offloaded(get):
+        if name != "attn_norm":
+            yield (
+                f"{PATH}: '{name}' saves nothing: with recompute_granularity full, a layer saves its input alone, "
+                "which is offloaded as attn_norm."
+            )
+
+
+def _within_recomputed_modules(get: Get) -> Iterator[str]:
+    names, covered = offloaded(get), recomputed(get)
+    is_torch = megatron(get, "transformer_impl") == "torch"
+    nothing_from: dict[str, tuple[str, ...]] = {
+        "core_attn": ("core_attn",),
+        "shared_experts": ("shared_experts",),
+    }
+    if recompute(get)["recompute_num_layers"] is None:
+        of_mlp = DENSE_MLP_MODULES if is_torch else ("mlp_act",)  # the input is mlp_norm's, or mlp_fc1's
+        nothing_from.update(dict.fromkeys(COUNTED_RECOMPUTE, of_mlp))
+    for part, silent in nothing_from.items():
+        for name in names:
+            if part in covered and name in silent:
+                yield f"{PATH}: '{name}' saves nothing while recompute_modules has '{part}'."
+
+
+def _paged_stash(get: Get) -> Iterator[str]:
+    if not megatron(get, "moe_paged_stash"):
+        return
+    if megatron(get, "moe_expert_rank_capacity_factor") is None:
+        yield f"{FACTOR}: moe_paged_stash needs it. Set a factor, like 1.5, or turn moe_paged_stash off."
+    for name in offloaded(get):
+        if name in STASHED_MODULES:
+            yield f"{MEGATRON}.offload_modules: '{name}' is covered by moe_paged_stash already. Remove it."
+    if not model_shape(get).has_experts:
+        yield f"{STASH}: needs layers with experts, and the model has none. Set it to false."
+    if is_native(get) and "moe" in recomputed(get):
+        yield f"{STASH}: experts save nothing while recompute_modules has 'moe'. Set it to false, or remove 'moe'."
+    if is_native(get) and recompute(get)["recompute_granularity"] == "full":
+        yield f"{STASH}: experts save nothing with recompute_granularity full. Set it to false, or recompute modules."
+
+
+def _buffers_of_megatron(get: Get) -> Iterator[str]:
+    if megatron(get, "moe_expert_rank_capacity_factor") is None or is_native(get):
+        return
+    backend = megatron(get, "moe_flex_dispatcher_backend")
+    if backend not in ("hybridep", "ncclep"):
+        yield f"{FACTOR}: needs moe_flex_dispatcher_backend hybridep or ncclep. Set one of them, or this to null."
+    if backend == "hybridep" and not megatron(get, "use_transformer_engine_op_fuser"):
+        yield f"{FACTOR}: needs use_transformer_engine_op_fuser with hybridep. Set that to true, or this to null."
+
+
+def _buffers_of_torch_layers(get: Get) -> Iterator[str]:
+    if megatron(get, "moe_expert_rank_capacity_factor") is None or not is_native(get):
+        return
+    if megatron(get, "transformer_impl") != "torch":
+        yield f"{FACTOR}: only layers in torch have such buffers. Set transformer_impl to torch, or this to null."
+    if megatron(get, "expert_model_parallel_size") > 1 and megatron(get, "moe_token_dispatcher_type") != "allgather":
+        yield (
+            f"{MEGATRON}.moe_token_dispatcher_type: with moe_expert_rank_capacity_factor, tokens reach the experts of "
+            "other ranks by an all-gather. Set allgather."
+        )
+    if megatron(get, "moe_shared_expert_overlap"):
+        yield f"{FACTOR}: cannot be combined with moe_shared_expert_overlap. Set that to null, or this to null."
+
+
+OFFLOAD_RULES: tuple[Rule, ...] = (
+    module_names,
+    _needs_modules,
+    _auto,
+    _fits_model,
+    _fused_group_mlp,
+    _transformer_engines_layers,
+    _cpu_offloading,
+    _sizes,
+    _dense_mlps_elsewhere,
+    _mlp_twice,
+    _within_recomputed_experts,
+    _discarded_by_recompute,
+)
+STASH_RULES: tuple[Rule, ...] = (
+    _paged_stash,
+    _buffers_of_megatron,
+    _buffers_of_torch_layers,
+)
+OFFLOAD_WARNINGS: tuple[Rule, ...] = (
+    _is_off,
+    _budget_is_unused,
+    _norms_and_auto_layers,
+    _mlp_act_is_covered,
+    _within_recomputed_layers,
+    _within_recomputed_modules,
+)

@@ -4,15 +4,17 @@ A rule is a generator of one line per problem. A line begins with the path to ch
 reads values by their path through `get`, which ends the rule where a value is reported already.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_rl_offload.config.full_schema import section_at
-from nemo_rl_offload.config.shapes import Shape, read_shape
+from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.catalogue import find_config, read_config_file
+from nemo_rl_offload.specs.model_shape import ModelShape, parse_model_shape
 from nemo_rl_offload.specs.offload_modules import MEGATRON_MODULES
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
 
@@ -40,7 +42,26 @@ def megatron(get: Get, key: str) -> Any:
     return get(f"{MEGATRON}.{key}")
 
 
-def model_shape(get: Get) -> Shape:
+def read_model_config(model_name: str) -> Mapping[str, Any]:
+    """Return what the `config.json` of a local folder holds, or that of a public model by its hub name.
+
+    Raises ConfigError when the model is neither, or its file cannot be read.
+    """
+    try:
+        path = resolve_model_path(model_name) / "config.json"
+    except ConfigError:
+        if (public := find_config(model_name)) is None:
+            raise
+        return public
+    return read_config_file(path)
+
+
+def read_shape(model_name: str) -> ModelShape:
+    """Return what can be read of a model's shape, of any family. Raises ConfigError as `read_model_config` does."""
+    return parse_model_shape(read_model_config(model_name)).shape
+
+
+def model_shape(get: Get) -> ModelShape:
     """The model's shape; ends the rule where the folder is missing or broken, which another rule reports."""
     try:
         return read_shape(get("policy.model_name"))

@@ -1,26 +1,61 @@
-"""Rules about who sets tasks and scores answers: reasoning-gym's tasks, and functions of the user's.
+"""Rules about what is trained on and how it is scored: prompts, tasks, functions, and the sections of the algorithms.
 
-Their sources are read, not imported: reasoning-gym takes seconds to import, and a user's module may do anything. The
-limit: what a source does not say plainly, such as names that are made while it runs, is left to the run.
+Sources of reasoning-gym's tasks are read, not imported, which takes seconds. What is looked up on the machine that runs
+the configuration, such as files and a user's function, is in `machine.py`.
 """
 
 import ast
-import importlib.machinery
-import os
+import math
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec
-from nemo_rl_offload.config.rules.runs import takes_problems
+from nemo_rl_offload.config.environments import ENVIRONMENTS
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec
 from nemo_rl_offload.errors import nearest
+from nemo_rl_offload.specs.parallel_layout import nearest_multiple
 
+SPLITS = ("data.train", "data.validation")
 FUNCTION, TASK_PARAMS = "env.function", "env.reasoning_gym.params"
 GIVEN_TO_ALL = ("seed", "size")
 """Parameters of every task that the section `data` gives."""
+
+
+def takes_problems(get: Get) -> bool:
+    """Whether training data are problems of reasoning-gym."""
+    spec = algorithm_spec(get)
+    if spec.generates:
+        return ENVIRONMENTS[get("data.env_name")].problems == "generated"
+    return spec.learns_from == "conversations" and get("data.train.path") is None
+
+
+def _prompt_template(get: Get) -> Iterator[str]:
+    template = get("data.prompt_template")
+    if template is not None and "{question}" not in template:
+        yield "data.prompt_template: has no place for the question. Put {question} into it."
+
+
+def _generation_workers(get: Get) -> Iterator[str]:
+    path = "policy.generation.colocated"
+    if not algorithm_spec(get).generates or get(f"{path}.enabled"):
+        return
+    key = "gpus_per_node" if get("cluster.num_nodes") == 1 else "num_nodes"
+    other = "num_nodes" if key == "gpus_per_node" else "gpus_per_node"
+    wanted, there = get(f"{path}.resources.{key}"), get(f"cluster.{key}")
+    if wanted is None:
+        yield f"{path}.resources.{key}: missing value: how many of cluster.{key} generate. Give at least 1."
+    elif there != "auto" and wanted >= there:
+        yield (
+            f"{path}.resources.{key}: {wanted} of cluster.{key}={there} leaves none to train. "
+            f"Set cluster.{key} to at least {wanted + 1}."
+        )
+    if (useless := get(f"{path}.resources.{other}")) not in (None, 1 if other == "num_nodes" else None):
+        yield (
+            f"{path}.resources.{other}: {useless} is not allowed with cluster.num_nodes={get('cluster.num_nodes')}, "
+            f"where {path}.resources.{key} says which workers generate. Set it to null."
+        )
 
 
 def _task(get: Get) -> Iterator[str]:
@@ -72,110 +107,152 @@ def task_params(task: str) -> tuple[str, ...]:
     return tuple(name for name in names if name not in GIVEN_TO_ALL)
 
 
-def _function(get: Get) -> Iterator[str]:
+def function_path(get: Get) -> Iterator[str]:
+    """A rule: the function that scores responses is named, as package.module:name."""
     path = get(f"{FUNCTION}.path")
     if path is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", path):
         yield f"{FUNCTION}.path: '{path}' names no function. Write it as package.module:name."
-    elif path is None and _is_scored_by_function(get):
+    elif path is None and is_scored_by_function(get):
         yield f"{FUNCTION}.path: missing value. Give one: env.function.path=package.module:name"
 
 
-def _is_scored_by_function(get: Get) -> bool:
+def is_scored_by_function(get: Get) -> bool:
+    """Whether responses are scored by a function of the user's."""
     return algorithm_spec(get).generates and f"env.{get('data.env_name')}" == FUNCTION
 
 
-def _function_is_here(get: Get) -> Iterator[str]:
-    path = get(f"{FUNCTION}.path")
-    if not _is_scored_by_function(get) or path is None or any(_function(get)):
+def _samples_per_step(get: Get) -> Iterator[str]:
+    algorithm, whole = get("algorithm"), get("policy.train_global_batch_size")
+    if not algorithm_spec(get).generates:
         return
-    module, _, name = path.partition(":")
-    found = _find(module)
-    if isinstance(found, str):
-        yield f"{FUNCTION}.path: {found}"
-        return
-    if found is None or not found.origin or not found.origin.endswith(".py"):
-        return
-    try:
-        tree = ast.parse(Path(found.origin).read_bytes())
-    except SyntaxError as error:
-        yield f"{FUNCTION}.path: {found.origin}:{error.lineno}: {error.msg}. Mend it."
-        return
-    names = _names(tree)
-    if names is not None and name not in names:
-        yield f"{FUNCTION}.path: {module} ({found.origin}) has no function '{name}'.{nearest(name, names)}"
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
-            yield from _params(node, get)
+    prompts, generations = (get(f"{algorithm}.num_{key}") for key in ("prompts_per_step", "generations_per_prompt"))
+    if (prompts * generations) % whole:
+        yield (
+            f"policy.train_global_batch_size: {whole} does not divide the samples of a step, "
+            f"{algorithm}.num_prompts_per_step x num_generations_per_prompt = {prompts} x {generations}. "
+            f"Set {prompts * generations} for one update per step, or {algorithm}.num_prompts_per_step to "
+            f"{nearest_multiple(prompts, whole // math.gcd(whole, generations))}."
+        )
 
 
-def _params(function: ast.FunctionDef, get: Get) -> Iterator[str]:
-    """What `env.function.params` has that the function does not take, and lacks that it needs."""
-    arguments = function.args
-    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    needed = positional[2 : len(positional) - len(arguments.defaults)]
-    allowed = positional[2:] + [argument.arg for argument in arguments.kwonlyargs]
-    needed += [
-        argument.arg
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default is None
-    ]
-    given, path = get(f"{FUNCTION}.params"), f"{FUNCTION}.params"
-    for name in given:
-        if name not in allowed and arguments.kwarg is None:
-            takes = f"It takes: {', '.join(allowed)}." if allowed else "It takes none."
-            yield f"{path}.{name}: not a parameter of {function.name}.{nearest(name, allowed)} {takes}"
-    for name in needed:
-        if name not in given:
-            yield f"{path}.{name}: missing value: {function.name} has no default for it. Give one: +{path}.{name}=..."
-
-
-def _find(module: str) -> importlib.machinery.ModuleSpec | str | None:
-    """Where a module is, without an import of its packages; None where that is not plain, else why there is none."""
-    if module in sys.modules:
-        return None
-    folders: Sequence[str] = [*sys.path, os.getcwd()]
-    spec: importlib.machinery.ModuleSpec | None = None
-    for depth, part in enumerate(module.split(".")):
-        package = spec
-        spec = find_spec(part) if depth == 0 and part not in sys.modules else None  # editable installs have finders
-        spec = spec or importlib.machinery.PathFinder.find_spec(part, folders)
-        if spec is None and package is not None and _makes_modules(package):
-            return None
-        if spec is None:
-            there = [entry.stem for folder in folders if Path(folder).is_dir() for entry in Path(folder).iterdir()]
-            return (
-                f"there is no module '{module}'.{nearest(part, there)} Modules are looked for in {os.getcwd()} and in "
-                "PYTHONPATH."
+def _groups(get: Get) -> Iterator[str]:
+    algorithm = get("algorithm")
+    for key in ("use_leave_one_out_baseline", "use_dynamic_sampling"):
+        if not algorithm_has(key, get) or get(f"{algorithm}.num_generations_per_prompt") > 1:
+            return
+        if get(f"{algorithm}.{key}"):
+            yield (
+                f"{algorithm}.num_generations_per_prompt: must be at least 2 while {key} is true. Raise it, or turn "
+                "that off."
             )
-        folders = list(spec.submodule_search_locations or ())
-    return spec
 
 
-def _makes_modules(package: importlib.machinery.ModuleSpec) -> bool:
-    """Whether a package may have modules that are not files in its folders."""
-    origin = package.origin or ""
-    text = Path(origin).read_text(encoding="utf-8", errors="replace") if origin.endswith(".py") else ""
-    return "__path__" in text or "sys.modules" in text
+def _batch_multiplier(get: Get) -> Iterator[str]:
+    multiplier = get("grpo.batch_multiplier")
+    if multiplier != 1 and not get("grpo.use_dynamic_sampling"):
+        yield (
+            f"grpo.batch_multiplier: {multiplier} generates responses that nothing uses. Set 1, or "
+            "grpo.use_dynamic_sampling=true."
+        )
 
 
-def _names(tree: ast.Module) -> set[str] | None:
-    """What a module defines at its top level; None where other code may add to it."""
-    found: set[str] = set()
-    for node in tree.body:
-        match node:
-            case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
-                found.add(node.name)
-            case ast.Assign() | ast.AnnAssign():
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found |= {inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)}
-            case ast.Import() | ast.ImportFrom():
-                found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-            case ast.Expr(value=ast.Constant()):
-                pass
-            case _:
-                return None
-    return None if found & {"*", "__getattr__"} else found
+def _overlong_buffer(get: Get) -> Iterator[str]:
+    path = "grpo.reward_shaping"
+    buffer = get(f"{path}.overlong_buffer_length")
+    longest = get(f"{path}.max_response_length") or get("policy.generation.max_new_tokens")
+    if get(f"{path}.enabled") and buffer > longest:
+        yield f"{path}.overlong_buffer_length: {buffer} is above max_response_length {longest}. Lower it."
 
 
-TASK_RULES: tuple[Rule, ...] = (_task, _task_params, _function)
-TASK_RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (_function_is_here,)
+def _lengths(get: Get) -> Iterator[str]:
+    if not algorithm_spec(get).generates:
+        return
+    prompt, response = get("data.max_input_seq_length"), get("policy.generation.max_new_tokens")
+    total = get("policy.max_total_sequence_length")
+    if prompt + response > total:
+        yield (
+            f"policy.max_total_sequence_length: {total} is less than data.max_input_seq_length {prompt} + "
+            f"policy.generation.max_new_tokens {response}. Set at least {prompt + response}."
+        )
+
+
+def _sequence_ratios(get: Get) -> Iterator[str]:
+    if get("loss_fn.sequence_level_importance_ratios") and get("loss_fn.token_level_loss"):
+        yield (
+            "loss_fn.token_level_loss: must be false while sequence_level_importance_ratios is true: one ratio for a "
+            "response weighs the response, not its tokens. Set it to false."
+        )
+
+
+def _cispo(get: Get) -> Iterator[str]:
+    if get("loss_fn.use_cispo") and get("loss_fn.ratio_clip_c") is not None:
+        yield "loss_fn.ratio_clip_c: bounds a loss that use_cispo does not have. Set it to null."
+
+
+def _teacher(get: Get) -> Iterator[str]:
+    if algorithm_spec(get).needs_teacher and get("teacher.model_name") is None:
+        yield "teacher.model_name: missing value. Give one: teacher.model_name=..."
+
+
+def _data_paths(get: Get) -> Iterator[str]:
+    spec, algorithm = algorithm_spec(get), get("algorithm")
+    train, validation = (get(f"{split}.path") for split in SPLITS)
+    if spec.generates and takes_problems(get):
+        of_files = " or ".join(name for name, other in ENVIRONMENTS.items() if other.problems == "file")
+        for split, path in zip(SPLITS, (train, validation), strict=True):
+            if path is not None:
+                yield (
+                    f"{split}.path: {algorithm} takes its problems from env.reasoning_gym. Set it to null, or "
+                    f"data.env_name to {of_files}."
+                )
+    elif spec.generates and train is None:
+        yield (
+            f"data.train.path: missing value; data.env_name {get('data.env_name')} takes problems from a file. "
+            "Give one: data.train.path=..."
+        )
+    elif spec.learns_from == "pairs" and train is None:
+        yield (
+            f"data.train.path: missing value; {algorithm} takes preference pairs from a file. "
+            "Give one: data.train.path=..."
+        )
+    elif (train is None) != (validation is None) and validates(get):
+        there, missing = SPLITS if validation is None else reversed(SPLITS)
+        yield (
+            f"{missing}.path: missing value, while {there}.path is given. Give one, or turn validation off: "
+            f"{algorithm}.val_period=0 {algorithm}.val_at_start=false {algorithm}.val_at_end=false"
+        )
+
+
+def validates(get: Get) -> bool:
+    """Whether the run measures anything but training."""
+    algorithm = get("algorithm")
+    return any(get(f"{algorithm}.{key}") for key in ("val_period", "val_at_start", "val_at_end"))
+
+
+def _metric(get: Get) -> Iterator[str]:
+    metric, algorithm = get("checkpointing.metric_name"), get("algorithm")
+    allowed = algorithm_spec(get).metrics
+    if metric not in allowed:
+        yield f"checkpointing.metric_name: {algorithm} has no {metric}. Allowed: {', '.join(allowed)}."
+    elif metric.endswith(":loss") == get("checkpointing.higher_is_better"):
+        wanted = str(not metric.endswith(":loss")).lower()
+        yield f"checkpointing.higher_is_better: keeps the worst checkpoints by {metric}. Set it to {wanted}."
+
+
+TASK_RULES: tuple[Rule, ...] = (
+    _prompt_template,
+    _generation_workers,
+    _task,
+    _task_params,
+    function_path,
+    _samples_per_step,
+    _groups,
+    _lengths,
+    _batch_multiplier,
+    _overlong_buffer,
+    _sequence_ratios,
+    _cispo,
+    _teacher,
+    _data_paths,
+    _metric,
+)

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from nemo_rl_offload.config.rules.rule import read_model_config
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.config.shapes import read_model_config
 from nemo_rl_offload.config.validation import Findings, problem_at
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engine

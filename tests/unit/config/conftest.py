@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.config.rules.registry import NOT_YET
+from nemo_rl_offload.config.rules.megatron import NOT_YET
 from nemo_rl_offload.config.validation import CheckedConfig, check_config
 from nemo_rl_offload.errors import ConfigError
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mutations import megatron_changes, refused
 from providers import Model, build, make_models, pretend_transformer_engine
 
-from nemo_rl_offload.config.rules.workers import transformer_fields
+from nemo_rl_offload.config.rules.megatron import transformer_fields
 from nemo_rl_offload.config.validation import examine
 
 pytestmark = pytest.mark.usefixtures("rules_of_what_is_not_available_yet")
@@ -97,7 +97,7 @@ def test_megatron_refuses_nothing_of_much_that_is_accepted(models: list[Model]) 
 
 @pytest.fixture
 def _without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for asks in ("config.rules.megatron", "megatron.build.transformer_config"):
+    for asks in ("config.rules.machine", "megatron.build.transformer_config"):
         monkeypatch.setattr(f"nemo_rl_offload.{asks}.have_transformer_engine", lambda: False)
 
 

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.config.rules.workers import SET_BY_GROUP
+from nemo_rl_offload.config.rules.machine import SET_BY_GROUP
 from nemo_rl_offload.policy.model_workers import worker_env
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_offload.config.rules import megatron as megatron_rules
-from nemo_rl_offload.config.rules.registry import NOT_YET
-from nemo_rl_offload.config.validation import CheckedConfig
+from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
+from nemo_rl_offload.config.rules.megatron import NOT_YET
+from nemo_rl_offload.config.validation import CheckedConfig, examine
 from nemo_rl_offload.errors import ConfigError
 
 Check = Callable[..., CheckedConfig]
@@ -330,20 +330,6 @@ def test_the_vocabulary_is_divided_among_tensor_parallel_ranks(
     assert lines == [] if is_legal else "4 does not divide the model's vocabulary of 258 tokens" in lines[0]
 
 
-def test_transformer_engine_must_be_here_for_a_run(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = [f"{M}.transformer_impl=transformer_engine", f"{M}.offload_modules=[core_attn]"]
-    engine = [f"{M}.activation_offload.engine=megatron"]
-    monkeypatch.setattr(megatron_rules, "have_transformer_engine", lambda: False)
-    with pytest.raises(ConfigError, match=r"\.transformer_impl: transformer_engine is not installed here"):
-        check(*overrides)
-    (warning,) = check(*overrides, run_here=False).warnings
-    assert warning.endswith("Only a run needs it.")
-    with pytest.raises(ConfigError, match=r"\.activation_offload\.engine: megatron needs Transformer Engine, which is"):
-        check(*overrides, *engine, f"{M}.transformer_impl=auto")
-    monkeypatch.setattr(megatron_rules, "have_transformer_engine", lambda: True)
-    assert check(*overrides, *engine).warnings == []
-
-
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
@@ -395,3 +381,100 @@ def test_recompute_of_multi_token_prediction(check: Check, refusals: Refusals, m
     assert check(*block, offloaded).warnings == []
     (warning,) = check(model, *block, offloaded).warnings
     assert warning.startswith(f"{M}.recompute_method: block leaves out the layers of multi-token prediction.")
+
+
+def test_a_cuda_graph_that_is_not_available_is_the_only_thing_said_about_it(check: Check) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(f"{M}.cuda_graph_impl=local", f"{M}.cuda_graph_modules=[attn,moe]", f"{M}.cuda_graph_warmup_steps=0")
+    (line,) = str(caught.value).splitlines()[1:]
+    assert line == f'{M}.cuda_graph_impl: local is not available yet. Set it to "none".'
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_updates"),
+    [
+        ("grpo.max_num_steps=5", 5),
+        ("grpo.max_num_steps=2 grpo.num_prompts_per_step=32 policy.megatron_cfg.scheduler.lr_warmup_iters=4", 4),
+        ("grpo.max_num_steps=2 grpo.ppo_epochs=2", 4),
+        (
+            "grpo.max_num_steps=5 policy.megatron_cfg.scheduler.lr_decay_style=linear "
+            "policy.megatron_cfg.scheduler.lr_decay_iters=9",
+            5,
+        ),
+    ],
+)
+def test_a_warmup_that_never_ends(check: Check, overrides: str, num_updates: int) -> None:
+    (warning,) = check(*overrides.split()).warnings
+    assert warning.startswith(f"{M}.scheduler.lr_warmup_iters: ")
+    assert f" is not below {num_updates}, the updates of the run" in warning
+
+
+def test_a_warmup_is_compared_with_updates(check: Check, refusals: Refusals) -> None:
+    """A step may have several updates, which the learning rate follows."""
+    many = "grpo.max_num_steps=2 grpo.num_prompts_per_step=48 policy.megatron_cfg.scheduler.lr_decay_style=linear"
+    assert check(*many.split()).warnings == []
+    (line,) = refusals(f"{many} grpo.num_prompts_per_step=32")
+    assert "5 is not below lr_decay_iters, 4 (null: updates of the run)" in line
+
+
+TINY = PROJECT_ROOT / "examples/configs/grpo_tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "words"),
+    [
+        ("env_vars={RANK:'1'}", "env_vars.RANK", "is set for each worker by this project"),
+        ("env_vars={NCCL_DEBUG:1}", "env_vars.NCCL_DEBUG", "1 is not allowed. Allowed: text."),
+        (
+            "model_overrides={rotary_percnt:0.5}",
+            "model_overrides.rotary_percnt",
+            "TransformerConfig has no such field.",
+        ),
+        (
+            "model_overrides={attention_softmax_in_fp3:true}",
+            "model_overrides.attention_softmax_in_fp3",
+            "Did you mean 'attention_softmax_in_fp32'?",
+        ),
+        (
+            "model_overrides={cpu_offloading:true}",
+            "model_overrides.cpu_offloading",
+            f"has a key of its own. Set {M}.cpu_offloading",
+        ),
+        ("model_overrides={num_layers:2}", "model_overrides.num_layers", "set by the model's folder"),
+        ("model_overrides={bf16:true}", "model_overrides.bf16", "set by policy.precision"),
+        ("model_overrides={init_method:x}", "model_overrides.init_method", "cannot be written in YAML"),
+        (
+            "model_overrides={attention_softmax_in_fp32:1}",
+            "model_overrides.attention_softmax_in_fp32",
+            "1 is not allowed. Allowed: true or false.",
+        ),
+        ("cpu_affinity.map={a:1}", "cpu_affinity.map.a", "is no key here. Allowed: whole numbers."),
+        ("cpu_affinity.map={0:-1}", "cpu_affinity.map.0", "-1 is not allowed. Allowed: a whole number from 0."),
+    ],
+)
+def test_settings_by_name_that_are_refused(check: Check, overrides: str, path: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(f"{M}.{overrides}")
+    (line,) = str(caught.value).splitlines()[1:]
+    assert line.startswith(f"{M}.{path}: ")
+    assert words in line
+
+
+def test_settings_by_name_that_are_accepted(check: Check) -> None:
+    checked = check(
+        f"{M}.env_vars={{NCCL_DEBUG:INFO}}",
+        f"{M}.model_overrides={{attention_softmax_in_fp32:true,init_method_std:0.01,moe_z_loss_coeff:null}}",
+        f"{M}.cpu_affinity.map={{0:0,1:0}}",
+    )
+    section = checked.config["policy"]["megatron_cfg"]
+    assert section["env_vars"] == {"NCCL_DEBUG": "INFO"}
+    assert section["cpu_affinity"]["map"] == {0: 0, 1: 0}
+
+
+def test_fields_that_megatron_checks_itself_are_warned_about(check: Check) -> None:
+    assert check(f"{M}.model_overrides={{moe_z_loss_coeff:0.1}}").warnings == []
+    (warning,) = check(f"{M}.model_overrides={{use_mup:true}}").warnings
+    assert warning.startswith(f"{M}.model_overrides.use_mup: Megatron-Core's own rules for it")
+    found = examine(read_config(TINY, [f"{M}.model_overrides={{num_layers:3}}"]), run_here=False)
+    assert [problem.path for problem in found.problems] == [f"{M}.model_overrides.num_layers"]
+    assert found.warnings == [], "it is refused, and nothing else is to be said about it"

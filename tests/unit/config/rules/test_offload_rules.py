@@ -1,4 +1,4 @@
-"""Rules about offloading: what breaks each, the essential words, the nearest legal configuration."""
+"""Rules about offloading, recomputation beside it, and the paged stash: what breaks each, and the nearest legal one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -263,3 +263,136 @@ def test_every_supported_module_is_legal_on_some_model(check: Check, make_model:
 def test_warnings(check: Check, overrides: str, key: str, word: str) -> None:
     (warning,) = check(f"{M}.{overrides}").warnings
     assert warning.startswith(f"{M}.{key}: {word}")
+
+
+WHOLE_LAYERS = (f"{M}.recompute_granularity=full", f"{M}.recompute_method=uniform", f"{M}.recompute_num_layers=1")
+BLOCK = (f"{M}.recompute_granularity=full", f"{M}.recompute_method=block")
+SELECTED = f"{M}.recompute_granularity=selective"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "modules", "silent"),
+    [
+        (WHOLE_LAYERS, "attn_norm", []),
+        (WHOLE_LAYERS, "attn_norm,core_attn,mlp_act", ["core_attn", "mlp_act"]),
+        ((*BLOCK, f"{M}.recompute_num_layers=4"), "core_attn", ["core_attn"]),
+        ((*BLOCK, f"{M}.recompute_num_layers=3"), "core_attn", []),
+        ((SELECTED,), "attn_norm,core_attn", ["core_attn"]),
+        ((SELECTED, f"{M}.recompute_modules=[mlp]"), "core_attn,mlp_norm,mlp_act", ["mlp_act"]),
+        ((SELECTED, f"{M}.recompute_modules=[mlp_fc1]"), "core_attn,mlp_norm,mlp_fc1,mlp_act", ["mlp_fc1", "mlp_act"]),
+        ((SELECTED, f"{M}.recompute_modules=[mlp_fc1]", f"{M}.recompute_num_layers=1"), "mlp_norm,mlp_act", []),
+        ((SELECTED, f"{M}.recompute_modules=[mlp_act]"), "mlp_norm,mlp_act", []),
+        ((SELECTED, f"{M}.recompute_modules=[layernorm]"), "attn_norm,qkv_linear,mlp_norm", []),
+    ],
+)
+def test_modules_that_save_nothing_are_warned_about(
+    check: Check, recompute: tuple[str, ...], modules: str, silent: list[str]
+) -> None:
+    warnings = check(*recompute, f"{M}.offload_modules=[{modules}]").warnings
+    assert [warning.split("'")[1] for warning in warnings if "saves nothing" in warning] == silent
+    assert all(warning.startswith(f"{M}.offload_modules: ") for warning in warnings)
+
+
+def test_norms_of_experts_save_beside_recomputed_dense_mlps(check: Check, make_model: MakeModel) -> None:
+    model = f"policy.model_name={make_model(num_experts=8, decoder_sparse_step=2)}"
+    listed = f"{M}.offload_modules=[mlp_norm,mlp_fc1]"
+    (warning,) = check(model, listed, SELECTED, f"{M}.recompute_modules=[mlp]").warnings
+    assert "'mlp_fc1' saves nothing while recompute_modules has 'mlp'" in warning
+
+
+@pytest.mark.parametrize(
+    ("module", "recompute", "legal"),
+    [("qkv_linear", "layernorm", "moe_act"), ("core_attn", "mla_up_proj", "layernorm")],
+)
+def test_what_recomputation_discards_is_not_offloaded(
+    refusals: Callable[[str], list[str]], make_model: MakeModel, module: str, recompute: str, legal: str
+) -> None:
+    model = f"policy.model_name={make_model(n_routed_experts=8, kv_lora_rank=8)}"
+    settings = f"{model} M.offload_modules=[{module}] M.recompute_granularity=selective"
+    (line,) = refusals(f"{settings} M.recompute_modules=[{recompute}]")
+    assert f"'{module}' saves what recompute_modules '{recompute}' discards" in line
+    assert refusals(f"{settings} M.recompute_modules=[{legal}]") == []
+    assert refusals(f"MOE M.offload_modules=[qkv_linear] {settings.split()[-1]} M.recompute_modules=[layernorm]") == []
+
+
+def test_an_activation_within_what_is_recomputed_anyway_is_warned_about(check: Check) -> None:
+    for whole in ("mlp", "mlp_fc1"):
+        listed = f"{M}.recompute_modules=[mlp_act,{whole}]"
+        (warning,) = check(SELECTED, listed).warnings
+        assert f"'mlp_act' changes nothing: '{whole}' contains it" in warning
+        assert check(SELECTED, listed, f"{M}.recompute_num_layers=2").warnings == []
+
+
+OURS = f"MOE M.transformer_impl=torch M.offload_modules=[core_attn] M.moe_paged_stash=true {CAPACITY}"
+SELECTIVE = "M.recompute_granularity=selective"
+FULL = "M.recompute_granularity=full M.recompute_method=uniform M.recompute_num_layers=1 M.offload_modules=[attn_norm]"
+
+STASH_CASES = [
+    (STASH, "moe_expert_rank_capacity_factor", "moe_paged_stash needs it", CAPACITY),
+    (
+        f"{STASH} {CAPACITY} M.offload_modules=[expert_fc1]",
+        "offload_modules",
+        "'expert_fc1' is covered by moe_paged_stash already",
+        "M.offload_modules=[core_attn]",
+    ),
+    (f"{STASH} {CAPACITY} DENSE", "moe_paged_stash", "needs layers with experts", "MOE"),
+    (
+        f"{STASH} {CAPACITY} M.moe_flex_dispatcher_backend=null",
+        "moe_expert_rank_capacity_factor",
+        "needs moe_flex_dispatcher_backend hybridep or ncclep",
+        "M.moe_flex_dispatcher_backend=ncclep",
+    ),
+    (
+        f"{STASH} {CAPACITY} M.use_transformer_engine_op_fuser=null",
+        "moe_expert_rank_capacity_factor",
+        "needs use_transformer_engine_op_fuser with hybridep",
+        FUSER,
+    ),
+    (
+        f"{OURS} M.moe_expert_rank_capacity_factor=null",
+        "moe_expert_rank_capacity_factor",
+        "moe_paged_stash needs it",
+        CAPACITY,
+    ),
+    (
+        f"{OURS} M.offload_modules=[core_attn,expert_fc2]",
+        "offload_modules",
+        "'expert_fc2' is covered by moe_paged_stash already",
+        "M.offload_modules=[core_attn]",
+    ),
+    (
+        f"{OURS} {SELECTIVE} M.recompute_modules=[moe]",
+        "moe_paged_stash",
+        "experts save nothing while recompute_modules has 'moe'",
+        "M.recompute_modules=[moe_act]",
+    ),
+    (
+        f"{OURS} {FULL}",
+        "moe_paged_stash",
+        "experts save nothing with recompute_granularity full",
+        "M.moe_paged_stash=false",
+    ),
+    (
+        f"{OURS} M.transformer_impl=auto",
+        "moe_expert_rank_capacity_factor",
+        "only layers in torch have such buffers",
+        "M.transformer_impl=torch",
+    ),
+    (
+        f"{OURS} M.expert_model_parallel_size=2 M.moe_token_dispatcher_type=alltoall",
+        "moe_token_dispatcher_type",
+        "by an all-gather. Set allgather",
+        "M.moe_token_dispatcher_type=allgather",
+    ),
+    (
+        f"{OURS} M.moe_shared_expert_overlap=true M.moe_token_dispatcher_type=alltoall",
+        "moe_expert_rank_capacity_factor",
+        "cannot be combined with moe_shared_expert_overlap",
+        "M.moe_shared_expert_overlap=null",
+    ),
+]
+
+
+@pytest.mark.parametrize(("broken", "key", "words", "legal"), STASH_CASES)
+def test_stash_rules(refuses: Refuses, broken: str, key: str, words: str, legal: str) -> None:
+    refuses(broken, f"{M}.{key}", words, legal)

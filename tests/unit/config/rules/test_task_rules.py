@@ -1,21 +1,154 @@
-"""Rules about tasks and functions: what breaks each, and that they know what the packages themselves know."""
+"""Rules about what is trained on and how it is scored: what breaks each, the essential words, a legal neighbor."""
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from nemo_rl_offload.config.rules.tasks import GIVEN_TO_ALL, task_params, task_sources
 from nemo_rl_offload.config.validation import CheckedConfig
-from nemo_rl_offload.errors import ConfigError
 
 Check = Callable[..., CheckedConfig]
 Refuses = Callable[[str, str, str, str], None]
+
+COLOCATED = "policy.generation.colocated"
+APART = f"{COLOCATED}.enabled=false cluster.gpus_per_node=4 {COLOCATED}.resources.gpus_per_node"
+NODES_APART = f"{COLOCATED}.enabled=false cluster.num_nodes=3 {COLOCATED}.resources"
+RUN_CASES = [
+    (f"{COLOCATED}.enabled=false", f"{COLOCATED}.resources.gpus_per_node", "Give at least 1", f"{APART}=2"),
+    (f"{APART}=4", f"{COLOCATED}.resources.gpus_per_node", "at least 5", f"{APART}=3"),
+    (
+        f"{APART}=2 {COLOCATED}.resources.num_nodes=2",
+        f"{COLOCATED}.resources.num_nodes",
+        "Set it to null",
+        f"{APART}=2 {COLOCATED}.resources.num_nodes=1",
+    ),
+    (
+        f"{NODES_APART}.num_nodes=3",
+        f"{COLOCATED}.resources.num_nodes",
+        "at least 4",
+        f"{NODES_APART}.num_nodes=2",
+    ),
+    (
+        f"{NODES_APART}.num_nodes=1 {COLOCATED}.resources.gpus_per_node=1",
+        f"{COLOCATED}.resources.gpus_per_node",
+        "Set it to null",
+        f"{COLOCATED}.resources.gpus_per_node=null",
+    ),
+    (
+        "data.max_input_seq_length=89",
+        "policy.max_total_sequence_length",
+        "Set at least 97",
+        "policy.max_total_sequence_length=97",
+    ),
+    ("data.prompt_template=plain", "data.prompt_template", "Put {question}", "data.prompt_template=null"),
+]
+
+
+@pytest.mark.parametrize(("broken", "path", "words", "legal"), RUN_CASES)
+def test_run_rules(refuses: Refuses, broken: str, path: str, words: str, legal: str) -> None:
+    refuses(broken, path, words, legal)
+
+
+BY_LOSS = "checkpointing.metric_name=val:loss checkpointing.higher_is_better=false"
+SFT, DPO = f"algorithm=sft {BY_LOSS}", f"algorithm=dpo {BY_LOSS}"
+FILES = "data.train.path=README.md data.validation.path=README.md"
+DISTILLATION = "algorithm=distillation distillation.num_prompts_per_step=128"
+
+MATH = "data.env_name=math"
+FUNCTION = "data.env_name=function"
+ALGORITHM_CASES = [
+    (
+        "policy.train_global_batch_size=256",
+        "policy.train_global_batch_size",
+        "Set 128 for one update per step",
+        "grpo.num_prompts_per_step=32",
+    ),
+    (
+        "algorithm=distillation teacher.model_name=DENSE distillation.num_prompts_per_step=100",
+        "policy.train_global_batch_size",
+        "distillation.num_prompts_per_step x num_generations_per_prompt = 100 x 1",
+        "distillation.num_prompts_per_step=256",
+    ),
+    (
+        "grpo.num_generations_per_prompt=1 grpo.num_prompts_per_step=128",
+        "grpo.num_generations_per_prompt",
+        "at least 2 while use_leave_one_out_baseline",
+        "grpo.use_leave_one_out_baseline=false",
+    ),
+    (
+        "grpo.num_generations_per_prompt=1 grpo.num_prompts_per_step=128 grpo.use_leave_one_out_baseline=false "
+        "grpo.use_dynamic_sampling=true",
+        "grpo.num_generations_per_prompt",
+        "at least 2 while use_dynamic_sampling",
+        "grpo.use_dynamic_sampling=false",
+    ),
+    ("grpo.batch_multiplier=2", "grpo.batch_multiplier", "nothing uses", "grpo.use_dynamic_sampling=true"),
+    (
+        "grpo.reward_shaping.enabled=true",
+        "grpo.reward_shaping.overlong_buffer_length",
+        "64 is above max_response_length 8",
+        "grpo.reward_shaping.overlong_buffer_length=8",
+    ),
+    (
+        "loss_fn.sequence_level_importance_ratios=true",
+        "loss_fn.token_level_loss",
+        "must be false while sequence_level_importance_ratios",
+        "loss_fn.token_level_loss=false",
+    ),
+    ("loss_fn.use_cispo=true loss_fn.ratio_clip_c=3", "loss_fn.ratio_clip_c", "null", "loss_fn.ratio_clip_c=null"),
+    (DISTILLATION, "teacher.model_name", "missing value. Give one", "teacher.model_name=DENSE"),
+    ("data.train.path=x", "data.train.path", "takes its problems from env.reasoning_gym", "data.train.path=null"),
+    ("data.train.path=x", "data.train.path", "Set it to null, or data.env_name to math or function", f"{MATH} {FILES}"),
+    (MATH, "data.train.path", "data.env_name math takes problems from a file", FILES),
+    (f"{MATH} data.train.path=x", "data.validation.path", "turn validation off", FILES),
+    (f"{FUNCTION} {FILES}", "env.function.path", "missing value. Give one", "env.function.path=my.scores:by_length"),
+    (
+        f"{FUNCTION} {FILES} env.function.path=my/scores.py",
+        "env.function.path",
+        "names no function. Write it as package.module:name",
+        "env.function.path=scores:by_length",
+    ),
+    (DPO, "data.train.path", "takes preference pairs from a file", FILES),
+    (
+        f"{SFT} data.train.path=README.md",
+        "data.validation.path",
+        "sft.val_period=0 sft.val_at_start=false sft.val_at_end=false",
+        "sft.val_period=0 sft.val_at_start=false sft.val_at_end=false",
+    ),
+    (f"{SFT} data.validation.path=README.md", "data.train.path", "data.validation.path is given", FILES),
+    ("algorithm=sft", "checkpointing.metric_name", "sft has no val:accuracy. Allowed: val:loss", BY_LOSS),
+    (
+        "algorithm=sft checkpointing.metric_name=val:loss",
+        "checkpointing.higher_is_better",
+        "the worst checkpoints by val:loss. Set it to false",
+        "checkpointing.higher_is_better=false",
+    ),
+    (
+        "checkpointing.higher_is_better=false",
+        "checkpointing.higher_is_better",
+        "Set it to true",
+        "checkpointing.metric_name=train:loss",
+    ),
+    ("env.reasoning_gym.task=null", "env.reasoning_gym.task", "missing value", f"{SFT} {FILES}"),
+    (
+        f"{SFT} sft.max_num_steps=5 policy.megatron_cfg.scheduler.lr_decay_style=linear",
+        "policy.megatron_cfg.scheduler.lr_warmup_iters",
+        "5 is not below lr_decay_iters, 5",
+        "sft.max_num_steps=6",
+    ),
+]
+
+
+@pytest.mark.parametrize(("broken", "path", "words", "legal"), ALGORITHM_CASES)
+def test_algorithm_rules(refuses: Refuses, broken: str, path: str, words: str, legal: str) -> None:
+    refuses(broken, path, words, legal)
+
+
 PARAMS = "env.reasoning_gym.params"
 NONE = f"~{PARAMS}.min_word_len ~{PARAMS}.max_word_len"
 
-CASES = [
+TASK_CASES = [
     (
         "env.reasoning_gym.task=spel_backward",
         "env.reasoning_gym.task",
@@ -37,8 +170,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("broken", "path", "words", "legal"), CASES)
-def test_rules(refuses: Refuses, broken: str, path: str, words: str, legal: str) -> None:
+@pytest.mark.parametrize(("broken", "path", "words", "legal"), TASK_CASES)
+def test_task_rules(refuses: Refuses, broken: str, path: str, words: str, legal: str) -> None:
     refuses(broken, path, words, legal)
 
 
@@ -52,78 +185,6 @@ def test_what_is_known_of_tasks_is_what_reasoning_gym_registers() -> None:
     assert len(known) > 0.9 * len(DATASETS)
 
 
-MODULE = """
-import what_is_not_here
-
-def judge(messages, entry, bonus, *, limit=1): ...
-
-@decorator
-def wrapped(messages, entry): ...
-
-def anything(messages, entry, **others): ...
-"""
-
-
-@pytest.fixture
-def faults(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Problems, by lines, of a function of the module `kit.scores`, or `made`, which defines names as it runs."""
-    (tmp_path / "kit").mkdir()
-    (tmp_path / "kit" / "scores.py").write_text(MODULE)
-    (tmp_path / "kit" / "made.py").write_text("globals().update(judge=print)")
-    (tmp_path / "kit" / "kit.py").write_text(MODULE)
-    (tmp_path / "maker").mkdir()
-    (tmp_path / "maker" / "__init__.py").write_text("__path__.append('elsewhere')")
-    (tmp_path / "kit" / "broken.py").write_text("def judge(:")
-    (tmp_path / "problems.jsonl").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-
-    def found(path: str, params: str = "{}", *, run_here: bool = True) -> list[str]:
-        overrides = [f"env.function.path={path}", f"env.function.params={params}", "data.env_name=function"]
-        files = [f"data.{split}.path=problems.jsonl" for split in ("train", "validation")]
-        try:
-            check(*overrides, *files, run_here=run_here)
-        except ConfigError as error:
-            return str(error).splitlines()[1:]
-        return []
-
-    return found
-
-
-@pytest.mark.parametrize(
-    ("path", "params", "words"),
-    [
-        ("kit.score:judge", "{bonus: 1}", "path: there is no module 'kit.score'. Did you mean 'scores'?"),
-        ("kitt:judge", "{bonus: 1}", "path: there is no module 'kitt'. Did you mean 'kit'?"),
-        ("kit.scores.inner:judge", "{bonus: 1}", "path: there is no module 'kit.scores.inner'."),
-        ("kit.kit.kit:judge", "{}", "path: there is no module 'kit.kit.kit'."),
-        ("kit.scores:juge", "{}", "has no function 'juge'. Did you mean 'judge'?"),
-        ("kit.broken:judge", "{}", "broken.py:1: invalid syntax"),
-        ("kit.scores:judge", "{bonus: 1, limt: 2}", "params.limt: not a parameter of judge. Did you mean 'limit'?"),
-        ("kit.scores:judge", "{bonus: 1, entry: 2}", "params.entry: not a parameter of judge. It takes: bonus, limit."),
-        ("kit.scores:judge", "{}", "params.bonus: missing value: judge has no default for it."),
-    ],
-)
-def test_functions(faults: Callable[..., list[str]], path: str, params: str, words: str) -> None:
-    (line,) = faults(path, params)
-    assert line.startswith("env.function.")
-    assert words in line
-    assert faults(path, params, run_here=False) == [], "it may be somewhere else"
-
-
-@pytest.mark.parametrize(
-    ("path", "params"),
-    [
-        ("kit.scores:judge", "{bonus: 1}"),
-        ("kit.scores:judge", "{bonus: 1, limit: 2}"),
-        ("kit.scores:wrapped", "{whatever: 1}"),
-        ("kit.scores:anything", "{whatever: 1}"),
-        ("kit.made:judge", "{whatever: 1}"),
-        ("kit.kit:judge", "{bonus: 1}"),
-        ("maker.anything:judge", "{}"),
-        ("math:sqrt", "{}"),
-        ("os.path:join", "{}"),
-        ("reasoning_gym.utils:extract_answer", "{}"),
-    ],
-)
-def test_functions_that_may_be_there(faults: Callable[..., list[str]], path: str, params: str) -> None:
-    assert faults(path, params) == []
+@pytest.mark.parametrize("overrides", ["policy.megatron_cfg.scheduler.lr_decay_style=linear", "grpo.max_num_steps=6"])
+def test_legal_combinations_pass_without_warning(check: Check, overrides: str) -> None:
+    assert check(overrides).warnings == []

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.config.validation import CheckedConfig, check_config
+from nemo_rl_offload.config.validation import check_config
 
-Check = Callable[..., CheckedConfig]
 Refusals = Callable[[str], list[str]]
 Refuses = Callable[[str, str, str, str], None]
+
 WORKERS, SIZES = "cluster.gpus_per_node", "policy.megatron_cfg"
 BATCH, DYNAMIC = "policy.train_global_batch_size", "policy.dynamic_batching.enabled"
 APART = "policy.generation.colocated.enabled=false policy.generation.colocated.resources"

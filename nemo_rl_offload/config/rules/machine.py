@@ -1,0 +1,233 @@
+"""Rules about the machine that runs a configuration: what must be here, and which environment its workers get.
+
+A model, a tokenizer, data, a teacher, packages and the user's function are looked up for a run; a check elsewhere only
+warns. A user's module may do anything, so its source is read, not imported. The limit: what a source does not say
+plainly, such as names that are made while it runs, is left to the run.
+"""
+
+import ast
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from nemo_rl_offload.config.loader import EMPTY_PATH, resolve_data_path, resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.rules.megatron import transformer_engine_settings
+from nemo_rl_offload.config.rules.rule import (
+    MEGATRON,
+    Get,
+    Rule,
+    algorithm_spec,
+    have_transformer_engine,
+    megatron,
+    read_shape,
+)
+from nemo_rl_offload.config.rules.tasks import FUNCTION, SPLITS, function_path, is_scored_by_function, takes_problems
+from nemo_rl_offload.errors import ConfigError, nearest
+
+LOCAL_PATHS = (
+    "policy.model_name",
+    "policy.tokenizer.name",
+    "teacher.model_name",
+    "data.train.path",
+    "data.validation.path",
+)
+SET_BY_GROUP = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED"),
+)
+"""Environment variables that this project sets for each worker itself."""
+
+
+def _is_not_empty(path: str, get: Get) -> Iterator[str]:
+    name = get(path)
+    if name is not None and not name.strip():
+        yield f"{path}: {EMPTY_PATH}"
+
+
+def model_can_be_read(get: Get) -> Iterator[str]:
+    """A rule: where the model's folder is here, its config.json can be read."""
+    name = get("policy.model_name")
+    try:
+        resolve_model_path(name)
+    except ConfigError:  # `_model_is_here` says so
+        return
+    try:
+        read_shape(name)
+    except ConfigError as error:
+        yield f"policy.model_name: {error}"
+
+
+def _model_is_here(get: Get) -> Iterator[str]:
+    try:
+        resolve_model_path(get("policy.model_name"))
+    except ConfigError as error:
+        yield f"policy.model_name: {error}"
+
+
+def _tokenizer_is_here(get: Get) -> Iterator[str]:
+    try:
+        resolve_tokenizer_path(get("policy.tokenizer.name"))
+    except ConfigError as error:
+        yield f"policy.tokenizer.name: {error}"
+
+
+def model_is_unknown(get: Get) -> Iterator[str]:
+    """A warning where rules that need the model's config.json were not checked."""
+    try:
+        read_shape(get("policy.model_name"))
+    except ConfigError:
+        yield "policy.model_name: rules about the model's layers were not checked, without its config.json."
+
+
+def env_vars(get: Get) -> Iterator[str]:
+    """A rule: no environment variable that this project sets itself."""
+    for name in megatron(get, "env_vars") or {}:
+        if name in SET_BY_GROUP:
+            yield f"{MEGATRON}.env_vars.{name}: is set for each worker by this project. Remove it."
+
+
+def _transformer_engine_is_here(get: Get) -> Iterator[str]:
+    impl = megatron(get, "transformer_impl")
+    if impl == "torch" or have_transformer_engine():
+        return
+    if impl == "transformer_engine":
+        yield f"{MEGATRON}.transformer_impl: transformer_engine is not installed here. Install it, or set torch."
+    for key in transformer_engine_settings(get):
+        yield f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which is not installed here."
+
+
+def _tracker_is_here(name: str, get: Get) -> Iterator[str]:
+    if get(f"logger.{name}_enabled") and find_spec(name) is None:
+        yield (
+            f"logger.{name}_enabled: the package {name} is not installed. Install it (`uv sync --group {name}`), or "
+            "set this to false."
+        )
+
+
+def _teacher_is_here(get: Get) -> Iterator[str]:
+    name = get("teacher.model_name")
+    if algorithm_spec(get).needs_teacher and name is not None:
+        try:
+            resolve_model_path(name)
+        except ConfigError as error:
+            yield f"teacher.model_name: {error}"
+
+
+def _data_is_here(get: Get) -> Iterator[str]:
+    for split in SPLITS:
+        path = get(f"{split}.path")
+        if not takes_problems(get) and path is not None:
+            try:
+                resolve_data_path(path)
+            except ConfigError as error:
+                yield f"{split}.path: {error}"
+
+
+def _function_is_here(get: Get) -> Iterator[str]:
+    path = get(f"{FUNCTION}.path")
+    if not is_scored_by_function(get) or path is None or any(function_path(get)):
+        return
+    module, _, name = path.partition(":")
+    found = _find_module(module)
+    if isinstance(found, str):
+        yield f"{FUNCTION}.path: {found}"
+        return
+    if found is None or not found.origin or not found.origin.endswith(".py"):
+        return
+    try:
+        tree = ast.parse(Path(found.origin).read_bytes())
+    except SyntaxError as error:
+        yield f"{FUNCTION}.path: {found.origin}:{error.lineno}: {error.msg}. Mend it."
+        return
+    names = _names_of_module(tree)
+    if names is not None and name not in names:
+        yield f"{FUNCTION}.path: {module} ({found.origin}) has no function '{name}'.{nearest(name, names)}"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
+            yield from _params_of_function(node, get)
+
+
+def _params_of_function(function: ast.FunctionDef, get: Get) -> Iterator[str]:
+    """What `env.function.params` has that the function does not take, and lacks that it needs."""
+    arguments = function.args
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    needed = positional[2 : len(positional) - len(arguments.defaults)]
+    allowed = positional[2:] + [argument.arg for argument in arguments.kwonlyargs]
+    needed += [
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
+    ]
+    given, path = get(f"{FUNCTION}.params"), f"{FUNCTION}.params"
+    for name in given:
+        if name not in allowed and arguments.kwarg is None:
+            takes = f"It takes: {', '.join(allowed)}." if allowed else "It takes none."
+            yield f"{path}.{name}: not a parameter of {function.name}.{nearest(name, allowed)} {takes}"
+    for name in needed:
+        if name not in given:
+            yield f"{path}.{name}: missing value: {function.name} has no default for it. Give one: +{path}.{name}=..."
+
+
+def _find_module(module: str) -> importlib.machinery.ModuleSpec | str | None:
+    """Where a module is, without an import of its packages; None where that is not plain, else why there is none."""
+    if module in sys.modules:
+        return None
+    folders: Sequence[str] = [*sys.path, os.getcwd()]
+    spec: importlib.machinery.ModuleSpec | None = None
+    for depth, part in enumerate(module.split(".")):
+        package = spec
+        spec = find_spec(part) if depth == 0 and part not in sys.modules else None  # editable installs have finders
+        spec = spec or importlib.machinery.PathFinder.find_spec(part, folders)
+        if spec is None and package is not None and _makes_modules(package):
+            return None
+        if spec is None:
+            there = [entry.stem for folder in folders if Path(folder).is_dir() for entry in Path(folder).iterdir()]
+            return (
+                f"there is no module '{module}'.{nearest(part, there)} Modules are looked for in {os.getcwd()} and in "
+                "PYTHONPATH."
+            )
+        folders = list(spec.submodule_search_locations or ())
+    return spec
+
+
+def _makes_modules(package: importlib.machinery.ModuleSpec) -> bool:
+    """Whether a package may have modules that are not files in its folders."""
+    origin = package.origin or ""
+    text = Path(origin).read_text(encoding="utf-8", errors="replace") if origin.endswith(".py") else ""
+    return "__path__" in text or "sys.modules" in text
+
+
+def _names_of_module(tree: ast.Module) -> set[str] | None:
+    """What a module defines at its top level; None where other code may add to it."""
+    found: set[str] = set()
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
+                found.add(node.name)
+            case ast.Assign() | ast.AnnAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found |= {inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)}
+            case ast.Import() | ast.ImportFrom():
+                found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case _:
+                return None
+    return None if found & {"*", "__getattr__"} else found
+
+
+LOCAL_PATH_RULES: tuple[Rule, ...] = tuple(partial(_is_not_empty, path) for path in LOCAL_PATHS)
+TRACKER_RULES: tuple[Rule, ...] = tuple(partial(_tracker_is_here, name) for name in ("wandb", "mlflow"))
+MACHINE_RULES: tuple[Rule, ...] = (
+    _model_is_here,
+    _tokenizer_is_here,
+    _transformer_engine_is_here,
+    *TRACKER_RULES,
+    _function_is_here,
+    _teacher_is_here,
+    _data_is_here,
+)

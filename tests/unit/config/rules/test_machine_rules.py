@@ -1,0 +1,186 @@
+"""Rules about the machine that runs a configuration: what must be here, and what a check elsewhere says."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_offload.config.rules import machine
+from nemo_rl_offload.config.validation import CheckedConfig
+from nemo_rl_offload.errors import ConfigError
+
+Check = Callable[..., CheckedConfig]
+MakeModel = Callable[..., Path]
+M = "policy.megatron_cfg"
+
+BY_LOSS = "checkpointing.metric_name=val:loss checkpointing.higher_is_better=false"
+SFT = f"algorithm=sft {BY_LOSS}"
+DISTILLATION = "algorithm=distillation distillation.num_prompts_per_step=128"
+
+
+@pytest.mark.parametrize(
+    ("path", "file"),
+    [("policy.model_name", "config.json"), ("policy.tokenizer.name", "tokenizer_config.json")],
+)
+def test_folders_must_exist(check: Check, dense_model: Path, path: str, file: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\n{path}: 'no/such' is not a local .* with a {file} \(looked in /"):
+        check("policy.model_name=no/such", f"policy.tokenizer.name={dense_model}", f"{path}=no/such")
+
+
+@pytest.mark.parametrize("run_here", [True, False])
+@pytest.mark.parametrize(
+    "path", ["policy.model_name", "policy.tokenizer.name", "teacher.model_name", "data.train.path"]
+)
+def test_no_name_is_a_problem_wherever_it_runs(check: Check, dense_model: Path, path: str, run_here: bool) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(f"policy.tokenizer.name={dense_model}", "data.env_name=math", f"{path}=", run_here=run_here)
+    assert f"{path}: is empty. Give a local path." in str(caught.value).splitlines()
+    assert str(caught.value).count(" is empty.") == 1
+
+
+def test_a_check_elsewhere_only_warns_about_missing_folders(check: Check) -> None:
+    checked = check("policy.model_name=no/such", f"{M}.offload_modules=[moe_act]", run_here=False)
+    paths = ["policy.model_name", "policy.tokenizer.name", "policy.model_name"]
+    assert [warning.split(":")[0] for warning in checked.warnings] == paths
+    assert all(warning.endswith("Only a run needs it.") for warning in checked.warnings[:2])
+    assert "rules about the model's layers were not checked" in checked.warnings[2]
+
+
+@pytest.mark.parametrize(
+    ("model", "legal", "refused"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "mlp_act", "moe_act"),
+        ("Qwen/Qwen3-30B-A3B", "moe_act", "mlp_act"),
+        ("deepseek-ai/DeepSeek-V3", "[moe_act,mlp_act]", None),
+        ("openai/gpt-oss-120b", "expert_fc1", "mlp_fc1"),
+    ],
+)
+def test_public_models_need_no_folder(check: Check, model: str, legal: str, refused: str | None) -> None:
+    def warnings(modules: str) -> list[str]:
+        overrides = [f"policy.model_name={model}", f"{M}.offload_modules=[{modules.strip('[]')}]"]
+        return check(*overrides, run_here=False).warnings
+
+    assert all(line.endswith("Only a run needs it.") for line in warnings(legal))
+    if refused is not None:
+        with pytest.raises(ConfigError, match=f"'{refused}' needs layers with"):
+            warnings(refused)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+def test_a_broken_model_folder_is_one_problem(check: Check, make_model: MakeModel, content: str) -> None:
+    model = make_model()
+    (model / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"1 problem\npolicy\.model_name: .*config\.json"):
+        check(f"policy.model_name={model}", f"{M}.offload_modules=[moe_act]")
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda _: None)
+    values = {f"logger.{other}_enabled": other == name for other in ("wandb", "mlflow")}
+    problems = [line for rule in machine.TRACKER_RULES for line in rule(values.__getitem__)]
+    fix = f"Install it (`uv sync --group {name}`), or set this to false."
+    assert problems == [f"logger.{name}_enabled: the package {name} is not installed. {fix}"]
+    monkeypatch.setattr(machine, "find_spec", lambda _: object())
+    assert [line for rule in machine.TRACKER_RULES for line in rule(values.__getitem__)] == []
+
+
+def test_transformer_engine_must_be_here_for_a_run(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [f"{M}.transformer_impl=transformer_engine", f"{M}.offload_modules=[core_attn]"]
+    engine = [f"{M}.activation_offload.engine=megatron"]
+    monkeypatch.setattr(machine, "have_transformer_engine", lambda: False)
+    with pytest.raises(ConfigError, match=r"\.transformer_impl: transformer_engine is not installed here"):
+        check(*overrides)
+    (warning,) = check(*overrides, run_here=False).warnings
+    assert warning.endswith("Only a run needs it.")
+    with pytest.raises(ConfigError, match=r"\.activation_offload\.engine: megatron needs Transformer Engine, which is"):
+        check(*overrides, *engine, f"{M}.transformer_impl=auto")
+    monkeypatch.setattr(machine, "have_transformer_engine", lambda: True)
+    assert check(*overrides, *engine).warnings == []
+
+
+def test_files_and_teacher_must_exist(check: Check, dense_model: Path) -> None:
+    sft = [*SFT.split(), f"policy.model_name={dense_model}"]
+    with pytest.raises(ConfigError, match=r"\ndata\.train\.path: 'no/such' is not there \(looked in /"):
+        check(*sft, "data.train.path=no/such", "data.validation.path=README.md")
+    teacher = [*DISTILLATION.split(), f"policy.model_name={dense_model}", "teacher.model_name=no/such"]
+    with pytest.raises(ConfigError, match=r"\nteacher\.model_name: 'no/such' is not a local"):
+        check(*teacher)
+    assert len(check(*teacher, run_here=False).warnings) >= 1
+
+
+MODULE = """
+import what_is_not_here
+
+def judge(messages, entry, bonus, *, limit=1): ...
+
+@decorator
+def wrapped(messages, entry): ...
+
+def anything(messages, entry, **others): ...
+"""
+
+
+@pytest.fixture
+def faults(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Problems, by lines, of a function of the module `kit.scores`, or `made`, which defines names as it runs."""
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit" / "scores.py").write_text(MODULE)
+    (tmp_path / "kit" / "made.py").write_text("globals().update(judge=print)")
+    (tmp_path / "kit" / "kit.py").write_text(MODULE)
+    (tmp_path / "maker").mkdir()
+    (tmp_path / "maker" / "__init__.py").write_text("__path__.append('elsewhere')")
+    (tmp_path / "kit" / "broken.py").write_text("def judge(:")
+    (tmp_path / "problems.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+
+    def found(path: str, params: str = "{}", *, run_here: bool = True) -> list[str]:
+        overrides = [f"env.function.path={path}", f"env.function.params={params}", "data.env_name=function"]
+        files = [f"data.{split}.path=problems.jsonl" for split in ("train", "validation")]
+        try:
+            check(*overrides, *files, run_here=run_here)
+        except ConfigError as error:
+            return str(error).splitlines()[1:]
+        return []
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "params", "words"),
+    [
+        ("kit.score:judge", "{bonus: 1}", "path: there is no module 'kit.score'. Did you mean 'scores'?"),
+        ("kitt:judge", "{bonus: 1}", "path: there is no module 'kitt'. Did you mean 'kit'?"),
+        ("kit.scores.inner:judge", "{bonus: 1}", "path: there is no module 'kit.scores.inner'."),
+        ("kit.kit.kit:judge", "{}", "path: there is no module 'kit.kit.kit'."),
+        ("kit.scores:juge", "{}", "has no function 'juge'. Did you mean 'judge'?"),
+        ("kit.broken:judge", "{}", "broken.py:1: invalid syntax"),
+        ("kit.scores:judge", "{bonus: 1, limt: 2}", "params.limt: not a parameter of judge. Did you mean 'limit'?"),
+        ("kit.scores:judge", "{bonus: 1, entry: 2}", "params.entry: not a parameter of judge. It takes: bonus, limit."),
+        ("kit.scores:judge", "{}", "params.bonus: missing value: judge has no default for it."),
+    ],
+)
+def test_functions(faults: Callable[..., list[str]], path: str, params: str, words: str) -> None:
+    (line,) = faults(path, params)
+    assert line.startswith("env.function.")
+    assert words in line
+    assert faults(path, params, run_here=False) == [], "it may be somewhere else"
+
+
+@pytest.mark.parametrize(
+    ("path", "params"),
+    [
+        ("kit.scores:judge", "{bonus: 1}"),
+        ("kit.scores:judge", "{bonus: 1, limit: 2}"),
+        ("kit.scores:wrapped", "{whatever: 1}"),
+        ("kit.scores:anything", "{whatever: 1}"),
+        ("kit.made:judge", "{whatever: 1}"),
+        ("kit.kit:judge", "{bonus: 1}"),
+        ("maker.anything:judge", "{}"),
+        ("math:sqrt", "{}"),
+        ("os.path:join", "{}"),
+        ("reasoning_gym.utils:extract_answer", "{}"),
+    ],
+)
+def test_functions_that_may_be_there(faults: Callable[..., list[str]], path: str, params: str) -> None:
+    assert faults(path, params) == []

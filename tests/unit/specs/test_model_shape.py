@@ -1,0 +1,80 @@
+"""One reader of `config.json` for the planner, which needs every number, and for rules, which ask any model a little."""
+
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.catalogue import CATALOGUE
+from nemo_rl_offload.specs.model_shape import parse_model_shape, read_model_shape
+
+DEEPSEEK = CATALOGUE["deepseek-ai/DeepSeek-V3"]
+
+
+def test_what_the_planner_takes_is_what_rules_read() -> None:
+    for name, content in CATALOGUE.items():
+        parsed = parse_model_shape(content)
+        assert parsed.problems == ()
+        assert parsed.shape == read_model_shape(content, name)
+
+
+def test_a_family_that_the_planner_does_not_know_has_a_shape_for_rules() -> None:
+    content = {**DEEPSEEK, "model_type": "deepseek_v9", "max_position_embeddings": 4096}
+    parsed = parse_model_shape(content)
+    assert parsed.shape.has_latent_attention
+    assert parsed.shape.has_shared_experts
+    assert parsed.shape.predicts_further_tokens
+    assert parsed.shape.layers_with_experts == (False,) * 3 + (True,) * 58
+    assert parsed.shape.max_positions == 4096
+    (problem,) = parsed.problems
+    assert problem.startswith("model_type 'deepseek_v9' is not known. Known: llama, ")
+    with pytest.raises(ConfigError, match=r"^mine: model_type 'deepseek_v9' is not known"):
+        read_model_shape(content, "mine")
+
+
+@pytest.mark.parametrize("wrong", [None, "8", 0, -1, True, 2.5, []])
+@pytest.mark.parametrize(
+    ("key", "field", "value"),
+    [
+        ("num_hidden_layers", "num_layers", 1),
+        ("num_attention_heads", "num_attention_heads", 1),
+        ("vocab_size", "vocab_size", 0),
+    ],
+)
+def test_what_cannot_be_read_says_nothing_to_rules(key: str, field: str, value: int, wrong: Any) -> None:
+    parsed = parse_model_shape({**DEEPSEEK, key: wrong})
+    assert getattr(parsed.shape, field) == value
+    assert [problem.split()[0] for problem in parsed.problems] == [key]
+
+
+@pytest.mark.parametrize(
+    ("key", "field", "value"),
+    [
+        ("num_key_value_heads", "num_key_value_heads", 32),
+        ("num_nextn_predict_layers", "predicts_further_tokens", False),
+        ("first_k_dense_replace", "has_experts", False),
+        ("mlp_only_layers", "has_experts", False),
+    ],
+)
+def test_what_is_not_a_number_counts_as_not_given(key: str, field: str, value: int) -> None:
+    parsed = parse_model_shape({**CATALOGUE["Qwen/Qwen3-8B"], key: "many"})
+    assert getattr(parsed.shape, field) == value
+    assert [problem.split()[0] for problem in parsed.problems] == [key]
+
+
+def test_an_empty_file_has_the_least_shape() -> None:
+    parsed = parse_model_shape({})
+    shape = parsed.shape
+    assert shape.layers_with_experts == (False,)
+    assert not shape.has_experts
+    assert not shape.has_linear_attention
+    assert (shape.vocab_size, shape.max_positions, shape.activation) == (0, 0, "silu")
+    assert parsed.problems[0].startswith("model_type None is not known")
+
+
+def test_the_keys_that_were_asked_for() -> None:
+    for content in CATALOGUE.values():
+        assert content.keys() <= parse_model_shape(content).honoured_keys
+    honoured = parse_model_shape({**CATALOGUE["Qwen/Qwen3-8B"], "q_lora_rank": 8, "sliding_window": 4}).honoured_keys
+    assert "head_dim" in honoured
+    assert not {"sliding_window", "q_lora_rank"} & honoured, "queries are compressed in latent attention alone"
