@@ -3,8 +3,8 @@
 A file may name others under `defaults:` (one file, or a list; relative to the file itself, else shipped ones like
 examples/configs/base.yaml). They are merged in order, the later one wins, and the file's own keys come last. Mappings
 merge; lists and scalars replace. A section with `_override_: true` replaces the inherited one as a whole, as in
-NeMo-RL. `${other.key}` is resolved at the very end, so it sees overrides. Which keys exist is left to `checks.py`, but
-for advice on an override that names none. Neither torch nor Ray is imported.
+NeMo-RL. `${other.key}` is resolved at the very end, so it sees overrides. Which keys exist is left to `validation.py`,
+but for advice on an override that names none. Neither torch nor Ray is imported.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Everything that is wrong with a configuration, said at once and before anything starts.
 
 First the schema is checked by pydantic, whose errors are worded anew: path, what was given, what is allowed,
-the nearest name. Then come the rules of `rules.py` that join several keys. A rule reads values by their path;
+the nearest name. Then come the rules of `rules/` that join several keys. A rule reads values by their path;
 where a value is missing or of the wrong type, and so reported already, the rule ends and the others go on. Every
 problem ends with the place where the value was written, if the configuration was read from files.
 """

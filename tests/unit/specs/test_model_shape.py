@@ -1,4 +1,4 @@
-"""One reader of `config.json` for the planner, which needs every number, and for rules, which ask any model a little."""
+"""One reader of `config.json`: the planner needs every number, rules ask any model a little."""
 
 from typing import Any
 
