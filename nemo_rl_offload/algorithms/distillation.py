@@ -21,6 +21,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.policy.model_workers import without_offloading
+from nemo_rl_offload.runs.run_files import Summary
 
 
 class Distillation(RolloutLoop):
@@ -71,7 +72,7 @@ def teacher_config(config: MasterConfig) -> PolicyConfig:
     return merged  # type: ignore[no-any-return]
 
 
-def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> dict[str, Any]:
+def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> Summary:
     """Distill as `config` says; arguments, result and errors as in `run_loop`."""
     section, policy_config, teacher_policy = config["distillation"], config["policy"], teacher_config(config)
     tokenizer = load_tokenizer(resolve_tokenizer_path(policy_config["tokenizer"]["name"]))

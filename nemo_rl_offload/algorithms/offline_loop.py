@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from nemo_rl_offload.algorithms.loop import Say, TrainingLoop, run_loop, section_of
 from nemo_rl_offload.batching.batch import Batch
@@ -14,6 +14,7 @@ from nemo_rl_offload.data.samples import DataCounts, Sample, SampleStream, colla
 from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.interface import PolicyInterface
+from nemo_rl_offload.runs.run_files import LoopSummary, Summary
 
 
 class OfflineLoop(TrainingLoop):
@@ -40,9 +41,10 @@ class OfflineLoop(TrainingLoop):
         """All validation samples."""
         return collate(self._validation_samples, self._pad_id)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> LoopSummary:
         """With the counts of the data."""
-        return super().summary() | {"data": {name: dataclasses.asdict(counts) for name, counts in self._counts.items()}}
+        counts = {name: dataclasses.asdict(counts) for name, counts in self._counts.items()}
+        return {**super().summary(), "data": counts}
 
 
 def num_steps(config: MasterConfig, stream: SampleStream) -> int:
@@ -59,7 +61,7 @@ def run_offline(
     progress_stream: TextIO | None,
     loop: Callable[..., OfflineLoop],
     keep_reference: bool,
-) -> dict[str, Any]:
+) -> Summary:
     """Run `loop` as `config` says; other arguments, result and errors as in `run_loop`."""
     policy_config = at_temperature_one(config["policy"])
     seed = section_of(config)["seed"]

@@ -10,6 +10,7 @@ from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts
 from nemo_rl_offload.environments.pool import EnvironmentPool
 from nemo_rl_offload.policy.interface import PolicyInterface
+from nemo_rl_offload.runs.run_files import LoopSummary
 
 
 class RolloutLoop(TrainingLoop):
@@ -42,10 +43,11 @@ class RolloutLoop(TrainingLoop):
         ]
         return Rollout.join(parts).metrics()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> LoopSummary:
         """With the last step's mean reward."""
         summary = super().summary()
-        return summary | {"train": summary["train"] | {"reward": self.train_metrics.get("reward")}}
+        summary["train"]["reward"] = self.train_metrics.get("reward")
+        return summary
 
     def close(self) -> None:
         """End the workers and the environment."""

@@ -191,7 +191,7 @@ def _measure_variant(shape: StackShape, device: torch.device, num_rounds: int, f
         if device.type == "cuda":
             figures.peak_bytes = torch.cuda.max_memory_allocated()
         if model.guard is not None and model.guard.stash is not None:
-            sizes = model.guard.stash.stats()
+            sizes = model.guard.stash.sizes()
             figures.live_bytes, figures.stash_bytes = sizes["peak_bytes"], sizes["device_bytes"] + sizes["host_bytes"]
     return gradients
 

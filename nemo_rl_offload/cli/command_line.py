@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import io
-import json
 import os
 import signal
 import sys
@@ -208,17 +207,17 @@ def _warnings_as_lines(console: "Console") -> Iterator[None]:
 
 
 def _show_summary(path: Path, form: str, console: "Console") -> None:
-    text = path.read_text(encoding="utf-8")
-    try:
-        summary = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: is damaged: {error}. Move it away, and the run goes on where it ended.") from error
-    if form == "json":
-        print(text, end="", flush=True)
-        return
-    from nemo_rl_offload.observability.report import summary_table
+    from nemo_rl_offload.runs.run_files import Summary, read_json
 
-    console.print(summary_table(summary))
+    recovery_hint = "Move it away, and the run goes on where it ended."
+    if form == "json":
+        read_json(path, dict, recovery_hint)
+        print(path.read_text(encoding="utf-8"), end="", flush=True)
+        return
+    from nemo_rl_offload.observability.summary_table import summary_table
+
+    if (summary := read_json(path, Summary, recovery_hint)) is not None:
+        console.print(summary_table(summary))
 
 
 def _print_everything() -> None:

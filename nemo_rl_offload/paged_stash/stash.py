@@ -34,6 +34,7 @@ from torch import Tensor
 
 from nemo_rl_offload.paged_stash.kernels import STATE, Pool
 from nemo_rl_offload.paged_stash.pages import num_pages
+from nemo_rl_offload.paged_stash.stats import StashSizes
 
 _MIN_ROW_BYTES = 16
 
@@ -324,8 +325,8 @@ class PagedStash:
         ratios = [demand.needed / demand.balanced for demand in self._demands.values() if demand.balanced]
         return max(ratios, default=None)
 
-    def stats(self) -> dict[str, int]:
-        """Sizes in bytes; the most that was in use. The host waits for the device."""
+    def sizes(self) -> StashSizes:
+        """In bytes; the most that was in use. The host waits for the device."""
         pools = [(pool, pool.page_size * pool.row_bytes) for pool in self.pools.values()]
         return {
             "device_bytes": sum(pool.num_device * page_bytes for pool, page_bytes in pools),

@@ -6,7 +6,6 @@ paying for the import.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +15,7 @@ from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ResourceError
-from nemo_rl_offload.observability.memory_trace import MemorySample, MemoryTrace
+from nemo_rl_offload.observability.memory_trace import MemoryTrace
 from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.offload.host_memory import give_back_free_memory
 from nemo_rl_offload.policy.garbage import freeze_gc
@@ -30,7 +29,10 @@ if TYPE_CHECKING:
     from nemo_rl_offload.losses.reduction import Normalizers
     from nemo_rl_offload.megatron.build.model import MegatronModel
     from nemo_rl_offload.megatron.checkpoint.distributed import Save
+    from nemo_rl_offload.offload.stats import OffloadStats
+    from nemo_rl_offload.paged_stash.stats import StashStats
     from nemo_rl_offload.runs.manifest import Manifest
+    from nemo_rl_offload.runs.run_files import MemorySample
 
 
 WEIGHT_PIECE_BYTES = 64 << 20
@@ -302,15 +304,15 @@ class PolicyWorker:
 
         export_hf(self._whole_model(), self._model_path, folder)
 
-    def offload_stats(self) -> dict[str, Any] | None:
+    def offload_stats(self) -> OffloadStats | None:
         """Totals of this rank's engine; None when offloading is off."""
-        return None if self._engine is None else dataclasses.asdict(self._engine.stats())
+        return None if self._engine is None else self._engine.stats()
 
     def take_notices(self) -> list[str]:
         """What this process has warned of since the last call."""
         return self._notices.take()
 
-    def paged_stash_stats(self) -> dict[str, Any] | None:
+    def paged_stash_stats(self) -> StashStats | None:
         """Counts of steps that ran again, and the stash's sizes, on this rank; None where experts have no limits."""
         return None if self._model.guard is None else self._model.guard.stats()
 

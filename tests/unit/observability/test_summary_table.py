@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nemo_rl_offload.observability.report import summary_table
+from nemo_rl_offload.observability.summary_table import summary_table
 from nemo_rl_offload.units import human_bytes
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
@@ -84,7 +84,7 @@ def test_fits_80_columns_without_losing_text() -> None:
 
 
 def test_without_offloading() -> None:
-    nothing = dict.fromkeys(summary()["offload"])
+    nothing = dict.fromkeys(summary()["offload"]) | {"per_module": {}}
     shown, _ = rows(summary(offload=nothing))
     assert shown["offload engine"] == shown["offloaded modules"] == "-"
     assert shown["offloaded"] == "- out, - in"
