@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -217,7 +217,7 @@ class _Span:
         self._usage = usage
         self._threads = threading.local()
 
-    def call(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+    def call(self, call: Call, *args: object, **kwargs: object) -> object:
         self._usage.called = True
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
@@ -234,7 +234,7 @@ class _Span:
         self._commit(region, output)
         return output
 
-    def step_out(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+    def step_out(self, call: Call, *args: object, **kwargs: object) -> object:
         current = self._current()
         if current is None:
             return call(*args, **kwargs)
@@ -244,7 +244,7 @@ class _Span:
         finally:
             current.inside.enter_context(current.region)
 
-    def finish(self, is_saved_again: bool, call: Call, *args: Any, **kwargs: Any) -> Any:
+    def finish(self, is_saved_again: bool, call: Call, *args: object, **kwargs: object) -> object:
         # Attention saves its own output, and `o_proj` saves the same storage: to copy it here would free nothing.
         current = self._current()
         if current is not None:

@@ -15,7 +15,7 @@ from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts, prompt_sets
-from nemo_rl_offload.data.tokenizer import load_tokenizer
+from nemo_rl_offload.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.policy.driver import Policy
@@ -33,7 +33,7 @@ class Distillation(RolloutLoop):
         policy: PolicyInterface,
         teacher: PolicyInterface,
         environment: EnvironmentPool,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         prompts: tuple[TrainingPrompts, list[Prompt]],
         run_dir: Path,
     ) -> None:

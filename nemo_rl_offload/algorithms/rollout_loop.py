@@ -1,13 +1,14 @@
 """What the algorithms share that let the policy answer problems: GRPO and distillation."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nemo_rl_offload.algorithms.loop import TrainingLoop, section_of
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts
+from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.runs.run_files import LoopSummary
@@ -24,7 +25,7 @@ class RolloutLoop(TrainingLoop):
         config: MasterConfig,
         policy: PolicyInterface,
         environment: EnvironmentPool,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         prompts: tuple[TrainingPrompts, list[Prompt]],
         run_dir: Path,
     ) -> None:

@@ -3,9 +3,11 @@
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
+type Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -19,7 +21,7 @@ class Termination:
     def __init__(self, grace_period_s: float) -> None:
         self.is_requested = False
         self._grace_period_s = grace_period_s
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

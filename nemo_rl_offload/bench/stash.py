@@ -31,7 +31,7 @@ SMALL = StackShape(2, 32, 32, 4, 2, 64, "float32")
 """What a CPU does in a second in Triton's interpreter."""
 
 CAPACITY_FACTOR = 2.0
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, float | None]] = {
     "dynamic": {"capacity_factor": None},
     "fixed buffers": {"capacity_factor": CAPACITY_FACTOR},
     "stash": {"capacity_factor": CAPACITY_FACTOR, "factor_cuda": 1.1},
@@ -222,7 +222,7 @@ def _offloading(on: bool) -> Iterator[OffloadEngine | None]:
 
 def to_json(
     shape: StackShape, device: torch.device, copies: list[CopyFigures], layers: list[LayerFigures]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Everything that was measured, and on what."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (shows that it works alone)",

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_offload.config.loader import BASE, read_config
 from nemo_rl_offload.config.megatron_schema import MegatronConfig
@@ -35,9 +34,9 @@ def check_file(file: Path, overrides: Sequence[str], *, allow_unsupported: bool 
         return Findings(None, [Problem("", str(error), "")], [], LoadedConfig({}))
 
 
-def offload_settings(cfg: MegatronConfig) -> dict[str, Any]:
+def offload_settings(cfg: MegatronConfig) -> dict[str, object]:
     """The settings of `policy.megatron_cfg` that decide what is offloaded and how; those without effect left out."""
-    settings: dict[str, Any] = {"fine_grained_activation_offloading": cfg["fine_grained_activation_offloading"]}
+    settings: dict[str, object] = {"fine_grained_activation_offloading": cfg["fine_grained_activation_offloading"]}
     if cfg["fine_grained_activation_offloading"]:
         how = cfg["activation_offload"]
         settings |= {"offload_modules": cfg["offload_modules"], "activation_offload.engine": how["engine"]}
@@ -82,7 +81,7 @@ def as_json(file: Path, found: Findings) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, str):
         return value
     return f"[{', '.join(value)}]" if isinstance(value, list) else json.dumps(value)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_offload.cli.parser import ALGORITHMS, build_parser
 from nemo_rl_offload.cluster.interruption import forget_rays_alarm
@@ -21,6 +21,7 @@ from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from nemo_rl_offload.config.schema import MasterConfig
     from nemo_rl_offload.config.sources import LoadedConfig
 
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
@@ -183,7 +184,7 @@ def _bench(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
     return run_stash_bench(options) if options.what == "stash" else run_offload_bench(options)
 
 
-def _train(algorithm: str, config: Any, run_dir: Path, console: "Console") -> None:
+def _train(algorithm: str, config: "MasterConfig", run_dir: Path, console: "Console") -> None:
     # transformers says that it found no PyTorch or what it would rather have; Ray warns about its own defaults.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from nemo_rl_offload.algorithms.registry import RUNNERS
@@ -249,7 +250,7 @@ def _never_unheard() -> Iterator[None]:
     main_thread = threading.main_thread().ident
     assert main_thread is not None
 
-    def again(unraisable: Any) -> None:
+    def again(unraisable: "sys.UnraisableHookArgs") -> None:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt | SystemExit):
             previous(unraisable)
             return

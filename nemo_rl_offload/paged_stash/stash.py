@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +68,7 @@ class Slot:
     pool: Pool | None = None
     record: Tensor | None = None
     """The pages that hold it; None before they are taken, and when they are returned."""
-    on_drop: Any = None
+    on_drop: "weakref.finalize[..., Slot] | None" = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class StashRegion:
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
 
     def commit(self, entry: Tensor) -> None:
@@ -134,7 +133,7 @@ class StashRegion:
             previous, stash = self._group.previous, self._stash
             entry.register_hook(lambda _: stash.prefetch(previous()))  # type: ignore[no-untyped-call]
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Tensor | Handle:
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
         if key in self._excluded or not self._is_of_rows(tensor, storage, key):
@@ -212,7 +211,7 @@ class PagedStash:
         demand.add(balanced, needed)
         slot.on_drop = weakref.finalize(slot, demand.add, -balanced, -needed)
 
-    def unpack(self, packed: Any) -> Tensor:
+    def unpack(self, packed: Tensor | Handle) -> Tensor:
         """A saved tensor for its backward; the whole group comes back with the first one."""
         if isinstance(packed, Tensor):
             return packed
@@ -222,6 +221,7 @@ class PagedStash:
         if group.is_loading:
             self._settle()
             group.is_loading = False
+        assert slot.storage is not None
         view = torch.empty(0, dtype=packed.dtype, device=self.device)
         return view.set_(slot.storage, packed.offset, packed.size, packed.stride)
 
@@ -255,12 +255,13 @@ class PagedStash:
         pool, record = slot.pool, slot.record
         assert pool is not None
         assert record is not None
+        assert slot.on_drop is not None
         slot.record = None
         slot.on_drop.detach()
         self._in_use.append(record)
         return pool, record
 
-    def _on_side(self) -> AbstractContextManager[Any]:
+    def _on_side(self) -> AbstractContextManager[object]:
         """Work on the side stream, after all that the compute stream was given so far."""
         if self._stream is None:
             return nullcontext()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Tokens
@@ -13,8 +13,17 @@ from nemo_rl_offload.specs.devices import Device
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE
 from nemo_rl_offload.specs.parallel_layout import KEYS, ParallelLayout, check_layout, num_microbatches, rounded_length
-from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, recompute_settings, recomputed_modules
+from nemo_rl_offload.specs.recompute import recompute_settings, recomputed_modules
 from nemo_rl_offload.units import GIB
+
+
+class RecomputeKeys(TypedDict, total=False):
+    """Values of `RECOMPUTE_KEYS`."""
+
+    recompute_granularity: Literal["full", "selective"] | None
+    recompute_modules: list[str] | None
+    recompute_method: str | None
+    recompute_num_layers: int | None
 
 
 @dataclass(frozen=True)
@@ -33,15 +42,25 @@ class Recompute:
         return self.modules if is_counted or self.num_counted_layers is None else self.modules - set(COUNTED_RECOMPUTE)
 
     @property
-    def keys(self) -> dict[str, Any]:
+    def keys(self) -> RecomputeKeys:
         """Values of the configuration's keys that say it."""
-        values: tuple[Any, ...] = (None,) * len(RECOMPUTE_KEYS)
+        keys: RecomputeKeys = {
+            "recompute_granularity": None,
+            "recompute_modules": None,
+            "recompute_method": None,
+            "recompute_num_layers": None,
+        }
         if self.method is not None:
-            values = ("full", None, self.method, self.num_layers)
+            keys |= {
+                "recompute_granularity": "full",
+                "recompute_method": self.method,
+                "recompute_num_layers": self.num_layers,
+            }
         elif self.modules:
-            is_counted = not self.modules.isdisjoint(COUNTED_RECOMPUTE)
-            values = ("selective", sorted(self.modules), None, self.num_counted_layers if is_counted else None)
-        return dict(zip(RECOMPUTE_KEYS, values, strict=True))
+            keys |= {"recompute_granularity": "selective", "recompute_modules": sorted(self.modules)}
+            if not self.modules.isdisjoint(COUNTED_RECOMPUTE):
+                keys["recompute_num_layers"] = self.num_counted_layers
+        return keys
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,10 +16,10 @@ from nemo_rl_offload.runs.run_files import MemorySample, OffloadTotals
 class PolicyInterface(Protocol):
     """A language model spread over workers."""
 
-    def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+    def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics."""
 
-    def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """The loss and its metrics over a batch of any size, without a step."""
 
     def get_logprobs(self, batch: Batch) -> Tensor:

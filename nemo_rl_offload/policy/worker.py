@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.plan import MicrobatchSplit
@@ -113,7 +113,7 @@ class PolicyWorker:
         self,
         batch: Batch,
         loss_name: str,
-        loss_config: Mapping[str, Any],
+        loss_config: Mapping[str, object],
         norm: Normalizers,
         split: MicrobatchSplit | None = None,
     ) -> dict[str, float]:
@@ -148,7 +148,7 @@ class PolicyWorker:
         self,
         batch: Batch,
         loss_name: str,
-        loss_config: Mapping[str, Any],
+        loss_config: Mapping[str, object],
         norm: Normalizers,
         split: MicrobatchSplit | None = None,
     ) -> dict[str, float]:
@@ -164,7 +164,7 @@ class PolicyWorker:
         function: Callable[..., dict[str, float]],
         batch: Batch,
         loss_name: str,
-        loss_config: Mapping[str, Any],
+        loss_config: Mapping[str, object],
         norm: Normalizers,
         split: MicrobatchSplit | None,
     ) -> dict[str, float]:
