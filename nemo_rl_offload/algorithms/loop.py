@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TextIO, get_args
+from typing import ClassVar, Literal, Protocol, TextIO, get_args
 
 from nemo_rl_offload.algorithms.run_totals import Elapsed, run_totals
 from nemo_rl_offload.algorithms.termination import EXIT_CODE, Termination
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
-from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.schema import DistillationConfig, DPOConfig, GRPOConfig, MasterConfig, SFTConfig
 from nemo_rl_offload.errors import CheckpointError, TrainingError, WorkerError
 from nemo_rl_offload.observability.logger import MetricLogger
 from nemo_rl_offload.observability.progress import Progress
@@ -62,7 +62,7 @@ class DataStream(Protocol):
     def load_state_dict(self, state: Mapping[str, int]) -> None: ...
 
 
-def section_of(config: MasterConfig) -> Any:
+def section_of(config: MasterConfig) -> GRPOConfig | SFTConfig | DPOConfig | DistillationConfig:
     """The section of the algorithm that `config` is for."""
     return config[config["algorithm"]]
 
@@ -90,7 +90,7 @@ class TrainingLoop(ABC):
         self._peak_flops_per_s = policy.peak_flops_per_s()
         self._checkpoints = Checkpoints(run_dir, saving["keep_top_k"], saving["higher_is_better"])
         self._pending: tuple[int, LoopState, float | None] | None = None
-        self.seed: int = self._section["seed"]
+        self.seed = self._section["seed"]
         self.step = self.num_skipped = self._num_skipped_in_a_row = 0
         self.validation: Validation = {"first": None, "last": None}
         self.train_metrics: dict[str, float] = {}

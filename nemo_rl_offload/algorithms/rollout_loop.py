@@ -3,15 +3,20 @@
 from pathlib import Path
 from typing import ClassVar
 
-from nemo_rl_offload.algorithms.loop import TrainingLoop, section_of
+from nemo_rl_offload.algorithms.loop import TrainingLoop
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
-from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
+from nemo_rl_offload.config.schema import DistillationConfig, GRPOConfig, MasterConfig, PolicyConfig
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.runs.run_files import LoopSummary
+
+
+def rollout_section(config: MasterConfig) -> GRPOConfig | DistillationConfig:
+    """The section of the algorithm that `config` is for, which generates."""
+    return config["grpo"] if config["algorithm"] == "grpo" else config["distillation"]
 
 
 class RolloutLoop(TrainingLoop):
@@ -30,15 +35,15 @@ class RolloutLoop(TrainingLoop):
         run_dir: Path,
     ) -> None:
         self._train_prompts, self._validation_prompts = prompts
-        num_steps = section_of(config)["max_num_steps"]
-        super().__init__(config, policy, self._train_prompts, num_steps, run_dir)
+        self._rollouts = rollout_section(config)
+        super().__init__(config, policy, self._train_prompts, self._rollouts["max_num_steps"], run_dir)
         self._environment = environment
         self._tokenizer = tokenizer
 
     def measure(self) -> dict[str, float]:
         """Sample one response to each validation prompt, at the training temperature."""
-        prompts = self._validation_prompts[: self._section["max_val_samples"]]
-        size = self._section["val_batch_size"]
+        prompts = self._validation_prompts[: self._rollouts["max_val_samples"]]
+        size = self._rollouts["val_batch_size"]
         parts = [
             self._rollout(prompts[start : start + size], 1, 2 * start + 1) for start in range(0, len(prompts), size)
         ]
@@ -68,7 +73,7 @@ class RolloutLoop(TrainingLoop):
             seed,
             template=self.config["data"]["prompt_template"],
             limits=Limits(
-                self._section["max_rollout_turns"],
+                self._rollouts["max_rollout_turns"],
                 policy_config["generation"]["max_new_tokens"],
                 policy_config["max_total_sequence_length"],
             ),
@@ -85,6 +90,6 @@ def training_and_generation_slots(
 
 def num_optimizer_steps(config: MasterConfig) -> int:
     """Optimizer steps of a whole run."""
-    section = config["grpo"] if config["algorithm"] == "grpo" else config["distillation"]
+    section = rollout_section(config)
     samples = section["num_prompts_per_step"] * section["num_generations_per_prompt"]
     return section["max_num_steps"] * (samples // config["policy"]["train_global_batch_size"])
