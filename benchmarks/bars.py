@@ -11,6 +11,8 @@ from frontier import RIVALS
 from predictions import BARS as PREDICTION_BARS
 from predictions import predictions, whole_runs, worst
 
+from nemo_rl_offload.units import gib
+
 MET, MISSED, NOT_YET, NO_BAR = "met", "missed", "not yet measured", "no bar"
 PUBLISHED_SAVED_SHARE = 17.8
 PUBLISHED_LAYER_MB = 855.6
@@ -166,7 +168,7 @@ def _e2(results: Mapping[str, Result]) -> Iterator[Row]:
         found = []
         for name, result in of(results, "E2").items():
             for level in result["figures"][f"against {kind}"]["levels"]:
-                where = f"{level['peak_bytes'] / (1 << 30):.1f} GiB, {level['rival']}"
+                where = f"{gib(level['peak_bytes'])}, {level['rival']}"
                 note = where if level["ours"] else f"not reached ({where})"
                 found.append(E2_TIME[kind].row(name, level["ratio"], note, _whose(level["rival"])))
         yield from _each(E2_TIME[kind], found)

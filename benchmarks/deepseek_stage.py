@@ -25,9 +25,9 @@ from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.offload import OffloadEngine
 from nemo_rl_offload.offload.options import OffloadOptions, build_engine
 from nemo_rl_offload.specs.catalogue import CATALOGUE
+from nemo_rl_offload.units import GIB
 
 MODULES = ("attn_norm", "mlp_norm", "expert_fc1", "moe_act")  # those of the published run
-GIB = 1 << 30
 
 
 def model_config(num_layers: int, is_small: bool) -> dict[str, Any]:

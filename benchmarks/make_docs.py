@@ -17,12 +17,13 @@ from bars import MET, NO_BAR, NOT_YET, Result, Row, load, of, rows
 from frontier import RIVALS, Level, Point, levels, points
 from predictions import predictions, table
 
+from nemo_rl_offload.units import GIB, gib
+
 PROJECT = Path(__file__).resolve().parents[1]
 RESULTS = PROJECT / "benchmarks" / "results"
 DOCUMENT = PROJECT / "docs" / "benchmarks.md"
 DIGEST = PROJECT / "docs" / "results.md"
 BEGIN, END = "<!-- Written by `python benchmarks/make_docs.py`. -->\n", "<!-- Until here. -->\n"
-GIB = 1 << 30
 SAME_BITS = {True: "yes", False: "**no**", None: "not checked"}
 
 INTRODUCTION = """# Benchmarks
@@ -107,8 +108,8 @@ def offload_bench(name: str, result: Result) -> Iterator[str]:
             continue
         yield (
             f"| {each['name']} | {each['step_ms']:.1f} ms | {each['step_ms'] / variants[0]['step_ms']:.3f} "
-            f"| {each['peak_allocated_bytes'] / GIB:.2f} GiB | {each['saved_bytes'] / GIB:.2f} GiB "
-            f"| {each['bytes_out'] / GIB:.2f} GiB | {SAME_BITS[each['bit_identical']]} |"
+            f"| {gib(each['peak_allocated_bytes'], 2)} | {gib(each['saved_bytes'], 2)} "
+            f"| {gib(each['bytes_out'], 2)} | {SAME_BITS[each['bit_identical']]} |"
         )
     kinds = {"none": "nothing", "ours": "ours", "recompute": "recompute"}
     found = [
@@ -127,8 +128,8 @@ E1_COLUMNS: dict[str, Callable[[float], str]] = {
     "throughput lost": "{:.2f} %".format,
     "forward": "{:.1f} ms".format,
     "the host's work in it": "{:.1f} ms".format,
-    "peak": lambda num_bytes: f"{num_bytes / GIB:.2f} GiB",
-    "reserved": lambda num_bytes: f"{num_bytes / GIB:.2f} GiB",
+    "peak": lambda num_bytes: gib(num_bytes, 2),
+    "reserved": lambda num_bytes: gib(num_bytes, 2),
     "saved of the offloaded bytes": "{:.3f}".format,
 }
 E1_WAYS = {
@@ -213,7 +214,7 @@ def e2(name: str, result: Result) -> Iterator[str]:
             continue
         yield (
             f"| {each['name']} | {middle['ms']:.1f} ms | {middle['ms_spread']:.1%} "
-            f"| {middle['peak_allocated_bytes'] / GIB:.2f} GiB | {middle['peak_reserved_bytes'] / GIB:.2f} GiB "
+            f"| {gib(middle['peak_allocated_bytes'], 2)} | {gib(middle['peak_reserved_bytes'], 2)} "
             f"| {SAME_BITS[each['bit_identical']]} |"
         )
     for kinds in RIVALS.values():
@@ -225,7 +226,7 @@ def equal_peaks(found: list[Level]) -> Iterator[str]:
     """What the best of ours takes where a rival has its peak."""
     for level in found:
         ours = f"{level.ours} takes {level.ratio:.3f} of the time" if level.ours else "nothing of ours needs so little"
-        yield f"\nAt {level.peak_bytes / GIB:.2f} GiB, beside {level.rival}: {ours}."
+        yield f"\nAt {gib(level.peak_bytes, 2)}, beside {level.rival}: {ours}."
 
 
 def e3(name: str, result: Result) -> Iterator[str]:
@@ -237,7 +238,7 @@ def e3(name: str, result: Result) -> Iterator[str]:
         if "figures" not in each:
             yield f"| {each['name']} | {each['error']} | | | | |"
             continue
-        sizes = " | ".join(f"{each['figures'][key] / GIB:.2f} GiB" for key in keys)
+        sizes = " | ".join(gib(each["figures"][key], 2) for key in keys)
         yield f"| {each['name']} | {each['figures']['total_ms'] / 1e3:.1f} s | {sizes} |"
     yield f"\n![memory by step](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
 
@@ -269,7 +270,7 @@ def e5(name: str, result: Result) -> Iterator[str]:
     yield "| variant | step | peak | pages | live bytes | same bits |"
     yield "|---|---|---|---|---|---|"
     for each in result["layers"]:
-        sizes = [each[key] and f"{each[key] / GIB:.1f} GiB" for key in ("peak_bytes", "stash_bytes", "live_bytes")]
+        sizes = [each[key] and gib(each[key]) for key in ("peak_bytes", "stash_bytes", "live_bytes")]
         yield (
             f"| {each['name']} | {each['step_ms']:.1f} ms | {' | '.join(size or '-' for size in sizes)} "
             f"| {SAME_BITS[each['bit_identical']]} |"

@@ -19,6 +19,7 @@ from predictions import Figures, device_of, fitted, predict, runs_of_e2
 from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.plan import make_plan
+from nemo_rl_offload.units import gib
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _choices(result: Mapping[str, Any], path: Path) -> Iterator[Choice]:
 
 def _plan(job: Job, peak_bytes: int) -> tuple[Mapping[str, Any] | None, float]:
     plan = make_plan(replace(job, memory_bytes=peak_bytes + sum(allowance_bytes(job.device).values())))
-    return None if plan.shortfall_bytes else plan.keys, plan.written.outcome.step_ms
+    return None if plan.shortfall_bytes else plan.keys, plan.written.step.step_ms
 
 
 def _said(keys: Mapping[str, Any]) -> str:
@@ -120,8 +121,8 @@ def table(found: Sequence[Choice]) -> Iterator[str]:
         ratio = "-" if each.best_ms is None or each.keys is None else f"{each.planned_ms / each.best_ms - 1:+.1%}"
         best = "- | -" if each.best_ms is None else f"{each.best} | {each.best_ms:.1f} ms"
         planned = "nothing fits | -" if each.keys is None else f"{_said(each.keys)} | {each.planned_ms:.1f} ms"
-        own = f"{each.run.ms:.1f} ms | {each.run.peak_bytes / 2**30:.2f} GiB" if each.run else "- | -"
+        own = f"{each.run.ms:.1f} ms | {gib(each.run.peak_bytes, 2)}" if each.run else "- | -"
         yield (
-            f"| {each.source} | {each.rival} | {each.peak_bytes / 2**30:.2f} GiB | {each.rival_ms:.1f} ms "
+            f"| {each.source} | {each.rival} | {gib(each.peak_bytes, 2)} | {each.rival_ms:.1f} ms "
             f"| {best} | {planned} | {ratio} | {own} |"
         )

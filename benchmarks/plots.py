@@ -11,6 +11,7 @@ from lanes import LANES
 from predictions import BARS, Prediction
 
 from nemo_rl_offload.bench import tradeoff
+from nemo_rl_offload.units import GIB
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -24,7 +25,6 @@ WAYS = {
     "megatron": ("Megatron-Core's", "tab:red"),
 }
 """E1's names and colors, in the order of their bars."""
-GIB = 1 << 30
 
 
 def _save(figure: Any, path: Path) -> None:

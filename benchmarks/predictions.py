@@ -36,6 +36,7 @@ from nemo_rl_offload.planner.simulate.steady_state import steady_state_actions
 from nemo_rl_offload.specs.devices import Device, recognise
 from nemo_rl_offload.specs.model_shape import read_model_shape
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
+from nemo_rl_offload.units import gib
 
 ALLOWANCES = ("runtime", "fragmentation")
 BARS = {"memory": 0.03, "time": 0.05}
@@ -267,9 +268,7 @@ def table(found: Sequence[Prediction]) -> list[str]:
     """Markdown."""
     lines = ["| result | variant | peak | predicted | error | step | predicted | error |", "|---|---|" + "---|" * 6]
     for each in found:
-        peaks = [
-            f"{peak_bytes / 2**30:.2f} GiB" for peak_bytes in (each.measured.peak_bytes, each.predicted_peak_bytes)
-        ]
+        peaks = [gib(peak_bytes, 2) for peak_bytes in (each.measured.peak_bytes, each.predicted_peak_bytes)]
         lines.append(
             f"| {each.source} | {each.variant} | {peaks[0]} | {peaks[1]} | {each.memory_error:+.1%} | {_times(each)} |"
         )

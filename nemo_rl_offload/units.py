@@ -34,6 +34,11 @@ def human_bytes(num_bytes: float | None) -> str:
     return f"{size:.{decimals}f} {unit}"
 
 
+def gib(num_bytes: float, decimals: int = 1) -> str:
+    """Return a size in GiB whatever it is, such as ``0.3 GiB``, for sizes that are compared."""
+    return f"{num_bytes / GIB:.{decimals}f} GiB"
+
+
 def human_duration(seconds: float | None) -> str:
     """Return a time such as ``1:02:03``; ``-`` for None."""
     if seconds is None:

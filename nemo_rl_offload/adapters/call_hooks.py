@@ -16,13 +16,12 @@ Limit: code that is being compiled is left alone, thus calls inside it are not s
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
-type Call = Callable[..., Any]
-type Around = Callable[..., Any]
+type Call = Callable[..., object]
+type Around = Callable[..., object]
 """Gets the call that it goes around, then that call's arguments; returns the result."""
 
 _lock = threading.Lock()
@@ -44,7 +43,7 @@ class _Replacement:
         original, watched = self.original, self.watched
 
         @functools.wraps(original)
-        def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def method(module: nn.Module, *args: object, **kwargs: object) -> object:
             if torch.compiler.is_compiling():
                 return original(module, *args, **kwargs)
             found = watched.get(id(module))

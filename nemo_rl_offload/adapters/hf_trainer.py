@@ -1,7 +1,6 @@
 """Activation offloading inside transformers' `Trainer`, and trainers built on it, as TRL's."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
@@ -31,7 +30,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._gpu_memory_budget = gpu_memory_budget
         self._offload: ActivationOffload | None = None
 
-    def on_train_begin(self, args: object, state: object, control: object, model: nn.Module, **_: Any) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, model: nn.Module, **_: object) -> None:
         """Begin; what a training that failed has left is ended first.
 
         Raises ValueError where the trainer would train copies of the model.
@@ -52,12 +51,12 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             gpu_memory_budget=self._gpu_memory_budget,
         )
 
-    def on_step_end(self, args: object, state: object, control: object, **_: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
         """Tell the engine, which learns from whole steps."""
         assert self._offload is not None
         self._offload.end_step()
 
-    def on_train_end(self, args: object, state: object, control: object, **_: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
         """End."""
         self.close()
 

@@ -15,12 +15,13 @@ from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts, prompt_sets
-from nemo_rl_offload.data.tokenizer import load_tokenizer
+from nemo_rl_offload.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.policy.model_workers import without_offloading
+from nemo_rl_offload.runs.run_files import Summary
 
 
 class Distillation(RolloutLoop):
@@ -32,7 +33,7 @@ class Distillation(RolloutLoop):
         policy: PolicyInterface,
         teacher: PolicyInterface,
         environment: EnvironmentPool,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         prompts: tuple[TrainingPrompts, list[Prompt]],
         run_dir: Path,
     ) -> None:
@@ -71,7 +72,7 @@ def teacher_config(config: MasterConfig) -> PolicyConfig:
     return merged  # type: ignore[no-any-return]
 
 
-def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> dict[str, Any]:
+def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> Summary:
     """Distill as `config` says; arguments, result and errors as in `run_loop`."""
     section, policy_config, teacher_policy = config["distillation"], config["policy"], teacher_config(config)
     tokenizer = load_tokenizer(resolve_tokenizer_path(policy_config["tokenizer"]["name"]))

@@ -5,12 +5,13 @@ Each step raises the log-probability of chosen answers over that of rejected one
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import ClassVar, TextIO
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch
 from nemo_rl_offload.algorithms.offline_loop import OfflineLoop, run_offline
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.runs.run_files import Summary
 
 
 class DPO(OfflineLoop):
@@ -37,6 +38,6 @@ class DPO(OfflineLoop):
         return batch | {"reference_policy_logprobs": self.policy.get_reference_policy_logprobs(batch)}
 
 
-def run_dpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> dict[str, Any]:
+def run_dpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> Summary:
     """Run DPO as `config` says; arguments, result and errors as in `run_loop`."""
     return run_offline(config, run_dir, say, progress_stream, DPO)

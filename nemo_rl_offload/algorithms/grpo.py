@@ -6,7 +6,7 @@ takes clipped policy-gradient steps on the differences.
 
 import math
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.losses.advantages import group_advantages, has_signal, overlong_penalty
 from nemo_rl_offload.losses.reduction import valid_tokens
 from nemo_rl_offload.policy.driver import Policy
+from nemo_rl_offload.runs.run_files import Summary
 
 
 class GRPO(RolloutLoop):
@@ -105,7 +106,7 @@ def _token_mult_prob_error(batch: Batch) -> float:
     return float(difference[valid_tokens(batch)].exp().mean())
 
 
-def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> dict[str, Any]:
+def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> Summary:
     """Run GRPO as `config` says; arguments, result and errors as in `run_loop`."""
     grpo, policy_config = config["grpo"], config["policy"]
     tokenizer = load_tokenizer(resolve_tokenizer_path(policy_config["tokenizer"]["name"]))

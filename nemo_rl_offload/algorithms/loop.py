@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TextIO
+from typing import Any, ClassVar, Literal, Protocol, TextIO, get_args
 
 from nemo_rl_offload.algorithms.run_totals import Elapsed, run_totals
 from nemo_rl_offload.cluster.signals import EXIT_CODE, Termination
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
-from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.schema import DistillationConfig, DPOConfig, GRPOConfig, MasterConfig, SFTConfig
 from nemo_rl_offload.errors import CheckpointError, TrainingError, WorkerError
 from nemo_rl_offload.observability.logger import MetricLogger
 from nemo_rl_offload.observability.progress import Progress
@@ -27,14 +27,30 @@ from nemo_rl_offload.runs.run_directory import (
     Checkpoints,
     recovery_hint,
 )
+from nemo_rl_offload.runs.run_files import (
+    LoopState,
+    LoopSummary,
+    MemoryOfStep,
+    OffloadTotals,
+    RunTotals,
+    Summary,
+    Validation,
+)
 
 Say = Callable[[str], None]
 TRACED_STEP = 2
 """Steps after the first of a run to the one whose memory is traced: buffers stand, and speed is the usual one."""
-OFFLOAD_COUNTERS = (
-    *("bytes_in", "denied_bytes", "kept_bytes", "ineffective_bytes", "returned_bytes", "demand_reloads"),
-    *("stall_out_ms", "stall_in_ms"),
-)
+OffloadCounter = Literal[
+    "bytes_in",
+    "denied_bytes",
+    "kept_bytes",
+    "ineffective_bytes",
+    "returned_bytes",
+    "demand_reloads",
+    "stall_out_ms",
+    "stall_in_ms",
+]
+OFFLOAD_COUNTERS: tuple[OffloadCounter, ...] = get_args(OffloadCounter)
 AT_START = {"epoch": 0, "position": 0}
 """The state of a data stream that nothing was read from."""
 
@@ -47,10 +63,10 @@ class DataStream(Protocol):
     def load_state_dict(self, state: Mapping[str, int]) -> None: ...
 
 
-def section_of(config: MasterConfig) -> Any:
-    """The section of the algorithm that `config` is for."""
-    sections: Any = config
-    return sections[config["algorithm"]]
+def section_of(config: MasterConfig) -> GRPOConfig | SFTConfig | DPOConfig | DistillationConfig:
+    """The section of the algorithm that `config` is for; a plugin's has the keys that all of these share."""
+    sections: Mapping[str, Any] = config
+    return sections[config["algorithm"]]  # type: ignore[no-any-return]
 
 
 def spec_of(config: MasterConfig) -> AlgorithmSpec:
@@ -58,7 +74,7 @@ def spec_of(config: MasterConfig) -> AlgorithmSpec:
     return ALGORITHMS[config["algorithm"]]
 
 
-def loss_of(config: MasterConfig) -> tuple[str, Mapping[str, Any]]:
+def loss_of(config: MasterConfig) -> tuple[str, Mapping[str, object]]:
     """The algorithm's loss, and the section that it takes its keys from."""
     spec = spec_of(config)
     return spec.loss, config["loss_fn"] if spec.loss_fn_keys else section_of(config)
@@ -87,13 +103,13 @@ class TrainingLoop(ABC):
         self._run_dir = run_dir
         self._peak_flops_per_s = policy.peak_flops_per_s()
         self._checkpoints = Checkpoints(run_dir, saving["keep_top_k"], saving["higher_is_better"])
-        self._pending: tuple[int, dict[str, Any], float | None] | None = None
-        self.seed: int = self._section["seed"]
+        self._pending: tuple[int, LoopState, float | None] | None = None
+        self.seed = self._section["seed"]
         self.step = self.num_skipped = self._num_skipped_in_a_row = 0
-        self.validation: dict[str, float | None] = {"first": None, "last": None}
+        self.validation: Validation = {"first": None, "last": None}
         self.train_metrics: dict[str, float] = {}
         self._validation_metrics: dict[str, float] = {}
-        self._totals_before: dict[str, Any] = {}
+        self._totals_before: RunTotals | None = None
         self.elapsed = Elapsed()
 
     @abstractmethod
@@ -124,7 +140,7 @@ class TrainingLoop(ABC):
         self.step, self.validation = state["step"], state["validation"]
         self.train_metrics, self._validation_metrics = state["train"], state["validation_metrics"]
         self.num_skipped = state["num_skipped"]
-        self._totals_before = state.get("totals", {})
+        self._totals_before = state.get("totals")
         self.elapsed.go_on_from(state.get("wall_seconds", 0.0))
         return folder
 
@@ -147,7 +163,7 @@ class TrainingLoop(ABC):
                 self.policy.start_memory_trace()
             self.train_metrics = self.train_step()
             if is_traced:
-                trace = {"step": self.step, "samples": self.policy.finish_memory_trace()}
+                trace: MemoryOfStep = {"step": self.step, "samples": self.policy.finish_memory_trace()}
                 write_json_atomic(self._run_dir / MEMORY_FILE, trace)
             logger.log(self.train_metrics, self.step, "train")
             progress.update(self.step, **{name: self.train_metrics.get(name) for name in self.progress_metrics})
@@ -216,12 +232,14 @@ class TrainingLoop(ABC):
         metrics = {"train_tflops_per_s_per_device": rate / 1e12 / self.policy.world_size}
         return metrics if self._peak_flops_per_s is None else metrics | {"train_mfu": rate / self._peak_flops_per_s}
 
-    def _memory(self, before: Mapping[str, Any]) -> dict[str, float]:
+    def _memory(self, before: OffloadTotals) -> dict[str, float]:
         after, device_bytes = self.policy.offload_stats(), self.policy.peak_device_bytes()
-        names = {"bytes_out": "offloaded_bytes"} | {name: f"offload/{name}" for name in OFFLOAD_COUNTERS}
-        metrics = {  # none of what is not counted
-            names[key]: float(after[key] - (before[key] or 0)) for key in names if after[key] is not None
-        }
+        metrics: dict[str, float] = {}  # none of what is not counted
+        if (bytes_out := after["bytes_out"]) is not None:
+            metrics["offloaded_bytes"] = float(bytes_out - (before["bytes_out"] or 0))
+        for name in OFFLOAD_COUNTERS:
+            if (count := after[name]) is not None:
+                metrics[f"offload/{name}"] = float(count - (before[name] or 0))
         if after["peak_host_bytes"] is not None:
             metrics["offload/peak_host_bytes"] = float(after["peak_host_bytes"])
         return metrics if device_bytes is None else metrics | {"memory/peak_device_bytes": float(device_bytes)}
@@ -240,9 +258,9 @@ class TrainingLoop(ABC):
         self._finish_save()
         prefix, name = self.config["checkpointing"]["metric_name"].split(":")
         metrics = self._validation_metrics if prefix == "val" else self.train_metrics
-        state = {
+        state: LoopState = {
             "data": self._data.state_dict(),
-            "validation": dict(self.validation),
+            "validation": self.validation.copy(),
             "train": self.train_metrics,
             "validation_metrics": self._validation_metrics,
             "num_skipped": self.num_skipped,
@@ -267,8 +285,9 @@ class TrainingLoop(ABC):
         """End the workers."""
         self.policy.shutdown()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> LoopSummary:
         """What the loop itself knows of a finished run, of which others may have run a part."""
+        totals = run_totals(self.policy, self._totals_before)
         return {
             "algorithm": self.config["algorithm"],
             "steps": self.step,
@@ -277,7 +296,9 @@ class TrainingLoop(ABC):
             "validation_metric": self.validation_metric,
             "validation": self.validation,
             "train": {"loss": self.train_metrics.get("loss")},
-            **run_totals(self.policy, self._totals_before),
+            "offload": totals["offload"],
+            "paged_stash": totals["paged_stash"],
+            "memory": totals["memory"],
             "wall_seconds": self.elapsed.seconds,
         }
 
@@ -317,7 +338,7 @@ def run_loop(
     progress_stream: TextIO | None,
     build: Callable[[VirtualCluster], TrainingLoop],
     groups_per_slot: int = 1,
-) -> dict[str, Any]:
+) -> Summary:
     """Start Ray, build the loop there, resume it, run it; everything it writes lands in `run_dir`.
 
     When a worker or its node fails, all workers are started again, up to `fault_tolerance.max_restarts` times, on nodes
@@ -333,7 +354,7 @@ def run_loop(
     with VirtualCluster(**config["cluster"], groups_per_slot=groups_per_slot) as cluster:
         for num_restarts in count():
             try:
-                summary = _run_once(config, run_dir, say, progress_stream, build, cluster, elapsed)
+                found = _run_once(config, run_dir, say, progress_stream, build, cluster, elapsed)
                 break
             except WorkerError as error:
                 if num_restarts == allowed:
@@ -342,7 +363,13 @@ def run_loop(
                 with (run_dir / RESTARTS_FILE).open("a") as file:
                     file.write(f"{error}\n{error.details}\n")
             cluster.renew()
-    summary |= {"restarts": num_restarts, "run_dir": str(run_dir)}
+        summary: Summary = {
+            **found,
+            "world_size": cluster.world_size,
+            "device": cluster.device,
+            "restarts": num_restarts,
+            "run_dir": str(run_dir),
+        }
     write_json_atomic(run_dir / SUMMARY_FILE, summary)
     return summary
 
@@ -355,7 +382,7 @@ def _run_once(
     build: Callable[[VirtualCluster], TrainingLoop],
     cluster: VirtualCluster,
     elapsed: Elapsed,
-) -> dict[str, Any]:
+) -> LoopSummary:
     say(f"Loading the model on {cluster.world_size} {cluster.device} worker(s)")
     loop = build(cluster)
     loop.elapsed = elapsed
@@ -368,6 +395,6 @@ def _run_once(
         Termination(config["fault_tolerance"]["grace_period_s"] if saving else 0) as termination,
     ):
         loop.run(logger, progress, termination)
-    summary = {**loop.summary(), "world_size": cluster.world_size, "device": cluster.device}
+    summary = loop.summary()
     loop.close()
     return summary

@@ -9,11 +9,18 @@ from nemo_rl_offload.algorithms.loop import Say, TrainingLoop, run_loop, section
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
-from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
+from nemo_rl_offload.config.schema import DPOConfig, MasterConfig, PolicyConfig, SFTConfig
 from nemo_rl_offload.data.samples import DataCounts, Sample, SampleStream, collate, sample_sets
 from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.interface import PolicyInterface
+from nemo_rl_offload.runs.run_files import LoopSummary, Summary
+
+
+def offline_section(config: MasterConfig) -> SFTConfig | DPOConfig:
+    """The section of the algorithm, with the keys that all of this kind have."""
+    section: Any = section_of(config)
+    return section  # type: ignore[no-any-return]
 
 
 class OfflineLoop(TrainingLoop):
@@ -40,14 +47,15 @@ class OfflineLoop(TrainingLoop):
         """All validation samples."""
         return collate(self._validation_samples, self._pad_id)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> LoopSummary:
         """With the counts of the data."""
-        return super().summary() | {"data": {name: dataclasses.asdict(counts) for name, counts in self._counts.items()}}
+        counts = {name: dataclasses.asdict(counts) for name, counts in self._counts.items()}
+        return {**super().summary(), "data": counts}
 
 
 def num_steps(config: MasterConfig, stream: SampleStream) -> int:
     """Steps of a whole run: `max_num_steps`, or fewer where `max_num_epochs` end before."""
-    section = section_of(config)
+    section = offline_section(config)
     most, epochs = int(section["max_num_steps"]), section["max_num_epochs"]
     return min(most, epochs * stream.num_batches) if epochs else most
 
@@ -58,7 +66,7 @@ def run_offline(
     say: Say,
     progress_stream: TextIO | None,
     loop: Callable[..., OfflineLoop],
-) -> dict[str, Any]:
+) -> Summary:
     """Run `loop` as `config` says; other arguments, result and errors as in `run_loop`."""
     policy_config = at_temperature_one(config["policy"])
     seed = section_of(config)["seed"]

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from nemo_rl_offload.batching.batch import Batch, pad_sequences
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.data.prompts import Prompt
-from nemo_rl_offload.data.tokenizer import encode_observation
+from nemo_rl_offload.data.tokenizer import Tokenizer, encode_observation
 from nemo_rl_offload.environments.interface import UNFINISHED, Environment, Episode, Message, Score
 from nemo_rl_offload.policy.interface import PolicyInterface
 
@@ -110,7 +109,7 @@ class _Running:
 def rollout(
     policy: PolicyInterface,
     environment: Environment,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     num_generations: int,
     seed: int,
@@ -143,7 +142,7 @@ def rollout(
     return Rollout(repeated, [each.response for each in episodes], [each.score for each in episodes])
 
 
-def _score(episodes: Sequence[_Running], environment: Environment, tokenizer: Any, template: str | None) -> None:
+def _score(episodes: Sequence[_Running], environment: Environment, tokenizer: Tokenizer, template: str | None) -> None:
     """Add the environment's scores of this turn, and what it answers."""
     texts = tokenizer.batch_decode([each.last.tokens for each in episodes], skip_special_tokens=True)
     for each, text in zip(episodes, texts, strict=True):

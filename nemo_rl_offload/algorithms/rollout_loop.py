@@ -6,10 +6,18 @@ from typing import Any, ClassVar
 from nemo_rl_offload.algorithms.loop import TrainingLoop, section_of
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
-from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
+from nemo_rl_offload.config.schema import DistillationConfig, GRPOConfig, MasterConfig, PolicyConfig
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts
+from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool
 from nemo_rl_offload.policy.interface import PolicyInterface
+from nemo_rl_offload.runs.run_files import LoopSummary
+
+
+def rollout_section(config: MasterConfig) -> GRPOConfig | DistillationConfig:
+    """The section of the algorithm that `config` is for, which generates."""
+    section: Any = section_of(config)
+    return section  # type: ignore[no-any-return]
 
 
 class RolloutLoop(TrainingLoop):
@@ -23,29 +31,30 @@ class RolloutLoop(TrainingLoop):
         config: MasterConfig,
         policy: PolicyInterface,
         environment: EnvironmentPool,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         prompts: tuple[TrainingPrompts, list[Prompt]],
         run_dir: Path,
     ) -> None:
         self._train_prompts, self._validation_prompts = prompts
-        num_steps = section_of(config)["max_num_steps"]
-        super().__init__(config, policy, self._train_prompts, num_steps, run_dir)
+        self._rollouts = rollout_section(config)
+        super().__init__(config, policy, self._train_prompts, self._rollouts["max_num_steps"], run_dir)
         self._environment = environment
         self._tokenizer = tokenizer
 
     def measure(self) -> dict[str, float]:
         """Sample one response to each validation prompt, at the training temperature."""
-        prompts = self._validation_prompts[: self._section["max_val_samples"]]
-        size = self._section["val_batch_size"]
+        prompts = self._validation_prompts[: self._rollouts["max_val_samples"]]
+        size = self._rollouts["val_batch_size"]
         parts = [
             self._rollout(prompts[start : start + size], 1, 2 * start + 1) for start in range(0, len(prompts), size)
         ]
         return Rollout.join(parts).metrics()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> LoopSummary:
         """With the last step's mean reward."""
         summary = super().summary()
-        return summary | {"train": summary["train"] | {"reward": self.train_metrics.get("reward")}}
+        summary["train"]["reward"] = self.train_metrics.get("reward")
+        return summary
 
     def close(self) -> None:
         """End the workers and the environment."""
@@ -65,7 +74,7 @@ class RolloutLoop(TrainingLoop):
             seed,
             template=self.config["data"]["prompt_template"],
             limits=Limits(
-                self._section["max_rollout_turns"],
+                self._rollouts["max_rollout_turns"],
                 policy_config["generation"]["max_new_tokens"],
                 policy_config["max_total_sequence_length"],
             ),
@@ -82,6 +91,6 @@ def training_and_generation_slots(
 
 def num_optimizer_steps(config: MasterConfig) -> int:
     """Optimizer steps of a whole run."""
-    section = section_of(config)
+    section = rollout_section(config)
     samples = section["num_prompts_per_step"] * section["num_generations_per_prompt"]
     return int(section["max_num_steps"] * (samples // config["policy"]["train_global_batch_size"]))

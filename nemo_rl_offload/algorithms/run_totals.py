@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_offload.policy.interface import PolicyInterface
+from nemo_rl_offload.runs.run_files import RunTotals
 
 _HIGHEST = {
     *("peak_host_bytes", "host_capacity_bytes", "peak_device_bytes"),
@@ -30,14 +31,15 @@ class Elapsed:
         return (self._earlier_s or 0.0) + time.monotonic() - self._start_s
 
 
-def run_totals(policy: PolicyInterface, before: Mapping[str, Any]) -> dict[str, Any]:
+def run_totals(policy: PolicyInterface, before: RunTotals | None) -> RunTotals:
     """Counters of `policy`'s workers beside what the checkpoint that the run was taken up from held of these."""
-    now = {
+    now: RunTotals = {
         "offload": policy.offload_stats(),
         "paged_stash": policy.paged_stash_stats(),
         "memory": {"peak_device_bytes": policy.peak_device_bytes()},
     }
-    return {name: added(before.get(name), value) for name, value in now.items()}
+    whole: RunTotals = added(before, now)
+    return whole
 
 
 def added(before: Any, now: Any, name: str = "") -> Any:

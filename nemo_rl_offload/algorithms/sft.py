@@ -1,11 +1,12 @@
 """Supervised fine-tuning: the negative log-likelihood of the assistant's turns, averaged over all their tokens."""
 
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch
 from nemo_rl_offload.algorithms.offline_loop import OfflineLoop, run_offline
 from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.runs.run_files import Summary
 
 
 class SFT(OfflineLoop):
@@ -24,6 +25,6 @@ class SFT(OfflineLoop):
         return self.policy.evaluate(self.validation_batch(), *self.loss)
 
 
-def run_sft(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> dict[str, Any]:
+def run_sft(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> Summary:
     """Run SFT as `config` says; arguments, result and errors as in `run_loop`."""
     return run_offline(config, run_dir, say, progress_stream, SFT)

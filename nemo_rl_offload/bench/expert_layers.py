@@ -54,7 +54,7 @@ class ExpertLayers(nn.Module):
     """
 
     def __init__(
-        self, shape: StackShape, capacity_factor: float | None, *, modules: Sequence[str] = (), **stash: Any
+        self, shape: StackShape, capacity_factor: float | None, *, modules: Sequence[str] = (), **stash: float | None
     ) -> None:
         super().__init__()
         from megatron.core.transformer.moe.moe_utils import get_default_pg_collection

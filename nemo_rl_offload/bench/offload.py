@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -273,7 +273,16 @@ def _compare(figures: Sequence[Figures]) -> None:
                 each.effectiveness = (plain.held_bytes - each.held_bytes) / each.away_bytes
 
 
-def to_json(shape: Shape, figures: Sequence[Figures], device: torch.device) -> dict[str, Any]:
+class Results(TypedDict):
+    """What a bench writes: on what it ran, and its figures."""
+
+    device: str
+    versions: dict[str, str | None]
+    shape: dict[str, object]
+    variants: list[dict[str, object]]
+
+
+def to_json(shape: Shape, figures: Sequence[Figures], device: torch.device) -> Results:
     """Everything, for machines."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}

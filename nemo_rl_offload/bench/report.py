@@ -1,13 +1,12 @@
 """A bench's figures as a table, as JSON, and as a picture of memory against time."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from nemo_rl_offload.bench.offload import Figures
+from nemo_rl_offload.bench.offload import Figures, Results
 from nemo_rl_offload.bench.tradeoff import Point, draw_tradeoff
 from nemo_rl_offload.runs.output import written_aside
 from nemo_rl_offload.units import human_bytes
@@ -38,14 +37,14 @@ def table(figures: Sequence[Figures], means_something: bool) -> Table:
     return result
 
 
-def write(folder: Path, name: str, data: dict[str, Any], figures: Sequence[Figures]) -> list[Path]:
+def write(folder: Path, name: str, data: Results, figures: Sequence[Figures]) -> list[Path]:
     """Write `name`.json and `name`.png into `folder`; returns their paths."""
     paths = [write_json(folder / f"{name}.json", data), folder / f"{name}.png"]
     _plot(paths[1], data, figures)
     return paths
 
 
-def write_json(path: Path, data: dict[str, Any], indent: int | None = 1) -> Path:
+def write_json(path: Path, data: Mapping[str, object], indent: int | None = 1) -> Path:
     """Write it aside, then rename; returns its path. Without `indent` all of it is one line.
 
     Raises:
@@ -56,7 +55,7 @@ def write_json(path: Path, data: dict[str, Any], indent: int | None = 1) -> Path
     return path
 
 
-def _plot(path: Path, data: dict[str, Any], figures: Sequence[Figures]) -> None:
+def _plot(path: Path, data: Results, figures: Sequence[Figures]) -> None:
     points = []
     for each in figures:
         if each.error is None:

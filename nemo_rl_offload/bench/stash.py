@@ -32,7 +32,7 @@ SMALL = StackShape(2, 32, 32, 4, 2, 64, "float32")
 """What a CPU does in a second in Triton's interpreter."""
 
 CAPACITY_FACTOR = 2.0
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, float | None]] = {
     "dynamic": {"capacity_factor": None},
     "fixed buffers": {"capacity_factor": CAPACITY_FACTOR},
     "stash": {"capacity_factor": CAPACITY_FACTOR, "factor_cuda": 1.1},
@@ -192,7 +192,7 @@ def _measure_variant(shape: StackShape, device: torch.device, num_rounds: int, f
         if device.type == "cuda":
             figures.peak_bytes = torch.cuda.max_memory_allocated()
         if model.guard is not None and model.guard.stash is not None:
-            sizes = model.guard.stash.stats()
+            sizes = model.guard.stash.sizes()
             figures.live_bytes, figures.stash_bytes = sizes["peak_bytes"], sizes["device_bytes"] + sizes["host_bytes"]
     return gradients
 
@@ -224,7 +224,7 @@ def _offloading(on: bool) -> Iterator[OffloadEngine | None]:
 
 def to_json(
     shape: StackShape, device: torch.device, copies: list[CopyFigures], layers: list[LayerFigures]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Everything that was measured, and on what."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (shows that it works alone)",

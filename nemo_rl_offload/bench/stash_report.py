@@ -1,14 +1,13 @@
 """The stash bench's figures as tables, and as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from nemo_rl_offload.bench.stash import CopyFigures, LayerFigures
 from nemo_rl_offload.runs.output import written_aside
-from nemo_rl_offload.units import human_bytes
+from nemo_rl_offload.units import GIB, human_bytes
 
 
 def copies_table(figures: Sequence[CopyFigures]) -> Table:
@@ -51,7 +50,7 @@ def layers_table(figures: Sequence[LayerFigures]) -> Table:
     return table
 
 
-def plot(path: Path, data: dict[str, Any], copies: Sequence[CopyFigures], layers: Sequence[LayerFigures]) -> None:
+def plot(path: Path, data: Mapping[str, object], copies: Sequence[CopyFigures], layers: Sequence[LayerFigures]) -> None:
     """Ratios of the copies on the left, memory against time of the layers on the right.
 
     Raises:
@@ -72,7 +71,7 @@ def plot(path: Path, data: dict[str, Any], copies: Sequence[CopyFigures], layers
     left.set_ylabel("rate over a device copy's")
     left.legend(fontsize=7)
     for each in (figures for figures in layers if figures.error is None):
-        x_gib = (each.peak_bytes or each.stash_bytes or 0) / (1 << 30)
+        x_gib = (each.peak_bytes or each.stash_bytes or 0) / GIB
         right.plot(x_gib, each.step_ms, "o")
         right.annotate(each.name, (x_gib, each.step_ms), xytext=(4, 3), textcoords="offset points", fontsize=8)
     right.set_xlabel("peak device memory, GiB")

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_offload.runs.output import written_aside
+from nemo_rl_offload.units import GIB
 
-GIB = 1 << 30
 LOGARITHMIC_FROM = 2.0
 """Ratio of the longest time to the shortest from which the axis of time is logarithmic."""
 

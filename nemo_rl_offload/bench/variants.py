@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_rl_offload.adapters.torch_modules import ActivationOffload, offload_activations
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.units import MIB
 
 PLAIN = "none"
 MODULE_SETS = {
@@ -107,11 +108,11 @@ def _transformer_engine(model: Any, share: float) -> Iterator[None]:
 def variants(device: torch.device, peak_bytes: int, names: Sequence[str] | None = None) -> list[Variant]:
     """All variants that this machine can run, or those of `names`; the first is without anything. `peak_bytes` is the
     peak without offloading. Raises ConfigError for an unknown name."""
-    ours = partial(_ours, min_tensor_bytes=1 << 20 if device.type == "cuda" else 0)
+    ours = partial(_ours, min_tensor_bytes=MIB if device.type == "cuda" else 0)
     every = [Variant(PLAIN, lambda model: nullcontext())]
     every += [Variant(f"ours: {name}", partial(ours, modules=modules)) for name, modules in MODULE_SETS.items()]
     for share in AUTO_BUDGETS:
-        budget = f"{peak_bytes * share / (1 << 20):.3f}MiB"
+        budget = f"{peak_bytes * share / MIB:.3f}MiB"
         every.append(Variant(f"ours: auto {share:.0%}", partial(ours, modules="auto", budget=budget)))
     every += [
         Variant("recompute: layers", _recompute_layers),

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import io
-import json
 import os
 import sys
 import traceback
@@ -11,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_offload.cli.parser import build_parser
 from nemo_rl_offload.cluster.signals import never_unheard, terminated_like_interrupted
@@ -22,6 +21,7 @@ from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from nemo_rl_offload.config.schema import MasterConfig
     from nemo_rl_offload.config.sources import LoadedConfig
 
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
@@ -187,7 +187,7 @@ def _bench(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
     return run_stash_bench(options) if options.what == "stash" else run_offload_bench(options)
 
 
-def _train(algorithm: str, config: Any, run_dir: Path, console: "Console") -> None:
+def _train(algorithm: str, config: "MasterConfig", run_dir: Path, console: "Console") -> None:
     # transformers says that it found no PyTorch or what it would rather have; Ray warns about its own defaults.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     run = import_object(ALGORITHMS[algorithm].runner)
@@ -211,17 +211,17 @@ def _warnings_as_lines(console: "Console") -> Iterator[None]:
 
 
 def _show_summary(path: Path, form: str, console: "Console") -> None:
-    text = path.read_text(encoding="utf-8")
-    try:
-        summary = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: is damaged: {error}. Move it away, and the run goes on where it ended.") from error
-    if form == "json":
-        print(text, end="", flush=True)
-        return
-    from nemo_rl_offload.observability.report import summary_table
+    from nemo_rl_offload.runs.run_files import Summary, read_json
 
-    console.print(summary_table(summary))
+    recovery_hint = "Move it away, and the run goes on where it ended."
+    if form == "json":
+        read_json(path, dict, recovery_hint)
+        print(path.read_text(encoding="utf-8"), end="", flush=True)
+        return
+    from nemo_rl_offload.observability.summary_table import summary_table
+
+    if (summary := read_json(path, Summary, recovery_hint)) is not None:
+        console.print(summary_table(summary))
 
 
 def _print_everything() -> None:

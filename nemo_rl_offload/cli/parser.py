@@ -2,9 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
+
+type Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 EPILOG = """\
 overrides (Hydra's grammar):
@@ -25,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_run(commands: Any) -> None:
+def _add_run(commands: Commands) -> None:
     run = commands.add_parser(
         "run",
         help="train a model",
@@ -46,7 +47,7 @@ def _add_run(commands: Any) -> None:
     )
 
 
-def _add_check(commands: Any) -> None:
+def _add_check(commands: Commands) -> None:
     check = commands.add_parser(
         "check",
         help="check a configuration",
@@ -69,7 +70,7 @@ def _add_check(commands: Any) -> None:
     )
 
 
-def _add_plan(commands: Any) -> None:
+def _add_plan(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan",
         help="predict memory and time, and choose what to offload",
@@ -95,7 +96,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--write", type=Path, metavar="FILE", help="write a configuration with the chosen keys")
 
 
-def _add_doctor(commands: Any) -> None:
+def _add_doctor(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="look at this machine",
@@ -105,7 +106,7 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument("--write-device", type=Path, metavar="FILE", help="write what a GPU has here, for `plan --gpu`")
 
 
-def _add_export(commands: Any) -> None:
+def _add_export(commands: Commands) -> None:
     export = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder",
@@ -115,7 +116,7 @@ def _add_export(commands: Any) -> None:
     export.add_argument("destination", type=Path, metavar="OUT", help="a new folder")
 
 
-def _add_report(commands: Any) -> None:
+def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
         help="show a run as one HTML page",
@@ -125,7 +126,7 @@ def _add_report(commands: Any) -> None:
     report.add_argument("--out", type=Path, metavar="FILE", help="where it goes (default: RUN_DIR/report.html)")
 
 
-def _add_bench(commands: Any) -> None:
+def _add_bench(commands: Commands) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure offloading on this machine",

@@ -21,7 +21,10 @@ from nemo_rl_offload.planner.cost.experts import Skew, recorded_skew
 from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job, read_job
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
-from nemo_rl_offload.planner.report import render
+from nemo_rl_offload.planner.report.data import plan_data
+from nemo_rl_offload.planner.report.html import plan_html
+from nemo_rl_offload.planner.report.overlay import plan_overlay
+from nemo_rl_offload.planner.report.tables import plan_tables
 from nemo_rl_offload.runs.output import check_writable, write_text
 from nemo_rl_offload.runs.run_directory import SUMMARY_FILE
 from nemo_rl_offload.specs.catalogue import load_model_shape
@@ -42,16 +45,16 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     with _uncollected():
         found = make_plan(job)
     if options.html is not None:
-        write_text(options.html, render.plan_html(found))
+        write_text(options.html, plan_html(found))
     if options.write is not None:
         changed = difference(loaded.values, read_config(options.config).values)
-        write_text(options.write, render.plan_overlay(found, options.config, options.write, overrides, changed))
+        write_text(options.write, plan_overlay(found, options.config, options.write, overrides, changed))
     if options.format == "json":
-        print(json.dumps(render.plan_data(found), indent=2))
+        print(json.dumps(plan_data(found), indent=2))
     else:
         console = Console(highlight=False, soft_wrap=True, markup=False)
         console.width = max(console.width, WIDTH)
-        console.print(render.plan_tables(found))
+        console.print(plan_tables(found))
     return found
 
 
@@ -77,9 +80,9 @@ def _check_targets(options: argparse.Namespace) -> None:
         raise ConfigError(f"--write {targets['--write']}: --html would write over it. Give two names.")
 
 
-def difference(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+def difference(new: Mapping[str, object], old: Mapping[str, object]) -> dict[str, object]:
     """What of `new` is not in `old`, in sections as there; lists count as a whole."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in new.items():
         before = old.get(key)
         if isinstance(value, Mapping) and isinstance(before, Mapping):

@@ -20,10 +20,11 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
+type Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 EXIT_CODE = 128 + signal.SIGTERM
 REPEAT_INTERRUPT_S = 0.1
 
@@ -50,7 +51,7 @@ def never_unheard() -> Iterator[None]:
     main_thread = threading.main_thread().ident
     assert main_thread is not None
 
-    def again(unraisable: Any) -> None:
+    def again(unraisable: "sys.UnraisableHookArgs") -> None:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt | SystemExit):
             previous(unraisable)
             return
@@ -118,7 +119,7 @@ class Termination:
     def __init__(self, grace_period_s: float) -> None:
         self.is_requested = False
         self._grace_period_s = grace_period_s
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

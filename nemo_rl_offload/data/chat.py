@@ -8,12 +8,19 @@ conversations. The alternative, encoding turn by turn, can cut tokens differentl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
-from nemo_rl_offload.data.tokenizer import encode_prompt
+from nemo_rl_offload.data.tokenizer import Tokenizer, encode_prompt
 from nemo_rl_offload.errors import DataError
 
-Message = dict[str, Any]
+
+class Message(TypedDict):
+    """One turn; further keys, which a chat template may read, are kept."""
+
+    role: str
+    content: str
+
+
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -29,7 +36,7 @@ class Row:
     is_learned: list[bool]
 
 
-def parse_conversation(content: Mapping[str, Any]) -> list[Message]:
+def parse_conversation(content: Mapping[str, object]) -> list[Message]:
     """Return the messages of ``{"messages": [...]}`` or of ``{"prompt": ..., "completion": ...}``.
 
     Prompt and completion are text or lists of messages.
@@ -51,7 +58,7 @@ def parse_conversation(content: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def parse_preference(content: Mapping[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
+def parse_preference(content: Mapping[str, object]) -> tuple[list[Message], list[Message], list[Message]]:
     """Return prompt, chosen and rejected messages.
 
     Forms: ``prompt`` with ``chosen`` and ``rejected`` (text or messages); ``chosen`` and ``rejected`` alone, as whole
@@ -80,7 +87,7 @@ def parse_preference(content: Mapping[str, Any]) -> tuple[list[Message], list[Me
     return prompt, chosen, rejected
 
 
-def _messages(value: Any, key: str, role: str | None) -> list[Message]:
+def _messages(value: object, key: str, role: str | None) -> list[Message]:
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
@@ -93,7 +100,7 @@ def _messages(value: Any, key: str, role: str | None) -> list[Message]:
     return list(value)
 
 
-def _ranked(completions: Any) -> list[list[Message]]:
+def _ranked(completions: object) -> list[list[Message]]:
     items = completions if isinstance(completions, list) else []
     ranked = [(item.get("rank"), item.get("completion")) for item in items if isinstance(item, dict)]
     ranks = [rank for rank, _ in ranked if type(rank) is int]
@@ -112,14 +119,14 @@ def _common(first: Sequence[Message], second: Sequence[Message]) -> list[Message
     return shared
 
 
-def _names(content: Mapping[str, Any]) -> str:
+def _names(content: Mapping[str, object]) -> str:
     return ", ".join(content) or "no key"
 
 
 class ChatEncoder:
     """Tokens of conversations, with a template around a single question or with the tokenizer's chat template."""
 
-    def __init__(self, tokenizer: Any, template: str | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
         if template is None and tokenizer.chat_template is None:
             raise DataError(
                 "data.prompt_template: null takes the tokenizer's chat template, and it has none. "

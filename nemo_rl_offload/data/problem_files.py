@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_offload.data.reasoning_gym import Problem
 from nemo_rl_offload.data.records import read_section, report_bad_records
@@ -34,7 +33,7 @@ def read_problems(path: Path, split: str | None, *, name: str, needs_answer: boo
     return problems
 
 
-def _problem(content: Mapping[str, Any], needs_answer: bool) -> Problem:
+def _problem(content: Mapping[str, object], needs_answer: bool) -> Problem:
     question, answer = (next((content[key] for key in keys if key in content), None) for keys in (QUESTIONS, ANSWERS))
     has = f"it has {', '.join(content) or 'no keys'}"
     if not isinstance(question, str) or not question.strip():

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.loader import resolve_data_path
 from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig, ValidationDataConfig
 from nemo_rl_offload.data.problem_files import read_problems
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
-from nemo_rl_offload.data.tokenizer import encode_prompt
+from nemo_rl_offload.data.tokenizer import Tokenizer, encode_prompt
 from nemo_rl_offload.errors import DataError, all_or_none
 
 NUM_CANDIDATES_PER_VALIDATION_PROBLEM = 20
@@ -37,7 +37,7 @@ class Prompt:
 class PromptEncoder:
     """Encodes problems; ``num_too_long`` counts those it refused."""
 
-    def __init__(self, tokenizer: Any, template: str | None, max_input_seq_length: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str | None, max_input_seq_length: int) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._max_input_seq_length = max_input_seq_length
@@ -118,7 +118,7 @@ class TrainingPrompts:
 
 
 def prompt_sets(
-    data: DataConfig, task: ReasoningGymConfig, tokenizer: Any, seed: int
+    data: DataConfig, task: ReasoningGymConfig, tokenizer: Tokenizer, seed: int
 ) -> tuple[TrainingPrompts, list[Prompt]]:
     """Build the training stream and the validation prompts; no question occurs in both.
 

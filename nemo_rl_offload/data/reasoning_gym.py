@@ -20,7 +20,7 @@ class Problem:
 
     question: str
     answer: str | None
-    entry: dict[str, Any]
+    entry: dict[str, object]
 
 
 class ReasoningGymProblems:
@@ -32,7 +32,7 @@ class ReasoningGymProblems:
         DataError: the task is unknown, or it refuses the parameters.
     """
 
-    def __init__(self, task: str, params: Mapping[str, Any], seed: int, size: int) -> None:
+    def __init__(self, task: str, params: Mapping[str, object], seed: int, size: int) -> None:
         self._dataset = create_dataset(task, params, seed, size)
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class ReasoningGymProblems:
         return (self[index] for index in range(len(self)))
 
 
-def create_dataset(task: str, params: Mapping[str, Any], seed: int, size: int) -> Any:
+def create_dataset(task: str, params: Mapping[str, object], seed: int, size: int) -> Any:
     """Return reasoning-gym's dataset object; the errors of ``ReasoningGymProblems``."""
     if task not in DATASETS:
         raise DataError(
@@ -66,7 +66,7 @@ def create_dataset(task: str, params: Mapping[str, Any], seed: int, size: int) -
             )
             + f"\nThe task has: {_describe(fields)}."
         )
-    values = dict(params)
+    values: dict[str, Any] = dict(params)
     try:
         if task == "composite":
             values["datasets"] = [DatasetSpec(**spec) for spec in values.get("datasets", ())]
@@ -81,8 +81,8 @@ def create_dataset(task: str, params: Mapping[str, Any], seed: int, size: int) -
     return dataset
 
 
-def _describe(fields: Mapping[str, dataclasses.Field[Any]]) -> str:
-    def default(field: dataclasses.Field[Any]) -> Any:
+def _describe(fields: Mapping[str, dataclasses.Field[object]]) -> str:
+    def default(field: dataclasses.Field[object]) -> object:
         if field.default_factory is not dataclasses.MISSING:
             return field.default_factory()
         return field.default

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_offload.errors import DataError
 
@@ -29,7 +28,7 @@ class Record:
 
     place: str
     """File and line, counted from 1."""
-    content: dict[str, Any] | str
+    content: dict[str, object] | str
 
 
 def read_records(path: Path, split: str | None) -> list[Record]:
@@ -140,7 +139,7 @@ def _read_lines(file: Path) -> Iterator[Record]:
                 yield Record(f"{file}:{number}", _parse(content))
 
 
-def _parse(line: bytes) -> dict[str, Any] | str:
+def _parse(line: bytes) -> dict[str, object] | str:
     try:
         text = line.decode()
         return _checked(json.loads(text), may_be_cut=bool(_SURROGATE.search(text)))
@@ -152,7 +151,7 @@ def _parse(line: bytes) -> dict[str, Any] | str:
         return f"cannot be read: {_reason(error)}"
 
 
-def _checked(content: Any, *, may_be_cut: bool) -> dict[str, Any] | str:
+def _checked(content: object, *, may_be_cut: bool) -> dict[str, object] | str:
     """The record, or what is wrong with it: such as half of a character where there ``may_be_cut`` ones."""
     if not isinstance(content, dict):
         return f"is {type(content).__name__}, not an object with keys"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from random import Random
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from nemo_rl_offload.data.chat import BadRecordError, ChatEncoder, Row, parse_co
 from nemo_rl_offload.data.prompts import problem_sets
 from nemo_rl_offload.data.reasoning_gym import Problem
 from nemo_rl_offload.data.records import Record, read_section, report_bad_records
+from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.errors import DataError, all_or_none
 
 Sample = tuple[Row, ...]
@@ -40,7 +40,7 @@ class DataCounts:
 
 
 def sample_sets(
-    config: MasterConfig, tokenizer: Any, seed: int
+    config: MasterConfig, tokenizer: Tokenizer, seed: int
 ) -> tuple["SampleStream", list[Sample], dict[str, DataCounts]]:
     """Build the training stream and the validation samples of ``sft`` and ``dpo``, with counts for both.
 
@@ -67,7 +67,7 @@ def sample_sets(
 
 
 class _Reader:
-    def __init__(self, config: MasterConfig, tokenizer: Any) -> None:
+    def __init__(self, config: MasterConfig, tokenizer: Tokenizer) -> None:
         self._encoder = ChatEncoder(tokenizer, config["data"]["prompt_template"])
         self._skips_bad = config["data"]["on_bad_line"] == "skip"
         self._max_length = config["policy"]["max_total_sequence_length"]
@@ -125,10 +125,10 @@ class _Reader:
                 stacklevel=2,
             )
 
-    def _turns(self, content: Mapping[str, Any]) -> Sample:
+    def _turns(self, content: Mapping[str, object]) -> Sample:
         return (self._encoder(parse_conversation(content)),)
 
-    def _pair(self, content: Mapping[str, Any]) -> Sample:
+    def _pair(self, content: Mapping[str, object]) -> Sample:
         prompt, chosen, rejected = parse_preference(content)
         return tuple(self._encoder([*prompt, *answer], len(prompt)) for answer in (chosen, rejected))
 

@@ -1,8 +1,9 @@
 """Tokenizers from local folders, and the byte-level one of the tiny shipped models."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal, Protocol, TypedDict, overload
 
 from nemo_rl_offload.errors import DataError
 
@@ -11,7 +12,41 @@ MARK = "THE-RESPONSE"
 EOS, PAD, BOS = "<|endoftext|>", "<|pad|>", "<|bos|>"
 
 
-def load_tokenizer(path: str | Path) -> Any:
+class Encoded(TypedDict):
+    """A text's tokens, and where each begins and ends in it."""
+
+    input_ids: list[int]
+    offset_mapping: list[tuple[int, int]]
+
+
+class Tokenizer(Protocol):
+    """What is called of a Hugging Face tokenizer."""
+
+    chat_template: str | None
+    is_fast: bool
+    eos_token: str
+    eos_token_id: int
+    pad_token_id: int
+    bos_token_id: int | None
+
+    def __len__(self) -> int: ...
+    def __call__(
+        self, text: str, *, add_special_tokens: Literal[False], return_offsets_mapping: Literal[True]
+    ) -> Encoded: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def batch_decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]: ...
+    @overload
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, object]], *, tokenize: Literal[False], add_generation_prompt: bool
+    ) -> str: ...
+    @overload
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, object]], *, return_dict: Literal[False], add_generation_prompt: bool
+    ) -> list[int]: ...
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load the Hugging Face tokenizer of a local folder; a missing padding token becomes the end token.
 
     Raises:
@@ -38,10 +73,11 @@ def load_tokenizer(path: str | Path) -> Any:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    checked: Tokenizer = tokenizer
+    return checked
 
 
-def encode_prompt(tokenizer: Any, template: str | None, question: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, template: str | None, question: str) -> list[int]:
     """Return the token ids that the response continues.
 
     ``template`` holds ``{question}``, and other braces stay as they are; None takes the tokenizer's chat
@@ -60,13 +96,14 @@ def encode_prompt(tokenizer: Any, template: str | None, question: str) -> list[i
         turns = [{"role": "user", "content": question}]
         return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
     text = template.replace("{question}", question)
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    bos = tokenizer.bos_token_id
-    adds_bos = bos is not None and tokenizer.encode(text)[:1] == [bos] != ids[:1]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if (bos := tokenizer.bos_token_id) is None:
+        return ids
+    adds_bos = tokenizer.encode(text)[:1] == [bos] != ids[:1]
     return [bos, *ids] if adds_bos else ids
 
 
-def encode_observation(tokenizer: Any, template: str | None, observation: str) -> list[int]:
+def encode_observation(tokenizer: Tokenizer, template: str | None, observation: str) -> list[int]:
     """Return the token ids between a response, which ends with the end token, and the next one.
 
     With a prompt ``template`` that is the text alone. The chat template renders it as a user turn: what it writes
@@ -90,15 +127,15 @@ def make_byte_tokenizer(folder: Path) -> None:
     """
     from tokenizers import (  # type: ignore[import-untyped]
         AddedToken,
-        Tokenizer,
         decoders,
         models,
         pre_tokenizers,
     )
+    from tokenizers import Tokenizer as ByteLevelTokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     characters = bytes_to_unicode()
-    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer = ByteLevelTokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (EOS, PAD, BOS)])

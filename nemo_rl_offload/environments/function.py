@@ -34,7 +34,7 @@ class FunctionEnvironment:
         ConfigError: there is no such function, or its module does not import.
     """
 
-    def __init__(self, path: str, params: Mapping[str, Any], search_path: Sequence[str] = ()) -> None:
+    def __init__(self, path: str, params: Mapping[str, object], search_path: Sequence[str] = ()) -> None:
         sys.path.extend(folder for folder in search_path if folder not in sys.path)
         self._path = path
         self._params = params
@@ -77,7 +77,7 @@ class FunctionEnvironment:
         return failure
 
 
-def load_function(path: str) -> Callable[..., Any]:
+def load_function(path: str) -> Callable[..., object]:
     """Import the function of a path such as ``package.module:name``. Raises ConfigError where there is none."""
     module_name, _, name = path.partition(":")
     try:
@@ -92,7 +92,8 @@ def load_function(path: str) -> Callable[..., Any]:
     if not callable(function):
         names = [other for other, value in vars(module).items() if callable(value)]
         raise ConfigError(f"{KEY}: {module_name} ({module.__file__}) has no function '{name}'.{nearest(name, names)}")
-    return function  # type: ignore[no-any-return]
+    found: Callable[..., object] = function
+    return found
 
 
 def _as_score(returned: Any) -> Score:

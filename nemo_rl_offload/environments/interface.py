@@ -1,7 +1,7 @@
 """What an environment is: something that reads conversations and says what each is worth, and whether it goes on."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 Message = dict[str, str]
 """``role`` (user, assistant) and ``content``."""
@@ -10,7 +10,7 @@ Message = dict[str, str]
 class Episode(NamedTuple):
     """A conversation whose last message is a response to be scored."""
 
-    entry: dict[str, Any]
+    entry: Mapping[str, object]
     """The problem as its data set has it: what a scorer needs."""
     messages: list[Message]
     """The question, and by turns responses and observations."""

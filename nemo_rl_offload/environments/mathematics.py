@@ -7,7 +7,7 @@ which reaches a process's main thread only: there Ray runs an actor's methods.
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from math_verify import parse, verify
 
@@ -24,7 +24,8 @@ class MathEnvironment:
         """Compare each answer with the record's; every episode has one turn."""
         return [self._score(episode.entry["answer"], episode.messages[-1]["content"]) for episode in episodes]
 
-    def _score(self, answer: str, response: str) -> Score:
+    def _score(self, answer: object, response: str) -> Score:
+        assert isinstance(answer, str), "read so from the data"
         try:
             is_right = self._is_right(answer, response)
         except Exception:  # noqa: BLE001 - what a model wrote can be anything; counted
@@ -33,7 +34,7 @@ class MathEnvironment:
 
 
 def _is_same_value(answer: str, response: str) -> bool:
-    reference: list[Any] = parse(f"${_final(answer)}$", raise_on_error=True)
+    reference: list[object] = parse(f"${_final(answer)}$", raise_on_error=True)
     return bool(verify(reference, parse(response, raise_on_error=True), raise_on_error=True))
 
 

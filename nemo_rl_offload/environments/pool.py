@@ -16,7 +16,7 @@ class EnvironmentPool:
     """Actors of one environment; a batch is cut into one contiguous piece for each."""
 
     def __init__(
-        self, environment: Callable[..., Environment], num_workers: int, timeout_s: float | None, **arguments: Any
+        self, environment: Callable[..., Environment], num_workers: int, timeout_s: float | None, **arguments: object
     ) -> None:
         # No CPU is reserved: scoring runs while the policy waits, and must start where that holds all CPUs.
         actor: Any = ray.remote(num_cpus=0)(environment)

@@ -1,7 +1,6 @@
 """Rewards from reasoning-gym's own scorers."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from nemo_rl_offload.data.reasoning_gym import create_dataset
 from nemo_rl_offload.environments.interface import Episode, Score
@@ -10,7 +9,7 @@ from nemo_rl_offload.environments.interface import Episode, Score
 class ReasoningGymEnvironment:
     """Scores answers; the arguments are those of the section ``env.reasoning_gym``."""
 
-    def __init__(self, task: str, params: Mapping[str, Any], binary_reward: bool, correct_threshold: float) -> None:
+    def __init__(self, task: str, params: Mapping[str, object], binary_reward: bool, correct_threshold: float) -> None:
         self._dataset = create_dataset(task, params, seed=0, size=1)
         self._binary_reward = binary_reward
         self._correct_threshold = correct_threshold
@@ -19,7 +18,7 @@ class ReasoningGymEnvironment:
         """Score each answer; every episode has one turn."""
         return [self._score(episode.entry, episode.messages[-1]["content"]) for episode in episodes]
 
-    def _score(self, entry: dict[str, Any], response: str) -> Score:
+    def _score(self, entry: Mapping[str, object], response: str) -> Score:
         try:
             score = float(self._dataset.score_answer(answer=response, entry=entry))
         except Exception:  # noqa: BLE001 - scorers parse what a model wrote, and some fail on it; counted

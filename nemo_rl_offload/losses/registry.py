@@ -1,8 +1,8 @@
 """Losses by name: workers receive a name and its configuration, never a pickled function."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -24,7 +24,8 @@ class Loss(Protocol):
     in one microbatch.
     """
 
-    rows_per_sample: int
+    @property
+    def rows_per_sample(self) -> int: ...
 
     @property
     def required(self) -> tuple[str, ...]: ...
@@ -34,7 +35,8 @@ class Loss(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
-LOSSES: dict[str, type[Any]] = {
+type LossType = type[ClippedPolicyGradient | NegativeLogLikelihood | PreferenceLoss | DistillationLoss]
+LOSSES: dict[str, LossType] = {
     "clipped_pg": ClippedPolicyGradient,
     "nll": NegativeLogLikelihood,
     "dpo": PreferenceLoss,
@@ -42,23 +44,23 @@ LOSSES: dict[str, type[Any]] = {
 }
 
 
-def build_loss(name: str, config: Mapping[str, Any]) -> Loss:
+def build_loss(name: str, config: Mapping[str, object]) -> Loss:
     """Build the loss ``name``, one of `LOSSES` or ``module:Class``, which takes its own keys from ``config``.
 
     Raises:
         ConfigError: no loss has this name, or its module does not import.
     """
     loss = _loss_type(name)
-    built: Loss = loss(**{field.name: config[field.name] for field in fields(loss)})
-    return built
+    build: Callable[..., Loss] = loss
+    return build(**{field.name: config[field.name] for field in fields(loss)})
 
 
 def rows_per_sample(name: str) -> int:
     """Return how many rows of a batch the loss ``name`` takes for one sample."""
-    return int(_loss_type(name).rows_per_sample)
+    return _loss_type(name).rows_per_sample
 
 
-def _loss_type(name: str) -> type[Any]:
+def _loss_type(name: str) -> LossType:
     if ":" in name:
         return import_object(name)  # type: ignore[no-any-return]
     if name not in LOSSES:

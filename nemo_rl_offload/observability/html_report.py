@@ -4,11 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.logger import METRICS_FILE
-from nemo_rl_offload.observability.report import offload_figures
+from nemo_rl_offload.observability.summary_table import offload_figures
 from nemo_rl_offload.observability.svg import bar, line_chart
 from nemo_rl_offload.runs.output import write_text
 from nemo_rl_offload.runs.run_directory import (
@@ -20,9 +19,19 @@ from nemo_rl_offload.runs.run_directory import (
     SUMMARY_FILE,
     WARNINGS_FILE,
 )
-from nemo_rl_offload.runs.run_files import MemoryOfStep, Summary, read_config_text, read_json, read_records
-from nemo_rl_offload.units import human_bytes
+from nemo_rl_offload.runs.run_files import (
+    MemoryOfStep,
+    MemorySample,
+    MemoryTotals,
+    OffloadTotals,
+    Summary,
+    read_config_text,
+    read_json,
+    read_records,
+)
+from nemo_rl_offload.units import KIB, human_bytes
 
+NOT_SHOWN_THEN = "Move it away, and the page is written without it."
 FIRST_CURVES = ("loss", "reward", "accuracy", "grad_norm", "lr", "tokens_per_s")
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:56em;padding:0 1em;color:#1f2937}
@@ -62,7 +71,7 @@ def _page(run_dir: Path) -> Iterator[str]:
     curves = read_curves(run_dir / METRICS_FILE)
     if not curves:
         raise ConfigError(f"{run_dir}: the run has logged nothing yet.")
-    summary = read_json(run_dir / SUMMARY_FILE, Summary)
+    summary = read_json(run_dir / SUMMARY_FILE, Summary, NOT_SHOWN_THEN)
     title = f"{algorithm}: {run_dir.resolve().name}"
     yield f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>"
     yield f"<h1>{escape(title)}</h1>"
@@ -70,7 +79,7 @@ def _page(run_dir: Path) -> Iterator[str]:
     yield from _warnings(run_dir / WARNINGS_FILE)
     yield "<h2>Curves</h2>"
     yield from _curves(curves)
-    if trace := read_json(run_dir / MEMORY_FILE, MemoryOfStep):
+    if trace := read_json(run_dir / MEMORY_FILE, MemoryOfStep, NOT_SHOWN_THEN):
         yield f"<h2>Memory over step {trace['step']}</h2>"
         yield from _memory(trace["samples"], summary)
     if summary:
@@ -146,32 +155,37 @@ def _charts(figures: Iterable[str]) -> str:
 
 def _figure(name: str, lines: Mapping[str, list[tuple[float, float]]]) -> str:
     is_bytes = name.endswith("_bytes") or "bytes_" in name
-    chart = line_chart(lines, "step", human_bytes, 1024) if is_bytes else line_chart(lines, "step")
+    chart = line_chart(lines, "step", human_bytes, KIB) if is_bytes else line_chart(lines, "step")
     return f"<figure><h3>{escape(name)}</h3>{chart}</figure>"
 
 
-def _memory(samples: Sequence[Mapping[str, Any]], summary: Summary | None) -> Iterator[str]:
+def _memory(samples: Sequence[MemorySample], summary: Summary | None) -> Iterator[str]:
     is_device = bool(summary and summary["memory"]["peak_device_bytes"])
     used = "device memory" if is_device else "memory of the process"
+    lines = {
+        used: [sample["used_bytes"] for sample in samples],
+        "offloaded, in host memory": [sample["offloaded_bytes"] for sample in samples],
+    }
     figures = []
-    for name, key in ((used, "used_bytes"), ("offloaded, in host memory", "offloaded_bytes")):
-        line = [(1000 * sample["seconds"], sample[key]) for sample in samples]
-        chart = line_chart({name: line}, "ms since the step began", human_bytes, 1024)
+    for name, sizes in lines.items():
+        line = [(1000 * sample["seconds"], size) for sample, size in zip(samples, sizes, strict=True)]
+        chart = line_chart({name: line}, "ms since the step began", human_bytes, KIB)
         figures.append(f"<figure><h3>{name}</h3>{chart}</figure>")
     yield _charts(figures)
     yield "<p class='note'>Of the first worker, generation and log-probabilities included.</p>"
 
 
-def _bytes(offload: Mapping[str, Any], memory: Mapping[str, Any]) -> Iterator[str]:
+def _bytes(offload: OffloadTotals, memory: MemoryTotals) -> Iterator[str]:
     modules = offload["per_module"]
     if any(module["bytes_out"] for module in modules.values()):
         yield bar({name: module["bytes_out"] for name, module in modules.items()})
         yield "<table><tr><th>module</th><th class='n'>to host memory</th><th class='n'>back</th></tr>"
         for name, module in modules.items():
-            cells = "".join(f"<td class='n'>{human_bytes(module[key])}</td>" for key in ("bytes_out", "bytes_in"))
+            moved = (module["bytes_out"], module["bytes_in"])
+            cells = "".join(f"<td class='n'>{human_bytes(num_bytes)}</td>" for num_bytes in moved)
             yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
         yield "</table>"
-    elif offload.get("engine") == "megatron":
+    elif offload["engine"] == "megatron":
         yield "<p>Megatron-Core's engine does not count what it offloads.</p>"
     else:
         yield "<p>Nothing was offloaded.</p>"

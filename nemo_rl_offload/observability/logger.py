@@ -79,7 +79,7 @@ class MetricLogger:
         ResourceError: a file cannot be written (here and in every method).
     """
 
-    def __init__(self, run_dir: Path, section: LoggerConfig, config: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, section: LoggerConfig, config: Mapping[str, object]) -> None:
         self._sinks: list[_Sink] = []
         if section["jsonl_enabled"]:
             self._sinks.append(_JsonLines(run_dir / METRICS_FILE))

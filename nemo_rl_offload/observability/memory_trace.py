@@ -3,20 +3,11 @@
 import time
 from collections.abc import Callable
 from threading import Event, Thread
-from typing import TypedDict
+
+from nemo_rl_offload.runs.run_files import MemorySample
 
 MAX_SAMPLES = 400
 FIRST_INTERVAL_S = 0.002
-
-
-class MemorySample(TypedDict):
-    """Memory at a moment of the step."""
-
-    seconds: float
-    used_bytes: int
-    """Of the device where there is one, else of the process."""
-    offloaded_bytes: int
-    """Held for the backward pass in host memory."""
 
 
 class MemoryTrace:

@@ -9,16 +9,15 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_offload.config.schema import MlflowConfig, WandbConfig
 
 WANDB_ID_FILE, MLFLOW_ID_FILE = ".wandb_run", ".mlflow_run"
 
 
-def _flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def _flat(config: Mapping[str, object], path: str = "") -> dict[str, object]:
     """Values by their paths in the configuration."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in config.items():
         inner = f"{path}.{key}".lstrip(".")
         found |= _flat(value, inner) if isinstance(value, Mapping) else {inner: value}
@@ -28,7 +27,7 @@ def _flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 class Wandb:
     """A run of Weights & Biases; offline unless WANDB_MODE says otherwise."""
 
-    def __init__(self, run_dir: Path, section: WandbConfig, config: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, section: WandbConfig, config: Mapping[str, object]) -> None:
         import wandb
 
         id_file = run_dir / WANDB_ID_FILE
@@ -55,7 +54,7 @@ class Wandb:
 class Mlflow:
     """A run of MLflow, in a database in the run directory unless `tracking_uri` names another place."""
 
-    def __init__(self, run_dir: Path, section: MlflowConfig, config: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, section: MlflowConfig, config: Mapping[str, object]) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 

@@ -16,10 +16,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 from nemo_rl_offload.offload.backends.base import Backend, Block, Event, Extent, HostSlab
+from nemo_rl_offload.units import GIB
 
 ALIGNMENT_BYTES = 512
 MIN_SLAB_BYTES = 16 << 20
-MAX_SLAB_BYTES = 1 << 30
+MAX_SLAB_BYTES = GIB
 MAX_PIECES = 8  # each piece is a copy of its own
 MAX_FENCES = 8  # of a free range, before the device is asked which have passed; asking takes longer than keeping one
 

@@ -43,6 +43,7 @@ from nemo_rl_offload.offload.selection import Selection
 from nemo_rl_offload.offload.slots import Group, Key
 from nemo_rl_offload.offload.solver import Action, GroupRecord, Link, MemoryBudget, Solution, solve
 from nemo_rl_offload.offload.timing import Timing
+from nemo_rl_offload.units import GIB, KIB, MIB
 
 FIRST_PLANS = (1, 2, 3, 5)
 PLAN_EVERY = 8
@@ -251,7 +252,6 @@ def alive_at_peak(visits: Sequence[tuple[Group, bool]]) -> Counter[Key]:
 
 
 def _size(num_bytes: int) -> str:
-    unit, name = next(
-        ((1 << bits, name) for bits, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if num_bytes >> bits), (1, "bytes")
-    )
+    units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "bytes"))
+    unit, name = next((each for each in units if num_bytes >= each[0]), units[-1])
     return f"{num_bytes / unit:.4g} {name}"

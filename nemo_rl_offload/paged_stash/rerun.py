@@ -9,14 +9,14 @@ out.
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nemo_rl_offload.paged_stash.pages import recommended_factor
 from nemo_rl_offload.paged_stash.stash import PagedStash
+from nemo_rl_offload.paged_stash.stats import StashSizes, StashStats
 
 logger = logging.getLogger(__name__)
 
@@ -123,14 +123,19 @@ class StepGuard:
         """Of the last step, for loggers."""
         return {"paged_stash/reruns": float(self._last_reruns)}
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> StashStats:
         """Counts over all steps, factors that they needed on this rank, and the stash's sizes in bytes."""
-        stash_factor = None if self.stash is None else self.stash.needed_factor()
+        counts, stash = self.counts, self.stash
+        sizes: StashSizes = {} if stash is None else stash.sizes()
         return {
-            **asdict(self.counts),
+            "steps": counts.steps,
+            "reruns": counts.reruns,
+            "overflows": counts.overflows,
+            "over_budget": counts.over_budget,
+            "spilled": counts.spilled,
             "needed_capacity_factor": self.capacity.needed_factor(),
-            "needed_stash_factor": stash_factor,
-            **({} if self.stash is None else self.stash.stats()),
+            "needed_stash_factor": None if stash is None else stash.needed_factor(),
+            **sizes,
         }
 
     def _flags(self) -> tuple[bool, bool, bool]:

@@ -27,13 +27,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_rl_offload.paged_stash.kernels import STATE, Pool
 from nemo_rl_offload.paged_stash.pages import num_pages
+from nemo_rl_offload.paged_stash.stats import StashSizes
 
 _MIN_ROW_BYTES = 16
 
@@ -68,7 +68,7 @@ class Slot:
     pool: Pool | None = None
     record: Tensor | None = None
     """The pages that hold it; None before they are taken, and when they are returned."""
-    on_drop: Any = None
+    on_drop: "weakref.finalize[..., Slot] | None" = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class StashRegion:
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
 
     def commit(self, entry: Tensor) -> None:
@@ -135,7 +135,7 @@ class StashRegion:
             previous, stash = self._group.previous, self._stash
             entry.register_hook(lambda _: stash.prefetch(previous()))  # type: ignore[no-untyped-call]
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Tensor | Handle:
         """Autograd's hook for what is saved, any shape: a handle, or the tensor itself."""
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
@@ -215,7 +215,7 @@ class PagedStash:
         demand.add(balanced, needed)
         slot.on_drop = weakref.finalize(slot, demand.add, -balanced, -needed)
 
-    def unpack(self, packed: Any) -> Tensor:
+    def unpack(self, packed: Tensor | Handle) -> Tensor:
         """A saved tensor for its backward; the whole group comes back with the first one."""
         if isinstance(packed, Tensor):
             return packed
@@ -225,6 +225,7 @@ class PagedStash:
         if group.is_loading:
             self._settle()
             group.is_loading = False
+        assert slot.storage is not None
         view = torch.empty(0, dtype=packed.dtype, device=self.device)
         return view.set_(slot.storage, packed.offset, packed.size, packed.stride)
 
@@ -258,12 +259,13 @@ class PagedStash:
         pool, record = slot.pool, slot.record
         assert pool is not None
         assert record is not None
+        assert slot.on_drop is not None
         slot.record = None
         slot.on_drop.detach()
         self._in_use.append(record)
         return pool, record
 
-    def _on_side(self) -> AbstractContextManager[Any]:
+    def _on_side(self) -> AbstractContextManager[object]:
         """Work on the side stream, after all that the compute stream was given so far."""
         if self._stream is None:
             return nullcontext()
@@ -328,8 +330,8 @@ class PagedStash:
         ratios = [demand.needed / demand.balanced for demand in self._demands.values() if demand.balanced]
         return max(ratios, default=None)
 
-    def stats(self) -> dict[str, int]:
-        """Sizes in bytes; the most that was in use. The host waits for the device."""
+    def sizes(self) -> StashSizes:
+        """In bytes; the most that was in use. The host waits for the device."""
         pools = [(pool, pool.page_size * pool.row_bytes) for pool in self.pools.values()]
         return {
             "device_bytes": sum(pool.num_device * page_bytes for pool, page_bytes in pools),

@@ -4,21 +4,40 @@ would fit."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Literal, Required, TypedDict
 
 from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.search.budget import choose_for_budget, chosen_once, fullest_stage, score, ways
 from nemo_rl_offload.planner.search.candidates import candidates
-from nemo_rl_offload.planner.search.suggestions import stage_budget, suggest_changes
+from nemo_rl_offload.planner.search.choice import choose_for_budget, chosen_once, fullest_stage, score, ways
+from nemo_rl_offload.planner.search.suggestions import stage_budget, suggest
 from nemo_rl_offload.planner.search.to_config import ChoiceAsConfig, choice_to_config, excess_bytes
 from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep, highest_peak, run_configured, run_stages
 from nemo_rl_offload.planner.simulate.stages import build_stages, job_link
+from nemo_rl_offload.specs.recompute import RecomputeKeys
+from nemo_rl_offload.units import MIB
 
 _FRONTIER_POINTS = 6
 _SLOWER = 1.02
 """Whole modules that take longer than so much of the choice's time are not written."""
+
+
+class MemoryBudgetKeys(TypedDict):
+    """What a plan changes in `activation_offload`."""
+
+    gpu_memory_budget: str
+
+
+class PlannedKeys(RecomputeKeys, total=False):
+    """What a plan changes in `policy.megatron_cfg`."""
+
+    fine_grained_activation_offloading: Required[bool]
+    offload_modules: Required[list[str] | Literal["auto"]]
+    activation_offload: MemoryBudgetKeys
+    activation_offload_fraction: float
+    delta_offload_bytes_across_pp_ranks: int
+    activation_checkpointing: None
 
 
 @dataclass(frozen=True)
@@ -39,7 +58,7 @@ class JobPlan:
     shortfalls: tuple[int, ...]
     """By stage, how far the peak is above the budget: of the choice, or where the engine takes no layers by themselves,
     of whole modules."""
-    changes: tuple[str, ...]
+    suggestions: tuple[str, ...]
     """Where the budget is not met: changes that would do, nearest first."""
 
     @property
@@ -54,16 +73,16 @@ class JobPlan:
     @property
     def needs_layers_to_differ(self) -> bool:
         """Whether the choice fits, and whole modules do not, or take longer."""
-        whole = self.written.outcome
+        whole = self.written.step
         is_worse = excess_bytes(self.job, whole) > 0 or whole.step_ms > _SLOWER * self.chosen.step_ms
         return self.job.native_engine and not self.shortfall_bytes and is_worse
 
     @property
-    def keys(self) -> dict[str, Any]:
+    def keys(self) -> PlannedKeys:
         """What the plan changes in `policy.megatron_cfg`: whole modules; where those do not fit and a choice by layers
         does, `auto`, with what the budget leaves to torch's allocator beside the allowances."""
         written = self.written
-        keys: dict[str, Any] = {
+        keys: PlannedKeys = {
             "fine_grained_activation_offloading": bool(written.offload_modules),
             "offload_modules": list(written.offload_modules),
         }
@@ -72,12 +91,19 @@ class JobPlan:
             keys = {
                 "fine_grained_activation_offloading": True,
                 "offload_modules": "auto",
-                "activation_offload": {"gpu_memory_budget": f"{left_bytes >> 20}MiB"},
+                "activation_offload": {"gpu_memory_budget": f"{left_bytes // MIB}MiB"},
             }
         if keys["fine_grained_activation_offloading"]:  # it was simulated so
             keys |= {"activation_offload_fraction": 1.0, "delta_offload_bytes_across_pp_ranks": 0}
         if written.recompute != self.job.recompute:
-            keys |= {"activation_checkpointing": None, **written.recompute.keys}  # false would turn off what follows
+            recompute = written.recompute.keys
+            keys |= {
+                "activation_checkpointing": None,  # false would turn off what follows
+                "recompute_granularity": recompute["recompute_granularity"],
+                "recompute_modules": recompute["recompute_modules"],
+                "recompute_method": recompute["recompute_method"],
+                "recompute_num_layers": recompute["recompute_num_layers"],
+            }
         return keys
 
 
@@ -90,17 +116,17 @@ def make_plan(job: Job) -> JobPlan:
     if highest_peak(baseline) > job.budget_bytes:
         chosen_job, chosen = choose_for_budget(job, baseline)
     written = choice_to_config(chosen_job, chosen)
-    if _order(job, written.outcome) < _order(job, chosen):
-        chosen_job, chosen = replace(chosen_job, recompute=written.recompute), written.outcome
-    in_force = chosen if job.native_engine else written.outcome  # Megatron-Core's engine moves whole modules
+    if _order(job, written.step) < _order(job, chosen):
+        chosen_job, chosen = replace(chosen_job, recompute=written.recompute), written.step
+    in_force = chosen if job.native_engine else written.step  # Megatron-Core's engine moves whole modules
     shortfalls = tuple(max(0, in_force.peak_bytes(rank) - job.budget_bytes) for rank in range(len(stages)))
-    changes = suggest_changes(job) if any(shortfalls) else ()
-    return JobPlan(job, baseline, configured, chosen, chosen_job, written, shortfalls, changes)
+    suggestions = suggest(job) if any(shortfalls) else ()
+    return JobPlan(job, baseline, configured, chosen, chosen_job, written, shortfalls, suggestions)
 
 
-def _order(job: Job, outcome: SimulatedStep) -> tuple[int, float, int]:
+def _order(job: Job, step: SimulatedStep) -> tuple[int, float, int]:
     """Smaller is better: what is above the budgets, then time, then memory."""
-    return excess_bytes(job, outcome), _shown_ms(outcome.step_ms), highest_peak(outcome)
+    return excess_bytes(job, step), _shown_ms(step.step_ms), highest_peak(step)
 
 
 def _shown_ms(ms: float) -> float:
@@ -136,8 +162,8 @@ def _simulated(plan: JobPlan) -> tuple[FrontierPoint, ...]:
     """The choice, and what is written; none where nothing had to be chosen."""
     if highest_peak(plan.baseline) <= plan.job.budget_bytes:
         return ()
-    outcomes = [plan.chosen, plan.written.outcome] if plan.job.native_engine else [plan.written.outcome]
-    return _falling([FrontierPoint(highest_peak(each), _shown_ms(each.step_ms)) for each in outcomes])
+    steps = [plan.chosen, plan.written.step] if plan.job.native_engine else [plan.written.step]
+    return _falling([FrontierPoint(highest_peak(each), _shown_ms(each.step_ms)) for each in steps])
 
 
 def _estimates(plan: JobPlan, number: int) -> list[FrontierPoint]:

@@ -17,12 +17,13 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import rows_per_sample
-from nemo_rl_offload.observability.memory_trace import MemorySample
+from nemo_rl_offload.paged_stash.stats import StashStats, stash_totals
 from nemo_rl_offload.planner.cost.flops import training_flops
 from nemo_rl_offload.policy.microbatches import is_planned, shard_for_ranks
 from nemo_rl_offload.policy.model_workers import ModelWorkers, without_offloading
 from nemo_rl_offload.policy.offload_totals import idle_modules, offload_totals
 from nemo_rl_offload.runs.manifest import Manifest
+from nemo_rl_offload.runs.run_files import MemorySample, OffloadTotals
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
 from nemo_rl_offload.specs.model_shape import ModelShape
@@ -165,7 +166,7 @@ class Policy:
         """Write the weights as a Hugging Face folder, with the start model's configuration and tokenizer."""
         self._workers.run_all("export_hf", folder.resolve())
 
-    def offload_stats(self) -> dict[str, Any]:
+    def offload_stats(self) -> OffloadTotals:
         """Totals of all ranks' engines: see `offload_totals`."""
         per_rank = self._workers.run_all("offload_stats")
         return offload_totals(self._config, [stats for stats in per_rank if stats is not None])
@@ -185,22 +186,13 @@ class Policy:
             return list(ranks)
         return [f"{text} (rank {', '.join(map(str, sorted(set(found))))})" for text, found in ranks.items()]
 
-    def paged_stash_stats(self) -> dict[str, Any] | None:
+    def paged_stash_stats(self) -> StashStats | None:
         """Steps that ran again because experts' buffers or stash were too small, and what they needed at most.
 
         Sizes in bytes are sums over the ranks; None where the experts have no limits.
         """
         per_rank = self._workers.run_all("paged_stash_stats")
-        if per_rank[0] is None:
-            return None
-        totals = dict(per_rank[0])
-        for name in totals:
-            values = [stats[name] for stats in per_rank if stats[name] is not None]
-            if name.endswith("_bytes"):
-                totals[name] = sum(values)
-            elif name.endswith("_factor"):
-                totals[name] = max(values, default=None)
-        return totals
+        return None if per_rank[0] is None else stash_totals(per_rank)
 
     def peak_device_bytes(self) -> int | None:
         """Highest device memory of any rank; None on a CPU."""

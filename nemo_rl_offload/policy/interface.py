@@ -2,23 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.observability.memory_trace import MemorySample
+from nemo_rl_offload.paged_stash.stats import StashStats
 from nemo_rl_offload.runs.manifest import Manifest
+from nemo_rl_offload.runs.run_files import MemorySample, OffloadTotals
 
 
 class PolicyInterface(Protocol):
     """A language model spread over workers."""
 
-    def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+    def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics."""
 
-    def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """The loss and its metrics over a batch of any size, without a step."""
 
     def get_logprobs(self, batch: Batch) -> Tensor:
@@ -51,7 +52,7 @@ class PolicyInterface(Protocol):
     def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
         """Read what was written, with these files."""
 
-    def offload_stats(self) -> dict[str, Any]:
+    def offload_stats(self) -> OffloadTotals:
         """Totals of the offload engines of all ranks."""
 
     def idle_modules(self) -> list[str]:
@@ -60,7 +61,7 @@ class PolicyInterface(Protocol):
     def notices(self) -> list[str]:
         """What the workers have warned of since the last call."""
 
-    def paged_stash_stats(self) -> dict[str, Any] | None:
+    def paged_stash_stats(self) -> StashStats | None:
         """Steps that ran again because the experts' buffers or stash were too small, and sizes; None without limits."""
 
     def peak_device_bytes(self) -> int | None:

@@ -1,20 +1,15 @@
 """What the engines of all ranks did, as one figure each; and why a listed module offloaded nothing."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
+from nemo_rl_offload.runs.run_files import ModuleTotals, OffloadTotals
 from nemo_rl_offload.specs.activation_memory import resolve_activations
 
-_SUMS = (
-    *("bytes_out", "bytes_in", "peak_host_bytes", "host_capacity_bytes", "denied_bytes", "kept_bytes"),
-    *("ineffective_bytes", "returned_bytes", "demand_reloads"),
-)
-_OF_MODULES = ("bytes_out", "bytes_in", "denied_bytes", "kept_bytes", "small_bytes", "num_groups")
 
-
-def offload_totals(policy: PolicyConfig, per_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add up the `OffloadStats` of the ranks, as dictionaries, beside `engine` and `modules` as configured.
+def offload_totals(policy: PolicyConfig, per_rank: Sequence[OffloadStats]) -> OffloadTotals:
+    """Add up the statistics of the ranks' engines, beside `engine` and `modules` as configured.
 
     `stall_out_ms` and `stall_in_ms` are those of the rank that waited longest, `copy_ms` and `overlap` of all; they
     are None where nothing was timed, as on a CPU. Without offloading the sums are 0; they are None with Megatron-Core's
@@ -23,33 +18,47 @@ def offload_totals(policy: PolicyConfig, per_rank: Sequence[Mapping[str, Any]]) 
     activations = resolve_activations(policy["megatron_cfg"])
     engine = activations.engine if activations.offloads else None
     is_counted = engine != "megatron"
-    moved = {name for stats in per_rank for name, each in stats["per_module"].items() if each["bytes_out"]}
+    moved = {name for stats in per_rank for name, each in stats.per_module.items() if each.bytes_out}
     modules = sorted(moved) if activations.is_auto else list(activations.listed_modules)
+
+    def total(read: Callable[[OffloadStats], int]) -> int | None:
+        return sum(map(read, per_rank)) if is_counted else None
+
+    copy_ms = sum(stats.copy_ms for stats in per_rank)
+    waited_ms = sum(stats.stall_out_ms + stats.stall_in_ms for stats in per_rank)
     return {
         "engine": engine,
         "modules": modules,
-        **{name: sum(stats[name] for stats in per_rank) if is_counted else None for name in _SUMS},
-        **_times(per_rank),
+        "bytes_out": total(lambda stats: stats.bytes_out),
+        "bytes_in": total(lambda stats: stats.bytes_in),
+        "peak_host_bytes": total(lambda stats: stats.peak_host_bytes),
+        "host_capacity_bytes": total(lambda stats: stats.host_capacity_bytes),
+        "denied_bytes": total(lambda stats: stats.denied_bytes),
+        "kept_bytes": total(lambda stats: stats.kept_bytes),
+        "ineffective_bytes": total(lambda stats: stats.ineffective_bytes),
+        "returned_bytes": total(lambda stats: stats.returned_bytes),
+        "demand_reloads": total(lambda stats: stats.demand_reloads),
+        "stall_out_ms": max(stats.stall_out_ms for stats in per_rank) if copy_ms else None,
+        "stall_in_ms": max(stats.stall_in_ms for stats in per_rank) if copy_ms else None,
+        "copy_ms": copy_ms or None,
+        "overlap": max(0.0, 1 - waited_ms / copy_ms) if copy_ms else None,
         "per_module": {module: _of_module(module, per_rank) for module in modules} if is_counted else {},
     }
 
 
-def _of_module(module: str, per_rank: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    found = [stats["per_module"].get(module, {}) for stats in per_rank]
-    return {name: sum(each.get(name, 0) for each in found) for name in _OF_MODULES}
+def _of_module(module: str, per_rank: Sequence[OffloadStats]) -> ModuleTotals:
+    found = [stats.per_module.get(module, ModuleStats()) for stats in per_rank]
+    return {
+        "bytes_out": sum(each.bytes_out for each in found),
+        "bytes_in": sum(each.bytes_in for each in found),
+        "denied_bytes": sum(each.denied_bytes for each in found),
+        "kept_bytes": sum(each.kept_bytes for each in found),
+        "small_bytes": sum(each.small_bytes for each in found),
+        "num_groups": sum(each.num_groups for each in found),
+    }
 
 
-def _times(per_rank: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    names = ("stall_out_ms", "stall_in_ms")
-    copy_ms = sum(stats["copy_ms"] for stats in per_rank)
-    if not copy_ms:
-        return dict.fromkeys((*names, "copy_ms", "overlap"))
-    waited_ms = sum(stats[name] for stats in per_rank for name in names)
-    longest = {name: max(stats[name] for stats in per_rank) for name in names}
-    return longest | {"copy_ms": copy_ms, "overlap": max(0.0, 1 - waited_ms / copy_ms)}
-
-
-def idle_modules(policy: PolicyConfig, totals: Mapping[str, Any]) -> Iterator[str]:
+def idle_modules(policy: PolicyConfig, totals: OffloadTotals) -> Iterator[str]:
     """Of `offload_totals` after a step: the listed modules that offloaded nothing, in a sentence for each reason."""
     min_elements = policy["megatron_cfg"]["min_offloaded_tensor_size"]
     reasons: dict[str, list[str]] = {}
@@ -60,7 +69,7 @@ def idle_modules(policy: PolicyConfig, totals: Mapping[str, Any]) -> Iterator[st
         yield f"policy.megatron_cfg.offload_modules: nothing is offloaded of {', '.join(modules)}: {reason}"
 
 
-def _why_idle(counted: Mapping[str, int], min_elements: int) -> str:
+def _why_idle(counted: ModuleTotals, min_elements: int) -> str:
     if counted["denied_bytes"]:
         return "activation_offload.host_memory_budget leaves no room. Raise that."
     if counted["kept_bytes"]:

@@ -13,12 +13,12 @@ from nemo_rl_offload.errors import ConfigError, ResourceError
 from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job, Recompute, read_job
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
-from nemo_rl_offload.planner.search.budget import fullest_stage
+from nemo_rl_offload.planner.search.choice import fullest_stage
 from nemo_rl_offload.planner.search.suggestions import least_shortfall, smaller_microbatches
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows, run_configured
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
-from nemo_rl_offload.units import GIB, parse_bytes
+from nemo_rl_offload.units import GIB, gib, parse_bytes
 
 MARGIN = 0.9
 """The plan to propose takes at most this share of what the failed one was predicted to take; of what no plan changes,
@@ -37,8 +37,8 @@ class DeviceUse:
     peak_bytes: int
 
     def __str__(self) -> str:
-        held, total = self.peak_bytes / GIB, self.total_bytes / GIB
-        return f"torch held up to {held:.{1 if held >= 1 else 3}f} GiB of the {total:.1f} GiB of this {self.name}."
+        held = gib(self.peak_bytes, decimals=1 if self.peak_bytes >= GIB else 3)
+        return f"torch held up to {held} of the {gib(self.total_bytes)} of this {self.name}."
 
 
 def device_use() -> DeviceUse:
@@ -122,7 +122,7 @@ def _proposals(job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
     if rows:
         largest = max(rows, key=lambda row: row.live_bytes)
         yield (
-            f"Most of what stays there for the backward pass is {largest.module}'s: {largest.live_bytes / GIB:.2f} GiB "
+            f"Most of what stays there for the backward pass is {largest.module}'s: {gib(largest.live_bytes, 2)} "
             "by the planner's formulas."
         )
     yield f"To need a tenth less: {' or '.join(_changes(plan, job, cfg))}."
@@ -132,7 +132,7 @@ def _changes(plan: JobPlan, job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
     smaller = dict(smaller_microbatches(plan.job))
     if plan.shortfall_bytes:
         fitting = next((text for text, changed in smaller.items() if least_shortfall(changed) == 0), None)
-        others = [change for change in plan.changes if change not in smaller]
+        others = [change for change in plan.suggestions if change not in smaller]
         yield from [fitting, *others[:2]] if fitting else others[:3]
         return
     if planned := list(_differing(plan.keys, cfg)):
@@ -143,10 +143,10 @@ def _changes(plan: JobPlan, job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
         yield _enumerated(list(_differing(Recompute(method="uniform").keys, cfg)))
 
 
-_NOTHING: tuple[Any, ...] = ([], None)
+_NOTHING: tuple[object, ...] = ([], None)
 
 
-def _differing(keys: Mapping[str, Any], cfg: Mapping[str, Any], section: str = "") -> Iterator[str]:
+def _differing(keys: Mapping[str, object], cfg: Mapping[str, Any], section: str = "") -> Iterator[str]:
     """Overrides for what is otherwise in force."""
     for key, value in keys.items():
         if isinstance(value, Mapping):
@@ -155,10 +155,12 @@ def _differing(keys: Mapping[str, Any], cfg: Mapping[str, Any], section: str = "
             yield f"{section}{key}={_value(value)}"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(value)}]"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _enumerated(words: Sequence[str]) -> str:

@@ -6,17 +6,16 @@ paying for the import.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ResourceError
-from nemo_rl_offload.observability.memory_trace import MemorySample, MemoryTrace
+from nemo_rl_offload.observability.memory_trace import MemoryTrace
 from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.offload.host_memory import give_back_free_memory
 from nemo_rl_offload.policy.garbage import freeze_gc
@@ -31,7 +30,10 @@ if TYPE_CHECKING:
     from nemo_rl_offload.megatron.build.model import MegatronModel
     from nemo_rl_offload.megatron.checkpoint.distributed import Save
     from nemo_rl_offload.megatron.step.head import HeadFactory
+    from nemo_rl_offload.offload.stats import OffloadStats
+    from nemo_rl_offload.paged_stash.stats import StashStats
     from nemo_rl_offload.runs.manifest import Manifest
+    from nemo_rl_offload.runs.run_files import MemorySample
 
 
 WEIGHT_PIECE_BYTES = 64 << 20
@@ -112,7 +114,7 @@ class PolicyWorker:
         self,
         batch: Batch,
         loss_name: str,
-        loss_config: Mapping[str, Any],
+        loss_config: Mapping[str, object],
         norm: Normalizers,
         split: MicrobatchSplit | None = None,
     ) -> dict[str, float]:
@@ -147,7 +149,7 @@ class PolicyWorker:
         self,
         batch: Batch,
         loss_name: str,
-        loss_config: Mapping[str, Any],
+        loss_config: Mapping[str, object],
         norm: Normalizers,
         split: MicrobatchSplit | None = None,
     ) -> dict[str, float]:
@@ -163,7 +165,7 @@ class PolicyWorker:
         function: Callable[..., dict[str, float]],
         batch: Batch,
         loss_name: str,
-        loss_config: Mapping[str, Any],
+        loss_config: Mapping[str, object],
         norm: Normalizers,
         split: MicrobatchSplit | None,
     ) -> dict[str, float]:
@@ -305,15 +307,15 @@ class PolicyWorker:
 
         export_hf(self._whole_model(), self._model_path, folder)
 
-    def offload_stats(self) -> dict[str, Any] | None:
+    def offload_stats(self) -> OffloadStats | None:
         """Totals of this rank's engine; None when offloading is off."""
-        return None if self._engine is None else dataclasses.asdict(self._engine.stats())
+        return None if self._engine is None else self._engine.stats()
 
     def take_notices(self) -> list[str]:
         """What this process has warned of since the last call."""
         return self._notices.take()
 
-    def paged_stash_stats(self) -> dict[str, Any] | None:
+    def paged_stash_stats(self) -> StashStats | None:
         """Counts of steps that ran again, and the stash's sizes, on this rank; None where experts have no limits."""
         return None if self._model.guard is None else self._model.guard.stats()
 

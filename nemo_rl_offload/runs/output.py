@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
 
 from nemo_rl_offload.errors import ConfigError, ResourceError, where_else
 
@@ -94,7 +93,7 @@ def _cannot_write(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_json_atomic(path: Path, obj: Any) -> None:
+def write_json_atomic(path: Path, obj: object) -> None:
     """Write ``obj`` as JSON so that ``path`` holds the old text or the whole new one, also after a power cut.
 
     Numbers that are not finite become null.
@@ -131,7 +130,7 @@ def writing_in_run(path: Path) -> Iterator[None]:
         ) from error
 
 
-def without_nan(obj: Any) -> Any:
+def without_nan(obj: object) -> object:
     if isinstance(obj, float):
         return obj if math.isfinite(obj) else None
     if isinstance(obj, Mapping):

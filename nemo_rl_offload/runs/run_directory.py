@@ -21,6 +21,7 @@ import yaml
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError, where_else
 from nemo_rl_offload.runs.manifest import Manifest, check_contents, check_sizes, file_digest
 from nemo_rl_offload.runs.output import write_json_atomic
+from nemo_rl_offload.runs.run_files import LoopState, TrainingInfo
 
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
 FORMER_SUMMARY_FILE = "former_summary.json"
@@ -48,7 +49,7 @@ BEFORE_TRAINING = {CONFIG_FILE, f".{CONFIG_FILE}.partial", ERROR_FILE, WARNINGS_
 
 
 @contextmanager
-def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str, Any]) -> Iterator[Path]:
+def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str, object]) -> Iterator[Path]:
     """Create or re-enter the folder of a run, note its configuration there, and keep other processes out meanwhile.
 
     Without an explicit folder, an unfinished run of the same configuration under `default` is taken up again; any other
@@ -89,7 +90,7 @@ def _numbered(default: Path) -> Iterator[Path]:
         yield default.with_name(f"{default.name}-{number}")
 
 
-def _obstacle(folder: Path, config: Mapping[str, Any], unfinished: bool) -> str | None:
+def _obstacle(folder: Path, config: Mapping[str, object], unfinished: bool) -> str | None:
     """Why a folder cannot be entered; None where it can."""
     if not folder.exists():
         return None
@@ -114,12 +115,12 @@ def _obstacle(folder: Path, config: Mapping[str, Any], unfinished: bool) -> str 
     return None
 
 
-def changed_on_resume(folder: Path, config: Mapping[str, Any]) -> str:
+def changed_on_resume(folder: Path, config: Mapping[str, object]) -> str:
     """In which of `RESUME_MAY_CHANGE` a run's configuration differs; empty where in none."""
     return _changed(_leaves(_read_config(folder) or {}), _leaves(config))
 
 
-def other_length(folder: Path, config: Mapping[str, Any]) -> str:
+def other_length(folder: Path, config: Mapping[str, object]) -> str:
     """How the length that a run with checkpoints in this folder was to have differs from one with which it can go on;
     empty where it does not."""
     there, here = _leaves(_read_config(folder) or {}), _leaves(config)
@@ -127,14 +128,14 @@ def other_length(folder: Path, config: Mapping[str, Any]) -> str:
     return _changed({path: there[path] for path in length}, length)
 
 
-def _other_length(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+def _other_length(folder: Path, there: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
     """Keys of the algorithm's length that differ, with their new values: at least as many steps as were taken, or more
     epochs. Without a checkpoint there is nothing to go on from."""
     steps = steps_in(folder / CHECKPOINTS)
     if not steps:
         return {}
     num_steps, num_epochs = (f"{here.get('algorithm')}.max_num_{unit}" for unit in ("steps", "epochs"))
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     new, old = here.get(num_steps), there.get(num_steps)
     if isinstance(new, int) and new != old and new >= steps[-1]:
         found[num_steps] = new
@@ -144,7 +145,7 @@ def _other_length(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any
     return found
 
 
-def _read_config(folder: Path) -> dict[str, Any] | None:
+def _read_config(folder: Path) -> dict[str, object] | None:
     """The configuration of the run in a folder; None where there is none that can be read."""
     try:
         saved = yaml.safe_load((folder / CONFIG_FILE).read_text())
@@ -153,27 +154,29 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
     return saved if isinstance(saved, dict) else None
 
 
-def _changed(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def _changed(there: Mapping[str, object], here: Mapping[str, object]) -> str:
     """What the run there has otherwise, of values by their paths; empty where that is nothing."""
     paths = [path for path in {**here, **there} if (path in here) != (path in there) or here[path] != there[path]]
     shown = [f"{path} is {_shown(there, path)} there, {_shown(here, path)} here" for path in paths]
     return "; ".join([*shown[:NUM_SHOWN], *([f"and {len(shown) - NUM_SHOWN} more"] if len(shown) > NUM_SHOWN else [])])
 
 
-def _shown(leaves: Mapping[str, Any], path: str) -> str:
+def _shown(leaves: Mapping[str, object], path: str) -> str:
     return json.dumps(leaves[path], default=str) if path in leaves else "absent"
 
 
-def _leaves(node: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def _leaves(node: Mapping[str, object], path: str = "") -> dict[str, object]:
     """Values by their paths."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in node.items():
-        is_section = isinstance(value, Mapping) and value
-        found |= _leaves(value, f"{path}{key}.") if is_section else {f"{path}{key}": value}
+        if isinstance(value, Mapping) and value:
+            found |= _leaves(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}"] = value
     return found
 
 
-def _what(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def _what(config: Mapping[str, object], path: str = "") -> dict[str, object]:
     """The configuration without `RESUME_MAY_CHANGE`."""
     return {
         key: _what(value, f"{path}{key}.") if isinstance(value, Mapping) else value
@@ -192,7 +195,7 @@ def _acquire(lock: IO[str]) -> bool:
     return True
 
 
-def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+def _write_config(folder: Path, config: Mapping[str, object]) -> None:
     partial = folder / f".{CONFIG_FILE}.partial"
     with _explained(folder):
         try:
@@ -217,8 +220,7 @@ class Checkpoint(NamedTuple):
     """A checkpoint as it was found."""
 
     folder: Path
-    state: dict[str, Any]
-    """The driver's own, with `step` and `metric`."""
+    state: TrainingInfo
     policy_files: Manifest
     """Files of the folder `policy`, by their names there."""
 
@@ -240,17 +242,17 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state, files)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path) -> TrainingInfo:
     """The driver's own state in a checkpoint; CheckpointError where it cannot be read."""
-    return _read_json(folder / STATE_FILE)
+    state: TrainingInfo = _read_json(folder / STATE_FILE)
+    return state
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Any:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.parent} is damaged: {path.name} cannot be read: {error}.") from error
-    return content
 
 
 def recovery_hint(folder: Path) -> str:
@@ -291,9 +293,7 @@ class Checkpoints:
             self._partial(step).mkdir(parents=True)
             write(self._partial(step) / POLICY)
 
-    def commit(
-        self, step: int, state: Mapping[str, Any], metric: float | None, complete: Callable[[], Manifest]
-    ) -> Path:
+    def commit(self, step: int, state: LoopState, metric: float | None, complete: Callable[[], Manifest]) -> Path:
         """End what `begin` began: `complete` waits until `policy` is whole and returns its files.
 
         Returns where the checkpoint stands. Raises as `begin`.
@@ -301,7 +301,8 @@ class Checkpoints:
         partial, final = self._partial(step), self._path(step)
         with self._absent_on_failure(step):
             manifest = {f"{POLICY}/{name}": digest for name, digest in complete().items()}
-            write_json_atomic(partial / STATE_FILE, {"step": step, "metric": metric, **state})
+            info: TrainingInfo = {"step": step, "metric": metric, **state}
+            write_json_atomic(partial / STATE_FILE, info)
             manifest[STATE_FILE] = file_digest(partial / STATE_FILE)
             write_json_atomic(partial / MANIFEST_FILE, manifest)
             partial.rename(final)

@@ -1,4 +1,8 @@
-"""The files of a run as its report reads them: each is what its type says, or one error names it and what to do."""
+"""The JSON files of a run: what stands in each, for those who write and for those who read; and reading them.
+
+What is read is what its type says, or one error names the file and what to do. A key that is not required is missing
+in files of earlier versions.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +13,7 @@ import yaml
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.paged_stash.stats import StashStats
 
 _MEASURABLE = Field(ge=0, lt=1 << 63)
 Amount = Annotated[float, _MEASURABLE]
@@ -23,46 +28,68 @@ class MetricRecord(TypedDict):
     metrics: dict[str, FiniteFloat | None]
 
 
-class Sample(TypedDict):
-    """A `MemorySample`."""
+class MemorySample(TypedDict):
+    """Memory at a moment of a step."""
 
     seconds: Amount
     used_bytes: Count
+    """Of the device where there is one, else of the process."""
     offloaded_bytes: Count
+    """Held for the backward pass in host memory."""
 
 
 class MemoryOfStep(TypedDict):
     """`memory_trace.json`."""
 
     step: Count
-    samples: Annotated[list[Sample], Field(min_length=1)]
+    samples: Annotated[list[MemorySample], Field(min_length=1)]
 
 
-class Moved(TypedDict):
-    """Of one module."""
+class ModuleTotals(TypedDict):
+    """Of one offload module, over all its layers and ranks."""
 
     bytes_out: Count
     bytes_in: Count
+    denied_bytes: NotRequired[Count]
+    kept_bytes: NotRequired[Count]
+    small_bytes: NotRequired[Count]
+    num_groups: NotRequired[Count]
 
 
-class Offload(TypedDict):
-    """Totals of all workers; null what is not counted, as by Megatron-Core's engine."""
+class OffloadTotals(TypedDict):
+    """Totals of all ranks' engines, as `OffloadStats` means them; null what is not counted, as by Megatron-Core's."""
 
-    engine: NotRequired[str | None]
-    per_module: dict[str, Moved]
+    engine: str | None
+    modules: list[str]
+    bytes_out: Count | None
+    bytes_in: Count | None
     peak_host_bytes: Count | None
+    host_capacity_bytes: NotRequired[Count | None]
     denied_bytes: Count | None
+    kept_bytes: NotRequired[Count | None]
     ineffective_bytes: Count | None
+    returned_bytes: NotRequired[Count | None]
     demand_reloads: Count | None
     stall_out_ms: NotRequired[Amount | None]
     stall_in_ms: NotRequired[Amount | None]
+    copy_ms: NotRequired[Amount | None]
     overlap: NotRequired[Amount | None]
+    per_module: dict[str, ModuleTotals]
 
 
-class Memory(TypedDict):
+class MemoryTotals(TypedDict):
     """Null where there is no device."""
 
     peak_device_bytes: Count | None
+
+
+class RunTotals(TypedDict):
+    """Counters of all workers that took part in a run."""
+
+    offload: OffloadTotals
+    paged_stash: StashStats | None
+    """Null where the experts have no limits."""
+    memory: MemoryTotals
 
 
 class Validation(TypedDict):
@@ -72,18 +99,58 @@ class Validation(TypedDict):
     last: float | None
 
 
-class Summary(TypedDict):
-    """`summary.json`: what the report shows of it."""
+class TrainFigures(TypedDict):
+    """Of the last step."""
 
+    loss: float | None
+    reward: NotRequired[float | None]
+    """Of algorithms that generate."""
+
+
+class LoopSummary(RunTotals):
+    """What the loop itself knows of a finished run."""
+
+    algorithm: str
+    steps: Count
+    seed: Count
+    skipped_steps: Count
     validation_metric: str
     validation: Validation
+    train: TrainFigures
     wall_seconds: Amount
+    data: NotRequired[dict[str, dict[str, int]]]
+    """Of algorithms that learn from given answers: `DataCounts` by section."""
+
+
+class Summary(LoopSummary):
+    """`summary.json`."""
+
     world_size: Count
     device: str
-    skipped_steps: Count
     restarts: Count
-    offload: Offload
-    memory: Memory
+    run_dir: str
+
+
+class LoopState(TypedDict):
+    """Where a loop stands, beside its step."""
+
+    data: dict[str, int]
+    """The place in the data stream."""
+    validation: Validation
+    train: dict[str, float]
+    """Metrics of the last step."""
+    validation_metrics: dict[str, float]
+    num_skipped: int
+    totals: NotRequired[RunTotals]
+    wall_seconds: NotRequired[float]
+
+
+class TrainingInfo(LoopState):
+    """`training_info.json` of a checkpoint: the driver's own state."""
+
+    step: int
+    metric: float | None
+    """What checkpoints are ranked by."""
 
 
 class _Config(TypedDict):
@@ -97,11 +164,11 @@ def read_config_text(path: Path) -> tuple[str, str]:
         return text, TypeAdapter(_Config).validate_python(yaml.safe_load(text))["algorithm"]
 
 
-def read_json[T](path: Path, kind: type[T]) -> T | None:
+def read_json[T](path: Path, kind: type[T], recovery_hint: str) -> T | None:
     """A JSON document that a run writes late; None before. Raises ConfigError: it cannot be read, or is damaged."""
     if not path.exists():
         return None
-    with _named(path, "Move it away, and the page is written without it."):
+    with _named(path, recovery_hint):
         return TypeAdapter(kind).validate_json(path.read_bytes())
 
 
@@ -127,7 +194,7 @@ def read_records(path: Path) -> Iterator[MetricRecord]:
 
 
 @contextmanager
-def _named(path: Path, way_out: str, place: str = "") -> Iterator[None]:
+def _named(path: Path, recovery_hint: str, place: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -135,7 +202,7 @@ def _named(path: Path, way_out: str, place: str = "") -> Iterator[None]:
             f"{path}: cannot be read: {error.strerror}. Give the folder of a run with logger.jsonl_enabled=true."
         ) from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: is damaged: {place}{_what_is_wrong(error)}. {way_out}") from error
+        raise ConfigError(f"{path}: is damaged: {place}{_what_is_wrong(error)}. {recovery_hint}") from error
 
 
 def _what_is_wrong(error: Exception) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Self, TypedDict
 from nemo_rl_offload.specs.offload_modules import DENSE_MLP_RECOMPUTE
 
 
-class RecomputeKeys(TypedDict):
+class RecomputeKeys(TypedDict, total=False):
     """Values of Megatron-Core's keys."""
 
     recompute_granularity: str | None

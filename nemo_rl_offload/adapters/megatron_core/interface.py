@@ -105,7 +105,7 @@ class OffloadInterface:
 
     @classmethod
     def init_chunk_handler(
-        cls, pp_rank: int, vp_size: int | None, vp_stage: int | None, *_: Any, **_kwargs: Any
+        cls, pp_rank: int, vp_size: int | None, vp_stage: int | None, *_: object, **_kwargs: object
     ) -> None:
         """A forward of a model chunk begins. Regions are counted anew, and are told apart by their virtual stage.
 
@@ -195,7 +195,7 @@ class OffloadInterface:
 class _OffloadedCheckpoints(types.ModuleType):
     """`tensor_parallel` as recomputation sees it: a checkpoint is a region of the module that names its input."""
 
-    def __init__(self, name_of: Callable[[Callable[..., Any]], str | None]) -> None:
+    def __init__(self, name_of: Callable[[Callable[..., object]], str | None]) -> None:
         super().__init__("tensor_parallel")
         self._name_of = name_of
 
@@ -215,7 +215,7 @@ class _OffloadedCheckpoints(types.ModuleType):
         return region.group_offload(output)
 
 
-def _input_of_mlp(function: Callable[..., Any]) -> str | None:
+def _input_of_mlp(function: Callable[..., object]) -> str | None:
     """Megatron's layers call their dense MLP through a `partial`, and other parts by functions of their own."""
     mlp = function.func if isinstance(function, partial) else None
     return getattr(mlp, "input_module", "mlp_norm") if isinstance(mlp, MLP) else None
@@ -266,7 +266,7 @@ def use_engine(engine: OffloadEngine | None, modules: Iterable[str] = ()) -> Non
 
 
 @contextmanager
-def forward_only(config: Any) -> Iterator[None]:
+def forward_only(config: TransformerConfig) -> Iterator[None]:
     """Keep a phase without backward, of models with this TransformerConfig, from an offload engine.
 
     Ours needs no telling. Megatron-Core's takes every forward for one whose backward will come: a forward-only pass

@@ -11,6 +11,7 @@ from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.search.candidates import candidates
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
 from nemo_rl_offload.specs.parallel_layout import check_layout
+from nemo_rl_offload.units import gib
 
 LOGPROB_CHUNKS = 8
 """A microbatch's logits in float32 are proposed in so many pieces; more save little, for logits in bfloat16 stay."""
@@ -45,7 +46,7 @@ def least_shortfall(job: Job) -> int:
     return shortfall
 
 
-def suggest_changes(job: Job) -> tuple[str, ...]:
+def suggest(job: Job) -> tuple[str, ...]:
     """Single changes that fit; else pairs of full recomputation, which alone does not fit, and another; else how near
     the best of them comes."""
     singles = list(_single(job))
@@ -63,7 +64,7 @@ def suggest_changes(job: Job) -> tuple[str, ...]:
     if not shortfalls:
         return ("none that was tried",)
     shortfall, text = min(shortfalls)
-    return (f"none that was tried; {text} comes nearest, {shortfall / 2**30:.1f} GiB short",)
+    return (f"none that was tried; {text} comes nearest, {gib(shortfall)} short",)
 
 
 def _single(job: Job) -> Iterator[tuple[str, Job]]:

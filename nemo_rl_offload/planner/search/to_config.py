@@ -25,7 +25,7 @@ type Names = tuple[frozenset[str], frozenset[str]]
 class ChoiceAsConfig:
     """What the keys are, and what comes of them."""
 
-    outcome: SimulatedStep
+    step: SimulatedStep
     """What the engine does with whole modules."""
     offload_modules: tuple[str, ...]
     recompute: Recompute
@@ -82,8 +82,8 @@ class _Search:
         """How far it is above the device's budget or the host's, and its time."""
         if names not in self.tried:
             self.tried[names] = _run(self._job, names)
-        outcome = self.tried[names].outcome
-        return excess_bytes(self._job, outcome), outcome.step_ms
+        step = self.tried[names].step
+        return excess_bytes(self._job, step), step.step_ms
 
     def neighbors(self, names: Names) -> Iterator[Names]:
         """With one more or one less, as far as there are tries; those tried before too."""
@@ -96,10 +96,10 @@ class _Search:
         yield names
 
 
-def excess_bytes(job: Job, outcome: SimulatedStep) -> int:
-    """How far an outcome is above the budget of the device, or that of the host where it is further."""
-    host_bytes = max(outcome.host_bytes(rank) for rank in range(len(outcome.stages)))
-    return max(0, highest_peak(outcome) - job.budget_bytes, host_bytes - job.host_budget_bytes)
+def excess_bytes(job: Job, step: SimulatedStep) -> int:
+    """How far a step is above the budget of the device, or that of the host where it is further."""
+    host_bytes = max(step.host_bytes(rank) for rank in range(len(step.stages)))
+    return max(0, highest_peak(step) - job.budget_bytes, host_bytes - job.host_budget_bytes)
 
 
 def _touched(chosen: SimulatedStep) -> tuple[Counter[str], set[str]]:

@@ -38,9 +38,9 @@ class SimulatedStep:
         return self.times[rank].exposed_ms / self.simulated_ms
 
 
-def highest_peak(outcome: SimulatedStep) -> int:
+def highest_peak(step: SimulatedStep) -> int:
     """The fullest stage's."""
-    return max(outcome.peak_bytes(rank) for rank in range(len(outcome.stages)))
+    return max(step.peak_bytes(rank) for rank in range(len(step.stages)))
 
 
 def run_stages(job: Job, stages: Sequence[Stage], actions: Sequence[Sequence[Action]]) -> SimulatedStep:
@@ -83,12 +83,12 @@ def run_configured(job: Job) -> SimulatedStep:
     return run_steady_state(job, job.offload_modules, job.offload_fraction)
 
 
-def module_rows(outcome: SimulatedStep, rank: int) -> list["ModuleRow"]:
+def module_rows(step: SimulatedStep, rank: int) -> list["ModuleRow"]:
     """A stage's modules, in forward order of their first occurrence."""
-    stage, times = outcome.stages[rank], outcome.times[rank]
+    stage, times = step.stages[rank], step.times[rank]
     rows: dict[str, ModuleRow] = {}
-    taken = iter(outcome.actions[rank])
-    for number, (chunk, owners) in enumerate(zip(stage.chunks, stage.owners(outcome.actions[rank]), strict=True)):
+    taken = iter(step.actions[rank])
+    for number, (chunk, owners) in enumerate(zip(stage.chunks, stage.owners(step.actions[rank]), strict=True)):
         waits = (times.waits_in_ms[number], times.waits_out_ms[number])
         for index, part in enumerate(chunk):
             actions = [next(taken) for _ in part.groups or (None,)]

@@ -10,7 +10,8 @@ from nemo_rl_offload.offload.solver import Action, GroupRecord, Link
 from nemo_rl_offload.planner.cost.activations import Storage, fused_layer, with_recomputation
 from nemo_rl_offload.planner.cost.flops import layer_costs, recompute_ms, recomputed_ms
 from nemo_rl_offload.planner.cost.gradients import backward_bytes
-from nemo_rl_offload.planner.cost.memory import allowance_bytes, logits_bytes, stage_parameters, state_bytes
+from nemo_rl_offload.planner.cost.head import logits_bytes
+from nemo_rl_offload.planner.cost.memory import allowance_bytes, stage_parameters, state_bytes
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.pipeline_schedule import PipelinePass, pipeline_schedule
 from nemo_rl_offload.planner.simulate.simulator import Segment

@@ -12,8 +12,8 @@ from nemo_rl_offload.algorithms.loop import OFFLOAD_COUNTERS
 from nemo_rl_offload.batching.batch import Batch, num_samples
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.environments.interface import Episode, Score
-from nemo_rl_offload.observability.memory_trace import MemorySample
 from nemo_rl_offload.runs.manifest import Manifest, check_contents, file_digest
+from nemo_rl_offload.runs.run_files import MemorySample
 
 END_ID = 2
 PROGRESS = {"loss", "tokens_per_s", "offloaded_bytes", "reward", "accuracy"}

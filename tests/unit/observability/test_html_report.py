@@ -13,6 +13,12 @@ from nemo_rl_offload.observability.html_report import read_curves
 from nemo_rl_offload.observability.svg import bar, line_chart, ticks
 
 SUMMARY = {
+    "algorithm": "grpo",
+    "steps": 2,
+    "seed": 1,
+    "train": {"loss": 0.5},
+    "paged_stash": None,
+    "run_dir": "results/a",
     "validation": {"first": 0.25, "last": 0.5},
     "validation_metric": "accuracy",
     "wall_seconds": 61.2,
@@ -21,6 +27,10 @@ SUMMARY = {
     "skipped_steps": 1,
     "restarts": 3,
     "offload": {
+        "engine": "native",
+        "modules": ["core_attn", "mlp_norm"],
+        "bytes_out": 4 << 20,
+        "bytes_in": 3 << 20,
         "per_module": {
             "core_attn": {"bytes_out": 3 << 20, "bytes_in": 2 << 20},
             "mlp_norm": {"bytes_out": 1 << 20, "bytes_in": 1 << 20},
@@ -96,7 +106,7 @@ def test_a_finished_run(run_dir: Path) -> None:
 
 
 def test_warnings_and_an_engine_that_counts_nothing(run_dir: Path) -> None:
-    counts = dict.fromkeys(SUMMARY["offload"]) | {"engine": "megatron", "per_module": {}, "overlap": 0.5}
+    counts = dict.fromkeys(SUMMARY["offload"]) | {"engine": "megatron", "modules": [], "per_module": {}, "overlap": 0.5}
     (run_dir / "summary.json").write_text(json.dumps(SUMMARY | {"offload": counts}))
     assert "Warnings" not in report(run_dir).text
     (run_dir / "warnings.log").write_text("step 1: warning: <no> room\n")
@@ -148,9 +158,9 @@ RECORD = b'{"step": 1, "prefix": "train", "metrics": {"loss": 1}}\n'
     ("name", "content", "message"),
     [
         ("summary.json", b"", "is damaged: Invalid JSON: EOF .*Move it away"),
-        ("summary.json", b"{}", "is damaged: validation_metric: Field required"),
+        ("summary.json", b"{}", "is damaged: offload: Field required"),
         ("summary.json", b"null", "is damaged: Input should be an object"),
-        ("summary.json", json.dumps({**SUMMARY, "offload": {"per_module": 3}}).encode(), "damaged: offload.per_module"),
+        ("summary.json", json.dumps({**SUMMARY, "offload": {"engine": 3}}).encode(), "damaged: offload.engine"),
         ("memory_trace.json", b"", "is damaged: Invalid JSON: EOF"),
         ("memory_trace.json", b'{"step": 3, "samples": []}', "is damaged: samples: List should have at least 1"),
         ("memory_trace.json", b'{"step": 3, "samples": [{"seconds": 1}]}', "is damaged: samples.0.used_bytes"),

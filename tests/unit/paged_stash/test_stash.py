@@ -189,4 +189,4 @@ def test_without_pages_demand_is_counted() -> None:
     stash.resize()
     (pool,) = stash.pools.values()
     assert (pool.num_device, pool.num_host) == (6, 3)
-    assert stash.stats() == {"device_bytes": 6 * 128, "host_bytes": 3 * 128, "peak_bytes": 0}
+    assert stash.sizes() == {"device_bytes": 6 * 128, "host_bytes": 3 * 128, "peak_bytes": 0}

@@ -66,7 +66,7 @@ def test_smaller_microbatches_divide_the_batch_or_hold_the_longest_sample() -> N
 def test_changes_of_packs_name_what_has_an_effect() -> None:
     """With tokens given, a shorter length alone leaves packs as they are."""
     packed = job("policy.sequence_packing.enabled=true", f"policy.sequence_packing.train_mb_tokens={32 * 1024}")
-    changes = make_plan(replace(packed, memory_bytes=40 << 30)).changes
+    changes = make_plan(replace(packed, memory_bytes=40 << 30)).suggestions
     assert "train_mb_tokens=8192" in changes
     assert "max_total_sequence_length=256 with train_mb_tokens=8192" in changes
 

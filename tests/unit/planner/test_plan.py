@@ -11,9 +11,9 @@ from jobs import SENSIBLE, make_job
 from nemo_rl_offload.offload.solver import Action, GroupRecord, Link, MemoryBudget, Solution, solve
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
-from nemo_rl_offload.planner.search import budget as search_module
-from nemo_rl_offload.planner.search.budget import ways
+from nemo_rl_offload.planner.search import choice as search_module
 from nemo_rl_offload.planner.search.candidates import candidates
+from nemo_rl_offload.planner.search.choice import ways
 from nemo_rl_offload.planner.search.suggestions import least_shortfall
 from nemo_rl_offload.planner.search.to_config import choice_to_config, excess_bytes
 from nemo_rl_offload.planner.simulate import stages as stages_module
@@ -38,14 +38,14 @@ def check_plan(plan: JobPlan) -> None:
     job = plan.job
     assert plan.shortfall_bytes == max(0, highest_peak(plan.chosen) - job.budget_bytes)
     if not plan.shortfall_bytes:
-        assert highest_peak(plan.written.outcome) <= job.budget_bytes or plan.keys["offload_modules"] == "auto"
-        assert plan.changes == ()
+        assert highest_peak(plan.written.step) <= job.budget_bytes or plan.keys["offload_modules"] == "auto"
+        assert plan.suggestions == ()
     assert highest_peak(plan.chosen) <= highest_peak(plan.baseline)
     for rank in range(job.layout.pipeline):
         assert plan.chosen.host_bytes(rank) <= job.host_budget_bytes
     assert plan.chosen.step_ms >= plan.baseline.step_ms * (1 - 1e-9)
     assert plan.baseline.step_ms > 0
-    written = plan.written.outcome
+    written = plan.written.step
     if not excess_bytes(job, written):
         assert plan.chosen.step_ms <= written.step_ms + 1e-3
     points = plan.frontier
@@ -68,7 +68,7 @@ HUNDREDS = ("Qwen/Qwen3-235B-A22B", LATENT)
 def test_every_model_of_the_catalogue_can_be_planned(name: str) -> None:
     plan = make_plan(make_job(name))
     check_plan(plan)
-    assert plan.shortfall_bytes == 0 or plan.changes
+    assert plan.shortfall_bytes == 0 or plan.suggestions
 
 
 @given(
@@ -128,16 +128,16 @@ def test_what_cannot_fit_says_how_much_and_what_would_do() -> None:
     job = replace(job, memory_bytes=40 * GIB)
     plan = make_plan(job)
     assert plan.shortfall_bytes == pytest.approx(least_shortfall(job), rel=0.2)
-    assert "pipeline_model_parallel_size=8" in plan.changes
+    assert "pipeline_model_parallel_size=8" in plan.suggestions
     assert make_plan(replace(job, layout=replace(job.layout, pipeline=8), num_microbatches=32)).shortfall_bytes == 0
 
 
 def test_logits_that_do_not_fit_whole_are_proposed_in_pieces() -> None:
     job = make_job("Qwen/Qwen2.5-1.5B", sequence=1024, micro_batch=16, memory_bytes=40 * GIB)
-    assert make_plan(job).changes[0] == "logprob_chunk_size=128"
+    assert make_plan(job).suggestions[0] == "logprob_chunk_size=128"
     in_pieces = replace(job, logprob_chunk_size=128)
     assert make_plan(in_pieces).shortfall_bytes == 0
-    assert not any("logprob" in change for change in make_plan(replace(in_pieces, memory_bytes=20 * GIB)).changes)
+    assert not any("logprob" in change for change in make_plan(replace(in_pieces, memory_bytes=20 * GIB)).suggestions)
 
 
 def test_the_host_budget_is_kept() -> None:
@@ -218,9 +218,9 @@ def test_what_is_written_is_predicted_as_the_engine_does_it() -> None:
     plan = make_plan(job)
     written = replace(job, recompute=plan.written.recompute)
     whole = run_whole_modules(written, plan.written.offload_modules)
-    assert plan.written.outcome == run_steady_state(written, plan.written.offload_modules)
-    assert plan.written.outcome.step_ms < whole.step_ms
-    assert highest_peak(whole) < highest_peak(plan.written.outcome) <= job.budget_bytes
+    assert plan.written.step == run_steady_state(written, plan.written.offload_modules)
+    assert plan.written.step.step_ms < whole.step_ms
+    assert highest_peak(whole) < highest_peak(plan.written.step) <= job.budget_bytes
 
 
 @pytest.mark.parametrize("native_engine", [True, False])
@@ -245,12 +245,12 @@ def test_less_memory_recomputes_more_and_never_costs_more_than_recomputing_all(n
         check_plan(plan)
         assert plan.shortfall_bytes == 0
         found.append(plan)
-    times = [(plan.chosen if native_engine else plan.written.outcome).step_ms for plan in found]
+    times = [(plan.chosen if native_engine else plan.written.step).step_ms for plan in found]
     assert all(more <= 1.01 * less for more, less in pairwise(times)), "but for a search that is not exhaustive"
     assert times[-1] <= full.step_ms * (1 + 1e-9)
     assert times[0] < 1.03 * found[0].baseline.step_ms
     for plan in found:
-        written = plan.written.outcome
+        written = plan.written.step
         assert (
             plan.keys["offload_modules"] == "auto" or written.step_ms < 1.03 * plan.chosen.step_ms or not native_engine
         )

@@ -1,7 +1,6 @@
 """The driver's handle: how it cuts work for the ranks and puts results together. Workers are plain objects here."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,18 +84,17 @@ class FakeWorker:
         if value is not None:
             self.weights[piece] = value
 
-    def offload_stats(self) -> dict[str, Any] | None:
+    def offload_stats(self) -> OffloadStats | None:
         moved = 5 + self.rank
-        return asdict(
-            OffloadStats(bytes_out=moved, per_module={"core_attn": ModuleStats(bytes_out=moved, num_groups=1)})
-        )
+        return OffloadStats(bytes_out=moved, per_module={"core_attn": ModuleStats(bytes_out=moved, num_groups=1)})
 
     def take_notices(self) -> list[str]:
         return ["of all", f"of {self.rank}"]
 
     def paged_stash_stats(self) -> dict[str, Any] | None:
         factors = {"needed_capacity_factor": 1.0 + self.rank / 2, "needed_stash_factor": [None, 1.25][self.rank % 2]}
-        return {"steps": 7, "reruns": 2, **factors, "device_bytes": 100 + self.rank}
+        sizes = {"device_bytes": 100 + self.rank, "host_bytes": self.rank, "peak_bytes": 9}
+        return {"steps": 7, "reruns": 2, **factors, **sizes}
 
     def peak_device_bytes(self) -> int | None:
         return 100 + self.rank
@@ -362,6 +360,8 @@ def test_paged_stash_stats_of_all_ranks(make: Make) -> None:
         "needed_capacity_factor": 1.5,
         "needed_stash_factor": 1.25,
         "device_bytes": 201,
+        "host_bytes": 1,
+        "peak_bytes": 18,
     }
 
 

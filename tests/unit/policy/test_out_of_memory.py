@@ -17,6 +17,7 @@ from nemo_rl_offload.megatron.step import log_probabilities as log_probabilities
 from nemo_rl_offload.megatron.step import train_step as train_step_module
 from nemo_rl_offload.planner.job import read_job
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, run_steady_state
+from nemo_rl_offload.policy import out_of_memory as module
 from nemo_rl_offload.policy.out_of_memory import DeviceUse, Phase, out_of_memory, out_of_memory_while
 from nemo_rl_offload.policy.worker import PolicyWorker
 from nemo_rl_offload.specs.catalogue import load_model_shape
@@ -109,6 +110,17 @@ def test_what_it_proposes_is_other_than_what_is_in_force_and_needs_less(
     )
     assert not examined.problems
     assert not [warning for warning in examined.warnings if "recompute" in warning.path]
+
+
+def test_numbers_of_a_proposal_are_not_truth_values() -> None:
+    keys = {"recompute_num_layers": 1, "activation_offload_fraction": 1.0, "delta": 0, "enabled": True, "method": None}
+    assert list(module._differing(keys, dict.fromkeys(keys, 7))) == [
+        "recompute_num_layers=1",
+        "activation_offload_fraction=1.0",
+        "delta=0",
+        "enabled=true",
+        "method=null",
+    ]
 
 
 def test_packs_are_made_smaller_by_their_tokens() -> None:

@@ -10,7 +10,8 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.paged_stash.pages import recommended_factor
 from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew, recorded_skew
 from nemo_rl_offload.planner.plan import make_plan
-from nemo_rl_offload.planner.report.render import plan_data, summary_lines
+from nemo_rl_offload.planner.report.data import plan_data
+from nemo_rl_offload.planner.report.tables import summary_lines
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
 from nemo_rl_offload.specs.offload_modules import SUPPORTED_MODULES
 

@@ -12,11 +12,13 @@ from rich.console import Console
 
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
-from nemo_rl_offload.planner.report.render import plan_data, plan_html, plan_overlay, plan_tables, summary_lines
+from nemo_rl_offload.planner.report.data import plan_data
+from nemo_rl_offload.planner.report.html import plan_html
+from nemo_rl_offload.planner.report.overlay import plan_overlay
+from nemo_rl_offload.planner.report.tables import plan_tables, summary_lines
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
-
-GIB = 1 << 30
+from nemo_rl_offload.units import GIB
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ def test_tables_are_not_cut_where_modules_go_three_ways(tight: list[JobPlan]) ->
 def test_whole_modules_are_said_to_take_longer_or_less_time(tight: list[JobPlan]) -> None:
     for each, words in zip(tight, ("longer", "less time"), strict=True):
         (said,) = re.findall(r"take (-?\d+)% (longer|less time)", " ".join(summary_lines(each)))
-        share = each.written.outcome.step_ms / each.chosen.step_ms - 1
+        share = each.written.step.step_ms / each.chosen.step_ms - 1
         assert said == (f"{100 * abs(share):.0f}", words)
 
 
@@ -106,7 +108,7 @@ def test_what_does_not_fit_is_told_with_a_change(short: JobPlan) -> None:
     text = shown(short)
     gib = short.shortfall_bytes / GIB
     assert f"does not fit: stage 0 needs {20 + gib:.1f} GiB, {gib:.1f} GiB more than there is." in text
-    assert f"changes that would do: {'; or '.join(short.changes)}" in text
+    assert f"changes that would do: {'; or '.join(short.suggestions)}" in text
 
 
 class Tags(HTMLParser):

@@ -1,15 +1,16 @@
 """The table at the end of a run."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from rich.table import Table
 
+from nemo_rl_offload.paged_stash.stats import StashStats
+from nemo_rl_offload.runs.run_files import ModuleTotals, OffloadTotals, Summary
 from nemo_rl_offload.units import human_bytes, human_duration
 
 
-def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Return a table of at most 80 columns for the dictionary that a run writes to ``summary.json``.
+def summary_table(summary: Summary) -> Table:
+    """Return a table of at most 80 columns for a run's ``summary.json``.
 
     A value of None is shown as ``-``.
     """
@@ -26,8 +27,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _run_rows(summary: Mapping[str, Any]) -> dict[str, str]:
-    first, last = (_number(summary["validation"][key]) for key in ("first", "last"))
+def _run_rows(summary: Summary) -> dict[str, str]:
+    first, last = _number(summary["validation"]["first"]), _number(summary["validation"]["last"])
     return {
         f"validation {summary['validation_metric']}": f"{first} -> {last}",
         "training loss": _number(summary["train"]["loss"]),
@@ -37,20 +38,20 @@ def _run_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _offload_rows(offload: Mapping[str, Any]) -> dict[str, str]:
+def _offload_rows(offload: OffloadTotals) -> dict[str, str]:
     modules = offload["modules"]
     rows = {
         "offload engine": offload["engine"] or "-",
         "offloaded modules": ", ".join(modules) if modules else "-",
         "offloaded": _moved(offload) if offload["engine"] != "megatron" else "not counted by Megatron-Core's engine",
     }
-    rows |= {f"  {name}": _moved(module) for name, module in (offload["per_module"] or {}).items()}
+    rows |= {f"  {name}": _moved(module) for name, module in offload["per_module"].items()}
     return rows | offload_figures(offload)
 
 
-def offload_figures(offload: Mapping[str, Any]) -> dict[str, str]:
+def offload_figures(offload: OffloadTotals) -> dict[str, str]:
     """What a run's table and page say of its copies, beside the modules."""
-    out, back, overlap = (offload.get(name) for name in ("stall_out_ms", "stall_in_ms", "overlap"))
+    out, back, overlap = offload.get("stall_out_ms"), offload.get("stall_in_ms"), offload.get("overlap")
     return {
         "peak host memory": human_bytes(offload["peak_host_bytes"]),
         "denied (host budget)": human_bytes(offload["denied_bytes"]),
@@ -61,7 +62,7 @@ def offload_figures(offload: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _stash_rows(stash: Mapping[str, Any]) -> dict[str, str]:
+def _stash_rows(stash: StashStats) -> dict[str, str]:
     rows = {
         "steps run again": f"{stash['reruns']} ({stash['over_budget']} buffers, {stash['overflows']} pages too few)",
         "needed capacity factor": _number(stash["needed_capacity_factor"]),
@@ -72,7 +73,7 @@ def _stash_rows(stash: Mapping[str, Any]) -> dict[str, str]:
     return rows
 
 
-def _moved(stats: Mapping[str, Any]) -> str:
+def _moved(stats: OffloadTotals | ModuleTotals) -> str:
     return f"{human_bytes(stats['bytes_out'])} out, {human_bytes(stats['bytes_in'])} in"
 
 

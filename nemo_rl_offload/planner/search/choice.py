@@ -117,29 +117,29 @@ def _sixths(most: int) -> list[int]:
 def choose_for_budget(job: Job, baseline: SimulatedStep) -> tuple[Job, SimulatedStep]:
     """The fastest choice that fits, and the job with its recomputation; else the choice that comes nearest.
 
-    `baseline` is the job's outcome with nothing offloaded. Megatron-Core's engine takes no layers by themselves: there,
-    the outcomes that count are those of whole modules.
+    `baseline` is the job's step with nothing offloaded. Megatron-Core's engine takes no layers by themselves: there,
+    the steps that count are those of whole modules.
     """
     rank = fullest_stage(baseline)
     found: list[tuple[tuple[int, float], Job, SimulatedStep]] = []
 
-    def add(way: Job, outcome: SimulatedStep) -> None:
-        in_force = outcome if job.native_engine else choice_to_config(way, outcome).outcome
-        found.append(((excess_bytes(job, in_force), in_force.step_ms), way, outcome))
+    def add(way: Job, step: SimulatedStep) -> None:
+        in_force = step if job.native_engine else choice_to_config(way, step).step
+        found.append(((excess_bytes(job, in_force), in_force.step_ms), way, step))
 
     every = list(ways(job))
     listed = functools.cache(lambda number: _listed(every[number]))
     # The more is recomputed, the less has to move, and the longer it takes.
     first = bisect_left(range(len(every)), True, key=lambda number: listed(number) is not None)
-    if first < len(every) and (outcome := listed(first)) is not None:
-        add(every[first], outcome)
+    if first < len(every) and (step := listed(first)) is not None:
+        add(every[first], step)
     scored = sorted(((score(way, rank), way) for way in every), key=lambda each: each[0][0])
     for number, ((_, names), way) in enumerate(scored):
         if number >= _NUM_SIMULATED and any(excess == 0 for (excess, _), *_ in found):
             break
         add(way, _choose_all(way, build_stages(way, candidates(way), names)))
-    _, way, outcome = min(found, key=lambda each: each[0])
-    return way, outcome
+    _, way, step = min(found, key=lambda each: each[0])
+    return way, step
 
 
 def _listed(job: Job) -> SimulatedStep | None:
@@ -155,10 +155,10 @@ def _listed(job: Job) -> SimulatedStep | None:
         modules = in_order(ordered[:number])
         if not may_fit(job, modules):
             continue
-        outcome = run_steady_state(job, modules)
-        if highest_peak(outcome) <= job.budget_bytes:
-            is_free = max(map(outcome.exposed_share, range(len(outcome.stages)))) < _FREE_SHARE
-            return outcome if is_free and not excess_bytes(job, outcome) else None
+        step = run_steady_state(job, modules)
+        if highest_peak(step) <= job.budget_bytes:
+            is_free = max(map(step.exposed_share, range(len(step.stages)))) < _FREE_SHARE
+            return step if is_free and not excess_bytes(job, step) else None
     return None
 
 
@@ -190,19 +190,19 @@ def _score(job: Job, rank: int, names: Sequence[str]) -> Score:
 def _choose_all(job: Job, stages: Sequence[Stage]) -> SimulatedStep:
     link = job_link(job)
     actions = [[Action.KEEP] * len(stage.records()) for stage in stages]
-    outcome = run_stages(job, stages, actions)
+    step = run_stages(job, stages, actions)
     less = [on_their_way(stage) for stage in stages]
     exhausted: set[int] = set()
     for attempt in range(_ROUNDS):
-        over = {rank for rank in range(len(stages)) if outcome.peak_bytes(rank) > job.budget_bytes} - exhausted
+        over = {rank for rank in range(len(stages)) if step.peak_bytes(rank) > job.budget_bytes} - exhausted
         if not over:
             break
         for rank in over:
             if attempt:
-                less[rank] += outcome.peak_bytes(rank) - job.budget_bytes + _MARGIN_BYTES
+                less[rank] += step.peak_bytes(rank) - job.budget_bytes + _MARGIN_BYTES
             plan = chosen_once(stages[rank].records(), stage_budget(job, stages[rank], less[rank]), link)
             actions[rank] = list(plan.actions)
             if plan.shortfall_bytes:
                 exhausted.add(rank)
-        outcome = run_stages(job, stages, actions)
-    return outcome
+        step = run_stages(job, stages, actions)
+    return step

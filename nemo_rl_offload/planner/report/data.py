@@ -1,0 +1,185 @@
+"""A plan as data: what `--format json` prints, and what the tables and the page show."""
+
+from typing import TypedDict
+
+from nemo_rl_offload.offload.solver import Action
+from nemo_rl_offload.planner.plan import JobPlan, PlannedKeys
+from nemo_rl_offload.planner.simulate.simulated_step import ModuleRow, SimulatedStep, module_rows
+from nemo_rl_offload.planner.simulate.stages import job_link
+from nemo_rl_offload.units import GIB
+
+
+class StepData(TypedDict):
+    """A simulated step; bytes of the fullest rank."""
+
+    step_ms: float
+    peak_bytes: int
+    host_bytes: int
+    exposed_share: float
+
+
+class HostData(TypedDict):
+    """Host memory that the choice needs, and that there is."""
+
+    per_rank_bytes: int
+    per_node_bytes: int
+    of_it_start_model_bytes: int
+    pinned_limit_per_rank_bytes: int
+    memory_per_node_bytes: int
+    stash_per_rank_bytes: int
+
+
+class ModuleData(TypedDict):
+    """One module on one stage."""
+
+    module: str
+    bytes_per_microbatch: int
+    bytes_at_peak: int
+    goes: str
+    link_ms_per_microbatch: float
+    recompute_ms_per_microbatch: float
+    exposed_ms: float
+    copies: str
+
+
+class StageData(TypedDict):
+    """One pipeline stage under the choice."""
+
+    stage: int
+    layers: list[list[int]]
+    live_microbatches: list[int]
+    static_bytes: dict[str, int]
+    peak_bytes_before: int
+    peak_bytes: int
+    host_bytes: int
+    exposed_share: float
+    shortfall_bytes: int
+    other_bytes_at_peak: int
+    modules: list[ModuleData]
+
+
+class PointData(TypedDict):
+    """Memory against step time."""
+
+    peak_bytes: int
+    step_ms: float
+
+
+class PlanData(TypedDict):
+    """Everything in a plan."""
+
+    device: str
+    budget_bytes: int
+    world: int
+    microbatches: int
+    fits: bool
+    shortfall_bytes: int
+    changes: list[str]
+    """What would make it fit."""
+    outcomes: dict[str, StepData]
+    """nothing_offloaded, as_configured (where something is), chosen, written."""
+    megatron_cfg: PlannedKeys
+    host: HostData
+    recommended_factors: dict[str, float]
+    stages: list[StageData]
+    frontier: list[PointData]
+
+
+def plan_data(plan: JobPlan) -> PlanData:
+    """Everything in a plan; bytes and milliseconds, by names that say so."""
+    job, layout = plan.job, plan.job.layout
+    hosts = [plan.chosen.host_bytes(rank) for rank in range(layout.pipeline)]
+    return {
+        "device": job.device.name,
+        "budget_bytes": job.budget_bytes,
+        "world": layout.world,
+        "microbatches": job.num_microbatches,
+        "fits": plan.shortfall_bytes == 0,
+        "shortfall_bytes": plan.shortfall_bytes,
+        "changes": list(plan.suggestions),
+        "outcomes": {
+            name: _step_data(step)
+            for name, step in {
+                "nothing_offloaded": plan.baseline,
+                "as_configured": plan.configured,
+                "chosen": plan.chosen,
+                "written": plan.written.step,
+            }.items()
+            if step is not None
+        },
+        "megatron_cfg": plan.keys,
+        "host": {
+            "per_rank_bytes": max(hosts),
+            "per_node_bytes": (max(hosts) + _reference_bytes(plan)) * job.node_ranks,
+            "of_it_start_model_bytes": _reference_bytes(plan) * job.node_ranks,
+            "pinned_limit_per_rank_bytes": job.host_budget_bytes,
+            "memory_per_node_bytes": int(job.device.host_memory_gib * GIB) * job.node_ranks,
+            "stash_per_rank_bytes": max(stage.stash_host_bytes for stage in plan.chosen.stages),
+        },
+        "recommended_factors": job.expert_buffers.recommended(),
+        "stages": [_stage_data(plan, rank) for rank in range(layout.pipeline)],
+        "frontier": [{"peak_bytes": point.peak_bytes, "step_ms": point.step_ms} for point in plan.frontier],
+    }
+
+
+def _reference_bytes(plan: JobPlan) -> int:
+    if not plan.job.reference_on_host:
+        return 0
+    return max(stage.static_bytes["weights"] for stage in plan.baseline.stages)
+
+
+def _step_data(step: SimulatedStep) -> StepData:
+    ranks = range(len(step.stages))
+    return {
+        "step_ms": round(step.step_ms, 3),
+        "peak_bytes": max(step.peak_bytes(rank) for rank in ranks),
+        "host_bytes": max(step.host_bytes(rank) for rank in ranks),
+        "exposed_share": round(max(step.exposed_share(rank) for rank in ranks), 4),
+    }
+
+
+def _stage_data(plan: JobPlan, rank: int) -> StageData:
+    stage = plan.chosen.stages[rank]
+    return {
+        "stage": rank,
+        "layers": [[chunk.start, chunk.stop] for chunk in stage.layers],
+        "live_microbatches": list(stage.live),
+        "static_bytes": stage.static_bytes,
+        "peak_bytes_before": plan.baseline.peak_bytes(rank),
+        "peak_bytes": plan.chosen.peak_bytes(rank),
+        "host_bytes": plan.chosen.host_bytes(rank),
+        "exposed_share": round(plan.chosen.exposed_share(rank), 4),
+        "shortfall_bytes": plan.shortfalls[rank],
+        "other_bytes_at_peak": stage.kept_bytes(),
+        "modules": [_row_data(plan, row) for row in module_rows(plan.chosen, rank)],
+    }
+
+
+def _row_data(plan: JobPlan, row: ModuleRow) -> ModuleData:
+    link = job_link(plan.job)
+    return {
+        "module": row.module,
+        "bytes_per_microbatch": row.num_bytes,
+        "bytes_at_peak": row.live_bytes,
+        "goes": _goes(row),
+        "link_ms_per_microbatch": round(
+            row.offloaded_bytes / link.out_bytes_per_ms + row.offloaded_bytes / link.in_bytes_per_ms, 3
+        ),
+        "recompute_ms_per_microbatch": round(row.recompute_ms, 3),
+        "exposed_ms": round(row.exposed_ms, 3),
+        "copies": _exposure(row),
+    }
+
+
+def _goes(row: ModuleRow) -> str:
+    words = {Action.KEEP: "stays", Action.OFFLOAD: "host", Action.RECOMPUTE: "recomputed"}
+    taken = [(words[action], len(places)) for action, places in sorted(row.places.items())]
+    if len(taken) == 1:
+        return taken[0][0]
+    return f"{', '.join(f'{word} {count}' for word, count in taken)} of {row.num_layers}"
+
+
+def _exposure(row: ModuleRow) -> str:
+    if Action.OFFLOAD not in row.places:
+        return "-"
+    return "exposed" if row.exposed_ms > 0.01 else "hidden"

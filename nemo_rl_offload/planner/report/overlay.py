@@ -1,0 +1,36 @@
+"""A plan as a YAML file that inherits a configuration."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from nemo_rl_offload.planner.plan import JobPlan
+from nemo_rl_offload.planner.report.tables import summary_lines
+
+
+def plan_overlay(
+    plan: JobPlan,
+    config: Path,
+    overlay: Path,
+    overrides: Sequence[str] = (),
+    changed: Mapping[str, object] | None = None,
+) -> str:
+    """A configuration that inherits `config`, has what the `overrides` of the plan `changed`, and adds the plan's keys;
+    `overlay` is where it will stand."""
+    content: Mapping[str, object] = {"defaults": os.path.relpath(config, overlay.parent), **(changed or {})}
+    content = _merged(content, {"policy": {"megatron_cfg": plan.keys}})
+    said = "\n".join(f"# {line}" for line in summary_lines(plan))
+    given = f"# planned with: {' '.join(overrides)}\n" if overrides else ""
+    return f"# Written by `nemo-rl-offload plan`.\n{said}\n{given}{yaml.safe_dump(content, sort_keys=False)}"
+
+
+def _merged(content: Mapping[str, object], added: Mapping[str, object]) -> dict[str, object]:
+    """Sections that both have are joined."""
+    both = {
+        key: _merged(before, value)
+        for key, value in added.items()
+        if isinstance(value, Mapping) and isinstance(before := content.get(key), Mapping)
+    }
+    return {**content, **added, **both}

@@ -1,0 +1,150 @@
+"""A plan in sentences, and as tables on a terminal."""
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from nemo_rl_offload.planner.job import Recompute
+from nemo_rl_offload.planner.plan import JobPlan
+from nemo_rl_offload.planner.report.data import StageData, plan_data
+from nemo_rl_offload.planner.search.to_config import excess_bytes
+from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
+from nemo_rl_offload.units import GIB, MIB, gib
+
+COLUMNS = ("module", "microbatch", "at peak", "goes", "link", "recompute", "copies")
+
+
+def summary_lines(plan: JobPlan) -> list[str]:
+    """The plan in sentences: whether it fits, what it costs, what the host needs, what to change."""
+    data, job = plan_data(plan), plan.job
+    outcomes, host = data["outcomes"], data["host"]
+    base = outcomes["nothing_offloaded"]
+    size = f"{job.micro_batch} x {job.sequence}" if job.micro_batch_tokens is None else f"{job.micro_batch_tokens}"
+    lines = [
+        f"{job.device.name}, {job.layout.world} devices, {job.num_microbatches} microbatches of {size} tokens; "
+        f"{gib(job.budget_bytes)} each"
+    ]
+    titles = {
+        "nothing_offloaded": "nothing offloaded",
+        "as_configured": "as configured",
+        "chosen": "chosen for the budget",
+        "written": "as whole modules",
+    }
+    recomputed = {"chosen": _recomputed(plan.chosen_job.recompute), "written": _recomputed(plan.written.recompute)}
+    for name, outcome in outcomes.items():
+        change = 100 * (outcome["step_ms"] / base["step_ms"] - 1)
+        lines.append(
+            f"{titles[name]}: peak {gib(outcome['peak_bytes'])}, step {outcome['step_ms'] / 1e3:.2f} s "
+            f"({change:+.1f} %), host {gib(outcome['host_bytes'])} per rank{recomputed.get(name, '')}"
+        )
+    lines.append(
+        f"host memory per node: {gib(host['per_node_bytes'])} of {gib(host['memory_per_node_bytes'])}"
+        + (f", {gib(host['of_it_start_model_bytes'])} of it the start model" if job.reference_on_host else "")
+        + f"; pinned {gib(host['per_rank_bytes'])} per rank, at most {gib(host['pinned_limit_per_rank_bytes'])}"
+    )
+    if host["stash_per_rank_bytes"]:
+        lines.append(f"paged stash: {gib(host['stash_per_rank_bytes'])} of pinned pages per rank besides")
+    if factors := data["recommended_factors"]:
+        lines.append("for this routing: " + "; ".join(f"{key}: {factor}" for key, factor in factors.items()))
+    if job.any_implementation:
+        lines.append("transformer_impl: auto is planned as torch, with modules that Transformer Engine has too")
+    return lines + _verdict(plan)
+
+
+def _recomputed(recompute: Recompute) -> str:
+    if recompute.method is not None:
+        return "; recomputes whole layers"
+    if not recompute.modules:
+        return ""
+    counted = recompute.keys["recompute_num_layers"]
+    return f"; recomputes {', '.join(sorted(recompute.modules))}{f' ({counted} layers)' if counted else ''}"
+
+
+def _verdict(plan: JobPlan) -> list[str]:
+    if plan.shortfall_bytes:
+        rank = plan.shortfalls.index(plan.shortfall_bytes)
+        short = (
+            f"does not fit: stage {rank} needs {gib(plan.chosen.peak_bytes(rank))}, "
+            f"{gib(plan.shortfall_bytes)} more than there is."
+        )
+        return [short, f"changes that would do: {'; or '.join(plan.suggestions)}"]
+    keys = plan.keys
+    words = [f"offload_modules: {_yaml(keys['offload_modules'])}"] if keys["offload_modules"] else []
+    if "activation_offload" in keys:
+        words.append(f"gpu_memory_budget: {keys['activation_offload']['gpu_memory_budget']}")
+    words += [f"{key}: {_yaml(value)}" for key, value in keys.items() if key in RECOMPUTE_KEYS and value is not None]
+    if not words:
+        return ["fits without offloading"]
+    said = [f"fits with {'; '.join(words)}"]
+    if plan.needs_layers_to_differ:
+        whole = plan.written.step
+        missing = f"need {gib(excess)} more than there is" if (excess := excess_bytes(plan.job, whole)) else "fit"
+        share = whole.step_ms / plan.chosen.step_ms - 1
+        times = f"take {abs(share):.0%} {'longer' if share >= 0 else 'less time'}"
+        said.append(f"whole modules ({_yaml(plan.written.offload_modules)}) would {missing} and {times}")
+    return said
+
+
+def _yaml(value: object) -> str:
+    return f"[{', '.join(value)}]" if isinstance(value, list | tuple) else str(value)
+
+
+def plan_tables(plan: JobPlan) -> RenderableType:
+    """What the terminal shows."""
+    shown: list[RenderableType] = [*summary_lines(plan), *_frontier_table(plan)]
+    for stage in plan_data(plan)["stages"]:
+        table = _table(COLUMNS, right=(1, 2, 4, 5))
+        for cells in stage_cells(stage):
+            table.add_row(*cells)
+        shown += [f"\n{line}" for line in stage_lines(stage)] + [table]
+    return Group(*shown)
+
+
+def _table(columns: Sequence[str], right: Sequence[int]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number in right else "left", no_wrap=True)
+    return table
+
+
+def _frontier_table(plan: JobPlan) -> Iterator[RenderableType]:
+    """Time at other budgets; the point marked is the last that fits, or else the first."""
+    points = plan.frontier
+    fitting = [point for point in points if point.peak_bytes <= plan.job.budget_bytes]
+    table = _table(("memory", "step", "of nothing offloaded's", ""), right=(0, 1, 2))
+    for point in points:
+        mark = "nearest to the budget" if point == (fitting[-1] if fitting else points[0]) else ""
+        ratio = point.step_ms / plan.baseline.step_ms
+        table.add_row(gib(point.peak_bytes), f"{point.step_ms / 1e3:.2f} s", f"{ratio:.3f}", mark)
+    yield "\nleast time at other budgets, estimated but for the choice"
+    yield table
+
+
+def stage_lines(stage: StageData) -> list[str]:
+    """What stands above a stage's table."""
+    layers = ", ".join(f"{start}-{stop - 1}" for start, stop in stage["layers"])
+    static = ", ".join(f"{name} {size / GIB:.1f}" for name, size in stage["static_bytes"].items())
+    return [
+        f"stage {stage['stage']}: layers {layers}; peak {gib(stage['peak_bytes_before'])} -> "
+        f"{gib(stage['peak_bytes'])}, host {gib(stage['host_bytes'])}, waits {100 * stage['exposed_share']:.1f} %\n"
+        f"  not activations, GiB: {static}"
+    ]
+
+
+def stage_cells(stage: StageData) -> Iterator[tuple[str, ...]]:
+    """The rows of a stage's table, in `COLUMNS`."""
+    for row in stage["modules"]:
+        yield (
+            row["module"],
+            f"{row['bytes_per_microbatch'] / MIB:.0f} MiB",
+            gib(row["bytes_at_peak"]),
+            row["goes"],
+            *(
+                f"{ms:.1f} ms" if ms else ""
+                for ms in (row["link_ms_per_microbatch"], row["recompute_ms_per_microbatch"])
+            ),
+            row["copies"],
+        )
+    yield "other", "", gib(stage["other_bytes_at_peak"]), "stays", "", "", "-"
