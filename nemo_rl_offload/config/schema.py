@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Lt
 from nemo_rl_offload.config.data_schema import DataConfig, EnvConfig
 from nemo_rl_offload.config.megatron_schema import MegatronConfig
 from nemo_rl_offload.config.types import Count, Fraction, NonNegative, Positive, Seed, Share, closed
+from nemo_rl_offload.specs.generation import GenerationBackend
 
 Algorithm = Literal["grpo", "sft", "dpo", "distillation"]
 
@@ -40,7 +41,7 @@ class ColocatedConfig(TypedDict):
 
 @closed
 class GenerationConfig(TypedDict):
-    backend: Literal["megatron"]
+    backend: GenerationBackend
     """Engine that generates the responses."""
     colocated: ColocatedConfig
     """Which workers generate."""

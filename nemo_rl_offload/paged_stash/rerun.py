@@ -10,7 +10,6 @@ out.
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +122,7 @@ class StepGuard:
         """Of the last step, for loggers."""
         return {"paged_stash/reruns": float(self._last_reruns)}
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, float | None]:
         """Counts over all steps, factors that they needed on this rank, and the stash's sizes in bytes."""
         stash_factor = None if self.stash is None else self.stash.needed_factor()
         return {

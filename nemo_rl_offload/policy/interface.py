@@ -15,10 +15,10 @@ from nemo_rl_offload.runs.manifest import Manifest
 class PolicyInterface(Protocol):
     """A language model spread over workers."""
 
-    def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+    def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics."""
 
-    def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """The loss and its metrics over a batch of any size, without a step."""
 
     def get_logprobs(self, batch: Batch) -> Tensor:
@@ -60,7 +60,7 @@ class PolicyInterface(Protocol):
     def notices(self) -> list[str]:
         """What the workers have warned of since the last call."""
 
-    def paged_stash_stats(self) -> dict[str, Any] | None:
+    def paged_stash_stats(self) -> dict[str, float | None] | None:
         """Steps that ran again because the experts' buffers or stash were too small, and sizes; None without limits."""
 
     def peak_device_bytes(self) -> int | None:
