@@ -111,19 +111,19 @@ class Assembler:
     """Puts weights together whose parts come one after another, bucket by bucket."""
 
     def __init__(self) -> None:
-        self._data = np.empty(0, dtype=np.uint8)
+        self._data = torch.empty(0, dtype=torch.uint8)
 
     def add(self, bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
         """The weights that are whole now, in host memory of their own."""
         offset = 0
         for part in bucket.parts:
             if part.begin == 0:
-                self._data = np.empty(part.num_bytes, dtype=np.uint8)
+                self._data = torch.empty(part.num_bytes, dtype=torch.uint8)
             end = offset + part.end - part.begin
-            self._data[part.begin : part.end] = bucket.data[offset:end]
+            self._data.numpy()[part.begin : part.end] = bucket.data[offset:end]
             offset = end
             if part.end == part.num_bytes:
-                yield part.name, torch.from_numpy(self._data).view(part.dtype).view(part.shape)
+                yield part.name, self._data.view(part.dtype).view(part.shape)
 
 
 class WeightExport:
