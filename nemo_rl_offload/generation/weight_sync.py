@@ -202,8 +202,9 @@ def _conversion(model: MegatronModel) -> tuple[Any, list[Any]]:
     auto_bridge = model.auto_bridge
     converter = auto_bridge._model_bridge  # a new one at each access
     with quiet():
-        tasks = converter.build_conversion_tasks(auto_bridge.hf_pretrained, model.modules)
-    of_tasks = {id(task.param_weight) for task in tasks if task is not None}
+        built = converter.build_conversion_tasks(auto_bridge.hf_pretrained, model.modules)
+    tasks = [task for task in built if task is not None]  # None: unmapped, here or on the rank that has it
+    of_tasks = {id(task.param_weight) for task in tasks}
     unmapped = [
         name
         for chunk in model.modules
