@@ -153,7 +153,8 @@ def take_over(folder: Path, overrides: tuple[str, ...], buckets: list[WeightBuck
     for _ in range(2):
         for module in model.modules:
             for weight in module.state_dict(keep_vars=True).values():
-                weight.data.fill_(torch.nan)
+                if isinstance(weight, torch.Tensor):
+                    weight.data.fill_(torch.nan)
         for bucket in buckets:
             loader.load(bucket)
         loader.finish()
