@@ -20,6 +20,12 @@ class ShardedBatch:
     _rows: Tensor
     """For each row of the batch, where it stands in the shards one after another."""
 
+    def with_splits(self) -> list[tuple[Batch, MicrobatchSplit | None]]:
+        """Each shard, and how its rank is to cut it."""
+        if self.splits is None:
+            return [(each, None) for each in self.shards]
+        return list(zip(self.shards, self.splits, strict=True))
+
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """Values [rows of a shard, ...] of all shards as values [rows of the batch, ...]."""
         return torch.cat(list(parts))[self._rows]

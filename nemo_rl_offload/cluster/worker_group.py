@@ -6,6 +6,10 @@ module (and with it torch) is imported. An exception in the constructor arrives 
 exception comes back as plain text with a time stamp, so one that cannot be pickled is reported as well as
 any.
 
+A call names a method of the worker's class, which carries the types of arguments and result to the caller; what
+travels is its name, so that a subclass answers with its own. The rejected alternative, a handle that looks like the
+worker, would hide that a call reaches every rank and returns a list. What Ray itself returns has no type here.
+
 When a rank fails, the others may hang in a collective for ever or fail a moment later with "connection
 closed". So the group waits `GRACE_S` for more failures, reports the one that came first (a dead process
 before any exception), and kills the rest. The limit: between nodes whose clocks differ, "first" is only as
@@ -20,11 +24,11 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Concatenate
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -56,6 +60,25 @@ class Failure:
     kind: type[NemoRLOffloadError] = WorkerError
 
 
+@dataclass(frozen=True)
+class Stored[T]:
+    """A value in Ray's store on the node of the rank that put it there, and a copy on each node that gets it.
+
+    As an argument of a call it travels from node to node without passing through the driver.
+    """
+
+    ref: ray.ObjectRef[T]
+
+    @classmethod
+    def put(cls, value: T) -> "Stored[T]":
+        """Store a value; it is there until nobody holds this any more."""
+        return cls(ray.put(value))
+
+    def get(self) -> T:
+        """The value; arrays in it are read-only views of the store."""
+        return ray.get(self.ref)
+
+
 class RankActor:
     """The process of one rank; holds the caller's worker object."""
 
@@ -68,7 +91,7 @@ class RankActor:
         return Place(os.getpid(), log, free_port)
 
     def construct(
-        self, master_port: int, worker_cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, master_port: int, worker_cls: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Failure | None:
         """Build the worker object."""
         os.environ["MASTER_PORT"] = str(master_port)
@@ -78,18 +101,12 @@ class RankActor:
             return _failure(error)
         return None
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the method's result, or a `Failure`. An argument that another rank kept is fetched from there."""
+    def call(self, method: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return the method's result, or a `Failure`."""
         try:
-            fetched = [ray.get(argument) if isinstance(argument, ray.ObjectRef) else argument for argument in args]
-            return getattr(self._worker, method)(*fetched, **kwargs)
+            return getattr(self._worker, method)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - reported by the driver
             return _failure(error)
-
-    def keep(self, method: str, args: tuple[Any, ...]) -> Any:
-        """Keep the method's result in Ray's store on this node; return a reference to it, or a `Failure`."""
-        result = self.call(method, args, {})
-        return result if isinstance(result, Failure) else ray.put(result)
 
 
 def _failure(error: Exception) -> Failure:
@@ -103,7 +120,7 @@ def _failure(error: Exception) -> Failure:
     )
 
 
-class WorkerGroup:
+class WorkerGroup[W]:
     """One ``worker_cls(*args, **kwargs)`` in its own process per slot of ``cluster``, or of a part of it.
 
     ``env`` are environment variables for all of them. Besides, each process has RANK, WORLD_SIZE, LOCAL_RANK,
@@ -119,10 +136,10 @@ class WorkerGroup:
     def __init__(
         self,
         cluster: VirtualCluster | ClusterPart,
-        worker_cls: type,
-        *args: Any,
+        worker_cls: Callable[..., W],
+        *args: object,
         env: Mapping[str, str] = MappingProxyType({}),
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         self._slots = cluster if isinstance(cluster, ClusterPart) else cluster.whole()
         self.world_size = self._slots.world_size
@@ -132,32 +149,24 @@ class WorkerGroup:
         port = self._places[0].free_port
         self._gather([actor.construct.remote(port, worker_cls, args, kwargs) for actor in self._actors])
 
-    def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def run_all[**P, R](self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call ``method`` with the same arguments on every rank and return the results in rank order.
 
         Raises:
             WorkerError: as for the class; all ranks have been killed, and the group is of no further use.
         """
         shared_args, shared_kwargs = ray.put(args), ray.put(kwargs)
-        return self._gather([actor.call.remote(method, shared_args, shared_kwargs) for actor in self._actors])
+        return self._gather([actor.call.remote(method.__name__, shared_args, shared_kwargs) for actor in self._actors])
 
-    def run_sharded(self, method: str, shards: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
-        """Call ``method(*shards[rank], **kwargs)`` on every rank and return the results in rank order.
+    def run_sharded[*Ts, R](self, method: Callable[[W, *Ts], R], shards: Sequence[tuple[*Ts]]) -> list[R]:
+        """Call ``method(*shards[rank])`` on every rank and return the results in rank order.
 
         Raises:
             WorkerError: as for `run_all`.
         """
         assert len(shards) == self.world_size
         calls = zip(self._actors, shards, strict=True)
-        return self._gather([actor.call.remote(method, shard, kwargs) for actor, shard in calls])
-
-    def keep_all(self, method: str, *args: Any) -> list[Any]:
-        """Call ``method`` as `run_all` does, but leave the results where they are.
-
-        Returns references in rank order, for `run_sharded` of another group to take as arguments: what they stand for
-        travels from node to node without passing through this process.
-        """
-        return self._gather([actor.keep.remote(method, args) for actor in self._actors])
+        return self._gather([actor.call.remote(method.__name__, shard, {}) for actor, shard in calls])
 
     def shutdown(self) -> None:
         """Kill every rank. May be called twice."""
@@ -165,9 +174,9 @@ class WorkerGroup:
             ray.kill(actor)
         self._actors = []
 
-    def _gather(self, refs: list[Any]) -> list[Any]:
+    def _gather(self, refs: list[ray.ObjectRef[object]]) -> list[Any]:
         assert refs, "the worker group was shut down"
-        outcomes: dict[Any, Any] = {}
+        outcomes: dict[ray.ObjectRef[object], object] = {}
         pending, failures = refs, list[Failure]()
         while pending and not failures:
             done, pending = ray.wait(pending)
@@ -182,7 +191,7 @@ class WorkerGroup:
             raise _to_error(first, self._where(first.rank))
         return [outcomes[ref] for ref in refs]
 
-    def _outcome(self, rank: int, ref: Any) -> Any:
+    def _outcome(self, rank: int, ref: ray.ObjectRef[object]) -> object:
         try:
             return ray.get(ref)
         except RayActorError as error:

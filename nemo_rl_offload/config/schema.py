@@ -30,6 +30,7 @@ from nemo_rl_offload.config.types import (
     Size,
     closed,
 )
+from nemo_rl_offload.specs.generation import GenerationBackend
 
 NumProblems = Annotated[int, Gt(0), Le(10_000_000)]
 if TYPE_CHECKING:
@@ -389,7 +390,7 @@ class ColocatedConfig(TypedDict):
 
 @closed
 class GenerationConfig(TypedDict):
-    backend: Annotated[Literal["megatron"], Default("megatron")]
+    backend: Annotated[GenerationBackend, Default("megatron")]
     """Engine that generates the responses."""
     colocated: ColocatedConfig
     """Which workers generate."""

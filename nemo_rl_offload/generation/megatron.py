@@ -26,6 +26,9 @@ from nemo_rl_offload.adapters.megatron_core.interface import forward_only
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.schema import GenerationConfig
 
+type Chunks = Sequence[Any]
+"""Megatron's modules, which have no types."""
+
 
 def filter_logits(logits_BV: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """Set logits outside the `top_k` most likely tokens, and outside the nucleus `top_p`, to minus infinity.
@@ -60,7 +63,7 @@ _OF_CONTEXT_PARALLELISM = {"context_parallel_size": 1, "cp_group": None}
 
 
 @contextmanager
-def _with_whole_sequences(chunks: list[Any]) -> Iterator[None]:
+def _with_whole_sequences(chunks: Chunks) -> Iterator[None]:
     """Every rank runs the model on whole sequences: a decoding step's one position cannot be split."""
     config = chunks[0].config
     off = (_OF_SEQUENCE_PARALLELISM if config.sequence_parallel else {}) | (
@@ -85,7 +88,7 @@ def _with_whole_sequences(chunks: list[Any]) -> Iterator[None]:
         _forget_positions(modules)
 
 
-def _forget_positions(modules: list[Any]) -> None:
+def _forget_positions(modules: Chunks) -> None:
     """Position embeddings keep what they returned, whole or a rank's part, by the length alone."""
     for module in modules:
         if hasattr(module, "cp_group") and hasattr(type(module).forward, "cache_clear"):
@@ -93,7 +96,7 @@ def _forget_positions(modules: list[Any]) -> None:
 
 
 def generate(
-    chunks: list[Any],
+    chunks: Chunks,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     *,
@@ -122,7 +125,7 @@ def generate(
 
 
 def _generate_batch(
-    chunks: list[Any],
+    chunks: Chunks,
     prompts: list[Sequence[int]],
     config: GenerationConfig,
     end_id: int,
@@ -155,7 +158,7 @@ def _generate_batch(
     return _cut(tokens, logprobs, lengths, ends, finished)
 
 
-def _advance(chunks: list[Any], new_tokens: Tensor, context: StaticInferenceContext) -> Tensor:
+def _advance(chunks: Chunks, new_tokens: Tensor, context: StaticInferenceContext) -> Tensor:
     """Run the model on the next tokens [B, S] of every row; returns the logits [B, vocabulary] after the last one."""
     num_rows, num_new = new_tokens.shape
     positions = torch.arange(num_new, device=new_tokens.device) + context.sequence_len_offset

@@ -1,33 +1,44 @@
 """The driver's handle on a policy: cuts batches into shards for the ranks and puts results together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch, num_samples, select
+from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.batching.sharding import ShardedBatch
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.config.rules.parallel import data_parallel_size, num_interleaved
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.losses.reduction import normalizers
+from nemo_rl_offload.generation.interface import GeneratorSetup
+from nemo_rl_offload.generation.registry import make_generator
+from nemo_rl_offload.losses.reduction import Normalizers, normalizers
 from nemo_rl_offload.losses.registry import rows_per_sample
 from nemo_rl_offload.paged_stash.stats import StashStats, stash_totals
 from nemo_rl_offload.planner.cost.flops import training_flops
 from nemo_rl_offload.policy.microbatches import is_planned, shard_for_ranks
 from nemo_rl_offload.policy.model_workers import ModelWorkers, without_offloading
 from nemo_rl_offload.policy.offload_totals import idle_modules, offload_totals
+from nemo_rl_offload.policy.worker import PolicyWorker
 from nemo_rl_offload.runs.manifest import Manifest
 from nemo_rl_offload.runs.run_files import MemorySample, OffloadTotals
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import num_microbatches
+
+LossMethod = Callable[
+    [PolicyWorker, Batch, str, Mapping[str, object], Normalizers, MicrobatchSplit | None], dict[str, float]
+]
+LogprobsMethod = Callable[[PolicyWorker, Batch, MicrobatchSplit | None], NDArray[np.float32] | None]
 
 
 class Policy:
@@ -54,7 +65,6 @@ class Policy:
         generation_slots: ClusterPart | None = None,
     ) -> None:
         self._config = config
-        self._end_id = end_id
         num_shards = data_parallel_size(config["megatron_cfg"], cluster.world_size)
         if not is_planned(config):
             whole, micro = config["train_global_batch_size"], config["train_micro_batch_size"]
@@ -63,23 +73,17 @@ class Policy:
             cluster, config, model_path, seed=seed, num_steps=num_steps, keep_reference=keep_reference
         )
         self._workers = self._trainers.workers
-        self._generators: ModelWorkers | None = None
-        if generation_slots is not None:
-            self._generators = ModelWorkers(
-                generation_slots,
-                without_offloading(config),
-                model_path,
-                seed=seed,
-                num_steps=None,
-                keep_reference=False,
-            )
-        self._generators_are_behind = False
+        untrained = partial(ModelWorkers, model_path=model_path, seed=seed, num_steps=None, keep_reference=False)
+        setup = GeneratorSetup(without_offloading(config), end_id, generation_slots, self._trainers, untrained)
+        self._generator = make_generator(setup)
+        self._generator.start()
+        self._generator_is_behind = False
         self._trained_flops = 0.0
         self._shape: ModelShape | None = None
         with suppress(ConfigError):  # of a family that the planner does not know
             self._shape = load_model_shape(config["model_name"], model_path)
 
-    def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+    def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics."""
         rows = rows_per_sample(loss_name)
         size = self._config["train_global_batch_size"] * rows
@@ -89,37 +93,39 @@ class Policy:
         steps: list[dict[str, float]] = []
         for start in range(0, num_samples(batch), size):
             global_batch = select(batch, slice(start, start + size))
-            steps.append(self._with_loss("train", global_batch, loss_name, loss_config))
-        self._generators_are_behind = True
+            steps.append(self._with_loss(PolicyWorker.train, global_batch, loss_name, loss_config))
+        self._generator_is_behind = True
         return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
 
-    def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """The loss and its metrics over a batch of any size, without a step."""
-        return self._with_loss("evaluate", batch, loss_name, loss_config)
+        return self._with_loss(PolicyWorker.evaluate, batch, loss_name, loss_config)
 
-    def _with_loss(self, method: str, batch: Batch, loss_name: str, loss_config: Mapping[str, Any]) -> dict[str, float]:
+    def _with_loss(
+        self, method: LossMethod, batch: Batch, loss_name: str, loss_config: Mapping[str, object]
+    ) -> dict[str, float]:
         sharded = shard_for_ranks(batch, self._config, self._trainers.num_shards, "train", rows_per_sample(loss_name))
-        metrics: dict[str, float] = self._run_divided(method, sharded, loss_name, loss_config, normalizers(batch))[0]
-        return metrics
+        norm = normalizers(batch)
+        shards = [(shard, loss_name, loss_config, norm, split) for shard, split in sharded.with_splits()]
+        return self._run_sharded(method, shards)[0]
 
-    def _run_divided(self, method: str, sharded: ShardedBatch, *args: Any) -> list[Any]:
-        """Run a method of the workers with their shards, `args`, and how to cut the shard where that is planned."""
-        shards = [(shard, *args) for shard in sharded.shards]
-        if sharded.splits is not None:
-            shards = [(*each, split) for each, split in zip(shards, sharded.splits, strict=True)]
+    def _run_sharded[*Ts, R](
+        self, method: Callable[[PolicyWorker, *Ts], R | None], shards: Sequence[tuple[*Ts]]
+    ) -> list[R]:
+        self._generator.sleep()
         return self._trainers.run_sharded(method, shards)
 
     def get_logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of every token under the current weights, float32 [B, S]; position 0 is 0."""
-        return self._sharded_logprobs("get_logprobs", batch)
+        return self._sharded_logprobs(PolicyWorker.get_logprobs, batch)
 
     def get_reference_policy_logprobs(self, batch: Batch) -> Tensor:
         """The same under the weights that the run started from."""
-        return self._sharded_logprobs("get_reference_policy_logprobs", batch)
+        return self._sharded_logprobs(PolicyWorker.get_reference_policy_logprobs, batch)
 
-    def _sharded_logprobs(self, method: str, batch: Batch) -> Tensor:
+    def _sharded_logprobs(self, method: LogprobsMethod, batch: Batch) -> Tensor:
         sharded = self._for_logprobs(batch)
-        parts = self._run_divided(method, sharded)
+        parts = self._run_sharded(method, sharded.with_splits())
         return sharded.gather([torch.tensor(part) for part in parts])  # copies: Ray's arrays are read-only
 
     def _for_logprobs(self, batch: Batch) -> ShardedBatch:
@@ -132,43 +138,44 @@ class Policy:
         Only the first `num_tokens` of the vocabulary count.
         """
         sharded = self._for_logprobs(batch)
-        values, ids = zip(*self._run_divided("get_topk_logits", sharded, k, num_tokens), strict=True)
+        shards = [(shard, k, num_tokens, split) for shard, split in sharded.with_splits()]
+        values, ids = zip(*self._run_sharded(PolicyWorker.get_topk_logits, shards), strict=True)
         return sharded.gather(list(map(torch.tensor, values))), sharded.gather(list(map(torch.tensor, ids)))
 
     def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
-        """Sample one response for each prompt; a function of weights, prompts, `seed` and number of shards."""
-        if self._generators is None:
-            return self._trainers.generate(prompts, seed, self._end_id)
-        if self._generators_are_behind:
-            self._trainers.hand_weights_to(self._generators)
-            self._generators_are_behind = False
-        return self._generators.generate(prompts, seed, self._end_id)
+        """Sample one response for each prompt; a function of weights, prompts, `seed` and the backend's layout."""
+        self._generator.wake()
+        if self._generator_is_behind:
+            self._generator.update_weights(self._trainers)
+            self._generator_is_behind = False
+        return self._generator.generate(prompts, seed)
 
     def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write weights, optimizer, schedule and random numbers into a new folder, which all nodes share."""
         folder.mkdir(parents=True)
-        self._workers.run_all("start_checkpoint", folder.resolve(), in_background=in_background)
+        self._workers.run_all(PolicyWorker.start_checkpoint, folder.resolve(), in_background=in_background)
 
     def checkpoint_is_written(self) -> bool:
         """Whether `finish_checkpoint` would not have to wait."""
-        return all(self._workers.run_all("checkpoint_is_written"))
+        return all(self._workers.run_all(PolicyWorker.checkpoint_is_written))
 
     def finish_checkpoint(self) -> Manifest:
         """Complete what `start_checkpoint` began; returns the files."""
-        return {name: digest for part in self._workers.run_all("finish_checkpoint") for name, digest in part.items()}
+        parts = self._workers.run_all(PolicyWorker.finish_checkpoint)
+        return {name: digest for part in parts for name, digest in part.items()}
 
     def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
         """Read what was written, with these files."""
-        self._workers.run_all("load_checkpoint", folder.resolve(), manifest)
-        self._generators_are_behind = True
+        self._workers.run_all(PolicyWorker.load_checkpoint, folder.resolve(), manifest)
+        self._generator_is_behind = True
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, with the start model's configuration and tokenizer."""
-        self._workers.run_all("export_hf", folder.resolve())
+        self._workers.run_all(PolicyWorker.export_hf, folder.resolve())
 
     def offload_stats(self) -> OffloadTotals:
         """Totals of all ranks' engines: see `offload_totals`."""
-        per_rank = self._workers.run_all("offload_stats")
+        per_rank = self._workers.run_all(PolicyWorker.offload_stats)
         return offload_totals(self._config, [stats for stats in per_rank if stats is not None])
 
     def idle_modules(self) -> list[str]:
@@ -178,8 +185,8 @@ class Policy:
     def notices(self) -> list[str]:
         """What the workers have warned of since the last call, each text once."""
         ranks: dict[str, list[int]] = {}
-        for group in (self._trainers, self._generators):
-            for rank, texts in enumerate([] if group is None else group.workers.run_all("take_notices")):
+        for group in (self._trainers, self._generator):
+            for rank, texts in enumerate(group.notices()):
                 for text in texts:
                     ranks.setdefault(text, []).append(rank)
         if self._workers.world_size == 1:
@@ -191,13 +198,13 @@ class Policy:
 
         Sizes in bytes are sums over the ranks; None where the experts have no limits.
         """
-        per_rank = self._workers.run_all("paged_stash_stats")
-        return None if per_rank[0] is None else stash_totals(per_rank)
+        per_rank = [stats for stats in self._workers.run_all(PolicyWorker.paged_stash_stats) if stats is not None]
+        return stash_totals(per_rank) if per_rank else None
 
     def peak_device_bytes(self) -> int | None:
         """Highest device memory of any rank; None on a CPU."""
-        peaks = self._workers.run_all("peak_device_bytes")
-        return None if None in peaks else max(peaks)
+        peaks = [peak for peak in self._workers.run_all(PolicyWorker.peak_device_bytes) if peak is not None]
+        return max(peaks, default=None)
 
     @property
     def world_size(self) -> int:
@@ -212,7 +219,7 @@ class Policy:
         """Peak rate of all devices together, in the policy's precision; None where one is not known."""
         if self._config["precision"] != "bfloat16":
             return None
-        devices = self._workers.run_all("device")
+        devices = self._workers.run_all(PolicyWorker.device)
         try:
             return sum(recognise(name, num_bytes).bf16_tflops * 1e12 for name, num_bytes in devices)
         except ConfigError:
@@ -220,15 +227,13 @@ class Policy:
 
     def start_memory_trace(self) -> None:
         """Begin to sample the memory of the first worker."""
-        self._workers.run_all("start_memory_trace")
+        self._workers.run_all(PolicyWorker.start_memory_trace)
 
     def finish_memory_trace(self) -> list[MemorySample]:
         """The samples since."""
-        samples: list[MemorySample] = self._workers.run_all("finish_memory_trace")[0]
-        return samples
+        return self._workers.run_all(PolicyWorker.finish_memory_trace)[0]
 
     def shutdown(self) -> None:
         """Kill the workers. May be called twice."""
-        self._workers.shutdown()
-        if self._generators is not None:
-            self._generators.workers.shutdown()
+        self._trainers.shutdown()
+        self._generator.stop()

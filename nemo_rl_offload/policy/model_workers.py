@@ -1,24 +1,20 @@
 """The workers of one model: how work is cut for them, and how they sample.
 
-Training and generation can have workers of their own (`policy.generation.colocated`). Both are laid out alike by
-Megatron's tensor, pipeline and expert sizes, so that each rank of one group has a rank of the other with the same
-parameters in the same order, and weights go from rank to rank as they are, without a detour by Hugging Face's names or
-a whole model in any one place. The rejected alternative is a communicator over both groups: NCCL's would be faster than
-Ray's object store, but both groups would have to start, fail and restart as one. The limit: generation cannot be laid
-out in another way than training.
+Training and generation can have workers of their own (`policy.generation.colocated`), of this kind both. Weights go
+from one to the other by Hugging Face's names: see `generation.weight_sync`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
-from nemo_rl_offload.cluster.worker_group import WorkerGroup
+from nemo_rl_offload.cluster.worker_group import Stored, WorkerGroup
 from nemo_rl_offload.config.rules.parallel import data_parallel_size
-from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.policy.worker import Placement, PolicyWorker
+from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
+from nemo_rl_offload.generation.weight_sync import SOURCE_RANK, WeightBucket
+from nemo_rl_offload.policy.worker import PolicyWorker
 
 
 def worker_env(config: PolicyConfig) -> dict[str, str]:
@@ -37,8 +33,12 @@ def worker_env(config: PolicyConfig) -> dict[str, str]:
 
 def without_offloading(config: PolicyConfig) -> PolicyConfig:
     """For workers that never train."""
-    off: Any = {"fine_grained_activation_offloading": False, "offload_modules": None}
-    return {**config, "megatron_cfg": config["megatron_cfg"] | off}
+    off: MegatronConfig = {
+        **config["megatron_cfg"],
+        "fine_grained_activation_offloading": False,
+        "offload_modules": None,
+    }
+    return {**config, "megatron_cfg": off}
 
 
 class ModelWorkers:
@@ -66,15 +66,17 @@ class ModelWorkers:
             num_steps=num_steps,
             keep_reference=keep_reference,
         )
-        self._placements: list[Placement] = self.workers.run_all("placement")
+        self._placements = self.workers.run_all(PolicyWorker.placement)
 
-    def run_sharded(self, method: str, shards: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def run_sharded[*Ts, R](
+        self, method: Callable[[PolicyWorker, *Ts], R | None], shards: Sequence[tuple[*Ts]]
+    ) -> list[R]:
         """Give each rank the shard of its data-parallel rank; returns one result for each shard."""
         results = self.workers.run_sharded(method, [shards[place.data_parallel_rank] for place in self._placements])
         sources = {
             place.data_parallel_rank: result
             for place, result in zip(self._placements, results, strict=True)
-            if place.is_source
+            if place.is_source and result is not None
         }
         return [sources[number] for number in range(len(shards))]
 
@@ -93,14 +95,28 @@ class ModelWorkers:
             for number in range(num_shards)
             for _ in range(num_alike)
         ]
-        return [response for part in self.run_sharded("generate", shards)[::num_alike] for response in part]
+        return [response for part in self.run_sharded(PolicyWorker.generate, shards)[::num_alike] for response in part]
 
-    def hand_weights_to(self, other: "ModelWorkers") -> None:
-        """Give the ranks of a group that is laid out alike the weights of this one."""
-        sources: dict[tuple[int, ...], int] = {}
-        for rank, place in enumerate(self._placements):
-            sources.setdefault(place.coordinates, rank)
-        wanted = [sources[place.coordinates] for place in other._placements]
-        for piece in range(max(self.workers.run_all("num_weight_pieces"))):
-            kept = self.workers.keep_all("read_weights", piece, sorted(set(wanted)))
-            other.workers.run_sharded("write_weights", [(piece, kept[rank]) for rank in wanted])
+    def weight_buckets(self) -> Iterator[Stored[WeightBucket]]:
+        """All weights by Hugging Face's names, once."""
+        self.workers.run_all(PolicyWorker.start_weight_export)
+        while (bucket := self.workers.run_all(PolicyWorker.next_weight_bucket)[SOURCE_RANK]) is not None:
+            yield bucket
+
+    def prepare_weight_update(self) -> None:
+        """Find where each weight goes; raises ConfigError when one cannot come by its Hugging Face name."""
+        self.workers.run_all(PolicyWorker.prepare_weight_update)
+
+    def load_weights(self, buckets: Iterable[Stored[WeightBucket]]) -> None:
+        """Replace all weights."""
+        for bucket in buckets:
+            self.workers.run_all(PolicyWorker.load_weight_bucket, bucket)
+        self.workers.run_all(PolicyWorker.finish_weight_update)
+
+    def notices(self) -> list[list[str]]:
+        """What the workers have warned of since the last call, by rank."""
+        return self.workers.run_all(PolicyWorker.take_notices)
+
+    def shutdown(self) -> None:
+        """Kill the workers. May be called twice."""
+        self.workers.shutdown()

@@ -7,14 +7,17 @@ paying for the import.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.cluster.worker_group import Stored
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ResourceError
+from nemo_rl_offload.generation.weight_sync import WeightBucket, WeightExport, WeightLoader
 from nemo_rl_offload.observability.memory_trace import MemoryTrace
 from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.offload.host_memory import give_back_free_memory
@@ -36,19 +39,12 @@ if TYPE_CHECKING:
     from nemo_rl_offload.runs.run_files import MemorySample
 
 
-WEIGHT_PIECE_BYTES = 64 << 20
-"""Weights travel in pieces of about this size."""
-
-
-class Placement(NamedTuple):
-    """A rank's part in the work: which shard of a batch it gets, and whether its results are its shard's.
-
-    Ranks with the same `coordinates` (tensor, pipeline, expert tensor and expert rank) hold the same parameters.
-    """
+@dataclass(frozen=True)
+class Placement:
+    """A rank's part in the work: which shard of a batch it gets, and whether its results are its shard's."""
 
     data_parallel_rank: int
     is_source: bool
-    coordinates: tuple[int, ...] = ()
 
 
 class PolicyWorker:
@@ -81,6 +77,8 @@ class PolicyWorker:
         if self._engine is not None:
             exclude_parameters(self._engine, self._model.modules)
         self._save: Save | None = None
+        self._export: WeightExport | None = None
+        self._loader: WeightLoader | None = None
         self._has_trained = False
         self._reference: list[torch.Tensor] | None = None
         if keep_reference:
@@ -94,12 +92,6 @@ class PolicyWorker:
         return Placement(
             parallel_state.get_data_parallel_rank(),
             is_first and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-            (
-                parallel_state.get_tensor_model_parallel_rank(),
-                parallel_state.get_pipeline_model_parallel_rank(),
-                parallel_state.get_expert_tensor_parallel_rank(),
-                parallel_state.get_expert_model_parallel_rank(),
-            ),
         )
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -221,40 +213,29 @@ class PolicyWorker:
         for weight, value in zip(self._parameters(), values, strict=True):
             weight.data.copy_(value)
 
-    def num_weight_pieces(self) -> int:
-        """How many pieces `read_weights` has."""
-        return len(self._weight_pieces())
+    def start_weight_export(self) -> None:
+        """Begin to read out the current weights."""
+        self._export = WeightExport(self._whole_model())
 
-    def _weight_pieces(self) -> list[list[torch.Tensor]]:
-        """Parameters, and buffers such as the routers' biases, in the order of the modules."""
-        pieces: list[list[torch.Tensor]] = [[]]
-        size_bytes = 0
-        for module in self._whole_model().modules:
-            for weight in (*module.parameters(), *module.buffers()):
-                if size_bytes and size_bytes + weight.nbytes > WEIGHT_PIECE_BYTES:
-                    pieces.append([])
-                    size_bytes = 0
-                pieces[-1].append(weight.detach())
-                size_bytes += weight.nbytes
-        return pieces
+    def next_weight_bucket(self) -> Stored[WeightBucket] | None:
+        """The next weights, on the first rank; None elsewhere, and when all have been read."""
+        assert self._export is not None, "start_weight_export comes first"
+        bucket = self._export.next_bucket()
+        return None if bucket is None else Stored.put(bucket)
 
-    def read_weights(self, piece: int, ranks: list[int]) -> list[NDArray[np.uint8]] | None:
-        """The bytes of a piece of this rank's weights, as `write_weights` takes them; None where nothing is to send."""
-        import torch
-        import torch.distributed as dist
+    def prepare_weight_update(self) -> None:
+        """Find where each weight goes; raises ConfigError when one cannot come by its Hugging Face name."""
+        self._loader = WeightLoader(self._model)
 
-        pieces = self._weight_pieces()
-        if dist.get_rank() not in ranks or piece >= len(pieces):
-            return None
-        return [weight.cpu().contiguous().flatten().view(torch.uint8).numpy() for weight in pieces[piece]]
+    def load_weight_bucket(self, bucket: Stored[WeightBucket]) -> None:
+        """Take over the next weights."""
+        assert self._loader is not None, "prepare_weight_update comes first"
+        self._loader.load(bucket.get())
 
-    def write_weights(self, piece: int, values: list[NDArray[np.uint8]] | None) -> None:
-        """Take over a piece of the weights of a rank with the same parameters."""
-        import torch
-
-        if values is not None:
-            for weight, value in zip(self._weight_pieces()[piece], values, strict=True):
-                weight.copy_(torch.tensor(value).view(weight.dtype).view(weight.shape))
+    def finish_weight_update(self) -> None:
+        """End an update, all of whose buckets have been loaded."""
+        assert self._loader is not None, "prepare_weight_update comes first"
+        self._loader.finish()
 
     def generate(self, prompts: list[list[int]], seed: int, end_id: int) -> list[Response]:
         """Sample one response for each prompt."""

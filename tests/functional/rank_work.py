@@ -2,10 +2,13 @@
 
 import gc
 import hashlib
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from megatron.core import parallel_state
 from models import VOCABULARY_SIZE, count_step, make_batch, make_policy, write_model
@@ -15,7 +18,9 @@ from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters,
 from nemo_rl_offload.batching.batch import shard
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.sharding import ShardedBatch
+from nemo_rl_offload.generation import weight_sync
 from nemo_rl_offload.generation.megatron import generate
+from nemo_rl_offload.generation.weight_sync import WeightBucket, WeightExport, WeightLoader, cut_into_buckets
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model, init_process_groups
@@ -122,6 +127,53 @@ def sample(folder: Path, overrides: tuple[str, ...], prompts: list[list[int]]) -
     return [response.tokens for response in responses]
 
 
+Weights = dict[str, tuple[str, NDArray[np.uint8]]]
+"""Type and bytes of each weight by the names of the model's folder; on rank 0."""
+
+
+def train_and_hand_over(folder: Path, overrides: tuple[str, ...]) -> tuple[list[WeightBucket], Weights]:
+    """Take two steps; the weights in buckets that cut most of them, and as Bridge exports them."""
+    model, _ = _build(folder, overrides)
+    _steps(model, (0, 1))
+    for module in (module for chunk in model.modules for module in chunk.modules()):
+        if getattr(module, "expert_bias", None) is not None:
+            module.expert_bias += torch.arange(len(module.expert_bias))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_sync, "cut_into_buckets", partial(cut_into_buckets, bucket_bytes=1500))
+        export = WeightExport(model)
+    num_bytes = sum(weight.nbytes for _, weight in _named(model))
+    buckets = [export.next_bucket() for _ in range(-(-num_bytes // 1500))]
+    assert export.next_bucket() is None
+    return [bucket for bucket in buckets if bucket is not None], _bytes(model)
+
+
+def take_over(folder: Path, overrides: tuple[str, ...], buckets: list[WeightBucket]) -> Weights:
+    """Load the buckets, twice, into a model that is never trained, whose own weights are gone."""
+    model, _ = _build(folder, overrides, num_steps=None)
+    loader = WeightLoader(model)
+    for _ in range(2):
+        for module in model.modules:
+            for weight in module.state_dict(keep_vars=True).values():
+                if isinstance(weight, torch.Tensor):
+                    weight.data.fill_(torch.nan)
+        for bucket in buckets:
+            loader.load(bucket)
+        loader.finish()
+    return _bytes(model)
+
+
+def _named(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(model.auto_bridge.export_hf_weights(model.modules, cpu=True, show_progress=False))
+
+
+def _bytes(model: MegatronModel) -> Weights:
+    exported = {
+        name: (str(weight.dtype), weight.detach().contiguous().flatten().view(torch.uint8).numpy().copy())
+        for name, weight in _named(model)
+    }
+    return exported if torch.distributed.get_rank() == 0 else {}
+
+
 class Resumed(NamedTuple):
     """What a run leaves on one rank from a checkpoint on."""
 
@@ -168,13 +220,13 @@ def _steps(model: MegatronModel, numbers: tuple[int, ...]) -> list[dict[str, flo
     ]
 
 
-def _build(folder: Path, overrides: tuple[str, ...]) -> tuple[MegatronModel, Any]:
+def _build(folder: Path, overrides: tuple[str, ...], num_steps: int | None = 10) -> tuple[MegatronModel, Any]:
     torch.set_num_threads(1)
     policy = make_policy(*overrides)
     _leave_groups()
     init_process_groups(policy, seed=1)
     engine = install_offloading(policy)
-    model = build_model(policy, folder, num_steps=10)
+    model = build_model(policy, folder, num_steps)
     if engine is not None:
         exclude_parameters(engine, model.modules)
     return model, engine

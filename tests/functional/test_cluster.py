@@ -75,17 +75,17 @@ def eventually_gone(pids: list[int], timeout_s: float = 10.0) -> bool:
 
 def test_collective_then_exception_of_one_rank(cluster: VirtualCluster) -> None:
     group = WorkerGroup(cluster, GlooWorker, env={"EXTRA": "7"})
-    described = group.run_all("describe")
+    described = group.run_all(GlooWorker.describe)
     pids = [worker["pid"] for worker in described]
     assert (cluster.device, cluster.world_size, cluster.workers_per_node) == ("cpu", 2, 2)
     assert [(worker["RANK"], worker["LOCAL_RANK"]) for worker in described] == [(0, 0), (1, 1)]
     assert all(worker["WORLD_SIZE"] == worker["LOCAL_WORLD_SIZE"] == 2 for worker in described)
     assert all(worker["EXTRA"] == 7 for worker in described)
     assert all(worker["threads"] == worker["OMP_NUM_THREADS"] for worker in described)
-    assert group.run_sharded("total", [(1.0,), (10.0,)], scale=2.0) == [22.0, 22.0]
+    assert group.run_sharded(GlooWorker.total, [(1.0, 2.0), (10.0, 2.0)]) == [22.0, 22.0]
 
     with pytest.raises(WorkerError) as caught:
-        group.run_all("fail", rank=1)
+        group.run_all(GlooWorker.fail, rank=1)
     where = f"rank 1 of 2 ({cluster.layout.nodes[0].address}, pid {pids[1]})"
     assert str(caught.value) == f"{where}: UnpicklableError: first line\nsecond line"
     assert "in fail" in vars(caught.value)["details"]
@@ -94,10 +94,10 @@ def test_collective_then_exception_of_one_rank(cluster: VirtualCluster) -> None:
 
 def test_killed_rank_is_one_error_within_seconds(cluster: VirtualCluster) -> None:
     group = WorkerGroup(cluster, HangingWorker)
-    pids = group.run_all("pid")
+    pids = group.run_all(HangingWorker.pid)
     start = time.monotonic()
     with pytest.raises(WorkerError, match=rf"^rank 0 of 2 \(.*, pid {pids[0]}\): the process died\. ") as caught:
-        group.run_all("die", rank=0)
+        group.run_all(HangingWorker.die, rank=0)
     assert time.monotonic() - start < 10
     assert f"-{pids[0]}.err" in str(caught.value)
     print(caught.value)
@@ -132,9 +132,9 @@ def test_workers_of_a_lost_node_go_on_another(cluster: VirtualCluster, monkeypat
             lost = joined.layout.nodes[0].node_id
             nodes.remove_node(next(node for node in workers if node.node_id == lost), allow_graceful=False)
             with pytest.raises(WorkerError, match="rank 0 of 1"):
-                group.run_all("pid")
+                group.run_all(HangingWorker.pid)
             joined.renew()
             assert joined.layout.nodes[0].node_id != lost
-            assert WorkerGroup(joined, HangingWorker).run_all("pid")
+            assert WorkerGroup(joined, HangingWorker).run_all(HangingWorker.pid)
     finally:
         nodes.shutdown()

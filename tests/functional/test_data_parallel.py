@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,7 +70,7 @@ def make_policy(*overrides: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+def groups() -> Iterator[tuple[Group, Group]]:
     """One worker, and two."""
     model = PROJECT_ROOT / "examples/models/tiny_speller"
     with cpu_cluster(1) as single, VirtualCluster(1, 2) as double:
@@ -94,19 +94,22 @@ def recorded_batch(size: int) -> Batch:
     }
 
 
-def run_sharded(group: WorkerGroup, method: str, batch: Batch, *rest: Any) -> list[Any]:
+Group = WorkerGroup[OpenWorker]
+
+
+def run_sharded(group: Group, method: Callable[..., Any], batch: Batch, *rest: Any) -> list[Any]:
     return group.run_sharded(method, [(piece, *rest) for piece in shard(batch, group.world_size)])
 
 
-def three_steps(group: WorkerGroup, policy: Any, batch: Batch, loss: dict[str, Any]) -> tuple[Any, ...]:
+def three_steps(group: Group, policy: Any, batch: Batch, loss: dict[str, Any]) -> tuple[Any, ...]:
     """Return the steps' metrics, the first gradients, and the weights before and after."""
-    group.run_all("rebuild", policy)
-    before = group.run_all("weights")[0]
+    group.run_all(OpenWorker.rebuild, policy)
+    before = group.run_all(OpenWorker.weights)[0]
     metrics, gradients = [], []
     for _ in range(NUM_STEPS):
-        metrics.append(run_sharded(group, "train", batch, "clipped_pg", loss, normalizers(batch))[0])
-        gradients.append(group.run_all("gradients"))
-    for rank_weights in (weights := group.run_all("weights")):
+        metrics.append(run_sharded(group, OpenWorker.train, batch, "clipped_pg", loss, normalizers(batch))[0])
+        gradients.append(group.run_all(OpenWorker.gradients))
+    for rank_weights in (weights := group.run_all(OpenWorker.weights)):
         assert all(np.array_equal(rank_weights[name], weights[0][name]) for name in weights[0])
     return metrics, gradients[0][0], before, weights[0]
 
@@ -121,12 +124,10 @@ def three_steps(group: WorkerGroup, policy: Any, batch: Batch, loss: dict[str, A
     ],
     ids=["sgd", "distributed-adam"],
 )
-def test_two_workers_compute_what_one_does(
-    groups: tuple[WorkerGroup, WorkerGroup], optimizer: tuple[str, ...], size: int
-) -> None:
+def test_two_workers_compute_what_one_does(groups: tuple[Group, Group], optimizer: tuple[str, ...], size: int) -> None:
     policy, batch = make_policy(*optimizer), recorded_batch(size)
-    groups[0].run_all("rebuild", policy)
-    logprobs = torch.tensor(run_sharded(groups[0], "get_logprobs", batch)[0])
+    groups[0].run_all(OpenWorker.rebuild, policy)
+    logprobs = torch.tensor(run_sharded(groups[0], OpenWorker.get_logprobs, batch)[0])
     noise = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0))
     batch["prev_logprobs"] = logprobs + 0.2 * noise
     loss = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")["loss_fn"] | {
@@ -143,7 +144,7 @@ def test_two_workers_compute_what_one_does(
 
 
 def test_weights_whose_gather_is_put_off_are_whole_before_they_are_used(
-    groups: tuple[WorkerGroup, WorkerGroup],
+    groups: tuple[Group, Group],
 ) -> None:
     """`overlap_param_gather` leaves each rank its own part of a step until the next forward; others read before."""
     batch = recorded_batch(8)
@@ -152,22 +153,22 @@ def test_weights_whose_gather_is_put_off_are_whole_before_they_are_used(
     for overlap in ("false", "true"):
         ddp = [f"{DDP}.{key}={overlap}" for key in ("overlap_param_gather", "overlap_grad_reduce")]
         policy = make_policy("use_distributed_optimizer=true", "optimizer=adam", "lr=0.01", *ddp)
-        groups[1].run_all("rebuild", policy)
+        groups[1].run_all(OpenWorker.rebuild, policy)
         batch["prev_logprobs"] = torch.zeros(8, 14)
-        run_sharded(groups[1], "train", batch, "clipped_pg", loss, normalizers(batch))
-        weights = groups[1].run_all("weights")
-        outcomes.append((run_sharded(groups[1], "get_logprobs", batch), weights))
+        run_sharded(groups[1], OpenWorker.train, batch, "clipped_pg", loss, normalizers(batch))
+        weights = groups[1].run_all(OpenWorker.weights)
+        outcomes.append((run_sharded(groups[1], OpenWorker.get_logprobs, batch), weights))
     for expected, found in zip(outcomes[0][0], outcomes[1][0], strict=True):
         assert np.array_equal(expected, found)
     for expected, found in zip(outcomes[0][1], outcomes[1][1], strict=True):
         assert all(np.array_equal(expected[name], found[name]) for name in expected)
 
 
-def test_logprobs_do_not_depend_on_the_number_of_workers(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+def test_logprobs_do_not_depend_on_the_number_of_workers(groups: tuple[Group, Group]) -> None:
     for group in groups:
-        group.run_all("rebuild", make_policy())
+        group.run_all(OpenWorker.rebuild, make_policy())
     batch = recorded_batch(7)
-    one, two = (np.concatenate(run_sharded(group, "get_logprobs", batch))[:7] for group in groups)
+    one, two = (np.concatenate(run_sharded(group, OpenWorker.get_logprobs, batch))[:7] for group in groups)
     real = np.arange(batch["input_ids"].shape[1]) < batch["input_lengths"].numpy()[:, None]
     assert one[real] == pytest.approx(two[real], abs=1e-5)
     assert (one[real][:, None] != 0).mean() > 0.8

@@ -30,9 +30,10 @@ class FakeWorker:
         self.rank = rank
         tensor_size, num_stages = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
         stage, rest = divmod(rank, world_size // num_stages)
-        coordinates = (rest % tensor_size, stage)
-        self.place = Placement(rest // tensor_size, rest % tensor_size == 0 and stage == num_stages - 1, coordinates)
-        self.weights = ["start", "start", "start"][: stage + 1]
+        self.place = Placement(rest // tensor_size, rest % tensor_size == 0 and stage == num_stages - 1)
+        self.export: list[Any] = []
+        self.weights = ["start"]
+        self.loaded: list[str] | None = None
         self.calls: list[tuple[Any, ...]] = []
         self.splits: list[MicrobatchSplit | None] = []
 
@@ -73,16 +74,23 @@ class FakeWorker:
         self.calls.append((prompts, seed))
         return [Response([*prompt, end_id], [0.0] * (len(prompt) + 1), True) for prompt in prompts]
 
-    def num_weight_pieces(self) -> int:
-        return len(self.weights)
+    def start_weight_export(self) -> None:
+        self.export = [f"bucket {number} after {len(self.calls)} steps" for number in range(3)]
 
-    def read_weights(self, piece: int, ranks: list[int]) -> str | None:
-        is_there = self.rank in ranks and piece < len(self.weights)
-        return f"piece {piece} of {self.place.coordinates}" if is_there else None
+    def next_weight_bucket(self) -> Any:
+        bucket = self.export.pop(0) if self.export else None
+        return SimpleNamespace(get=lambda: bucket) if bucket and self.rank == 0 else None
 
-    def write_weights(self, piece: int, value: str | None) -> None:
-        if value is not None:
-            self.weights[piece] = value
+    def prepare_weight_update(self) -> None:
+        self.loaded = []
+
+    def load_weight_bucket(self, bucket: Any) -> None:
+        assert self.loaded is not None
+        self.loaded.append(bucket.get())
+
+    def finish_weight_update(self) -> None:
+        assert self.loaded is not None
+        self.weights, self.loaded = self.loaded, []
 
     def offload_stats(self) -> OffloadStats | None:
         moved = 5 + self.rank
@@ -105,14 +113,12 @@ class FakeGroup:
         cfg, self.world_size = args[0]["megatron_cfg"], cluster.world_size
         self.workers = [FakeWorker(rank, cluster.world_size, cfg) for rank in range(cluster.world_size)]
 
-    def run_all(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(worker, method)(*args) for worker in self.workers]
+    def run_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return [getattr(worker, method.__name__)(*args) for worker in self.workers]
 
-    def keep_all(self, method: str, *args: Any) -> list[Any]:
-        return self.run_all(method, *args)
-
-    def run_sharded(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]:
-        return [getattr(worker, method)(*shard) for worker, shard in zip(self.workers, shards, strict=True)]
+    def run_sharded(self, method: Callable[..., Any], shards: list[tuple[Any, ...]]) -> list[Any]:
+        pairs = zip(self.workers, shards, strict=True)
+        return [getattr(worker, method.__name__)(*shard) for worker, shard in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +158,7 @@ def make_batch(size: int) -> Batch:
 def test_generators_take_the_weights_over_after_each_change(num_trainers: int, num_generators: int, make: Any) -> None:
     sizes = [f"policy.megatron_cfg.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline")]
     policy, trainers = make(num_trainers, *sizes, num_generators=num_generators)
-    generators = policy._generators.workers.workers
+    generators = policy._generator._own_workers.workers.workers
     prompts = [[number] for number in range(5)]
 
     def generated() -> list[int]:
@@ -160,16 +166,15 @@ def test_generators_take_the_weights_over_after_each_change(num_trainers: int, n
         return [len(worker.calls) for worker in trainers]
 
     assert generated() == [0] * num_trainers, "the trainers do not generate"
-    assert all(set(worker.weights) == {"start"} for worker in generators)
+    assert all(worker.weights == ["start"] for worker in generators)
     policy.train(make_batch(12), "clipped_pg", {"ratio_clip_min": 0.1})
-    assert all(set(worker.weights) == {"start"} for worker in generators), "not before they are needed"
+    assert all(worker.weights == ["start"] for worker in generators), "not before they are needed"
     generated()
     for worker in generators:
-        expected = [f"piece {piece} of {worker.place.coordinates}" for piece in range(len(worker.weights))]
-        assert worker.weights == expected
-        worker.weights = ["kept"] * len(expected)
+        assert worker.weights == [f"bucket {number} after 1 steps" for number in range(3)]
+        worker.weights = ["kept"]
     generated()
-    assert all(set(worker.weights) == {"kept"} for worker in generators), "not again without a step"
+    assert all(worker.weights == ["kept"] for worker in generators), "not again without a step"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

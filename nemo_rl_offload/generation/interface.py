@@ -1,0 +1,86 @@
+"""What a policy asks of whatever generates its responses.
+
+The driver of a policy holds one generator and knows no backend. It says when the weights have changed and where they
+are, and whose turn on the devices it is: `wake` before generating, `sleep` before it trains or scores again, which a
+backend that has the same devices needs in order to give up its weights and cache, and others ignore.
+
+A backend gets the slots of its workers and starts them itself. Megatron's workers alone are made by the policy:
+colocated they are the training workers, and apart they are such workers without an optimizer. Their class stands above
+this layer (it trains), so the policy hands in a function that starts them, and `GenerationWorkers` says what is asked
+of them. Rejected: a worker class for generation alone, which would repeat how a model is built; and a backend that
+names the policy's class as text, an upward import in disguise. An engine of its own needs neither: it starts its
+workers on `slots`, or beside the training workers where there are none.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
+from nemo_rl_offload.cluster.worker_group import Stored
+from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.generation.weight_sync import WeightBucket, WeightSource
+
+
+class Generator(Protocol):
+    """Samples responses, with workers of its own or on the training workers."""
+
+    def start(self) -> None:
+        """Start what runs beside the training workers, with the start model's weights.
+
+        Raises:
+            ConfigError: the model's weights cannot be handed over to it.
+        """
+
+    def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
+        """Sample one response for each prompt (token ids); a function of weights, prompts and `seed`."""
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Take over the weights; nothing that was computed with the old ones is used again."""
+
+    def sleep(self) -> None:
+        """Free the devices that training shares. May be called twice."""
+
+    def wake(self) -> None:
+        """Take them again. May be called twice."""
+
+    def notices(self) -> list[list[str]]:
+        """What the workers of its own have warned of since the last call, by rank; none without any."""
+
+    def stop(self) -> None:
+        """End the workers of its own. May be called twice."""
+
+
+class GenerationWorkers(Protocol):
+    """Workers with a model that they sample from."""
+
+    def generate(self, prompts: Sequence[list[int]], seed: int, end_id: int) -> list[Response]:
+        """Sample one response for each prompt."""
+
+    def prepare_weight_update(self) -> None:
+        """Find where each weight goes. Raises ConfigError when one has no name."""
+
+    def load_weights(self, buckets: Iterable[Stored[WeightBucket]]) -> None:
+        """Replace all weights."""
+
+    def notices(self) -> list[list[str]]:
+        """What the workers have warned of since the last call, by rank."""
+
+    def shutdown(self) -> None:
+        """Kill the workers. May be called twice."""
+
+
+@dataclass(frozen=True)
+class GeneratorSetup:
+    """What a backend is made of."""
+
+    config: PolicyConfig
+    """Of the generating workers. Apart, their layout in `megatron_cfg` need not be that of training."""
+    end_id: int
+    """The token that ends a response."""
+    slots: ClusterPart | None
+    """For workers of its own; None where generation has the devices of the training workers."""
+    training_workers: GenerationWorkers
+    start_workers: Callable[[ClusterPart, PolicyConfig], GenerationWorkers]
+    """Starts workers with a Megatron model that is never trained."""

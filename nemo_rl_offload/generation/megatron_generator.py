@@ -1,0 +1,52 @@
+"""Generation by the training model itself, or by workers that hold a model of the same kind.
+
+The sampling in the workers is `generation.megatron`, which imports Megatron; this runs in the driver.
+"""
+
+from collections.abc import Sequence
+
+from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.generation.interface import GenerationWorkers, GeneratorSetup
+from nemo_rl_offload.generation.weight_sync import WeightSource
+
+
+class MegatronGenerator:
+    """Implements `Generator`. Colocated, weights and devices are those of training: there is nothing to hand over."""
+
+    def __init__(self, setup: GeneratorSetup) -> None:
+        self._setup = setup
+        self._own_workers: GenerationWorkers | None = None
+
+    @property
+    def _workers(self) -> GenerationWorkers:
+        return self._setup.training_workers if self._own_workers is None else self._own_workers
+
+    def start(self) -> None:
+        """Start workers of its own where they have slots."""
+        if self._setup.slots is not None:
+            self._own_workers = self._setup.start_workers(self._setup.slots, self._setup.config)
+            self._own_workers.prepare_weight_update()
+
+    def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
+        """Sample one response for each prompt; a function of weights, prompts, `seed` and number of shards."""
+        return self._workers.generate(prompts, seed, self._setup.end_id)
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Take over the weights, bucket by bucket."""
+        if self._own_workers is not None:
+            self._own_workers.load_weights(source.weight_buckets())
+
+    def sleep(self) -> None:
+        """Nothing: the cache ends with each call, and the weights are those of training or elsewhere."""
+
+    def wake(self) -> None:
+        """Nothing, as for `sleep`."""
+
+    def notices(self) -> list[list[str]]:
+        """What the workers of its own have warned of since the last call, by rank."""
+        return [] if self._own_workers is None else self._own_workers.notices()
+
+    def stop(self) -> None:
+        """Kill the workers of its own."""
+        if self._own_workers is not None:
+            self._own_workers.shutdown()
