@@ -206,9 +206,11 @@ def _read(wanted: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = dist_checkpointing.load(wanted(), str(folder))
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"{folder} cannot be read into this model; is it damaged, or of another model? {_reason(error)}"
-        ) from error
+        reason = _reason(error)
+        cause = "is it damaged?"
+        if "shape mismatch" in reason:
+            cause = "it is of another. Has the model in policy.model_name changed since the run began? Give that one back."
+        raise CheckpointError(f"{folder} cannot be read into this model; {cause} {reason}") from error
     return state
 
 

@@ -51,7 +51,7 @@ def make_batch() -> Batch:
     lengths = torch.tensor([14, 3, 9, 6, 11])
     token_mask = (torch.arange(WIDTH) < lengths[:, None]) & (torch.rand(NUM_SAMPLES, WIDTH, generator=generator) < 0.7)
     return {
-        "input_ids": torch.randint(0, 259, (NUM_SAMPLES, WIDTH), generator=generator),
+        "input_ids": torch.randint(0, 264, (NUM_SAMPLES, WIDTH), generator=generator),
         "input_lengths": lengths,
         "token_mask": token_mask.long(),
         "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]),
@@ -106,8 +106,8 @@ def plan(batch: Batch, *, is_packed: bool, num_tokens: int) -> tuple[Batch, Micr
     division = shard_by_plan(
         batch, 1, packed if is_packed else partial(plan_padded, budget=budget), is_packed=is_packed
     )
-    assert division.cuttings is not None
-    return division.shards[0], division.cuttings[0]
+    assert division.splits is not None
+    return division.shards[0], division.splits[0]
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -185,8 +185,8 @@ def test_chunks_of_the_sequence_change_nothing(chunk_size: int, build: Callable[
     assert chunked == pytest.approx(whole, rel=1e-5)
     for weight, expected in zip(models[1].modules[0].parameters(), models[0].modules[0].parameters(), strict=True):
         torch.testing.assert_close(weight.main_grad, expected.main_grad, rtol=1e-5, atol=1e-7)
-    logits, ids = compute_topk_logits(models[0], batch, 2, 0.7, 5, 259, chunk_size)
-    torch.testing.assert_close((logits, ids), compute_topk_logits(models[0], batch, 2, 0.7, 5, 259))
+    logits, ids = compute_topk_logits(models[0], batch, 2, 0.7, 5, 264, chunk_size)
+    torch.testing.assert_close((logits, ids), compute_topk_logits(models[0], batch, 2, 0.7, 5, 264))
 
 
 def test_chunks_are_not_kept_for_the_backward_pass() -> None:
@@ -285,7 +285,7 @@ def test_evaluation_is_the_loss_of_a_step_and_changes_nothing(build: Callable[[]
 def test_a_model_distilled_from_itself(kl_type: str, build: Callable[[], MegatronModel]) -> None:
     """The teacher's logits line up with the student's, so that nothing is left to learn but what top-k leaves out."""
     model, batch = build(), make_batch()
-    logits, ids = compute_topk_logits(model, batch, 2, 0.7, k=200, num_tokens=259)
+    logits, ids = compute_topk_logits(model, batch, 2, 0.7, k=200, num_tokens=264)
     assert logits.shape == ids.shape == (NUM_SAMPLES, WIDTH, 200)
     assert (logits[:, 0] == 0).all()
     batch |= {"teacher_topk_logits": logits, "teacher_topk_indices": ids}
