@@ -206,10 +206,11 @@ def _read(wanted: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = dist_checkpointing.load(wanted(), str(folder))
     except (Exception, CheckpointException) as error:
-        reason = _reason(error)
-        cause = "is it damaged?"
+        reason, cause = _reason(error), "is it damaged, or of another model?"
         if "shape mismatch" in reason:
-            cause = "it is of another. Has the model in policy.model_name changed since the run began? Give that one back."
+            cause = (
+                "it is of another one. Has the model in policy.model_name changed since the run began? Bring it back."
+            )
         raise CheckpointError(f"{folder} cannot be read into this model; {cause} {reason}") from error
     return state
 
