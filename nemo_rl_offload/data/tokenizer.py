@@ -9,7 +9,14 @@ from nemo_rl_offload.errors import DataError
 
 PROBE = "Hello, 1 + 2"
 MARK = "THE-RESPONSE"
-EOS, PAD, BOS = "<|endoftext|>", "<|pad|>", "<|bos|>"
+EOS, PAD, BOS, START = "<|im_end|>", "<|endoftext|>", "<|bos|>", "<|im_start|>"  # Qwen2's names
+RESERVED = tuple(f"<|reserved_{number}|>" for number in range(4))
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
 class Encoded(TypedDict):
@@ -120,10 +127,11 @@ def encode_observation(tokenizer: Tokenizer, template: str | None, observation: 
 def make_byte_tokenizer(folder: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` of a byte-level BPE without merges.
 
-    259 tokens: id ``b`` is the byte ``b``, then end (256, also unknown), padding (257) and beginning (258).
-    Byte for byte the same files every time. Beside a Qwen2 ``config.json``, transformers insists on its Qwen2
-    class, which brings text into Unicode's composed form (NFC) first; elsewhere every
-    text round-trips that does not spell a special token.
+    264 tokens, so that 2, 4 and 8 ranks divide them: id ``b`` is the byte ``b``, then the end of a turn and of a
+    response (256, also unknown), padding (257), beginning (258), the start of a turn (259), and four in reserve.
+    The chat template is ChatML. Byte for byte the same files every time. Beside a Qwen2 ``config.json``, transformers
+    insists on its Qwen2 class, which brings text into Unicode's composed form (NFC) first; elsewhere every text
+    round-trips that does not spell a special token.
     """
     from tokenizers import (  # type: ignore[import-untyped]
         AddedToken,
@@ -138,10 +146,12 @@ def make_byte_tokenizer(folder: Path) -> None:
     tokenizer = ByteLevelTokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (EOS, PAD, BOS)])
+    special = (EOS, PAD, BOS, START, *RESERVED)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
+        "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
         "eos_token": EOS,
         "pad_token": PAD,

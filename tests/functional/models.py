@@ -30,7 +30,7 @@ from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
 from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.offload.engine import OffloadEngine
 
-VOCABULARY_SIZE = 260  # even, for two tensor-parallel ranks
+VOCABULARY_SIZE = 260  # all tokens but those in reserve; even, for two tensor-parallel ranks
 MICRO_BATCH_SIZE = 2
 
 _SHAPE = {

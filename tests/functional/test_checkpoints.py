@@ -241,5 +241,6 @@ def test_another_model(family: str, build: Build, saved: Path) -> None:
     model = build(family)
     with pytest.raises(CheckpointError, match=f"{saved} cannot be read into this model") as caught:
         checkpoint.load(model, saved)
+    assert "Has the model in policy.model_name changed" in str(caught.value)
     assert "shape mismatch" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1

@@ -110,7 +110,7 @@ def tokenizer() -> Any:
 def sft(trl: Any, callbacks: list[Any]) -> Any:
     from datasets import Dataset
 
-    model = make_model("llama", vocab_size=259)
+    model = make_model("llama", vocab_size=264)
     trl.SFTTrainer(
         model,
         args=trl.SFTConfig(**arguments()),
@@ -124,7 +124,7 @@ def sft(trl: Any, callbacks: list[Any]) -> Any:
 def grpo(trl: Any, callbacks: list[Any]) -> Any:
     from datasets import Dataset
 
-    model = make_model("llama", vocab_size=259)
+    model = make_model("llama", vocab_size=264)
     trl.GRPOTrainer(
         model,
         reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],

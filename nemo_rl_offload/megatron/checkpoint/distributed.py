@@ -209,9 +209,12 @@ def _read(wanted: Callable[[], ShardedStateDict], folder: Path) -> StateDict:
     try:
         state: StateDict = dist_checkpointing.load(wanted(), str(folder))
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"{folder} cannot be read into this model; is it damaged, or of another model? {_reason(error)}"
-        ) from error
+        reason, cause = _reason(error), "is it damaged, or of another model?"
+        if "shape mismatch" in reason:
+            cause = (
+                "it is of another one. Has the model in policy.model_name changed since the run began? Bring it back."
+            )
+        raise CheckpointError(f"{folder} cannot be read into this model; {cause} {reason}") from error
     return state
 
 

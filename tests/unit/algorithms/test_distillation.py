@@ -45,7 +45,7 @@ def test_students_answers_with_the_teachers_logits(config: Any, tokenizer: Any, 
     assert teacher.batches == []
     for batch in policy.batches:
         shape = batch["input_ids"].shape
-        assert torch.equal(batch["teacher_topk_logits"], torch.full((*shape, 5), 259.0))
+        assert torch.equal(batch["teacher_topk_logits"], torch.full((*shape, 5), 264.0))
         assert batch["teacher_topk_indices"].shape == (*shape, 5)
     assert set(recorder.logged[1, "train"]) >= {"loss", "reward", "accuracy", "num_tokens"}
     loop.close()

@@ -86,7 +86,7 @@ def test_sft_learns_answers(make: Make, tokenizer: Any) -> None:
     for batch in policy.batches:
         for ids, mask in zip(batch["input_ids"], batch["token_mask"], strict=True):
             prompt, answer = tokenizer.decode(ids[mask == 0]).split("\n")[0], tokenizer.decode(ids[mask == 1])
-            assert answer == f"yes {prompt.split()[1].rstrip('?')}<|endoftext|>"
+            assert answer == f"yes {prompt.split()[1].rstrip('?')}<|im_end|>"
             questions.append(prompt)
     assert sorted(questions[:12]) == sorted(questions[12:]) == sorted(f"train {n}?" for n in range(12))
     assert all(len(batch["input_ids"]) == 5 for batch in policy.evaluated)
@@ -102,7 +102,7 @@ def test_dpo_compares_pairs_with_the_start_model(make: Make, tokenizer: Any) -> 
             tokenizer.decode(ids[mask == 1]) for ids, mask in zip(batch["input_ids"], batch["token_mask"], strict=True)
         ]
         assert all(answer.startswith("yes") for answer in answers[0::2])
-        assert set(answers[1::2]) == {"no<|endoftext|>"}
+        assert set(answers[1::2]) == {"no<|im_end|>"}
         assert torch.equal(batch["reference_policy_logprobs"], torch.full(batch["input_ids"].shape, -0.2))
     assert [len(batch["input_ids"]) for batch in policy.batches] == [8] * 6
     assert [len(batch["input_ids"]) for batch in policy.evaluated] == [10] * 4

@@ -13,7 +13,7 @@ from nemo_rl_offload.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from nemo_rl_offload.errors import DataError
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 FORGETFUL = (
@@ -36,8 +36,7 @@ def make_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder: Path = tmp_path_factory.mktemp("bytes")
         make_byte_tokenizer(folder)
         config = json.loads((folder / "tokenizer_config.json").read_text())
-        if template is not None:
-            (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
         return load_tokenizer(folder)
 
     return make
@@ -66,8 +65,8 @@ def test_assistant_turns_are_learned_with_their_end(
     turns = [("user", "a"), *turns]
     messages = [{"role": role, "content": text} for role, text in turns]
     row = ChatEncoder(tokenizer, None)(messages, num_given)
-    assert tokenizer.decode(row.token_ids) == "".join(f"<{role}>{text}<|endoftext|>\n" for role, text in turns)
-    expected = [f"{text}<|endoftext|>\n" for role, text in turns[num_given:] if role == "assistant"]
+    assert tokenizer.decode(row.token_ids) == "".join(f"<{role}>{text}<|im_end|>\n" for role, text in turns)
+    expected = [f"{text}<|im_end|>\n" for role, text in turns[num_given:] if role == "assistant"]
     assert learned(tokenizer, row) == "".join(expected)
 
 
@@ -89,8 +88,8 @@ def test_prompt_template(make_tokenizer: Any) -> None:
     tokenizer = make_tokenizer(None)
     encoder = ChatEncoder(tokenizer, "Q: {question}\nA:")
     row = encoder([user(" one? "), assistant(" 1")])
-    assert tokenizer.decode(row.token_ids) == "Q: one?\nA: 1<|endoftext|>"
-    assert learned(tokenizer, row) == " 1<|endoftext|>"
+    assert tokenizer.decode(row.token_ids) == "Q: one?\nA: 1<|im_end|>"
+    assert learned(tokenizer, row) == " 1<|im_end|>"
     with pytest.raises(BadRecordError, match="not one question and one answer"):
         encoder([user("a"), assistant("b"), user("c")])
     with pytest.raises(DataError, match=r"data\.prompt_template: null takes the tokenizer's chat template"):

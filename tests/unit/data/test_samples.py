@@ -53,7 +53,7 @@ def test_problems_with_their_answers(tokenizer: Any, tiny: dict[str, Any]) -> No
     asked = [[texts(tokenizer, row) for (row,) in samples] for samples in (train, validation)]
     for prompt, answer in asked[0] + asked[1]:
         assert prompt.endswith("\n")
-        assert answer == prompt.split()[-1][::-1] + "<|endoftext|>"
+        assert answer == prompt.split()[-1][::-1] + "<|im_end|>"
     assert not set(asked[0]) & set(asked[1])
     assert len(set(asked[1])) == 12
     assert counts["data.validation"] == DataCounts(num_samples=12)
@@ -71,8 +71,8 @@ def test_pairs(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
     config = configure(tiny, "dpo", write(tmp_path / "a.jsonl", PAIR, PAIR | {"prompt": "b?"}), shuffle=False)
     stream, _, counts = sample_sets(config, tokenizer, seed=1)
     chosen, rejected = stream.next_batch()[1]
-    assert texts(tokenizer, chosen) == ("b?\n", "yes<|endoftext|>")
-    assert texts(tokenizer, rejected) == ("b?\n", "no<|endoftext|>")
+    assert texts(tokenizer, chosen) == ("b?\n", "yes<|im_end|>")
+    assert texts(tokenizer, rejected) == ("b?\n", "no<|im_end|>")
     assert counts["data.train"] == DataCounts(num_samples=2)
 
 

@@ -19,7 +19,7 @@ CONFIG = "tokenizer_config.json"
 def make_folder(folder: Path) -> Path:
     """A byte-level tokenizer beside a Qwen2 configuration, as in a model folder."""
     make_byte_tokenizer(folder)
-    Qwen2Config(vocab_size=259, hidden_size=8, num_hidden_layers=1, num_attention_heads=1).save_pretrained(folder)
+    Qwen2Config(vocab_size=264, hidden_size=8, num_hidden_layers=1, num_attention_heads=1).save_pretrained(folder)
     return folder
 
 
@@ -51,12 +51,12 @@ def test_tokens_are_the_bytes_and_decode_to_the_text(tokenizer: Any, plain: Any,
         assert encoder.decode(ids) == expected
 
 
-def test_vocabulary_is_the_bytes_and_three_special_tokens(tokenizer: Any) -> None:
-    assert len(tokenizer) == 259
-    assert tokenizer.encode("a<|pad|>") == [97, 257]
+def test_vocabulary_is_the_bytes_and_eight_special_tokens(tokenizer: Any) -> None:
+    assert len(tokenizer) == 264
+    assert tokenizer.encode("a<|endoftext|>") == [97, 257]
     special = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id)
     assert special == (256, 257, 258)
-    assert tokenizer.decode([97, 256, 257, 258], skip_special_tokens=True) == "a"
+    assert tokenizer.decode([97, *range(256, 264)], skip_special_tokens=True) == "a"
 
 
 def test_files_are_reproducible(tmp_path: Path) -> None:
@@ -87,7 +87,8 @@ def test_missing_folder_broken_file_and_missing_end_token_are_refused(tmp_path: 
 
 
 def test_missing_padding_token_becomes_the_end_token(tmp_path: Path) -> None:
-    edit_config(make_folder(tmp_path), pad_token=None)
+    make_byte_tokenizer(tmp_path)  # without a Qwen2 configuration beside it, whose class has one of its own
+    edit_config(tmp_path, pad_token=None)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 256
 
@@ -110,7 +111,7 @@ def test_special_tokens_that_a_tokenizer_adds_open_the_prompt_and_never_close_it
 
 
 def test_no_template_takes_the_chat_template_or_says_that_there_is_none(tmp_path: Path) -> None:
-    make_folder(tmp_path)
+    edit_config(make_folder(tmp_path), chat_template=None)
     with pytest.raises(DataError, match=r"data\.prompt_template"):
         encode_prompt(load_tokenizer(tmp_path), None, "a")
     edit_config(tmp_path, chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}\n")

@@ -19,7 +19,7 @@ def make_batch() -> Batch:
     lengths = torch.tensor([14, 3, 9, 6, 11])
     token_mask = (torch.arange(WIDTH) < lengths[:, None]) & (torch.rand(NUM_SAMPLES, WIDTH, generator=generator) < 0.7)
     return {
-        "input_ids": torch.randint(0, 259, (NUM_SAMPLES, WIDTH), generator=generator),
+        "input_ids": torch.randint(0, 264, (NUM_SAMPLES, WIDTH), generator=generator),
         "input_lengths": lengths,
         "token_mask": token_mask.long(),
         "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]),

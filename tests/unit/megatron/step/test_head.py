@@ -80,8 +80,8 @@ def test_chunks_of_the_sequence_change_nothing(chunk_size: int, build: Callable[
     assert chunked == pytest.approx(whole, rel=1e-5)
     for weight, expected in zip(models[1].modules[0].parameters(), models[0].modules[0].parameters(), strict=True):
         torch.testing.assert_close(weight.main_grad, expected.main_grad, rtol=1e-5, atol=1e-7)
-    logits, ids = compute_topk_logits(models[0], batch, 2, LogitsHeadFactory(0.7, chunk_size), 5, 259)
-    torch.testing.assert_close((logits, ids), compute_topk_logits(models[0], batch, 2, LogitsHeadFactory(0.7), 5, 259))
+    logits, ids = compute_topk_logits(models[0], batch, 2, LogitsHeadFactory(0.7, chunk_size), 5, 264)
+    torch.testing.assert_close((logits, ids), compute_topk_logits(models[0], batch, 2, LogitsHeadFactory(0.7), 5, 264))
 
 
 def test_chunks_are_not_kept_for_the_backward_pass() -> None:

@@ -37,7 +37,7 @@ def test_compute_logprobs_equals_one_plain_forward(micro_batch_size: int, build:
 def test_a_model_distilled_from_itself(kl_type: str, build: Callable[[], MegatronModel]) -> None:
     """The teacher's logits line up with the student's, so that nothing is left to learn but what top-k leaves out."""
     model, batch = build(), make_batch()
-    logits, ids = compute_topk_logits(model, batch, 2, HEADS, k=200, num_tokens=259)
+    logits, ids = compute_topk_logits(model, batch, 2, HEADS, k=200, num_tokens=264)
     assert logits.shape == ids.shape == (NUM_SAMPLES, WIDTH, 200)
     assert (logits[:, 0] == 0).all()
     batch |= {"teacher_topk_logits": logits, "teacher_topk_indices": ids}
