@@ -80,7 +80,7 @@ def test_what_happens_when(algorithm: str, make: Make, tmp_path: Path) -> None:
 def test_sft_learns_answers(make: Make, tokenizer: Any) -> None:
     loop, policy = make("sft")
     run(loop)
-    assert policy.losses == [("nll", {})] * 6
+    assert policy.losses == [("nll", loop.config["sft"])] * 6
     assert policy.num_reference_calls == 0
     questions = []
     for batch in policy.batches:
