@@ -43,7 +43,7 @@ def main() -> int:
 
 def _measure(algorithm: str, steps: int, run_dir: Path, overrides: list[str]) -> Iterator[tuple[int, dict[str, int]]]:
     """Step and bytes of each role, as the run comes past."""
-    command = [sys.executable, "-m", "nemo_rl_offload.cli.command_line", "run", algorithm, "--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", algorithm, "--run-dir", str(run_dir)]
     process = subprocess.Popen(
         [*command, f"{algorithm}.max_num_steps={steps}", *overrides],
         cwd=ROOT,

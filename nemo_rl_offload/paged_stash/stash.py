@@ -216,7 +216,7 @@ class PagedStash:
         slot.on_drop = weakref.finalize(slot, demand.add, -balanced, -needed)
 
     def unpack(self, packed: Tensor | Handle) -> Tensor:
-        """A saved tensor for its backward; the whole group comes back with the first one."""
+        """A saved tensor, of any shape, for its backward; the whole group comes back with the first one."""
         if isinstance(packed, Tensor):
             return packed
         group, slot = packed.group, packed.slot

@@ -31,7 +31,7 @@ each_model = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folde
 def nemo_rl_offload(*words: str) -> str:
     """What a command of ours that ends well writes on standard output; on the CPU, one thread for each process."""
     done = subprocess.run(
-        [sys.executable, "-m", "nemo_rl_offload.cli.command_line", *words],
+        [sys.executable, "-m", "nemo_rl_offload.cli", *words],
         capture_output=True,
         text=True,
         env={**os.environ, **cpu_environment(), "OMP_NUM_THREADS": "1"},

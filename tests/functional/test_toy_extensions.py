@@ -60,7 +60,7 @@ def commands(word: str, name: str) -> list[str]:
 def execute(folder: Path, command: str, *further: str) -> subprocess.CompletedProcess[str]:
     paths = python_path(*(folder / name for name in NAMES), PROJECT_ROOT)
     return subprocess.run(
-        [sys.executable, "-m", "nemo_rl_offload.cli.command_line", *shlex.split(command), *further],
+        [sys.executable, "-m", "nemo_rl_offload.cli", *shlex.split(command), *further],
         capture_output=True,
         text=True,
         cwd=folder,
