@@ -4,7 +4,7 @@ Every rank runs `RankActor`, which builds the caller's class inside itself. That
 over making the class an actor directly. The process exists, with its environment set, before the class's
 module (and with it torch) is imported. An exception in the constructor arrives like any other. And an
 exception comes back as plain text with a time stamp, so one that cannot be pickled is reported as well as
-any.
+any. `cli.command_line` prints it.
 
 A call names a method of the worker's class, which carries the types of arguments and result to the caller; what
 travels is its name, so that a subclass answers with its own. The rejected alternative, a handle that looks like the

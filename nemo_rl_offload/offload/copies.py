@@ -8,6 +8,8 @@ is also dropped
 In both cases the compute stream is first made to wait for the copy. So a wrong guess costs time, and never data.
 
 The effect: memory goes at the same points of every step, whatever the host's speed.
+
+When a copy back starts is decided by `prefetch`, or by the backward that needs it (`engine`).
 """
 
 import weakref

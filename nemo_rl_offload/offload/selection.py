@@ -1,4 +1,7 @@
-"""Which groups and slots stay on the device although their module is listed."""
+"""Which groups and slots stay on the device although their module is listed.
+
+What `auto` chooses for a budget comes from `memory_budget`, which asks `solver`.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A policy's offloading to what the engine is told."""
+"""A policy's offloading to what the engine is told. Megatron's own fields are set in `transformer_config`."""
 
 from megatron.core import parallel_state
 

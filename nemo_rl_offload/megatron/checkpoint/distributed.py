@@ -2,7 +2,8 @@
 
 Every rank takes part in both directions. The format knows global tensors, so that another parallel layout can read it.
 `fully_sharded_model_space`, Megatron's default for the distributed optimizer, fails without Transformer Engine; the
-fully reshardable form is used instead. Whole-or-absent is the caller's matter: it names a folder that nobody reads yet.
+fully reshardable form is used instead. Whole-or-absent is the caller's matter (`runs.run_directory`):
+it names a folder that nobody reads yet. Sizes and checksums are those of `runs.manifest`.
 
 Megatron prepares a save such that the files can be written in the background, and leaves the background to its caller.
 Its own ways fork, or keep a process beside every rank; forking a Ray actor, with its threads, asks for deadlocks. Here
