@@ -29,14 +29,14 @@ WRITE_EVERY = 25
 def run_step(workload: Any, rollout: Rollout, seed: int) -> Sample:
     """Score and train on one rollout; the sample is of the training step."""
     batch = make_batch(workload, rollout, seed)
-    return timed(lambda: workload.step(batch, rollout.cutting))
+    return timed(lambda: workload.step(batch, rollout.split))
 
 
 def make_batch(workload: Any, rollout: Rollout, seed: int) -> Any:
     from workload import random_batch
 
     batch = random_batch(rollout.lengths, workload.vocabulary_size, seed)
-    return workload.complete(batch, rollout.cutting)
+    return workload.complete(batch, rollout.split)
 
 
 def check(workload: Any, variant: Any, entry: dict[str, Any], rollouts: list[Rollout]) -> None:
@@ -51,7 +51,7 @@ def check(workload: Any, variant: Any, entry: dict[str, Any], rollouts: list[Rol
         for each in (nothing(), variant):
             with each.enter(workload):
                 pairs = zip(batches, rollouts, strict=False)
-                outcomes.append([workload.outcome(batch, rollout.cutting) for batch, rollout in pairs])
+                outcomes.append([workload.outcome(batch, rollout.split) for batch, rollout in pairs])
         workload.forget_trees()
     entry["bit_identical"] = all(same(left, right) for left, right in zip(*outcomes, strict=True))
 
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         **environment(),
         **workload.describe(),
         "optimizer_ms": workload.optimizer_ms(),
-        "rollouts": [{"lengths": each.lengths, "widths": each.cutting.widths} for each in rollouts],
+        "rollouts": [{"lengths": each.lengths, "widths": each.split.widths} for each in rollouts],
         "variants": entries,
     }
     suffix = "" if options.variant is None else f"_{options.variant}"

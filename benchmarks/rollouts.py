@@ -19,7 +19,7 @@ class Rollout:
     """Lengths of a step's rows, in the order of its microbatches."""
 
     lengths: tuple[int, ...]
-    cutting: MicrobatchSplit
+    split: MicrobatchSplit
 
 
 def draw(num_steps: int, longest: int, seed: int) -> list[Rollout]:
@@ -44,9 +44,7 @@ def _draw_one(generator: random.Random, longest: int) -> Rollout:
 
 def largest(rollouts: Sequence[Rollout]) -> int:
     """Number of the step that needs most: the one with the widest microbatch, and of those the one with most tokens."""
-    return max(
-        range(len(rollouts)), key=lambda n: (max(rollouts[n].cutting.widths), sum(rollouts[n].cutting.widths), -n)
-    )
+    return max(range(len(rollouts)), key=lambda n: (max(rollouts[n].split.widths), sum(rollouts[n].split.widths), -n))
 
 
 def slab_bytes(capacity_bytes: int) -> int:

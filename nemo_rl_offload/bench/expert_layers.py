@@ -50,7 +50,8 @@ class ExpertLayers(nn.Module):
     """x + experts(norm(x)), `num_layers` times; [tokens, 1, hidden] in and out.
 
     `capacity_factor` None: Megatron's own dispatcher, whose buffers have as many rows as come. The layers' guard is
-    what `megatron.stash_setup.install_paged_stash` gives; None then. `modules` are offloaded, `stash` says how to page.
+    what `megatron.build.paged_stash.install_paged_stash` gives; None then. `modules` are offloaded, `stash` says how
+    to page.
     """
 
     def __init__(

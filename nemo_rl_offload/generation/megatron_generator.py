@@ -1,6 +1,6 @@
 """Generation by the training model itself, or by workers that hold a model of the same kind.
 
-The sampling in the workers is `generation.megatron`, which imports Megatron; this runs in the driver.
+The sampling in the workers is `generation.megatron_sampling`, which imports Megatron; this runs in the driver.
 """
 
 from collections.abc import Sequence

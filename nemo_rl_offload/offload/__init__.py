@@ -25,7 +25,8 @@ __all__ = list(_EXPORTS)
 def __getattr__(name: str) -> Any:
     if name in _MOVED:
         warnings.warn(f"{__name__}.{name} has moved to {_MOVED[name]}", DeprecationWarning, stacklevel=2)
-        return getattr(import_module(_MOVED[name]), name)
+        globals()[name] = value = getattr(import_module(_MOVED[name]), name)  # `from ... import` asks twice
+        return value
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

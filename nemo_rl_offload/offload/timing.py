@@ -31,7 +31,7 @@ MAX_BOUNDARIES = 100_000
 
 
 class Boundary(NamedTuple):
-    """A commit, or a backward that reached a group. `phase` is the `Order`'s."""
+    """A commit, or a backward that reached a group. `phase` is the `BackwardOrder`'s."""
 
     event: Event
     forward: bool

@@ -239,7 +239,7 @@ class PolicyWorker:
 
     def generate(self, prompts: list[list[int]], seed: int, end_id: int) -> list[Response]:
         """Sample one response for each prompt."""
-        from nemo_rl_offload.generation.megatron import generate
+        from nemo_rl_offload.generation.megatron_sampling import generate
 
         with explained("generating", self._policy):
             responses = generate(

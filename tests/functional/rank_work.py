@@ -19,7 +19,7 @@ from nemo_rl_offload.batching.batch import shard
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.sharding import ShardedBatch
 from nemo_rl_offload.generation import weight_sync
-from nemo_rl_offload.generation.megatron import generate
+from nemo_rl_offload.generation.megatron_sampling import generate
 from nemo_rl_offload.generation.weight_sync import WeightBucket, WeightExport, WeightLoader, cut_into_buckets
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
@@ -78,15 +78,15 @@ def train(
         if (torch.distributed.get_rank(), index) in full_at:
             _empty_stash(model)
         batch = make_batch(number, num_samples)
-        division = _divide(batch, policy)
-        mine, microbatches = _share(division)
+        sharded = _divide(batch, policy)
+        mine, microbatches = _share(sharded)
         metrics.append(train_step(model, mine, build_loss("nll", {}), normalizers(batch), microbatches, HEADS))
         digests.append(_digest([weight.main_grad for weight in _parameters(model)]))
     digests.append(_digest([weight.detach() for weight in _parameters(model)]))
     logprobs = compute_logprobs(model, mine, microbatches, HEADS)
     if logprobs is not None:
         logprobs *= torch.arange(logprobs.shape[1]) < mine["input_lengths"][:, None]
-        logprobs = division.gather([logprobs]) if len(division.shards) == 1 else logprobs
+        logprobs = sharded.gather([logprobs]) if len(sharded.shards) == 1 else logprobs
     stats = None if engine is None else engine.stats()
     outcome = Outcome(
         metrics,
@@ -249,9 +249,9 @@ def _divide(batch: dict[str, torch.Tensor], policy: Any) -> ShardedBatch:
     return shard_for_ranks(batch, policy, parallel_state.get_data_parallel_world_size(), "train")
 
 
-def _share(division: ShardedBatch) -> tuple[dict[str, torch.Tensor], int | MicrobatchSplit]:
+def _share(sharded: ShardedBatch) -> tuple[dict[str, torch.Tensor], int | MicrobatchSplit]:
     rank = parallel_state.get_data_parallel_rank()
-    return division.shards[rank], MICRO_BATCH_SIZE if division.splits is None else division.splits[rank]
+    return sharded.shards[rank], MICRO_BATCH_SIZE if sharded.splits is None else sharded.splits[rank]
 
 
 def _shard(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

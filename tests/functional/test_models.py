@@ -10,7 +10,7 @@ from models import FAMILIES, VOCABULARY_SIZE, make_policy, read_model, same_tens
 from safetensors.torch import load_file, save_file
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.generation.megatron import generate
+from nemo_rl_offload.generation.megatron_sampling import generate
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model, export_hf
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")

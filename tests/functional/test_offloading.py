@@ -15,7 +15,7 @@ from models import make_batch, make_policy, offload, same_tensors, take_step, we
 from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
-from nemo_rl_offload.generation.megatron import generate
+from nemo_rl_offload.generation.megatron_sampling import generate
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model
 from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.megatron.step.head import LogitsHeadFactory

@@ -58,9 +58,9 @@ class Outcome:
         self.cuts: list[tuple[int, ...]] = []
         for step in range(3):
             batch = make_batch(step)
-            division = shard_for_ranks(batch, policy, 1, "train")
-            how = MICRO_BATCH_SIZE if division.splits is None else division.splits[0]
-            shard = division.shards[0]
+            sharded = shard_for_ranks(batch, policy, 1, "train")
+            how = MICRO_BATCH_SIZE if sharded.splits is None else sharded.splits[0]
+            shard = sharded.shards[0]
             self.cuts.append((how,) if isinstance(how, int) else how.widths)
             self.metrics.append(
                 train_step(model, shard, build_loss("nll", {}), normalizers(batch), how, LogitsHeadFactory(1.0))
@@ -72,7 +72,7 @@ class Outcome:
         logprobs = compute_logprobs(model, shard, how, LogitsHeadFactory(1.0))
         assert logprobs is not None
         is_real = torch.arange(logprobs.shape[1]) < batch["input_lengths"][:, None]
-        self.logprobs = division.gather([logprobs]) * is_real
+        self.logprobs = sharded.gather([logprobs]) * is_real
         self.bytes_out = 0
         if engine is not None:
             self.bytes_out = engine.stats().bytes_out

@@ -1,7 +1,7 @@
 """Every snippet of README.md and docs/ is of use as it stands: YAML is accepted, commands parse, Python runs.
 What a page links to, or names as a place in the code, is there.
 
-What the pages show as mistakes, and what the snippets of docs/offload.md do, `test_reference.py` and
+What the pages show as mistakes, and what the snippets of docs/offload.md do, `test_config_reference.py` and
 `tests/functional/test_offload_docs.py` test.
 """
 

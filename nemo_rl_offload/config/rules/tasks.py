@@ -139,7 +139,7 @@ def _groups(get: Get) -> Iterator[str]:
     algorithm = get("algorithm")
     for key in ("use_leave_one_out_baseline", "use_dynamic_sampling"):
         if not algorithm_has(key, get) or get(f"{algorithm}.num_generations_per_prompt") > 1:
-            return
+            continue
         if get(f"{algorithm}.{key}"):
             yield (
                 f"{algorithm}.num_generations_per_prompt: must be at least 2 while {key} is true. Raise it, or turn "

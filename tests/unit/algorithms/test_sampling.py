@@ -63,10 +63,6 @@ def step(loop: GRPO, policy: FakePolicy) -> tuple[Batch, dict[str, float]]:
     return policy.batches[-1], metrics
 
 
-def rewards_of(batch: Batch) -> torch.Tensor:
-    return batch["advantages"].abs().amax(dim=1)
-
-
 @pytest.mark.parametrize(("multiplier", "num_batches", "size"), [(1, 6, 3), (2, 3, 6), (1.5, 4, 5)])
 def test_dynamic_sampling_replaces_prompts_without_signal(
     multiplier: float, num_batches: int, size: int, make: Make

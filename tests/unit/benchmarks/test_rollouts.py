@@ -9,10 +9,10 @@ def test_steps_are_the_same_for_a_seed_and_packed_within_the_longest() -> None:
     assert rollouts == draw(60, 4096, seed=1)
     assert rollouts != draw(60, 4096, seed=2)
     for rollout in rollouts:
-        starts = [sum(rollout.cutting.sizes[:number]) for number in range(len(rollout.cutting.sizes))]
-        packs = [rollout.lengths[at : at + n] for at, n in zip(starts, rollout.cutting.sizes, strict=True)]
+        starts = [sum(rollout.split.sizes[:number]) for number in range(len(rollout.split.sizes))]
+        packs = [rollout.lengths[at : at + n] for at, n in zip(starts, rollout.split.sizes, strict=True)]
         assert sum(map(len, packs)) == len(rollout.lengths)
-        assert all(sum(pack) <= width <= 4096 for pack, width in zip(packs, rollout.cutting.widths, strict=True))
+        assert all(sum(pack) <= width <= 4096 for pack, width in zip(packs, rollout.split.widths, strict=True))
 
 
 def test_lengths_have_a_long_tail_and_microbatch_counts_differ() -> None:
@@ -21,13 +21,13 @@ def test_lengths_have_a_long_tail_and_microbatch_counts_differ() -> None:
     median, mean = lengths[len(lengths) // 2], sum(lengths) / len(lengths)
     assert 1.4 < mean / median < 1.8
     assert lengths[-1] == 4096
-    assert len({len(rollout.cutting.sizes) for rollout in rollouts}) >= 5
+    assert len({len(rollout.split.sizes) for rollout in rollouts}) >= 5
 
 
 def test_the_largest_step_has_the_widest_microbatch() -> None:
     rollouts = draw(50, 4096, seed=3)
     number = largest(rollouts)
-    assert max(rollouts[number].cutting.widths) == max(max(each.cutting.widths) for each in rollouts)
+    assert max(rollouts[number].split.widths) == max(max(each.split.widths) for each in rollouts)
 
 
 @pytest.mark.parametrize(("capacity_mib", "slab_mib"), [(0, 16), (256, 16), (1024, 64), (1500, 64), (40_000, 1024)])

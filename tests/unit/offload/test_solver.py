@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from nemo_rl_offload.offload.solver import Action, GroupRecord, Link, MemoryBudget, predict, solve
 
-CODES = (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)
 MB = 1_000_000
 TOLERANCE = 0.02
 

@@ -12,7 +12,7 @@ import torch
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import examine
 from nemo_rl_offload.errors import ResourceError
-from nemo_rl_offload.generation import megatron as generation_module
+from nemo_rl_offload.generation import megatron_sampling as generation_module
 from nemo_rl_offload.megatron.step import log_probabilities as log_probabilities_module
 from nemo_rl_offload.megatron.step import train_step as train_step_module
 from nemo_rl_offload.planner.job import read_job

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from nemo_rl_offload.config.rules import tasks
 from nemo_rl_offload.config.rules.tasks import GIVEN_TO_ALL, task_params, task_sources
 from nemo_rl_offload.config.validation import CheckedConfig
 
@@ -188,3 +189,10 @@ def test_what_is_known_of_tasks_is_what_reasoning_gym_registers() -> None:
 @pytest.mark.parametrize("overrides", ["policy.megatron_cfg.scheduler.lr_decay_style=linear", "grpo.max_num_steps=6"])
 def test_legal_combinations_pass_without_warning(check: Check, overrides: str) -> None:
     assert check(overrides).warnings == []
+
+
+def test_an_algorithm_with_one_key_of_groups_is_checked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "algorithm_has", lambda key, get: key == "use_dynamic_sampling")
+    values = {"algorithm": "mine", "mine.num_generations_per_prompt": 1, "mine.use_dynamic_sampling": True}
+    (message,) = tasks._groups(values.__getitem__)
+    assert message.startswith("mine.num_generations_per_prompt: must be at least 2 while use_dynamic_sampling")

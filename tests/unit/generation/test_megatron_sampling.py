@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl_offload.generation.megatron import filter_logits, generate, sample
+from nemo_rl_offload.generation.megatron_sampling import filter_logits, generate, sample
 
 
 def make_config(**changes: Any) -> Any:
