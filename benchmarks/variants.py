@@ -17,6 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from workload import Workload
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
+from nemo_rl_offload.bench.variants import MODULE_SETS as TORCH_MODULE_SETS
 from nemo_rl_offload.megatron.build.model import unwrap
 from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.offload.memory_budget import PLAN_EVERY
@@ -39,12 +40,7 @@ RECOMPUTED_SHARES = (
 """Of the layers whose first linear is recomputed, beside the activation of all; and of the memory, as above."""
 ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 MODULE_SETS: dict[str, dict[str, tuple[str, ...]]] = {
-    "torch": {
-        "core_attn": ("core_attn",),
-        "norms": ("attn_norm", "mlp_norm"),
-        "mlp": ("mlp_norm", "mlp_fc1", "mlp_act"),
-        "all": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act"),
-    },
+    "torch": TORCH_MODULE_SETS,
     "transformer_engine": {
         "core_attn": ("core_attn",),
         "attention": ATTENTION,
