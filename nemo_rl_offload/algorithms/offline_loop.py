@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO, cast
 
 from nemo_rl_offload.algorithms.loop import Say, TrainingLoop, run_loop, section_of, spec_of
 from nemo_rl_offload.batching.batch import Batch
@@ -19,8 +19,7 @@ from nemo_rl_offload.runs.run_files import LoopSummary, Summary
 
 def offline_section(config: MasterConfig) -> SFTConfig | DPOConfig:
     """The section of the algorithm, with the keys that all of this kind have."""
-    section: Any = section_of(config)
-    return section  # type: ignore[no-any-return]
+    return cast("SFTConfig | DPOConfig", section_of(config))
 
 
 class OfflineLoop(TrainingLoop):

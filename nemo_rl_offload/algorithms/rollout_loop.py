@@ -1,7 +1,7 @@
 """What the algorithms share that let the policy answer problems: GRPO and distillation."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 from nemo_rl_offload.algorithms.loop import TrainingLoop, section_of
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
@@ -16,8 +16,7 @@ from nemo_rl_offload.runs.run_files import LoopSummary
 
 def rollout_section(config: MasterConfig) -> GRPOConfig | DistillationConfig:
     """The section of the algorithm that `config` is for, which generates."""
-    section: Any = section_of(config)
-    return section  # type: ignore[no-any-return]
+    return cast("GRPOConfig | DistillationConfig", section_of(config))
 
 
 class RolloutLoop(TrainingLoop):
