@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -66,12 +68,34 @@ _LATENT = {
     "n_shared_experts": 2,
     "moe_intermediate_size": 32,
 }
+_SINKS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _EXPERTS),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, _LATENT),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM, _SINKS),
+    "llama_biased": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": _ROPE},
+    ),
+    "qwen2_windowed": (Qwen2Config, Qwen2ForCausalLM, _WINDOWS),
+    "qwen3_moe_mixed": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        _EXPERTS | {"mlp_only_layers": [1], "attention_bias": True},
+    ),
     "deepseek_v3_mtp": (DeepseekV3Config, DeepseekV3ForCausalLM, _LATENT | {"num_nextn_predict_layers": 1}),
 }
 
@@ -88,6 +112,8 @@ def write_model(family: str, folder: Path, **shape: Any) -> Path:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+            elif name.endswith("_bias"):
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)
     if changes.get("num_nextn_predict_layers"):
         _add_mtp_layer(folder / "model.safetensors", model.config)

@@ -43,10 +43,15 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp2-tp2-sp": (4, (CP, TP, SP)),
     "pp2-cp2": (4, (PP, CP)),
 }
+_DENSE = tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
 MODULES = {
-    "qwen2": tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES),
+    "qwen2": _DENSE,
     "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
     "deepseek_v3_mtp": SUPPORTED_MODULES,
+    "gpt_oss": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
+    **dict.fromkeys(
+        ("llama_biased", "qwen2_windowed"), tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
+    ),
 }
 # A loss that is a microbatch's own mean (further tokens; the balance of experts, off here) depends on how a batch is
 # cut: data parallelism cuts it anew, and interleaving fills up nine microbatches with an empty one.
@@ -55,6 +60,8 @@ CASES = [
     *(("qwen2", layout) for layout in ("pp2-uneven", "cp2", "cp2-tp2-sp", "pp2-cp2")),
     *(("qwen3_moe", layout) for layout in LAYOUTS if layout not in ("one", "tp2", "pp2-tp2", "cp2", "pp2-uneven")),
     *(("deepseek_v3_mtp", layout) for layout in ("tp2-sp", "pp2", "pp2-vpp2", "tp2-sp-ep2")),
+    *(("gpt_oss", layout) for layout in ("tp2-sp-ep2", "pp2")),
+    *(("llama_biased", "tp2-sp"), ("qwen2_windowed", "cp2")),
 ]
 CUT_ALIKE = [case for case in CASES if case != ("deepseek_v3_mtp", "pp2-vpp2")]
 VARIED = [("qwen2", "pp2-vpp2"), ("qwen3_moe", "tp2-sp-ep2"), ("deepseek_v3_mtp", "pp2")]

@@ -17,6 +17,7 @@ from nemo_rl_offload.config.rules.megatron import (
     flex_is_not_yet,
     model_overrides,
 )
+from nemo_rl_offload.config.rules.model import MODEL_RULES, MODEL_WARNINGS
 from nemo_rl_offload.config.rules.offload import OFFLOAD_RULES, OFFLOAD_WARNINGS, STASH_RULES
 from nemo_rl_offload.config.rules.parallel import PARALLEL_RULES
 from nemo_rl_offload.config.rules.rule import Rule
@@ -28,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     *STASH_RULES,
     flex_is_not_yet,
     model_can_be_read,
+    *MODEL_RULES,
     *OFFLOAD_RULES,
     *CUDA_GRAPH_RULES,
     *MEGATRON_RULES,
@@ -41,6 +43,7 @@ RULES_OF_THIS_MACHINE: tuple[Rule, ...] = MACHINE_RULES
 """What a run needs here, and a check elsewhere does not."""
 WARNINGS: tuple[Rule, ...] = (
     model_is_unknown,
+    *MODEL_WARNINGS,
     *OFFLOAD_WARNINGS,
     *MEGATRON_WARNINGS,
     *BATCHING_WARNINGS,

@@ -18,6 +18,7 @@ from functools import cache
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_rl_offload.megatron.build.hf_mappings import extend_mappings
 from nemo_rl_offload.megatron.layers.torch_backend import torch_block_spec, torch_mtp_block_spec
 from nemo_rl_offload.megatron.runtime.cpu import TRANSFORMER_ENGINE_PACKAGES
 
@@ -109,6 +110,8 @@ def bridge() -> types.ModuleType:
     gpt_provider.mtp_block_spec = mtp_block_spec
 
     # The fused norm+linear needs no entry: Bridge knows it by its name.
-    for layer, parallelism in (("TorchGroupedLinear", "column"), ("TorchNorm", "replicated")):
+    layers = (("TorchGroupedLinear", "column"), ("TorchNorm", "replicated"), ("TorchDotProductAttention", "column"))
+    for layer, parallelism in layers:
         AutoMapping.register_module_type(layer, parallelism)
+    extend_mappings()
     return module

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from nemo_rl_offload.config.rules.rule import read_model_config
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.validation import Findings, problem_at
-from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engine
+from nemo_rl_offload.megatron.build.hf_model import make_provider
 from nemo_rl_offload.megatron.runtime.quiet import quiet
+from nemo_rl_offload.specs.model_families import refusals
 
 if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -89,17 +91,18 @@ def provider_for(model: Mapping[str, object]) -> GPTModelProvider:
     Raises ConfigError when transformers or Bridge does not know the family or cannot take a value.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    family = model.get("model_type")
-    if family not in CONFIG_MAPPING:
-        hint = nearest(str(family), CONFIG_MAPPING)
-        raise ConfigError(f"policy.model_name: model_type {family!r} of config.json is no known family.{hint}")
-    architectures = model.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)]
+    if problems := refusals(model):
+        raise ConfigError("\n".join(f"policy.model_name: {problem}" for problem in problems))
+    family = str(model["model_type"])
+    architectures = model.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     try:
         hf_config = AutoConfig.for_model(**{**model, "architectures": architectures})
-        return bridge().AutoBridge.from_hf_config(hf_config).to_megatron_provider(load_weights=False)
+        return make_provider(bridge().AutoBridge.from_hf_config(hf_config), model, "config.json")
+    except ConfigError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         raise ConfigError(f"policy.model_name: Megatron-Bridge cannot take this {family}: {reason}") from error

@@ -20,8 +20,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors import SafetensorError
 
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.errors import ConfigError, ResourceError, WorkerError, where_else
+from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, WorkerError, where_else
 from nemo_rl_offload.megatron.build.bridge import bridge
+from nemo_rl_offload.megatron.build.hf_model import make_provider
+from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read
 from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
 from nemo_rl_offload.megatron.build.paged_stash import install_paged_stash
 from nemo_rl_offload.megatron.build.transformer_config import configure_provider
@@ -29,6 +31,8 @@ from nemo_rl_offload.megatron.protocols import ModelChunk, Optimizer, Scheduler
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.paged_stash.rerun import StepGuard
 from nemo_rl_offload.runs.output import partial_of
+from nemo_rl_offload.specs.catalogue import read_config_file
+from nemo_rl_offload.specs.model_families import TORCH_LAYERS, needs_torch_layers
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -129,11 +133,10 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
     folder's weights do not fit, or when Megatron refuses the configuration.
     """
     with quiet():
-        try:
+        content = read_config_file(model_path / "config.json")
+        with _named(model_path):
             auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path))
-            provider = auto_bridge.to_megatron_provider(load_weights=False)
-        except (ValueError, OSError, KeyError) as error:
-            raise _refused(model_path, error) from error
+            provider = make_provider(auto_bridge, content, model_path, policy["max_total_sequence_length"])
         num_parts = policy["megatron_cfg"]["tensor_model_parallel_size"]
         if provider.vocab_size % num_parts:
             raise ConfigError(
@@ -141,6 +144,8 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
                 f"of {provider.vocab_size} tokens"
             )
         transformer_impl = configure_provider(provider, policy)
+        if (key := needs_torch_layers(content)) is not None and transformer_impl == "transformer_engine":
+            raise ConfigError(f"policy.model_name: {model_path}: {TORCH_LAYERS.format(key=key)}")
         chunks = provider.provide_distributed_model(
             ddp_config=ddp_config(policy),
             wrap_with_ddp=num_steps is not None,
@@ -167,26 +172,35 @@ def forget_probabilities(layer: MoELayer, *_: object) -> None:
 
 
 def _load_weights(auto_bridge: "AutoBridge", chunks: list[ModelChunk], model_path: Path) -> None:
-    """Read the folder's weights. Bridge only logs which ones it misses; NaN shows those that it did not write."""
+    """Read the folder's weights, whose names are those of the model. NaN shows what holds none."""
+    with _named(model_path):
+        check_names(auto_bridge, [unwrap(chunk) for chunk in chunks], model_path)
     weights = [named for chunk in chunks for named in unwrap(chunk).named_parameters()]
     for _, weight in weights:
         weight.data.fill_(torch.nan)
-    try:
+    with _named(model_path):
         auto_bridge.load_hf_weights(chunks)
-    except (ValueError, OSError, KeyError, SafetensorError) as error:
-        raise _refused(model_path, error) from error
     missing = [name for name, weight in weights if weight.isnan().any()]
     if missing:
         raise ConfigError(
-            f"policy.model_name: {model_path}: {len(missing)} of {len(weights)} weights are not in the folder, or not "
-            f"numbers; the first is {missing[0]} (Megatron's name). Is the download complete?"
+            f"policy.model_name: {model_path}: {len(missing)} of {len(weights)} weights hold what is no number (NaN); "
+            f"the first is {missing[0]} (Megatron's name). Is the download complete?"
         )
 
 
-def _refused(model_path: Path, error: Exception) -> ConfigError:
-    """The first paragraph says it; what Bridge writes below is for those who extend Bridge."""
-    reason = str(error).strip().split("\n\n")[0]
-    return ConfigError(f"policy.model_name: {model_path}: {reason}")
+@contextmanager
+def _named(model_path: Path) -> Iterator[None]:
+    """Whatever transformers or Bridge raises becomes a message about the model: they read what the user brought.
+
+    The first paragraph says it; what Bridge writes below is for those who extend Bridge.
+    """
+    try:
+        yield
+    except (NemoRLOffloadError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__
+        raise ConfigError(f"policy.model_name: {model_path}: Megatron-Bridge cannot take it: {reason}") from error
 
 
 def export_hf(model: MegatronModel, source: Path, destination: Path) -> None:
@@ -213,7 +227,9 @@ def export_hf(model: MegatronModel, source: Path, destination: Path) -> None:
             for name, weight in model.auto_bridge.export_hf_weights(model.modules, cpu=True, show_progress=False)
             if dist.get_rank() == 0
         }
+    expected = names_read(model.auto_bridge, model.modules)
     if dist.get_rank() == 0:
+        assert weights.keys() == expected, f"an export without {expected ^ weights.keys()}"
         with _absent_on_failure(partial, destination):
             save_torch_state_dict(weights, partial)
             shutil.rmtree(destination, ignore_errors=True)

@@ -82,7 +82,9 @@ def _fusions(provider: TransformerConfig) -> dict[str, object]:
 
 
 def _torch_fields(provider: TransformerConfig) -> dict[str, object]:
+    """Some of Megatron's activations are compiled in the first step, which takes 20 s on a CPU: without it here."""
     return {
+        "activation_func": getattr(provider.activation_func, "_torchdynamo_orig_callable", provider.activation_func),
         "transformer_layer_spec": torch_block_spec,
         "moe_grouped_gemm": True,
         "moe_shared_expert_overlap": False,  # on a stream of their own, shared experts cannot be offloaded

@@ -1,12 +1,24 @@
-"""Attention in plain torch: scaled dot products, of packs and of context-parallel ranks too, and latent attention."""
+"""Attention in plain torch: scaled dot products, of packs and of context-parallel ranks too, and latent attention.
+
+Every form of it comes down to one call, `_attend`, on queries that are the last ones of its keys: whole sequences, a
+sequence of a pack, a rank's chunk with the keys up to its end, and the new token of a decoding step with the cache. So
+a sliding window and a causal mask have one meaning, by the distance of a query from its key.
+
+Fused operators take a window as a mask that all heads share. Attention sinks, a learned logit of each head that takes
+its part of the softmax (gpt-oss), have no fused operator in torch: there the scores of each head, query and key are
+written out. Transformer Engine has kernels for both.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -16,10 +28,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.step.context_parallel import chunks_of, gather_sequence
 
 
@@ -50,15 +66,18 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
         **_unused: object,
     ) -> None:
         super().__init__(config=config)
-        refused = {
-            "window_size": config.window_size is not None,
-            "softmax_type": config.softmax_type != "vanilla",
-        }
-        if any(refused.values()):
-            keys = ", ".join(key for key, refuse in refused.items() if refuse)
-            raise ConfigError(
-                f"transformer_impl: torch does not have what this model asks for: {keys}; use transformer_engine"
-            )
+        is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if is_windowed else None
+        """How many keys a query sees, its own among them; None: all before it."""
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(
+                self.softmax_offset, True, 0, 1
+            )  # or the norm of gradients leaves it out
+        assert config.softmax_type in ("vanilla", "learnable"), "no model asks for another one"
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
@@ -105,10 +124,17 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
         return torch.cat(parts)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, causal: bool) -> Tensor:
+        """The queries are the last ones of the keys. `allowed`: a boolean mask, or torch's own of a causal form."""
         dropout = self.dropout if self.training else 0.0
         q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        sinks = self.softmax_offset
+        if sinks is not None or self.window is not None:
+            allowed, causal = self._mask(query.shape[0], key.shape[0], allowed, query.device), False
 
         def attend() -> Tensor:
+            if sinks is not None:
+                assert allowed is not None
+                return self._attend_beside_sinks(q_BNSD, k_BGSD, v_BGSD, allowed, sinks, dropout)
             return F.scaled_dot_product_attention(
                 q_BNSD,
                 k_BGSD,
@@ -126,6 +152,44 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
         else:
             out_BNSD = attend()
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
+
+    def _mask(self, num_queries: int, num_keys: int, allowed: Tensor | None, device: torch.device) -> Tensor:
+        """Which keys each query sees, bool [queries, keys]: none behind it, none before its window, none forbidden."""
+        keys = torch.arange(num_keys, device=device)
+        distance = keys[num_keys - num_queries :, None] - keys
+        seen = distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
+        return seen if allowed is None or isinstance(allowed, CausalBias) else seen & allowed
+
+    def _attend_beside_sinks(
+        self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor, dropout: float
+    ) -> Tensor:
+        """q [b, heads, sq, d], k and v [b, groups, sk, d], sinks [heads]; the result is [b, heads, sq, d]."""
+        num_shared = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(num_shared, 1), v.repeat_interleave(num_shared, 1)
+        scores_BNSK = (
+            q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale)
+        )
+        scores_BNSK = scores_BNSK.masked_fill(~allowed, -torch.inf)
+        sinks_BNS1 = sinks.view(1, -1, 1, 1).expand(*scores_BNSK.shape[:3], 1).to(scores_BNSK.dtype)
+        scores_BNSK = torch.cat([scores_BNSK, sinks_BNS1], dim=-1)
+        weights = F.dropout(torch.softmax(scores_BNSK, -1, dtype=torch.float32).to(q.dtype), dropout)
+        return weights[..., : v.shape[2]] @ v
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The sinks, split by heads, under Transformer Engine's name."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
 
 class TorchMLASelfAttention(MLASelfAttention):  # type: ignore[misc]

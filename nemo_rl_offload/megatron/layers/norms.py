@@ -69,13 +69,14 @@ class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[
     ) -> None:
         super().__init__(input_size, output_size, config=config, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
         self.layer_norm_weight, self.layer_norm_bias = _norm_parameters(config, input_size)
+        self.eps = config.layernorm_epsilon
         self._norm_module = {"qkv": "attn_norm", "fc1": "mlp_norm"}.get(tp_comm_buffer_name or "")
         self._linear_module = "mlp_fc1" if tp_comm_buffer_name == "fc1" else None
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         norm = offload_region(self.config, x, self._norm_module, self.training)
         with norm as x:
-            y = _normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config, self.config.layernorm_epsilon)
+            y = _normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config, self.eps)
         y = norm.group_offload(y)
         if self._linear_module is None:
             return super().forward(y, *args, **kwargs)  # type: ignore[no-any-return]

@@ -67,7 +67,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class TorchGroupedLinear(torch.nn.Module):
-    """Linear layers of this rank's experts: [tokens sorted by expert, in] to [tokens, out], without bias.
+    """Linear layers of this rank's experts: [tokens sorted by expert, in] to [tokens, out].
+
+    A bias of the first one is added; that of the second is returned, a tensor an expert, since Megatron weighs it by
+    the router's probabilities.
 
     Takes the place of Transformer Engine's grouped linear in Megatron's `TEGroupedMLP`. The second one is the region
     `expert_fc2`; Megatron itself opens that of the first.
@@ -93,36 +96,47 @@ class TorchGroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.config, self._is_fc2 = config, tp_comm_buffer_name == "fc2"
-        if bias or pg_collection.expt_tp.size() > 1:
+        if pg_collection.expt_tp.size() > 1:
             raise ConfigError(
-                "transformer_impl: torch has no experts with bias and none split by tensor parallelism; "
+                "transformer_impl: torch has no experts split by tensor parallelism; "
                 "use transformer_engine, or expert_tensor_parallel_size: 1"
             )
+        if bias and config.moe_expert_rank_capacity_factor is not None:
+            raise ConfigError("policy.megatron_cfg.moe_expert_rank_capacity_factor: not for experts with biases")
         self.num_local_experts, self.pg_collection = num_local_experts, pg_collection
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         storage = torch.empty(num_local_experts, output_size, input_size, dtype=config.params_dtype, device=device)
         # Megatron reduces gradients over the ranks that hold the same weights. For experts these differ from the
         # others' also where tensor-parallel ranks hold whole experts.
         is_like_dense = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1
-        for expert in reversed(range(num_local_experts)):
-            weight = torch.nn.Parameter(storage[expert])
-            weight.allreduce = is_like_dense  # type: ignore[attr-defined]
-            self.register_parameter(f"weight{expert}", weight)
+        biases = torch.zeros(num_local_experts, output_size, dtype=config.params_dtype, device=device)
+        self._parts = ("weight", "bias") if bias else ("weight",)
+        for name, values in zip(self._parts, (storage, biases), strict=False):
+            for expert in reversed(range(num_local_experts)):
+                parameter = torch.nn.Parameter(values[expert])
+                parameter.allreduce = is_like_dense  # type: ignore[attr-defined]
+                self.register_parameter(f"{name}{expert}", parameter)
         for expert in range(num_local_experts):
             init_method(getattr(self, f"weight{expert}"))
 
-    def forward(self, x: Tensor, tokens_per_expert: list[int] | GroupEnds) -> tuple[Tensor, None]:
+    def _all(self, name: str) -> list[Tensor]:
+        return [getattr(self, f"{name}{expert}") for expert in range(self.num_local_experts)]
+
+    def forward(self, x: Tensor, tokens_per_expert: list[int] | GroupEnds) -> tuple[Tensor, list[Tensor] | None]:
         if isinstance(tokens_per_expert, GroupEnds):
             ends = tokens_per_expert.ends
         else:
             ends = torch.tensor(tokens_per_expert, device=x.device).cumsum(0).to(torch.int32)
-        weights = [getattr(self, f"weight{expert}") for expert in range(self.num_local_experts)]
+        weights, biases = self._all("weight"), self._all("bias") if "bias" in self._parts else None
         if not self._is_fc2:
-            return _GroupedLinear.apply(x, ends, *weights), None  # type: ignore[no-untyped-call]
+            y = _GroupedLinear.apply(x, ends, *weights)  # type: ignore[no-untyped-call]
+            if biases is not None:
+                y = y + torch.stack(biases).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), dim=0)
+            return y, None
         region = offload_region(self.config, x, "expert_fc2", self.training)
         with region as x:
             y = _GroupedLinear.apply(x, ends, *weights)  # type: ignore[no-untyped-call]
-        return region.group_offload(y), None
+        return region.group_offload(y), biases
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here; Megatron calls this where they may be."""
@@ -141,7 +155,7 @@ class TorchGroupedLinear(torch.nn.Module):
         for expert in range(self.num_local_experts):
             index = groups.ep.rank() * self.num_local_experts + expert
             piece = make_sharded_tensors_for_checkpoint(
-                {f"{expert}.weight": getattr(self, f"weight{expert}")},
+                {f"{expert}.{name}": getattr(self, f"{name}{expert}") for name in self._parts},
                 "",
                 {},
                 (*sharded_offsets, (len(sharded_offsets), index, num_global_experts)),
@@ -149,7 +163,8 @@ class TorchGroupedLinear(torch.nn.Module):
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(piece, f"{expert}.", prefix)
-            tensor = piece[f"{expert}.weight"]
-            tensor.replica_id = (*tensor.replica_id[:2], groups.expt_dp.rank())
-            sharded[f"{prefix}weight{expert}"] = tensor
+            for name in self._parts:
+                tensor = piece[f"{expert}.{name}"]
+                tensor.replica_id = (*tensor.replica_id[:2], groups.expt_dp.rank())
+                sharded[f"{prefix}{name}{expert}"] = tensor
         return sharded

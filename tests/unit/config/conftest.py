@@ -26,15 +26,24 @@ def configs() -> Path:
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """Make a folder that passes for a Hugging Face model; keywords go into its config.json."""
+    """Make a folder that passes for a Hugging Face model; keywords go into its config.json, and choose a family."""
 
     def make(**shape: Any) -> Path:
         folder = tmp_path_factory.mktemp("model")
-        (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 4, "num_attention_heads": 4, **shape}))
+        content = {"model_type": _family(shape), "num_hidden_layers": 4, "num_attention_heads": 4, **shape}
+        (folder / "config.json").write_text(json.dumps(content))
         (folder / "tokenizer_config.json").write_text("{}")
         return folder
 
     return make
+
+
+def _family(shape: dict[str, Any]) -> str:
+    if "kv_lora_rank" in shape:
+        return "deepseek_v3"
+    if {"n_routed_experts", "n_shared_experts", "num_nextn_predict_layers"} & shape.keys():
+        return "glm4_moe"
+    return "qwen3_moe" if {"num_experts", "num_local_experts"} & shape.keys() else "qwen2"
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +53,7 @@ def dense_model(make_model: MakeModel) -> Path:
 
 @pytest.fixture(scope="session")
 def moe_model(make_model: MakeModel) -> Path:
-    return make_model(num_experts=8, shared_expert_intermediate_size=8)
+    return make_model(n_routed_experts=8, n_shared_experts=1)
 
 
 @pytest.fixture(scope="session")

@@ -16,17 +16,32 @@ from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear, ex
 IN, OUT = 4, 8  # grouped_mm wants rows of whole 16 bytes
 
 
-def make_linear(num_experts: int, *, bias: bool = False, expert_tensor_parallel_size: int = 1) -> TorchGroupedLinear:
+def make_linear(
+    num_experts: int,
+    *,
+    bias: bool = False,
+    expert_tensor_parallel_size: int = 1,
+    moe_expert_rank_capacity_factor: float | None = None,
+    tp_comm_buffer_name: str = "fc1",
+) -> TorchGroupedLinear:
     config: Any = SimpleNamespace(
         use_cpu_initialization=True,
         params_dtype=torch.float32,
         expert_model_parallel_size=1,
         tensor_model_parallel_size=1,
+        moe_expert_rank_capacity_factor=moe_expert_rank_capacity_factor,
     )
     groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: expert_tensor_parallel_size))
     torch.manual_seed(0)
     return TorchGroupedLinear(
-        num_experts, IN, OUT, config=config, init_method=torch.nn.init.normal_, bias=bias, pg_collection=groups
+        num_experts,
+        IN,
+        OUT,
+        config=config,
+        init_method=torch.nn.init.normal_,
+        bias=bias,
+        pg_collection=groups,
+        tp_comm_buffer_name=tp_comm_buffer_name,
     )
 
 
@@ -119,7 +134,25 @@ def test_saves_the_parameters_themselves() -> None:
     assert {id(tensor) for tensor in floating} == {id(x), *map(id, experts_of(linear))}
 
 
-@pytest.mark.parametrize("settings", [{"bias": True}, {"expert_tensor_parallel_size": 2}])
-def test_refuses_what_it_does_not_have(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="expert_tensor_parallel_size: 1"):
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"bias": True, "moe_expert_rank_capacity_factor": 1.5}, "moe_expert_rank_capacity_factor"),
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size: 1"),
+    ],
+)
+def test_refuses_what_it_does_not_have(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
         make_linear(2, **settings)
+
+
+def test_the_first_linear_adds_each_experts_bias() -> None:
+    linear = make_linear(3, bias=True)
+    for expert in range(3):
+        torch.nn.init.normal_(getattr(linear, f"bias{expert}"))
+    x, counts = torch.randn(6, IN), [1, 0, 5]
+    output, bias = linear(x, counts)
+    biases = (linear.bias0, linear.bias1, linear.bias2)
+    parts = zip(x.split(counts), experts_of(linear), biases, strict=True)
+    torch.testing.assert_close(output, torch.cat([rows @ weight.T + added for rows, weight, added in parts]))
+    assert bias is None

@@ -1,0 +1,210 @@
+"""Megatron-Bridge's provider for a Hugging Face model, with the model's own peculiarities written into it.
+
+Bridge reads most of a `config.json`. What it passes over, or takes from the defaults of one public model, is written
+here from transformers' configuration of the model: `specs/model_families.py` says which values there may be, and
+refuses the rest. Three things have no field in Megatron, so the built modules are told:
+
+- Rotary positions other than the plain ones: the frequencies, and the factor by which cosine and sine are multiplied,
+  are those that transformers computes. Megatron's own forms of llama3, linear and yarn take some of the parameters as
+  constants.
+- Biases of the attention's output or of the MLP: Megatron has one switch for all of them, and for the experts. The
+  linears that have one get it when they are built, which those of Transformer Engine do not take.
+- Latent attention's norms have an epsilon of their own.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor, nn
+
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.model_families import FAMILIES, needs_torch_layers, refusals
+
+if TYPE_CHECKING:
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from transformers import PretrainedConfig
+
+LATENT_NORM_EPSILON = 1e-6
+"""Of the norms of queries' and keys' latents in transformers' DeepSeek models, whatever `rms_norm_eps` is."""
+
+
+def make_provider(
+    auto_bridge: "AutoBridge", content: Mapping[str, Any], source: object, max_length: int | None = None
+) -> "GPTModelProvider":
+    """The provider of a model whose `config.json` holds `content`; `source`, its path or name, is for messages;
+    `max_length` is that of the run's longest sequence, in tokens.
+
+    Raises ConfigError with every key that is not honoured.
+    """
+    if problems := refusals(content, max_length):
+        raise ConfigError("\n".join(f"policy.model_name: {source}: {problem}" for problem in problems))
+    held = auto_bridge.hf_pretrained
+    config: PretrainedConfig = getattr(held, "config", held)
+    if held is config:
+        auto_bridge.hf_pretrained = _as_bridge_reads(config)
+    else:
+        held.config = _as_bridge_reads(config)
+    provider = auto_bridge.to_megatron_provider(load_weights=False)
+    _honour(provider, config)
+    return provider
+
+
+def _as_bridge_reads(config: "PretrainedConfig") -> "PretrainedConfig":
+    """Without what the family does not have, which Bridge would take for another's, and with plain positions."""
+    plain = copy.deepcopy(config)
+    if config.model_type == "gpt_oss":
+        plain.hidden_act = "silu"  # which nothing reads, and Bridge looks up
+    for key in [key for key in vars(plain) if key not in FAMILIES[config.model_type] and not key.startswith("_")]:
+        delattr(plain, key)
+    if "kv_lora_rank" not in vars(plain):
+        plain.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    return plain
+
+
+def _honour(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None:
+    from megatron.bridge.utils.activation_map import ACTIVATION_FUNC_MAP
+
+    provider.share_embeddings_and_output_weights = bool(hf_config.tie_word_embeddings)
+    if hf_config.model_type != "gpt_oss":
+        provider.activation_func = ACTIVATION_FUNC_MAP[hf_config.hidden_act]
+    if provider.attention_backend == AttnBackend.flash:  # Gemma's, for head sizes of older kernels
+        provider.attention_backend = AttnBackend.auto
+    _windows(provider, hf_config)
+    _experts(provider, hf_config)
+    _biases(provider, hf_config)
+    if provider.multi_latent_attention:
+        _latent_positions(provider, hf_config)
+        provider.register_pre_wrap_hook(_set_latent_epsilon)
+    else:
+        _positions(provider, hf_config)
+
+
+# --- layers
+
+
+def _windows(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None:
+    """`window_size` counts the tokens before a query, transformers' `sliding_window` the query too."""
+    keys = FAMILIES[hf_config.model_type]
+    window: int | None = hf_config.sliding_window if "sliding_window" in keys else None
+    if "use_sliding_window" in keys and not hf_config.use_sliding_window:
+        window = None
+    types = hf_config.layer_types if "layer_types" in keys else None
+    is_windowed = [
+        window is not None and (types is None or types[n] == "sliding_attention") for n in range(provider.num_layers)
+    ]
+    provider.window_size = (window - 1, 0) if window is not None and any(is_windowed) else None
+    provider.window_attn_skip_freq = [int(one) for one in is_windowed] if any(is_windowed) else None
+    provider.cp_comm_type = "a2a" if any(is_windowed) and provider.context_parallel_size > 1 else None
+
+
+def _experts(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None:
+    if provider.num_moe_experts is None:
+        return
+    if (num_shared := getattr(hf_config, "n_shared_experts", None)) is not None:
+        provider.moe_shared_expert_intermediate_size = num_shared * hf_config.moe_intermediate_size
+    if hf_config.model_type == "qwen3_moe":
+        step, dense = hf_config.decoder_sparse_step, hf_config.mlp_only_layers or []
+        provider.moe_layer_freq = [int(n not in dense and (n + 1) % step == 0) for n in range(provider.num_layers)]
+        if not any(provider.moe_layer_freq):
+            provider.num_moe_experts = None
+    if hf_config.model_type == "deepseek_v2" and hf_config.topk_method == "greedy":
+        provider.moe_router_num_groups = provider.moe_router_group_topk = None
+
+
+def _biases(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None:
+    if hf_config.model_type in ("gpt_oss", "qwen2"):  # Bridge has them
+        return
+    of_attention = bool(getattr(hf_config, "attention_bias", False))
+    of_output = of_attention and needs_torch_layers(vars(hf_config)) == "attention_bias"
+    of_mlp = bool(getattr(hf_config, "mlp_bias", False))
+    provider.add_qkv_bias, provider.add_bias_linear = of_attention, False
+    if of_output or of_mlp:
+        provider.register_pre_wrap_hook(partial(_add_biases, of_output=of_output, of_mlp=of_mlp))
+
+
+def _add_biases(chunks: list[nn.Module], of_output: bool, of_mlp: bool) -> list[nn.Module]:
+    for attention in _modules(chunks, Attention) if of_output else ():
+        _add_bias(attention.linear_proj, attention.config, is_split=False)
+    for mlp in _modules(chunks, MLP) if of_mlp else ():
+        _add_bias(mlp.linear_fc1, mlp.config, is_split=True)
+        _add_bias(mlp.linear_fc2, mlp.config, is_split=False)
+    return chunks
+
+
+def _add_bias(linear: Any, config: Any, is_split: bool) -> None:
+    """A bias for each output of this rank's, which a column-parallel linear splits and a row-parallel one does not."""
+    bias = nn.Parameter(linear.weight.new_zeros(linear.weight.shape[0]))
+    bias.allreduce = True  # type: ignore[attr-defined]
+    if is_split:
+        set_tensor_model_parallel_attributes(bias, True, 0, 1)
+    else:
+        bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    linear.bias = bias
+
+
+# --- positions
+
+
+def _positions(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = hf_config.rope_parameters
+    provider.position_embedding_type = "rope"
+    provider.rotary_base = parameters["rope_theta"]
+    provider.rotary_percent = parameters.get("partial_rotary_factor", 1.0)
+    provider.rope_scaling, provider.seq_len_interpolation_factor = False, None
+    provider.yarn_rotary_scaling_factor = None
+    if (kind := parameters["rope_type"]) == "default":
+        return
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    provider.register_pre_wrap_hook(partial(_set_positions, frequencies=frequencies, factor=factor))
+    if factor != 1:
+        provider.apply_rope_fusion = False  # Transformer Engine's kernel has no such factor
+
+
+def _set_positions(chunks: list[nn.Module], frequencies: Tensor, factor: float) -> list[nn.Module]:
+    """`frequencies` [rotary dims / 2], float32: what a position is multiplied by."""
+    for chunk in chunks:
+        rotary: Any = chunk.rotary_pos_emb
+        rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
+    for attention in _modules(chunks, Attention):
+        attention._yarn_concentration_factor = factor
+    return chunks
+
+
+def _latent_positions(provider: Any, hf_config: "PretrainedConfig") -> None:
+    """Megatron's yarn of latent attention, which with a factor of 1 is none."""
+    parameters = hf_config.rope_parameters
+    is_yarn = parameters["rope_type"] == "yarn"
+    provider.rope_type = "yarn"
+    provider.rotary_base = parameters["rope_theta"]
+    provider.rotary_scaling_factor = parameters["factor"] if is_yarn else 1.0
+    provider.original_max_position_embeddings = (
+        parameters["original_max_position_embeddings"] if is_yarn else hf_config.max_position_embeddings
+    )
+    provider.beta_fast = parameters.get("beta_fast") or 32
+    provider.beta_slow = parameters.get("beta_slow") or 1
+    provider.mscale = (is_yarn and parameters.get("mscale")) or 1.0
+    provider.mscale_all_dim = (is_yarn and parameters.get("mscale_all_dim")) or 0.0
+
+
+def _set_latent_epsilon(chunks: list[nn.Module]) -> list[nn.Module]:
+    for attention in _modules(chunks, MLASelfAttention):
+        for name in ("linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"):
+            norm: Any = getattr(attention, name, None)
+            if hasattr(norm, "eps"):
+                norm.eps = LATENT_NORM_EPSILON
+    return chunks
+
+
+def _modules(chunks: list[nn.Module], kind: type) -> Iterator[Any]:
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, kind))

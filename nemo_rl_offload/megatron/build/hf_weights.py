@@ -1,0 +1,89 @@
+"""Whether the weights of a Hugging Face folder and those of the model that it describes are the same ones.
+
+Bridge goes through Megatron's parameters and looks for each one's weights. What it does not find it logs, and what
+nobody asked for it passes over. Here both are compared by name before a weight is read: a parameter without a name in
+Hugging Face's format, a weight that is missing, and a weight that no parameter reads are refused, but for the few that
+other weights or `config.json` make superfluous (`_superfluous`). So an export, which goes through the same names, has
+every weight of the folder.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nemo_rl_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.bridge import AutoBridge
+
+_QUANTIZED = re.compile(r"(_scale_inv|_blocks|_scales)$")
+_TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_SHOWN = 4
+
+
+def check_names(auto_bridge: "AutoBridge", chunks: Sequence[Any], source: object) -> None:
+    """Compare the names of a folder's weights with those that the model's parameters read. Every rank takes part.
+
+    Raises ConfigError with the names that differ; `source`, the folder, begins the message.
+    """
+    problems = list(_problems(auto_bridge, chunks))
+    if problems:
+        raise ConfigError("\n".join(f"policy.model_name: {source}: {problem}" for problem in problems))
+
+
+def names_read(auto_bridge: "AutoBridge", chunks: Sequence[Any]) -> set[str]:
+    """Hugging Face's names of all parameters of the model, on whatever rank they are."""
+    return {name for task in auto_bridge.get_conversion_tasks(list(chunks)) if task for name in _names(task.mapping)}
+
+
+def _names(mapping: Any) -> Sequence[str]:
+    return [mapping.hf_param] if isinstance(mapping.hf_param, str) else list(mapping.hf_param.values())
+
+
+def _problems(auto_bridge: "AutoBridge", chunks: Sequence[Any]) -> Iterator[str]:
+    if nameless := _without_name(auto_bridge, chunks):
+        yield f"Megatron-Bridge has no name for {_listed(nameless)}, which could be neither read nor exported"
+        return
+    read, there = names_read(auto_bridge, chunks), set(auto_bridge.hf_pretrained.state.source.get_all_keys())
+    whole = {_QUANTIZED.sub("", name) for name in there}
+    if missing := sorted(read - whole - there):
+        count = f"{len(missing)} of {len(read)} weights"
+        yield f"{count} are not in the folder: {_listed(missing)}. Is the download complete?"
+    if auto_bridge.hf_pretrained.config.tie_word_embeddings and {_TIED_HEAD, _EMBEDDING} <= there:
+        pair = auto_bridge.hf_pretrained.state.source.load_tensors([_TIED_HEAD, _EMBEDDING])
+        if not torch.equal(pair[_TIED_HEAD], pair[_EMBEDDING]):
+            yield f"{_TIED_HEAD} is not {_EMBEDDING}, and its config.json says tie_word_embeddings. Set it to false."
+    known = read | set(_superfluous(auto_bridge, there))
+    if unread := sorted(name for name in there if name not in known and _QUANTIZED.sub("", name) not in known):
+        yield (
+            f"{len(unread)} weights of the folder are no part of the model that its config.json describes: "
+            f"{_listed(unread)}. Training it would leave them out."
+        )
+
+
+def _without_name(auto_bridge: "AutoBridge", chunks: Sequence[Any]) -> list[str]:
+    model_bridge = auto_bridge._model_bridge
+    table = model_bridge.mapping_registry()
+    names = model_bridge._megatron_global_param_names_all_pp_ranks(list(chunks))
+    is_tied = chunks[0].config.share_embeddings_and_output_weights
+    asked = (name for name in names if not (is_tied and "output_layer" in name))
+    return [name for name in asked if table.megatron_to_hf_lookup(name) is None]
+
+
+def _superfluous(auto_bridge: "AutoBridge", there: set[str]) -> Iterator[str]:
+    """Buffers that are computed, a head that is the embedding, and layers that config.json does not count."""
+    config = auto_bridge.hf_pretrained.config
+    layers = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
+    for name in there:
+        number = re.match(r"model\.layers\.(\d+)\.", name)
+        if name.endswith("rotary_emb.inv_freq") or (number is not None and int(number[1]) >= layers):
+            yield name
+    if config.tie_word_embeddings and _TIED_HEAD in there:
+        yield _TIED_HEAD
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

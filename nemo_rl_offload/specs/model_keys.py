@@ -1,0 +1,297 @@
+"""Kinds of keys of a `config.json`: which values each takes, for the tables of `model_families`.
+
+A kind says None of a value that is taken, and otherwise what is allowed instead.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Content = Mapping[str, Any]
+"""What a `config.json` holds."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is taken of one key."""
+
+    text: str
+    """For the table of the documents."""
+    refuse: Callable[[Any, Content], str | None]
+    """Of a value that is there: None, or what is allowed instead."""
+    neutral: tuple[Any, ...] = (None, False, 0)
+    """Values that say "not so", where another family has the key."""
+
+
+def ignored(text: str) -> Key:
+    return Key(text, lambda value, content: None)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def whole(minimum: int = 1, or_null: bool = False) -> Key:
+    allowed = f"a whole number from {minimum} on" + (", or null" if or_null else "")
+
+    def refuse(value: Any, content: Content) -> str | None:
+        if value is None:
+            return None if or_null else allowed
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        return None if is_whole and value >= minimum else allowed
+
+    return Key("honoured", refuse)
+
+
+def even(or_null: bool = False) -> Key:
+    """A whole number of elements that rotary positions can turn in pairs."""
+    allowed = "an even number from 2 on" + (", or null" if or_null else "")
+    base = whole(minimum=2, or_null=or_null)
+    return Key("honoured", lambda value, content: allowed if base.refuse(value, content) or (value or 0) % 2 else None)
+
+
+def positive(or_null: bool = False) -> Key:
+    allowed = "a number above 0" + (", or null" if or_null else "")
+
+    def refuse(value: Any, content: Content) -> str | None:
+        if value is None:
+            return None if or_null else allowed
+        return None if is_number(value) and 0 < value < float("inf") else allowed
+
+    return Key("honoured", refuse)
+
+
+def flag() -> Key:
+    return Key("honoured", lambda value, content: None if isinstance(value, bool) else "true or false")
+
+
+def only(*values: Any, because: str = "", neutral: tuple[Any, ...] = (None, False, 0)) -> Key:
+    shown = " or ".join(_json(value) for value in values)
+    reason = f" ({because})" if because else ""
+
+    def refuse(value: Any, content: Content) -> str | None:
+        taken = any(type(value) is type(one) and value == one for one in values)
+        return None if taken else f"{shown}{reason}"
+
+    return Key(f"only {shown}", refuse, neutral)
+
+
+def _json(value: Any) -> str:
+    names = {None: "null", True: "true", False: "false"}
+    return names[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def one_of(allowed: Sequence[str]) -> Key:
+    text = ", ".join(allowed)
+    return Key(f"honoured: {text}", lambda value, content: None if value in allowed else f"one of {text}")
+
+
+def divides(other: str, minimum: int = 1) -> Key:
+    """A whole number that divides another key's."""
+    base = whole(minimum, or_null=True)
+
+    def refuse(value: Any, content: Content) -> str | None:
+        total = content.get(other)
+        if (refusal := base.refuse(value, content)) or value is None or not isinstance(total, int):
+            return refusal
+        return None if total % value == 0 else f"a number that divides {other}"
+
+    return Key("honoured", refuse)
+
+
+def _padding(value: Any, content: Content) -> str | None:
+    size = content.get("vocab_size")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    fits = not isinstance(size, int) or (is_whole and -size <= value < size)
+    return None if value is None or (is_whole and fits) else "null, or a token of the vocabulary"
+
+
+PADDING = Key("no effect", _padding)
+
+
+# --- positions
+
+ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": (),
+}
+"""The types of rotary positions, and what numbers each cannot do without."""
+_ROPE_OPTIONS = (
+    *("rope_theta", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "partial_rotary_factor", "factor"),
+)
+"""Further numbers; which type reads them is transformers' business."""
+LENGTH_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+"""Types that turn positions otherwise in longer sequences: how long the longest of a batch is decides for all. Shorter
+ones are honoured."""
+
+
+def rope_section(content: Content) -> Mapping[str, Any]:
+    """`rope_parameters` or, in older files, `rope_scaling`, which transformers prefers where both are there."""
+    section = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    return section if isinstance(section, Mapping) else {}
+
+
+def rope_type(content: Content) -> str:
+    """The type of rotary positions, `default` where none is named."""
+    section = rope_section(content)
+    return str(section.get("rope_type") or section.get("type") or "default")
+
+
+def rope(
+    types: Sequence[str],
+    extra: Callable[[Mapping[str, Any]], str | None] = lambda section: None,
+    *,
+    is_partial: bool = False,
+) -> Key:
+    def refuse(value: Any, content: Content) -> str | None:
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, Mapping):
+            return 'an object such as {"rope_type": "default"}, or null'
+        name = value.get("rope_type", value.get("type", "default"))
+        if name not in types:
+            return f"rope_type {', '.join(types)}, and not {name!r}"
+        for key in ROPE_NUMBERS[name]:
+            if not is_number(value.get(key)) or value[key] <= 0:
+                return f"a {key} above 0 beside rope_type {name}"
+        for key in _ROPE_OPTIONS:
+            option = value.get(key)
+            if option is not None and not (is_number(option) and 0 <= option < float("inf")):
+                return f"numbers from 0 on, and not {key} {option!r}"
+        share = value.get("partial_rotary_factor")
+        if share is not None and (refusal := (PARTIAL_ROTARY if is_partial else WHOLE_ROTARY).refuse(share, content)):
+            return f"partial_rotary_factor {refusal}"
+        return _rope_details(name, value) or extra(value)
+
+    return Key(f"honoured: {', '.join(types)}", refuse)
+
+
+def _rope_details(name: str, section: Mapping[str, Any]) -> str | None:
+    low, high = section.get("low_freq_factor"), section.get("high_freq_factor")
+    if name == "llama3" and high <= low:  # type: ignore[operator]
+        return "a high_freq_factor above low_freq_factor"
+    if section.get("rope_theta") == 0 or section.get("original_max_position_embeddings") == 0:
+        return "a rope_theta and an original_max_position_embeddings above 0"
+    if not isinstance(section.get("truncate", True), bool):
+        return "truncate true or false"
+    for key in ("short_factor", "long_factor") if name == "longrope" else ():
+        factors = section.get(key)
+        if not isinstance(factors, list) or not all(is_number(factor) and factor > 0 for factor in factors):
+            return f"a {key} that is a list of numbers above 0"
+    return None
+
+
+def latent_rope(section: Mapping[str, Any]) -> str | None:
+    """Megatron's latent attention reads its own form of yarn."""
+    if section.get("attention_factor") is not None:
+        return "no attention_factor beside latent attention"
+    if bool(section.get("mscale_all_dim")) != bool(section.get("mscale")):
+        return "mscale and mscale_all_dim, both or none"
+    if section.get("truncate", True) is not True:
+        return "truncate true"
+    return None
+
+
+def latent_rope_of_v2(section: Mapping[str, Any]) -> str | None:
+    if section.get("mscale_all_dim"):
+        return "no mscale_all_dim (DeepSeek's own code scales the softmax by it, and transformers' does not)"
+    return latent_rope(section)
+
+
+def _partial_rotary(value: Any, content: Content) -> str | None:
+    return None if value is None or (is_number(value) and 0 < value <= 1) else "a number above 0, at most 1"
+
+
+PARTIAL_ROTARY = Key("honoured", _partial_rotary)
+WHOLE_ROTARY = Key(
+    "only 1",
+    lambda value, content: None if value is None or (is_number(value) and value == 1) else "1",
+)
+
+
+# --- windows
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def same_as(other: str) -> Key:
+    """Another key's value."""
+    return Key(other, lambda value, content: None if value == content.get(other) else other)
+
+
+def layer_types(value: Any, content: Content) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or any(one not in LAYER_TYPES for one in value):
+        return f"a list of {' and '.join(LAYER_TYPES)}"
+    if len(value) != content.get("num_hidden_layers"):
+        return f"a list of num_hidden_layers, {content.get('num_hidden_layers')}"
+    is_off = content.get("use_sliding_window", content.get("model_type") not in ("qwen2", "qwen3")) is False
+    if "sliding_attention" in value and (is_off or not content.get("sliding_window")):
+        return "sliding_attention beside a sliding_window that is used"
+    return None
+
+
+WINDOWS = {
+    "sliding_window": whole(or_null=True),
+    "layer_types": Key("honoured", layer_types),
+}
+QWEN_WINDOWS = {
+    **WINDOWS,
+    "sliding_window": whole(minimum=0, or_null=True),
+    "use_sliding_window": flag(),
+    "max_window_layers": whole(minimum=0, or_null=True),
+}
+
+
+# --- experts
+
+
+def layer_numbers(value: Any, content: Content) -> str | None:
+    number = content.get("num_hidden_layers")
+    is_list = isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+    if value is None or (is_list and all(0 <= one < number for one in value if isinstance(number, int))):
+        return None
+    return "a list of layers, counted from 0"
+
+
+def experts_chosen(minimum: int = 1) -> Key:
+    """How many experts a token has; from 2 on where their weights are divided by their sum, which Megatron does not do
+    with a single one."""
+    base = whole(minimum)
+
+    def refuse(value: Any, content: Content) -> str | None:
+        counts = (content.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        total = next((count for count in counts if isinstance(count, int)), value)
+        if refusal := base.refuse(value, content):
+            return refusal
+        return None if value <= total else f"at most the number of experts, {total}"
+
+    return Key("honoured", refuse)
+
+
+ROUTER_TRAINING = {
+    "output_router_logits": ignored("no effect"),
+    "router_aux_loss_coef": ignored("no effect: `moe_aux_loss_coeff` is the run's"),
+}
+
+
+# --- quantized weights
+
+
+def quantized(*methods: str) -> Key:
+    def refuse(value: Any, content: Content) -> str | None:
+        if value is None:
+            return None
+        method = value.get("quant_method") if isinstance(value, Mapping) else value
+        if method in methods:
+            return None
+        allowed = f"quant_method {' or '.join(methods)}, or none" if methods else "none: weights as they are trained"
+        return f"{allowed}, and not {method!r}"
+
+    return Key(f"read: {', '.join(methods)}" if methods else "refused", refuse)
