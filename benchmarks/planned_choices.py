@@ -99,7 +99,7 @@ def _choices(result: Mapping[str, Any], path: Path) -> Iterator[Choice]:
 
 def _plan(job: Job, peak_bytes: int) -> tuple[Mapping[str, Any] | None, float]:
     plan = make_plan(replace(job, memory_bytes=peak_bytes + sum(allowance_bytes(job.device).values())))
-    return None if plan.shortfall_bytes else plan.keys, plan.written.step.step_ms
+    return None if plan.shortfall_bytes else plan.keys, plan.chosen.step_ms
 
 
 def _said(keys: Mapping[str, Any]) -> str:

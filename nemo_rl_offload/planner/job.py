@@ -9,14 +9,14 @@ from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Tokens
 from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew
-from nemo_rl_offload.planner.cost.memory import Optimizer
+from nemo_rl_offload.planner.cost.memory import Optimizer, allowance_bytes
 from nemo_rl_offload.specs.activation_memory import resolve_activations
 from nemo_rl_offload.specs.devices import Device
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE
 from nemo_rl_offload.specs.parallel_layout import KEYS, ParallelLayout, check_layout, num_microbatches, rounded_length
 from nemo_rl_offload.specs.recompute import RecomputeKeys, ResolvedRecompute
-from nemo_rl_offload.units import GIB
+from nemo_rl_offload.units import GIB, MIB
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ class Job:
     """As configured; empty also for `auto`."""
     offload_fraction: float = 1.0
     """Of the groups of those, the earliest of each forward; as configured."""
+    is_auto: bool = False
+    """Whether `offload_modules` is configured as `auto`."""
     native_engine: bool = True
     """Whether this project's engine moves them, or Megatron-Core's."""
     offloads: bool = True
@@ -109,11 +111,20 @@ class Job:
         return self.memory_bytes or self.device.memory_bytes
 
     @property
+    def auto_budget_mib(self) -> int:
+        """What `auto` is told of the budget: what it leaves to torch's allocator beside the allowances, in MiB."""
+        return (self.budget_bytes - sum(allowance_bytes(self.device).values())) // MIB
+
+    @property
+    def auto_budget_bytes(self) -> int:
+        """The budget that `auto` is planned for, less than one MiB below the job's."""
+        return self.auto_budget_mib * MIB + sum(allowance_bytes(self.device).values())
+
+    @property
     def host_budget_bytes(self) -> int:
-        """Host memory that one rank may use for activations."""
-        if isinstance(self.host_budget, int):
-            return self.host_budget
-        return int(self.device.host_memory_gib * GIB * self.host_budget)
+        """Host memory that one rank may use for activations: no more than there is."""
+        present = int(self.device.host_memory_gib * GIB)
+        return min(self.host_budget, present) if isinstance(self.host_budget, int) else int(present * self.host_budget)
 
     @property
     def node_ranks(self) -> int:
@@ -161,6 +172,7 @@ def read_job(
         is_packed=microbatches.is_packed,
         offload_modules=activations.listed_modules,
         offload_fraction=megatron_cfg["activation_offload_fraction"],
+        is_auto=activations.is_auto and is_native,
         native_engine=is_native,
         offloads=is_native or transformer_impl != "torch",
         recomputes_mlp_parts=is_native and fp8 is None and not megatron_cfg["use_transformer_engine_op_fuser"],

@@ -13,8 +13,8 @@ from nemo_rl_offload.errors import ConfigError, ResourceError
 from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job, Recompute, read_job
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
-from nemo_rl_offload.planner.search.choice import fullest_stage
-from nemo_rl_offload.planner.search.suggestions import least_shortfall, smaller_microbatches
+from nemo_rl_offload.planner.search.choice import fullest_stage, surely_fits
+from nemo_rl_offload.planner.search.suggestions import smaller_microbatches
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows, run_configured
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
@@ -131,7 +131,7 @@ def _proposals(job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
 def _changes(plan: JobPlan, job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
     smaller = dict(smaller_microbatches(plan.job))
     if plan.shortfall_bytes:
-        fitting = next((text for text, changed in smaller.items() if least_shortfall(changed) == 0), None)
+        fitting = next((text for text, changed in smaller.items() if surely_fits(changed)), None)
         others = [change for change in plan.suggestions if change not in smaller]
         yield from [fitting, *others[:2]] if fitting else others[:3]
         return

@@ -3,7 +3,7 @@
 from typing import TypedDict
 
 from nemo_rl_offload.offload.solver import Action
-from nemo_rl_offload.planner.plan import JobPlan, PlannedKeys
+from nemo_rl_offload.planner.plan import JobPlan, PlannedKeys, planned_keys
 from nemo_rl_offload.planner.simulate.simulated_step import ModuleRow, SimulatedStep, module_rows
 from nemo_rl_offload.planner.simulate.stages import job_link
 from nemo_rl_offload.units import GIB
@@ -78,11 +78,15 @@ class PlanData(TypedDict):
     """What would make it fit."""
     outcomes: dict[str, StepData]
     """nothing_offloaded, as_configured (where something is), chosen, written."""
+    without_recomputation: StepData | None
+    """Nothing offloaded or recomputed, where recomputation is configured and this fits."""
     megatron_cfg: PlannedKeys
     host: HostData
     recommended_factors: dict[str, float]
     stages: list[StageData]
     frontier: list[PointData]
+    frontier_megatron_cfg: list[PlannedKeys]
+    """What gives each of its points."""
 
 
 def plan_data(plan: JobPlan) -> PlanData:
@@ -107,6 +111,7 @@ def plan_data(plan: JobPlan) -> PlanData:
             }.items()
             if step is not None
         },
+        "without_recomputation": None if (without := plan.without_recomputation) is None else _step_data(without.step),
         "megatron_cfg": plan.keys,
         "host": {
             "per_rank_bytes": max(hosts),
@@ -119,6 +124,7 @@ def plan_data(plan: JobPlan) -> PlanData:
         "recommended_factors": job.expert_buffers.recommended(),
         "stages": [_stage_data(plan, rank) for rank in range(layout.pipeline)],
         "frontier": [{"peak_bytes": point.peak_bytes, "step_ms": point.step_ms} for point in plan.frontier],
+        "frontier_megatron_cfg": [planned_keys(job, point) for point in plan.frontier],
     }
 
 

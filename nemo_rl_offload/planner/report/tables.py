@@ -9,7 +9,7 @@ from rich.table import Table
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.plan import JobPlan
 from nemo_rl_offload.planner.report.data import StageData, plan_data
-from nemo_rl_offload.planner.search.to_config import excess_bytes
+from nemo_rl_offload.planner.search.to_config import ChoiceAsConfig, excess_bytes
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 from nemo_rl_offload.units import GIB, MIB, gib
 
@@ -32,12 +32,13 @@ def summary_lines(plan: JobPlan) -> list[str]:
         "chosen": "chosen for the budget",
         "written": "as whole modules",
     }
-    recomputed = {"chosen": _recomputed(plan.chosen_job.recompute), "written": _recomputed(plan.written.recompute)}
+    recomputed = {"chosen": plan.choice.recompute, "written": plan.written.recompute}
     for name, outcome in outcomes.items():
+        recompute = _recomputed(recomputed.get(name, job.recompute))
         change = 100 * (outcome["step_ms"] / base["step_ms"] - 1)
         lines.append(
             f"{titles[name]}: peak {gib(outcome['peak_bytes'])}, step {outcome['step_ms'] / 1e3:.2f} s "
-            f"({change:+.1f} %), host {gib(outcome['host_bytes'])} per rank{recomputed.get(name, '')}"
+            f"({change:+.1f} %), host {gib(outcome['host_bytes'])} per rank{recompute and f'; {recompute}'}"
         )
     lines.append(
         f"host memory per node: {gib(host['per_node_bytes'])} of {gib(host['memory_per_node_bytes'])}"
@@ -55,36 +56,50 @@ def summary_lines(plan: JobPlan) -> list[str]:
 
 def _recomputed(recompute: Recompute) -> str:
     if recompute.method is not None:
-        return "; recomputes whole layers"
+        number = f"{recompute.num_layers} of each chunk" if recompute.method == "block" else ""
+        return f"recomputes whole layers{number and f' ({number})'}"
     if not recompute.modules:
         return ""
     counted = recompute.keys["recompute_num_layers"]
-    return f"; recomputes {', '.join(sorted(recompute.modules))}{f' ({counted} layers)' if counted else ''}"
+    return f"recomputes {', '.join(sorted(recompute.modules))}{f' ({counted} layers)' if counted else ''}"
 
 
 def _verdict(plan: JobPlan) -> list[str]:
     if plan.shortfall_bytes:
         rank = plan.shortfalls.index(plan.shortfall_bytes)
+        decimals = _decimals(plan.chosen.peak_bytes(rank), plan.job.budget_bytes)
         short = (
-            f"does not fit: stage {rank} needs {gib(plan.chosen.peak_bytes(rank))}, "
-            f"{gib(plan.shortfall_bytes)} more than there is."
+            f"does not fit: stage {rank} needs {gib(plan.chosen.peak_bytes(rank), decimals)}, "
+            f"{gib(plan.shortfall_bytes, decimals)} more than there is."
         )
         return [short, f"changes that would do: {'; or '.join(plan.suggestions)}"]
     keys = plan.keys
     words = [f"offload_modules: {_yaml(keys['offload_modules'])}"] if keys["offload_modules"] else []
+    if keys.get("activation_offload_fraction", 1.0) != 1.0:
+        words.append(f"activation_offload_fraction: {keys['activation_offload_fraction']}")
     if "activation_offload" in keys:
         words.append(f"gpu_memory_budget: {keys['activation_offload']['gpu_memory_budget']}")
     words += [f"{key}: {_yaml(value)}" for key, value in keys.items() if key in RECOMPUTE_KEYS and value is not None]
-    if not words:
-        return ["fits without offloading"]
-    said = [f"fits with {'; '.join(words)}"]
-    if plan.needs_layers_to_differ:
+    said = [f"fits with {'; '.join(words)}" if words else "fits without offloading"]
+    if plan.choice.is_auto:
         whole = plan.written.step
-        missing = f"need {gib(excess)} more than there is" if (excess := excess_bytes(plan.job, whole)) else "fit"
+        missing = "fit"
+        if excess := excess_bytes(plan.job, whole):
+            missing = f"need {gib(excess, _decimals(excess, 0))} more than there is"
         share = whole.step_ms / plan.chosen.step_ms - 1
         times = f"take {abs(share):.0%} {'longer' if share >= 0 else 'less time'}"
         said.append(f"whole modules ({_yaml(plan.written.offload_modules)}) would {missing} and {times}")
+    if without := plan.without_recomputation:
+        said.append(
+            f"fits without recomputation too: nothing offloaded, peak {gib(without.peak_bytes)}, step "
+            f"{without.step_ms / 1e3:.2f} s, with recompute_granularity and activation_checkpointing null"
+        )
     return said
+
+
+def _decimals(size: int, other: int) -> int:
+    """So many that the two sizes do not look alike."""
+    return next((number for number in range(1, 4) if gib(size, number) != gib(other, number)), 4)
 
 
 def _yaml(value: object) -> str:
@@ -110,16 +125,24 @@ def _table(columns: Sequence[str], right: Sequence[int]) -> Table:
 
 
 def _frontier_table(plan: JobPlan) -> Iterator[RenderableType]:
-    """Time at other budgets; the point marked is the last that fits, or else the first."""
+    """What was tried; the point marked is the last that fits, or else the first."""
     points = plan.frontier
     fitting = [point for point in points if point.peak_bytes <= plan.job.budget_bytes]
     table = _table(("memory", "step", "of nothing offloaded's", ""), right=(0, 1, 2))
+    table.add_column("with")
     for point in points:
         mark = "nearest to the budget" if point == (fitting[-1] if fitting else points[0]) else ""
         ratio = point.step_ms / plan.baseline.step_ms
-        table.add_row(gib(point.peak_bytes), f"{point.step_ms / 1e3:.2f} s", f"{ratio:.3f}", mark)
-    yield "\nleast time at other budgets, estimated but for the choice"
+        table.add_row(gib(point.peak_bytes), f"{point.step_ms / 1e3:.2f} s", f"{ratio:.3f}", mark, _said(point))
+    yield "\nmemory against time, of what was tried"
     yield table
+
+
+def _said(choice: ChoiceAsConfig) -> str:
+    """What it offloads and recomputes."""
+    share = "" if choice.fraction == 1 else f" (fraction {choice.fraction:g})"
+    offloaded = "auto" if choice.is_auto else ", ".join(choice.offload_modules)
+    return "; ".join(filter(None, (f"{offloaded or 'nothing offloaded'}{share}", _recomputed(choice.recompute))))
 
 
 def stage_lines(stage: StageData) -> list[str]:

@@ -12,7 +12,11 @@ Steps:
    decides again.
 4. `solve` takes copies to end before backward begins. So listed modules are simulated too, for the first way in which
    they fit and no compute waits for them.
-5. The fastest that fits is taken.
+5. The fastest of these is a guide: no configuration says it, for it recomputes single layers. From it begins the search
+   for whole modules (`to_config`); what `auto` would do is simulated for its recomputation.
+6. What takes the least memory is tried in any case, and more for other budgets.
+7. Of all that was tried as keys can say it, the fastest that fits is taken. What a plan shows or says of others, the
+   least memory and the frontier, is of the same trials.
 
 Rejected: recomputed MLPs as actions of `solve`. They free several groups and take room in backward that belongs to no
 group, and a configuration can only say for how many layers they are, not for which.
@@ -26,14 +30,25 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from nemo_rl_offload.offload.solver import Action, GroupRecord, Link, MemoryBudget, Solution, solve
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.search.candidates import candidates, recomputable, separable
-from nemo_rl_offload.planner.search.suggestions import on_their_way, stage_budget
-from nemo_rl_offload.planner.search.to_config import choice_to_config, excess_bytes, in_order, may_fit
+from nemo_rl_offload.planner.search.suggestions import least_shortfall, on_their_way, stage_budget
+from nemo_rl_offload.planner.search.to_config import (
+    ChoiceAsConfig,
+    Trials,
+    choice_to_config,
+    excess_bytes,
+    in_order,
+    listable,
+    may_fit,
+    run_nothing,
+)
 from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep, highest_peak, run_stages, run_steady_state
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages, job_link
+from nemo_rl_offload.specs.offload_modules import discarded_by_recompute
 from nemo_rl_offload.specs.parallel_layout import stage_layers
 
 _ROUNDS = 6
@@ -41,6 +56,10 @@ _MARGIN_BYTES = 64 << 20
 _NUM_COUNTS = 6
 """Into so many numbers of layers MLPs are divided."""
 _NUM_SIMULATED = 3
+_MOST_TRIES, _FEWEST_TRIES = 32, 8
+"""Simulated lists of modules for other budgets, the fewer the more stages there are."""
+_SLOWER = 1.02
+"""Lists of modules that take longer than so much of the time with `auto` are not chosen."""
 _FREE_SHARE = 1e-3
 """Of the step: waits below it are none."""
 
@@ -114,17 +133,135 @@ def _sixths(most: int) -> list[int]:
     return sorted({math.ceil(most * part / _NUM_COUNTS) for part in range(1, _NUM_COUNTS + 1)})
 
 
-def choose_for_budget(job: Job, baseline: SimulatedStep) -> tuple[Job, SimulatedStep]:
-    """The fastest choice that fits, and the job with its recomputation; else the choice that comes nearest.
+def choose(job: Job, baseline: SimulatedStep, trials: Trials) -> ChoiceAsConfig:
+    """The fastest choice that fits, of all that is tried; else the one that comes nearest. Lists of modules are simpler
+    than `auto`, and are taken where they are not `_SLOWER`, unless it is configured.
 
-    `baseline` is the job's step with nothing offloaded. Megatron-Core's engine takes no layers by themselves: there,
-    the steps that count are those of whole modules.
+    `baseline` is the job's step with nothing offloaded.
+    """
+    nothing = trials.try_modules(job.recompute, ())
+    fits = highest_peak(baseline) <= job.budget_bytes
+    if not fits:
+        way, guide = _guide(job, baseline, trials)
+        best = choice_to_config(way, guide, trials)
+        list(_try_least(job, trials))
+        if can_be_auto(job):
+            for recompute in dict.fromkeys((best.recompute, way.recompute)):
+                trials.try_auto(recompute, run_auto)
+    for recompute, modules in islice(_others(job), max(_FEWEST_TRIES, _MOST_TRIES // job.layout.pipeline)):
+        trials.try_modules(recompute, modules)
+    if fits:
+        return nothing
+    _try_less_memory(job, trials)
+    return _best(job, trials)
+
+
+def _try_less_memory(job: Job, trials: Trials) -> None:
+    """Where nothing fits: other ways, with all modules, that may take less memory."""
+    for way in ways(job):
+        on_host, on_device, *_ = min(each.order(job) for each in (*trials.whole, *trials.auto))
+        if not on_device or on_host:
+            return
+        if least_shortfall(way, with_copies=False) < on_device:
+            trials.try_modules(way.recompute, listable(way, _by_bytes(way)[-1]))
+            if can_be_auto(job):
+                trials.try_auto(way.recompute, run_auto)
+
+
+def _best(job: Job, trials: Trials) -> ChoiceAsConfig:
+    best = min(trials.whole, key=lambda each: each.order(job))
+    while (less := min(trials.try_less(best), key=lambda each: each.order(job), default=None)) is not None:
+        if less.order(job) > best.order(job):
+            break
+        best = less
+    auto = min(trials.auto, key=lambda each: each.order(job), default=best)
+    excess, auto_excess = _excess(job, best), _excess(job, auto)
+    slower = 1.0 if job.is_auto else _SLOWER
+    is_better = auto_excess < excess or (auto_excess == excess and best.step_ms > slower * auto.step_ms)
+    return auto if is_better else best
+
+
+def _excess(job: Job, choice: ChoiceAsConfig) -> tuple[int, int]:
+    """Above the budgets of host and device; `auto` has to keep what it is told."""
+    on_host, on_device, *_ = choice.order(job)
+    if choice.is_auto and choice.peak_bytes > job.auto_budget_bytes:
+        on_device = max(1, on_device)
+    return on_host, on_device
+
+
+def can_be_auto(job: Job) -> bool:
+    """Whether `auto` is something to choose: this project's engine takes it, with a budget of a MiB or more."""
+    return job.native_engine and job.auto_budget_mib > 0
+
+
+def run_auto(job: Job) -> SimulatedStep:
+    """What `offload_modules: auto` is planned to do with the job's budget: modules and layers differ."""
+    if highest_peak(nothing := run_nothing(job)) <= job.auto_budget_bytes:
+        return nothing
+    is_latent = job.shape.latent_attention is not None
+    discarded = {name for entry in job.recompute.modules for name in discarded_by_recompute(is_latent).get(entry, ())}
+    modules = [name for name in candidates(job) if name not in discarded]
+    return _choose_all(job, build_stages(job, modules), job.auto_budget_bytes)
+
+
+def _try_least(job: Job, trials: Trials) -> Iterator[ChoiceAsConfig]:
+    """What takes the least memory: all modules, `auto`, and what is recomputed alone, the first way or the last."""
+    every = list(ways(job))
+    way = min((every[-1], every[0]), key=least_shortfall)
+    if least_shortfall(way, with_copies=False) > 0:
+        return
+    yield trials.try_modules(way.recompute, listable(way, _by_bytes(way)[-1]))
+    if can_be_auto(job):
+        yield trials.try_auto(way.recompute, run_auto)
+    yield trials.try_modules(way.recompute, ())
+
+
+def surely_fits(job: Job) -> bool:
+    """Whether what takes the least memory fits, which `choose` tries too."""
+    return any(_excess(job, each) == (0, 0) for each in _try_least(job, Trials(job)))
+
+
+def surely_lacks(job: Job) -> int:
+    """How much every way lacks, by its formulas: 0 where one may fit."""
+    return min(least_shortfall(way, with_copies=False) for way in ways(job))
+
+
+def _others(job: Job) -> Iterator[tuple[Recompute, tuple[str, ...]]]:
+    """More to try, the same for every budget: the most different first."""
+    every = [way.recompute for way in ways(job)]
+    orders = {}
+    for each in (every[-1], job.recompute):
+        way = replace(job, recompute=each)
+        orders[each] = [listable(way, modules) for modules in _by_bytes(way)]
+    for end in (-1, 0):
+        yield from ((each, lists[end]) for each, lists in orders.items())
+    yield from ((each, ()) for each in every)
+    for each, lists in orders.items():
+        yield from ((each, modules) for modules in lists)
+
+
+def _by_bytes(job: Job) -> list[tuple[str, ...]]:
+    """No module, that with the least bytes, and ever more."""
+    sizes: Counter[str] = Counter()
+    for stage in build_stages(job, candidates(job)):
+        for record in stage.records():
+            if record.can_offload:
+                sizes[record.module] += record.saved_bytes * record.live_at_peak
+    ordered = [module for module, _ in reversed(sizes.most_common())]
+    return [in_order(ordered[:number]) for number in range(len(ordered) + 1)]
+
+
+def _guide(job: Job, baseline: SimulatedStep, trials: Trials) -> tuple[Job, SimulatedStep]:
+    """The fastest choice by layers that fits, and the job with its recomputation; else the choice that comes nearest.
+
+    No configuration says what is recomputed of single layers: it is where the search for lists begins. Megatron-Core's
+    engine takes no layers by themselves: there, the steps that count are those of whole modules.
     """
     rank = fullest_stage(baseline)
     found: list[tuple[tuple[int, float], Job, SimulatedStep]] = []
 
     def add(way: Job, step: SimulatedStep) -> None:
-        in_force = step if job.native_engine else choice_to_config(way, step).step
+        in_force = step if job.native_engine else choice_to_config(way, step, trials).step
         found.append(((excess_bytes(job, in_force), in_force.step_ms), way, step))
 
     every = list(ways(job))
@@ -137,7 +274,7 @@ def choose_for_budget(job: Job, baseline: SimulatedStep) -> tuple[Job, Simulated
     for number, ((_, names), way) in enumerate(scored):
         if number >= _NUM_SIMULATED and any(excess == 0 for (excess, _), *_ in found):
             break
-        add(way, _choose_all(way, build_stages(way, candidates(way), names)))
+        add(way, _choose_all(way, build_stages(way, candidates(way), names), job.budget_bytes))
     _, way, step = min(found, key=lambda each: each[0])
     return way, step
 
@@ -145,14 +282,7 @@ def choose_for_budget(job: Job, baseline: SimulatedStep) -> tuple[Job, Simulated
 def _listed(job: Job) -> SimulatedStep | None:
     """What the engine does with all layers of some modules, those with the least bytes first: None where such a choice
     does not fit, or makes compute wait."""
-    sizes: Counter[str] = Counter()
-    for stage in build_stages(job, candidates(job)):
-        for record in stage.records():
-            if record.can_offload:
-                sizes[record.module] += record.saved_bytes * record.live_at_peak
-    ordered = [module for module, _ in reversed(sizes.most_common())]
-    for number in range(len(ordered) + 1):
-        modules = in_order(ordered[:number])
+    for modules in _by_bytes(job):
         if not may_fit(job, modules):
             continue
         step = run_steady_state(job, modules)
@@ -187,19 +317,19 @@ def _score(job: Job, rank: int, names: Sequence[str]) -> Score:
     return plan.shortfall_bytes, plan.step_ms
 
 
-def _choose_all(job: Job, stages: Sequence[Stage]) -> SimulatedStep:
+def _choose_all(job: Job, stages: Sequence[Stage], budget_bytes: int) -> SimulatedStep:
     link = job_link(job)
     actions = [[Action.KEEP] * len(stage.records()) for stage in stages]
     step = run_stages(job, stages, actions)
-    less = [on_their_way(stage) for stage in stages]
+    less = [job.budget_bytes - budget_bytes + on_their_way(stage) for stage in stages]
     exhausted: set[int] = set()
     for attempt in range(_ROUNDS):
-        over = {rank for rank in range(len(stages)) if step.peak_bytes(rank) > job.budget_bytes} - exhausted
+        over = {rank for rank in range(len(stages)) if step.peak_bytes(rank) > budget_bytes} - exhausted
         if not over:
             break
         for rank in over:
             if attempt:
-                less[rank] += step.peak_bytes(rank) - job.budget_bytes + _MARGIN_BYTES
+                less[rank] += step.peak_bytes(rank) - budget_bytes + _MARGIN_BYTES
             plan = chosen_once(stages[rank].records(), stage_budget(job, stages[rank], less[rank]), link)
             actions[rank] = list(plan.actions)
             if plan.shortfall_bytes:

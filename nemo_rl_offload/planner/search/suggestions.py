@@ -1,13 +1,13 @@
 """Changes of a job that would make it fit, for a budget that no choice of modules meets."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.offload.solver import MemoryBudget
-from nemo_rl_offload.planner.job import Job, Recompute
+from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.search.candidates import candidates
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
 from nemo_rl_offload.specs.parallel_layout import check_layout
@@ -28,8 +28,9 @@ def on_their_way(stage: Stage) -> int:
     return sum(sorted(record.saved_bytes for record in stage.records())[-2:])
 
 
-def least_shortfall(job: Job) -> int:
-    """How far every choice stays above the budget, over all stages: what cannot go, or has no room on the host."""
+def least_shortfall(job: Job, with_copies: bool = True) -> int:
+    """How far every choice stays above the budget, over all stages: what cannot go or has no room on the host, and
+    what copies may hold."""
     shortfall = 0
     for stage in build_stages(job, candidates(job)):
         budget = stage_budget(job, stage)
@@ -41,30 +42,31 @@ def least_shortfall(job: Job) -> int:
             elif record.recompute_ms is None:
                 kept += live_bytes
         homeless = max(0, moved - job.host_budget_bytes)
-        peak = budget.fixed_bytes + kept + homeless + on_their_way(stage)
+        peak = budget.fixed_bytes + kept + homeless + (on_their_way(stage) if with_copies else 0)
         shortfall = max(shortfall, peak - budget.peak_bytes)
     return shortfall
 
 
-def suggest(job: Job) -> tuple[str, ...]:
-    """Single changes that fit; else pairs of full recomputation, which alone does not fit, and another; else how near
-    the best of them comes."""
+def suggest(
+    job: Job, fits: Callable[[Job], bool], surely_lacks: Callable[[Job], int], shortfall: Callable[[Job], int]
+) -> tuple[str, ...]:
+    """Single changes with which a plan fits; else how near the best of them comes.
+
+    `shortfall` says what the plan of a job lacks. Sooner than that, `fits` says where it lacks nothing, if not always,
+    and `surely_lacks` what it lacks at least.
+    """
     singles = list(_single(job))
-    fitting = [text for text, changed in singles if least_shortfall(changed) == 0]
-    if fitting:
-        return tuple(fitting)
-    if not job.expert_buffers.has_stash:  # which has nothing to hold where layers are recomputed
-        full = replace(job, recompute=Recompute(method="uniform"))
-        words = "recompute_granularity=full with recompute_method=uniform and recompute_num_layers=1"
-        singles = [(f"{words}, and {text}", changed) for text, changed in _single(full)]
-    shortfalls = [(least_shortfall(changed), text) for text, changed in singles]
-    fitting = [text for shortfall, text in shortfalls if shortfall == 0]
-    if fitting:
-        return tuple(fitting)
-    if not shortfalls:
+    if not singles:
         return ("none that was tried",)
-    shortfall, text = min(shortfalls)
-    return (f"none that was tried; {text} comes nearest, {gib(shortfall)} short",)
+    if fitting := [text for text, changed in singles if fits(changed)]:
+        return tuple(fitting)
+    least = sorted((surely_lacks(changed), number) for number, (_, changed) in enumerate(singles))
+    near = [number for lacking, number in least if lacking == 0] or [least[0][1]]
+    lacking = {number: shortfall(singles[number][1]) for number in near}
+    if fitting := [singles[number][0] for number in sorted(near) if not lacking[number]]:
+        return tuple(fitting)
+    nearest = min(near, key=lambda number: lacking[number])
+    return (f"none that was tried; {singles[nearest][0]} comes nearest, {gib(lacking[nearest])} short",)
 
 
 def _single(job: Job) -> Iterator[tuple[str, Job]]:

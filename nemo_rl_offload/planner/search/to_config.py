@@ -1,14 +1,19 @@
-"""A choice as configuration keys can say it: whole modules, and what is recomputed."""
+"""Choices as configuration keys can say them: whole modules, or `auto`, and what is recomputed."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.search.candidates import candidates, separable
 from nemo_rl_offload.planner.search.suggestions import on_their_way, stage_budget
-from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep, highest_peak, run_steady_state
+from nemo_rl_offload.planner.simulate.simulated_step import (
+    SimulatedStep,
+    highest_peak,
+    run_stages,
+    run_steady_state,
+)
 from nemo_rl_offload.planner.simulate.stages import build_stages
 from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES, discarded_by_recompute
 
@@ -26,21 +31,95 @@ class ChoiceAsConfig:
     """What the keys are, and what comes of them."""
 
     step: SimulatedStep
-    """What the engine does with whole modules."""
+    """What the engine does with them."""
     offload_modules: tuple[str, ...]
+    """Whole modules; none with `auto`."""
     recompute: Recompute
+    is_auto: bool = False
+    """Whether the engine chooses modules and layers, for the budget (`offload_modules: auto`)."""
+    fraction: float = 1.0
+    """Of the groups of those modules, the earliest of each forward (`activation_offload_fraction`)."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The fullest stage's."""
+        return highest_peak(self.step)
+
+    @property
+    def step_ms(self) -> float:
+        """Sums of the same times in another order are equal."""
+        return round(self.step.step_ms, 3)
+
+    def host_excess(self, job: Job) -> int:
+        """How far it is above the host's budget."""
+        return max(0, *(self.step.host_bytes(rank) - job.host_budget_bytes for rank in range(len(self.step.stages))))
+
+    def order(self, job: Job) -> tuple[int, int, float, int]:
+        """Smaller is better: what is above the budgets of host and device, then time, then memory."""
+        return self.host_excess(job), max(0, self.peak_bytes - job.budget_bytes), self.step_ms, self.peak_bytes
 
 
-def choice_to_config(job: Job, chosen: SimulatedStep) -> ChoiceAsConfig:
+class Trials:
+    """What was tried for a job, each simulated once."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._found: dict[tuple[Recompute, tuple[str, ...] | None, float], ChoiceAsConfig] = {}
+
+    @property
+    def whole(self) -> list[ChoiceAsConfig]:
+        """Those of whole modules."""
+        return [each for each in self._found.values() if not each.is_auto]
+
+    @property
+    def auto(self) -> list[ChoiceAsConfig]:
+        """Those whose layers the engine chooses."""
+        return [each for each in self._found.values() if each.is_auto]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def try_modules(self, recompute: Recompute, modules: Collection[str], fraction: float = 1.0) -> ChoiceAsConfig:
+        """Offload these of every layer."""
+        ordered = in_order(modules)
+        if (found := self._found.get((recompute, ordered, fraction))) is None:
+            job = replace(self._job, recompute=recompute)
+            step = run_steady_state(job, ordered, fraction) if ordered else run_nothing(job)
+            found = ChoiceAsConfig(step, ordered, recompute, fraction=fraction)
+            self._found[recompute, ordered, fraction] = found
+        return found
+
+    def try_auto(self, recompute: Recompute, run: Callable[[Job], SimulatedStep]) -> ChoiceAsConfig:
+        """Let the engine choose; `run` is what it does with a job."""
+        if (found := self._found.get((recompute, None, 1.0))) is None:
+            step = run(replace(self._job, recompute=recompute))
+            found = self._found[recompute, None, 1.0] = ChoiceAsConfig(step, (), recompute, is_auto=True)
+        return found
+
+    def try_less(self, choice: ChoiceAsConfig) -> Iterator[ChoiceAsConfig]:
+        """The choice without one entry that is recomputed more than is configured, or without modules of which nothing
+        moves."""
+        if choice.is_auto:
+            return
+        moving = set(offloaded_bytes(choice.step))
+        if idle := set(choice.offload_modules) - moving:
+            yield self.try_modules(choice.recompute, set(choice.offload_modules) - idle, choice.fraction)
+        given = self._job.recompute.modules
+        for name in sorted(choice.recompute.modules - given):
+            recompute = replace(choice.recompute, modules=(choice.recompute.modules - {name}) | given)
+            yield self.try_modules(recompute, choice.offload_modules, choice.fraction)
+
+
+def choice_to_config(job: Job, chosen: SimulatedStep, trials: Trials | None = None) -> ChoiceAsConfig:
     """Turn a choice into whole modules: of those tried, the fastest that keep device and host within the budget.
 
     `job` is the one that was chosen for, with its recomputation. It begins with all that the choice touches, and with
     as little of that as may fit; from the better of the two, one module or entry of `recompute_modules` at a time comes
     or goes, as long as that helps.
     """
-    sizes, recomputed = _touched(chosen)
-    everything = _without_conflicts(job, (frozenset(sizes), job.recompute.modules | recomputed))
-    search = _Search(job)
+    sizes = offloaded_bytes(chosen)
+    everything = _without_conflicts(job, (frozenset(sizes), job.recompute.modules | _recomputed(chosen)))
+    search = _Search(job, trials or Trials(job))
     best = min((everything, _lean(job, everything, sizes)), key=search.rank)
     while search.rank(best) > (0, _CLOSE * chosen.step_ms) and search.has_tries:
         nearest = min(search.neighbors(best), key=search.rank)
@@ -65,8 +144,9 @@ def _lean(job: Job, names: Names, sizes: Counter[str]) -> Names:
 class _Search:
     """Whole modules and what comes of them, each simulated once."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, trials: Trials) -> None:
         self._job = job
+        self._trials = trials
         stages = build_stages(job, candidates(job), separable(job))
         groups = [group for stage in stages for group in stage.groups() if group is not None]
         self._modules = {group.module for group in groups if group.can_offload}
@@ -81,7 +161,8 @@ class _Search:
     def rank(self, names: Names) -> tuple[int, float]:
         """How far it is above the device's budget or the host's, and its time."""
         if names not in self.tried:
-            self.tried[names] = _run(self._job, names)
+            recompute = replace(self._job.recompute, modules=names[1])
+            self.tried[names] = self._trials.try_modules(recompute, names[0])
         step = self.tried[names].step
         return excess_bytes(self._job, step), step.step_ms
 
@@ -102,19 +183,26 @@ def excess_bytes(job: Job, step: SimulatedStep) -> int:
     return max(0, highest_peak(step) - job.budget_bytes, host_bytes - job.host_budget_bytes)
 
 
-def _touched(chosen: SimulatedStep) -> tuple[Counter[str], set[str]]:
-    """Offloaded bytes by module, and entries of `recompute_modules`."""
+def offloaded_bytes(step: SimulatedStep) -> Counter[str]:
+    """By module, of one microbatch of each stage."""
     sizes: Counter[str] = Counter()
-    recomputed: set[str] = set()
-    for stage, actions in zip(chosen.stages, chosen.actions, strict=True):
-        for record, group, action in zip(stage.records(), stage.groups(), actions, strict=True):
+    for stage, actions in zip(step.stages, step.actions, strict=True):
+        for record, action in zip(stage.records(), actions, strict=True):
             if action is Action.OFFLOAD:
                 sizes[record.module] += record.saved_bytes
-            elif action is Action.RECOMPUTE:
+    return sizes
+
+
+def _recomputed(step: SimulatedStep) -> set[str]:
+    """Entries of `recompute_modules` that a choice by layers takes."""
+    found: set[str] = set()
+    for stage, actions in zip(step.stages, step.actions, strict=True):
+        for group, action in zip(stage.groups(), actions, strict=True):
+            if action is Action.RECOMPUTE:
                 assert group is not None
                 assert group.recomputed_by is not None
-                recomputed.add(group.recomputed_by)
-    return sizes, recomputed
+                found.add(group.recomputed_by)
+    return found
 
 
 def _without_conflicts(job: Job, names: Names) -> Names:
@@ -132,17 +220,23 @@ def _without_conflicts(job: Job, names: Names) -> Names:
     return modules, recomputed
 
 
-def _recomputing(job: Job, recomputed: frozenset[str]) -> Job:
-    return replace(job, recompute=replace(job.recompute, modules=recomputed))
+def run_nothing(job: Job) -> SimulatedStep:
+    """Nothing offloaded, told by the modules that could be."""
+    stages = build_stages(job, candidates(job))
+    static = [
+        stage.static_bytes for stage in build_stages(job, ())
+    ]  # nothing of a layer is gone before it is recomputed
+    stages = tuple(replace(stage, static_bytes=each) for stage, each in zip(stages, static, strict=True))
+    return run_stages(job, stages, [[Action.KEEP] * len(stage.records()) for stage in stages])
 
 
-def _run(job: Job, names: Names) -> ChoiceAsConfig:
-    modules, changed = in_order(names[0]), _recomputing(job, names[1])
-    return ChoiceAsConfig(run_steady_state(changed, modules), modules, changed.recompute)
+def listable(job: Job, modules: Collection[str]) -> tuple[str, ...]:
+    """Those of these modules that may be listed beside what the job recomputes."""
+    return in_order(_without_conflicts(job, (frozenset(modules), job.recompute.modules))[0])
 
 
 def _fits(job: Job, names: Names) -> bool:
-    return may_fit(_recomputing(job, names[1]), names[0])
+    return may_fit(replace(job, recompute=replace(job.recompute, modules=names[1])), names[0])
 
 
 def may_fit(job: Job, modules: Collection[str]) -> bool:

@@ -92,11 +92,13 @@ def module_rows(step: SimulatedStep, rank: int) -> list["ModuleRow"]:
         waits = (times.waits_in_ms[number], times.waits_out_ms[number])
         for index, part in enumerate(chunk):
             actions = [next(taken) for _ in part.groups or (None,)]
+            row = rows.setdefault(part.module, ModuleRow(part.module))
+            row.recompute_ms += part.recompute_ms
+            if part.is_recomputed:
+                row.add(0, 0, Action.RECOMPUTE, (number, index))
             for group, action in zip(part.groups, actions, strict=False):
                 row = rows.setdefault(group.module, ModuleRow(group.module))
                 row.add(group.num_bytes, stage.live[number], action, (number, index))
-                if action is Action.RECOMPUTE:
-                    row.recompute_ms += group.recompute_ms or 0.0
             if (segment := owners.get(index)) is not None:
                 first = next(g for g, action in zip(part.groups, actions, strict=True) if action is Action.OFFLOAD)
                 rows[first.module].exposed_ms += sum(row[segment] for row in waits)
@@ -115,7 +117,7 @@ class ModuleRow:
         self.places: dict[Action, set[tuple[int, int]]] = {}
         """Chunk and part of each layer to some of whose bytes an action is done."""
         self.recompute_ms = 0.0
-        """Of a microbatch."""
+        """Of a microbatch: what backward computes again in it, as a part of the job."""
         self.exposed_ms = 0.0
         """Over the simulated part of the step."""
 

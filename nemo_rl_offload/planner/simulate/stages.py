@@ -41,9 +41,22 @@ class Part:
     kept_bytes: int = 0
     """What no choice changes."""
     groups: tuple[StorageGroup, ...] = ()
+    recompute_ms: float = 0.0
+    """Of `backward_ms`, what computes again what the job recomputes."""
+    is_recomputed: bool = False
+    """Whether nothing is left of what it saves."""
 
     def of_layer(self, layer: int) -> "Part":
-        return Part(layer, self.module, self.forward_ms, self.backward_ms, self.kept_bytes, self.groups)
+        return Part(
+            layer,
+            self.module,
+            self.forward_ms,
+            self.backward_ms,
+            self.kept_bytes,
+            self.groups,
+            self.recompute_ms,
+            self.is_recomputed,
+        )
 
 
 @dataclass(frozen=True)
@@ -204,14 +217,20 @@ class _Builder:
         )
         if ("moe" if has_experts else "mlp") in recompute_modules:
             self.workspace[kind] += job.context.hidden_bytes  # backward holds the output that it computed again
-        for module, extra_ms in recomputed_ms(job.context, has_experts, recompute_modules, job.device).items():
+        extra = recomputed_ms(job.context, has_experts, recompute_modules, job.device)
+        for module, extra_ms in extra.items():
             forward_ms, backward_ms = times[module]
             times[module] = forward_ms, backward_ms + extra_ms
         storages = [
             replace(storage, pinned=storage.pinned or not may_recompute.isdisjoint(storage.pinned_by))
             for storage in storages
         ]
-        return _layer_parts(job, storages, times, self.modules, may_recompute)
+        parts = _layer_parts(job, storages, times, self.modules, may_recompute)
+        gone, left = ({s.modules[0] for s in storages if s.modules and s.live == live} for live in (False, True))
+        return tuple(
+            replace(part, recompute_ms=extra.get(part.module, 0.0), is_recomputed=part.module in gone - left)
+            for part in parts
+        )
 
     def stage(self, rank: int, chunks: Sequence[range], passes: Sequence[PipelinePass]) -> Stage:
         job, is_last = self.job, rank == self.job.layout.pipeline - 1
