@@ -86,7 +86,7 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
     prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, section["seed"])
 
     def build(cluster: VirtualCluster) -> Distillation:
-        environment = make_environment(config)
+        environment = make_environment(config, run_dir)
         shared: dict[str, Any] = {"seed": section["seed"], "keep_reference": False}
         end_id = tokenizer.eos_token_id
         slots, generation_slots = training_and_generation_slots(cluster, policy_config)

@@ -114,7 +114,7 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
     prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, grpo["seed"])
 
     def build(cluster: VirtualCluster) -> GRPO:
-        environment = make_environment(config)
+        environment = make_environment(config, run_dir)
         slots, generation_slots = training_and_generation_slots(cluster, policy_config)
         policy = Policy(
             slots,

@@ -181,6 +181,7 @@ class TrainingLoop(ABC):
                 self._finish_save()
             if ends_early:
                 sys.exit(EXIT_CODE)
+        self._warn(self.notices(), progress)
 
     def notices(self) -> list[str]:
         """What the workers have warned of since the last call."""

@@ -49,6 +49,10 @@ class RolloutLoop(TrainingLoop):
         ]
         return Rollout.join(parts).metrics()
 
+    def notices(self) -> list[str]:
+        """What the workers and the environment have warned of since the last call."""
+        return [*super().notices(), *self._environment.notices()]
+
     def summary(self) -> LoopSummary:
         """With the last step's mean reward."""
         summary = super().summary()

@@ -18,7 +18,8 @@ PROBLEMS = "reasoning_gym"
 class EnvironmentSpec(Spec):
     """One environment; its name is the value of `data.env_name` and that of its section in `env`.
 
-    The section's `num_workers` and `timeout_s` (where it has it) are the pool's, the others the scorer's arguments.
+    The section's `num_workers`, `timeout_s` and `memory_limit` (where it has these two) are the pool's, the others the
+    scorer's arguments.
     """
 
     scorer: str

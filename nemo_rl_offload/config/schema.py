@@ -25,6 +25,7 @@ from nemo_rl_offload.config.types import (
     Fraction,
     NonNegative,
     Positive,
+    Seconds,
     Seed,
     Share,
     Size,
@@ -329,7 +330,11 @@ class ReasoningGymConfig(TypedDict):
     params: Annotated[dict[str, Any], Default({})]
     """Parameters of that data set."""
     num_workers: Annotated[Positive, Default(1)]
-    """Actors that score responses."""
+    """Processes that score responses."""
+    timeout_s: Annotated[Seconds | None, Default(10.0)]
+    """Seconds that the scoring of one response may take; a longer one counts 0. null: no limit."""
+    memory_limit: Annotated[Size | None, Default("4GiB")]
+    """Memory that the scoring of one response may take; one that needs more counts 0. null: no limit."""
     binary_reward: Annotated[bool, Default(False)]
     """Reward 1 for a score from correct_threshold on and 0 below (true), or the score itself (false)."""
     correct_threshold: Annotated[Share, Default(0.999)]
@@ -339,9 +344,15 @@ class ReasoningGymConfig(TypedDict):
 @closed
 class MathConfig(TypedDict):
     num_workers: Annotated[Positive, Default(1)]
-    """Actors that score responses."""
+    """Processes that score responses."""
     comparison: Annotated[Literal["symbolic", "exact"], Default("symbolic")]
-    """Answers are equal by value (math-verify), or as text (the last boxed answer, or all)."""
+    """Answers are equal by value (math-verify), or as text."""
+    thinking_tags: Annotated[list[str] | None, Default(["<think>", "</think>"])]
+    """Begin and end of thinking, in which no answer is looked for; null: everywhere."""
+    timeout_s: Annotated[Seconds | None, Default(10.0)]
+    """Seconds that the scoring of one response may take; a longer one counts 0. null: no limit."""
+    memory_limit: Annotated[Size | None, Default("4GiB")]
+    """Memory that the scoring of one response may take; one that needs more counts 0. null: no limit."""
 
 
 @closed
@@ -351,9 +362,11 @@ class FunctionConfig(TypedDict):
     params: Annotated[dict[str, Any], Default({})]
     """Further arguments of the function, by name."""
     num_workers: Annotated[Positive, Default(1)]
-    """Actors that call it."""
-    timeout_s: Annotated[Annotated[float, Gt(0)] | None, Default(60.0)]
-    """Seconds that the responses of one turn may take, all together; null: no limit."""
+    """Processes that call it."""
+    timeout_s: Annotated[Seconds | None, Default(60.0)]
+    """Seconds that one call may take; the response of a longer one counts 0. null: no limit."""
+    memory_limit: Annotated[Size | None, Default("4GiB")]
+    """Memory that one call may take; a response that needs more counts 0. null: no limit."""
 
 
 @closed

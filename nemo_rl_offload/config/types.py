@@ -33,6 +33,7 @@ NonNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Gt(0), Le(1)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Beta = Annotated[float, Ge(0), Lt(1)]
+Seconds = Annotated[float, Gt(0)]
 Size = Annotated[str, 'like "72GiB"']
 
 _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null", Any: "any"}

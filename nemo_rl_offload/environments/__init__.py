@@ -1,1 +1,1 @@
-"""Environments that turn responses into rewards, as Ray actors."""
+"""Environments that turn responses into rewards, in processes of their own."""

@@ -3,23 +3,28 @@
 The function is called as ``function(messages, entry, **params)`` with the conversation, whose last message is the
 response, and the record of the data set. It returns the reward, which ends the episode, or a mapping with ``reward``
 and any of ``observation`` (text that the model reads next), ``done`` (default: there is no observation) and
-``is_correct`` (default: the reward is above 0). What it keeps between calls is its own affair, and each of several
-actors has its own.
+``is_correct`` (default: the reward is above 0). What it keeps between calls is its own affair; each of several
+processes has its own, and a process may be replaced.
 
-An error in the function ends the run: rewards that are silently 0 would train the model on a mistake.
+A response on which the function raises an exception, or which takes it too long, counts 0, is counted, and the run goes
+on (`pool.py`): what models write can be anything. What is a mistake whatever they write ends the run: a function that
+is not there or takes other arguments, before it starts, and a return value that it may not have.
 """
 
 import importlib
+import inspect
 import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl_offload.config.schema import FunctionConfig
 from nemo_rl_offload.environments.interface import Episode, Score
 from nemo_rl_offload.errors import ConfigError, WorkerError, nearest
+
+if TYPE_CHECKING:  # which a scorer's process need not wait for
+    from nemo_rl_offload.config.schema import FunctionConfig
 
 KEY = "env.function.path"
 RETURNED = ("reward", "observation", "done", "is_correct")
@@ -41,40 +46,44 @@ class FunctionEnvironment:
         self._function = load_function(path)
 
     @staticmethod
-    def prepare(section: FunctionConfig) -> dict[str, Any]:
-        """Import the function in this process already, where an error is one; its actors look where this one does."""
+    def prepare(section: "FunctionConfig") -> dict[str, Any]:
+        """Import the function in this process already, where an error is one; the others look where this one does."""
         assert section["path"] is not None, "checked with the configuration"
         search_path = [os.getcwd(), *sys.path]
         sys.path.extend(folder for folder in search_path if folder not in sys.path)
-        load_function(section["path"])
+        function = load_function(section["path"])
+        try:
+            signature = inspect.signature(function)
+            signature.bind([], {}, **section["params"])
+        except TypeError as error:
+            raise ConfigError(
+                f"{KEY}: {section['path']}{signature} cannot be called as function(messages, entry, **params) with "
+                f"env.function.params: {error}. Mend it, or name another."
+            ) from error
+        except ValueError:  # some of those written in C tell nothing of their arguments
+            pass
         return {**section, "search_path": search_path}
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
         """Call the function for each episode.
 
         Raises:
-            WorkerError: it raised an exception, or returned something else than it may.
+            WorkerError: it returned something else than it may.
         """
         return [self._score(episode) for episode in episodes]
 
     def _score(self, episode: Episode) -> Score:
-        try:
-            returned = self._function(episode.messages, episode.entry, **self._params)
-        except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            problem = f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-            raise self._failure(problem, episode) from error
+        returned = self._function(episode.messages, episode.entry, **self._params)
         try:
             return _as_score(returned)
         except (TypeError, ValueError) as error:
-            raise self._failure(f"returned {returned!r}: {error}", episode) from error
-
-    def _failure(self, problem: str, episode: Episode) -> WorkerError:
-        response = episode.messages[-1]["content"]
-        shown = response if len(response) <= 200 else f"{response[:200]}..."
-        failure = WorkerError(f"{KEY}: {self._path} {problem}. The response was {shown!r}.")
-        failure.details = traceback.format_exc()
-        return failure
+            response = episode.messages[-1]["content"]
+            shown = response if len(response) <= 200 else f"{response[:200]}..."
+            failure = WorkerError(
+                f"{KEY}: {self._path} returned {f'{returned!r}'[:200]}: {error}. The response was {shown!r}."
+            )
+            failure.details = traceback.format_exc()
+            raise failure from error
 
 
 def load_function(path: str) -> Callable[..., object]:
@@ -82,7 +91,7 @@ def load_function(path: str) -> Callable[..., object]:
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"{KEY}: '{module_name}' does not import: {problem}. Modules are looked for in {os.getcwd()} and in "

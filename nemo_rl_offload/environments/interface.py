@@ -34,15 +34,16 @@ UNFINISHED = Score(0.0, is_correct=False, scorer_error=False)
 
 
 class Environment(Protocol):
-    """Scores responses; an instance lives in each actor of an `EnvironmentPool`. Keeps nothing between calls.
+    """Scores responses; an instance lives in each process of an `EnvironmentPool`. Needs nothing from earlier calls.
 
     Its arguments are the keys of its section. A static method `prepare(section)`, where it has one, is called before
-    the actors start, in the driver, and returns the arguments.
+    the processes start, in the driver, and returns the arguments.
     """
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
-        """Return one score for each episode's last message, in order.
+        """Return one score for each episode's last message, in order; a pool's processes ask about one at a time.
 
         Raises:
-            WorkerError: it cannot go on; the message says why, and names what the user can mend.
+            WorkerError: it cannot go on; the message says why, and names what the user can mend. Of anything else that
+                it raises, the response counts 0 and the run goes on.
         """

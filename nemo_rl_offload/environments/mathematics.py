@@ -1,10 +1,12 @@
 """Rewards for mathematical answers, compared by value (`math-verify`) or by text.
 
-`math-verify` finds an answer in a response (``\\boxed{}``, ``$...$``, a number or expression in plain text), turns it
-into a sympy object and compares that with the reference answer. It stops itself after a few seconds by an alarm signal,
-which reaches a process's main thread only: there Ray runs an actor's methods.
+The last box counts, `\\boxed{...}`, wherever it stands but in thinking. In a response without one, `math-verify` looks
+for an answer itself: `$...$`, "the answer is ...", a number or expression in plain text. It turns answer and reference
+into sympy objects and compares these. Its own limit of time is an exception that ends programs (`BaseException`), and
+leaves much that cannot be interrupted; here the process has limits instead (`process.py`).
 """
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import Literal
@@ -13,12 +15,15 @@ from math_verify import parse, verify
 
 from nemo_rl_offload.environments.interface import Episode, Score
 
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limit of time
+
 
 class MathEnvironment:
-    """Reward 1 for a right answer, 0 for a wrong one; the arguments are those of the section ``env.math``."""
+    """Reward 1 for a right answer, 0 for a wrong one; the arguments are those of the section `env.math`."""
 
-    def __init__(self, comparison: Literal["symbolic", "exact"]) -> None:
+    def __init__(self, comparison: Literal["symbolic", "exact"], thinking_tags: Sequence[str] | None) -> None:
         self._is_right = _is_same_value if comparison == "symbolic" else _is_same_text
+        self._thinking_tags = thinking_tags
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
         """Compare each answer with the record's; every episode has one turn."""
@@ -26,16 +31,32 @@ class MathEnvironment:
 
     def _score(self, answer: object, response: str) -> Score:
         assert isinstance(answer, str), "read so from the data"
-        try:
-            is_right = self._is_right(answer, response)
-        except Exception:  # noqa: BLE001 - what a model wrote can be anything; counted
-            return Score(0.0, is_correct=False, scorer_error=True)
+        if self._thinking_tags is not None:
+            response = without_thinking(response, *self._thinking_tags)
+        is_right = self._is_right(answer, response)
         return Score(float(is_right), is_right, scorer_error=False)
 
 
+def without_thinking(response: str, begin: str, end: str) -> str:
+    """Leave out what stands between the tags.
+
+    Before an end without a begin all is thinking, since a prompt may have begun it; after a begin without an end too,
+    since the answer was never given.
+    """
+    *closed, last = response.split(end)
+    kept = [text.partition(begin)[0] if begin in text else "" for text in closed]
+    return "".join([*kept, last.partition(begin)[0]])
+
+
 def _is_same_value(answer: str, response: str) -> bool:
-    reference: list[object] = parse(f"${_final(answer)}$", raise_on_error=True)
-    return bool(verify(reference, parse(response, raise_on_error=True), raise_on_error=True))
+    box = _last_box(response)
+    found = _parse(response if box is None else f"${box}$")
+    return bool(verify(_parse(f"${_final(answer)}$"), found, raise_on_error=True, timeout_seconds=None))
+
+
+def _parse(text: str) -> list[object]:
+    parsed: list[object] = parse(text, raise_on_error=True, parsing_timeout=None)
+    return parsed
 
 
 def _is_same_text(answer: str, response: str) -> bool:
@@ -43,18 +64,19 @@ def _is_same_text(answer: str, response: str) -> bool:
 
 
 def _final(text: str) -> str:
-    """The last ``\\boxed{...}``, or what follows a last ``####`` (as in GSM8K), or all; without outer spaces and $."""
-    start = text.rfind(r"\boxed{")
-    if start >= 0:
-        begin = start + len(r"\boxed{")
-        return text[begin : _closing(text, begin)].strip(" $\n")
-    return re.split("####", text)[-1].strip(" $\n")
+    """The last box, or what follows a last `####` (as in GSM8K), or all; without outer spaces and $."""
+    box = _last_box(text)
+    return text.split("####")[-1].strip(" $\n") if box is None else box
 
 
-def _closing(text: str, begin: int) -> int:
+def _last_box(text: str) -> str | None:
+    """What the last box holds, to the end of the text where nothing closes it; without outer spaces and $."""
+    begins = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]
+    if not begins:
+        return None
     depth = 1
-    for place in range(begin, len(text)):
-        depth += (text[place] == "{") - (text[place] == "}")
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, begins[-1]):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
-            return place
-    return len(text)
+            return text[begins[-1] : match.start()].strip(" $\n")
+    return text[begins[-1] :].strip(" $\n")

@@ -1,76 +1,266 @@
-"""The same environment in several Ray actors, because some scorers are slow."""
+"""The same environment in several processes, and what becomes of a response that a scorer cannot bear.
 
-from collections.abc import Callable, Sequence
+Each process has one response at a time and gets the next with its answer: a hard one holds up no other, and is known
+when something ends. A response whose scorer raises, is late, or takes its process with it is worth 0 and counted, and
+the first failure of each kind is told. A process that is gone is replaced.
+
+A process that ends, or has no memory left, may suffer from what earlier responses left behind. The response then gets a
+second try in a fresh process, and fails only there.
+"""
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
-
-import ray
 
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.plugins import import_object
 from nemo_rl_offload.config.schema import MasterConfig
-from nemo_rl_offload.environments.interface import UNFINISHED, Environment, Episode, Score
-from nemo_rl_offload.errors import NemoRLOffloadError, WorkerError
+from nemo_rl_offload.environments.interface import UNFINISHED, Episode, Score
+from nemo_rl_offload.environments.process import ProcessEndedError, ScorerProcess
+from nemo_rl_offload.environments.worker import Setup
+from nemo_rl_offload.errors import ConfigError, WorkerError
+from nemo_rl_offload.runs.run_directory import SCORERS_FILE
+from nemo_rl_offload.units import parse_bytes
+
+FAILED = Score(0.0, is_correct=False, scorer_error=True)
+START_TIMEOUT_S = 600.0
+NUM_STARTS = 3
+"""Starts of a process in a row that may end before its first answer."""
+LOOK_AROUND_S = 1.0
+"""How long nothing must be heard until processes are looked for that ended without a word."""
+LONGEST_RESPONSE = 200
+"""Characters of a response that are told."""
+
+
+class _Worker:
+    """A process and what it does."""
+
+    def __init__(self, setup: Setup, log: Path) -> None:
+        self.process = ScorerProcess(setup, log)
+        self.num_starts = 0
+        """Since the last answer."""
+        self._begin()
+
+    def restart(self) -> None:
+        """Go on with a fresh process."""
+        self.process.kill()
+        self.process.start()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.num_starts += 1
+        self.is_ready = False
+        self.num_answers = 0
+        self.index: int | None = None
+        """Of the episode that is being scored."""
+        self.deadline_s = time.monotonic() + START_TIMEOUT_S
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_ready and self.index is None
+
+
+class _Turn:
+    """Episodes, which of them nobody has yet, and the scores so far."""
+
+    def __init__(self, episodes: Sequence[Episode]) -> None:
+        self.episodes = episodes
+        self.waiting = deque(range(len(episodes)))
+        self.scores: dict[int, Score] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.scores) == len(self.episodes)
 
 
 class EnvironmentPool:
-    """Actors of one environment; a batch is cut into one contiguous piece for each."""
+    """Processes of one environment.
+
+    Args:
+        section: of the configuration, with which messages begin.
+        scorer: `"module:Class"` of an `Environment`.
+        log: the file for what scorers print, and for tracebacks.
+        num_workers: processes.
+        timeout_s: for each response; None: no limit.
+        memory_limit: for each response, over what the loaded environment takes, such as `"4GiB"`; None: no limit.
+        arguments: of the environment.
+    """
 
     def __init__(
-        self, environment: Callable[..., Environment], num_workers: int, timeout_s: float | None, **arguments: object
+        self,
+        section: str,
+        scorer: str,
+        log: Path,
+        *,
+        num_workers: int,
+        timeout_s: float | None,
+        memory_limit: str | None,
+        **arguments: object,
     ) -> None:
-        # No CPU is reserved: scoring runs while the policy waits, and must start where that holds all CPUs.
-        actor: Any = ray.remote(num_cpus=0)(environment)
-        self._name = getattr(environment, "__name__", "environment")
-        self._timeout_s = timeout_s
-        self._actors = [actor.remote(**arguments) for _ in range(num_workers)]
+        setup = Setup(scorer, arguments, None if memory_limit is None else parse_bytes(memory_limit))
+        self._section = section
+        self._log = log
+        self._timeout_s = float("inf") if timeout_s is None else timeout_s
+        self._memory_limit = memory_limit
+        self._told: set[str] = set()
+        self._notices: list[str] = []
+        self._workers = [_Worker(setup, log) for _ in range(num_workers)]
+        self._kill_all = weakref.finalize(self, _kill_all, self._workers)
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
         """As `Environment.step`, which is asked about finished responses alone.
 
         Raises:
-            WorkerError: an actor died, took longer than ``timeout_s``, or the environment raised one.
+            ConfigError: the environment cannot be made as configured.
+            WorkerError: its processes do not start, or the environment raised one.
         """
         finished = [episode for episode in episodes if episode.finished]
-        scores = iter(self._ask(finished))
+        scores = iter(self._score(finished))
         return [next(scores) if episode.finished else UNFINISHED for episode in episodes]
 
-    def _ask(self, episodes: Sequence[Episode]) -> list[Score]:
-        piece_size = -(-len(episodes) // len(self._actors))
-        pieces = [episodes[i * piece_size : (i + 1) * piece_size] for i in range(len(self._actors))]
-        try:
-            ray.get([actor.step.remote([]) for actor in self._actors])  # starting is not timed
-            pending = [actor.step.remote(piece) for actor, piece in zip(self._actors, pieces, strict=True)]
-            return [score for scores in ray.get(pending, timeout=self._timeout_s) for score in scores]
-        except ray.exceptions.GetTimeoutError as error:
-            _, late = ray.wait(pending, num_returns=len(pending), timeout=0)
-            num_late = sum(len(pieces[pending.index(each)]) for each in late)
-            raise WorkerError(
-                f"{self._name}: {num_late} of {len(episodes)} responses were not scored within timeout_s "
-                f"{self._timeout_s:g}. Raise it or num_workers, or look for an endless loop."
-            ) from error
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, NemoRLOffloadError):
-                failure = WorkerError(str(error.cause))
-                failure.details = error.cause.details or str(error)
-                raise failure from error
-            raise
-        except ray.exceptions.RayActorError as error:
-            raise WorkerError(f"{self._name}: an environment worker died: {error}") from error
+    def notices(self) -> list[str]:
+        """What there is to tell since the last call: the first failure of each kind."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def shutdown(self) -> None:
-        """End the actors."""
-        for actor in self._actors:
-            ray.kill(actor)
+        """End the processes."""
+        self._kill_all()
+        if self._log.exists() and not self._log.stat().st_size:
+            self._log.unlink()
+
+    def _score(self, episodes: Sequence[Episode]) -> list[Score]:
+        assert self._kill_all.alive, "asked after shutdown"
+        turn = _Turn(episodes)
+        for worker in self._workers:
+            if worker.index is not None:  # an exception ended the turn before
+                worker.restart()
+        while not turn.is_done:
+            for worker in self._workers:
+                if worker.is_idle and turn.waiting:
+                    self._ask(worker, turn)
+            for worker in self._due():
+                self._hear(worker, turn)
+        if episodes and all(score.scorer_error for score in turn.scores.values()):
+            self._tell("all", f"none of the {len(episodes)} responses of this turn could be scored; all count 0.")
+        return [turn.scores[index] for index in range(len(episodes))]
+
+    def _ask(self, worker: _Worker, turn: _Turn) -> None:
+        worker.index = turn.waiting.popleft()
+        worker.deadline_s = time.monotonic() + self._timeout_s
+        try:
+            worker.process.send(turn.episodes[worker.index])
+        except ProcessEndedError as error:
+            turn.waiting.appendleft(worker.index)
+            self._restart(worker, str(error))
+
+    def _due(self) -> list[_Worker]:
+        """Wait; return those that have said something or are late, and all when nothing is heard for a while."""
+        busy = [worker for worker in self._workers if not worker.is_idle]
+        if not busy:
+            return []
+        remaining_s = min(worker.deadline_s for worker in busy) - time.monotonic()
+        heard = wait([worker.process.connection for worker in busy], max(0.0, min(remaining_s, LOOK_AROUND_S)))
+        now_s = time.monotonic()
+        return [
+            worker for worker in busy if not heard or worker.process.connection in heard or worker.deadline_s <= now_s
+        ]
+
+    def _hear(self, worker: _Worker, turn: _Turn) -> None:
+        try:
+            message = worker.process.receive()
+        except ProcessEndedError as error:
+            self._lose(worker, turn, str(error))
+            return
+        if message is None:
+            if worker.deadline_s <= time.monotonic():
+                self._interrupt(worker, turn)
+        elif worker.index is None:
+            if "refused" in message:
+                raise _with_details(ConfigError(message["refused"]), message)
+            worker.is_ready = True
+        else:
+            self._take(message, worker, turn)
+
+    def _take(self, message: Mapping[str, Any], worker: _Worker, turn: _Turn) -> None:
+        assert worker.index is not None
+        if "fatal" in message:
+            raise _with_details(WorkerError(message["fatal"]), message)
+        if "score" in message:
+            turn.scores[worker.index] = Score(*message["score"])
+        elif message["kind"] == MemoryError.__name__ and worker.num_answers:
+            turn.waiting.appendleft(worker.index)
+        else:
+            limit = f"; memory_limit is {self._memory_limit}" if message["kind"] == MemoryError.__name__ else ""
+            self._fail(message["kind"], f"raised {message['error']}{limit}", worker.index, turn, message["details"])
+        worker.index, worker.num_starts = None, 0
+        worker.num_answers += 1
+        if message["is_spent"]:
+            worker.restart()
+
+    def _interrupt(self, worker: _Worker, turn: _Turn) -> None:
+        if worker.index is None:
+            raise WorkerError(f"{self._section}: a scorer's process did not start in {START_TIMEOUT_S:g} s.")
+        self._fail("late", f"took longer than timeout_s {self._timeout_s:g}", worker.index, turn)
+        worker.num_starts = 0
+        worker.restart()
+
+    def _lose(self, worker: _Worker, turn: _Turn, how: str) -> None:
+        """Go on after a process has ended."""
+        if worker.index is not None and worker.num_answers:
+            turn.waiting.appendleft(worker.index)
+        elif worker.index is not None:
+            self._fail(how, f"took its process with it, which {how}", worker.index, turn)
+            worker.num_starts = 0
+        self._restart(worker, how)
+
+    def _restart(self, worker: _Worker, how: str) -> None:
+        if worker.num_starts >= NUM_STARTS:
+            raise WorkerError(
+                f"{self._section}: a scorer's process {how}, {NUM_STARTS} times in a row before its first answer. "
+                f"{self._log} may say why."
+            )
+        worker.restart()
+
+    def _fail(self, kind: str, what: str, index: int, turn: _Turn, details: str = "") -> None:
+        turn.scores[index] = FAILED
+        response = turn.episodes[index].messages[-1]["content"]
+        shown = response if len(response) <= LONGEST_RESPONSE else f"{response[:LONGEST_RESPONSE]}..."
+        text = f"the scorer {what}. This response counts 0, as others like it will (scorer_errors): {shown!r}"
+        self._tell(kind, text, details)
+
+    def _tell(self, kind: str, text: str, details: str = "") -> None:
+        """Once for each kind."""
+        if kind not in self._told:
+            self._told.add(kind)
+            self._notices.append(f"{self._section}: {text}")
+            with self._log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{self._notices[-1]}\n{details}\n")
 
 
-def make_environment(config: MasterConfig) -> EnvironmentPool:
-    """Start the actors of the environment that ``data.env_name`` names; Ray must be running.
+def _with_details[E: (ConfigError, WorkerError)](error: E, message: Mapping[str, Any]) -> E:
+    error.details = message["details"]
+    return error
+
+
+def _kill_all(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()
+
+
+def make_environment(config: MasterConfig, run_dir: Path) -> EnvironmentPool:
+    """Start the processes of the environment that `data.env_name` names.
 
     Raises:
         ConfigError: its scorer, or a function that it is told of, cannot be imported.
     """
     name = config["data"]["env_name"]
     sections: Any = config["env"]
-    scorer = import_object(ENVIRONMENTS[name].scorer)
-    prepare = getattr(scorer, "prepare", dict)
-    return EnvironmentPool(scorer, **{"timeout_s": None, **prepare(sections[name])})
+    scorer = ENVIRONMENTS[name].scorer
+    prepare = getattr(import_object(scorer), "prepare", dict)
+    limits = {"timeout_s": None, "memory_limit": None}
+    return EnvironmentPool(f"env.{name}", scorer, run_dir / SCORERS_FILE, **{**limits, **prepare(sections[name])})

@@ -1,5 +1,6 @@
-"""Rewards from reasoning-gym's own scorers."""
+"""Rewards from reasoning-gym's own scorers, some of which fail on what a model wrote: the response then counts 0."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from nemo_rl_offload.data.reasoning_gym import create_dataset
@@ -19,9 +20,8 @@ class ReasoningGymEnvironment:
         return [self._score(episode.entry, episode.messages[-1]["content"]) for episode in episodes]
 
     def _score(self, entry: Mapping[str, object], response: str) -> Score:
-        try:
-            score = float(self._dataset.score_answer(answer=response, entry=entry))
-        except Exception:  # noqa: BLE001 - scorers parse what a model wrote, and some fail on it; counted
-            return Score(0.0, is_correct=False, scorer_error=True)
+        score = float(self._dataset.score_answer(answer=response, entry=entry))
+        if not math.isfinite(score):
+            raise ValueError(f"reasoning-gym's score is {score}")
         is_correct = score >= self._correct_threshold
         return Score(float(is_correct) if self._binary_reward else score, is_correct, scorer_error=False)

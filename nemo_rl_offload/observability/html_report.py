@@ -16,6 +16,7 @@ from nemo_rl_offload.runs.run_directory import (
     FORMER_SUMMARY_FILE,
     MEMORY_FILE,
     RESTARTS_FILE,
+    SCORERS_FILE,
     SUMMARY_FILE,
     WARNINGS_FILE,
 )
@@ -50,7 +51,7 @@ Curves = dict[str, dict[str, list[tuple[float, float]]]]
 
 RUN_FILES = (
     *(CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, FORMER_SUMMARY_FILE, MEMORY_FILE),
-    *(RESTARTS_FILE, WARNINGS_FILE, ERROR_FILE),
+    *(RESTARTS_FILE, WARNINGS_FILE, SCORERS_FILE, ERROR_FILE),
 )
 
 

@@ -28,6 +28,7 @@ FORMER_SUMMARY_FILE = "former_summary.json"
 MANIFEST_FILE, POLICY, CHECKPOINTS = "manifest.json", "policy", "checkpoints"
 MEMORY_FILE = "memory_trace.json"
 ERROR_FILE, RESTARTS_FILE, WARNINGS_FILE, LOCK_FILE = "error.log", "restarts.log", "warnings.log", ".lock"
+SCORERS_FILE = "scorers.log"
 _LAYOUT_AND_MEMORY = """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size sequence_parallel num_layers_in_first_pipeline_stage
@@ -45,7 +46,7 @@ RESUME_MAY_CHANGE = (
 NUM_SHOWN = 3
 """Of the keys in which two configurations differ."""
 _STEP = re.compile(r"step_(\d+)")
-BEFORE_TRAINING = {CONFIG_FILE, f".{CONFIG_FILE}.partial", ERROR_FILE, WARNINGS_FILE, LOCK_FILE}
+BEFORE_TRAINING = {CONFIG_FILE, f".{CONFIG_FILE}.partial", ERROR_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE}
 
 
 @contextmanager

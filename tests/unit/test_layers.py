@@ -34,7 +34,7 @@ NEVER = {
     "losses": {"megatron"},
     "batching": {"megatron"},
 }
-WITH_RAY = {"cluster", "environments", "policy"}
+WITH_RAY = {"cluster", "policy"}
 
 
 def modules_of(root: Path) -> dict[str, Path]:

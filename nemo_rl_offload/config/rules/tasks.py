@@ -14,8 +14,9 @@ from pathlib import Path
 
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec
-from nemo_rl_offload.errors import nearest
+from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.parallel_layout import nearest_multiple
+from nemo_rl_offload.units import parse_bytes
 
 SPLITS = ("data.train", "data.validation")
 FUNCTION, TASK_PARAMS = "env.function", "env.reasoning_gym.params"
@@ -114,6 +115,26 @@ def function_path(get: Get) -> Iterator[str]:
         yield f"{FUNCTION}.path: '{path}' names no function. Write it as package.module:name."
     elif path is None and is_scored_by_function(get):
         yield f"{FUNCTION}.path: missing value. Give one: env.function.path=package.module:name"
+
+
+def _scorer_limits(get: Get) -> Iterator[str]:
+    if not algorithm_spec(get).generates:
+        return
+    section = f"env.{get('data.env_name')}"
+    if (limit := get(section).get("memory_limit")) is not None:
+        try:
+            parse_bytes(limit)
+        except ConfigError as error:
+            yield f"{section}.memory_limit: {error} null is no limit."
+
+
+def _thinking_tags(get: Get) -> Iterator[str]:
+    tags = get("env.math.thinking_tags")
+    if tags is not None and (len(tags) != 2 or not all(tags) or tags[0] == tags[1]):
+        yield (
+            f"env.math.thinking_tags: {tags} are not the begin and the end of thinking. "
+            "Give two, like [<think>, </think>], or null."
+        )
 
 
 def is_scored_by_function(get: Get) -> bool:
@@ -245,6 +266,8 @@ TASK_RULES: tuple[Rule, ...] = (
     _task,
     _task_params,
     function_path,
+    _scorer_limits,
+    _thinking_tags,
     _samples_per_step,
     _groups,
     _lengths,

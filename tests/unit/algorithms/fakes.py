@@ -133,9 +133,15 @@ class FakeEnvironment:
     """Rewards of 0, 1/3, 2/3 and 1 that depend on the text alone; 0 for what is not finished."""
 
     is_shut_down = False
+    texts: Sequence[str] = ()
+    """What scorers have failed on."""
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+
+    def notices(self) -> Sequence[str]:
+        texts, self.texts = self.texts, ()
+        return texts
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
         rewards = [sum(map(ord, each.messages[-1]["content"])) % 4 / 3 * each.finished for each in episodes]

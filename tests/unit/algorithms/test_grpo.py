@@ -218,3 +218,19 @@ def test_without_validation_a_checkpoint_has_no_metric(make: Make, tmp_path: Pat
     run(loop)
     state = json.loads((tmp_path / "checkpoints/step_6/training_info.json").read_text())
     assert state["metric"] is None
+
+
+def test_what_scorers_fail_on_is_told_with_the_workers_warnings(make: Make, tmp_path: Path) -> None:
+    loop, policy = make()
+    environment: Any = loop._environment
+    policy.texts, environment.texts = ["no room"], ["late"]
+    step = environment.step
+
+    def fail_at_last(episodes: Any) -> Any:
+        if loop.step == 6 and len(episodes) < 12:  # of the validation
+            environment.texts = ["late at last"]
+        return step(episodes)
+
+    environment.step = fail_at_last
+    assert run(loop).notes == ["warning: no room", "warning: late", "warning: late at last"]
+    assert (tmp_path / "warnings.log").read_text().count("\n") == 3

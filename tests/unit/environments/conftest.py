@@ -1,13 +1,23 @@
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-import ray
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """Ray on this machine."""
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
+def make_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EnvironmentPool]]:
+    """Start an environment with the settings of the tiny example and others."""
+    pools = []
+
+    def make(*overrides: str, run_dir: Path | None = None) -> EnvironmentPool:
+        config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", list(overrides))
+        pools.append(make_environment(config, run_dir or tmp_path_factory.mktemp("run")))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.shutdown()

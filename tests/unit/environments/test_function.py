@@ -1,16 +1,15 @@
 """A user's function as an environment: what it may return, and how its mistakes are told."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.environments.function import FunctionEnvironment
 from nemo_rl_offload.environments.interface import Episode, Score
-from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
+from nemo_rl_offload.environments.pool import EnvironmentPool
 from nemo_rl_offload.errors import ConfigError, WorkerError
 
 HERE = str(Path(__file__).parent)
@@ -74,51 +73,46 @@ def test_what_may_not_be_returned(returned: Any, words: str) -> None:
         ("no_such_module:f", "'no_such_module' does not import: ModuleNotFoundError: No module named"),
         ("user_functions:try_agian", r"user_functions.py\) has no function 'try_agian'. Did you mean 'try_again'"),
         ("user_functions:NOT_CALLABLE", "has no function 'NOT_CALLABLE'"),
+        ("exits_when_imported:f", "'exits_when_imported' does not import: SystemExit: 3"),
     ],
 )
-def test_a_function_that_is_not_there(function: str, words: str) -> None:
+def test_a_function_that_is_not_there(
+    function: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "exits_when_imported.py").write_text("import sys; sys.exit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=rf"env\.function\.path: .*{words}"):
         FunctionEnvironment(function, {})
 
 
-@pytest.fixture
-def make(ray_cluster: None) -> Iterator[Callable[..., EnvironmentPool]]:
-    """Start actors for a function of `user_functions`."""
-    pools = []
-
-    def start(name: str, *overrides: str) -> EnvironmentPool:
-        function = [f"env.function.path=user_functions:{name}", "data.env_name=function", *overrides]
-        config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", function)
-        pools.append(make_environment(config))
-        return pools[-1]
-
-    yield start
-    for pool in pools:
-        pool.shutdown()
+def test_processes_call_it(make_pool: Callable[..., EnvironmentPool]) -> None:
+    pool = make_pool(
+        "data.env_name=function",
+        "env.function.path=user_functions:shorter_is_better",
+        "env.function.num_workers=2",
+        "env.function.params={scale:2.0}",
+    )
+    asked = [Episode({}, [{"role": "assistant", "content": text}]) for text in ("a", "ab", "abcd")]
+    assert [score.reward for score in pool.step(asked)] == [2.0, 1.0, 0.5]
 
 
-def episodes(*responses: str) -> list[Episode]:
-    return [Episode({"answer": "right"}, [{"role": "assistant", "content": text}]) for text in responses]
+@pytest.mark.parametrize(
+    ("function", "params", "words"),
+    [
+        ("user_functions:takes_one_argument", {}, "too many positional arguments"),
+        ("operator:truth", {}, "too many positional arguments"),
+        ("user_functions:shorter_is_better", {"scael": 1}, "unexpected keyword argument 'scael'"),
+    ],
+)
+def test_one_that_takes_other_arguments_is_refused_before_the_run(
+    function: str, params: dict[str, Any], words: str
+) -> None:
+    section: Any = {"path": function, "params": params, "num_workers": 1}
+    expected = rf"env\.function\.path: {function}\(.*cannot be called as function\(messages, entry, .*{words}"
+    with pytest.raises(ConfigError, match=expected):
+        FunctionEnvironment.prepare(section)
 
 
-def test_actors_call_it(make: Callable[..., EnvironmentPool]) -> None:
-    pool = make("shorter_is_better", "env.function.num_workers=2", "env.function.params={scale:2.0}")
-    assert [score.reward for score in pool.step(episodes("a", "ab", "abcd"))] == [2.0, 1.0, 0.5]
-
-
-def test_its_exception_is_told_with_place_and_response(make: Callable[..., EnvironmentPool]) -> None:
-    with pytest.raises(WorkerError) as caught:
-        make("fails").step(episodes("what it read"))
-    text = str(caught.value)
-    assert text.startswith("env.function.path: user_functions:fails raised KeyError: 'no such thing' (")
-    assert "user_functions.py:" in text
-    assert "The response was 'what it read'." in text
-    assert "\n" not in text
-    assert 'raise KeyError("no such thing")' in caught.value.details
-
-
-def test_one_that_does_not_return_is_told(make: Callable[..., EnvironmentPool]) -> None:
-    pool = make("sleeps", "env.function.timeout_s=1.5", "env.function.num_workers=2")
-    assert pool.step(episodes("fast", "fast"))
-    with pytest.raises(WorkerError, match=r"2 of 4 responses were not scored within timeout_s 1\.5"):
-        pool.step(episodes("fast", "fast", "slow", "fast"))
+def test_one_that_tells_nothing_of_its_arguments_is_tried() -> None:
+    section: Any = {"path": "builtins:max", "params": {}, "num_workers": 1}
+    assert FunctionEnvironment.prepare(section)["path"] == "builtins:max"

@@ -1,16 +1,20 @@
 """Mathematical answers, by value and by text."""
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from nemo_rl_offload.environments.interface import Episode, Score
-from nemo_rl_offload.environments.mathematics import MathEnvironment
+from nemo_rl_offload.environments.mathematics import MathEnvironment, without_thinking
+
+TAGS = ("<think>", "</think>")
 
 
-def is_right(comparison: Any, answer: str, response: str) -> bool:
+def is_right(comparison: Any, answer: str, response: str, tags: Sequence[str] | None = TAGS) -> bool:
     episode = Episode({"answer": answer}, [{"role": "assistant", "content": response}])
-    (score,) = MathEnvironment(comparison).step([episode])
+    (score,) = MathEnvironment(comparison, tags).step([episode])
     assert score == Score(float(score.is_correct), score.is_correct, scorer_error=False)
     return score.is_correct
 
@@ -30,7 +34,7 @@ def is_right(comparison: Any, answer: str, response: str) -> bool:
         (r"\boxed{x^2-1}", r"$(x-1)(x+1)$", True, False),
         (r"\sqrt{8}", r"$2\sqrt{2}$", True, False),
         (r"\{1,2\}", r"\boxed{\{2,1\}}", True, False),
-        ("72", r"\boxed{72", False, True),
+        ("72", r"\boxed{72", True, True),
     ],
 )
 def test_answers(answer: str, response: str, by_value: bool, by_text: bool) -> None:
@@ -38,8 +42,46 @@ def test_answers(answer: str, response: str, by_value: bool, by_text: bool) -> N
     assert is_right("exact", answer, response) == by_text
 
 
-def test_what_cannot_be_compared_is_counted() -> None:
-    episode = Episode({"answer": "5"}, [{"role": "assistant", "content": r"\boxed{5}"}])
-    environment = MathEnvironment("symbolic")
-    environment._is_right = lambda answer, response: 1 / 0 > 0
-    assert environment.step([episode]) == [Score(0.0, is_correct=False, scorer_error=True)]
+@pytest.mark.parametrize(
+    ("response", "by_value", "by_text"),
+    [
+        (r"\boxed{1}, no: \boxed{2}", True, True),
+        (r"$\boxed{1}$ and $\boxed{2}$", True, True),
+        (r"\boxed{2}, no: \boxed{1}", False, False),
+        (r"\boxed{2} and the answer is 1, or $1$", True, True),
+        (r"\boxed{\boxed{2}}", True, True),
+        (r"\boxed {2}", True, True),
+        (r"\fbox{2}", True, True),
+        (r"\boxed{1} \boxed{2", True, True),
+        (r"\boxed{1} \boxed{", False, False),
+        (r"<think>\boxed{1}</think> So \boxed{2}", True, True),
+        (r"<think>\boxed{2}</think> So \boxed{1}", False, False),
+        (r"\boxed{2} <think>no, \boxed{1}</think>", True, True),
+        (r"\boxed{1} was thought before </think> So \boxed{2}", True, True),
+        (r"\boxed{2} was thought before </think>", False, False),
+        (r"\boxed{2} <think>is it \boxed{1}", True, True),
+        (r"<think>it is \boxed{2}", False, False),
+        (r"<think>a</think> \boxed{1} <think>b</think> \boxed{2} <think>c</think>", True, True),
+        ("<think>2</think>", False, False),
+        ("", False, False),
+    ],
+)
+def test_the_last_box_outside_of_thinking_counts(response: str, by_value: bool, by_text: bool) -> None:
+    assert is_right("symbolic", "2", response) == by_value
+    assert is_right("exact", "2", response) == by_text
+
+
+@pytest.mark.parametrize("comparison", ["symbolic", "exact"])
+def test_what_thinking_is_can_be_said(comparison: Any) -> None:
+    response = r"[THINK]\boxed{1}[/THINK]\boxed{2}<think>\boxed{3}"
+    assert is_right(comparison, "2", rf"{response}</think>")
+    assert is_right(comparison, "3", response, ["[THINK]", "[/THINK]"])
+    assert is_right(comparison, "1", r"\boxed{2}[THINK]\boxed{1}[/THINK]", None)
+    assert is_right(comparison, "2", r"\boxed{2}[THINK]\boxed{1}[/THINK]", ["[THINK]", "[/THINK]"])
+
+
+def test_thinking_is_found_in_no_time() -> None:
+    start_s = time.perf_counter()
+    assert without_thinking("<think>" * 100_000, "<think>", "</think>") == ""
+    assert without_thinking("</think>" * 100_000 + "2", "<think>", "</think>") == "2"
+    assert time.perf_counter() - start_s < 1

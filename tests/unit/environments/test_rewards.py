@@ -1,15 +1,14 @@
-"""Rewards come from the task's own scorer; a pool of actors gives what one environment gives."""
+"""Rewards come from the task's own scorer; a pool of processes gives what one environment gives."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.reasoning_gym import ReasoningGymProblems
 from nemo_rl_offload.environments.interface import UNFINISHED, Episode, Score
-from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
+from nemo_rl_offload.environments.pool import EnvironmentPool
 from nemo_rl_offload.environments.reasoning_gym import ReasoningGymEnvironment
-from nemo_rl_offload.errors import WorkerError
 
 SHORT = {"min_word_len": 3, "max_word_len": 5}
 WRONG = Score(0.0, is_correct=False, scorer_error=False)
@@ -53,17 +52,32 @@ def test_partial_credit_is_the_reward_unless_binary() -> None:
     assert scores[False, 0.5] == Score(0.75, is_correct=True, scorer_error=False)
 
 
-def test_a_scorer_that_fails_on_a_response_counts_as_wrong_and_is_reported() -> None:
-    items = entries("prime_factorization", {}, 2)
-    responses = ["no numbers here", items[1]["answer"]]
-    scores = environment("prime_factorization", {}).step(episodes(items, responses))
-    assert scores == [Score(0.0, is_correct=False, scorer_error=True), RIGHT]
-
-
 @pytest.fixture(scope="module")
-def pool(ray_cluster: None) -> EnvironmentPool:
-    config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", ["env.reasoning_gym.num_workers=2"])
-    return make_environment(config)
+def pool(make_pool: Callable[..., EnvironmentPool]) -> EnvironmentPool:
+    return make_pool("env.reasoning_gym.num_workers=2")
+
+
+def test_a_scorer_that_fails_on_a_response_counts_as_wrong_and_is_reported(
+    make_pool: Callable[..., EnvironmentPool],
+) -> None:
+    items = entries("prime_factorization", {}, 2)
+    pool = make_pool(
+        "env.reasoning_gym.task=prime_factorization",
+        "~env.reasoning_gym.params.min_word_len",
+        "~env.reasoning_gym.params.max_word_len",
+    )
+    scores = pool.step(episodes(items, ["no numbers here", items[1]["answer"]]))
+    assert scores == [Score(0.0, is_correct=False, scorer_error=True), RIGHT]
+    assert "env.reasoning_gym: the scorer raised ValueError" in pool.notices()[0]
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number_is_no_reward(score: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = entries("spell_backward", SHORT, 1)
+    env = environment("spell_backward", SHORT, binary=False)
+    monkeypatch.setattr(env._dataset, "score_answer", lambda answer, entry: score)
+    with pytest.raises(ValueError, match="score is"):
+        env.step(episodes(items, ["x"]))
 
 
 @pytest.mark.parametrize("size", [1, 5, 6])
@@ -79,10 +93,3 @@ def test_an_unfinished_response_is_worth_nothing(pool: EnvironmentPool) -> None:
     first, second, third = episodes(items, [item["answer"] for item in items])
     assert pool.step([first, second._replace(finished=False), third]) == [RIGHT, UNFINISHED, RIGHT]
     assert pool.step([first._replace(finished=False)]) == [UNFINISHED]
-
-
-def test_a_dead_actor_is_one_worker_error(pool: EnvironmentPool) -> None:
-    pool.shutdown()
-    items = entries("spell_backward", SHORT, 2)
-    with pytest.raises(WorkerError, match="environment worker died"):
-        pool.step(episodes(items, ["a", "b"]))

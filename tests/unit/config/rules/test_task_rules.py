@@ -110,6 +110,27 @@ ALGORITHM_CASES = [
         "names no function. Write it as package.module:name",
         "env.function.path=scores:by_length",
     ),
+    (
+        f"{MATH} {FILES} env.math.memory_limit=4GB",
+        "env.math.memory_limit",
+        "'4GB' is not a size. Write a number and one of KiB, MiB, GiB, TiB, like 32GiB. null is no limit",
+        "env.math.memory_limit=null",
+    ),
+    (
+        f"{FUNCTION} {FILES} env.function.path=my:f env.function.memory_limit=0GiB",
+        "env.function.memory_limit",
+        "is not a size above 0",
+        "env.function.memory_limit=1.5GiB",
+    ),
+    *(
+        (
+            f"{MATH} {FILES} env.math.thinking_tags={tags}",
+            "env.math.thinking_tags",
+            "are not the begin and the end of thinking. Give two, like [<think>, </think>], or null",
+            f"env.math.thinking_tags={right}",
+        )
+        for tags, right in (("[a]", "[a,b]"), ("[a,b,c]", "null"), ("[a,a]", "[a,b]"), ("[a,'']", "[a,b]"))
+    ),
     (DPO, "data.train.path", "takes preference pairs from a file", FILES),
     (
         f"{SFT} data.train.path=README.md",
