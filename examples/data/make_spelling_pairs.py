@@ -33,7 +33,7 @@ def main() -> None:
     seen = {problem.question for problem in problems_of(task, **SUPERVISED)}
     with VirtualCluster(num_nodes=1, gpus_per_node="auto") as cluster:
         policy = Policy(
-            cluster, config["policy"], model, tokenizer.eos_token_id, seed=0, num_steps=None, keep_reference=False
+            cluster, config["policy"], model, (tokenizer.eos_token_id,), seed=0, num_steps=None, keep_reference=False
         )
         for name, (seed, size) in SETS.items():
             found = {p.question: p for p in problems_of(task, seed, NUM_CANDIDATES_PER_PAIR * size)}

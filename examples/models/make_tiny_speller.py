@@ -92,7 +92,7 @@ def main() -> None:
                 cluster,
                 config["policy"],
                 start,
-                tokenizer.eos_token_id,
+                (tokenizer.eos_token_id,),
                 seed=SEED,
                 num_steps=NUM_SCHEDULE_STEPS,
                 keep_reference=False,

@@ -14,6 +14,7 @@ from nemo_rl_offload.algorithms.rollout_loop import RolloutLoop, num_optimizer_s
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
+from nemo_rl_offload.data.policy_tokenizer import check_vocabulary, load_policy_tokenizer
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts, prompt_sets
 from nemo_rl_offload.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
@@ -75,29 +76,29 @@ def teacher_config(config: MasterConfig) -> PolicyConfig:
 def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> Summary:
     """Distill as `config` says; arguments, result and errors as in `run_loop`."""
     section, policy_config, teacher_policy = config["distillation"], config["policy"], teacher_config(config)
-    tokenizer = load_tokenizer(resolve_tokenizer_path(policy_config["tokenizer"]["name"]))
+    tokenizer, end_ids = load_policy_tokenizer(policy_config, config["data"]["prompt_template"])
     teacher_path = resolve_model_path(teacher_policy["model_name"])
     if load_tokenizer(teacher_path).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
             f"teacher.model_name: the tokenizer in {teacher_path} has another vocabulary than the student's. "
             "Choose a teacher of the same family."
         )
+    check_vocabulary(tokenizer, resolve_tokenizer_path(policy_config["tokenizer"]["name"]), teacher_path)
     say("Preparing problems")
     prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, section["seed"])
 
     def build(cluster: VirtualCluster) -> Distillation:
         environment = make_environment(config, run_dir)
         shared: dict[str, Any] = {"seed": section["seed"], "keep_reference": False}
-        end_id = tokenizer.eos_token_id
         slots, generation_slots = training_and_generation_slots(cluster, policy_config)
-        teacher = Policy(slots, teacher_policy, teacher_path, end_id, num_steps=None, **shared)
+        teacher = Policy(slots, teacher_policy, teacher_path, end_ids, num_steps=None, **shared)
         student_path = resolve_model_path(policy_config["model_name"])
         num_steps = num_optimizer_steps(config)
         policy = Policy(
             slots,
             policy_config,
             student_path,
-            end_id,
+            end_ids,
             num_steps=num_steps,
             generation_slots=generation_slots,
             **shared,

@@ -16,10 +16,10 @@ from nemo_rl_offload.algorithms.rollout import Rollout
 from nemo_rl_offload.algorithms.rollout_loop import RolloutLoop, num_optimizer_steps, training_and_generation_slots
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
-from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer
 from nemo_rl_offload.data.prompts import prompt_sets
-from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.environments.pool import make_environment
 from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.losses.advantages import group_advantages, has_signal, overlong_penalty
@@ -109,7 +109,7 @@ def _token_mult_prob_error(batch: Batch) -> float:
 def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> Summary:
     """Run GRPO as `config` says; arguments, result and errors as in `run_loop`."""
     grpo, policy_config = config["grpo"], config["policy"]
-    tokenizer = load_tokenizer(resolve_tokenizer_path(policy_config["tokenizer"]["name"]))
+    tokenizer, end_ids = load_policy_tokenizer(policy_config, config["data"]["prompt_template"])
     say("Preparing problems")
     prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, grpo["seed"])
 
@@ -120,7 +120,7 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
             slots,
             policy_config,
             resolve_model_path(policy_config["model_name"]),
-            tokenizer.eos_token_id,
+            end_ids,
             seed=grpo["seed"],
             num_steps=num_optimizer_steps(config) * grpo["ppo_epochs"],
             keep_reference=spec_of(config).keeps_reference(config),

@@ -8,10 +8,10 @@ from typing import TextIO, cast
 from nemo_rl_offload.algorithms.loop import Say, TrainingLoop, run_loop, section_of, spec_of
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
-from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import DPOConfig, MasterConfig, PolicyConfig, SFTConfig
+from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer
 from nemo_rl_offload.data.samples import DataCounts, Sample, SampleStream, collate, sample_sets
-from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.runs.run_files import LoopSummary, Summary
@@ -69,16 +69,16 @@ def run_offline(
     """Run `loop` as `config` says; other arguments, result and errors as in `run_loop`."""
     policy_config = at_temperature_one(config["policy"])
     seed = section_of(config)["seed"]
-    tokenizer = load_tokenizer(resolve_tokenizer_path(policy_config["tokenizer"]["name"]))
+    tokenizer, end_ids = load_policy_tokenizer(policy_config, config["data"]["prompt_template"])
     say("Reading data")
-    samples = sample_sets(config, tokenizer, seed)
+    samples = sample_sets(config, tokenizer, end_ids, seed)
 
     def build(cluster: VirtualCluster) -> OfflineLoop:
         policy = Policy(
             cluster,
             policy_config,
             resolve_model_path(policy_config["model_name"]),
-            tokenizer.eos_token_id,
+            end_ids,
             seed=seed,
             num_steps=num_steps(config, samples[0]),
             keep_reference=spec_of(config).keeps_reference(config),

@@ -8,7 +8,8 @@ import torch
 from nemo_rl_offload.batching.batch import Batch, pad_sequences
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.data.prompts import Prompt
-from nemo_rl_offload.data.tokenizer import Tokenizer, encode_observation
+from nemo_rl_offload.data.tokenizer import Tokenizer
+from nemo_rl_offload.data.turns import encode_observation
 from nemo_rl_offload.environments.interface import UNFINISHED, Environment, Episode, Message, Score
 from nemo_rl_offload.policy.interface import PolicyInterface
 
@@ -144,7 +145,8 @@ def rollout(
 
 def _score(episodes: Sequence[_Running], environment: Environment, tokenizer: Tokenizer, template: str | None) -> None:
     """Add the environment's scores of this turn, and what it answers."""
-    texts = tokenizer.batch_decode([each.last.tokens for each in episodes], skip_special_tokens=True)
+    said = [each.last.tokens[:-1] if each.last.finished else each.last.tokens for each in episodes]
+    texts = tokenizer.batch_decode(said, skip_special_tokens=True)  # an end token need not be a special one
     for each, text in zip(episodes, texts, strict=True):
         each.messages.append({"role": "assistant", "content": text})
     turns = [Episode(each.prompt.problem.entry, each.messages, each.last.finished) for each in episodes]
@@ -153,5 +155,5 @@ def _score(episodes: Sequence[_Running], environment: Environment, tokenizer: To
         each.score = Score(before.reward + answer.reward, answer.is_correct, before.scorer_error or answer.scorer_error)
         each.observation = None
         if answer.observation is not None:
-            each.observation = encode_observation(tokenizer, template, answer.observation)
             each.messages.append({"role": "user", "content": answer.observation})
+            each.observation = encode_observation(tokenizer, template, each.messages, each.last.tokens[-1])

@@ -8,11 +8,11 @@ class Response:
     """One sampled continuation of a prompt."""
 
     tokens: list[int]
-    """Response tokens; the end token is included where it was sampled."""
+    """Response tokens; an end token is included where one was sampled."""
     logprobs: list[float]
     """Log-probability of each token at the sampling temperature, before top-k and top-p."""
     finished: bool
-    """Whether the end token was sampled within the limit; of several turns, in the last."""
+    """Whether an end token was sampled within the limit; of several turns, in the last."""
     observed: frozenset[int] = frozenset()
     """Positions of tokens that an environment wrote between turns; their log-probabilities are 0."""
     num_turns: int = 1

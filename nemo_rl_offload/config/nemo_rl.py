@@ -34,7 +34,7 @@ _NAMES = {
         "token_capture"
     ),
     "policy": _POLICY,
-    "policy.tokenizer": "chat_template chat_template_kwargs audio video use_processor",
+    "policy.tokenizer": "audio video use_processor",
     "policy.megatron_cfg": (
         "converter_type pipeline_dtype defer_fp32_logits moe_enable_deepep peft fp8_cfg "
         "checkpoint force_overwrite_initial_ckpt force_reconvert_from_hf use_gloo_process_groups fp32_lm_head "
@@ -66,7 +66,7 @@ _NAMES = {
     "distillation": f"max_num_epochs {_STEPS}",
     "env.math": "math_verify_impl",
     "data": (
-        f"{_DATASET} num_workers default add_bos add_eos add_generation_prompt add_system_prompt train_data_path "
+        f"{_DATASET} num_workers default add_bos add_generation_prompt add_system_prompt train_data_path "
         "val_data_path val_data_paths train_split val_split use_multiple_dataloader num_prompts_per_dataloader "
         "custom_dataloader input_len_or_input_len_generator"
     ),

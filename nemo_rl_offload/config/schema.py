@@ -315,6 +315,8 @@ class DataConfig(TypedDict):
     """Longest prompt, in tokens."""
     prompt_template: Annotated[str | None, Default(None)]
     """Prompt around {question}; null: the tokenizer's chat template."""
+    add_eos: Annotated[bool, Default(False)]
+    """End a record's last turn with the end token where the chat template does not (sft, dpo)."""
     on_bad_line: Annotated[Literal["error", "skip"], Default("error")]
     """A record that cannot be used ends the run (error), or is left out and counted (skip)."""
     train: TrainingDataConfig
@@ -383,6 +385,10 @@ class EnvConfig(TypedDict):
 class TokenizerConfig(TypedDict):
     name: Annotated[str, Default("${policy.model_name}")]
     """Local folder with a Hugging Face tokenizer."""
+    chat_template: Annotated[str | None, Default("default")]
+    """Jinja text, a file's path, or the name of one of the tokenizer's; default: its own; null: texts alone."""
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Default(None)]
+    """Further arguments of the chat template, such as {enable_thinking: false}."""
 
 
 @closed

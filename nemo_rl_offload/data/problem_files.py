@@ -19,14 +19,15 @@ def read_problems(path: Path, split: str | None, *, name: str, needs_answer: boo
     Raises:
         DataError: nothing can be read there, or records that cannot be used and are not skipped.
     """
-    problems, bad = [], []
+    problems: list[Problem] = []
+    bad: list[tuple[str, str]] = []
     for record in read_section(name, path, split):
         try:
             if isinstance(record.content, str):
                 raise ValueError(record.content)
             problems.append(_problem(record.content, needs_answer))
         except ValueError as error:
-            bad.append(f"{record.place}: {error}")
+            bad.append((record.place, str(error)))
     report_bad_records(name, bad, num_good=len(problems), skips_bad=skips_bad)
     if not problems:
         raise DataError(f"{name}.path: {path} holds no problems. Give records with a question.")

@@ -8,7 +8,8 @@ import codecs
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,20 +65,33 @@ def read_section(name: str, path: Path, split: str | None) -> list[Record]:
         raise DataError(f"{name}.path: {error}") from error
 
 
-def report_bad_records(name: str, bad: list[str], *, num_good: int, skips_bad: bool) -> None:
-    """Warn about records that are left out (`data.on_bad_line: skip`); ``name`` is the section that they come from.
+def report_bad_records(name: str, bad: Sequence[tuple[str, str]], *, num_good: int, skips_bad: bool) -> None:
+    """Warn about records that are left out (`data.on_bad_line: skip`), once, with how many there are for each reason.
+
+    Args:
+        name: the section that they come from.
+        bad: place and reason of each.
+        num_good: how many can be used.
+        skips_bad: whether bad ones are to be left out.
 
     Raises:
         DataError: they are not to be left out, or nothing would remain.
     """
-    if bad and (not skips_bad or not num_good):
+    if not bad:
+        return
+    if not skips_bad or not num_good:
+        shown = [f"{place}: {reason}" for place, reason in bad[:NUM_SHOWN]]
         more = f"\n... and {len(bad) - NUM_SHOWN} more" if len(bad) > NUM_SHOWN else ""
         raise DataError(
-            f"{name}: {len(bad)} record(s) cannot be used\n" + "\n".join(bad[:NUM_SHOWN]) + more + "\n"
+            f"{name}: {len(bad)} record(s) cannot be used\n" + "\n".join(shown) + more + "\n"
             "Mend the data; data.on_bad_line=skip leaves out what is bad, as long as something is left."
         )
-    if bad:
-        warnings.warn(f"{name}: left {len(bad)} bad record(s) out; the first is {bad[0]}", stacklevel=2)
+    numbers = Counter(reason for _, reason in bad)
+    first = {reason: place for place, reason in reversed(bad)}
+    shown = [f"{num} from {first[reason]} on: {reason}" for reason, num in numbers.most_common(NUM_SHOWN)]
+    others = sum(numbers.values()) - sum(num for _, num in numbers.most_common(NUM_SHOWN))
+    more = f"; and {others} for other reasons" if others else ""
+    warnings.warn(f"{name}: left {len(bad)} bad record(s) out; {'; '.join(shown)}{more}", stacklevel=2)
 
 
 def _data_files(folder: Path, split: str | None) -> list[Path]:

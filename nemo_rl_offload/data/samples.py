@@ -16,11 +16,20 @@ from nemo_rl_offload.batching.batch import Batch, pad_sequences
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.loader import resolve_data_path
 from nemo_rl_offload.config.schema import DataConfig, MasterConfig, TrainingDataConfig, ValidationDataConfig
-from nemo_rl_offload.data.chat import BadRecordError, ChatEncoder, Row, parse_conversation, parse_preference
+from nemo_rl_offload.data.forms import (
+    REPEATS_PROMPT,
+    BadRecordError,
+    UndecidedPairError,
+    parse_conversation,
+    parse_preference,
+    parse_tools,
+    repeats_prompt,
+)
 from nemo_rl_offload.data.prompts import problem_sets
 from nemo_rl_offload.data.reasoning_gym import Problem
 from nemo_rl_offload.data.records import Record, read_section, report_bad_records
 from nemo_rl_offload.data.tokenizer import Tokenizer
+from nemo_rl_offload.data.turns import ChatEncoder, Row, TurnCounts
 from nemo_rl_offload.errors import DataError, all_or_none
 
 Sample = tuple[Row, ...]
@@ -34,21 +43,29 @@ class DataCounts:
     num_truncated: int = 0
     """Samples cut to `policy.max_total_sequence_length`."""
     num_dropped: int = 0
-    """Samples of which truncation left nothing to learn."""
+    """Samples left out since they teach nothing: the sum of the next three."""
+    num_too_long: int = 0
+    """Samples of which truncation left nothing to learn, or two equal answers."""
+    num_ties: int = 0
+    """Pairs of which neither answer is rated higher."""
+    num_identical: int = 0
+    """Pairs of twice the same answer."""
     num_bad_records: int = 0
     """Records that could not be used (`data.on_bad_line: skip`)."""
 
 
 def sample_sets(
-    config: MasterConfig, tokenizer: Tokenizer, seed: int
+    config: MasterConfig, tokenizer: Tokenizer, end_ids: Sequence[int], seed: int
 ) -> tuple["SampleStream", list[Sample], dict[str, DataCounts]]:
     """Build the training stream and the validation samples of ``sft`` and ``dpo``, with counts for both.
+
+    ``tokenizer`` and ``end_ids`` are as ``load_policy_tokenizer`` returns them.
 
     Raises:
         DataError: data that cannot be read or used, or fewer samples than a global batch.
     """
     data, batch_size = config["data"], config["policy"]["train_global_batch_size"]
-    reader = _Reader(config, tokenizer)
+    reader = _Reader(config, tokenizer, end_ids)
     if data["train"]["path"] is None:
         train, validation = reader.problems(data, config)
     else:
@@ -67,8 +84,9 @@ def sample_sets(
 
 
 class _Reader:
-    def __init__(self, config: MasterConfig, tokenizer: Tokenizer) -> None:
-        self._encoder = ChatEncoder(tokenizer, config["data"]["prompt_template"])
+    def __init__(self, config: MasterConfig, tokenizer: Tokenizer, end_ids: Sequence[int]) -> None:
+        data = config["data"]
+        self._encoder = ChatEncoder(tokenizer, data["prompt_template"], end_ids, adds_end=data["add_eos"])
         self._skips_bad = config["data"]["on_bad_line"] == "skip"
         self._max_length = config["policy"]["max_total_sequence_length"]
         is_pair = ALGORITHMS[config["algorithm"]].learns_from == "pairs"
@@ -90,47 +108,114 @@ class _Reader:
 
     def _samples(self, records: Sequence[Record], name: str) -> list[Sample]:
         counts = self.counts[name] = DataCounts()
-        bad: list[str] = []
+        bad: list[tuple[str, str]] = []
+        turns = self._encoder.counts = TurnCounts()
         samples = []
+        refuses_repeats = _most_repeat_the_prompt(records)
         for record in records:
             try:
                 if isinstance(record.content, str):
                     raise BadRecordError(record.content)
-                sample = self._encode(record.content)
-            except BadRecordError as error:
-                bad.append(f"{record.place}: {error}")
+                if refuses_repeats and repeats_prompt(record.content):
+                    raise BadRecordError(REPEATS_PROMPT)
+                whole = self._encode(record.content)
+                if not all(map(_teaches, whole)):
+                    raise BadRecordError("has no token to learn: the template makes nothing of its answer")
+                if _is_identical(whole):
+                    raise UndecidedPairError("identical")
+            except UndecidedPairError as error:
+                counts.num_ties += error.why == "tie"
+                counts.num_identical += error.why == "identical"
                 continue
-            counts.num_truncated += any(len(row.token_ids) > self._max_length for row in sample)
-            sample = tuple(Row(row.token_ids[: self._max_length], row.is_learned[: self._max_length]) for row in sample)
-            if all(any(row.is_learned[1:]) for row in sample):
+            except BadRecordError as error:
+                bad.append((record.place, str(error)))
+                continue
+            counts.num_truncated += any(len(row.token_ids) > self._max_length for row in whole)
+            sample = tuple(Row(row.token_ids[: self._max_length], row.is_learned[: self._max_length]) for row in whole)
+            if all(map(_teaches, sample)) and not _is_identical(sample):
                 samples.append(sample)
             else:
-                counts.num_dropped += 1
+                counts.num_too_long += 1
+        counts.num_dropped = counts.num_too_long + counts.num_ties + counts.num_identical
         counts.num_samples, counts.num_bad_records = len(samples), len(bad)
         self._report(name, counts, bad)
+        _report_turns(name, turns, says_where=not self._encoder.always_elsewhere)
         return samples
 
-    def _report(self, name: str, counts: DataCounts, bad: list[str]) -> None:
+    def _report(self, name: str, counts: DataCounts, bad: list[tuple[str, str]]) -> None:
         report_bad_records(name, bad, num_good=counts.num_samples, skips_bad=self._skips_bad)
+        undecided = [
+            f"{num} {what}"
+            for num, what in (
+                (counts.num_ties, "with answers rated the same"),
+                (counts.num_identical, "with chosen and rejected the same"),
+            )
+            if num
+        ]
         if not counts.num_samples:
-            why = (
-                f": {counts.num_dropped} had nothing to learn within policy.max_total_sequence_length "
+            too_long = (
+                f"{counts.num_too_long} had nothing to learn within policy.max_total_sequence_length "
                 f"{self._max_length}. Raise it."
             )
-            raise DataError(f"{name}: no samples{why if counts.num_dropped else '. Give some.'}")
+            why = [*undecided, *([too_long] if counts.num_too_long else [])]
+            raise DataError(f"{name}: no samples" + (f": {', '.join(why)}" if why else ". Give some."))
+        if undecided:
+            warnings.warn(f"{name}: dropped pair(s) that teach nothing: {', '.join(undecided)}.", stacklevel=2)
         if counts.num_truncated:
             warnings.warn(
                 f"{name}: {counts.num_truncated} sample(s) cut to policy.max_total_sequence_length {self._max_length}; "
-                f"{counts.num_dropped} of them dropped, with nothing left to learn.",
+                f"{counts.num_too_long} of them dropped, with nothing left to learn.",
                 stacklevel=2,
             )
 
     def _turns(self, content: Mapping[str, object]) -> Sample:
-        return (self._encoder(parse_conversation(content)),)
+        return (self._encoder(parse_conversation(content), tools=parse_tools(content)),)
 
     def _pair(self, content: Mapping[str, object]) -> Sample:
         prompt, chosen, rejected = parse_preference(content)
-        return tuple(self._encoder([*prompt, *answer], len(prompt)) for answer in (chosen, rejected))
+        tools = parse_tools(content)
+        return tuple(self._encoder([*prompt, *answer], len(prompt), tools) for answer in (chosen, rejected))
+
+
+def _report_turns(name: str, turns: TurnCounts, *, says_where: bool) -> None:
+    """Warn, once each, of what the chat template makes of the turns that are learned.
+
+    Raises:
+        DataError: no turn is learned with its end, so that the model would learn never to end one.
+    """
+    if turns.num_turns and turns.num_open == turns.num_turns:
+        raise DataError(
+            f"{name}: no assistant turn that is learned ends with an end token, since the chat template writes none "
+            "behind it: the model would learn never to end. Set data.add_eos=true, or give another "
+            "policy.tokenizer.chat_template."
+        )
+    for number, text in (
+        (turns.num_open, "no end token behind them: their end is not learned. data.add_eos=true ends the last one"),
+        (
+            turns.num_shortened,
+            "a part of their text left out by the chat template, such as thinking: it is not learned",
+        ),
+        (
+            turns.num_elsewhere * says_where,
+            "another beginning in the chat template than its generation prompt; they are learned there",
+        ),
+    ):
+        if number:
+            warnings.warn(f"{name}: {number} of {turns.num_turns} assistant turns have {text}.", stacklevel=2)
+
+
+def _most_repeat_the_prompt(records: Sequence[Record]) -> bool:
+    seen = [repeats_prompt(record.content) for record in records if not isinstance(record.content, str)]
+    return 2 * seen.count(True) > seen.count(True) + seen.count(False)
+
+
+def _teaches(row: Row) -> bool:
+    return any(row.is_learned[1:])
+
+
+def _is_identical(sample: Sample) -> bool:
+    """Whether it is a pair of the same tokens."""
+    return len(sample) == 2 and sample[0] == sample[1]
 
 
 def _record(problem: Problem) -> Record:

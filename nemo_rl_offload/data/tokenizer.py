@@ -8,7 +8,6 @@ from typing import Literal, Protocol, TypedDict, overload
 from nemo_rl_offload.errors import DataError
 
 PROBE = "Hello, 1 + 2"
-MARK = "THE-RESPONSE"
 EOS, PAD, BOS, START = "<|im_end|>", "<|endoftext|>", "<|bos|>", "<|im_start|>"  # Qwen2's names
 RESERVED = tuple(f"<|reserved_{number}|>" for number in range(4))
 CHAT_TEMPLATE = (
@@ -26,15 +25,23 @@ class Encoded(TypedDict):
     offset_mapping: list[tuple[int, int]]
 
 
+class AddedToken(Protocol):
+    """A token of its own, which no text is cut into."""
+
+    content: str
+
+
 class Tokenizer(Protocol):
     """What is called of a Hugging Face tokenizer."""
 
-    chat_template: str | None
+    chat_template: str | dict[str, str] | None
     is_fast: bool
     eos_token: str
     eos_token_id: int
     pad_token_id: int
     bos_token_id: int | None
+
+    added_tokens_decoder: Mapping[int, AddedToken]
 
     def __len__(self) -> int: ...
     def __call__(
@@ -44,12 +51,18 @@ class Tokenizer(Protocol):
     def batch_decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]: ...
     @overload
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, object]], *, tokenize: Literal[False], add_generation_prompt: bool
+        self,
+        conversation: Sequence[Mapping[str, object]],
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str: ...
     @overload
     def apply_chat_template(
         self, conversation: Sequence[Mapping[str, object]], *, return_dict: Literal[False], add_generation_prompt: bool
     ) -> list[int]: ...
+    def get_chat_template(self, *, tools: Sequence[Mapping[str, object]] | None = None) -> str: ...
     def get_vocab(self) -> dict[str, int]: ...
 
 
@@ -84,6 +97,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return checked
 
 
+def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Texts and ids of the tokens of their own, such as `<|im_end|>`."""
+    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+
+
 def encode_prompt(tokenizer: Tokenizer, template: str | None, question: str) -> list[int]:
     """Return the token ids that the response continues.
 
@@ -91,37 +109,26 @@ def encode_prompt(tokenizer: Tokenizer, template: str | None, question: str) -> 
     template with one user turn. To a template the tokenizer may add its beginning token, never its end token.
 
     Raises:
-        DataError: ``template`` is None and the tokenizer has no chat template.
+        DataError: ``template`` is None, and the tokenizer has no chat template, or that refuses the question.
     """
     question = question.strip()
     if template is None:
         if tokenizer.chat_template is None:
             raise DataError(
                 "data.prompt_template: null takes the tokenizer's chat template, and it has none. "
-                "Give a template, such as '{question}\\n'."
+                "Give a template, such as '{question}\\n', or policy.tokenizer.chat_template."
             )
         turns = [{"role": "user", "content": question}]
-        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+        try:
+            return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+        except Exception as error:
+            raise DataError(f"policy.tokenizer.chat_template: the template refuses a question: {error}") from error
     text = template.replace("{question}", question)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if (bos := tokenizer.bos_token_id) is None:
         return ids
     adds_bos = tokenizer.encode(text)[:1] == [bos] != ids[:1]
     return [bos, *ids] if adds_bos else ids
-
-
-def encode_observation(tokenizer: Tokenizer, template: str | None, observation: str) -> list[int]:
-    """Return the token ids between a response, which ends with the end token, and the next one.
-
-    With a prompt ``template`` that is the text alone. The chat template renders it as a user turn: what it writes
-    behind an assistant turn, without the end token that the response has already.
-    """
-    if template is None:
-        turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
-        turns.append({"role": "user", "content": observation})
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        observation = str(text).rpartition(MARK)[2].removeprefix(tokenizer.eos_token)
-    return list(tokenizer.encode(observation, add_special_tokens=False))
 
 
 def make_byte_tokenizer(folder: Path) -> None:

@@ -55,7 +55,7 @@ class Generator(Protocol):
 class GenerationWorkers(Protocol):
     """Workers with a model that they sample from."""
 
-    def generate(self, prompts: Sequence[list[int]], seed: int, end_id: int) -> list[Response]:
+    def generate(self, prompts: Sequence[list[int]], seed: int, end_ids: Sequence[int]) -> list[Response]:
         """Sample one response for each prompt."""
 
     def prepare_weight_update(self) -> None:
@@ -77,8 +77,8 @@ class GeneratorSetup:
 
     config: PolicyConfig
     """Of the generating workers. Apart, their layout in `megatron_cfg` need not be that of training."""
-    end_id: int
-    """The token that ends a response."""
+    end_ids: tuple[int, ...]
+    """The tokens of which any ends a response."""
     slots: ClusterPart | None
     """For workers of its own; None where generation has the devices of the training workers."""
     training_workers: GenerationWorkers

@@ -29,7 +29,7 @@ class MegatronGenerator:
 
     def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
         """Sample one response for each prompt; a function of weights, prompts, `seed` and number of shards."""
-        return self._workers.generate(prompts, seed, self._setup.end_id)
+        return self._workers.generate(prompts, seed, self._setup.end_ids)
 
     def update_weights(self, source: WeightSource) -> None:
         """Take over the weights, bucket by bucket."""

@@ -101,13 +101,13 @@ def generate(
     config: GenerationConfig,
     *,
     batch_size: int,
-    end_id: int,
+    end_ids: Sequence[int],
     seed: int,
 ) -> list[Response]:
     """Sample one response for each prompt (token ids, none empty), in the order of `prompts`.
 
-    `chunks` are this pipeline stage's `GPTModel`s without wrappers. Sampling is a function of `seed`, the prompts and
-    `batch_size`.
+    `chunks` are this pipeline stage's `GPTModel`s without wrappers. Any of `end_ids` ends a response. Sampling is a
+    function of `seed`, the prompts and `batch_size`.
     """
     assert all(prompts), "an empty prompt"
     device = torch.device(torch.cuda.current_device())
@@ -119,7 +119,7 @@ def generate(
     with torch.no_grad(), forward_only(chunks[0].config), _with_whole_sequences(chunks):
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            batch = _generate_batch(chunks, [prompts[row] for row in rows], config, end_id, generator, device)
+            batch = _generate_batch(chunks, [prompts[row] for row in rows], config, end_ids, generator, device)
             results.update(zip(rows, batch, strict=True))
     return [results[row] for row in range(len(prompts))]
 
@@ -128,14 +128,15 @@ def _generate_batch(
     chunks: Chunks,
     prompts: list[Sequence[int]],
     config: GenerationConfig,
-    end_id: int,
+    end_ids: Sequence[int],
     generator: torch.Generator,
     device: torch.device,
 ) -> list[Response]:
     num_rows, shortest, longest = len(prompts), len(prompts[0]), len(prompts[-1])
     limit = longest + config["max_new_tokens"]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    tokens = torch.full((num_rows, limit), end_id, device=device)
+    end_tokens = torch.tensor(end_ids, device=device)
+    tokens = torch.full((num_rows, limit), end_ids[0], device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
     logprobs = torch.zeros(num_rows, limit, device=device)
@@ -150,8 +151,9 @@ def _generate_batch(
         writes = (position >= lengths) & (position < ends) & ~finished
         tokens[:, position] = torch.where(writes, sampled, tokens[:, position])
         logprobs[:, position] = torch.where(writes, sampled_logprobs, logprobs[:, position])
-        ends = torch.where(writes & (sampled == end_id), position + 1, ends)
-        finished |= writes & (sampled == end_id)
+        ended = writes & torch.isin(sampled, end_tokens)
+        ends = torch.where(ended, position + 1, ends)
+        finished |= ended
         start, position = position, position + 1
         if bool((position >= ends).all()):
             break

@@ -1,9 +1,18 @@
-"""Group-relative advantages."""
+"""Group-relative advantages.
+
+A response's advantage is its reward less a baseline, over one divisor a group: the standard deviation of all its
+rewards. Rejected: for each sample the deviation of the others alone, to go with the baseline that leaves it out. That
+is tiny, or 0, exactly where one response differs from a rest that is nearly uniform, and what is divided by it has no
+bound. With the group's deviation an advantage of N samples is at most sqrt(N), or (N - 1) / sqrt(N) with the group's
+mean.
+"""
 
 import torch
 from torch import Tensor
 
 EPSILON = 1e-6
+"""Added to the divisor. Rewards of a group that differ by no more, or by no more than this share of the largest, count
+as equal: sums and penalties in float32 round by as much, and dividing by what is left would make signals of it."""
 
 
 def group_advantages(
@@ -12,13 +21,9 @@ def group_advantages(
     """Compare each reward with the other rewards for the same prompt.
 
     The baseline is the mean over the group, without the sample itself when ``leave_one_out`` (RLOO,
-    https://arxiv.org/abs/2402.14740); ``std`` is the unbiased standard deviation over the same samples.
-    ``normalize`` divides by ``std + 1e-6`` (GRPO, https://arxiv.org/abs/2402.03300), except where ``std`` is
-    0: such samples keep their plain difference, which is 0 unless a sample alone differs from a uniform rest.
-    A prompt with a single generation gives advantage 0.
-
-    Float32 rewards are averaged in float64, where the mean of equal rewards is exact. In float32, equal
-    rewards can keep a tiny deviation, and dividing by it makes enormous advantages.
+    https://arxiv.org/abs/2402.14740); ``std`` is the unbiased standard deviation over the whole group either way.
+    ``normalize`` divides by ``std + 1e-6`` (GRPO, https://arxiv.org/abs/2402.03300). A group without signal
+    (``has_signal``), such as that of a prompt with a single generation, has advantages and ``std`` 0.
 
     Args:
         rewards: [B] float, the generations of one prompt next to each other.
@@ -27,25 +32,32 @@ def group_advantages(
     Returns:
         advantages, baseline, std: each [B] float32.
     """
-    rewards_GN = rewards.float().double().view(-1, num_generations)
-    if num_generations == 1:
-        return torch.zeros_like(rewards).float(), rewards.float(), torch.zeros_like(rewards).float()
-    weights_NN = torch.ones(num_generations, num_generations, dtype=torch.float64, device=rewards.device)
+    rewards_GN = _double(rewards).view(-1, num_generations)
+    signal_G1 = _has_signal(rewards_GN)[:, None]
+    mean_G1 = rewards_GN.mean(dim=1, keepdim=True)
+    difference_GN = torch.where(signal_G1, rewards_GN - mean_G1, 0)
+    num_others = max(num_generations - 1, 1)
+    std_GN = (difference_GN.square().sum(dim=1, keepdim=True) / num_others).sqrt().expand_as(rewards_GN)
     if leave_one_out:
-        weights_NN.fill_diagonal_(0)
-    num_compared = num_generations - int(leave_one_out)
-    baseline_GN = rewards_GN @ weights_NN / num_compared
-    squares_GNN = (rewards_GN[:, None, :] - baseline_GN[:, :, None]).square() * weights_NN
-    std_GN = (squares_GNN.sum(-1) / max(num_compared - 1, 1)).sqrt()
-    advantages_GN = rewards_GN - baseline_GN
-    if normalize:
-        advantages_GN = torch.where(std_GN > 0, advantages_GN / (std_GN + EPSILON), advantages_GN)
+        difference_GN = difference_GN * num_generations / num_others  # to the mean of the others
+    advantages_GN = difference_GN / (std_GN + EPSILON) if normalize else difference_GN
+    baseline_GN = rewards_GN - difference_GN
     return advantages_GN.flatten().float(), baseline_GN.flatten().float(), std_GN.flatten().float()
 
 
 def has_signal(rewards_N: Tensor) -> bool:
-    """Whether the rewards of one group differ, so that its advantages are not all 0."""
-    return bool((rewards_N != rewards_N[0]).any())
+    """Whether the rewards of one group differ by more than rounding, so that its advantages are not all 0."""
+    return bool(_has_signal(_double(rewards_N)))
+
+
+def _has_signal(rewards_XN: Tensor) -> Tensor:
+    spread_X = rewards_XN.amax(dim=-1) - rewards_XN.amin(dim=-1)
+    return ~(spread_X <= EPSILON * rewards_XN.abs().amax(dim=-1).clamp(min=1))  # true of NaN, which must show
+
+
+def _double(rewards: Tensor) -> Tensor:
+    """Rewards as float32 has them, in float64 for sums."""
+    return rewards.float().double()
 
 
 def overlong_penalty(lengths: Tensor, longest: int, buffer: int, penalty: float) -> Tensor:

@@ -44,9 +44,9 @@ LogprobsMethod = Callable[[PolicyWorker, Batch, MicrobatchSplit | None], NDArray
 class Policy:
     """A policy on the slots of `cluster`; implements `PolicyInterface`.
 
-    `num_steps` is the number of optimizer steps that the learning-rate schedule spans; None for a policy that is never
-    trained. With `keep_reference` each rank keeps a copy of the start weights in host memory. `generation_slots` are
-    for workers that only generate; without any the training workers do it.
+    Any of `end_ids` ends a response. `num_steps` is the number of optimizer steps that the learning-rate schedule
+    spans; None for a policy that is never trained. With `keep_reference` each rank keeps a copy of the start weights in
+    host memory. `generation_slots` are for workers that only generate; without any the training workers do it.
 
     Raises ConfigError when a global batch cannot be cut into whole micro batches over the ranks, or when Megatron
     refuses the configuration; WorkerError when a worker fails.
@@ -57,7 +57,7 @@ class Policy:
         cluster: VirtualCluster | ClusterPart,
         config: PolicyConfig,
         model_path: Path,
-        end_id: int,
+        end_ids: tuple[int, ...],
         *,
         seed: int,
         num_steps: int | None,
@@ -74,7 +74,7 @@ class Policy:
         )
         self._workers = self._trainers.workers
         untrained = partial(ModelWorkers, model_path=model_path, seed=seed, num_steps=None, keep_reference=False)
-        setup = GeneratorSetup(without_offloading(config), end_id, generation_slots, self._trainers, untrained)
+        setup = GeneratorSetup(without_offloading(config), end_ids, generation_slots, self._trainers, untrained)
         self._generator = make_generator(setup)
         self._generator.start()
         self._generator_is_behind = False

@@ -80,7 +80,7 @@ class ModelWorkers:
         }
         return [sources[number] for number in range(len(shards))]
 
-    def generate(self, prompts: Sequence[list[int]], seed: int, end_id: int) -> list[Response]:
+    def generate(self, prompts: Sequence[list[int]], seed: int, end_ids: Sequence[int]) -> list[Response]:
         """Sample one response for each prompt; a function of weights, prompts, `seed` and number of shards.
 
         Ranks that hold each other's experts sample together, from the same prompts.
@@ -91,7 +91,7 @@ class ModelWorkers:
         num_shards = self.num_shards // num_alike
         size = -(-len(prompts) // num_shards)
         shards = [
-            (list(prompts[number * size : (number + 1) * size]), seed * num_shards + number, end_id)
+            (list(prompts[number * size : (number + 1) * size]), seed * num_shards + number, end_ids)
             for number in range(num_shards)
             for _ in range(num_alike)
         ]

@@ -6,7 +6,7 @@ paying for the import.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -237,7 +237,7 @@ class PolicyWorker:
         assert self._loader is not None, "prepare_weight_update comes first"
         self._loader.finish()
 
-    def generate(self, prompts: list[list[int]], seed: int, end_id: int) -> list[Response]:
+    def generate(self, prompts: list[list[int]], seed: int, end_ids: Sequence[int]) -> list[Response]:
         """Sample one response for each prompt."""
         from nemo_rl_offload.generation.megatron_sampling import generate
 
@@ -247,7 +247,7 @@ class PolicyWorker:
                 prompts,
                 self._policy["generation"],
                 batch_size=self._policy["generation_batch_size"],
-                end_id=end_id,
+                end_ids=end_ids,
                 seed=seed,
             )
         self._empty_cache(from_level=2)

@@ -121,7 +121,7 @@ def count(folder: Path, overrides: tuple[str, ...], num_microbatches: int, seque
 def sample(folder: Path, overrides: tuple[str, ...], prompts: list[list[int]]) -> list[list[int]]:
     """Generate greedily, and train afterwards: sampling leaves the model as it was."""
     model, _ = _build(folder, overrides)
-    responses = generate(model.modules, prompts, GREEDY, batch_size=3, end_id=VOCABULARY_SIZE - 1, seed=0)
+    responses = generate(model.modules, prompts, GREEDY, batch_size=3, end_ids=[VOCABULARY_SIZE - 1], seed=0)
     batch = make_batch(0, 4)
     train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, HEADS)
     return [response.tokens for response in responses]

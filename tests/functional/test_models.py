@@ -84,7 +84,7 @@ def test_greedy_generation_gives_the_tokens_of_transformers(family: str, batch_s
 
     unused = next(token for token in range(VOCABULARY_SIZE) if not any(token in row for row in expected(-1)))
     for end_id in (unused, expected(unused)[0][4], expected(unused)[3][0]):
-        responses = generate([model], prompts, GREEDY, batch_size=batch_size, end_id=end_id, seed=0)
+        responses = generate([model], prompts, GREEDY, batch_size=batch_size, end_ids=[end_id], seed=0)
         assert [response.tokens for response in responses] == expected(end_id)
         assert [response.finished for response in responses] == [end_id in row for row in expected(end_id)]
         assert any(response.finished for response in responses) == (end_id != unused)

@@ -280,7 +280,7 @@ def test_forward_only_passes_move_nothing(family: str, modules: tuple[str, ...],
     def pass_forward_only() -> None:
         before = engine.stats().bytes_out
         compute_logprobs(model, make_batch(0), 2, LogitsHeadFactory(1.0))
-        generate(model.modules, [[1, 2], [3]], greedy, batch_size=2, end_id=258, seed=0)  # type: ignore[arg-type]
+        generate(model.modules, [[1, 2], [3]], greedy, batch_size=2, end_ids=[258], seed=0)  # type: ignore[arg-type]
         assert engine.stats().bytes_out == before
 
     pass_forward_only()

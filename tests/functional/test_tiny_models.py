@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.data.reasoning_gym import ReasoningGymProblems
-from nemo_rl_offload.data.tokenizer import encode_observation, encode_prompt, load_tokenizer
+from nemo_rl_offload.data.tokenizer import encode_prompt, load_tokenizer
+from nemo_rl_offload.data.turns import encode_observation
 
 FOLDERS = [PROJECT_ROOT / "examples/models" / name for name in ("tiny_speller", "tiny_teacher")]
 TURNS = [
@@ -83,7 +84,7 @@ def test_a_turn_of_the_chat_template_ends_as_a_response_does(folder: Path) -> No
     assert ids[: len(prompt) + len(response)] == [*prompt, *response]
     observation = {"role": "user", "content": "Sure?"}
     dialog = tokenizer.apply_chat_template([*TURNS, observation], add_generation_prompt=True, return_dict=False)
-    assert [*prompt, *response, *encode_observation(tokenizer, None, "Sure?")] == dialog
+    assert [*prompt, *response, *encode_observation(tokenizer, None, [*TURNS, observation], response[-1])] == dialog
     assert DIALOG.endswith("<|im_end|>\n" + tokenizer.decode(encode_prompt(tokenizer, None, " Größe? ")))
 
 

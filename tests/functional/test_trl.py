@@ -39,7 +39,7 @@ def our_losses(algorithm: str, *overrides: str) -> list[float]:
     config: Any = load_config(path, [*CHANGES, *overrides])
     policy: Any = at_temperature_one(config["policy"])
     tokenizer = load_tokenizer(MODEL)
-    stream, _, _ = sample_sets(config, tokenizer, seed=1)
+    stream, _, _ = sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
     worker = PolicyWorker(policy, MODEL, seed=1, num_steps=NUM_STEPS, keep_reference=algorithm == "dpo")
     name, section = ("dpo", config["dpo"]) if algorithm == "dpo" else ("nll", {})
     losses = []

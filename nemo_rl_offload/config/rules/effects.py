@@ -27,6 +27,7 @@ _IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
         ("policy.generation", "policy.generation_batch_size", "data.env_name", "data.max_input_seq_length"),
         attrgetter("generates"),
     ),
+    "data.add_eos": lambda spec: not spec.generates,
     **dict.fromkeys(
         ("policy.logprob_batch_size", *(f"policy.{name}.logprob_mb_tokens" for name in BY_TOKENS)),
         attrgetter("has_logprob_passes"),
@@ -86,6 +87,11 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
         f"{MEGATRON}.cpu_affinity.enabled",
         (True,),
         (f"{MEGATRON}.cpu_affinity.bind_memory", f"{MEGATRON}.cpu_affinity.map"),
+    ),
+    (
+        "data.prompt_template",
+        (None,),
+        ("policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs", "data.add_eos"),
     ),
     ("logger.wandb_enabled", (True,), ("logger.wandb.project", "logger.wandb.name")),
     (

@@ -26,6 +26,7 @@ from nemo_rl_offload.config.rules.rule import (
     read_shape,
 )
 from nemo_rl_offload.config.rules.tasks import FUNCTION, SPLITS, function_path, is_scored_by_function, takes_problems
+from nemo_rl_offload.config.rules.turns import template_is_here
 from nemo_rl_offload.errors import ConfigError, nearest
 
 LOCAL_PATHS = (
@@ -225,6 +226,7 @@ TRACKER_RULES: tuple[Rule, ...] = tuple(partial(_tracker_is_here, name) for name
 MACHINE_RULES: tuple[Rule, ...] = (
     _model_is_here,
     _tokenizer_is_here,
+    template_is_here,
     _transformer_engine_is_here,
     *TRACKER_RULES,
     _function_is_here,

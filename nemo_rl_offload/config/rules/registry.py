@@ -22,6 +22,7 @@ from nemo_rl_offload.config.rules.offload import OFFLOAD_RULES, OFFLOAD_WARNINGS
 from nemo_rl_offload.config.rules.parallel import PARALLEL_RULES
 from nemo_rl_offload.config.rules.rule import Rule
 from nemo_rl_offload.config.rules.tasks import TASK_RULES
+from nemo_rl_offload.config.rules.turns import TURN_RULES, TURN_WARNINGS
 
 RULES: tuple[Rule, ...] = (
     *AVAILABILITY_RULES,
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     model_overrides,
     *BATCHING_RULES,
     *TASK_RULES,
+    *TURN_RULES,
 )
 RULES_OF_THIS_MACHINE: tuple[Rule, ...] = MACHINE_RULES
 """What a run needs here, and a check elsewhere does not."""
@@ -47,5 +49,6 @@ WARNINGS: tuple[Rule, ...] = (
     *OFFLOAD_WARNINGS,
     *MEGATRON_WARNINGS,
     *BATCHING_WARNINGS,
+    *TURN_WARNINGS,
     *EFFECT_WARNINGS,
 )

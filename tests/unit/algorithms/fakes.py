@@ -144,7 +144,7 @@ class FakeEnvironment:
         return texts
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
-        rewards = [sum(map(ord, each.messages[-1]["content"])) % 4 / 3 * each.finished for each in episodes]
+        rewards = [(END_ID + sum(map(ord, each.messages[-1]["content"]))) % 4 / 3 * each.finished for each in episodes]
         return [Score(reward, reward == 1, False) for reward in rewards]
 
 

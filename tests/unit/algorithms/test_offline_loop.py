@@ -43,7 +43,7 @@ def make(tokenizer: Any, tmp_path: Path) -> Make:
         )
         config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [*small, *overrides])
         policy = FakePolicy()
-        samples = sample_sets(config, tokenizer, seed=3)
+        samples = sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=3)
         run_dir.mkdir(exist_ok=True)
         return LOOPS[algorithm](config, policy, samples, 0, run_dir), policy
 
@@ -71,6 +71,9 @@ def test_what_happens_when(algorithm: str, make: Make, tmp_path: Path) -> None:
         "num_samples": 12,
         "num_truncated": 0,
         "num_dropped": 0,
+        "num_too_long": 0,
+        "num_ties": 0,
+        "num_identical": 0,
         "num_bad_records": 0,
     }
     loop.close()

@@ -1,5 +1,6 @@
 """Rollouts: which response belongs to which prompt, and the batch made of them."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_rollout_repeats_prompts_side_by_side() -> None:
         def step(self, episodes: list[Episode]) -> list[Score]:
             assert [[message["role"] for message in each.messages] for each in episodes] == [["user", "assistant"]] * 4
             return [
-                Score(entry["ids"][0] + 0.25 * done, messages[-1]["content"].startswith("[6,"), False, "more")
+                Score(entry["ids"][0] + 0.25 * done, messages[-1]["content"].startswith("[6"), False, "more")
                 for entry, messages, done in episodes
             ]
 
@@ -166,3 +167,49 @@ def test_join_keeps_the_order() -> None:
     assert [prompt.token_ids for prompt in joined.prompts] == [[1], [2], [3]]
     assert joined.metrics()["accuracy"] == pytest.approx(1 / 3)
     assert joined.metrics()["scorer_errors"] == 1.0
+
+
+class Speaker:
+    """Says "yo" and an end token; notes what it was given."""
+
+    def __init__(self, end_id: int) -> None:
+        self.end_id = end_id
+        self.prompts: list[list[int]] = []
+
+    def generate(self, prompts: list[list[int]], seed: int) -> list[Response]:
+        self.prompts += prompts
+        return [Response([*b"yo", self.end_id], [0.0] * 3, True) for _ in prompts]
+
+
+class Asks:
+    """Notes conversations, and asks for another turn."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def step(self, episodes: list[Episode]) -> list[Score]:
+        self.heard += [each.messages[-1]["content"] for each in episodes]
+        return [Score(0.0, False, False, f"THE-TURN-0 next {len(each.messages)}") for each in episodes]
+
+
+LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<over>"])
+def test_turns_of_the_chat_template_have_one_end_each(tokenizer: Any, end: str) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<over>"])  # no special token
+    tokenizer.chat_template = LLAMA_2.replace("eos_token", f"'{end}'")
+    speaker: Any = Speaker(tokenizer.convert_tokens_to_ids(end))
+    asks: Any = Asks()
+    prompts = [make_prompt(tokenizer.encode("<|bos|>[INST] q [/INST]"))]
+    played = rollout(speaker, asks, tokenizer, prompts, 1, 5, template=None, limits=Limits(3, 4, 500))
+    spoken = [tokenizer.decode(ids) for ids in (*speaker.prompts, prompts[0].token_ids + played.responses[0].tokens)]
+    first = f"<|bos|>[INST] q [/INST]yo{end}"
+    second = f"{first}<|bos|>[INST] THE-TURN-0 next 2 [/INST]yo{end}"
+    assert spoken[1:3] == [second.removesuffix(f"yo{end}"), f"{second}<|bos|>[INST] THE-TURN-0 next 4 [/INST]"]
+    assert spoken[3] == f"{second}<|bos|>[INST] THE-TURN-0 next 4 [/INST]yo{end}"
+    assert asks.heard == ["yo", "yo", "yo"]

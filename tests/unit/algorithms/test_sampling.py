@@ -26,10 +26,11 @@ SMALL = (
 
 
 class Graded(FakeEnvironment):
-    """Every `period`-th prompt has responses of different rewards."""
+    """Every `period`-th prompt has responses of different rewards: one of ``high``, the others of ``low``."""
 
-    def __init__(self, period: int) -> None:
+    def __init__(self, period: int, low: float = 0.0, high: float = 1.0) -> None:
         self._period = period
+        self._rewards = (low, high)
         self.num_prompts = 0
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
@@ -38,7 +39,8 @@ class Graded(FakeEnvironment):
             self.num_prompts += 1
             differs = self._period > 0 and self.num_prompts % self._period == 0
             scores += [
-                Score(float(differs and index == 0), False, False) for index in range(len(episodes[start : start + 4]))
+                Score(self._rewards[differs and index == 0], False, False)
+                for index in range(len(episodes[start : start + 4]))
             ]
         return scores
 
@@ -86,6 +88,28 @@ def test_dynamic_sampling_gives_up(make: Make) -> None:
     with pytest.raises(DataError, match="after 2 batches only 0 of 3 prompts of step 1"):
         step(loop, policy)
     assert policy.batches == []
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.1 + 0.2 - 0.3), (100.3, 100.30001), (0.3, 0.1 + 0.2)])
+def test_rewards_that_differ_by_rounding_are_replaced_and_not_learned(low: float, high: float, make: Make) -> None:
+    sampling = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
+    loop, policy = make(Graded(period=1, low=low, high=high), *sampling)
+    with pytest.raises(DataError, match="after 1 batches only 0 of 3 prompts"):
+        step(loop, policy)
+    loop, policy = make(Graded(period=1, low=low, high=high), "grpo.normalize_rewards=true")
+    batch, metrics = step(loop, policy)
+    assert (batch["advantages"] == 0).all()
+    assert metrics["advantages_zero_fraction"] == 1
+
+
+@pytest.mark.parametrize(("leave_one_out", "expected"), [(True, (2.0, -2 / 3)), (False, (1.5, -0.5))])
+def test_one_divisor_a_group(leave_one_out: bool, expected: tuple[float, float], make: Make) -> None:
+    baseline = f"grpo.use_leave_one_out_baseline={str(leave_one_out).lower()}"
+    loop, policy = make(Graded(period=1, high=10.0), "grpo.normalize_rewards=true", baseline)
+    batch, _ = step(loop, policy)
+    advantages = batch["advantages"].sum(dim=1) / batch["token_mask"].sum(dim=1)
+    high, low = expected
+    assert advantages.tolist() == pytest.approx([high, low, low, low] * 3, rel=1e-5)
 
 
 def test_without_dynamic_sampling_every_prompt_is_kept(make: Make) -> None:

@@ -25,7 +25,7 @@ loss_fn: {force_on_policy_ratio: false, ratio_clip_min: 0.2, kl_input_clamp_valu
 checkpointing: {checkpoint_dir: results/grpo, metric_name: "val:total_reward/mean", save_period: 10}
 policy:
   model_name: Qwen/Qwen2.5-1.5B
-  tokenizer: {name: "${policy.model_name}", chat_template_kwargs: null}
+  tokenizer: {name: "${policy.model_name}", use_processor: false}
   max_total_sequence_length: 512
   max_grad_norm: 1.0
   dtensor_cfg: {enabled: true, tensor_parallel_size: 1}
@@ -69,7 +69,7 @@ KEYS = {
     "loss_fn.force_on_policy_ratio",
     "loss_fn.kl_input_clamp_value",
     "checkpointing.checkpoint_dir",
-    "policy.tokenizer.chat_template_kwargs",
+    "policy.tokenizer.use_processor",
     "policy.max_grad_norm",
     "policy.dtensor_cfg",
     "policy.make_sequence_length_divisible_by",

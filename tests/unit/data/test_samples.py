@@ -1,6 +1,8 @@
 """Samples of files and of problems: counts, bad records, order, and the batch made of them."""
 
+import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config, resolve_tokenizer_path
-from nemo_rl_offload.data.chat import Row
 from nemo_rl_offload.data.samples import DataCounts, SampleStream, collate, sample_sets
-from nemo_rl_offload.data.tokenizer import load_tokenizer
+from nemo_rl_offload.data.tokenizer import load_tokenizer, make_byte_tokenizer
+from nemo_rl_offload.data.turns import Row
 from nemo_rl_offload.errors import DataError
 
 PAIR = {"prompt": "a?", "chosen": "yes", "rejected": "no"}
@@ -48,7 +50,7 @@ def texts(tokenizer: Any, row: Row) -> tuple[str, str]:
 
 
 def test_problems_with_their_answers(tokenizer: Any, tiny: dict[str, Any]) -> None:
-    stream, validation, counts = sample_sets(configure(tiny, "sft", None), tokenizer, seed=1)
+    stream, validation, counts = sample_sets(configure(tiny, "sft", None), tokenizer, [tokenizer.eos_token_id], seed=1)
     train = [sample for _ in range(stream.num_batches) for sample in stream.next_batch()]
     asked = [[texts(tokenizer, row) for (row,) in samples] for samples in (train, validation)]
     for prompt, answer in asked[0] + asked[1]:
@@ -64,32 +66,190 @@ def test_a_task_without_single_answers_is_refused(tokenizer: Any, tiny: dict[str
     config = configure(tiny, "sft", None)
     config["env"] = {"reasoning_gym": tiny["env"]["reasoning_gym"] | {"task": "graph_color", "params": {}}}
     with pytest.raises(DataError, match=r"data\.train: \d+ record.*\nproblem .* has no single answer"):
-        sample_sets(config, tokenizer, seed=1)
+        sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
 
 
 def test_pairs(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
     config = configure(tiny, "dpo", write(tmp_path / "a.jsonl", PAIR, PAIR | {"prompt": "b?"}), shuffle=False)
-    stream, _, counts = sample_sets(config, tokenizer, seed=1)
+    stream, _, counts = sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
     chosen, rejected = stream.next_batch()[1]
     assert texts(tokenizer, chosen) == ("b?\n", "yes<|im_end|>")
     assert texts(tokenizer, rejected) == ("b?\n", "no<|im_end|>")
     assert counts["data.train"] == DataCounts(num_samples=2)
 
 
+QUESTION = {"role": "user", "content": "a?"}
+YES, NO = ({"role": "assistant", "content": text} for text in ("yes", "no"))
+PAIR_FORMS: list[dict[str, Any]] = [
+    PAIR,
+    {"prompt": "a?", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO], "messages": [QUESTION, YES]},
+    {"chosen": [QUESTION, YES], "rejected": [QUESTION, NO], "score_chosen": 8.5},
+    {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]},
+    {"chosen": "\n\nHuman: a?\n\nAssistant: yes", "rejected": "\n\nHuman: a?\n\nAssistant: no"},
+    {"context": [QUESTION], "response1": "no", "response2": "yes", "overall_preference": 3, "domain": "general"},
+    {"instruction": "a?", "completions": [{"response": r, "overall_score": s} for r, s in (("no", 1.0), ("yes", 7.5))]},
+    {"context": [QUESTION], "completions": [{"rank": 0, "completion": [YES]}, {"rank": 1, "completion": [NO]}]},
+    {"input": {"messages": [QUESTION], "tools": []}, "preferred_output": [YES], "non_preferred_output": [NO]},
+]
+CONVERSATION_FORMS: list[dict[str, Any]] = [
+    {"messages": [QUESTION, YES]},
+    {"prompt": "a?", "completion": "yes"},
+    {"prompt": "a?", "completion": [QUESTION, YES]},
+    {"prompt": [QUESTION], "completion": [YES]},
+    {"prompt": "\n\nHuman: a?\n\nAssistant:", "completion": " yes"},
+]
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("bytes")
+    make_byte_tokenizer(folder)
+    tokenizer: Any = load_tokenizer(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("algorithm", "form"),
+    [*(("dpo", form) for form in PAIR_FORMS), *(("sft", form) for form in CONVERSATION_FORMS)],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_public_forms_give_the_samples_of_the_plain_one(
+    algorithm: str, form: dict[str, Any], suffix: str, tokenizer: Any, chat_tokenizer: Any, tiny: Any, tmp_path: Path
+) -> None:
+    if suffix == "jsonl":
+        file = write(tmp_path / "a.jsonl", form, form)
+    else:
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pytest.importorskip("pyarrow").Table.from_pylist([form, form]), file := tmp_path / "a.parquet"
+        )
+    config = configure(tiny, algorithm, file)
+    stream, _, counts = sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
+    assert counts["data.train"] == DataCounts(num_samples=2)
+    shown = [texts(tokenizer, row) for row in stream.next_batch()[0]]
+    assert shown == [("a?\n", f"{answer}<|im_end|>") for answer in ("yes", "no")][: len(shown)]
+    config["data"]["prompt_template"] = None
+    shown = [
+        texts(chat_tokenizer, row)
+        for row in sample_sets(config, chat_tokenizer, [chat_tokenizer.eos_token_id], seed=1)[0].next_batch()[0]
+    ]
+    asked = "<user>a?<|im_end|><assistant>"
+    assert shown == [(asked, f"{answer}<|im_end|>") for answer in ("yes", "no")][: len(shown)]
+
+
+def test_dropped_pairs_are_counted_with_their_reason(
+    chat_tokenizer: Any, tiny: dict[str, Any], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    tie = {"context": "a?", "response1": "yes", "response2": "no", "overall_preference": 0}
+    long = "y" * 200
+    records = [
+        *[PAIR] * 2,
+        *[tie] * 3,
+        *[PAIR | {"rejected": "yes"}] * 2,
+        PAIR | {"rejected": " yes"},  # the same where the template trims
+        PAIR | {"chosen": long, "rejected": long + "no"},  # the same where both are cut
+        PAIR | {"prompt": long},
+        PAIR | {"chosen": long},
+    ]
+    config = configure(tiny, "dpo", write(tmp_path / "a.jsonl", *records), prompt_template=None)
+    config["data"]["validation"]["path"] = None
+    _, _, counts = sample_sets(config, chat_tokenizer, [chat_tokenizer.eos_token_id], seed=1)
+    assert counts == {
+        "data.train": DataCounts(
+            num_samples=3, num_truncated=3, num_dropped=8, num_too_long=2, num_ties=3, num_identical=3
+        )
+    }
+    limit = f"policy.max_total_sequence_length {config['policy']['max_total_sequence_length']}"
+    assert [str(warning.message) for warning in recwarn] == [
+        "data.train: dropped pair(s) that teach nothing: 3 with answers rated the same, "
+        "3 with chosen and rejected the same.",
+        f"data.train: 3 sample(s) cut to {limit}; 2 of them dropped, with nothing left to learn.",
+    ]
+    write(tmp_path / "a.jsonl", tie, tie, PAIR | {"rejected": "yes"}, PAIR | {"prompt": long})
+    with pytest.raises(DataError) as caught:
+        sample_sets(config, chat_tokenizer, [chat_tokenizer.eos_token_id], seed=1)
+    assert str(caught.value) == (
+        "data.train: no samples: 2 with answers rated the same, 1 with chosen and rejected the same, "
+        f"1 had nothing to learn within {limit}. Raise it."
+    )
+
+
+def test_an_answer_without_a_token_to_learn_is_bad_and_not_too_long(
+    chat_tokenizer: Any, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_tokenizer, "chat_template", chat_tokenizer.chat_template.replace("<|im_end|>", ""))
+    empty = {"prompt": "a?", "completion": ""}
+    config = configure(tiny, "sft", write(tmp_path / "a.jsonl", *CONVERSATION_FORMS, empty), prompt_template=None)
+    with pytest.raises(DataError, match=r"1 record\(s\) cannot be used\n.*:6: has no token to learn"):
+        sample_sets(config, chat_tokenizer, [chat_tokenizer.eos_token_id], seed=1)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_text_that_repeats_the_prompt_is_refused_where_most_does(
+    algorithm: str, tokenizer: Any, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    def record(prompt: str, *answers: str) -> dict[str, str]:
+        keys = ("chosen", "rejected") if algorithm == "dpo" else ("completion",)
+        return {"prompt": prompt} | dict(zip(keys, answers, strict=False))
+
+    repeating, plain = record("The sky is", "The sky is blue.", "The sky is green."), record("Say it", "yes", "no")
+    file = tmp_path / "a.jsonl"
+    for most in ([repeating] * 2, [repeating] * 3 + [plain] * 2, [repeating]):
+        with pytest.raises(
+            DataError, match=f"{most.count(repeating)} record.*\n.*:1: begins its answers with the text"
+        ):
+            sample_sets(configure(tiny, algorithm, write(file, *most)), tokenizer, [tokenizer.eos_token_id], seed=1)
+    mixed = [repeating] * 2 + [plain] * 2
+    stream, _, counts = sample_sets(
+        configure(tiny, algorithm, write(file, *mixed), shuffle=False), tokenizer, [tokenizer.eos_token_id], seed=1
+    )
+    assert counts["data.train"] == DataCounts(num_samples=4)
+    assert texts(tokenizer, stream.next_batch()[0][0]) == ("The sky is\n", "The sky is blue.<|im_end|>")
+
+
+def test_reasons_of_what_is_left_out_are_told_with_their_number(
+    tokenizer: Any, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    lines = [PAIR, PAIR, {"prompt": "x"}, "3", "4", "5", PAIR | {"chosen": [QUESTION]}, PAIR | {"chosen": [QUESTION]}]
+    file = write(tmp_path / "a.jsonl", *lines)
+    config = configure(tiny, "dpo", file, on_bad_line="skip")
+    config["data"]["validation"]["path"] = None
+    with pytest.warns(UserWarning, match="bad record") as caught:
+        sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
+    assert [str(warning.message) for warning in caught] == [
+        "data.train: left 6 bad record(s) out; "
+        f"3 from {file}:4 on: is int, not an object with keys; "
+        f"2 from {file}:7 on: chosen adds no assistant turn to the prompt; "
+        f"1 from {file}:3 on: has neither chosen and rejected nor another form of a pair (see docs/algorithms.md); "
+        "it has prompt"
+    ]
+    write(file, PAIR, PAIR, *('"x' + "y" * length for length in range(9)), *({"n" * n: 1} for n in range(1, 9)))
+    with pytest.warns(UserWarning, match=r"left 17 bad record\(s\) out; .*; and \d+ for other reasons$"):
+        sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
+
+
 def test_bad_lines_end_the_run_or_are_counted(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", PAIR, "{", {"prompt": "x"}, PAIR, *["1"] * 7)
     with pytest.raises(DataError) as caught:
-        sample_sets(configure(tiny, "dpo", file), tokenizer, seed=1)
+        sample_sets(configure(tiny, "dpo", file), tokenizer, [tokenizer.eos_token_id], seed=1)
     head, *lines = str(caught.value).splitlines()
     assert head == "data.train: 9 record(s) cannot be used"
     assert lines[0].startswith(f"{file}:2: is not JSON")
     assert lines[1].startswith(f"{file}:3: has neither chosen and rejected")
     assert lines[5] == "... and 4 more"
     with pytest.warns(UserWarning, match="left 9 bad"):
-        _, _, counts = sample_sets(configure(tiny, "dpo", file, on_bad_line="skip"), tokenizer, seed=1)
+        _, _, counts = sample_sets(
+            configure(tiny, "dpo", file, on_bad_line="skip"), tokenizer, [tokenizer.eos_token_id], seed=1
+        )
     assert counts["data.train"] == DataCounts(num_samples=2, num_bad_records=9)
     with pytest.raises(DataError, match="1 record"):
-        sample_sets(configure(tiny, "dpo", write(file, "{"), on_bad_line="skip"), tokenizer, seed=1)
+        sample_sets(
+            configure(tiny, "dpo", write(file, "{"), on_bad_line="skip"), tokenizer, [tokenizer.eos_token_id], seed=1
+        )
 
 
 def test_truncation_is_counted(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -97,8 +257,10 @@ def test_truncation_is_counted(tokenizer: Any, tiny: dict[str, Any], tmp_path: P
     long_answer = PAIR | {"chosen": "y" * 200}
     file = write(tmp_path / "a.jsonl", PAIR, long_answer, PAIR | {"prompt": "p" * 200})
     with pytest.warns(UserWarning, match=rf"2 sample\(s\) cut to policy.max_total_sequence_length {limit}; 1 of them"):
-        stream, validation, counts = sample_sets(configure(tiny, "dpo", file), tokenizer, seed=1)
-    assert counts["data.train"] == DataCounts(num_samples=2, num_truncated=2, num_dropped=1)
+        stream, validation, counts = sample_sets(
+            configure(tiny, "dpo", file), tokenizer, [tokenizer.eos_token_id], seed=1
+        )
+    assert counts["data.train"] == DataCounts(num_samples=2, num_truncated=2, num_dropped=1, num_too_long=1)
     assert max(len(row.token_ids) for pair in validation for row in pair) == limit
     assert stream.num_batches == 1
 
@@ -107,14 +269,14 @@ def test_both_files_are_told_of_at_once(tokenizer: Any, tiny: dict[str, Any], tm
     config = configure(tiny, "dpo", write(tmp_path / "train.jsonl", "{"))
     config["data"]["validation"]["path"] = str(write(tmp_path / "validation.txt"))
     with pytest.raises(DataError) as caught:
-        sample_sets(config, tokenizer, seed=1)
+        sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
     text = str(caught.value)
     assert text.startswith("data.train: 1 record(s) cannot be used\n")
     assert f"\ndata.validation.path: {tmp_path}/validation.txt: unknown kind of file" in text
     config["data"]["train"]["path"] = str(write(tmp_path / "train.jsonl"))
     config["data"]["validation"]["path"] = str(write(tmp_path / "validation.jsonl", PAIR | {"prompt": "p" * 200}))
     with pytest.raises(DataError) as caught:
-        sample_sets(config, tokenizer, seed=1)
+        sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
     assert str(caught.value).splitlines() == [
         "data.train: no samples. Give some.",
         "data.validation: no samples: 1 had nothing to learn within policy.max_total_sequence_length 96. Raise it.",
@@ -124,7 +286,7 @@ def test_both_files_are_told_of_at_once(tokenizer: Any, tiny: dict[str, Any], tm
 def test_too_few_samples(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", PAIR)
     with pytest.raises(DataError, match=r"1 samples do not fill a batch of policy\.train_global_batch_size 2"):
-        sample_sets(configure(tiny, "dpo", file), tokenizer, seed=1)
+        sample_sets(configure(tiny, "dpo", file), tokenizer, [tokenizer.eos_token_id], seed=1)
 
 
 @given(num_samples=st.integers(1, 20), size=st.integers(1, 5), skip=st.integers(0, 20), seed=st.integers(0, 99))
@@ -160,3 +322,64 @@ def test_collate() -> None:
     assert batch["token_mask"].tolist() == [[0, 1, 1], [1, 0, 0], [0, 1, 0], [1, 0, 0]]
     assert batch["input_lengths"].tolist() == [3, 1, 2, 2]
     assert torch.equal(batch["sample_mask"], torch.ones(4))
+
+
+OPEN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TURNS = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "<think>x</think>b"))]
+
+
+def chatting(tokenizer: Any, template: str) -> Any:
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def test_data_without_any_end_are_refused(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", *[{"messages": TURNS}] * 3)
+    config = configure(tiny, "sft", file, prompt_template=None)
+    with pytest.raises(DataError) as caught:
+        sample_sets(config, chatting(tokenizer, OPEN), [256], seed=1)
+    assert [line.partition(" ends with an end token")[0] for line in str(caught.value).splitlines()] == [
+        f"data.{name}: no assistant turn that is learned" for name in ("train", "validation")
+    ]
+    assert "Set data.add_eos=true" in str(caught.value)
+    pairs = write(tmp_path / "b.jsonl", *[PAIR] * 3)
+    with pytest.raises(DataError, match="never to end"):
+        sample_sets(configure(tiny, "dpo", pairs, prompt_template=None), chatting(tokenizer, OPEN), [256], seed=1)
+
+
+def test_what_the_template_makes_of_turns_is_said_once(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", *[{"messages": TURNS * 2, "tools": [{"name": "add"}]}] * 3)
+    config = configure(tiny, "sft", file, prompt_template=None, add_eos=True)
+    config["data"]["validation"]["path"] = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stream, _, _ = sample_sets(config, chatting(tokenizer, OPEN), [256], seed=1)
+    assert [str(warning.message).partition(", such")[0].partition(":")[2] for warning in caught] == [
+        " 3 of 6 assistant turns have no end token behind them: their end is not learned. data.add_eos=true ends the "
+        "last one.",
+        " 6 of 6 assistant turns have a part of their text left out by the chat template",
+    ]
+    ((row,), *_) = stream.next_batch()
+    assert tokenizer.decode(row.token_ids) == '<user>a<assistant>b<user>a<assistant>b[{"name": "add"}]<|im_end|>'
+
+
+@pytest.mark.parametrize(("ending", "is_said"), [("<assistant>", False), ("<assistant><think>", False), ("", True)])
+def test_turns_that_begin_elsewhere_are_said_where_the_check_cannot(
+    tokenizer: Any, tiny: dict[str, Any], tmp_path: Path, ending: str, is_said: bool
+) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}"
+    )
+    prompt = "<assistant>{% if messages | length > 1 %}!{% endif %}" if is_said else ending
+    file = write(tmp_path / "a.jsonl", *[{"messages": TURNS * 2}] * 3)
+    config = configure(tiny, "sft", file, prompt_template=None)
+    config["data"]["validation"]["path"] = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sample_sets(config, chatting(tokenizer, template + prompt + "{% endif %}"), [256], seed=1)
+    expected = ["data.train: 3 of 6 assistant turns have another beginning"] * is_said
+    assert [str(warning.message).partition(" in the")[0] for warning in caught] == expected

@@ -117,3 +117,8 @@ def test_no_template_takes_the_chat_template_or_says_that_there_is_none(tmp_path
     edit_config(tmp_path, chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}\n")
     chatting = load_tokenizer(tmp_path)
     assert chatting.decode(encode_prompt(chatting, None, " a ")).startswith("<user>a")
+    edit_config(tmp_path, chat_template="{{ raise_exception('no system') }}")
+    with pytest.raises(
+        DataError, match=r"policy\.tokenizer\.chat_template: the template refuses a question: no system"
+    ):
+        encode_prompt(load_tokenizer(tmp_path), None, "a")

@@ -21,8 +21,8 @@ class Workers:
         self.name = name
         self.calls: list[str] = []
 
-    def generate(self, prompts: Any, seed: int, end_id: int) -> list[Response]:
-        self.calls.append(f"generate {prompts} {seed} {end_id}")
+    def generate(self, prompts: Any, seed: int, end_ids: Any) -> list[Response]:
+        self.calls.append(f"generate {prompts} {seed} {end_ids}")
         return []
 
     def prepare_weight_update(self) -> None:
@@ -49,7 +49,7 @@ def make_setup(slots: Any) -> tuple[GeneratorSetup, Workers, list[tuple[Any, Wor
         started.append((slots, Workers("own")))
         return started[-1][1]
 
-    return GeneratorSetup(config, 9, slots, training, start), training, started
+    return GeneratorSetup(config, (9,), slots, training, start), training, started
 
 
 def test_schema_and_registry_name_the_same_backends() -> None:
@@ -80,7 +80,7 @@ def test_colocated_the_training_workers_generate() -> None:
     generator.sleep()
     assert generator.notices() == [], "the policy asks them itself"
     generator.stop()
-    assert training.calls == ["generate [[1]] 3 9"]
+    assert training.calls == ["generate [[1]] 3 (9,)"]
     assert not started
 
 
@@ -95,5 +95,5 @@ def test_apart_workers_of_its_own_take_the_weights_over() -> None:
     generator.generate([[1]], 3)
     assert generator.notices() == [["own"]]
     generator.stop()
-    assert own.calls == ["prepare", "load ['first', 'second']", "generate [[1]] 3 9", "shutdown"]
+    assert own.calls == ["prepare", "load ['first', 'second']", "generate [[1]] 3 (9,)", "shutdown"]
     assert not training.calls

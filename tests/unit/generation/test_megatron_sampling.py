@@ -112,9 +112,9 @@ class Counting(torch.nn.Module):
         return torch.nn.functional.one_hot(sums % 7, 7).float() * 100
 
 
-def count_up(prompt: list[int], max_new_tokens: int, end_id: int) -> list[int]:
+def count_up(prompt: list[int], max_new_tokens: int, end_ids: list[int]) -> list[int]:
     tokens = list(prompt)
-    while len(tokens) < len(prompt) + max_new_tokens and (len(tokens) == len(prompt) or tokens[-1] != end_id):
+    while len(tokens) < len(prompt) + max_new_tokens and (len(tokens) == len(prompt) or tokens[-1] not in end_ids):
         tokens.append(sum(tokens) % 7)
     return tokens[len(prompt) :]
 
@@ -125,15 +125,15 @@ def count_up(prompt: list[int], max_new_tokens: int, end_id: int) -> list[int]:
     st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=6), min_size=1, max_size=7),
     st.integers(1, 8),
     st.integers(1, 6),
-    st.integers(0, 6),
+    st.lists(st.integers(0, 6), min_size=1, max_size=3),
 )
 def test_every_row_sees_its_own_tokens(
-    prompts: list[list[int]], batch_size: int, max_new_tokens: int, end_id: int
+    prompts: list[list[int]], batch_size: int, max_new_tokens: int, end_ids: list[int]
 ) -> None:
     config = make_config(max_new_tokens=max_new_tokens, top_k=1)
-    responses = generate([Counting()], prompts, config, batch_size=batch_size, end_id=end_id, seed=0)
-    expected = [count_up(prompt, max_new_tokens, end_id) for prompt in prompts]
+    responses = generate([Counting()], prompts, config, batch_size=batch_size, end_ids=end_ids, seed=0)
+    expected = [count_up(prompt, max_new_tokens, end_ids) for prompt in prompts]
     assert [response.tokens for response in responses] == expected
-    assert [response.finished for response in responses] == [tokens[-1] == end_id for tokens in expected]
+    assert [response.finished for response in responses] == [tokens[-1] in end_ids for tokens in expected]
     assert all(len(response.logprobs) == len(response.tokens) for response in responses)
     assert all(abs(value) < 1e-5 for response in responses for value in response.logprobs)

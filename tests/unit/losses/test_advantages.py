@@ -1,4 +1,7 @@
-"""Advantages against numpy, one sample at a time."""
+"""Advantages against numpy, one group at a time, and their bounds."""
+
+import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -6,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.losses.advantages import group_advantages, has_signal, overlong_penalty
+from nemo_rl_offload.losses.advantages import EPSILON, group_advantages, has_signal, overlong_penalty
 
 GROUPS = st.integers(2, 6).flatmap(
     lambda size: st.lists(
@@ -15,6 +18,21 @@ GROUPS = st.integers(2, 6).flatmap(
         max_size=4,
     )
 )
+REWARDS = st.lists(
+    st.one_of(
+        st.sampled_from([0.0, 1.0, 1e-4, 1e-3, 0.3, 1e-7, -1.0, 1e6]),
+        st.floats(-1e8, 1e8, width=32),
+        st.floats(0, 1, width=32),
+    ),
+    min_size=2,
+    max_size=16,
+)
+
+
+def advantages_of(rewards: list[float], *, normalize: bool = True, leave_one_out: bool = True) -> list[float]:
+    values = torch.tensor(rewards, dtype=torch.float64)
+    advantages, _, _ = group_advantages(values, len(rewards), normalize=normalize, leave_one_out=leave_one_out)
+    return advantages.tolist()
 
 
 @given(groups=GROUPS, normalize=st.booleans(), leave_one_out=st.booleans())
@@ -27,15 +45,52 @@ def test_matches_numpy(groups: list[list[float]], normalize: bool, leave_one_out
     assert advantages.dtype == baseline.dtype == std.dtype == torch.float32
     position = 0
     for group in groups:
+        deviation = np.std(group, ddof=1) if len(set(group)) > 1 else 0.0
         for i, reward in enumerate(group):
-            compared = [r for j, r in enumerate(group) if j != i or not leave_one_out]
-            mean = np.mean(compared)
-            deviation = np.std(compared, ddof=1) if len(set(compared)) > 1 else 0.0
-            expected = (reward - mean) / (deviation + 1e-6) if normalize and deviation else reward - mean
+            mean = np.mean([r for j, r in enumerate(group) if j != i or not leave_one_out])
+            expected = (reward - mean) / (deviation + 1e-6) if normalize else reward - mean
             assert baseline[position].item() == pytest.approx(mean, abs=1e-6)
             assert std[position].item() == pytest.approx(deviation, abs=1e-6)
             assert advantages[position].item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
             position += 1
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0, 0, 0.001, 1], [-0.667554, -0.667554, -0.664887, 1.999995]),
+        ([0, 0, 0, 10], [-2 / 3, -2 / 3, -2 / 3, 2]),
+        ([0, 1], [-math.sqrt(2), math.sqrt(2)]),
+        ([0, 0.95, 0.95, 0.95, 0.95, 0.95, 0.95, 0.95], [-math.sqrt(8)] + [math.sqrt(8) / 7] * 7),
+        ([0] * 6 + [0.0001, 1], [-0.404101] * 6 + [-0.403778, 2.828427]),
+        ([-1.5, -1.5, -1.5, 0.5], [-2 / 3, -2 / 3, -2 / 3, 2]),
+    ],
+    ids=str,
+)
+def test_one_divisor_a_group(rewards: list[float], expected: list[float]) -> None:
+    assert advantages_of(rewards) == pytest.approx(expected, abs=2e-5)
+
+
+@given(rewards=REWARDS, leave_one_out=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_advantages_are_bounded_ordered_and_sum_to_zero(rewards: list[float], leave_one_out: bool) -> None:
+    size = len(rewards)
+    advantages = advantages_of(rewards, leave_one_out=leave_one_out)
+    bound = (size - 1) / math.sqrt(size) * (size / (size - 1) if leave_one_out else 1)
+    assert max(map(abs, advantages)) <= bound * (1 + 1e-6)
+    assert sum(advantages) == pytest.approx(0, abs=1e-4)
+    ranked = [advantage for _, advantage in sorted(zip(rewards, advantages, strict=True))]
+    assert all(lower <= upper + 1e-6 for lower, upper in pairwise(ranked))
+
+
+@given(rewards=REWARDS, leave_one_out=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_normalizing_divides_all_of_a_group_by_the_same(rewards: list[float], leave_one_out: bool) -> None:
+    values = torch.tensor(rewards)
+    plain, _, std = group_advantages(values, len(rewards), normalize=False, leave_one_out=leave_one_out)
+    divided, _, _ = group_advantages(values, len(rewards), normalize=True, leave_one_out=leave_one_out)
+    assert len(set(std.tolist())) == 1
+    torch.testing.assert_close(divided * (std + EPSILON), plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -48,18 +103,61 @@ def test_equal_rewards_give_exactly_zero_advantage_and_deviation(leave_one_out: 
     assert (advantages == 0).all()
 
 
-@given(num_others=st.integers(1, 40), low=st.floats(0, 0.5, width=32))
-@settings(max_examples=50, deadline=None)
-def test_the_only_success_of_a_group_is_not_sharpened(num_others: int, low: float) -> None:
-    rewards = torch.tensor([low] * num_others + [1.0])
-    advantages, _, std = group_advantages(rewards, num_others + 1, normalize=True, leave_one_out=True)
-    assert std[-1].item() == 0
-    assert advantages[-1].item() == pytest.approx(1 - low, rel=1e-6)
+NOISE = [
+    [0.1 + 0.2, 0.3, 0.3, 0.3],
+    [0.1 + 0.2 - 0.3, 0.0, 0.0],
+    [0.0, 0.0, 1e-7],
+    [100.1 + 0.2, 100.3, float(np.float32(100.1) + np.float32(0.2))],
+    [1e6, 1e6 + 0.0625, 1e6],
+    [-0.7 + float(np.float32(0.4)), -0.3, -0.3],
+]
+SIGNAL = [[0.0, 0.0, 1e-5], [0.3, 0.3, 0.30001], [1e6, 1e6 + 10, 1e6], [0.0, 0.0, 0.001, 1.0], [-0.3, -0.2]]
 
 
-def test_a_single_generation_gives_no_advantage() -> None:
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize(
+    ("rewards", "expected"), [*((group, False) for group in NOISE), *((group, True) for group in SIGNAL)], ids=str
+)
+def test_rounding_is_no_signal(rewards: list[float], expected: bool, leave_one_out: bool, normalize: bool) -> None:
+    advantages = advantages_of(rewards, normalize=normalize, leave_one_out=leave_one_out)
+    assert any(advantages) is expected
+    assert has_signal(torch.tensor(rewards, dtype=torch.float64)) is expected
+
+
+@given(rewards=REWARDS)
+@settings(max_examples=100, deadline=None)
+def test_a_group_has_signal_where_it_is_divided(rewards: list[float]) -> None:
+    values = torch.tensor(rewards)
+    advantages, _, std = group_advantages(values, len(rewards), normalize=True, leave_one_out=True)
+    assert has_signal(values) is bool((std > 0).all()) is bool((advantages != 0).any())
+
+
+def test_a_group_without_signal_does_not_touch_its_neighbours() -> None:
+    rewards = [0.1 + 0.2, 0.3, 0.3, 0.0, 0.0, 0.6]
+    advantages, _, std = group_advantages(torch.tensor(rewards), 3, normalize=True, leave_one_out=True)
+    assert advantages[:3].tolist() == std[:3].tolist() == [0, 0, 0]
+    assert advantages[3:].tolist() == pytest.approx(advantages_of(rewards[3:]))
+
+
+def test_shaped_rewards_are_divided_by_their_own_deviation() -> None:
+    rewards = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    shaped = rewards - overlong_penalty(torch.tensor([8, 8, 8, 9]), longest=1008, buffer=1000, penalty=1.0)
+    advantages = advantages_of(shaped.tolist())
+    assert advantages == pytest.approx([2 / 3, 2 / 3, 2 / 3, -2], rel=5e-3)
+    equal = rewards - overlong_penalty(torch.tensor([500, 500, 500, 500]), longest=1008, buffer=1000, penalty=0.3)
+    assert advantages_of(equal.tolist()) == [0, 0, 0, 0]
+
+
+def test_a_reward_that_is_no_number_shows() -> None:
+    assert all(map(math.isnan, advantages_of([math.nan, 0.0, 1.0])))
+    assert has_signal(torch.tensor([0.0, math.nan]))
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_a_single_generation_gives_no_advantage(leave_one_out: bool) -> None:
     rewards = torch.tensor([0.0, 1.0])
-    advantages, baseline, std = group_advantages(rewards, 1, normalize=True, leave_one_out=False)
+    advantages, baseline, std = group_advantages(rewards, 1, normalize=True, leave_one_out=leave_one_out)
     assert advantages.tolist() == std.tolist() == [0.0, 0.0]
     assert baseline.tolist() == rewards.tolist()
 

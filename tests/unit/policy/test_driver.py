@@ -70,9 +70,9 @@ class FakeWorker:
         logprobs = self.get_logprobs(batch, split)
         return None if logprobs is None else logprobs - 1
 
-    def generate(self, prompts: list[list[int]], seed: int, end_id: int) -> list[Response]:
+    def generate(self, prompts: list[list[int]], seed: int, end_ids: tuple[int, ...]) -> list[Response]:
         self.calls.append((prompts, seed))
-        return [Response([*prompt, end_id], [0.0] * (len(prompt) + 1), True) for prompt in prompts]
+        return [Response([*prompt, end_ids[0]], [0.0] * (len(prompt) + 1), True) for prompt in prompts]
 
     def start_weight_export(self) -> None:
         self.export = [f"bucket {number} after {len(self.calls)} steps" for number in range(3)]
@@ -131,7 +131,7 @@ def make() -> Any:
         cluster: Any = SimpleNamespace(world_size=world_size)
         slots: Any = SimpleNamespace(world_size=num_generators) if num_generators else None
         arguments: Any = {"seed": 1, "num_steps": 1, "keep_reference": False, "generation_slots": slots}
-        policy = Policy(cluster, config, Path("model"), 9, **arguments)
+        policy = Policy(cluster, config, Path("model"), (9,), **arguments)
         group: Any = policy._workers
         return policy, group.workers
 

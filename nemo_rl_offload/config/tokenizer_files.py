@@ -1,0 +1,143 @@
+"""What the files of a Hugging Face tokenizer say, read without transformers, which imports torch.
+
+Only what they say plainly: what the code of a tokenizer's class adds, such as an end token that no file names, is
+known when the tokenizer is loaded.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_offload.config.loader import resolve_data_path
+from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.chat_template import PASSTHROUGH, TurnTexts
+from nemo_rl_offload.specs.end_tokens import EndTokens, closing_token, end_tokens, read_generation_ids
+
+OWN = "default"
+"""The tokenizer's own chat template."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A tokenizer as its files describe it."""
+
+    special: dict[str, str]
+    """Names of special tokens (`eos_token`, ...) and their texts."""
+    ids: dict[str, int]
+    """Tokens of their own, which no text is cut into, and their ids."""
+    highest_id: int | None
+    """Of all tokens; None where no file lists them."""
+    templates: dict[str, str]
+    """Chat templates by name; the one that counts unless another is asked for is `default`."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """The end token's id; None where the files do not tell."""
+        return self.ids.get(self.special.get("eos_token", ""))
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Read a tokenizer's folder.
+
+    Raises:
+        ConfigError: a file is no JSON, or not what such a file is.
+    """
+    path = folder / "tokenizer.json"
+    stamp = path.stat().st_mtime_ns if path.is_file() else None
+    try:
+        return _read(folder, stamp, (folder / "tokenizer_config.json").stat().st_mtime_ns)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the tokenizer's files in '{folder}' cannot be read: {error!r}. Mend them.") from error
+
+
+@cache
+def _read(folder: Path, tokens_stamp: int | None, _config_stamp: int) -> TokenizerFiles:
+    config = _json(folder / "tokenizer_config.json")
+    others = _json(folder / "special_tokens_map.json")
+    values = {name: _text(value) for name, value in {**others, **config}.items() if name.endswith("_token")}
+    special = {name: text for name, text in values.items() if text is not None}
+    listed = config.get("added_tokens_decoder", {})
+    ids = {text: int(number) for number, token in listed.items() if (text := _text(token))}
+    highest = None
+    if tokens_stamp is not None:
+        content = _json(folder / "tokenizer.json")
+        ids |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        vocabulary = content["model"]["vocab"]
+        highest = max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        highest = max([highest, *ids.values()])
+    return TokenizerFiles(
+        special, {text: number for text, number in ids.items() if text}, highest, _own(folder, config)
+    )
+
+
+def _own(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    value = config.get("chat_template")
+    templates = {each["name"]: each["template"] for each in value} if isinstance(value, list) else {}
+    if isinstance(value, str):
+        templates[OWN] = value
+    if (single := folder / "chat_template.jinja").is_file():
+        templates[OWN] = single.read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    return templates
+
+
+def _json(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise TypeError(f"{path.name} is no object")
+    return content
+
+
+def _text(value: object) -> str | None:
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
+def chosen_template(setting: str | None, own: Mapping[str, str]) -> str | None:
+    """The Jinja text that `policy.tokenizer.chat_template` asks for, as in NeMo-RL; None where the tokenizer has none.
+
+    `default` is the tokenizer's own, null the texts alone; else it is Jinja text, the name of one of the tokenizer's
+    templates, or the path of a file.
+
+    Raises:
+        ConfigError: none of these; the message goes on after the key.
+    """
+    if setting is None:
+        return PASSTHROUGH
+    if setting.lower() == OWN:
+        return own.get(OWN)
+    if setting in own:
+        return own[setting]
+    if "{{" in setting or "{%" in setting:
+        return setting
+    try:
+        path = resolve_data_path(setting)
+        return path.read_text(encoding="utf-8")
+    except (ConfigError, OSError, ValueError) as error:
+        names = [OWN, *(name for name in own if name != OWN)]
+        raise ConfigError(
+            f"'{setting}' is no Jinja text, none of the tokenizer's templates ({', '.join(names)}) and no file that "
+            f"can be read.{nearest(setting, names)} Give one of them."
+        ) from error
+
+
+def ends_of_turns(eos_id: int, special: Mapping[str, int], model: Path, texts: TurnTexts | None) -> EndTokens:
+    """Which tokens end a turn of the model in this folder.
+
+    `special` are the texts and ids of the tokens of their own, `texts` what the chat template writes around a turn;
+    None where it is not used. Raises ConfigError as `read_generation_ids` does.
+    """
+    names = {token: text for text, token in special.items()}
+    closing_id = None if texts is None else closing_token(texts.closing, special)
+    return end_tokens(
+        eos_id,
+        read_generation_ids(model),
+        closing_id,
+        lambda token: f"{names[token]} ({token})" if token in names else str(token),
+    )
