@@ -193,7 +193,8 @@ def _report_turns(name: str, turns: TurnCounts, *, says_where: bool) -> None:
         (turns.num_open, "no end token behind them: their end is not learned. data.add_eos=true ends the last one"),
         (
             turns.num_shortened,
-            "a part of their text left out by the chat template, such as thinking: it is not learned",
+            "a part of their text left out by the chat template, such as thinking: it is not learned. Another "
+            "policy.tokenizer.chat_template may keep it",
         ),
         (
             turns.num_elsewhere * says_where,

@@ -26,7 +26,8 @@ from nemo_rl_offload.specs.chat_template import turn_texts, variables_of
 from nemo_rl_offload.specs.end_tokens import closing_token
 
 Tools = list[dict[str, object]]
-READ_BY_NAME = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+READ_BY_NAME = ("tool_calls", *THOUGHTS)
 """Keys of a message that say what an assistant does beside its text."""
 OTHER_TEMPLATE = "leave that out, or give another policy.tokenizer.chat_template"
 NO_TEMPLATE = (
@@ -116,7 +117,8 @@ class ChatEncoder:
             self.counts.num_turns += 1
             self.counts.num_open += is_open
             self.counts.num_elsewhere += is_elsewhere
-            self.counts.num_shortened += _squeezed(message["content"]) not in _squeezed(chat.text[before:end])
+            said = [str(message.get(key) or "") for key in ("content", *THOUGHTS)]
+            self.counts.num_shortened += any(_squeezed(text) not in _squeezed(chat.text[before:end]) for text in said)
             before = end
         return Row(token_ids, is_learned)
 
@@ -239,9 +241,15 @@ def encode_observation(
     turns: list[Message] = [{"role": each["role"], "content": each["content"]} for each in messages]
     turns[-2]["content"] = mark
     try:
-        after, closing = (render(tokenizer, *part).rpartition(mark)[2] for part in ((turns, True), (turns[:-1], False)))
+        texts = [render(tokenizer, *part).rpartition(mark) for part in ((turns, True), (turns[:-1], False))]
     except BadRecordError as error:
         raise DataError(f"a conversation of several turns {error}") from error
+    if not all(found for _, found, _ in texts):
+        raise DataError(
+            "policy.tokenizer.chat_template: the template leaves a response out of a conversation of several turns. "
+            "Give another one, or set max_rollout_turns to 1."
+        )
+    (_, _, after), (_, _, closing) = texts
     special = added_tokens(tokenizer)
     first = closing_token(after, special)
     if first is not None and (first == end_id or closing_token(closing, special) is not None):

@@ -35,7 +35,7 @@ def edit(folder: Path, name: str, **changes: Any) -> None:
 
 def load(folder: Path, template: str | None = "default", **kwargs: Any) -> Any:
     section = {"name": str(folder), "chat_template": template, "chat_template_kwargs": kwargs or None}
-    return load_policy_tokenizer({"model_name": str(folder), "tokenizer": section}, None)  # type: ignore[typeddict-item]
+    return load_policy_tokenizer({"model_name": str(folder), "tokenizer": section}, None)
 
 
 def test_arguments_reach_the_template_wherever_it_is_rendered(folder: Path) -> None:

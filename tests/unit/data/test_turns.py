@@ -73,7 +73,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         generation = {"eos_token_id": [ids[text] for text in style.generation]} if style.generation else {}
         (folder / "generation_config.json").write_text(json.dumps(generation))
         section = {"name": str(folder), "chat_template": "default", "chat_template_kwargs": style.kwargs}
-        return load_policy_tokenizer({"model_name": str(folder), "tokenizer": section}, None)  # type: ignore[typeddict-item]
+        return load_policy_tokenizer({"model_name": str(folder), "tokenizer": section}, None)
 
     loaded: dict[tuple[str, str], tuple[Any, tuple[int, ...]]] = {}
 
@@ -108,9 +108,9 @@ def test_a_sample_is_the_templates_rendering_and_its_assistants_turns_are_learne
     encoder = ChatEncoder(tokenizer, None, end_ids)
     if talk_name in style.refuses:
         with pytest.raises(BadRecordError, match=r"generation prompt, which ends with|is refused by the chat template"):
-            encoder(turns)  # type: ignore[arg-type]
+            encoder(turns)
         return
-    row = encoder(turns)  # type: ignore[arg-type]
+    row = encoder(turns)
     assert row.token_ids == tokenizer.apply_chat_template(turns, return_dict=False)
     assert learned(tokenizer, row) == style.learned(contents(turns))
     ends = [style.last if style.middle is None else style.middle] * (len(contents(turns)) - 1) + [style.last]
@@ -124,7 +124,7 @@ def test_a_sample_is_the_templates_rendering_and_its_assistants_turns_are_learne
 def test_other_kinds_of_tokenizers_learn_the_same(make: Make, kind: str, name: str, talk_name: str) -> None:
     style, turns = STYLES[name], CONVERSATIONS[talk_name]
     tokenizer, end_ids = make(style, kind)
-    row = ChatEncoder(tokenizer, None, end_ids)(turns)  # type: ignore[arg-type]
+    row = ChatEncoder(tokenizer, None, end_ids)(turns)
     assert row.token_ids == tokenizer.apply_chat_template(turns, return_dict=False)
     assert "".join(learned(tokenizer, row).split()) == "".join(style.learned(contents(turns)).split())
 
@@ -155,7 +155,7 @@ def test_any_text_is_learned_as_it_is_rendered_or_refused(make: Make, texts: lis
     turns, style = talk(*texts), STYLES[name]
     tokenizer, end_ids = make(style)
     try:
-        row = ChatEncoder(tokenizer, None, end_ids)(turns)  # type: ignore[arg-type]
+        row = ChatEncoder(tokenizer, None, end_ids)(turns)
     except BadRecordError:
         assume(not any("think>" in text for text in texts))
         raise
@@ -267,6 +267,11 @@ def test_a_template_that_refuses_an_observation_says_why(make: Make) -> None:
     tokenizer, _ = make(Style(one_question, "</s>", ""))
     with pytest.raises(DataError, match="several turns is refused by the chat template: one question"):
         encode_observation(tokenizer, None, talk("q", "yo", "next"), 1)
+    tokenizer, _ = make(Style("{{ messages[-1].content }}", "</s>", ""))
+    with pytest.raises(
+        DataError, match=r"chat_template: the template leaves a response out of a conversation of several"
+    ):
+        encode_observation(tokenizer, None, talk("q", "yo", "next"), 1)
 
 
 def test_a_prompt_template_takes_the_observation_alone(make: Make) -> None:
@@ -277,7 +282,7 @@ def test_a_prompt_template_takes_the_observation_alone(make: Make) -> None:
 def counted(make: Make, style: Style, turns: list[Turn], **options: Any) -> tuple[Any, str]:
     tokenizer, end_ids = make(style)
     encoder = ChatEncoder(tokenizer, None, end_ids, **options)
-    row = encoder(turns)  # type: ignore[arg-type]
+    row = encoder(turns)
     return encoder.counts, learned(tokenizer, row)
 
 
@@ -287,6 +292,8 @@ def test_what_a_template_makes_otherwise_is_counted(make: Make) -> None:
     assert counted(make, STYLES["qwen3"], thinking)[0].num_shortened == 1
     assert counted(make, STYLES["deepseek-r1"], thinking)[0].num_shortened == 2
     assert counted(make, STYLES["deepseek-r1"], several)[0].num_shortened == 0
+    reasoned = [{**turn, "reasoning_content": "hm"} if turn["role"] == "assistant" else turn for turn in several]
+    assert counted(make, STYLES["qwen3"], reasoned)[0].num_shortened == 2, "the last one's stays"
     for name, style in STYLES.items():
         num_elsewhere = counted(make, style, several)[0].num_elsewhere
         assert bool(num_elsewhere) == style.elsewhere, name
@@ -342,7 +349,7 @@ def test_tools_and_calls_are_rendered_or_refused_by_name(make: Make) -> None:
     with pytest.raises(
         BadRecordError, match=r"tools or thinking of its own, for which data\.prompt_template has no place"
     ):
-        ChatEncoder(plain, "{question}", end_ids)(talk("q", "a"), tools=TOOLS)  # type: ignore[arg-type]
+        ChatEncoder(plain, "{question}", end_ids)(talk("q", "a"), tools=TOOLS)
 
 
 def test_a_record_whose_turn_the_template_drops_or_doubles_is_refused_with_the_reason(make: Make) -> None:
@@ -352,7 +359,7 @@ def test_a_record_whose_turn_the_template_drops_or_doubles_is_refused_with_the_r
     ):
         tokenizer, end_ids = make(Style(template, "</s>", ""))
         with pytest.raises(BadRecordError, match=f"whose text the chat template writes {times} times"):
-            ChatEncoder(tokenizer, None, end_ids)(talk("q", "a"))  # type: ignore[arg-type]
+            ChatEncoder(tokenizer, None, end_ids)(talk("q", "a"))
 
 
 @pytest.mark.parametrize("name", STYLES)
@@ -382,19 +389,19 @@ def test_a_template_that_writes_thinking_itself_learns_it_where_it_stands(make: 
 
 def test_turns_that_are_given_are_not_learned(make: Make) -> None:
     tokenizer, end_ids = make(STYLES["chatml"])
-    row = ChatEncoder(tokenizer, None, end_ids)(CONVERSATIONS["several"], 4)  # type: ignore[arg-type]
+    row = ChatEncoder(tokenizer, None, end_ids)(CONVERSATIONS["several"], 4)
     assert learned(tokenizer, row) == "Bye.<|im_end|>\n"
 
 
 def test_prompt_template(make: Make) -> None:
     tokenizer, end_ids = make(STYLES["chatml"])
     encoder = ChatEncoder(tokenizer, "Q: {question}\nA:", end_ids)
-    row = encoder(talk(" one? ", " 1"))  # type: ignore[arg-type]
+    row = encoder(talk(" one? ", " 1"))
     assert tokenizer.decode(row.token_ids) == "Q: one?\nA: 1<|im_end|>"
     assert learned(tokenizer, row) == " 1<|im_end|>"
-    assert learned(tokenizer, encoder(talk("one?", "1<|im_end|>"))) == "1<|im_end|>"  # type: ignore[arg-type]
+    assert learned(tokenizer, encoder(talk("one?", "1<|im_end|>"))) == "1<|im_end|>"
     with pytest.raises(BadRecordError, match="not one question and one answer"):
-        encoder(talk("a", "b", "c"))  # type: ignore[arg-type]
+        encoder(talk("a", "b", "c"))
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(DataError, match=r"data\.prompt_template: null takes the tokenizer's chat template"):
@@ -404,6 +411,6 @@ def test_prompt_template(make: Make) -> None:
 def test_a_word_that_is_cut_across_the_prompts_end_is_learned_whole(make: Make) -> None:
     template = STYLES["vicuna"].template.replace("ASSISTANT:{%", "{{ 'ASSISTANT: ' }}{%")
     tokenizer, end_ids = make(Style(template, "</s>", "</s>"))
-    row = ChatEncoder(tokenizer, None, end_ids)(CONVERSATIONS["single"])  # type: ignore[arg-type]
+    row = ChatEncoder(tokenizer, None, end_ids)(CONVERSATIONS["single"])
     assert learned(tokenizer, row) == " It is two.</s>"
     assert row.token_ids == tokenizer.apply_chat_template(CONVERSATIONS["single"], return_dict=False)
