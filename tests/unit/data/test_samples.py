@@ -383,3 +383,14 @@ def test_turns_that_begin_elsewhere_are_said_where_the_check_cannot(
         sample_sets(config, chatting(tokenizer, template + prompt + "{% endif %}"), [256], seed=1)
     expected = ["data.train: 3 of 6 assistant turns have another beginning"] * is_said
     assert [str(warning.message).partition(" in the")[0] for warning in caught] == expected
+
+
+def test_tools_of_pairs_reach_the_template(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", *[PAIR | {"tools": '[{"name": "add"}]'}] * 3)
+    config = configure(tiny, "dpo", file, prompt_template=None, add_eos=True)
+    stream, _, _ = sample_sets(config, chatting(tokenizer, OPEN), [256], seed=1)
+    rows = stream.next_batch()[0]
+    answers = ["yes", "no"]
+    assert [tokenizer.decode(row.token_ids) for row in rows] == [
+        f'<user>a?<assistant>{answer}[{{"name": "add"}}]<|im_end|>' for answer in answers
+    ]
