@@ -189,6 +189,20 @@ TULU = (
     "{% else %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '\n' }}{% endif %}"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
 )
+LINES = """\
+{% for m in messages %}
+    {% if m['role'] == 'assistant' %}
+{{- '<|assistant|>' }}{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}
+    {% else %}
+{{- '<|' + m['role'] + '|>' + m['content'] }}
+    {% endif %}
+    {% if loop.index0 > 90 %}
+        {% break %}
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+{{- '<|assistant|>' }}
+{%- endif %}"""
 COMMAND_R = headers("<|START_OF_TURN_TOKEN|><|", "|>", "<|END_OF_TURN_TOKEN|>")
 ZEPHYR = headers("<|", "|>\n", "</s>\n", before="", content="m['content']")
 PHI_3 = headers("<|", "|>\n", "<|end|>\n", before="", content="m['content']")
@@ -250,6 +264,7 @@ STYLES: dict[str, Style] = {
     "internlm-2": Style(chatml(before="{{ bos_token }}"), "</s>", "<|im_end|>\n", generation=("</s>", "<|im_end|>")),
     "falcon": Style(FALCON, "<|endoftext|>", "", lead=" "),
     "tulu": Style(TULU, "<|endoftext|>", "<|endoftext|>"),
+    "lines": Style(LINES, "</s>", "</s>"),  # over several lines, with what only transformers' Jinja has
     "smollm": Style(chatml("You are SmolLM."), "<|im_end|>", "<|im_end|>\n"),
 }
 SPECIAL = (
