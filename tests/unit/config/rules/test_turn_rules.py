@@ -32,7 +32,7 @@ def make(tmp_path: Path) -> Callable[..., None]:
     def write(
         template: str | None = CHATML, eos: str = "<|im_end|>", generation: Any = None, vocab_size: int = 16
     ) -> None:
-        shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": vocab_size}
+        shape = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": vocab_size}
         added = [{"id": number, "content": text} for text, number in IDS.items()]
         tokens = {"model": {"vocab": {"a": 0}}, "added_tokens": added}
         config = {"eos_token": eos} | ({} if template is None else {"chat_template": template})
@@ -203,7 +203,7 @@ def test_the_teacher_has_all_tokens_of_the_tokenizer(make: Any, check: Check, tm
     teacher = tmp_path / "teacher"
     teacher.mkdir()
     (teacher / "config.json").write_text(
-        json.dumps({"num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 12})
+        json.dumps({"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 12})
     )
     overrides = ("algorithm=distillation", "distillation.num_prompts_per_step=128", f"teacher.model_name={teacher}")
     with pytest.raises(
