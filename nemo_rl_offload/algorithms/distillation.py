@@ -56,8 +56,8 @@ class Distillation(RolloutLoop):
         return updates | played.metrics(), int(batch["input_lengths"].sum())
 
     def notices(self) -> list[str]:
-        """What the workers of both models have warned of since the last call."""
-        return [*super().notices(), *self._teacher.notices()]
+        """What the workers of both models have warned of since the last call, each text once."""
+        return list(dict.fromkeys([*super().notices(), *self._teacher.notices()]))
 
     def close(self) -> None:
         """End the workers of both models, and the environment."""

@@ -96,11 +96,31 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
             if changed := changed_on_resume(run_dir, checked.config):
                 console.print(f"warning: without effect: {changed}", style="yellow", markup=False)
         else:
+            for warning in _note_inputs(run_dir, checked.config):
+                console.print(f"warning: {warning}", style="yellow", markup=False)
             with _warnings_as_lines(console):
                 _train(options.algorithm, checked.config, run_dir, console)
             (run_dir / ERROR_FILE).unlink(missing_ok=True)  # of a start before this one
         _show_summary(summary_file, options.format, console)
     return 0
+
+
+def _note_inputs(run_dir: Path, config: "MasterConfig") -> list[str]:
+    """Keep which files the run reads; returns what changed since a run that goes on was last started."""
+    from nemo_rl_offload.data.inputs import changed_inputs, read_inputs_of
+    from nemo_rl_offload.runs.inputs import read_inputs, write_inputs
+    from nemo_rl_offload.runs.output import writing_in_run
+    from nemo_rl_offload.runs.run_directory import CHECKPOINTS, WARNINGS_FILE, steps_in
+
+    there, here = read_inputs(run_dir), read_inputs_of(config)
+    steps = steps_in(run_dir / CHECKPOINTS)
+    found = list(changed_inputs(config, there, here)) if steps and there is not None else []
+    if found:
+        path = run_dir / WARNINGS_FILE
+        with writing_in_run(path), path.open("a", encoding="utf-8") as file:
+            file.writelines(f"step {steps[-1]}: warning: {line}\n" for line in found)
+    write_inputs(run_dir, here)
+    return found
 
 
 def _for_algorithm(algorithm: str, config: "LoadedConfig") -> "LoadedConfig":
@@ -120,9 +140,11 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
 
     found = check_file(options.config, overrides, allow_unsupported=options.allow_unsupported)
     if options.megatron:
+        from nemo_rl_offload.megatron.runtime.optional_packages import leave_out_broken_packages
         from nemo_rl_offload.megatron.runtime.quiet import quiet
 
         with quiet():
+            leave_out_broken_packages()
             from nemo_rl_offload.megatron.build.config_check import ask_megatron
 
             found = ask_megatron(found)
@@ -163,7 +185,9 @@ def _export(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: li
     with quiet(), contextlib.redirect_stdout(io.StringIO()):  # Bridge and Megatron-Core print what they load
         from nemo_rl_offload.megatron.build.export import export_checkpoint
 
-        export_checkpoint(options.checkpoint, options.destination)
+        notes = export_checkpoint(options.checkpoint, options.destination, options.dtype)
+    for note in notes:
+        print(f"warning: {note}", file=sys.stderr)
     print(f"Wrote {options.destination}")
     return 0
 

@@ -110,10 +110,16 @@ def _add_export(commands: Commands) -> None:
     export = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder",
-        description="Write the weights of a run's checkpoint as a Hugging Face folder, with its tokenizer.",
+        description="Write the weights of a run's checkpoint as a Hugging Face folder, with the run's tokenizer and "
+        "chat template.",
     )
     export.add_argument("checkpoint", type=Path, metavar="RUN_DIR/step_N")
     export.add_argument("destination", type=Path, metavar="OUT", help="a new folder")
+    export.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="type of the weights (default: as they were trained)",
+    )
 
 
 def _add_report(commands: Commands) -> None:

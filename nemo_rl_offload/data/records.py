@@ -18,6 +18,8 @@ from nemo_rl_offload.errors import DataError
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 SUFFIXES = (*LINE_SUFFIXES, ".json", ".parquet", ".arrow")
 NUM_SHOWN = 5
+_SAVED = "state.json"
+"""In a folder that `datasets` saved."""
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.\w+")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a character in JSON; UTF-8 text has none unescaped."""
@@ -42,17 +44,24 @@ def read_records(path: Path, split: str | None) -> list[Record]:
     Raises:
         DataError: nothing to read there, or a file that cannot be read at all.
     """
+    files = files_of(path, split)
+    if path.is_dir() and files[0].name == _SAVED:
+        return list(_read_saved(files[0].parent))
+    return [record for file in files for record in _read_file(file)]
+
+
+def files_of(path: Path, split: str | None) -> list[Path]:
+    """The files that `read_records` reads. Raises DataError as it does."""
     if path.is_file():
-        return list(_read_file(path))
+        return [path]
     if not path.is_dir():
         raise DataError(f"{path} is neither a file nor a folder. Write the data to a file first.")
     if (path / "dataset_dict.json").is_file():
         folders = {folder.name: folder for folder in sorted(path.iterdir()) if folder.is_dir()}
         path = folders[_chosen_split(path, split, list(folders))]
-    if (path / "state.json").is_file():
-        return list(_read_saved(path))
-    files = _data_files(path, split)
-    return [record for file in files for record in _read_file(file)]
+    if (path / _SAVED).is_file():
+        return [path / _SAVED, *sorted(path.glob("*.arrow"))]
+    return _data_files(path, split)
 
 
 def read_section(name: str, path: Path, split: str | None) -> list[Record]:

@@ -42,6 +42,16 @@ MIN_LINK_GBPS = 10.0  # PCIe 3.0 x16 gives 12
 LINK_BYTES = 256 << 20
 NUM_LINK_REPEATS = 5
 
+OPTIONAL_PACKAGES = ("apex", "flash_attn")
+_IMPORT = """
+import importlib, sys
+try:
+    importlib.import_module(sys.argv[1])
+except BaseException as error:
+    lines = str(error).strip().splitlines()
+    sys.exit("\\n" + (f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__))
+"""
+
 Status = Literal["ok", "warning", "error"]
 
 
@@ -56,7 +66,8 @@ class Finding:
 
 
 def findings(root: Path = Path("/"), folder: Path = Path()) -> list[Finding]:
-    """Look at this machine; at `folder` for disk space. On a GPU this takes seconds, else well under two.
+    """Look at this machine; at `folder` for disk space. On a GPU, or where one of the packages is installed that
+    Megatron-Core can use, this takes seconds, else well under two.
 
     Args:
         root: the folder that holds `sys`, `proc` and `dev`.
@@ -70,6 +81,7 @@ def findings(root: Path = Path("/"), folder: Path = Path()) -> list[Finding]:
         python_version(platform.python_version()),
         *(package_version(package) for package in PACKAGES),
         transformer_engine(has_gpu=bool(gpus)),
+        *filter(None, map(optional_package, OPTIONAL_PACKAGES)),
         c_compiler(),
         devices(gpus, no_gpu_reason, root),
         numa_map(read_topology(root), gpus),
@@ -134,24 +146,34 @@ def _version(name: str, version: str, wanted: str, fix: str) -> Finding:
 
 
 def transformer_engine(*, has_gpu: bool) -> Finding:
-    """Whether Transformer Engine can be imported; it is tried, in a process of its own, only where it could be used."""
+    """Whether Transformer Engine is installed, and imports; only with a GPU is it needed to."""
     name = "transformer engine"
     if importlib.util.find_spec("transformer_engine") is None:
         return Finding(name, "ok", "not installed; transformer_impl: auto takes this project's torch layers")
+    if not (reason := import_problem("transformer_engine.pytorch")):
+        return Finding(name, "ok", "importable" if has_gpu else "importable; not used, as it needs a GPU")
+    left_out = f"installed, but not importable: {reason}; transformer_impl: auto takes this project's torch layers"
     if not has_gpu:
-        return Finding(name, "ok", "installed; not tried, as it needs a GPU")
-    reason = import_problem("transformer_engine.pytorch")
-    if not reason:
-        return Finding(name, "ok", "importable")
-    fix = "Install the build for this torch and CUDA, or set policy.megatron_cfg.transformer_impl: torch"
-    return Finding(name, "warning", f"installed, but not importable: {reason}", fix)
+        return Finding(name, "ok", f"{left_out}, as always without a GPU")
+    fix = "Install the build for this torch and CUDA, or remove it"
+    return Finding(name, "warning", left_out, fix)
+
+
+def optional_package(package: str) -> Finding | None:
+    """What is wrong with a package that Megatron-Core uses where it is there; None where nothing is."""
+    if importlib.util.find_spec(package) is None or not (reason := import_problem(package)):
+        return None
+    detail = f"installed, but not importable: {reason}; a run leaves it out"
+    return Finding(package, "warning", detail, "Install the build for this torch and CUDA, or remove it")
 
 
 def import_problem(module: str) -> str:
-    """Import a module in another process; return the last line of what it says when that fails, else ""."""
-    process = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    """Import a module in another process; return the type and the first line of what it raises, else ""."""
+    process = subprocess.run([sys.executable, "-c", _IMPORT, module], capture_output=True, text=True, check=False)
+    if process.returncode == 0:
+        return ""
     lines = process.stderr.strip().splitlines()
-    return "" if process.returncode == 0 else (lines or [f"it ended with exit code {process.returncode}"])[-1]
+    return lines[-1] if process.returncode == 1 and lines else f"it ended with exit code {process.returncode}"
 
 
 def c_compiler() -> Finding:

@@ -1,5 +1,5 @@
 """What to say when there is no device memory left: the peak and what to change. For a training step, which the planner
-knows, the largest module and the planner's way out as well."""
+knows, the largest module or the logits, and the planner's way out as well."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,18 +14,30 @@ from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job, Recompute, read_job
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.search.choice import fullest_stage, surely_fits
-from nemo_rl_offload.planner.search.suggestions import smaller_microbatches
+from nemo_rl_offload.planner.search.suggestions import LOGPROB_CHUNKS, smaller_microbatches
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows, run_configured
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
+from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 from nemo_rl_offload.units import GIB, gib, parse_bytes
 
 MARGIN = 0.9
 """The plan to propose takes at most this share of what the failed one was predicted to take; of what no plan changes,
 all."""
 
-Phase = Literal["loading the model", "evaluating", "computing log-probabilities", "generating"]
+NUM_CHANGES = 3
+"""That are proposed."""
+
+Phase = Literal[
+    "loading the model",
+    "evaluating",
+    "computing log-probabilities",
+    "generating",
+    "handing over weights",
+    "writing or reading a checkpoint",
+]
 """What a worker does beside training steps."""
+CHECKPOINTING: Phase = "writing or reading a checkpoint"
 
 
 @dataclass(frozen=True)
@@ -37,25 +49,30 @@ class DeviceUse:
     peak_bytes: int
 
     def __str__(self) -> str:
+        if not self.total_bytes:
+            return "the device has no room for this process at all. See with nvidia-smi what else is on it."
         held = gib(self.peak_bytes, decimals=1 if self.peak_bytes >= GIB else 3)
         return f"torch held up to {held} of the {gib(self.total_bytes)} of this {self.name}."
 
 
 def device_use() -> DeviceUse:
-    """Of this process's device."""
+    """Of this process's device; of one without room for this process, nothing is known."""
     import torch
 
-    return DeviceUse(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1], torch.cuda.max_memory_allocated())
+    try:
+        return DeviceUse(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1], torch.cuda.max_memory_allocated())
+    except RuntimeError:
+        return DeviceUse("", 0, 0)
 
 
 @contextmanager
 def explained(phase: Phase, policy: PolicyConfig) -> Iterator[None]:
     """Raise ResourceError, which says what to change, where this phase finds no device memory."""
-    import torch
-
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise out_of_memory_while(phase, policy, device_use()) from error
 
 
@@ -76,7 +93,7 @@ def out_of_memory(
 
 def out_of_memory_while(phase: Phase, policy: PolicyConfig, use: DeviceUse) -> ResourceError:
     """The error for anything but a training step: what makes it smaller, with the values in force."""
-    if phase == "loading the model":
+    if phase in ("loading the model", "handing over weights", CHECKPOINTING):
         ways = [f"tensor_model_parallel_size or pipeline_model_parallel_size in {MEGATRON} divide it among more GPUs"]
         if not policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"]:
             ways.append("optimizer.use_distributed_optimizer there divides the optimizer's state")
@@ -116,16 +133,46 @@ def _proposals(job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
     if cfg["offload_modules"] == "auto" and cfg["fine_grained_activation_offloading"]:
         present = min(present, parse_bytes(cfg["activation_offload"]["gpu_memory_budget"]) + allowances)
     less = allowances + MARGIN * (present - allowances)
-    plan = make_plan(replace(job, memory_bytes=int(min(job.device.memory_bytes, less))))
-    rows = module_rows(plan.baseline, fullest_stage(plan.baseline))
-    rows = [row for row in rows if row.module not in job.offload_modules]
-    if rows:
+    enough = min(job.device.memory_bytes, less)
+    plan = make_plan(replace(job, memory_bytes=int(enough)))
+    rank = fullest_stage(plan.baseline)
+    rows = [row for row in module_rows(plan.baseline, rank) if row.module not in job.offload_modules]
+    kept_bytes = max((row.live_bytes for row in rows), default=0)
+    logits_bytes = plan.baseline.stages[rank].static_bytes.get("logits", 0)
+    changes = list(_changes(plan, job, cfg))
+    if logits_bytes > kept_bytes:
+        vocabulary, tokens = job.shape.vocab_size // job.layout.tensor, job.context.tokens.count
+        yield (
+            f"The most are a microbatch's logits and their loss, {tokens} tokens by {vocabulary} of the vocabulary: "
+            f"{gib(logits_bytes, 2)} by the planner's formulas."
+        )
+        first = list(_smaller_logits(job, enough))
+        said = ("none that", *(text.partition("=")[0] for text in first))
+        changes = [*first, *(text for text in changes if not text.startswith(said))] or changes
+    elif rows:
         largest = max(rows, key=lambda row: row.live_bytes)
         yield (
             f"Most of what stays there for the backward pass is {largest.module}'s: {gib(largest.live_bytes, 2)} "
             "by the planner's formulas."
         )
-    yield f"To need a tenth less: {' or '.join(_changes(plan, job, cfg))}."
+    yield f"To need a tenth less: {' or '.join(changes[:NUM_CHANGES])}."
+
+
+def _smaller_logits(job: Job, less_bytes: float) -> Iterator[str]:
+    """What makes logits smaller by enough: in chunks, in smaller microbatches, or by the two together."""
+    chunk = job.sequence // LOGPROB_CHUNKS
+    chunked = replace(job, logprob_chunk_size=chunk)
+    ways = [smaller_microbatches(job)]
+    if job.logprob_chunk_size is None and chunk:
+        text = f"logprob_chunk_size={chunk}"
+        both = ((f"{text} and {smaller}", changed) for smaller, changed in smaller_microbatches(chunked))
+        ways = [iter([(text, chunked)]), *ways, both]
+    found = [_first_that_fits(way, less_bytes) for way in ways]
+    yield from [text for text in found[:2] if text is not None] or [text for text in found[2:] if text is not None]
+
+
+def _first_that_fits(changes: Iterator[tuple[str, Job]], less_bytes: float) -> str | None:
+    return next((text for text, job in changes if highest_peak(run_configured(job)) <= less_bytes), None)
 
 
 def _changes(plan: JobPlan, job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:

@@ -22,7 +22,8 @@ from nemo_rl_offload.observability.memory_trace import MemoryTrace
 from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.offload.host_memory import give_back_free_memory
 from nemo_rl_offload.policy.garbage import freeze_gc
-from nemo_rl_offload.policy.out_of_memory import device_use, explained, out_of_memory
+from nemo_rl_offload.policy.out_of_memory import CHECKPOINTING, device_use, explained, out_of_memory
+from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,7 +63,13 @@ class PolicyWorker:
 
         bind(policy["megatron_cfg"]["cpu_affinity"])  # before there is a CUDA context or host memory to be misplaced
         from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
+        from nemo_rl_offload.megatron.runtime.optional_packages import (
+            leave_out_broken_packages,
+            warn_of_broken_packages,
+        )
 
+        leave_out_broken_packages()
+        warn_of_broken_packages()
         install_cpu_support()
         from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters
         from nemo_rl_offload.megatron.build.model import build_model, init_process_groups
@@ -70,9 +77,9 @@ class PolicyWorker:
 
         self._policy = policy
         self._model_path = model_path
-        init_process_groups(policy, seed)
-        self._engine = install_offloading(policy)
         with explained("loading the model", policy):
+            init_process_groups(policy, seed)
+            self._engine = install_offloading(policy)
             self._model = build_model(policy, model_path, num_steps)
         if self._engine is not None:
             exclude_parameters(self._engine, self._model.modules)
@@ -114,13 +121,13 @@ class PolicyWorker:
 
         `split` says what the microbatches are; without one they have the configured number of samples.
         """
-        import torch
-
         from nemo_rl_offload.megatron.step.train_step import train_step
 
         try:
             metrics = self._with_loss(train_step, batch, loss_name, loss_config, norm, split)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise self._out_of_memory(loss_name) from error
         self._empty_cache(from_level=1)
         give_back_free_memory()
@@ -215,12 +222,14 @@ class PolicyWorker:
 
     def start_weight_export(self) -> None:
         """Begin to read out the current weights."""
-        self._export = WeightExport(self._whole_model())
+        with explained("handing over weights", self._policy):
+            self._export = WeightExport(self._whole_model())
 
     def next_weight_bucket(self) -> Stored[WeightBucket] | None:
         """The next weights, on the first rank; None elsewhere, and when all have been read."""
         assert self._export is not None, "start_weight_export comes first"
-        bucket = self._export.next_bucket()
+        with explained("handing over weights", self._policy):
+            bucket = self._export.next_bucket()
         return None if bucket is None else Stored.put(bucket)
 
     def prepare_weight_update(self) -> None:
@@ -230,7 +239,8 @@ class PolicyWorker:
     def load_weight_bucket(self, bucket: Stored[WeightBucket]) -> None:
         """Take over the next weights."""
         assert self._loader is not None, "prepare_weight_update comes first"
-        self._loader.load(bucket.get())
+        with explained("handing over weights", self._policy):
+            self._loader.load(bucket.get())
 
     def finish_weight_update(self) -> None:
         """End an update, all of whose buckets have been loaded."""
@@ -263,7 +273,8 @@ class PolicyWorker:
         """Begin to write this rank's part of a checkpoint, from a copy where training goes on meanwhile."""
         from nemo_rl_offload.megatron.checkpoint.distributed import Save
 
-        self._save = Save(self._whole_model(), folder, copies=in_background)
+        with explained(CHECKPOINTING, self._policy):
+            self._save = Save(self._whole_model(), folder, copies=in_background)
 
     def checkpoint_is_written(self) -> bool:
         """Whether this rank's part is on the disk."""
@@ -273,14 +284,16 @@ class PolicyWorker:
         """Complete the checkpoint with the other ranks; returns the files of this one."""
         assert self._save is not None, "start_checkpoint comes first"
         save, self._save = self._save, None
-        return save.finish()
+        with explained(CHECKPOINTING, self._policy):
+            return save.finish()
 
     def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
         """Read this rank's part of a checkpoint, once all its files are found to be what was written."""
         from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
 
         checkpoint.verify(folder, manifest)
-        checkpoint.load(self._whole_model(), folder)
+        with explained(CHECKPOINTING, self._policy):
+            checkpoint.load(self._whole_model(), folder)
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder."""

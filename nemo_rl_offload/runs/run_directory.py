@@ -18,7 +18,10 @@ from typing import IO, Any, NamedTuple
 
 import yaml
 
+from nemo_rl_offload.config.full_schema import full_schema
+from nemo_rl_offload.config.types import defaults_of
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError, where_else
+from nemo_rl_offload.runs.inputs import INPUTS_FILE
 from nemo_rl_offload.runs.manifest import Manifest, check_contents, check_sizes, file_digest
 from nemo_rl_offload.runs.output import write_json_atomic
 from nemo_rl_offload.runs.run_files import LoopState, TrainingInfo
@@ -46,7 +49,9 @@ RESUME_MAY_CHANGE = (
 NUM_SHOWN = 3
 """Of the keys in which two configurations differ."""
 _STEP = re.compile(r"step_(\d+)")
-BEFORE_TRAINING = {CONFIG_FILE, f".{CONFIG_FILE}.partial", ERROR_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE}
+BEFORE_TRAINING = {
+    *(CONFIG_FILE, f".{CONFIG_FILE}.partial", INPUTS_FILE, ERROR_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
+}
 
 
 @contextmanager
@@ -156,7 +161,11 @@ def _read_config(folder: Path) -> dict[str, object] | None:
 
 
 def _changed(there: Mapping[str, object], here: Mapping[str, object]) -> str:
-    """What the run there has otherwise, of values by their paths; empty where that is nothing."""
+    """What the run there has otherwise, of values by their paths; empty where that is nothing.
+
+    A key that came with a later version than the run's had its default there.
+    """
+    there = {path: value for path, value in _leaves(defaults_of(full_schema())).items() if path in here} | {**there}
     paths = [path for path in {**here, **there} if (path in here) != (path in there) or here[path] != there[path]]
     shown = [f"{path} is {_shown(there, path)} there, {_shown(here, path)} here" for path in paths]
     return "; ".join([*shown[:NUM_SHOWN], *([f"and {len(shown) - NUM_SHOWN} more"] if len(shown) > NUM_SHOWN else [])])

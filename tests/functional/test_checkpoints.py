@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from models import make_batch, make_policy, read_model, same_tensors, take_step, weights_of
+from models import FAMILIES, make_batch, make_policy, read_model, same_tensors, take_step, weights_of
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.data.tokenizer import make_byte_tokenizer
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
 from nemo_rl_offload.losses.nll import NegativeLogLikelihood
 from nemo_rl_offload.losses.reduction import normalizers
@@ -31,6 +32,7 @@ from nemo_rl_offload.runs.run_directory import Checkpoints, open_run_directory
 pytestmark = pytest.mark.usefixtures("megatron_process_group")
 
 SCHEDULE = ("scheduler.lr_warmup_iters=3", "scheduler.lr_decay_style=cosine", "optimizer.weight_decay=0.1")
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
 Build = Callable[..., MegatronModel]
 
 
@@ -156,15 +158,20 @@ def test_an_exported_checkpoint_is_a_model_of_transformers(
     family: str, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    source, own = model_folder(family, vocab_size=264), tmp_path / "own"
+    make_byte_tokenizer(own)
     config: Any = load_config(
         PROJECT_ROOT / "examples/configs/grpo_tiny.yaml",
         [
-            f"policy.model_name={model_folder(family)}",
+            f"policy.model_name={source}",
+            f"policy.tokenizer.name={own}",
+            f"policy.tokenizer.chat_template='{TEMPLATE}'",
+            "data.prompt_template=null",
             "policy.megatron_cfg.fine_grained_activation_offloading=false",
             "policy.megatron_cfg.optimizer.lr=1e-2",
         ],
     )
-    model = build_model(config["policy"], model_folder(family), num_steps=6)
+    model = build_model(config["policy"], source, num_steps=6)
     take_step(model, 0)
     take_step(model, 1)  # the first is one of the warm-up, of rate 0
     with open_run_directory(tmp_path / "run", tmp_path, config) as run_dir:
@@ -177,18 +184,29 @@ def test_an_exported_checkpoint_is_a_model_of_transformers(
         checkpoints = Checkpoints(run_dir, None, True)
         checkpoints.begin(2, write)
         folder = checkpoints.commit(2, {}, None, saved.pop)
-    export_checkpoint(run_dir / "step_2", tmp_path / "exported")
+    notes = export_checkpoint(run_dir / "step_2", tmp_path / "exported")
+    told = f"{tmp_path}/exported: the tokenizer is another one beside this model's config.json: as Qwen2Tokenizer, it"
+    assert [note.startswith(told) for note in notes] == ([True] if family == "qwen2" else [])
     batch = make_batch(3)
     del batch["token_mask"], batch["sample_mask"]
     batch["input_lengths"][:] = batch["input_ids"].shape[1]
     logits = read_model(tmp_path / "exported", family)(batch["input_ids"]).logits
-    start_logits = read_model(model_folder(family), family)(batch["input_ids"]).logits
+    start_logits = read_model(source, family)(batch["input_ids"]).logits
     expected = compute_logprobs(model, batch, 2, LogitsHeadFactory(1.0))
     assert expected is not None
     found = logits[:, :-1].log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None])[..., 0]
     assert torch.allclose(found, expected[:, 1:], atol=2e-5)  # float32, operations in another order
     assert (logits - start_logits).abs().max() > 1e-3, "training shows"
-    AutoTokenizer.from_pretrained(tmp_path / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[user] hi<|im_end|>"
+    export_checkpoint(run_dir / "step_2", tmp_path / "half", "bfloat16")
+    half, found = FAMILIES[family][1].from_pretrained(tmp_path / "half", output_loading_info=True)
+    assert not any(found.values()), found
+    assert half.dtype == torch.bfloat16, "as its config.json says"
+    assert half.generation_config.eos_token_id == 256
+    assert half.generation_config.pad_token_id == 257
+    for name, weight in read_model(tmp_path / "exported", family).named_parameters():
+        assert torch.equal(half.get_parameter(name), weight.bfloat16())
     with pytest.raises(ConfigError, match="exported: exists already"):
         export_checkpoint(folder, tmp_path / "exported")
     with pytest.raises(CheckpointError, match=f"step_3: there is no such checkpoint. {run_dir} has: step_2"):

@@ -133,7 +133,7 @@ def _function_is_here(get: Get) -> Iterator[str]:
     if not is_scored_by_function(get) or path is None or any(function_path(get)):
         return
     module, _, name = path.partition(":")
-    found = _find_module(module)
+    found = find_module(module)
     if isinstance(found, str):
         yield f"{FUNCTION}.path: {found}"
         return
@@ -173,7 +173,7 @@ def _params_of_function(function: ast.FunctionDef, get: Get) -> Iterator[str]:
             yield f"{path}.{name}: missing value: {function.name} has no default for it. Give one: +{path}.{name}=..."
 
 
-def _find_module(module: str) -> importlib.machinery.ModuleSpec | str | None:
+def find_module(module: str) -> importlib.machinery.ModuleSpec | str | None:
     """Where a module is, without an import of its packages; None where that is not plain, else why there is none."""
     if module in sys.modules:
         return None

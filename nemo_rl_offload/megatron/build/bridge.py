@@ -20,16 +20,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_offload.megatron.build.hf_mappings import extend_mappings
 from nemo_rl_offload.megatron.layers.torch_backend import torch_block_spec, torch_mtp_block_spec
-from nemo_rl_offload.megatron.runtime.cpu import TRANSFORMER_ENGINE_PACKAGES
+from nemo_rl_offload.megatron.runtime.optional_packages import TRANSFORMER_ENGINE_PACKAGES, transformer_engine_problem
 
 
 def have_transformer_engine() -> bool:
     """Whether Transformer Engine's torch part can be imported here."""
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError):
-        return False
-    return True
+    return not transformer_engine_problem()
 
 
 class _EmptyClass(type):

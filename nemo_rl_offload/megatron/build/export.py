@@ -6,17 +6,29 @@ export needs neither Ray nor the GPUs of the run, but host memory for the whole 
 
 import os
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-from nemo_rl_offload.config.loader import resolve_model_path
-from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.data.inputs import changed_beside_weights
+from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer
+from nemo_rl_offload.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_offload.errors import CheckpointError, ConfigError
+from nemo_rl_offload.megatron.build.export_files import (
+    difference,
+    replace_tokenizer,
+    write_chat_template,
+    write_generation_config,
+)
+from nemo_rl_offload.runs.inputs import read_inputs
 from nemo_rl_offload.runs.output import make_writable, partial_of
 from nemo_rl_offload.runs.run_directory import CHECKPOINTS, CONFIG_FILE, POLICY, read_checkpoint, steps_in
 
+Dtype = Literal["float32", "bfloat16", "float16"]
 ONE_RANK: dict[str, object] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -48,23 +60,35 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     )
 
 
-def export_checkpoint(checkpoint: Path, destination: Path) -> None:
-    """Write the checkpoint's weights to a new folder, with the start model's configuration and tokenizer.
+def export_checkpoint(checkpoint: Path, destination: Path, dtype: Dtype | None = None) -> list[str]:
+    """Write the checkpoint's weights to a new folder, with the start model's configuration and the run's tokenizer.
+
+    Args:
+        dtype: type of the weights; None: as they were trained.
+
+    Returns:
+        What the user should know of the folder.
 
     Raises:
         CheckpointError: it is not there, damaged, or of another model.
-        ConfigError: the destination exists or cannot be written, or the start model is not where the run found it.
+        ConfigError: the destination exists or cannot be written, the start model or the tokenizer is not where the run
+            found it, or a weight is too large for `dtype`.
+        DataError: the tokenizer does not load.
         ResourceError: the disk is full.
     """
     run_dir, folder = find_checkpoint(checkpoint)
     if os.path.lexists(destination):  # also a link to nowhere, over which no folder can be moved
         raise ConfigError(f"{destination}: exists already. Name a new folder.")
     _, _, files = read_checkpoint(folder)
-    policy = _policy_of(run_dir)
+    config = _config_of(run_dir)
+    policy = config["policy"]
     model_path = resolve_model_path(policy["model_name"])
+    tokenizer_path = _tokenizer_path(policy["tokenizer"]["name"])
     make_writable(partial_of(destination), str(destination))
     shutil.rmtree(partial_of(destination))  # what is damaged below leaves nothing behind
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices: the whole model may be larger than one
+    tokenizer, end_ids = load_policy_tokenizer(policy, config["data"]["prompt_template"])
+    import torch
     import torch.distributed as dist
 
     from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
@@ -79,14 +103,46 @@ def export_checkpoint(checkpoint: Path, destination: Path) -> None:
     verify(folder / POLICY, files)
     model = build_model(policy, model_path, num_steps=None)
     load(model, folder / POLICY)
-    export_hf(model, model_path, destination)
+    notes = list(changed_beside_weights(config, read_inputs(run_dir) or {}))
+    if arguments := policy["tokenizer"]["chat_template_kwargs"]:
+        notes.append(f"apply_chat_template needs the run's policy.tokenizer.chat_template_kwargs: {arguments}.")
+
+    def complete(partial: Path) -> None:
+        replace_tokenizer(partial, tokenizer_path)
+        notes.extend(_as_the_run_had_it(partial, tokenizer, end_ids))
+
+    export_hf(model, model_path, destination, dtype=dtype and getattr(torch, dtype), complete=complete)
+    return [f"{destination}: {note}" for note in notes]
 
 
-def _policy_of(run_dir: Path) -> PolicyConfig:
+def _tokenizer_path(name: str) -> Path:
+    try:
+        return resolve_tokenizer_path(name)
+    except ConfigError as error:
+        raise ConfigError(f"policy.tokenizer.name: {error} An export has the tokenizer of the run.") from error
+
+
+def _as_the_run_had_it(folder: Path, tokenizer: Tokenizer, end_ids: Sequence[int]) -> Iterator[str]:
+    """Bring what stands beside the weights to what the run had; says where it is read as something else."""
+    write_generation_config(folder, end_ids, tokenizer.pad_token_id)
+    exported = load_tokenizer(folder)
+    if isinstance(tokenizer.chat_template, str) and exported.chat_template != tokenizer.chat_template:
+        write_chat_template(folder, tokenizer.chat_template)
+        exported = load_tokenizer(folder)
+    if other := difference(exported, tokenizer):
+        yield f"the tokenizer is another one beside this model's config.json: {other}."
+
+
+def _config_of(run_dir: Path) -> MasterConfig:
+    """The run's configuration, for one rank."""
     path = run_dir / CONFIG_FILE
     try:
-        policy: Any = yaml.safe_load(path.read_text())["policy"]
-        merged: Any = {**policy, "megatron_cfg": {**policy["megatron_cfg"], **ONE_RANK}}
+        config: Any = yaml.safe_load(path.read_text())
+        policy = config["policy"]
+        tokenizer = {"chat_template": "default", "chat_template_kwargs": None, **policy["tokenizer"]}
+        one_rank = {**policy["megatron_cfg"], **ONE_RANK}
+        merged: Any = {**config, "policy": {**policy, "tokenizer": tokenizer, "megatron_cfg": one_rank}}
+        _ = merged["data"]["prompt_template"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: is not the configuration of a run: {error}. Restore it from a copy.") from error
     return merged  # type: ignore[no-any-return]

@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, WorkerError, where_else
 from nemo_rl_offload.megatron.build.bridge import bridge
+from nemo_rl_offload.megatron.build.export_files import copy_model_files, write_dtype
 from nemo_rl_offload.megatron.build.hf_model import make_provider
 from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read
 from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
@@ -33,6 +35,7 @@ from nemo_rl_offload.paged_stash.rerun import StepGuard
 from nemo_rl_offload.runs.output import partial_of
 from nemo_rl_offload.specs.catalogue import read_config_file
 from nemo_rl_offload.specs.model_families import TORCH_LAYERS, needs_torch_layers
+from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -196,30 +199,41 @@ def _named(model_path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (NemoRLOffloadError, MemoryError, torch.OutOfMemoryError):
+    except (NemoRLOffloadError, MemoryError):
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         reason = " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__
         raise ConfigError(f"policy.model_name: {model_path}: Megatron-Bridge cannot take it: {reason}") from error
 
 
-def export_hf(model: MegatronModel, source: Path, destination: Path) -> None:
+def export_hf(
+    model: MegatronModel,
+    source: Path,
+    destination: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    complete: Callable[[Path], None] = lambda _folder: None,
+) -> None:
     """Write the weights as a Hugging Face folder, with the configuration and tokenizer of `source`.
 
     Every rank takes part; rank 0 gathers the whole model in host memory and writes it. The folder appears whole or
-    not at all.
+    not at all, after `complete` has added to it.
+
+    Args:
+        dtype: of the weights; None: as they were trained.
 
     Raises:
         ResourceError: a file cannot be written, as on a full disk.
+        ConfigError: a weight is too large for `dtype`.
     """
     partial = partial_of(destination)
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         with _absent_on_failure(partial, destination):
             partial.mkdir(parents=True)
-            for file in source.iterdir():
-                if file.suffix in (".json", ".txt", ".jinja", ".model") and "index" not in file.name:
-                    shutil.copy(file, partial)
+            copy_model_files(source, partial)
     dist.barrier()
     with quiet():
         weights = {
@@ -231,16 +245,53 @@ def export_hf(model: MegatronModel, source: Path, destination: Path) -> None:
     if dist.get_rank() == 0:
         assert weights.keys() == expected, f"an export without {expected ^ weights.keys()}"
         with _absent_on_failure(partial, destination):
+            if dtype is not None:
+                convert(weights, dtype)
             save_torch_state_dict(weights, partial)
+            write_dtype(partial, dtype_name(most_common_dtype(weights)))
+            complete(partial)
             shutil.rmtree(destination, ignore_errors=True)
             partial.rename(destination)
     dist.barrier()
+
+
+def most_common_dtype(weights: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The type that most elements have, of those with a fraction."""
+    sizes = Counter[torch.dtype]()
+    for weight in weights.values():
+        if weight.is_floating_point():
+            sizes[weight.dtype] += weight.numel()
+    return sizes.most_common(1)[0][0]
+
+
+def convert(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Give weights another type. What was kept more exactly than most, such as a router's correction in float32, stays.
+
+    Raises:
+        ConfigError: a number becomes infinite.
+    """
+    trained = most_common_dtype(weights)
+    for name, weight in weights.items():
+        is_kept_exact = weight.dtype != trained and weight.dtype.itemsize > dtype.itemsize
+        if weight.is_floating_point() and not is_kept_exact:
+            weights[name] = weight.to(dtype)
+            if weights[name].isinf().any() and not weight.isinf().any():
+                largest = f"{float(weight.abs().max()):.3g} in {name}"
+                raise ConfigError(f"--dtype {dtype_name(dtype)}: {largest} is too large for it. Take bfloat16.")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As configurations write it."""
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
 def _absent_on_failure(partial: Path, destination: Path) -> Iterator[None]:
     try:
         yield
+    except NemoRLOffloadError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ResourceError(

@@ -27,10 +27,14 @@ from nemo_rl_offload.config.rules.megatron import transformer_engine_settings
 from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_offload.config.types import forwarded
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.megatron.build.bridge import have_transformer_engine
 from nemo_rl_offload.megatron.build.refusal import refused
 from nemo_rl_offload.megatron.layers.dense_mlp import open_dense_mlps, recompute_dense_mlps
 from nemo_rl_offload.megatron.layers.torch_backend import torch_block_spec
+from nemo_rl_offload.megatron.runtime.optional_packages import (
+    TRANSFORMER_ENGINE,
+    transformer_engine_problem,
+    why_left_out,
+)
 from nemo_rl_offload.specs.activation_memory import ResolvedActivations, resolve_activations
 
 
@@ -39,15 +43,22 @@ def resolve_transformer_impl(name: str) -> str:
 
     Raises ConfigError when Transformer Engine is asked for and cannot be used.
     """
-    usable = torch.cuda.is_available() and have_transformer_engine()
+    problem = _transformer_engine_problem()
     if name == "auto":
-        return "transformer_engine" if usable else "torch"
-    if name == "transformer_engine" and not usable:
+        return "torch" if problem else "transformer_engine"
+    if name == "transformer_engine" and problem:
         raise ConfigError(
-            "policy.megatron_cfg.transformer_impl: transformer_engine cannot be used here "
-            "(it does not import, or there is no GPU); use torch or auto"
+            f"policy.megatron_cfg.transformer_impl: transformer_engine cannot be used here ({problem}); use torch or "
+            "auto"
         )
     return name
+
+
+def _transformer_engine_problem() -> str:
+    """Why Transformer Engine's layers cannot be used here; empty where they can."""
+    if torch.cuda.is_available():
+        return transformer_engine_problem()
+    return "; ".join(filter(None, [why_left_out(TRANSFORMER_ENGINE), "there is no GPU"]))
 
 
 FORWARDED = forwarded(MegatronConfig, unless_null=False)
@@ -127,10 +138,10 @@ def _check_layers(policy: PolicyConfig, activations: ResolvedActivations) -> Non
     """What only this machine and the model together can tell about `transformer_impl: auto`."""
     if activations.transformer_impl == "torch":
         values: Any = {"policy": policy}
+        problem = _transformer_engine_problem()
         for key in transformer_engine_settings(lambda path: reduce(getitem, path.split("."), values)):
             raise ConfigError(
-                f"policy.megatron_cfg.{key} needs Transformer Engine, which cannot be used here "
-                "(it does not import, or there is no GPU)"
+                f"policy.megatron_cfg.{key} needs Transformer Engine, which cannot be used here ({problem})"
             )
     elif without := activations.without_boundary:
         raise ConfigError(

@@ -17,19 +17,25 @@ from typing import Any
 
 import torch
 
-TRANSFORMER_ENGINE_PACKAGES = ("transformer_engine", "transformer_engine_torch")
+from nemo_rl_offload.megatron.runtime.optional_packages import TRANSFORMER_ENGINE_PACKAGES, leave_out_broken_packages
+
 _CPU = torch.device("cpu")
 _installed = False
 
 
 def install_cpu_support() -> bool:
-    """Apply every redirection once. Returns whether this process runs Megatron on the CPU."""
+    """Apply every redirection once. Returns whether this process runs Megatron on the CPU.
+
+    With a GPU or without, optional packages that do not import are left out.
+    """
     global _installed
     if torch.cuda.is_available():
+        leave_out_broken_packages()
         return False
     if not _installed:
         _installed = True
         hide_transformer_engine()
+        leave_out_broken_packages()
         for redirect in (_device, _rng, _streams, _factories, _types, _moe_splits, _checkpoint_fp8):
             redirect()
     return True

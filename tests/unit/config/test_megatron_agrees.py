@@ -97,8 +97,9 @@ def test_megatron_refuses_nothing_of_much_that_is_accepted(models: list[Model]) 
 
 @pytest.fixture
 def _without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for asks in ("config.rules.machine", "megatron.build.transformer_config"):
-        monkeypatch.setattr(f"nemo_rl_offload.{asks}.have_transformer_engine", lambda: False)
+    monkeypatch.setattr("nemo_rl_offload.config.rules.machine.have_transformer_engine", lambda: False)
+    problem = "nemo_rl_offload.megatron.build.transformer_config.transformer_engine_problem"
+    monkeypatch.setattr(problem, lambda: "it is not installed")
 
 
 @pytest.mark.usefixtures("_without_transformer_engine")

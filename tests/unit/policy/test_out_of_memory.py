@@ -18,15 +18,23 @@ from nemo_rl_offload.megatron.step import train_step as train_step_module
 from nemo_rl_offload.planner.job import read_job
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, run_steady_state
 from nemo_rl_offload.policy import out_of_memory as module
-from nemo_rl_offload.policy.out_of_memory import DeviceUse, Phase, out_of_memory, out_of_memory_while
+from nemo_rl_offload.policy.out_of_memory import (
+    DeviceUse,
+    Phase,
+    explained,
+    out_of_memory,
+    out_of_memory_while,
+)
 from nemo_rl_offload.policy.worker import PolicyWorker
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import find_device
+from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 GIB = 1 << 30
 H100 = DeviceUse("NVIDIA H100 80GB HBM3", 79 * GIB, 77 * GIB)
+LARGEST = "Qwen/Qwen2.5-1.5B"
 LARGE = (
-    "policy.model_name=Qwen/Qwen2.5-1.5B",
+    f"policy.model_name={LARGEST}",
     "policy.precision=bfloat16",
     "policy.max_total_sequence_length=8192",
     "policy.train_micro_batch_size=8",
@@ -40,12 +48,59 @@ def policy(*overrides: str) -> Any:
 
 
 def test_names_the_peak_the_largest_module_and_what_to_change() -> None:
-    error = str(out_of_memory(policy(), Path("nowhere"), 1, H100))
+    error = str(out_of_memory(policy("policy.logprob_chunk_size=256"), Path("nowhere"), 1, H100))
     assert "torch held up to 77.0 GiB of the 79.0 GiB of this NVIDIA H100 80GB HBM3" in error
     # 28 layers x 65536 tokens x 2 widths of 8960 x 2 bytes: the largest by far.
     assert "Most of what stays there for the backward pass is mlp_act's: 61.25 GiB" in error
-    assert "To need a tenth less: train_micro_batch_size=2 or " in error  # the planner says that 4 would not do
+    assert "To need a tenth less: train_micro_batch_size=4 or " in error
+    assert "logits" not in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "first"),
+    [
+        # 2 x 8192 tokens, with what is saved in bfloat16 and three times in float32.
+        (
+            ["train_micro_batch_size=2"],
+            "16384 tokens by 151936 of the vocabulary: 32.46 GiB",
+            "logprob_chunk_size=1024",
+        ),
+        (["train_micro_batch_size=1"], "8192 tokens by 151936 of the vocabulary: 16.23 GiB", "logprob_chunk_size=1024"),
+        (
+            ["train_micro_batch_size=8"],
+            "65536 tokens by 151936 of the vocabulary: 129.83 GiB",
+            "train_micro_batch_size=1",
+        ),
+        (
+            ["sequence_packing.enabled=true", "sequence_packing.train_mb_tokens=32768"],
+            "32768 tokens by 151936 of the vocabulary: 64.91 GiB",
+            "train_mb_tokens=8192",
+        ),
+        (
+            [
+                "train_micro_batch_size=2",
+                "megatron_cfg.tensor_model_parallel_size=2",
+                "megatron_cfg.sequence_parallel=true",
+            ],
+            "16384 tokens by 75968 of the vocabulary: 16.23 GiB",
+            "logprob_chunk_size=1024",
+        ),
+    ],
+)
+def test_logits_are_named_first_where_they_are_the_most(given: list[str], named: str, first: str) -> None:
+    world = 2 if len(given) == 3 else 1
+    overrides = [f"policy.{text}" for text in given]
+    error = str(out_of_memory(policy(*overrides), Path("nowhere"), world, H100))
+    assert f"The most are a microbatch's logits and their loss, {named} by the planner's formulas. To need" in error
+    proposals = error.partition("To need a tenth less: ")[2].removesuffix(".").split(" or ")
+    assert proposals[0] == first
+    assert len(proposals) == len({text.partition("=")[0] for text in proposals}), "each key once"
+    changes = [f"policy.{text}".replace("policy.train_mb", "policy.sequence_packing.train_mb") for text in [first]]
+    before, after = (policy(*each) for each in (overrides, [*overrides, *changes]))
+    jobs = [read_job(each, load_model_shape(LARGEST, None), find_device("h100"), world) for each in (before, after)]
+    peaks = [highest_peak(run_steady_state(job, job.offload_modules)) for job in jobs]
+    assert peaks[1] < 0.95 * peaks[0]
 
 
 def test_one_sample_at_a_time_is_not_halved() -> None:
@@ -58,7 +113,7 @@ def test_a_small_job_can_shrink_though_what_the_runtime_takes_cannot() -> None:
     small = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml", [])["policy"]
     error = str(out_of_memory(small, Path(PROJECT_ROOT, small["model_name"]), 1, replace(H100, peak_bytes=48 << 20)))
     assert "torch held up to 0.047 GiB of the 79.0 GiB" in error
-    assert " or train_micro_batch_size=16." in error
+    assert "To need a tenth less: train_micro_batch_size=16 or " in error
     assert "comes nearest" not in error
 
 
@@ -182,12 +237,90 @@ def test_other_phases_name_what_makes_them_smaller(phase: Phase, settings: tuple
     assert str(out_of_memory_while(phase, policy(*settings), H100)) == expected
 
 
+ALLOCATION_ERRORS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.2 MiB is free.",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cusparse error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
+    "version 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async "
+    "24 bytes",
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA malloc 4194304 bytes",
+    "Triton Error [CUDA]: out of memory",
+    "/TransformerEngine/common/util/cuda_runtime.cpp:40 in function f: CUDA Error: out of memory",
+    "cudaErrorMemoryAllocation: out of memory",
+    "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
+)
+OTHER_ERRORS = (
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: device-side assert triggered",
+    "CUDA error: unspecified launch failure",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error",
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 700 'an illegal memory access'",
+    "ncclSystemError: System call failed\nLast error:\nFailed to CUDA host alloc 4096 bytes",
+    "ncclSystemError: System call failed\nError while creating shared memory segment: No space left on device",
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000)",
+    "out of resource: shared memory, Required: 264192, Hardware limit: 232448. Reducing block sizes may help.",
+    "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
+    "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes. Buy new RAM! out of memory",
+    "unable to mmap 4096 bytes from file </dev/shm/x>: Cannot allocate memory (12)",
+    "shape '[2, 3]' is invalid for input of size 5",
+)
+
+
+@pytest.mark.parametrize("text", ALLOCATION_ERRORS)
+def test_each_library_says_in_its_own_words_that_there_is_no_device_memory(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+    assert is_out_of_memory(torch.distributed.DistBackendError(text))
+    wrapped = RuntimeError("backend='inductor' raised")
+    wrapped.__cause__ = torch.OutOfMemoryError(text)
+    assert is_out_of_memory(wrapped)
+
+
+@pytest.mark.parametrize("text", OTHER_ERRORS)
+def test_other_errors_of_the_same_libraries_are_not_taken_for_it(text: str) -> None:
+    assert not is_out_of_memory(RuntimeError(text))
+
+
+def test_only_what_libraries_raise_counts() -> None:
+    assert not is_out_of_memory(ValueError("the story is out of memory"))
+    assert not is_out_of_memory(ResourceError("out of memory: explained already"))
+
+
+def test_a_device_without_room_for_this_process_is_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", fail)
+    with pytest.raises(ResourceError) as caught, explained("loading the model", policy()):
+        fail()
+    assert str(caught.value).startswith(
+        "out of device memory while loading the model: the device has no room for this process at all. See with"
+    )
+
+
+@pytest.fixture(params=[torch.OutOfMemoryError(ALLOCATION_ERRORS[0]), RuntimeError(ALLOCATION_ERRORS[8])])
+def error(request: pytest.FixtureRequest) -> RuntimeError:
+    """That of torch's own allocator, and one of NCCL's."""
+    found: RuntimeError = request.param
+    return found
+
+
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> PolicyWorker:
+def worker(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> PolicyWorker:
     """One on a full H100, where everything that needs memory fails."""
 
     def fail(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise error
 
     for name in ("train_step", "evaluate"):
         monkeypatch.setattr(train_step_module, name, fail)
@@ -201,6 +334,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> PolicyWorker:
     found = PolicyWorker.__new__(PolicyWorker)
     found._policy, found._model_path = policy(), Path("nowhere")
     found._model = types.SimpleNamespace(gather_weights=lambda: None, modules=[])  # type: ignore[assignment]
+    found._export = types.SimpleNamespace(next_bucket=fail)  # type: ignore[assignment]
+    found._loader = types.SimpleNamespace(load=fail)  # type: ignore[assignment]
+    found._save = types.SimpleNamespace(finish=fail)  # type: ignore[assignment]
     return found
 
 
@@ -212,11 +348,21 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> PolicyWorker:
         ("get_logprobs", (None,), "while computing log-probabilities"),
         ("get_topk_logits", (None, 4, 8), "while computing log-probabilities"),
         ("generate", ([], 1, 0), "while generating"),
+        ("next_weight_bucket", (), "while handing over weights"),
+        ("load_weight_bucket", (types.SimpleNamespace(get=dict),), "while handing over weights"),
+        ("finish_checkpoint", (), "while writing or reading a checkpoint"),
     ],
 )
-def test_a_worker_translates_torchs_error(
-    worker: PolicyWorker, method: str, arguments: tuple[Any, ...], doing: str
+def test_a_worker_explains_what_libraries_raise(
+    worker: PolicyWorker, error: RuntimeError, method: str, arguments: tuple[Any, ...], doing: str
 ) -> None:
     with pytest.raises(ResourceError, match=rf"out of device memory {doing}: torch held up to 77\.0 GiB") as caught:
         getattr(worker, method)(*arguments)
-    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [RuntimeError(OTHER_ERRORS[0])], indirect=True)
+def test_a_worker_leaves_other_errors_alone(worker: PolicyWorker) -> None:
+    for method, arguments in (("train", (None, "nll", {}, None)), ("get_logprobs", (None,)), ("finish_checkpoint", ())):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            getattr(worker, method)(*arguments)

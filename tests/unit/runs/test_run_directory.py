@@ -306,6 +306,22 @@ def test_explicit_folder_is_refused_or_entered(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("section", [None, "policy", "policy.tokenizer", "data"])
+def test_a_run_of_a_version_without_some_keys_goes_on_with_their_defaults(section: str | None, tmp_path: Path) -> None:
+    config = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml")
+    older = copy.deepcopy(config)
+    new = {"policy": ["logprob_chunk_size"], "policy.tokenizer": ["chat_template"], "data": ["on_bad_line", "exclude"]}
+    for path in [section] if section else new:
+        for key in new[path]:
+            functools.reduce(operator.getitem, path.split("."), older).pop(key, None)
+    folder = enter(tmp_path / "run", tmp_path, older)
+    (folder / "metrics.jsonl").touch()
+    assert enter(folder, tmp_path, config) == folder
+    config["data"]["on_bad_line"] = "skip"
+    with pytest.raises(ConfigError, match=r'\(data.on_bad_line is "error" there, "skip" here\)'):
+        enter(folder, tmp_path, config)
+
+
 def test_a_run_may_go_on_by_other_means_alone(tmp_path: Path) -> None:
     config = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")
     folder = enter(tmp_path / "run", tmp_path, config)

@@ -28,8 +28,8 @@ def run_dir(tmp_path: Path) -> Path:
     for step in (5, 10):
         checkpoints.begin(step, Path.mkdir)
         checkpoints.commit(step, {}, None, dict)
-    policy = {"model_name": str(MODEL), "megatron_cfg": {}}
-    (folder / CONFIG_FILE).write_text(yaml.safe_dump({"policy": policy}))
+    policy = {"model_name": str(MODEL), "tokenizer": {"name": str(MODEL)}, "megatron_cfg": {}}
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump({"policy": policy, "data": {"prompt_template": None}}))
     return folder
 
 
@@ -59,6 +59,38 @@ def test_where_nothing_can_be_written_is_said_before_the_model_is_loaded(
     assert main(["export", str(run_dir / "step_5"), str(tmp_path / out)]) == 2
     assert re.fullmatch(rf"error: {tmp_path / out}: {message}\.\n", capsys.readouterr().err)
     assert set(tmp_path.rglob("*")) == there
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: shutil.rmtree(folder),
+            r"policy.tokenizer.name: '.*/own' is not .* An export has the tokenizer of the run\.",
+        ),
+        (
+            lambda folder: (folder / "tokenizer.json").write_text("{"),
+            r"policy.tokenizer.name: no tokenizer loads from '.*/own': .*",
+        ),
+        (
+            lambda folder: (folder / "template.jinja").unlink(),
+            r"policy.tokenizer.chat_template: '.*/own/template.jinja' is no .* no file that can be read\..*",
+        ),
+    ],
+)
+def test_without_the_runs_tokenizer_nothing_is_written(
+    damage: Callable[[Path], None], message: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = shutil.copytree(MODEL, tmp_path / "own")
+    (own / "template.jinja").write_text("{{ messages }}")
+    config = yaml.safe_load((run_dir / CONFIG_FILE).read_text())
+    config["policy"]["tokenizer"] = {"name": str(own), "chat_template": str(own / "template.jinja")}
+    (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(config))
+    damage(own)
+    there = {path for path in tmp_path.iterdir() if path.is_dir()}
+    assert main(["export", str(run_dir / "step_5"), str(tmp_path / "out")]) == 2
+    assert re.fullmatch(rf"error: {message}\n", capsys.readouterr().err, re.DOTALL)
+    assert {path for path in tmp_path.iterdir() if path.is_dir()} == there
 
 
 @pytest.mark.parametrize("content", ["", "policy: 3", "policy: {}", "policy: {megatron_cfg: 3}", "day: 2024-99-99"])

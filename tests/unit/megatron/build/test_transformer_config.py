@@ -134,9 +134,12 @@ def test_transformer_impl(
     name: str, has_gpu: bool, has_engine: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(setup, "have_transformer_engine", lambda: has_engine)
+    monkeypatch.setattr(setup, "transformer_engine_problem", lambda: "" if has_engine else "OSError: no libcublas")
     if expected is None:
-        with pytest.raises(ConfigError, match=r"^policy.megatron_cfg.transformer_impl: .*use torch or auto"):
+        reason = "OSError: no libcublas" if has_gpu else "there is no GPU"
+        with pytest.raises(
+            ConfigError, match=rf"^policy.megatron_cfg.transformer_impl: .* \({reason}\); use torch or auto"
+        ):
             setup.resolve_transformer_impl(name)
     else:
         assert setup.resolve_transformer_impl(name) == expected

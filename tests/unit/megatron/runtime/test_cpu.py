@@ -57,9 +57,12 @@ def test_installing_again_changes_nothing() -> None:
     assert before == (torch.Tensor.type, torch.cuda.current_device, torch.cuda.Stream)
 
 
-def test_nothing_happens_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_redirected_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out: list[bool] = []
+    monkeypatch.setattr(cpu, "leave_out_broken_packages", lambda: left_out.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not cpu.install_cpu_support()
+    assert left_out == [True]
 
 
 def test_importing_the_module_changes_nothing() -> None:
