@@ -1,5 +1,6 @@
 """Every weight of a model's folder is read, or named."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,3 +79,45 @@ def test_a_weight_without_a_name_is_not_trained(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Qwen3Bridge, "mapping_registry", without_norms)
     with pytest.raises(ConfigError, match=r"Megatron-Bridge has no name for decoder\.layers\.0\.\S*k_layernorm"):
         _load(tmp_path, dict)
+
+
+def _say_quantized(folder: Path, **section: object) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"quantization_config": section}))
+
+
+def test_blocks_of_fp8_are_read(tmp_path: Path) -> None:
+    """DeepSeek-V3's own weights: e4m3 with a factor for every block of 128 x 128."""
+    folder = write_model("deepseek_v3", tmp_path)
+    file, name = folder / "model.safetensors", "model.layers.1.self_attn.o_proj.weight"
+    weights = load_file(file)
+    scale = weights[name].abs().max() / 448
+    weights[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+    weights[f"{name}_scale_inv"] = scale.view(1, 1)
+    save_file(weights, file, metadata={"format": "pt"})
+    _say_quantized(folder, quant_method="fp8", weight_block_size=[128, 128])
+    model = build_model(make_policy(), folder, num_steps=None)
+    loaded = dict(model.modules[0].named_parameters())["decoder.layers.1.self_attention.linear_proj.weight"]
+    assert torch.equal(loaded, (weights[name].float() * scale).bfloat16().float())  # the type that Bridge takes them to
+
+
+def test_mxfp4_is_read(tmp_path: Path) -> None:
+    """gpt-oss' own weights: 32 numbers of four bits with one exponent; transformers is the reference."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    folder = write_model("gpt_oss", tmp_path)
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.experts.down_proj"
+    weights = load_file(file)
+    num_experts, num_in, num_out = weights.pop(name).shape
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_experts, num_out, num_in // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(120, 128, shape, dtype=torch.uint8, generator=generator)
+    save_file({**weights, f"{name}_blocks": blocks, f"{name}_scales": scales}, file, metadata={"format": "pt"})
+    _say_quantized(folder, quant_method="mxfp4")
+    model = build_model(make_policy(), folder, num_steps=None)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [experts, in, out]
+    parameters = dict(model.modules[0].named_parameters())
+    for expert in range(num_experts):
+        loaded = parameters[f"decoder.layers.1.mlp.experts.linear_fc2.weight{expert}"]
+        torch.testing.assert_close(loaded, expected[expert].T)

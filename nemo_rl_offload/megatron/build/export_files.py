@@ -40,10 +40,11 @@ def copy_model_files(source: Path, folder: Path) -> None:
 
 
 def write_dtype(folder: Path, dtype: str) -> None:
-    """Say in config.json of which type the weights are. Raises OSError where that fails."""
+    """Say in config.json of which type the weights are, and that they are not quantized. Raises OSError."""
     path = folder / MODEL_CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
     before = deepcopy(config)
+    config.pop("quantization_config", None)
     for section in (config, config.get("text_config")):
         if isinstance(section, dict):
             # transformers wrote `torch_dtype` before its version 4.56, and reads both.

@@ -30,6 +30,13 @@ def folder(tmp_path: Path) -> Path:
     return out
 
 
+def test_exported_weights_are_not_quantized(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    export_files.write_dtype(folder, "bfloat16")
+    assert "quantization_config" not in json.loads(path.read_text())
+
+
 @pytest.mark.parametrize(
     "keys",
     [
