@@ -15,7 +15,6 @@ sliding window of Qwen2, a bias of Qwen3's attention, a linear scaling of its po
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from nemo_rl_offload.errors import nearest
 from nemo_rl_offload.specs.model_keys import (
@@ -279,7 +278,7 @@ def _refused_values(name: str, family: Mapping[str, Key], content: Content) -> I
             )
 
 
-def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
     return value in neutral if not isinstance(value, list | dict) else not value
 
 

@@ -5,7 +5,7 @@ A kind says None of a value that is taken, and otherwise what is allowed instead
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 Content = Mapping[str, Any]
 """What a `config.json` holds."""
@@ -17,9 +17,9 @@ class Key:
 
     text: str
     """For the table of the documents."""
-    refuse: Callable[[Any, Content], str | None]
+    refuse: Callable[[object, Content], str | None]
     """Of a value that is there: None, or what is allowed instead."""
-    neutral: tuple[Any, ...] = (None, False, 0)
+    neutral: tuple[object, ...] = (None, False, 0)
     """Values that say "not so", where another family has the key."""
 
 
@@ -27,18 +27,21 @@ def ignored(text: str) -> Key:
     return Key(text, lambda value, content: None)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def whole(minimum: int = 1, or_null: bool = False) -> Key:
     allowed = f"a whole number from {minimum} on" + (", or null" if or_null else "")
 
-    def refuse(value: Any, content: Content) -> str | None:
+    def refuse(value: object, content: Content) -> str | None:
         if value is None:
             return None if or_null else allowed
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        return None if is_whole and value >= minimum else allowed
+        return None if is_whole(value) and value >= minimum else allowed
 
     return Key("honoured", refuse)
 
@@ -47,13 +50,16 @@ def even(or_null: bool = False) -> Key:
     """A whole number of elements that rotary positions can turn in pairs."""
     allowed = "an even number from 2 on" + (", or null" if or_null else "")
     base = whole(minimum=2, or_null=or_null)
-    return Key("honoured", lambda value, content: allowed if base.refuse(value, content) or (value or 0) % 2 else None)
+    return Key(
+        "honoured",
+        lambda value, content: allowed if base.refuse(value, content) or (is_whole(value) and value % 2) else None,
+    )
 
 
 def positive(or_null: bool = False) -> Key:
     allowed = "a number above 0" + (", or null" if or_null else "")
 
-    def refuse(value: Any, content: Content) -> str | None:
+    def refuse(value: object, content: Content) -> str | None:
         if value is None:
             return None if or_null else allowed
         return None if is_number(value) and 0 < value < float("inf") else allowed
@@ -65,18 +71,18 @@ def flag() -> Key:
     return Key("honoured", lambda value, content: None if isinstance(value, bool) else "true or false")
 
 
-def only(*values: Any, because: str = "", neutral: tuple[Any, ...] = (None, False, 0)) -> Key:
+def only(*values: object, because: str = "", neutral: tuple[object, ...] = (None, False, 0)) -> Key:
     shown = " or ".join(_json(value) for value in values)
     reason = f" ({because})" if because else ""
 
-    def refuse(value: Any, content: Content) -> str | None:
+    def refuse(value: object, content: Content) -> str | None:
         taken = any(type(value) is type(one) and value == one for one in values)
         return None if taken else f"{shown}{reason}"
 
     return Key(f"only {shown}", refuse, neutral)
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     names = {None: "null", True: "true", False: "false"}
     return names[value] if value is None or isinstance(value, bool) else str(value)
 
@@ -90,20 +96,20 @@ def divides(other: str, minimum: int = 1) -> Key:
     """A whole number that divides another key's."""
     base = whole(minimum, or_null=True)
 
-    def refuse(value: Any, content: Content) -> str | None:
+    def refuse(value: object, content: Content) -> str | None:
         total = content.get(other)
-        if (refusal := base.refuse(value, content)) or value is None or not isinstance(total, int):
+        if (refusal := base.refuse(value, content)) or not is_whole(value) or not is_whole(total):
             return refusal
         return None if total % value == 0 else f"a number that divides {other}"
 
     return Key("honoured", refuse)
 
 
-def _padding(value: Any, content: Content) -> str | None:
+def _padding(value: object, content: Content) -> str | None:
     size = content.get("vocab_size")
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    fits = not isinstance(size, int) or (is_whole and -size <= value < size)
-    return None if value is None or (is_whole and fits) else "null, or a token of the vocabulary"
+    if value is None or (is_whole(value) and (not is_whole(size) or -size <= value < size)):
+        return None
+    return "null, or a token of the vocabulary"
 
 
 PADDING = Key("no effect", _padding)
@@ -130,7 +136,7 @@ LENGTH_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max
 ones are honoured."""
 
 
-def rope_section(content: Content) -> Mapping[str, Any]:
+def rope_section(content: Content) -> Content:
     """`rope_parameters` or, in older files, `rope_scaling`, which transformers prefers where both are there."""
     section = content.get("rope_scaling") or content.get("rope_parameters") or {}
     return section if isinstance(section, Mapping) else {}
@@ -144,11 +150,11 @@ def rope_type(content: Content) -> str:
 
 def rope(
     types: Sequence[str],
-    extra: Callable[[Mapping[str, Any]], str | None] = lambda section: None,
+    extra: Callable[[Content], str | None] = lambda section: None,
     *,
     is_partial: bool = False,
 ) -> Key:
-    def refuse(value: Any, content: Content) -> str | None:
+    def refuse(value: object, content: Content) -> str | None:
         if value is None or value == {}:
             return None
         if not isinstance(value, Mapping):
@@ -171,7 +177,7 @@ def rope(
     return Key(f"honoured: {', '.join(types)}", refuse)
 
 
-def _rope_details(name: str, section: Mapping[str, Any]) -> str | None:
+def _rope_details(name: str, section: Content) -> str | None:
     low, high = section.get("low_freq_factor"), section.get("high_freq_factor")
     if name == "llama3" and high <= low:  # type: ignore[operator]
         return "a high_freq_factor above low_freq_factor"
@@ -186,7 +192,7 @@ def _rope_details(name: str, section: Mapping[str, Any]) -> str | None:
     return None
 
 
-def latent_rope(section: Mapping[str, Any]) -> str | None:
+def latent_rope(section: Content) -> str | None:
     """Megatron's latent attention reads its own form of yarn."""
     if section.get("attention_factor") is not None:
         return "no attention_factor beside latent attention"
@@ -197,13 +203,13 @@ def latent_rope(section: Mapping[str, Any]) -> str | None:
     return None
 
 
-def latent_rope_of_v2(section: Mapping[str, Any]) -> str | None:
+def latent_rope_of_v2(section: Content) -> str | None:
     if section.get("mscale_all_dim"):
         return "no mscale_all_dim (DeepSeek's own code scales the softmax by it, and transformers' does not)"
     return latent_rope(section)
 
 
-def _partial_rotary(value: Any, content: Content) -> str | None:
+def _partial_rotary(value: object, content: Content) -> str | None:
     return None if value is None or (is_number(value) and 0 < value <= 1) else "a number above 0, at most 1"
 
 
@@ -224,7 +230,7 @@ def same_as(other: str) -> Key:
     return Key(other, lambda value, content: None if value == content.get(other) else other)
 
 
-def layer_types(value: Any, content: Content) -> str | None:
+def layer_types(value: object, content: Content) -> str | None:
     if value is None:
         return None
     if not isinstance(value, list) or any(one not in LAYER_TYPES for one in value):
@@ -252,10 +258,10 @@ QWEN_WINDOWS = {
 # --- experts
 
 
-def layer_numbers(value: Any, content: Content) -> str | None:
+def layer_numbers(value: object, content: Content) -> str | None:
     number = content.get("num_hidden_layers")
-    is_list = isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
-    if value is None or (is_list and all(0 <= one < number for one in value if isinstance(number, int))):
+    last = number - 1 if is_whole(number) else float("inf")
+    if value is None or (isinstance(value, list) and all(is_whole(one) and 0 <= one <= last for one in value)):
         return None
     return "a list of layers, counted from 0"
 
@@ -265,10 +271,10 @@ def experts_chosen(minimum: int = 1) -> Key:
     with a single one."""
     base = whole(minimum)
 
-    def refuse(value: Any, content: Content) -> str | None:
+    def refuse(value: object, content: Content) -> str | None:
         counts = (content.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-        total = next((count for count in counts if isinstance(count, int)), value)
-        if refusal := base.refuse(value, content):
+        total = next(filter(is_whole, counts), None)
+        if (refusal := base.refuse(value, content)) or not is_whole(value) or total is None:
             return refusal
         return None if value <= total else f"at most the number of experts, {total}"
 
@@ -285,7 +291,7 @@ ROUTER_TRAINING = {
 
 
 def quantized(*methods: str) -> Key:
-    def refuse(value: Any, content: Content) -> str | None:
+    def refuse(value: object, content: Content) -> str | None:
         if value is None:
             return None
         method = value.get("quant_method") if isinstance(value, Mapping) else value

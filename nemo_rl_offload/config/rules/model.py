@@ -1,11 +1,11 @@
 """Rules about the model that a `config.json` describes: what of it is honoured (`specs/model_families.py`)."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from nemo_rl_offload.config.rules.rule import Get, algorithm_spec, megatron, read_model_config
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.model_families import TORCH_LAYERS, needs_torch_layers, refusals, unknown_keys
+from nemo_rl_offload.specs.model_keys import Content
 
 
 def model_is_honoured(get: Get) -> Iterator[str]:
@@ -26,7 +26,7 @@ def model_keys_without_effect(get: Get) -> Iterator[str]:
             yield f"{path}: of no effect in config.json, since transformers does not read it for this family: {keys}."
 
 
-def _models(get: Get) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _models(get: Get) -> Iterator[tuple[str, Content]]:
     names = {"policy.model_name": get("policy.model_name")}
     if algorithm_spec(get).needs_teacher:
         names["teacher.model_name"] = get("teacher.model_name")

@@ -13,12 +13,16 @@ refuses the rest. Three things have no field in Megatron, so the built modules a
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.mlp import MLP
@@ -27,6 +31,7 @@ from torch import Tensor, nn
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.model_families import FAMILIES, needs_torch_layers, refusals
+from nemo_rl_offload.specs.model_keys import Content
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -38,7 +43,7 @@ LATENT_NORM_EPSILON = 1e-6
 
 
 def make_provider(
-    auto_bridge: "AutoBridge", content: Mapping[str, Any], source: object, max_length: int | None = None
+    auto_bridge: "AutoBridge", content: Content, source: object, max_length: int | None = None
 ) -> "GPTModelProvider":
     """The provider of a model whose `config.json` holds `content`; `source`, its path or name, is for messages;
     `max_length` is that of the run's longest sequence, in tokens.
@@ -133,21 +138,21 @@ def _biases(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None
 
 def _add_biases(chunks: list[nn.Module], of_output: bool, of_mlp: bool) -> list[nn.Module]:
     for attention in _modules(chunks, Attention) if of_output else ():
-        _add_bias(attention.linear_proj, attention.config, is_split=False)
+        _add_bias(attention.linear_proj, is_split=False)
     for mlp in _modules(chunks, MLP) if of_mlp else ():
-        _add_bias(mlp.linear_fc1, mlp.config, is_split=True)
-        _add_bias(mlp.linear_fc2, mlp.config, is_split=False)
+        _add_bias(mlp.linear_fc1, is_split=True)
+        _add_bias(mlp.linear_fc2, is_split=False)
     return chunks
 
 
-def _add_bias(linear: Any, config: Any, is_split: bool) -> None:
+def _add_bias(linear: ColumnParallelLinear | RowParallelLinear, is_split: bool) -> None:
     """A bias for each output of this rank's, which a column-parallel linear splits and a row-parallel one does not."""
     bias = nn.Parameter(linear.weight.new_zeros(linear.weight.shape[0]))
     bias.allreduce = True  # type: ignore[attr-defined]
     if is_split:
         set_tensor_model_parallel_attributes(bias, True, 0, 1)
     else:
-        bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        bias.sequence_parallel = linear.config.sequence_parallel  # type: ignore[attr-defined]
     linear.bias = bias
 
 

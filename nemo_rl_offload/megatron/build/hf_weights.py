@@ -9,7 +9,7 @@ every weight of the folder.
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,13 +17,15 @@ from nemo_rl_offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
+    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+    from megatron.core.models.gpt import GPTModel
 
 _QUANTIZED = re.compile(r"(_scale_inv|_blocks|_scales)$")
 _TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN = 4
 
 
-def check_names(auto_bridge: "AutoBridge", chunks: Sequence[Any], source: object) -> None:
+def check_names(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"], source: object) -> None:
     """Compare the names of a folder's weights with those that the model's parameters read. Every rank takes part.
 
     Raises ConfigError with the names that differ; `source`, the folder, begins the message.
@@ -33,16 +35,16 @@ def check_names(auto_bridge: "AutoBridge", chunks: Sequence[Any], source: object
         raise ConfigError("\n".join(f"policy.model_name: {source}: {problem}" for problem in problems))
 
 
-def names_read(auto_bridge: "AutoBridge", chunks: Sequence[Any]) -> set[str]:
+def names_read(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> set[str]:
     """Hugging Face's names of all parameters of the model, on whatever rank they are."""
     return {name for task in auto_bridge.get_conversion_tasks(list(chunks)) if task for name in _names(task.mapping)}
 
 
-def _names(mapping: Any) -> Sequence[str]:
+def _names(mapping: "MegatronParamMapping") -> Sequence[str]:
     return [mapping.hf_param] if isinstance(mapping.hf_param, str) else list(mapping.hf_param.values())
 
 
-def _problems(auto_bridge: "AutoBridge", chunks: Sequence[Any]) -> Iterator[str]:
+def _problems(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> Iterator[str]:
     if nameless := _without_name(auto_bridge, chunks):
         yield f"Megatron-Bridge has no name for {_listed(nameless)}, which could be neither read nor exported"
         return
@@ -63,7 +65,7 @@ def _problems(auto_bridge: "AutoBridge", chunks: Sequence[Any]) -> Iterator[str]
         )
 
 
-def _without_name(auto_bridge: "AutoBridge", chunks: Sequence[Any]) -> list[str]:
+def _without_name(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> list[str]:
     model_bridge = auto_bridge._model_bridge
     table = model_bridge.mapping_registry()
     names = model_bridge._megatron_global_param_names_all_pp_ranks(list(chunks))
