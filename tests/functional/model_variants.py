@@ -63,6 +63,7 @@ _LATENT = {
     "n_shared_experts": 2,
     "n_group": 1,
     "topk_group": 1,
+    "num_nextn_predict_layers": 0,  # transformers saves no layers for further tokens
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -70,7 +71,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": _HEAD,
     "qwen3_moe": {**_HEAD, **_MOE, "num_experts": 4, "norm_topk_prob": True},
-    "deepseek_v2": _LATENT,
+    "deepseek_v2": {key: value for key, value in _LATENT.items() if key != "num_nextn_predict_layers"},
     "deepseek_v3": _LATENT,
     "gpt_oss": {
         **_HEAD,
@@ -88,7 +89,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
     "gemma": _HEAD,
-    "glm4_moe": {**_HEAD, **_MOE, "n_routed_experts": 4, "n_shared_experts": 1},
+    "glm4_moe": {**_HEAD, **_MOE, "n_routed_experts": 4, "n_shared_experts": 1, "num_nextn_predict_layers": 0},
 }
 """Each family's tiny shape, over `_SHAPE`."""
 
@@ -210,6 +211,26 @@ class Variant(NamedTuple):
         return {key: value for key, value in content.items() if value != ABSENT}
 
 
+_SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LLAMA3 = {**_SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {**_SCALED, "rope_type": "yarn", "attention_factor": 1.3}
+_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+HONOURED = [
+    Variant("llama", {"attention_bias": True, "rope_parameters": _LLAMA3}),
+    Variant("llama", {"mlp_bias": True, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    Variant("mistral", {"sliding_window": 8, "hidden_act": "gelu"}),
+    Variant("qwen2", {**_WINDOW, "head_dim": 24}),
+    Variant("qwen3", {"attention_bias": True, "rope_parameters": _YARN}),
+    Variant("qwen3_moe", {"mlp_only_layers": [0, 2], "norm_topk_prob": False, "attention_bias": True}),
+    Variant("deepseek_v2", {"q_lora_rank": None, "rms_norm_eps": 1e-2}),
+    Variant("deepseek_v3", {"n_group": 2, "topk_group": 1, "n_shared_experts": 3}),
+    Variant("gpt_oss", {"sliding_window": 4, "num_experts_per_tok": 3}),
+    Variant("gemma", {"head_dim": 24}),
+    Variant("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 3}),
+]
+"""What Megatron-Bridge alone leaves out, or takes for something else."""
+
+
 def table() -> list[Variant]:
     """Every family with every value, whether it has the key or not."""
     changes = [{}, *itertools.chain.from_iterable(VALUES.values())]
@@ -256,7 +277,7 @@ def write_variant(variant: Variant, folder: Path) -> Any:
     try:
         model = _random_model(name, AutoConfig.from_pretrained(folder, attn_implementation="eager"))
         with torch.no_grad():
-            model(_ids()[:, :2], use_cache=False)
+            model(make_ids()[:, :2], use_cache=False)
     except Exception:  # noqa: BLE001  # whatever transformers raises: it does not take this model
         model = None
     written = model or _random_model(name, CONFIG_MAPPING[variant.family](**_SHAPE | SHAPES[variant.family]))
@@ -279,13 +300,15 @@ def _random_model(name: str, config: Any) -> Any:
     return model
 
 
-def _ids() -> Tensor:
+def make_ids() -> Tensor:
+    """Tokens [2, LENGTH]."""
     return torch.randint(0, VOCABULARY_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def _loss(logits: Tensor) -> float:
+def loss_of(logits: Tensor) -> float:
+    """The mean loss of `make_ids` by logits [2, LENGTH, vocabulary]."""
     flat = logits[:, :-1, :VOCABULARY_SIZE].reshape(-1, VOCABULARY_SIZE)
-    return F.cross_entropy(flat.double(), _ids()[:, 1:].reshape(-1)).item()
+    return F.cross_entropy(flat.double(), make_ids()[:, 1:].reshape(-1)).item()
 
 
 def outcome(variant: Variant, folder: Path, *, exports: bool = False) -> str:
@@ -297,7 +320,7 @@ def outcome(variant: Variant, folder: Path, *, exports: bool = False) -> str:
     try:
         model = build_model(policy, folder, num_steps=None)
         with torch.no_grad():
-            logits = model.modules[0].eval()(_ids(), torch.arange(LENGTH).expand_as(_ids()), None)
+            logits = model.modules[0].eval()(make_ids(), torch.arange(LENGTH).expand_as(make_ids()), None)
     except ConfigError as error:
         named = "policy.model_name" in str(error) or "policy.megatron_cfg" in str(error)
         return "refused" if named else f"refused without a key: {error}"
@@ -306,7 +329,7 @@ def outcome(variant: Variant, folder: Path, *, exports: bool = False) -> str:
     if reference is None:
         return "trained, though transformers does not take it"
     with torch.no_grad():
-        ours, theirs = _loss(logits), _loss(reference(_ids(), use_cache=False).logits)
+        ours, theirs = loss_of(logits), loss_of(reference(make_ids(), use_cache=False).logits)
     if not abs(ours - theirs) <= TOLERANCE:
         return f"another model: loss {ours:.6f}, in transformers {theirs:.6f}"
     return _exported(model, reference, folder) if exports else "honoured"

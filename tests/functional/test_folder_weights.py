@@ -48,6 +48,17 @@ def test_a_weight_that_no_parameter_reads_is_named(name: str, tmp_path: Path) ->
         _load(tmp_path, _with(name, torch.ones(4)))
 
 
+def test_layers_for_further_tokens_that_are_not_there(tmp_path: Path) -> None:
+    """transformers leaves them out of what it saves, and keeps the number in config.json."""
+    further = "model.layers.3."
+    with pytest.raises(ConfigError, match="Set num_nextn_predict_layers"):
+        _load(
+            tmp_path,
+            lambda weights: {key: value for key, value in weights.items() if not key.startswith(further)},
+            "deepseek_v3_mtp",
+        )
+
+
 def test_many_names_are_counted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"7 weights .*: x0, x1, x2, x3 and 3 more\."):
         _load(tmp_path, lambda weights: {**weights, **{f"x{number}": torch.ones(1) for number in range(7)}})

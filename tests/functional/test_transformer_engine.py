@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from model_variants import HONOURED, LENGTH, Variant, loss_of, make_ids, write_variant
 from models import make_batch, make_policy, offload, same_tensors, take_step, weights_of
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.offload import OffloadStats
+from nemo_rl_offload.specs.model_families import needs_torch_layers
 from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MEGATRON_MODULES
 
 HAS_TRANSFORMER_ENGINE = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
@@ -154,3 +156,15 @@ def test_megatrons_engine_changes_no_bit_and_is_spared_forward_only_passes(
     same = {name: torch.equal(torch.from_numpy(weights[name]), reference[1][name].float().cpu()) for name in weights}
     assert [name for name in same if not same[name]] == []
     assert all(offloaded_bytes[name] > 0 for name in modules)
+
+
+@pytest.mark.parametrize("variant", [one for one in HONOURED if needs_torch_layers(one.content) is None], ids=str)
+def test_config_keys_are_honoured(variant: Variant, tmp_path: Path) -> None:
+    """The loss is that of transformers on the CPU, but for the products' TF32."""
+    reference = write_variant(variant, tmp_path)
+    policy = make_policy(*TRANSFORMER_ENGINE, f".max_total_sequence_length={LENGTH}")
+    model = build_model(policy, tmp_path, num_steps=None).modules[0].eval()
+    ids = make_ids()
+    with torch.no_grad():
+        logits = model(ids.cuda(), torch.arange(LENGTH, device="cuda").expand_as(ids), None)
+        assert loss_of(logits.cpu()) == pytest.approx(loss_of(reference(ids, use_cache=False).logits), abs=2e-3)

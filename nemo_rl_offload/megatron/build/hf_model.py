@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -121,6 +122,8 @@ def _experts(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> Non
         provider.moe_layer_freq = [int(n not in dense and (n + 1) % step == 0) for n in range(provider.num_layers)]
         if not any(provider.moe_layer_freq):
             provider.num_moe_experts = None
+        # Bridge's own layers have experts everywhere. Those of plain torch take the place of either.
+        provider.transformer_layer_spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
     if hf_config.model_type == "deepseek_v2" and hf_config.topk_method == "greedy":
         provider.moe_router_num_groups = provider.moe_router_group_topk = None
 

@@ -8,7 +8,7 @@ every weight of the folder.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,8 +51,9 @@ def _problems(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> Iterat
     read, there = names_read(auto_bridge, chunks), set(auto_bridge.hf_pretrained.state.source.get_all_keys())
     whole = {_QUANTIZED.sub("", name) for name in there}
     if missing := sorted(read - whole - there):
-        count = f"{len(missing)} of {len(read)} weights"
-        yield f"{count} are not in the folder: {_listed(missing)}. Is the download complete?"
+        is_further = len(list(_uncounted(auto_bridge.hf_pretrained.config.num_hidden_layers, missing))) == len(missing)
+        fix = "Set num_nextn_predict_layers of config.json to 0." if is_further else "Is the download complete?"
+        yield f"{len(missing)} of {len(read)} weights are not in the folder: {_listed(missing)}. {fix}"
     if auto_bridge.hf_pretrained.config.tie_word_embeddings and {_TIED_HEAD, _EMBEDDING} <= there:
         pair = auto_bridge.hf_pretrained.state.source.load_tensors([_TIED_HEAD, _EMBEDDING])
         if not torch.equal(pair[_TIED_HEAD], pair[_EMBEDDING]):
@@ -78,12 +79,18 @@ def _superfluous(auto_bridge: "AutoBridge", there: set[str]) -> Iterator[str]:
     """Buffers that are computed, a head that is the embedding, and layers that config.json does not count."""
     config = auto_bridge.hf_pretrained.config
     layers = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
-    for name in there:
-        number = re.match(r"model\.layers\.(\d+)\.", name)
-        if name.endswith("rotary_emb.inv_freq") or (number is not None and int(number[1]) >= layers):
-            yield name
+    yield from _uncounted(layers, there)
+    yield from (name for name in there if name.endswith("rotary_emb.inv_freq"))
     if config.tie_word_embeddings and _TIED_HEAD in there:
         yield _TIED_HEAD
+
+
+def _uncounted(num_layers: int, names: Iterable[str]) -> Iterator[str]:
+    """Those of layers behind so many."""
+    for name in names:
+        number = re.match(r"model\.layers\.(\d+)\.", name)
+        if number is not None and int(number[1]) >= num_layers:
+            yield name
 
 
 def _listed(names: Sequence[str]) -> str:

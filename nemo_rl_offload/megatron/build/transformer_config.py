@@ -89,7 +89,11 @@ def _fusions(provider: TransformerConfig) -> dict[str, object]:
     """What Megatron fuses with torch.compile, which needs a C compiler at run time."""
     fuse = torch.cuda.is_available() and any(map(shutil.which, ("cc", "gcc", "clang")))
     is_swiglu = provider.activation_func is F.silu and provider.gated_linear_unit
-    return {"bias_activation_fusion": fuse and is_swiglu, "bias_dropout_fusion": fuse}
+    has_biased_experts = provider.num_moe_experts is not None and provider.add_bias_linear
+    return {
+        "bias_activation_fusion": fuse and is_swiglu,
+        "bias_dropout_fusion": fuse and not has_biased_experts,  # Megatron refuses it
+    }
 
 
 def _torch_fields(provider: TransformerConfig) -> dict[str, object]:
