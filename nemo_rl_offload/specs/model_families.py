@@ -247,17 +247,21 @@ def refusals(content: Content, max_length: int | None = None) -> list[str]:
 
 
 TORCH_LAYERS = (
-    "{key} true of config.json needs policy.megatron_cfg.transformer_impl: torch; Transformer Engine's layers have "
-    "biases everywhere or in queries, keys and values alone."
+    "{key} of config.json needs policy.megatron_cfg.transformer_impl: torch. Transformer Engine's layers have biases "
+    "everywhere or in queries, keys and values alone, and their weights of queries without q_lora_rank have no name in "
+    "Megatron-Bridge."
 )
 
 
 def needs_torch_layers(content: Content) -> str | None:
-    """The key of biases that Megatron's switches cannot say, if they are asked for."""
+    """What Transformer Engine's layers, as Megatron builds them, do not do: a key and its value; None for nothing."""
     name = content.get("model_type")
-    if name in ("llama", "qwen3", "qwen3_moe") and content.get("attention_bias"):
-        return "attention_bias"
-    return "mlp_bias" if name == "llama" and content.get("mlp_bias") else None
+    for key in ("attention_bias", "mlp_bias"):
+        if name in ("llama", "qwen3", "qwen3_moe") and content.get(key):
+            return f"{key} true"
+    if name in ("deepseek_v2", "deepseek_v3") and content.get("q_lora_rank", 0) is None:
+        return "q_lora_rank null"
+    return None
 
 
 def unknown_keys(content: Content) -> list[str]:

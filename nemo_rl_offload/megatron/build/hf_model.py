@@ -31,7 +31,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.specs.model_families import FAMILIES, needs_torch_layers, refusals
+from nemo_rl_offload.specs.model_families import FAMILIES, refusals
 from nemo_rl_offload.specs.model_keys import Content
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _biases(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None
     if hf_config.model_type in ("gpt_oss", "qwen2"):  # Bridge has them
         return
     of_attention = bool(getattr(hf_config, "attention_bias", False))
-    of_output = of_attention and needs_torch_layers(vars(hf_config)) == "attention_bias"
+    of_output = of_attention and hf_config.model_type != "glm4_moe"
     of_mlp = bool(getattr(hf_config, "mlp_bias", False))
     provider.add_qkv_bias, provider.add_bias_linear = of_attention, False
     if of_output or of_mlp:

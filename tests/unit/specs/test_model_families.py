@@ -321,10 +321,12 @@ def test_keys_without_effect_are_told_apart() -> None:
     assert unknown_keys(PUBLIC["Llama-3.1-8B"] | {"clip_qkv": None, "_mine": 1}) == []
 
 
-def test_biases_that_need_torch_layers() -> None:
+def test_what_needs_torch_layers() -> None:
     llama, qwen = PUBLIC["Llama-3.1-8B"], PUBLIC["Qwen2.5-7B"]
-    assert needs_torch_layers(llama | {"attention_bias": True}) == "attention_bias"
-    assert needs_torch_layers(llama | {"mlp_bias": True}) == "mlp_bias"
+    assert needs_torch_layers(llama | {"attention_bias": True}) == "attention_bias true"
+    assert needs_torch_layers(llama | {"mlp_bias": True}) == "mlp_bias true"
     assert needs_torch_layers(llama) is None
     assert needs_torch_layers(qwen) is None
     assert needs_torch_layers(PUBLIC["GLM-4.5-Air"]) is None
+    assert needs_torch_layers(PUBLIC["DeepSeek-V3"] | {"q_lora_rank": None}) == "q_lora_rank null"
+    assert needs_torch_layers(PUBLIC["DeepSeek-V3"]) is None
