@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.megatron.build.model import build_model
+from nemo_rl_offload.megatron.build.model import build_model, export_hf
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")
 Weights = dict[str, Tensor]
@@ -74,6 +74,43 @@ def test_a_tied_head_may_be_the_embedding_again_and_nothing_else(tmp_path: Path)
     _load(tmp_path / "same", lambda weights: {**weights, "lm_head.weight": weights[embedding].clone()}, "qwen2")
     with pytest.raises(ConfigError, match=r"lm_head.weight is not model.embed_tokens.weight, .* Set it to false"):
         _load(tmp_path / "other", lambda weights: {**weights, "lm_head.weight": weights[embedding] + 1}, "qwen2")
+
+
+def _repeated(weights: Weights, difference: float = 0) -> Weights:
+    """As public models with a layer that predicts a further token hold it: with embedding and head once more."""
+    further = {
+        "model.layers.3.embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        "model.layers.3.shared_head.head.weight": weights["lm_head.weight"] + difference,
+    }
+    return {**weights, **further}
+
+
+def test_what_a_further_layer_repeats_is_read_and_exported_as_trained(tmp_path: Path) -> None:
+    folder = write_model("deepseek_v3_mtp", tmp_path / "model")
+    file = folder / "model.safetensors"
+    save_file(_repeated(load_file(file)), file, metadata={"format": "pt"})
+    model = build_model(make_policy(), folder, num_steps=None)
+    with torch.no_grad():
+        model.modules[0].output_layer.weight.mul_(2)
+    export_hf(model, folder, tmp_path / "exported")
+    before, after = load_file(file), load_file(tmp_path / "exported" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"lm_head.weight", "model.layers.3.shared_head.head.weight"}
+    assert torch.equal(after["model.layers.3.shared_head.head.weight"], 2 * before["lm_head.weight"])
+
+
+def test_what_a_further_layer_has_of_its_own_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"layers.3.shared_head.head.weight is not lm_head.weight, .*_layers to 0\."):
+        _load(tmp_path, lambda weights: _repeated(weights, 1), "deepseek_v3_mtp")
+
+
+def test_a_further_layer_that_transformers_did_not_save_is_told_from_a_download_that_broke_off(tmp_path: Path) -> None:
+    def without_further(weights: Weights) -> Weights:
+        return {name: value for name, value in weights.items() if not name.startswith("model.layers.3.")}
+
+    with pytest.raises(ConfigError, match=r"not in the folder: .*Set num_nextn_predict_layers of config.json to 0"):
+        _load(tmp_path, without_further, "deepseek_v3_mtp")
 
 
 def test_a_weight_without_a_name_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,8 @@ def _as_bridge_reads(config: "PretrainedConfig") -> "PretrainedConfig":
     plain = copy.deepcopy(config)
     if config.model_type == "gpt_oss":
         plain.hidden_act = "silu"  # which nothing reads, and Bridge looks up
+    if getattr(plain, "num_nextn_predict_layers", 0) is None:
+        plain.num_nextn_predict_layers = 0  # which Bridge counts with
     for key in [key for key in vars(plain) if key not in FAMILIES[config.model_type] and not key.startswith("_")]:
         delattr(plain, key)
     if "kv_lora_rank" not in vars(plain):

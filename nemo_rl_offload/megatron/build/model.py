@@ -25,7 +25,7 @@ from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceErro
 from nemo_rl_offload.megatron.build.bridge import bridge
 from nemo_rl_offload.megatron.build.export_files import copy_model_files, write_dtype
 from nemo_rl_offload.megatron.build.hf_model import make_provider
-from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read
+from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read, repeated_names
 from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
 from nemo_rl_offload.megatron.build.paged_stash import install_paged_stash
 from nemo_rl_offload.megatron.build.transformer_config import configure_provider
@@ -244,6 +244,7 @@ def export_hf(
     expected = names_read(model.auto_bridge, model.modules)
     if dist.get_rank() == 0:
         assert weights.keys() == expected, f"an export without {expected ^ weights.keys()}"
+        weights |= {name: weights[other].clone() for name, other in repeated_names(model.auto_bridge).items()}
         with _absent_on_failure(partial, destination):
             if dtype is not None:
                 convert(weights, dtype)
