@@ -64,6 +64,17 @@ def make_provider(
     return provider
 
 
+def class_of(content: Content) -> dict[str, object]:
+    """What `config.json` says of the model's class, by which Bridge goes, as transformers has it: by the family alone.
+
+    Files name other classes, or none: of code of their own beside them, of older names, of what was trained on top.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(content.get("model_type")))
+    return {} if name is None else {"architectures": [name], "auto_map": None}
+
+
 def _as_bridge_reads(config: "PretrainedConfig") -> "PretrainedConfig":
     """Without what the family does not have, which Bridge would take for another's, and with plain positions."""
     plain = copy.deepcopy(config)

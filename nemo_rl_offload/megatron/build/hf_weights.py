@@ -65,8 +65,9 @@ def _problems(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> Iterat
         yield f"Megatron-Bridge has no name for {_listed(nameless)}, which could be neither read nor exported"
         return
     read, there = names_read(auto_bridge, chunks), set(auto_bridge.hf_pretrained.state.source.get_all_keys())
-    whole = {_QUANTIZED.sub("", name) for name in there}
     config, repeated = auto_bridge.hf_pretrained.config, repeated_names(auto_bridge)
+    parts = {name: _QUANTIZED.sub("", name) for name in there if getattr(config, "quantization_config", None)}
+    whole = set(parts.values())
     if missing := sorted(read - whole - there):
         count = f"{len(missing)} of {len(read)} weights"
         is_further = all(_layer_of(name) >= config.num_hidden_layers for name in missing)
@@ -78,7 +79,7 @@ def _problems(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> Iterat
         if not _is_again(auto_bridge, there, name, other):
             yield f"{name} is not {other}, which is trained in its place. Set num_nextn_predict_layers to 0."
     known = read | repeated.keys() | set(_superfluous(config, there))
-    if unread := sorted(name for name in there if name not in known and _QUANTIZED.sub("", name) not in known):
+    if unread := sorted(name for name in there if name not in known and parts.get(name) not in known):
         yield (
             f"{len(unread)} weights of the folder are no part of the model that its config.json describes: "
             f"{_listed(unread)}. Training it would leave them out."
