@@ -76,10 +76,13 @@ def parse_conversation(content: Mapping[str, object]) -> list[Message]:
     turns = [message for message in messages if message["role"] == "assistant"]
     if not turns:
         raise BadRecordError("has no assistant turn to learn")
-    if any(turn.get("weight") == 0 for turn in turns):
+    weight = next((weight for turn in turns if (weight := turn.get("weight")) not in (None, 1)), None)
+    if weight == 0:
         raise BadRecordError(
             "has an assistant turn of weight 0, which would be learned; end the conversation before it"
         )
+    if weight is not None:
+        raise BadRecordError(f"has an assistant turn of weight {weight!r}, which would be learned as any other")
     if messages[0]["role"] == "assistant":
         raise BadRecordError("begins with an assistant turn, which answers nothing")
     return messages
@@ -152,6 +155,8 @@ def _pair(content: Mapping[str, object]) -> tuple[list[Message] | None, Answers]
     if has >= {"context", "response1", "response2", "overall_preference"}:
         return _read("context", content["context"], _columns(content, *_compared(content["overall_preference"])))
     if has >= {"chosen", "rejected"}:
+        if (score := content.get("score_chosen")) is not None and score == content.get("score_rejected"):
+            raise UndecidedPairError("tie")
         answers = _columns(content, "chosen", "rejected")
         if content.get("prompt") is not None:
             return _read("prompt", content["prompt"], answers)

@@ -17,12 +17,13 @@ text by its words, which may occur elsewhere. Limit: what a template changes in 
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from nemo_rl_offload.data.forms import BadRecordError, Message
 from nemo_rl_offload.data.tokenizer import Tokenizer, added_tokens, encode_prompt
 from nemo_rl_offload.errors import DataError
-from nemo_rl_offload.specs.chat_template import turn_texts, variables_of
+from nemo_rl_offload.specs.chat_template import ALWAYS_PROMPTS, always_prompts, turn_texts, variables_of
 from nemo_rl_offload.specs.end_tokens import closing_token
 
 Tools = list[dict[str, object]]
@@ -75,7 +76,9 @@ class ChatEncoder:
         self._special_ids = frozenset(special.values())
         self._ends = [text for text, token in special.items() if token in self._end_ids]
         self.counts = TurnCounts()
-        texts = None if template is not None else turn_texts(lambda turns, prompt: render(tokenizer, turns, prompt))
+        texts = None if template is not None else turn_texts(partial(render, tokenizer))
+        if texts is not None and always_prompts(partial(render, tokenizer), texts):
+            raise DataError(f"policy.tokenizer.chat_template: {ALWAYS_PROMPTS}")
         self.always_elsewhere = texts is not None and not texts.prompt_opens_the_turn
         """Whether any turn begins otherwise than the generation prompt, which the check of the configuration says."""
 

@@ -102,6 +102,8 @@ def _answer(environment: Environment, episode: Episode) -> dict[str, Any]:
             raise WorkerError(f"{name}: returned the reward {reward}, which must be finite.")
         if not isinstance(observation, str | None):
             raise WorkerError(f"{name}: returned an observation that is neither text nor None.")
+        if observation is not None:
+            observation.encode()  # raises for half of a character, which no tokenizer takes
         return {"score": [float(reward), bool(is_correct), bool(scorer_error), observation]}
     except NemoRLOffloadError as error:
         return {"fatal": str(error), "details": error.details or traceback.format_exc()}

@@ -85,6 +85,12 @@ def renderer(template: str, variables: Mapping[str, object]) -> Render:
     return render
 
 
+ALWAYS_PROMPTS = (
+    "the template begins an assistant's turn behind every conversation, which would be learned behind an answer's end. "
+    "Give one that does so where add_generation_prompt is true."
+)
+
+
 @dataclass(frozen=True)
 class TurnTexts:
     """What a template writes around an assistant's text."""
@@ -117,6 +123,20 @@ def turn_texts(render: Render) -> TurnTexts | None:
         return None
     opening, closing = answered.removeprefix(question).split(TEXT)
     return TurnTexts(prompted.removeprefix(question), opening, closing)
+
+
+def always_prompts(render: Render, texts: TurnTexts) -> bool:
+    """Whether a template begins an assistant's turn behind every conversation, asked to or not (Llama-3's first one).
+
+    Behind an assistant's last text it then writes what it does not write where a user's message follows.
+    """
+    if texts.prompt or texts.opening.strip():
+        return False
+    try:
+        followed = render([USER, {"role": "assistant", "content": TEXT}, USER], False)
+    except RENDERING_ERRORS:
+        return False
+    return not followed.partition(TEXT)[2].startswith(texts.closing)
 
 
 def keeps_thinking(render: Render) -> bool:

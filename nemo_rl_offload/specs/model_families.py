@@ -45,6 +45,7 @@ from nemo_rl_offload.specs.model_keys import (
     rope_section,
     rope_type,
     same_as,
+    unknown_rope_keys,
     whole,
 )
 
@@ -134,7 +135,7 @@ FAMILIES: dict[str, dict[str, Key]] = {
     "llama": {**_COMMON, "attention_bias": flag(), "mlp_bias": flag()},
     "mistral": {**_COMMON, "sliding_window": whole(or_null=True)},
     "qwen2": {**_COMMON, **QWEN_WINDOWS, "head_dim": even()},
-    "qwen3": {**_COMMON, **QWEN_WINDOWS, "attention_bias": flag(), "head_dim": even()},
+    "qwen3": {**_COMMON, **QWEN_WINDOWS, "attention_bias": flag(), "head_dim": even(), "use_qk_norm": only(True)},
     "qwen3_moe": {
         **_COMMON,
         **_MOE,
@@ -147,6 +148,7 @@ FAMILIES: dict[str, dict[str, Key]] = {
         "num_experts_per_tok": experts_chosen(),
         "num_local_experts": whole(),
         "sliding_window": whole(minimum=0, or_null=True),
+        "use_qk_norm": only(True),
         "use_sliding_window": flag(),
     },
     "deepseek_v2": {
@@ -265,9 +267,12 @@ def needs_torch_layers(content: Content) -> str | None:
 
 
 def unknown_keys(content: Content) -> list[str]:
-    """Keys that have no effect, as transformers does not read them for this family."""
-    family = FAMILIES.get(content.get("model_type"), {})  # type: ignore[arg-type]
-    return [key for key in content if key not in family and key not in _ELSEWHERE and not key.startswith("_")]
+    """Keys that have no effect, as transformers does not read them for this family; none of a family not taken."""
+    family = FAMILIES.get(content.get("model_type"))  # type: ignore[arg-type]
+    if family is None:
+        return []
+    keys = [key for key in content if key not in family and key not in _ELSEWHERE and not key.startswith("_")]
+    return keys + unknown_rope_keys(content)
 
 
 def _refused_values(name: str, family: Mapping[str, Key], content: Content) -> Iterator[str]:
@@ -298,6 +303,9 @@ def _refused_together(content: Content, max_length: int | None) -> Iterator[str]
         yield "num_experts_per_tok 1 of config.json is not taken beside norm_topk_prob true."
     if content.get("use_sliding_window") and content.get("sliding_window") == 0:
         yield "sliding_window 0 of config.json is not taken beside use_sliding_window true."
+    theta = rope_section(content).get("rope_theta", content.get("rope_theta", 1))
+    if theta is None:
+        yield "rope_theta null of config.json is not taken. Give a number above 0, or leave it out."
     kind = rope_type(content)
     limit = rope_section(content).get(LENGTH_LIMITS.get(kind, ""), content.get(LENGTH_LIMITS.get(kind, "")))
     if max_length is not None and isinstance(limit, int) and max_length > limit:

@@ -148,6 +148,19 @@ def rope_type(content: Content) -> str:
     return str(section.get("rope_type") or section.get("type") or "default")
 
 
+def unknown_rope_keys(content: Content) -> list[str]:
+    """Paths of what transformers reads for no type of rotary positions, such as `rope_scaling.attn_factor`."""
+    known = {"rope_type", "type", "truncate", "short_factor", "long_factor", *_ROPE_OPTIONS, *ROPE_NUMBERS["llama3"]}
+    sections = {name: content.get(name) for name in ("rope_parameters", "rope_scaling")}
+    return [
+        f"{name}.{key}"
+        for name, section in sections.items()
+        if isinstance(section, Mapping)
+        for key in section
+        if key not in known
+    ]
+
+
 def rope(
     types: Sequence[str],
     extra: Callable[[Content], str | None] = lambda section: None,
@@ -159,6 +172,8 @@ def rope(
             return None
         if not isinstance(value, Mapping):
             return 'an object such as {"rope_type": "default"}, or null'
+        if each := [key for key, one in value.items() if isinstance(one, Mapping)]:
+            return f"one set of numbers for all layers, and not one for each of {', '.join(each)}"
         name = value.get("rope_type", value.get("type", "default"))
         if name not in types:
             return f"rope_type {', '.join(types)}, and not {name!r}"

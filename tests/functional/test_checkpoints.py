@@ -235,15 +235,22 @@ def test_a_changed_file_is_told_before_anything_is_read(build: Build, saved: Pat
 
 
 def test_a_file_that_grows_too_large_is_a_full_disk(build: Build, tmp_path: Path) -> None:
+    model = build("qwen2")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limit[1]))
     try:
         with pytest.raises(ResourceError, match=f"Cannot write the checkpoint {tmp_path}: .*File too large"):
-            checkpoint.save(build("qwen2"), tmp_path)
+            checkpoint.save(model, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_folder_that_is_gone_is_no_full_disk(build: Build, tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"Cannot write the checkpoint .*: FileNotFoundError") as error:
+        checkpoint.save(build("qwen2"), tmp_path / "gone")
+    assert "No space left" not in str(error.value)
 
 
 def test_truncated_file(build: Build, saved: Path, tmp_path: Path) -> None:

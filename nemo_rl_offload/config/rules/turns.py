@@ -16,7 +16,15 @@ from nemo_rl_offload.config.tokenizer_files import (
     read_tokenizer_files,
 )
 from nemo_rl_offload.errors import ConfigError, nearest
-from nemo_rl_offload.specs.chat_template import TurnTexts, keeps_thinking, renderer, turn_texts, variables_of
+from nemo_rl_offload.specs.chat_template import (
+    ALWAYS_PROMPTS,
+    TurnTexts,
+    always_prompts,
+    keeps_thinking,
+    renderer,
+    turn_texts,
+    variables_of,
+)
 from nemo_rl_offload.specs.end_tokens import closing_token, outside, read_generation_ids
 
 TEMPLATE, KWARGS, NAME = (f"policy.tokenizer.{key}" for key in ("chat_template", "chat_template_kwargs", "name"))
@@ -143,6 +151,7 @@ class _Turns:
     texts: TurnTexts | None
     """None where the chat template is not used, or does not take a short conversation."""
     keeps_thinking: bool
+    always_prompts: bool = False
 
 
 def _turns(get: Get) -> _Turns:
@@ -157,7 +166,14 @@ def _turns(get: Get) -> _Turns:
     except ConfigError as error:
         raise ReportedError from error
     render = renderer(template, {**files.special, **(get(KWARGS) or {})})
-    return _Turns(files, turn_texts(render), keeps_thinking(render))
+    texts = turn_texts(render)
+    return _Turns(files, texts, keeps_thinking(render), texts is not None and always_prompts(render, texts))
+
+
+def answers_end_before_a_prompt(get: Get) -> Iterator[str]:
+    """A rule: where given answers are learned, the chat template begins the next one only where it is asked to."""
+    if not algorithm_spec(get).generates and _turns(get).always_prompts:
+        yield f"{TEMPLATE}: {ALWAYS_PROMPTS}"
 
 
 def _turns_end(get: Get) -> Iterator[str]:
@@ -214,5 +230,6 @@ TURN_RULES: tuple[Rule, ...] = (
     generation_config_can_be_read,
     template_can_be_used,
     given_arguments,
+    answers_end_before_a_prompt,
 )
 TURN_WARNINGS: tuple[Rule, ...] = (_unread_arguments, _turns_end, _turns_begin, _thinking_stays)

@@ -15,7 +15,7 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.validation import Findings, problem_at
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engine
-from nemo_rl_offload.megatron.build.hf_model import make_provider
+from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.specs.model_families import refusals
 
@@ -92,14 +92,12 @@ def provider_for(model: Mapping[str, object]) -> GPTModelProvider:
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if problems := refusals(model):
         raise ConfigError("\n".join(f"policy.model_name: {problem}" for problem in problems))
     family = str(model["model_type"])
-    architectures = model.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     try:
-        hf_config = AutoConfig.for_model(**{**model, "architectures": architectures})
+        hf_config = AutoConfig.for_model(**{**model, **class_of(model)})
         return make_provider(bridge().AutoBridge.from_hf_config(hf_config), model, "config.json")
     except ConfigError:
         raise

@@ -64,11 +64,24 @@ def make_provider(
     return provider
 
 
+def class_of(content: Content) -> dict[str, object]:
+    """What `config.json` says of the model's class, by which Bridge goes, as transformers has it: by the family alone.
+
+    Files name other classes, or none: of code of their own beside them, of older names, of what was trained on top.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(content.get("model_type")))
+    return {} if name is None else {"architectures": [name], "auto_map": None}
+
+
 def _as_bridge_reads(config: "PretrainedConfig") -> "PretrainedConfig":
     """Without what the family does not have, which Bridge would take for another's, and with plain positions."""
     plain = copy.deepcopy(config)
     if config.model_type == "gpt_oss":
         plain.hidden_act = "silu"  # which nothing reads, and Bridge looks up
+    if getattr(plain, "num_nextn_predict_layers", 0) is None:
+        plain.num_nextn_predict_layers = 0  # which Bridge counts with
     for key in [key for key in vars(plain) if key not in FAMILIES[config.model_type] and not key.startswith("_")]:
         delattr(plain, key)
     if "kv_lora_rank" not in vars(plain):

@@ -3,12 +3,12 @@
 Bridge goes through Megatron's parameters and looks for each one's weights. What it does not find it logs, and what
 nobody asked for it passes over. Here both are compared by name before a weight is read: a parameter without a name in
 Hugging Face's format, a weight that is missing, and a weight that no parameter reads are refused, but for the few that
-other weights or `config.json` make superfluous (`_superfluous`). So an export, which goes through the same names, has
-every weight of the folder.
+other weights or `config.json` make superfluous (`_superfluous`). So an export, which goes through the same names and
+those of weights that the folder holds twice (`repeated_names`), has every weight of the folder.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
     from megatron.core.models.gpt import GPTModel
+    from transformers import PretrainedConfig
 
 _QUANTIZED = re.compile(r"(_scale_inv|_blocks|_scales)$")
 _TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_SHARED = {"embed_tokens.weight": _EMBEDDING, "shared_head.head.weight": _TIED_HEAD}
+"""What a layer that predicts a further token uses of the model; public folders hold it again below that layer."""
 _SHOWN = 4
 
 
@@ -40,6 +43,19 @@ def names_read(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> set[s
     return {name for task in auto_bridge.get_conversion_tasks(list(chunks)) if task for name in _names(task.mapping)}
 
 
+def repeated_names(auto_bridge: "AutoBridge") -> dict[str, str]:
+    """Names of a folder's weights that are other weights again, of layers that predict further tokens, with those."""
+    config, there = auto_bridge.hf_pretrained.config, set(auto_bridge.hf_pretrained.state.source.get_all_keys())
+    further = range(config.num_hidden_layers, _num_layers(config))
+    names = {f"model.layers.{layer}.{name}": whole for layer in further for name, whole in _SHARED.items()}
+    return {name: whole for name, whole in names.items() if name in there}
+
+
+def _num_layers(config: "PretrainedConfig") -> int:
+    """With those that predict further tokens."""
+    return int(config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0))
+
+
 def _names(mapping: "MegatronParamMapping") -> Sequence[str]:
     return [mapping.hf_param] if isinstance(mapping.hf_param, str) else list(mapping.hf_param.values())
 
@@ -49,17 +65,21 @@ def _problems(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> Iterat
         yield f"Megatron-Bridge has no name for {_listed(nameless)}, which could be neither read nor exported"
         return
     read, there = names_read(auto_bridge, chunks), set(auto_bridge.hf_pretrained.state.source.get_all_keys())
-    whole = {_QUANTIZED.sub("", name) for name in there}
+    config, repeated = auto_bridge.hf_pretrained.config, repeated_names(auto_bridge)
+    parts = {name: _QUANTIZED.sub("", name) for name in there if getattr(config, "quantization_config", None)}
+    whole = set(parts.values())
     if missing := sorted(read - whole - there):
-        is_further = len(list(_uncounted(auto_bridge.hf_pretrained.config.num_hidden_layers, missing))) == len(missing)
+        count = f"{len(missing)} of {len(read)} weights"
+        is_further = all(_layer_of(name) >= config.num_hidden_layers for name in missing)
         fix = "Set num_nextn_predict_layers of config.json to 0." if is_further else "Is the download complete?"
-        yield f"{len(missing)} of {len(read)} weights are not in the folder: {_listed(missing)}. {fix}"
-    if auto_bridge.hf_pretrained.config.tie_word_embeddings and {_TIED_HEAD, _EMBEDDING} <= there:
-        pair = auto_bridge.hf_pretrained.state.source.load_tensors([_TIED_HEAD, _EMBEDDING])
-        if not torch.equal(pair[_TIED_HEAD], pair[_EMBEDDING]):
-            yield f"{_TIED_HEAD} is not {_EMBEDDING}, and its config.json says tie_word_embeddings. Set it to false."
-    known = read | set(_superfluous(auto_bridge, there))
-    if unread := sorted(name for name in there if name not in known and _QUANTIZED.sub("", name) not in known):
+        yield f"{count} are not in the folder: {_listed(missing)}. {fix}"
+    if config.tie_word_embeddings and not _is_again(auto_bridge, there, _TIED_HEAD, _EMBEDDING):
+        yield f"{_TIED_HEAD} is not {_EMBEDDING}, and its config.json says tie_word_embeddings. Set it to false."
+    for name, other in repeated.items():
+        if not _is_again(auto_bridge, there, name, other):
+            yield f"{name} is not {other}, which is trained in its place. Set num_nextn_predict_layers to 0."
+    known = read | repeated.keys() | set(_superfluous(config, there))
+    if unread := sorted(name for name in there if name not in known and parts.get(name) not in known):
         yield (
             f"{len(unread)} weights of the folder are no part of the model that its config.json describes: "
             f"{_listed(unread)}. Training it would leave them out."
@@ -75,22 +95,27 @@ def _without_name(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> li
     return [name for name in asked if table.megatron_to_hf_lookup(name) is None]
 
 
-def _superfluous(auto_bridge: "AutoBridge", there: set[str]) -> Iterator[str]:
+def _is_again(auto_bridge: "AutoBridge", there: set[str], name: str, other: str) -> bool:
+    """Whether a weight is another one again; true where one of them is not there."""
+    if not {name, other} <= there:
+        return True
+    pair = auto_bridge.hf_pretrained.state.source.load_tensors([name, other])
+    return torch.equal(pair[name], pair[other])
+
+
+def _superfluous(config: "PretrainedConfig", there: set[str]) -> Iterator[str]:
     """Buffers that are computed, a head that is the embedding, and layers that config.json does not count."""
-    config = auto_bridge.hf_pretrained.config
-    layers = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
-    yield from _uncounted(layers, there)
-    yield from (name for name in there if name.endswith("rotary_emb.inv_freq"))
+    for name in there:
+        if name.endswith("rotary_emb.inv_freq") or _layer_of(name) >= _num_layers(config):
+            yield name
     if config.tie_word_embeddings and _TIED_HEAD in there:
         yield _TIED_HEAD
 
 
-def _uncounted(num_layers: int, names: Iterable[str]) -> Iterator[str]:
-    """Those of layers behind so many."""
-    for name in names:
-        number = re.match(r"model\.layers\.(\d+)\.", name)
-        if number is not None and int(number[1]) >= num_layers:
-            yield name
+def _layer_of(name: str) -> int:
+    """The layer that a weight belongs to, counted from 0; -1 for none."""
+    number = re.match(r"model\.layers\.(\d+)\.", name)
+    return -1 if number is None else int(number[1])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -24,8 +24,9 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, WorkerError, where_else
 from nemo_rl_offload.megatron.build.bridge import bridge
 from nemo_rl_offload.megatron.build.export_files import copy_model_files, write_dtype
-from nemo_rl_offload.megatron.build.hf_model import make_provider
-from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read
+from nemo_rl_offload.megatron.build.hf_files import weight_files
+from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
+from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read, repeated_names
 from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
 from nemo_rl_offload.megatron.build.paged_stash import install_paged_stash
 from nemo_rl_offload.megatron.build.transformer_config import configure_provider
@@ -35,6 +36,7 @@ from nemo_rl_offload.paged_stash.rerun import StepGuard
 from nemo_rl_offload.runs.output import partial_of
 from nemo_rl_offload.specs.catalogue import read_config_file
 from nemo_rl_offload.specs.model_families import TORCH_LAYERS, needs_torch_layers
+from nemo_rl_offload.specs.model_keys import Content
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -138,8 +140,9 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
     with quiet():
         content = read_config_file(model_path / "config.json")
         with _named(model_path):
-            auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path))
+            auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path), **class_of(content))
             provider = make_provider(auto_bridge, content, model_path, policy["max_total_sequence_length"])
+        auto_bridge.hf_pretrained.state.source._key_to_filename_map_cache = _files_of_weights(model_path, content)
         num_parts = policy["megatron_cfg"]["tensor_model_parallel_size"]
         if provider.vocab_size % num_parts:
             raise ConfigError(
@@ -167,6 +170,13 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
             raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
     scheduler = learning_rate_scheduler(policy, optimizer, num_steps)
     return MegatronModel(chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler, guard)
+
+
+def _files_of_weights(model_path: Path, content: Content) -> dict[str, str]:
+    try:
+        return weight_files(model_path, is_quantized=bool(content.get("quantization_config")))
+    except ConfigError as error:
+        raise ConfigError(f"policy.model_name: {error}") from error
 
 
 def forget_probabilities(layer: MoELayer, *_: object) -> None:
@@ -244,6 +254,7 @@ def export_hf(
     expected = names_read(model.auto_bridge, model.modules)
     if dist.get_rank() == 0:
         assert weights.keys() == expected, f"an export without {expected ^ weights.keys()}"
+        weights |= {name: weights[other].clone() for name, other in repeated_names(model.auto_bridge).items()}
         with _absent_on_failure(partial, destination):
             if dtype is not None:
                 convert(weights, dtype)

@@ -318,7 +318,8 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (Exception, CheckpointException) as error:
-        free_bytes = shutil.disk_usage(folder).free if folder.exists() else 0
+        there = next(path for path in (folder, *folder.parents) if path.exists())  # it may have been removed meanwhile
+        free_bytes = shutil.disk_usage(there).free
         full = os.strerror(errno.ENOSPC)
         if full in str(error) or isinstance(error, OSError | CheckpointException) or free_bytes < 1 << 16:
             reason = full if full in str(error) or free_bytes < 1 << 16 else _reason(error)

@@ -7,7 +7,6 @@ tables do not fit. This provider keeps Transformer Engine's structure and parame
 `linear_qkv` and `linear_fc1`, `weight0..N` in experts) and takes fused torch operators instead (`attention`,
 `norms`, `torch_experts`).
 
-Limits: no sliding windows, no attention sinks: those are refused when the layer is built.
 Sequence parallelism works because a norm acts on each token alone.
 """
 

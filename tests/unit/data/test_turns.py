@@ -316,6 +316,13 @@ def test_a_template_without_a_generation_prompt_learns_no_header(make: Make) -> 
     assert counts.num_open == 3
 
 
+def test_a_template_that_always_prompts_is_refused_for_what_it_would_teach(make: Make) -> None:
+    tokenizer, end_ids = make(Style(NO_PROMPT + "{{ '<|assistant|>\\n' }}", "</s>", "</s>"))
+    with pytest.raises(DataError, match=r"chat_template: the template begins an assistant's turn behind every"):
+        ChatEncoder(tokenizer, None, end_ids)
+    ChatEncoder(tokenizer, "{question}", end_ids)
+
+
 def test_turns_without_an_end_are_counted_and_the_last_can_be_ended(make: Make) -> None:
     style = Style(NO_END, "</s>", "")
     counts, text = counted(make, style, CONVERSATIONS["several"])

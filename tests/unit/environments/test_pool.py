@@ -94,6 +94,13 @@ def test_whatever_a_scorer_does_costs_its_own_response_alone(
     assert pool.notices() == ["env.function: none of the 2 responses of this turn could be scored; all count 0."]
 
 
+def test_an_observation_with_half_a_character_costs_its_response(make_pool: Callable[..., EnvironmentPool]) -> None:
+    """No tokenizer takes it."""
+    pool = make_pool(*function("half_a_character"))
+    assert pool.step(episodes("x")) == [FAILED]
+    assert "raised UnicodeEncodeError: 'utf-8' codec can't encode character" in pool.notices()[0]
+
+
 @pytest.mark.parametrize(("there", "expected"), [(resource.RLIM_INFINITY, 500), (900, 500), (300, 300)])
 def test_a_limit_that_is_there_already_is_kept(there: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = []

@@ -25,6 +25,10 @@ def returns(messages: Messages, entry: Mapping[str, Any], what: Any = None) -> A
     return what
 
 
+def half_a_character(messages: Messages, entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {"reward": 1, "observation": "\ud800"}
+
+
 def takes_one_argument(messages: Messages) -> float:
     return 1.0
 

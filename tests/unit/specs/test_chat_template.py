@@ -6,6 +6,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.chat_template import (
     PASSTHROUGH,
     TurnTexts,
+    always_prompts,
     keeps_thinking,
     renderer,
     turn_texts,
@@ -70,3 +71,29 @@ def test_thinking_of_earlier_turns() -> None:
     assert keeps_thinking(renderer(CHATML, {"eos_token": "!"}))
     forgets = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
     assert not keeps_thinking(renderer(forgets, {"eos_token": "!"}))
+
+
+ALWAYS = CHATML.replace("{% if add_generation_prompt %}<assistant>{% endif %}", "<assistant>")
+SPOKEN = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
+INST = (
+    "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + eos_token }}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "always"),
+    [
+        (ALWAYS, True),
+        (CHATML, False),
+        (CHATML.partition("{% if")[0], False),
+        (SPOKEN, False),
+        (INST, False),
+        (PASSTHROUGH, False),
+    ],
+)
+def test_a_template_that_prompts_unasked(template: str, always: bool) -> None:
+    render = renderer(template, {"eos_token": "</s>"})
+    texts = turn_texts(render)
+    assert texts is not None
+    assert always_prompts(render, texts) == always

@@ -282,6 +282,8 @@ def test_the_catalogue_is_taken(name: str) -> None:
         ("gpt-oss-20b", "swiglu_limit", 5.0),
         ("gpt-oss-20b", "layer_types", ["linear_attention"] * 24),
         ("GLM-4.5-Air", "norm_topk_prob", False),
+        ("Qwen3-30B-A3B", "use_qk_norm", False),
+        ("Qwen3-30B-A3B", "rope_scaling", {"full_attention": {"rope_type": "linear", "factor": 2.0}}),
     ],
 )
 def test_a_value_that_is_not_honoured_is_refused_by_name(name: str, key: str, value: object) -> None:
@@ -319,6 +321,29 @@ def test_positions_that_depend_on_the_length(length: int | None, is_taken: bool)
 def test_keys_without_effect_are_told_apart() -> None:
     assert unknown_keys(PUBLIC["SmolLM2-135M"]) == ["is_llama_config", "rope_interleaved"]
     assert unknown_keys(PUBLIC["Llama-3.1-8B"] | {"clip_qkv": None, "_mine": 1}) == []
+
+
+def test_keys_of_positions_that_nobody_reads_have_their_path() -> None:
+    """As DeepSeek-R1-0528-Qwen3-8B has one."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.88, "original_max_position_embeddings": 32768}
+    assert unknown_keys(PUBLIC["Qwen3-30B-A3B"] | {"rope_scaling": yarn}) == ["rope_scaling.attn_factor"]
+
+
+def test_a_family_that_is_not_taken_has_no_keys_without_effect() -> None:
+    assert unknown_keys({"model_type": "olmo2", "vocab_size": 4, "mine": 1}) == []
+
+
+def test_norms_that_a_family_always_has() -> None:
+    """Qwen3-Coder's files name them."""
+    assert refusals(PUBLIC["Qwen3-30B-A3B"] | {"use_qk_norm": True, "qkv_bias": False}) == []
+
+
+@pytest.mark.parametrize(
+    "given", [{"rope_theta": None}, {"rope_scaling": {"rope_type": "default", "rope_theta": None}}]
+)
+def test_a_base_of_positions_is_a_number(given: dict[str, object]) -> None:
+    (refusal,) = refusals(PUBLIC["Llama-3.1-8B"] | {"rope_scaling": None} | given)
+    assert refusal.startswith("rope_theta null of config.json is not taken.")
 
 
 def test_what_needs_torch_layers() -> None:

@@ -109,6 +109,17 @@ def test_a_template_without_an_end_or_a_generation_prompt_is_said(make: Any, war
         assert r"has no generation prompt: it opens an assistant's turn with '<|im_start|>assistant\n'" in found
 
 
+def test_a_template_that_always_prompts_is_refused_where_answers_are_learned(
+    make: Any, check: Check, tmp_path: Path
+) -> None:
+    before, _, _ = CHATML.partition("{% if add")
+    make(before + "<|im_start|>assistant{{ '\\n' }}")
+    model = f"policy.model_name={tmp_path}"
+    with pytest.raises(ConfigError, match=r"begins an assistant's turn behind every conversation, .* learned behind"):
+        check(model, CHAT, *SFT)
+    check(model, CHAT)
+
+
 def test_thinking_that_a_rollout_keeps_is_said(make: Any, warnings: Warnings) -> None:
     turns = (
         "grpo.max_rollout_turns=2",
