@@ -92,7 +92,7 @@ def test_a_group_of_another_layout_samples_with_the_trained_weights(
         assert trained.keys() == held.keys()
         assert all(torch.equal(trained[name], held[name]) for name in trained)
         colocated = start(slots[2], laid_out(), tmp_path / "trained")
-        assert colocated.generate(prompts, SEED, END_ID) == responses
+        assert colocated.generate(prompts, SEED, (END_ID,)) == responses
         generator.stop()
         generator.stop()
         policy.shutdown()

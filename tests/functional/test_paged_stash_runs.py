@@ -32,7 +32,7 @@ SMALL = {
 @pytest.mark.parametrize("algorithm", SMALL)
 @pytest.mark.parametrize("beside", [PLAIN, OFFLOAD], ids=["alone", "offload"])
 def test_a_run(algorithm: str, beside: tuple[str, ...], tmp_path: Path) -> None:
-    folder = write_model("qwen3_moe", tmp_path / "model")
+    folder = write_model("qwen3_moe", tmp_path / "model", vocab_size=264)
     overrides = (
         f"policy.model_name={folder}",
         f"policy.tokenizer.name={folder}",

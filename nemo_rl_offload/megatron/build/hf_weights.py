@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from nemo_rl_offload.errors import ConfigError
 
@@ -39,8 +41,15 @@ def check_names(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"], source:
 
 
 def names_read(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> set[str]:
-    """Hugging Face's names of all parameters of the model, on whatever rank they are."""
-    return {name for task in auto_bridge.get_conversion_tasks(list(chunks)) if task for name in _names(task.mapping)}
+    """Hugging Face's names of all parameters of the model, on whatever rank they are. Every rank takes part.
+
+    Bridge tells those of all pipeline stages, and of this rank's experts.
+    """
+    here = {name for task in auto_bridge.get_conversion_tasks(list(chunks)) if task for name in _names(task.mapping)}
+    group = parallel_state.get_expert_model_parallel_group()
+    everywhere: list[set[str]] = [set()] * group.size()
+    dist.all_gather_object(everywhere, here, group=group)
+    return set().union(*everywhere)
 
 
 def repeated_names(auto_bridge: "AutoBridge") -> dict[str, str]:
