@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 
 from nemo_rl_offload.errors import nearest
 from nemo_rl_offload.specs.model_keys import (
+    DTYPE,
     LENGTH_LIMITS,
     PADDING,
     PARTIAL_ROTARY,
@@ -64,13 +65,12 @@ _NO_EFFECT = dict.fromkeys(
             "auto_map",
             "bos_token_id",
             "chunk_size_feed_forward",
-            "dtype",
             "eos_token_id",
             "id2label",
             "initializer_range",
         ),
         *("label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp"),
-        *("problem_type", "return_dict", "torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version"),
+        *("problem_type", "return_dict", "transformers_version", "unsloth_fixed", "unsloth_version"),
         *("use_cache", "max_new_tokens", "num_labels"),
     ),
     ignored("no effect"),
@@ -79,6 +79,8 @@ _DROPOUT = ignored("no effect: trained without dropout")
 _COMMON = {
     **_NO_EFFECT,
     "attention_dropout": _DROPOUT,
+    "dtype": DTYPE,
+    "torch_dtype": DTYPE,
     "hidden_dropout": _DROPOUT,
     "head_dim": even(or_null=True),
     "hidden_act": one_of(ACTIVATIONS),

@@ -114,6 +114,10 @@ def _padding(value: object, content: Content) -> str | None:
 
 PADDING = Key("no effect", _padding)
 
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+DTYPE = Key("no effect", lambda value, content: None if value is None or value in _DTYPES else ", ".join(_DTYPES))
+"""Of the file's weights; those of a run are `policy.precision`. transformers reads the file by it."""
+
 
 # --- positions
 

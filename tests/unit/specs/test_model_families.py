@@ -265,6 +265,7 @@ def test_the_catalogue_is_taken(name: str) -> None:
         ("Qwen2.5-7B", "rope_scaling", {"type": "su", "factor": 2.0}),
         ("Qwen2.5-7B", "rope_scaling", {"type": "linear"}),
         ("Qwen2.5-7B", "use_mrope", True),
+        ("Qwen2.5-7B", "dtype", "bf16"),
         ("Qwen2.5-7B", "hidden_act", "gelu_new"),
         ("Qwen2.5-7B", "num_key_value_heads", 5),
         ("Qwen2.5-7B", "quantization_config", {"quant_method": "awq"}),
