@@ -37,7 +37,8 @@ def test_no_third_outcome_in_a_sample() -> None:
 
 @pytest.mark.slow
 def test_no_third_outcome_in_the_whole_table() -> None:
-    counts, failed = failures(iter(table()), exports=True)
+    """`model_variants.py` exports each of them too."""
+    counts, failed = failures(iter(table()), exports=False)
     assert failed == []
     assert counts["honoured"] > 200
 
