@@ -132,11 +132,13 @@ def _experts(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> Non
         provider.moe_shared_expert_intermediate_size = num_shared * hf_config.moe_intermediate_size
     if hf_config.model_type == "qwen3_moe":
         step, dense = hf_config.decoder_sparse_step, hf_config.mlp_only_layers or []
-        provider.moe_layer_freq = [int(n not in dense and (n + 1) % step == 0) for n in range(provider.num_layers)]
-        if not any(provider.moe_layer_freq):
+        has_experts = [int(n not in dense and (n + 1) % step == 0) for n in range(provider.num_layers)]
+        if not any(has_experts):
             provider.num_moe_experts = None
-        # Bridge's own layers have experts everywhere. Those of plain torch take the place of either.
-        provider.transformer_layer_spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
+        elif not all(has_experts):  # a list changes the names in a checkpoint
+            provider.moe_layer_freq = has_experts
+            # Bridge's own layers have experts everywhere. Those of plain torch take the place of either.
+            provider.transformer_layer_spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
     if hf_config.model_type == "deepseek_v2" and hf_config.topk_method == "greedy":
         provider.moe_router_num_groups = provider.moe_router_group_topk = None
 
