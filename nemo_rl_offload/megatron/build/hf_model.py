@@ -122,7 +122,8 @@ def _windows(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> Non
     ]
     provider.window_size = (window - 1, 0) if window is not None and any(is_windowed) else None
     provider.window_attn_skip_freq = [int(one) for one in is_windowed] if any(is_windowed) else None
-    provider.cp_comm_type = "a2a" if any(is_windowed) and provider.context_parallel_size > 1 else None
+    if any(is_windowed):
+        provider.cp_comm_type = "a2a"  # Transformer Engine's ring has no windows
 
 
 def _experts(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None:
