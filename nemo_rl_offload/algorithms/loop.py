@@ -25,6 +25,7 @@ from nemo_rl_offload.runs.run_directory import (
     SUMMARY_FILE,
     WARNINGS_FILE,
     Checkpoints,
+    loop_state,
     recovery_hint,
 )
 from nemo_rl_offload.runs.run_files import (
@@ -131,9 +132,9 @@ class TrainingLoop(ABC):
             self.elapsed.go_on_from(0.0)
             self._data.load_state_dict(AT_START)  # the workers were restarted, the data may have been read before
             return None
-        folder, state, files = latest
+        folder, state = latest.folder, loop_state(latest)
         try:
-            self.policy.load_checkpoint(folder / POLICY, files)
+            self.policy.load_checkpoint(folder / POLICY, latest.policy_files)
         except CheckpointError as error:
             raise CheckpointError(f"{error} {recovery_hint(folder)}") from error
         self._data.load_state_dict(state["data"])

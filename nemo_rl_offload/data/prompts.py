@@ -97,7 +97,7 @@ class TrainingPrompts:
 
     def _next_prompt(self) -> Prompt:
         for _ in range(2 * len(self._order)):  # from anywhere, this covers one whole epoch
-            if self._position == len(self._order):
+            if self._position >= len(self._order):  # beyond, where the data became fewer
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._epoch_order()
             problem = self._problems[self._order[self._position]]

@@ -245,7 +245,7 @@ class SampleStream:
 
     def next_batch(self) -> list[Sample]:
         """Return the next samples."""
-        if self._position == self.num_batches:
+        if self._position >= self.num_batches:  # beyond, where the data became fewer
             self._epoch, self._position = self._epoch + 1, 0
             self._batches = self._epoch_batches()
         self._position += 1

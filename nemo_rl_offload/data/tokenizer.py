@@ -78,9 +78,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not Path(path).is_dir():
         raise DataError(f"policy.tokenizer.name: no folder '{path}'. Give a local folder with tokenizer.json.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise DataError(f"policy.tokenizer.name: no tokenizer loads from '{path}': {error}") from error
+        reason: object = error
+        if "trust_remote_code" in str(error):
+            reason = "it needs code of its own (auto_map), which is never run. Take one of a class of transformers"
+        raise DataError(f"policy.tokenizer.name: no tokenizer loads from '{path}': {reason}") from error
     if not tokenizer.encode(PROBE, add_special_tokens=False):
         raise DataError(
             f"policy.tokenizer.name: the tokenizer in '{path}' ({type(tokenizer).__name__}) encodes "

@@ -14,17 +14,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple, TypedDict
 
 import yaml
+from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError, with_config
 
 from nemo_rl_offload.config.full_schema import full_schema
 from nemo_rl_offload.config.types import defaults_of
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError, where_else
 from nemo_rl_offload.runs.inputs import INPUTS_FILE
-from nemo_rl_offload.runs.manifest import Manifest, check_contents, check_sizes, file_digest
+from nemo_rl_offload.runs.manifest import (
+    Manifest,
+    check_contents,
+    check_sizes,
+    file_digest,
+    read_checkpoint_json,
+    read_manifest,
+)
 from nemo_rl_offload.runs.output import write_json_atomic
-from nemo_rl_offload.runs.run_files import LoopState, TrainingInfo
+from nemo_rl_offload.runs.run_files import Count, LoopState, TrainingInfo
 
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
 FORMER_SUMMARY_FILE = "former_summary.json"
@@ -226,11 +234,19 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
+@with_config(ConfigDict(strict=True, extra="allow"))
+class CheckpointState(TypedDict):
+    """What `training_info.json` has of every checkpoint; a loop's own is in it too (`loop_state`)."""
+
+    step: Count
+    metric: FiniteFloat | None
+
+
 class Checkpoint(NamedTuple):
     """A checkpoint as it was found."""
 
     folder: Path
-    state: TrainingInfo
+    state: CheckpointState
     policy_files: Manifest
     """Files of the folder `policy`, by their names there."""
 
@@ -239,30 +255,39 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint's own files, and compare the sizes of all others.
 
     Raises:
-        CheckpointError: something is missing or has another size; the message says how to go on.
+        CheckpointError: something is missing, has another size, or is no file of the folder; the message says how to
+            go on.
     """
     try:
-        manifest: Manifest = _read_json(folder / MANIFEST_FILE)
+        manifest = read_manifest(folder, MANIFEST_FILE)
+        if STATE_FILE not in manifest:
+            raise CheckpointError(f"{folder} is damaged: {MANIFEST_FILE} does not name {STATE_FILE}.")
         check_sizes(folder, manifest)
         check_contents(folder, manifest, [STATE_FILE])
         state = read_state(folder)
+        if (match := _STEP.fullmatch(folder.name)) and state["step"] != int(match[1]):
+            raise CheckpointError(f"{folder} is damaged: {STATE_FILE} is of step {state['step']}.")
     except CheckpointError as error:
         raise CheckpointError(f"{error} {recovery_hint(folder)}") from error
     files = {name.removeprefix(f"{POLICY}/"): digest for name, digest in manifest.items() if name != STATE_FILE}
     return Checkpoint(folder, state, files)
 
 
-def read_state(folder: Path) -> TrainingInfo:
+def read_state(folder: Path) -> CheckpointState:
     """The driver's own state in a checkpoint; CheckpointError where it cannot be read."""
-    state: TrainingInfo = _read_json(folder / STATE_FILE)
-    return state
+    return read_checkpoint_json(folder, STATE_FILE, TypeAdapter(CheckpointState))
 
 
-def _read_json(path: Path) -> Any:
+def loop_state(checkpoint: Checkpoint) -> TrainingInfo:
+    """Where the loop stands that wrote a checkpoint. Raises CheckpointError: that is missing, or is something else."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.parent} is damaged: {path.name} cannot be read: {error}.") from error
+        return TypeAdapter(TrainingInfo).validate_python(checkpoint.state)
+    except ValidationError as error:
+        first, folder = error.errors(include_url=False, include_input=False)[0], checkpoint.folder
+        raise CheckpointError(
+            f"{folder} is damaged: {STATE_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}. "
+            f"{recovery_hint(folder)}"
+        ) from error
 
 
 def recovery_hint(folder: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, NotRequired, TypedDict
 
 import yaml
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.paged_stash.stats import StashStats
@@ -18,6 +18,14 @@ from nemo_rl_offload.paged_stash.stats import StashStats
 _MEASURABLE = Field(ge=0, lt=1 << 63)
 Amount = Annotated[float, _MEASURABLE]
 Count = Annotated[int, _MEASURABLE]
+Metric = Annotated[float, BeforeValidator(lambda value: float("nan") if value is None else value)]
+"""JSON has null for what is no number."""
+
+
+def _check_place(place: dict[str, int]) -> dict[str, int]:
+    if missing := {"epoch", "position"} - place.keys():
+        raise ValueError(f"{min(missing)} is missing")
+    return place
 
 
 class MetricRecord(TypedDict):
@@ -134,15 +142,15 @@ class Summary(LoopSummary):
 class LoopState(TypedDict):
     """Where a loop stands, beside its step."""
 
-    data: dict[str, int]
-    """The place in the data stream."""
+    data: Annotated[dict[str, Count], AfterValidator(_check_place)]
+    """The place in the data stream: an epoch and a position."""
     validation: Validation
-    train: dict[str, float]
+    train: dict[str, Metric]
     """Metrics of the last step."""
-    validation_metrics: dict[str, float]
-    num_skipped: int
+    validation_metrics: dict[str, Metric]
+    num_skipped: Count
     totals: NotRequired[RunTotals]
-    wall_seconds: NotRequired[float]
+    wall_seconds: NotRequired[Amount]
 
 
 class TrainingInfo(LoopState):

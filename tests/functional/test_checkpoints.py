@@ -1,10 +1,13 @@
 """Checkpoints: a resumed run is the run that was never stopped, bit for bit; anything else is refused."""
 
+import io
+import os
+import pickle
 import resource
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +221,46 @@ def test_megatron_refuses_to_distribute_sgd(build: Build) -> None:
         build("qwen2", "optimizer.optimizer=sgd", "optimizer.use_distributed_optimizer=true")
 
 
+def test_weights_alone_are_read_as_an_export_does(build: Build, model_folder: Any, saved: Path, tmp_path: Path) -> None:
+    model = build_model(make_policy(), model_folder("qwen2"), num_steps=None)
+    checkpoint.load(model, saved)
+    whole = build("qwen2")
+    checkpoint.load(whole, saved)
+    assert same_tensors(weights_of(model), weights_of(whole))
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    put_code(folder, "common", tmp_path / "canary")
+    with pytest.raises(CheckpointError, match=r"names posix\.system"):
+        checkpoint.load(model, folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"copy"}
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp"])
+def test_links_and_pipes_in_a_checkpoint_are_not_followed(name: str, build: Build, saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    manifest = {path.name: file_digest(path) for path in folder.iterdir()}
+    model = build("qwen2")
+    (folder / name).rename(tmp_path / "outside")
+    (folder / name).symlink_to(tmp_path / "outside")
+    for read in (lambda: checkpoint.verify(folder, manifest), lambda: checkpoint.load(model, folder)):
+        with pytest.raises(CheckpointError, match=rf"{folder}.*{name} cannot be read: it is a link, and no plain file"):
+            read()
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    for read in (lambda: checkpoint.verify(folder, manifest), lambda: checkpoint.load(model, folder)):
+        with pytest.raises(CheckpointError, match=rf"{folder}.*{name} cannot be read: it is a pipe, and no plain file"):
+            read()
+
+
+def test_a_part_that_the_manifest_does_not_name_is_refused(saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    manifest = {path.name: file_digest(path) for path in folder.iterdir()}
+    (folder / ".nfs0001").touch()
+    checkpoint.verify(folder, manifest)
+    shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
+    with pytest.raises(CheckpointError, match=rf"{folder} is damaged: __1_0\.distcp is not named in the manifest"):
+        checkpoint.verify(folder, manifest)
+
+
 def test_missing_folder(build: Build, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{tmp_path / 'nothing'} is not a checkpoint"):
         checkpoint.load(build("qwen2"), tmp_path / "nothing")
@@ -257,8 +300,62 @@ def test_truncated_file(build: Build, saved: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "copy"))
     data = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=f"{folder} cannot be read into this model"):
+    with pytest.raises(CheckpointError, match=rf"{data} \(.*\) is damaged: it ends too early"):
         checkpoint.load(build("qwen2"), folder)
+
+
+class Gadget:
+    """Runs a program where it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.canary}",)
+
+
+def put_code(folder: Path, place: str, canary: Path) -> None:
+    """Write a gadget to a part of a checkpoint."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    if place == "common.pt":
+        torch.save(Gadget(canary), folder / place)
+    elif place == ".metadata":
+        metadata.planner_data = Gadget(canary)
+    else:
+        stream = io.BytesIO()
+        value: Any = [Gadget(canary)]
+        if place == "layer":
+            value = [{"model0": {"decoder.layers.0.self_attention.core_attention._extra_state": torch.ones(1)}}]
+        torch.save(value, stream, _use_new_zipfile_serialization=place != "legacy")
+        name = {"random": "random_state", "weight": "embedding"}.get(place, "common_state")
+        ((index, info),) = [pair for pair in metadata.storage_data.items() if pair[0].fqn.startswith(name)]
+        content = (folder / info.relative_path).read_bytes()
+        (folder / info.relative_path).write_bytes(content + stream.getvalue())
+        metadata.storage_data[index] = replace(info, offset=len(content), length=len(stream.getvalue()))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (".metadata", r"\.metadata names posix\.system, which no checkpoint .* Nothing of it was run\."),
+        ("common.pt", r"common\.pt: no part of a checkpoint that this program writes"),
+        ("common", r"__0_0\.distcp \(common_state/shard_0_1\) names posix\.system, which"),
+        ("legacy", r"__0_0\.distcp \(common_state/shard_0_1\) is damaged: it is no archive of torch"),
+        ("layer", r"__0_0\.distcp \(common_state/shard_0_1\) is damaged: it is not made of layout, optimizer, sch"),
+        ("random", r"__0_0\.distcp \(random_state/shard_0_1\) names posix\.system, which"),
+        ("weight", r"__0_0\.distcp \(embedding\.word_embeddings\.weight\) names posix\.system, which"),
+    ],
+)
+def test_code_in_a_checkpoint_is_refused_by_name(
+    place: str, message: str, build: Build, saved: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    put_code(folder, place, tmp_path / "canary")
+    with pytest.raises(CheckpointError, match=rf"^{folder}/{message}") as caught:
+        checkpoint.load(build("qwen2"), folder)
+    assert len(str(caught.value).splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"copy"}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

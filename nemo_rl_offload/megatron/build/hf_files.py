@@ -6,6 +6,7 @@ another program's copy of the weights, or the parts of an earlier version, would
 
 import json
 from collections.abc import Iterable
+from os.path import basename
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,9 @@ from nemo_rl_offload.errors import ConfigError
 WHOLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 TRAINED_TYPES = ("F64", "F32", "F16", "BF16")
 """Of weights that are read as they are, in the words of safetensors."""
+MAX_HEADER_BYTES = 16 << 20
+"""Of what stands before the weights of a file: some 100 bytes for each. The largest public models have 90,000."""
+MAX_INDEX_BYTES = 64 << 20
 _DOWNLOAD = "Is the download complete?"
 
 
@@ -32,13 +36,11 @@ def weight_files(folder: Path, *, is_quantized: bool) -> dict[str, str]:
     if (folder / WHOLE).is_file():
         return _in_files(folder, [WHOLE], is_quantized)
     if (folder / INDEX).is_file():
-        try:
-            named = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{folder / INDEX} cannot be read: {error!r}. {_DOWNLOAD}") from error
-        if missing := sorted(name for name in named if not (folder / name).is_file()):
+        named = _named_in_index(folder / INDEX)
+        there = {file.name for file in folder.iterdir()}
+        if missing := [name for name in named if name not in there]:
             raise ConfigError(f"{folder}: files that {INDEX} names are not there: {', '.join(missing)}. {_DOWNLOAD}")
-        return _in_files(folder, sorted(named), is_quantized)
+        return _in_files(folder, named, is_quantized)
     if not (names := sorted(file.name for file in folder.glob("model*.safetensors"))):
         others = sorted(file.name for file in folder.glob("*.bin"))
         of_pickle = f" It has {', '.join(others)}: save the model anew with save_pretrained." if others else ""
@@ -46,12 +48,56 @@ def weight_files(folder: Path, *, is_quantized: bool) -> dict[str, str]:
     return _in_files(folder, names, is_quantized)
 
 
+def _named_in_index(path: Path) -> list[str]:
+    try:
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise ConfigError(f"{path}: has more than {MAX_INDEX_BYTES >> 20} MiB, which no index of weights has.")
+        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+        strange = [name for name in named if not isinstance(name, str) or name in ("", ".", "..", INDEX)]
+        if strange := strange or [name for name in named if basename(name) != name or not name.isprintable()]:
+            raise ConfigError(f"{path}: names {str(strange[0])[:100]!r}, which is no file of its folder. {_DOWNLOAD}")
+        return sorted(set(named))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} cannot be read: {error!r}. {_DOWNLOAD}") from error
+
+
+def _header(path: Path) -> bytes:
+    """What stands before the weights. Raises ConfigError: it is too much, or there is no file."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: is no file. {_DOWNLOAD}")
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        if MAX_HEADER_BYTES < num_bytes < path.stat().st_size:
+            raise ConfigError(
+                f"{path}: its header has {num_bytes >> 20} MiB, more than {MAX_HEADER_BYTES >> 20}. Save the model "
+                "anew with save_pretrained, in several files."
+            )
+        return file.read(min(num_bytes, MAX_HEADER_BYTES))
+
+
+def _check_once(path: Path, header: bytes) -> None:
+    """Of two entries of one name, the library takes the later one."""
+
+    def as_dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            name = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+            raise ConfigError(f"{path}: its header has {name[:100]!r} twice. {_DOWNLOAD}")
+        return found
+
+    json.loads(header, object_pairs_hook=as_dict)
+
+
 def _in_files(folder: Path, names: Iterable[str], is_quantized: bool) -> dict[str, str]:
     files: dict[str, str] = {}
     others: list[str] = []
     for name in names:
         try:
+            header = _header(folder / name)
             with safe_open(folder / name, framework="pt") as file:
+                _check_once(folder / name, header)
                 for weight in file.keys():  # noqa: SIM118  # no mapping
                     files[weight] = name
                     if not is_quantized and (kind := file.get_slice(weight).get_dtype()) not in TRAINED_TYPES:

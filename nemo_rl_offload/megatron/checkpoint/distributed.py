@@ -14,7 +14,7 @@ in host memory, where Megatron would give it the weights of a model on the CPU t
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
@@ -33,11 +33,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_offload.errors import CheckpointError, ResourceError
 from nemo_rl_offload.megatron.build.model import MegatronModel
+from nemo_rl_offload.megatron.checkpoint.reader import FORMAT_FILE, METADATA_FILE, PARTS, reading
 from nemo_rl_offload.megatron.protocols import GradientBuffer
 from nemo_rl_offload.runs.manifest import Manifest, check_contents, file_digest
+from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
-COMPLETING_FILES = (".metadata", "metadata.json")
+COMPLETING_FILES = (METADATA_FILE, FORMAT_FILE)
 """What Megatron writes when every rank is done."""
+MAX_REASON = 500
+"""Characters of what Megatron says of an error, which may have all names of a checkpoint."""
 
 type _Bucket = tuple[str, str, tuple[list[object], list[tuple[object, torch.Tensor]]]]
 """A file of a rank as Megatron's writer takes it: its path, its name, and what it holds, bytes and tensors."""
@@ -168,8 +172,12 @@ def verify(folder: Path, manifest: Manifest) -> None:
     """Read every file of the checkpoint, divided among the ranks.
 
     Raises:
-        CheckpointError: one is not what was written.
+        CheckpointError: one is not what was written, or none that the manifest names.
     """
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    parts = {name for name in there if name in COMPLETING_FILES or PARTS.fullmatch(name)}
+    if strange := sorted(parts - manifest.keys()):
+        raise CheckpointError(f"{folder} is damaged: {strange[0]} is not named in the manifest.")
     check_contents(folder, manifest, sorted(manifest)[dist.get_rank() :: dist.get_world_size()])
 
 
@@ -181,14 +189,18 @@ def load(model: MegatronModel, folder: Path) -> None:
         CheckpointError: the folder is no checkpoint, is damaged, or belongs to another model. The model's values are
             undefined then: they are read in place.
     """
-    if not (folder / "metadata.json").is_file():
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no metadata.json")
+    with _explained(folder), reading(folder):
+        _load(model, folder)
+
+
+def _load(model: MegatronModel, folder: Path) -> None:
     if model.optimizer is None or model.scheduler is None:
-        _load_weights(model, _read(lambda: _sharded_weights(model), folder))
+        _load_weights(model, dist_checkpointing.load(_sharded_weights(model), str(folder)))
         return
     for optimizer in _optimizers(model):
         _prepare(optimizer)
-    state = _read(lambda: _with_random_state(_sharded_state(model, is_loading=True), folder), folder)
+    wanted = _with_random_state(_sharded_state(model, is_loading=True), folder)
+    state: StateDict = dist_checkpointing.load(wanted, str(folder))
     _load_weights(model, state)
     _regroup(state["optimizer"], _optimizers(model), folder)
     with torch.no_grad():
@@ -206,17 +218,24 @@ def _with_random_state(state: ShardedStateDict, folder: Path) -> ShardedStateDic
     return state | {"random_state": _random_state()} if is_alike else state
 
 
-def _read(wanted: Callable[[], ShardedStateDict], folder: Path) -> StateDict:
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Whatever goes wrong in Megatron's hands is the checkpoint's fault; but not a lack of device memory."""
     try:
-        state: StateDict = dist_checkpointing.load(wanted(), str(folder))
+        yield
+    except CheckpointError:
+        raise
     except (Exception, CheckpointException) as error:
-        reason, cause = _reason(error), "is it damaged, or of another model?"
+        failed = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        for each in failed:
+            if isinstance(each, CheckpointError) or is_out_of_memory(each):
+                raise each from error
+        reason, cause = _reason(error)[:MAX_REASON], "is it damaged, or of another model?"
         if "shape mismatch" in reason:
             cause = (
                 "it is of another one. Has the model in policy.model_name changed since the run began? Bring it back."
             )
         raise CheckpointError(f"{folder} cannot be read into this model; {cause} {reason}") from error
-    return state
 
 
 def _load_weights(model: MegatronModel, state: StateDict) -> None:

@@ -99,7 +99,8 @@ class FakePolicy:
 
     def offload_stats(self) -> dict[str, Any]:
         zeros = dict.fromkeys((*OFFLOAD_COUNTERS, "peak_host_bytes"), 0)
-        return zeros | {"bytes_out": 1000 * (self.weight - self.loaded_weight)}
+        named = {"engine": "native", "modules": [], "per_module": {}}
+        return zeros | named | {"bytes_out": 1000 * (self.weight - self.loaded_weight)}
 
     def idle_modules(self) -> list[str]:
         return [f"{name} after {self.weight} steps" for name in self.idle]

@@ -122,3 +122,28 @@ def test_no_template_takes_the_chat_template_or_says_that_there_is_none(tmp_path
         DataError, match=r"policy\.tokenizer\.chat_template: the template refuses a question: no system"
     ):
         encode_prompt(load_tokenizer(tmp_path), None, "a")
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+def test_code_beside_a_tokenizer_is_not_run_and_nobody_is_asked(
+    in_config: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = tmp_path / "own", []
+    make_byte_tokenizer(folder)
+    for name in ("mine.py", "configuration_mine.py"):
+        (folder / name).write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\nclass Mine:\n    pass\n")
+    path = folder / "tokenizer_config.json"
+    content = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
+    path.write_text(json.dumps(content | {"tokenizer_class": "Mine"}))
+    if in_config:
+        Qwen2Config().save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text()) | {"model_type": "mine"}
+        config["auto_map"] = {"AutoConfig": "configuration_mine.Mine", "AutoTokenizer": ["mine.Mine", None]}
+        (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
+    with pytest.raises(
+        DataError, match=r"own': it needs code of its own \(auto_map\), which is never run\. Take one of"
+    ):
+        load_tokenizer(folder)
+    assert asked == []
+    assert not (tmp_path / "canary").exists()
