@@ -3,7 +3,8 @@
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TextIO, get_args
@@ -13,11 +14,11 @@ from nemo_rl_offload.cluster.signals import EXIT_CODE, Termination
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_rl_offload.config.schema import DistillationConfig, DPOConfig, GRPOConfig, MasterConfig, SFTConfig
-from nemo_rl_offload.errors import CheckpointError, TrainingError, WorkerError
+from nemo_rl_offload.errors import CheckpointError, ResourceError, TrainingError, WorkerError
 from nemo_rl_offload.observability.logger import MetricLogger
 from nemo_rl_offload.observability.progress import Progress
 from nemo_rl_offload.policy.interface import PolicyInterface
-from nemo_rl_offload.runs.output import write_json_atomic
+from nemo_rl_offload.runs.output import OptionalLog, RunFolder, write_json_atomic
 from nemo_rl_offload.runs.run_directory import (
     MEMORY_FILE,
     POLICY,
@@ -27,6 +28,7 @@ from nemo_rl_offload.runs.run_directory import (
     Checkpoints,
     loop_state,
     recovery_hint,
+    remove_unfinished,
 )
 from nemo_rl_offload.runs.run_files import (
     LoopState,
@@ -102,6 +104,8 @@ class TrainingLoop(ABC):
         self.loss = loss_of(config)
         saving = config["checkpointing"]
         self._run_dir = run_dir
+        self.folder = RunFolder(run_dir)
+        self._warnings = OptionalLog(run_dir / WARNINGS_FILE)
         self._peak_flops_per_s = policy.peak_flops_per_s()
         self._checkpoints = Checkpoints(run_dir, saving["keep_top_k"], saving["higher_is_better"])
         self._pending: tuple[int, LoopState, float | None] | None = None
@@ -163,12 +167,13 @@ class TrainingLoop(ABC):
             if is_traced:
                 self.policy.start_memory_trace()
             self.train_metrics = self.train_step()
+            self.folder.check()
             if is_traced:
-                trace: MemoryOfStep = {"step": self.step, "samples": self.policy.finish_memory_trace()}
-                write_json_atomic(self._run_dir / MEMORY_FILE, trace)
+                self._warn(self._keep_trace(), progress)
             logger.log(self.train_metrics, self.step, "train")
             progress.update(self.step, **{name: self.train_metrics.get(name) for name in self.progress_metrics})
             self._warn([*self.notices(), *(self.policy.idle_modules() if self.step == first_step else [])], progress)
+            self._warn(logger.notices(), progress)
             self._watch_skipped()
             at_end = self.step == self.num_steps
             if (section["val_at_end"] and at_end) or (section["val_period"] and self.step % section["val_period"] == 0):
@@ -176,13 +181,17 @@ class TrainingLoop(ABC):
             ends_early = termination.is_requested and not at_end
             is_due = at_end or ends_early or self.step % saving["save_period"] == 0
             # An optimizer that has never taken a step has no state, which Megatron cannot load again.
-            if saving["enabled"] and is_due and self.num_skipped < self.step:
-                self.save()
-            if self._pending and (at_end or ends_early or self.policy.checkpoint_is_written()):
-                self._finish_save()
+            with self.folder.written_to():
+                if saving["enabled"] and is_due and self.num_skipped < self.step:
+                    self.save()
+                if self._pending and (at_end or ends_early or self.policy.checkpoint_is_written()):
+                    self._finish_save()
+            self._warn(self._checkpoints.notices(), progress)
             if ends_early:
                 sys.exit(EXIT_CODE)
-        self._warn(self.notices(), progress)
+        self.folder.check()
+        logger.close()
+        self._warn([*self.notices(), *logger.notices()], progress)
 
     def notices(self) -> list[str]:
         """What the workers have warned of since the last call."""
@@ -190,11 +199,18 @@ class TrainingLoop(ABC):
 
     def _warn(self, texts: Sequence[str], progress: Progress) -> None:
         if texts:
-            lines = [f"warning: {text}" for text in texts]
-            for line in lines:
-                progress.note(line)
-            with (self._run_dir / WARNINGS_FILE).open("a", encoding="utf-8") as file:
-                file.writelines(f"step {self.step}: {line}\n" for line in lines)
+            text = "".join(f"step {self.step}: warning: {text}\n" for text in texts)
+            for line in (*texts, *self._warnings.append(text)):
+                progress.note(f"warning: {line}")
+
+    def _keep_trace(self) -> list[str]:
+        """Write what was sampled of this step's memory; returns what to warn of."""
+        trace: MemoryOfStep = {"step": self.step, "samples": self.policy.finish_memory_trace()}
+        try:
+            write_json_atomic(self._run_dir / MEMORY_FILE, trace)
+        except ResourceError as error:
+            return [f"{error} The run goes on without it."]
+        return []
 
     def _watch_skipped(self) -> None:
         """Count steps of which every update was skipped, and end a run that has too many of them in a row."""
@@ -350,20 +366,23 @@ def run_loop(
     `groups_per_slot` worker groups share each slot of the cluster. Returns the summary, also written to `run_dir`.
     Raises a NemoRLOffloadError for everything that a user can mend.
     """
-    elapsed = Elapsed()
+    elapsed, folder, restarts = Elapsed(), RunFolder(run_dir), OptionalLog(run_dir / RESTARTS_FILE)
     allowed = config["fault_tolerance"]["max_restarts"]
     say("Starting Ray")
-    with VirtualCluster(**config["cluster"], groups_per_slot=groups_per_slot) as cluster:
+    with (
+        _nothing_unfinished(run_dir, folder),
+        VirtualCluster(**config["cluster"], groups_per_slot=groups_per_slot) as cluster,
+    ):
         for num_restarts in count():
             try:
-                found = _run_once(config, run_dir, say, progress_stream, build, cluster, elapsed)
+                found = _run_once(config, run_dir, say, progress_stream, build, cluster, elapsed, folder)
                 break
             except WorkerError as error:
                 if num_restarts == allowed:
                     raise
-                say(f"{error}\nRestarting the workers ({num_restarts + 1} of {allowed})")
-                with (run_dir / RESTARTS_FILE).open("a") as file:
-                    file.write(f"{error}\n{error.details}\n")
+                folder.check()
+                unsaid = [f"warning: {text}" for text in restarts.append(f"{error}\n{error.details}\n")]
+                say("\n".join([str(error), *unsaid, f"Restarting the workers ({num_restarts + 1} of {allowed})"]))
             cluster.renew()
         summary: Summary = {
             **found,
@@ -372,8 +391,20 @@ def run_loop(
             "restarts": num_restarts,
             "run_dir": str(run_dir),
         }
+    folder.check()
     write_json_atomic(run_dir / SUMMARY_FILE, summary)
     return summary
+
+
+@contextmanager
+def _nothing_unfinished(run_dir: Path, folder: RunFolder) -> Iterator[None]:
+    """Remove the checkpoint that was under way in the background when the run ended, once no worker writes there."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if folder.is_there():
+                remove_unfinished(run_dir)
 
 
 def _run_once(
@@ -384,12 +415,14 @@ def _run_once(
     build: Callable[[VirtualCluster], TrainingLoop],
     cluster: VirtualCluster,
     elapsed: Elapsed,
+    folder: RunFolder,
 ) -> LoopSummary:
     say(f"Loading the model on {cluster.world_size} {cluster.device} worker(s)")
     loop = build(cluster)
-    loop.elapsed = elapsed
-    if folder := loop.resume():
-        say(f"Resuming from {folder}")
+    loop.elapsed, loop.folder = elapsed, folder
+    folder.check()
+    if checkpoint := loop.resume():
+        say(f"Resuming from {checkpoint}")
     saving = config["checkpointing"]["enabled"]
     with (
         MetricLogger(run_dir, config["logger"], config) as logger,

@@ -37,25 +37,19 @@ def table(figures: Sequence[Figures], means_something: bool) -> Table:
     return result
 
 
-def write(folder: Path, name: str, data: Results, figures: Sequence[Figures]) -> list[Path]:
-    """Write `name`.json and `name`.png into `folder`; returns their paths."""
-    paths = [write_json(folder / f"{name}.json", data), folder / f"{name}.png"]
-    _plot(paths[1], data, figures)
-    return paths
-
-
 def write_json(path: Path, data: Mapping[str, object], indent: int | None = 1) -> Path:
     """Write it aside, then rename; returns its path. Without `indent` all of it is one line.
 
     Raises:
         ResourceError: it cannot be written.
     """
-    with written_aside(path) as aside:
-        aside.write_text(json.dumps(data, indent=indent) + "\n", encoding="utf-8")
+    with written_aside(path) as file:
+        file.write((json.dumps(data, indent=indent) + "\n").encode())
     return path
 
 
-def _plot(path: Path, data: Results, figures: Sequence[Figures]) -> None:
+def plot(path: Path, data: Results, figures: Sequence[Figures]) -> None:
+    """Write the picture of device memory against step time. Raises ResourceError: it cannot be written."""
     points = []
     for each in figures:
         if each.error is None:

@@ -77,6 +77,6 @@ def plot(path: Path, data: Mapping[str, object], copies: Sequence[CopyFigures], 
     right.set_xlabel("peak device memory, GiB")
     right.set_ylabel("step, ms")
     figure.suptitle(data["device"])
-    with written_aside(path) as aside:
-        figure.savefig(aside, dpi=120, format="png")
+    with written_aside(path) as file:
+        figure.savefig(file, dpi=120, format="png")
     pyplot.close(figure)

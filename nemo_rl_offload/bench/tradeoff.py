@@ -47,6 +47,6 @@ def draw_tradeoff(path: Path, title: str, points: Sequence[Point]) -> None:
     axes.set_title(title)
     if points:
         figure.legend(loc="outside right upper", fontsize=7, handletextpad=0.2, frameon=False)
-    with written_aside(path) as aside:
-        figure.savefig(aside, dpi=120, format="png")
+    with written_aside(path) as file:
+        figure.savefig(file, dpi=120, format="png")
     pyplot.close(figure)

@@ -100,7 +100,8 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
                 console.print(f"warning: {warning}", style="yellow", markup=False)
             with _warnings_as_lines(console):
                 _train(options.algorithm, checked.config, run_dir, console)
-            (run_dir / ERROR_FILE).unlink(missing_ok=True)  # of a start before this one
+            with contextlib.suppress(OSError):
+                (run_dir / ERROR_FILE).unlink(missing_ok=True)  # of a start before this one
         _show_summary(summary_file, options.format, console)
     return 0
 
@@ -109,16 +110,15 @@ def _note_inputs(run_dir: Path, config: "MasterConfig") -> list[str]:
     """Keep which files the run reads; returns what changed since a run that goes on was last started."""
     from nemo_rl_offload.data.inputs import changed_inputs, read_inputs_of
     from nemo_rl_offload.runs.inputs import read_inputs, write_inputs
-    from nemo_rl_offload.runs.output import writing_in_run
+    from nemo_rl_offload.runs.output import OptionalLog
     from nemo_rl_offload.runs.run_directory import CHECKPOINTS, WARNINGS_FILE, steps_in
 
     there, here = read_inputs(run_dir), read_inputs_of(config)
     steps = steps_in(run_dir / CHECKPOINTS)
     found = list(changed_inputs(config, there, here)) if steps and there is not None else []
     if found:
-        path = run_dir / WARNINGS_FILE
-        with writing_in_run(path), path.open("a", encoding="utf-8") as file:
-            file.writelines(f"step {steps[-1]}: warning: {line}\n" for line in found)
+        lines = "".join(f"step {steps[-1]}: warning: {line}\n" for line in found)
+        found += OptionalLog(run_dir / WARNINGS_FILE).append(lines)
     write_inputs(run_dir, here)
     return found
 
@@ -235,12 +235,12 @@ def _warnings_as_lines(console: "Console") -> Iterator[None]:
 
 
 def _show_summary(path: Path, form: str, console: "Console") -> None:
-    from nemo_rl_offload.runs.run_files import Summary, read_json
+    from nemo_rl_offload.runs.run_files import Summary, read_json, read_log
 
     recovery_hint = "Move it away, and the run goes on where it ended."
     if form == "json":
         read_json(path, dict, recovery_hint)
-        print(path.read_text(encoding="utf-8"), end="", flush=True)
+        print(read_log(path), end="", flush=True)
         return
     from nemo_rl_offload.observability.summary_table import summary_table
 
@@ -259,11 +259,16 @@ def _keep_details(error: NemoRLOffloadError, run_dirs: list[Path]) -> None:
     """Put the traceback, a worker's own above all, into the run directory."""
     if not run_dirs:
         return
+    from nemo_rl_offload.runs.output import RunFolderGoneError
+    from nemo_rl_offload.runs.plain_files import written_anew
     from nemo_rl_offload.runs.run_directory import ERROR_FILE
 
+    if isinstance(error, RunFolderGoneError):
+        return
     path = run_dirs[0] / ERROR_FILE
     with contextlib.suppress(OSError):  # the disk may be what failed, and the message is on the screen
-        path.write_text(error.details + "".join(traceback.format_exception(error)))
+        with written_anew(path) as file:
+            file.write((error.details + "".join(traceback.format_exception(error))).encode(errors="backslashreplace"))
         print(f"Details: {path}", file=sys.stderr)
 
 

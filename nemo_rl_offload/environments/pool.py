@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from nemo_rl_offload.environments.interface import UNFINISHED, Episode, Score
 from nemo_rl_offload.environments.process import ProcessEndedError, ScorerProcess
 from nemo_rl_offload.environments.worker import Setup
 from nemo_rl_offload.errors import ConfigError, WorkerError
+from nemo_rl_offload.runs.output import OptionalLog
 from nemo_rl_offload.runs.run_directory import SCORERS_FILE
 from nemo_rl_offload.units import parse_bytes
 
@@ -104,10 +106,11 @@ class EnvironmentPool:
         setup = Setup(scorer, arguments, None if memory_limit is None else parse_bytes(memory_limit))
         self._section = section
         self._log = log
+        self._failures = OptionalLog(log)
         self._timeout_s = float("inf") if timeout_s is None else timeout_s
         self._memory_limit = memory_limit
         self._told: set[str] = set()
-        self._notices: list[str] = []
+        self._notices = self._failures.append("")
         self._workers = [_Worker(setup, log) for _ in range(num_workers)]
         self._kill_all = weakref.finalize(self, _kill_all, self._workers)
 
@@ -130,8 +133,9 @@ class EnvironmentPool:
     def shutdown(self) -> None:
         """End the processes."""
         self._kill_all()
-        if self._log.exists() and not self._log.stat().st_size:
-            self._log.unlink()
+        with suppress(OSError):
+            if not self._log.stat().st_size:
+                self._log.unlink()
 
     def _score(self, episodes: Sequence[Episode]) -> list[Score]:
         assert self._kill_all.alive, "asked after shutdown"
@@ -238,8 +242,7 @@ class EnvironmentPool:
         if kind not in self._told:
             self._told.add(kind)
             self._notices.append(f"{self._section}: {text}")
-            with self._log.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(f"{self._notices[-1]}\n{details}\n")
+            self._notices += self._failures.append(f"{self._notices[-1]}\n{details}\n")
 
 
 def _with_details[E: (ConfigError, WorkerError)](error: E, message: Mapping[str, Any]) -> E:

@@ -31,10 +31,11 @@ import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nemo_rl_offload.environments.interface import Episode
 from nemo_rl_offload.environments.worker import Setup
+from nemo_rl_offload.runs.plain_files import open_to_append
 
 SEND_TIMEOUT_S = 10
 """A process that waits for a response reads it long before; one that was stopped never does."""
@@ -57,7 +58,7 @@ class ScorerProcess:
         """Start the process, which takes a while; the one before must have ended."""
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
-        with theirs, self._log.open("ab") as log:
+        with theirs, self._open_log() as log:
             path = [os.getcwd(), *sys.path]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CODE.format(path=path, fd=theirs.fileno(), pid=os.getpid())],
@@ -71,6 +72,12 @@ class ScorerProcess:
         self.connection = Connection(ours.detach())
         with contextlib.suppress(OSError):  # it has ended already, which `receive` tells
             self.connection.send(self._setup)
+
+    def _open_log(self) -> BinaryIO:
+        try:
+            return open_to_append(self._log)
+        except OSError:  # of which the pool tells; nobody needs what scorers print
+            return open(os.devnull, "ab")
 
     def send(self, episode: Episode) -> None:
         """Have an episode scored. Raises ProcessEndedError."""

@@ -6,15 +6,15 @@ from pathlib import Path
 from statistics import mean, median
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.observability.logger import METRICS_FILE
 from nemo_rl_offload.observability.summary_table import offload_figures
 from nemo_rl_offload.observability.svg import bar, line_chart
-from nemo_rl_offload.runs.output import write_text
+from nemo_rl_offload.runs.output import write_text, written_aside
 from nemo_rl_offload.runs.run_directory import (
     CONFIG_FILE,
     ERROR_FILE,
     FORMER_SUMMARY_FILE,
     MEMORY_FILE,
+    METRICS_FILE,
     RESTARTS_FILE,
     SCORERS_FILE,
     SUMMARY_FILE,
@@ -28,6 +28,7 @@ from nemo_rl_offload.runs.run_files import (
     Summary,
     read_config_text,
     read_json,
+    read_log,
     read_records,
 )
 from nemo_rl_offload.units import KIB, human_bytes
@@ -64,7 +65,12 @@ def write_report(run_dir: Path, destination: Path) -> None:
     """
     if destination.resolve() in {(run_dir / name).resolve() for name in RUN_FILES}:
         raise ConfigError(f"{destination}: belongs to the run, and would be lost. Give another name.")
-    write_text(destination, "".join(_page(run_dir)))
+    page = "".join(_page(run_dir))
+    if destination.parent.resolve() != run_dir.resolve():
+        write_text(destination, page)
+        return
+    with written_aside(destination, replaces_links=False) as file:  # which others may have put there
+        file.write(page.encode())
 
 
 def _page(run_dir: Path) -> Iterator[str]:
@@ -94,8 +100,8 @@ def _page(run_dir: Path) -> Iterator[str]:
 
 
 def _warnings(path: Path) -> Iterator[str]:
-    if path.exists():
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if (text := read_log(path)) is not None:
+        lines = text.splitlines()
         yield f"<h2>Warnings</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
 
 

@@ -1,18 +1,23 @@
-"""Metric files of a run: JSON lines, TensorBoard events, and trackers."""
+"""Metric files of a run: JSON lines, TensorBoard events, and trackers.
+
+`metrics.jsonl` is the run's own record, and a run that cannot write it ends. TensorBoard and trackers are besides: one
+that fails, at any moment and in whatever way, is told of once and left out from then on.
+"""
 
 import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from nemo_rl_offload.config.schema import LoggerConfig
+from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.runs.output import without_nan, writing_in_run
-
-METRICS_FILE = "metrics.jsonl"
+from nemo_rl_offload.runs.plain_files import Place, make_folder, open_to_append
+from nemo_rl_offload.runs.run_directory import METRICS_FILE, TENSORBOARD
 
 
 class _Sink(Protocol):
@@ -24,14 +29,19 @@ class _JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         with writing_in_run(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = open_to_append(path)
+            self._place = Place(path)
 
     def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
         record = {"step": step, "prefix": prefix, "time": wall_time_s, "metrics": dict(metrics)}
         with writing_in_run(self._path):
-            self._file.write(json.dumps(without_nan(record), allow_nan=False) + "\n")
+            self._file.write((json.dumps(without_nan(record), allow_nan=False) + "\n").encode())
             self._file.flush()
+        if not self._place.is_same():
+            raise ResourceError(
+                f"{self._path}: was removed, moved or replaced while the run was at work. Start the run again: it goes "
+                "on from the last checkpoint."
+            )
 
     def close(self) -> None:
         with writing_in_run(self._path):
@@ -49,8 +59,8 @@ class _TensorBoard:
         start_s = time.time()
         self._path = folder / f"events.out.tfevents.{int(start_s):010d}.{socket.gethostname()}.{os.getpid()}"
         with writing_in_run(self._path):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab")
+            make_folder(folder)
+            self._file = open_to_append(self._path)
             self._records = RecordWriter(self._file)
         self._append(Event(wall_time=start_s, file_version="brain.Event:2"))
 
@@ -76,34 +86,67 @@ class MetricLogger:
     has the same under ``prefix/name``, and so have trackers, which are given the whole ``config`` besides.
 
     Raises:
-        ResourceError: a file cannot be written (here and in every method).
+        ResourceError: `metrics.jsonl` cannot be written (here and in every method).
     """
 
     def __init__(self, run_dir: Path, section: LoggerConfig, config: Mapping[str, object]) -> None:
-        self._sinks: list[_Sink] = []
-        if section["jsonl_enabled"]:
-            self._sinks.append(_JsonLines(run_dir / METRICS_FILE))
-        if section["tensorboard_enabled"]:
-            self._sinks.append(_TensorBoard(run_dir / "tensorboard"))
-        if section["wandb_enabled"]:
+        self._notices: list[str] = []
+        self._sinks: dict[str, _Sink] = {}
+        """Those besides `metrics.jsonl`, by the names that their keys begin with."""
+
+        def wandb() -> _Sink:
             from nemo_rl_offload.observability.trackers import Wandb
 
-            self._sinks.append(Wandb(run_dir, section["wandb"], config))
-        if section["mlflow_enabled"]:
+            return Wandb(run_dir, section["wandb"], config)
+
+        def mlflow() -> _Sink:
             from nemo_rl_offload.observability.trackers import Mlflow
 
-            self._sinks.append(Mlflow(run_dir, section["mlflow"], config))
+            return Mlflow(run_dir, section["mlflow"], config)
+
+        self._lines = _JsonLines(run_dir / METRICS_FILE) if section["jsonl_enabled"] else None
+        makers: dict[str, tuple[bool, Callable[[], _Sink]]] = {
+            "tensorboard": (section["tensorboard_enabled"], lambda: _TensorBoard(run_dir / TENSORBOARD)),
+            "wandb": (section["wandb_enabled"], wandb),
+            "mlflow": (section["mlflow_enabled"], mlflow),
+        }
+        for name, (is_enabled, make) in makers.items():
+            if is_enabled:
+                self._try(name, self._add, name, make)
+
+    def _add(self, name: str, make: Callable[[], _Sink]) -> None:
+        self._sinks[name] = make()
+
+    def _try[*Ts](self, name: str, use: Callable[[*Ts], None], *arguments: *Ts) -> None:
+        """Do something with a sink, which is left out from then on where that fails."""
+        try:
+            use(*arguments)
+        except Exception as error:  # noqa: BLE001 - trackers raise what they like
+            self._sinks.pop(name, None)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].removesuffix(".")
+            self._notices.append(f"logger.{name}_enabled: {reason}. Nothing more is written there; the run goes on.")
+
+    def notices(self) -> list[str]:
+        """What has failed since the last call."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def log(self, metrics: Mapping[str, float], step: int, prefix: str) -> None:
         """Write the metrics of one step; ``prefix`` says what they belong to, such as ``train``."""
         wall_time_s = time.time()
-        for sink in self._sinks:
-            sink.write(metrics, step, prefix, wall_time_s)
+        if self._lines is not None:
+            self._lines.write(metrics, step, prefix, wall_time_s)
+        for name, sink in list(self._sinks.items()):
+            self._try(name, sink.write, metrics, step, prefix, wall_time_s)
 
     def close(self) -> None:
         """Close the files. Idempotent."""
         while self._sinks:
-            self._sinks.pop().close()
+            name, sink = self._sinks.popitem()
+            self._try(name, sink.close)
+        if self._lines is not None:
+            lines, self._lines = self._lines, None
+            lines.close()
 
     def __enter__(self) -> Self:
         return self

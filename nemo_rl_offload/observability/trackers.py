@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_rl_offload.config.schema import MlflowConfig, WandbConfig
-
-WANDB_ID_FILE, MLFLOW_ID_FILE = ".wandb_run", ".mlflow_run"
+from nemo_rl_offload.runs.plain_files import read_plain, written_anew
+from nemo_rl_offload.runs.run_directory import MLFLOW_DATABASE, MLFLOW_ID_FILE, WANDB_ID_FILE
 
 
 def _flat(config: Mapping[str, object], path: str = "") -> dict[str, object]:
@@ -37,11 +37,12 @@ class Wandb:
             dir=str(run_dir),
             mode=os.environ.get("WANDB_MODE", "offline"),
             config=dict(config),
-            id=id_file.read_text() if id_file.exists() else None,
+            id=read_plain(id_file).decode() if id_file.exists() else None,
             resume="allow",
             settings=wandb.Settings(console="off", silent=True),
         )
-        id_file.write_text(self._run.id)
+        with written_anew(id_file) as file:
+            file.write(self._run.id.encode())
 
     def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
         # A step of its own for every call: their step must grow, and validation follows training in the same step.
@@ -59,10 +60,10 @@ class Mlflow:
         from mlflow.entities import Metric, Param
 
         self._metric = Metric
-        self._client = MlflowClient(section["tracking_uri"] or f"sqlite:///{(run_dir / 'mlflow.db').resolve()}")
+        self._client = MlflowClient(section["tracking_uri"] or f"sqlite:///{(run_dir / MLFLOW_DATABASE).resolve()}")
         id_file = run_dir / MLFLOW_ID_FILE
         if id_file.exists():
-            self._id = id_file.read_text()
+            self._id = read_plain(id_file).decode()
             return
         name = section["experiment_name"]
         experiment = self._client.get_experiment_by_name(name)
@@ -71,7 +72,8 @@ class Mlflow:
         params = [Param(key, str(value)[:500]) for key, value in _flat(config).items()]
         for start in range(0, len(params), 100):  # MLflow takes so many at a time
             self._client.log_batch(self._id, params=params[start : start + 100])
-        id_file.write_text(self._id)
+        with written_anew(id_file) as file:
+            file.write(self._id.encode())
 
     def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
         milliseconds = int(wall_time_s * 1000)

@@ -152,7 +152,7 @@ class Policy:
 
     def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write weights, optimizer, schedule and random numbers into a new folder, which all nodes share."""
-        folder.mkdir(parents=True)
+        folder.mkdir()
         self._workers.run_all(PolicyWorker.start_checkpoint, folder.resolve(), in_background=in_background)
 
     def checkpoint_is_written(self) -> bool:

@@ -19,6 +19,7 @@ from typing import NotRequired, TypedDict
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_offload.runs.output import write_json_atomic
+from nemo_rl_offload.runs.plain_files import read_plain
 
 INPUTS_FILE = "inputs.json"
 WHOLE_BYTES = 64 << 20
@@ -79,7 +80,7 @@ def write_inputs(run_dir: Path, inputs: Inputs) -> None:
 def read_inputs(run_dir: Path) -> Inputs | None:
     """What a run has read; None where that is not known, as of runs of earlier versions."""
     try:
-        return TypeAdapter(Inputs).validate_json((run_dir / INPUTS_FILE).read_bytes())
+        return TypeAdapter(Inputs).validate_json(read_plain(run_dir / INPUTS_FILE))
     except (OSError, ValidationError):
         return None
 

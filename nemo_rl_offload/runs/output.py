@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import BinaryIO
 
-from nemo_rl_offload.errors import ConfigError, ResourceError, where_else
+from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, where_else
+from nemo_rl_offload.runs.plain_files import Place, open_to_append, written_anew
 
 
 def make_writable(folder: Path, given: str) -> None:
@@ -53,8 +55,8 @@ def write_text(path: Path, text: str) -> None:
         with _cannot_write(path):
             path.write_text(text, encoding="utf-8")
         return
-    with written_aside(path.resolve() if path.is_symlink() else path) as aside:
-        aside.write_text(text, encoding="utf-8")
+    with written_aside(path.resolve() if path.is_symlink() else path) as file:
+        file.write(text.encode())
 
 
 def _is_device(path: Path) -> bool:
@@ -67,20 +69,16 @@ def partial_of(folder: Path) -> Path:
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when all is written.
+def written_aside(path: Path, *, replaces_links: bool = True) -> Iterator[BinaryIO]:
+    """A file that becomes `path` when all is written; without `replaces_links`, no link or pipe may stand there.
 
     Raises:
-        ResourceError: the file cannot be written; what `path` held before is still there.
+        ResourceError: it cannot be written; what `path` held before is still there.
     """
-    aside = path.with_name(f"{path.name}.part")
     with _cannot_write(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield aside
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with written_anew(path, replaces_links=replaces_links) as file:
+            yield file
 
 
 @contextmanager
@@ -102,21 +100,8 @@ def write_json_atomic(path: Path, obj: object) -> None:
         ResourceError: the file cannot be written; what ``path`` held before is still there.
     """
     text = json.dumps(without_nan(obj), indent=2, allow_nan=False) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing_in_run(path):
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    with writing_in_run(path), written_anew(path, is_durable=True) as file:
+        file.write(text.encode())
 
 
 @contextmanager
@@ -128,6 +113,60 @@ def writing_in_run(path: Path) -> Iterator[None]:
         raise ResourceError(
             f"Cannot write {path}: {reason}. {where_else(error, 'choose another folder with --run-dir')}"
         ) from error
+
+
+class OptionalLog:
+    """A log that a run can do without: that a line could not be written there is told once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._has_failed = False
+
+    def append(self, text: str) -> list[str]:
+        """Add to the log; returns what the user should hear of that, which is mostly nothing."""
+        try:
+            with open_to_append(self._path) as file:
+                file.write(text.encode("utf-8", errors="backslashreplace"))
+        except OSError as error:
+            told, self._has_failed = self._has_failed, True
+            reason = error.strerror or error
+            return [] if told else [f"{self._path}: cannot be written: {reason}. The run goes on without it."]
+        return []
+
+
+class RunFolder:
+    """The folder of a run that is at work. Raises ResourceError where it is not there."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        with writing_in_run(run_dir):
+            self._place = Place(run_dir)
+
+    def is_there(self) -> bool:
+        """Whether the folder was neither removed nor moved meanwhile, and no other one has its name."""
+        return self._place.is_same()
+
+    def check(self) -> None:
+        """Raise RunFolderGoneError where it is not there."""
+        if not self.is_there():
+            raise RunFolderGoneError(
+                f"{self._run_dir}: the run directory was removed, moved or replaced while the run was at work, so that "
+                "nothing more can be kept there. Bring it back, and start the run again."
+            )
+
+    @contextmanager
+    def written_to(self) -> Iterator[None]:
+        """Around writing there: what fails because the folder is gone is told as that. Raises RunFolderGoneError."""
+        self.check()
+        try:
+            yield
+        except NemoRLOffloadError:
+            self.check()
+            raise
+
+
+class RunFolderGoneError(ResourceError):
+    """What stands at the run directory's name is not the run's, and nothing is written there."""
 
 
 def without_nan(obj: object) -> object:

@@ -4,6 +4,8 @@ A checkpoint is written under a name that nobody reads (`.step_50.partial`) and 
 manifest of its files. What a killed run leaves half-written or half-removed is removed by the next one. A damaged
 checkpoint ends the run that would go on from it: which older one to fall back to, and how many steps to give away for
 that, is the user's to decide.
+
+A run directory may come from elsewhere, so its names are looked at before anything is written (`plain_files.py`).
 """
 
 import fcntl
@@ -32,6 +34,15 @@ from nemo_rl_offload.runs.manifest import (
     read_manifest,
 )
 from nemo_rl_offload.runs.output import write_json_atomic
+from nemo_rl_offload.runs.plain_files import (
+    NotPlainError,
+    make_folder,
+    open_to_append,
+    read_plain,
+    why_no_folder,
+    why_not_plain,
+    written_anew,
+)
 from nemo_rl_offload.runs.run_files import Count, LoopState, TrainingInfo
 
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
@@ -39,7 +50,18 @@ FORMER_SUMMARY_FILE = "former_summary.json"
 MANIFEST_FILE, POLICY, CHECKPOINTS = "manifest.json", "policy", "checkpoints"
 MEMORY_FILE = "memory_trace.json"
 ERROR_FILE, RESTARTS_FILE, WARNINGS_FILE, LOCK_FILE = "error.log", "restarts.log", "warnings.log", ".lock"
-SCORERS_FILE = "scorers.log"
+SCORERS_FILE, METRICS_FILE, REPORT_FILE = "scorers.log", "metrics.jsonl", "report.html"
+TENSORBOARD, WANDB, WANDB_ID_FILE = "tensorboard", "wandb", ".wandb_run"
+MLFLOW_DATABASE, MLFLOW_ID_FILE = "mlflow.db", ".mlflow_run"
+WRITTEN_WHOLE = (
+    *(CONFIG_FILE, SUMMARY_FILE, FORMER_SUMMARY_FILE, INPUTS_FILE, MEMORY_FILE, ERROR_FILE, REPORT_FILE),
+    *(WANDB_ID_FILE, MLFLOW_ID_FILE),
+)
+APPENDED_TO = (
+    *(METRICS_FILE, RESTARTS_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
+    *(f"{MLFLOW_DATABASE}{end}" for end in ("", "-journal", "-wal", "-shm")),
+)
+FOLDERS = (CHECKPOINTS, TENSORBOARD, WANDB)
 _LAYOUT_AND_MEMORY = """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size sequence_parallel num_layers_in_first_pipeline_stage
@@ -58,7 +80,8 @@ NUM_SHOWN = 3
 """Of the keys in which two configurations differ."""
 _STEP = re.compile(r"step_(\d+)")
 BEFORE_TRAINING = {
-    *(CONFIG_FILE, f".{CONFIG_FILE}.partial", INPUTS_FILE, ERROR_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
+    *(CONFIG_FILE, INPUTS_FILE, ERROR_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
+    *(f".{CONFIG_FILE}.partial", f".{CONFIG_FILE}.part", f".{INPUTS_FILE}.part"),
 }
 
 
@@ -74,7 +97,8 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
 
     Raises:
         CheckpointError: a run that is to have another length has a damaged checkpoint; the folder is as it was.
-        ConfigError: the explicit folder holds a run of another configuration, or other files, or is in use.
+        ConfigError: the explicit folder holds a run of another configuration, or other files, or a link or a pipe
+            where a run writes, or is in use.
         ResourceError: the folder cannot be written.
     """
     for folder in [explicit] if explicit is not None else _numbered(default):
@@ -83,7 +107,7 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
             if obstacle is not None:
                 continue
             folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / LOCK_FILE).open("w")
+            lock = open_to_append(folder / LOCK_FILE)
         with lock:
             if not _acquire(lock):
                 obstacle = "another process is running it"
@@ -110,6 +134,8 @@ def _obstacle(folder: Path, config: Mapping[str, object], unfinished: bool) -> s
         return None
     if not folder.is_dir():
         return "is a file"
+    if strange := _strange(folder):
+        return strange
     names = {path.name for path in folder.iterdir()}
     if names <= BEFORE_TRAINING:
         return None
@@ -129,6 +155,20 @@ def _obstacle(folder: Path, config: Mapping[str, object], unfinished: bool) -> s
     return None
 
 
+def _strange(folder: Path) -> str | None:
+    """What in a run directory is not what a run writes at its name; None where all is."""
+    for name in FOLDERS:
+        if what := why_no_folder(folder / name):
+            return f"{name} cannot be used: {what}"
+    for name in (*WRITTEN_WHOLE, *APPENDED_TO):
+        if what := why_not_plain(folder / name, may_have_other_names=name in WRITTEN_WHOLE):
+            return f"{name} cannot be used: {what}"
+    for path in sorted((folder / CHECKPOINTS).glob("*step_*")):
+        if _STEP.fullmatch(path.name.removeprefix(".").removesuffix(".partial")) and (what := why_no_folder(path)):
+            return f"{CHECKPOINTS}/{path.name} cannot be used: {what}"
+    return None
+
+
 def changed_on_resume(folder: Path, config: Mapping[str, object]) -> str:
     """In which of `RESUME_MAY_CHANGE` a run's configuration differs; empty where in none."""
     return _changed(_leaves(_read_config(folder) or {}), _leaves(config))
@@ -139,7 +179,7 @@ def other_length(folder: Path, config: Mapping[str, object]) -> str:
     empty where it does not."""
     there, here = _leaves(_read_config(folder) or {}), _leaves(config)
     length = _other_length(folder, there, here)
-    return _changed({path: there[path] for path in length}, length)
+    return _changed({path: there[path] for path in length if path in there}, length)
 
 
 def _other_length(folder: Path, there: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
@@ -162,7 +202,7 @@ def _other_length(folder: Path, there: Mapping[str, object], here: Mapping[str, 
 def _read_config(folder: Path) -> dict[str, object] | None:
     """The configuration of the run in a folder; None where there is none that can be read."""
     try:
-        saved = yaml.safe_load((folder / CONFIG_FILE).read_text())
+        saved = yaml.safe_load(read_plain(folder / CONFIG_FILE).decode())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None
     return saved if isinstance(saved, dict) else None
@@ -203,7 +243,7 @@ def _what(config: Mapping[str, object], path: str = "") -> dict[str, object]:
     }
 
 
-def _acquire(lock: IO[str]) -> bool:
+def _acquire(lock: IO[bytes]) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -214,13 +254,8 @@ def _acquire(lock: IO[str]) -> bool:
 
 
 def _write_config(folder: Path, config: Mapping[str, object]) -> None:
-    partial = folder / f".{CONFIG_FILE}.partial"
-    with _explained(folder):
-        try:
-            partial.write_text(yaml.safe_dump(dict(config), sort_keys=False))
-            partial.replace(folder / CONFIG_FILE)
-        finally:
-            partial.unlink(missing_ok=True)
+    with _explained(folder), written_anew(folder / CONFIG_FILE) as file:
+        file.write(yaml.safe_dump(dict(config), sort_keys=False).encode())
 
 
 @contextmanager
@@ -304,19 +339,34 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what was written or removed by half. Raises OSError."""
+    for leftover in (run_dir / CHECKPOINTS).glob(".*.partial"):
+        shutil.rmtree(leftover)
+
+
+@with_config(ConfigDict(strict=True))
+class _Ranked(TypedDict):
+    """What pruning reads of `training_info.json`."""
+
+    metric: FiniteFloat | None
+
+
 class Checkpoints:
     """The checkpoints of a run directory: `checkpoints/step_N`, each with the driver's own state as JSON.
 
-    `keep_top_k` best ones by the metric are kept (all where it is None), and always the latest.
+    `keep_top_k` best ones by the metric are kept (all where it is None), and always the latest. One whose metric cannot
+    be read, or that cannot be removed, is kept beside them, and `notices` tells of it once.
     """
 
     def __init__(self, run_dir: Path, keep_top_k: int | None, higher_is_better: bool) -> None:
         self._folder = run_dir / CHECKPOINTS
         self._keep_top_k = keep_top_k
         self._higher_is_better = higher_is_better
+        self._told: set[int] = set()
+        self._notices: list[str] = []
         with _explained(self._folder):
-            for leftover in self._folder.glob(".*.partial"):
-                shutil.rmtree(leftover)
+            remove_unfinished(run_dir)
 
     def begin(self, step: int, write: Callable[[Path], None]) -> None:
         """Begin a checkpoint, which nobody reads yet: `write` fills the folder `policy` in it, or begins to.
@@ -325,7 +375,8 @@ class Checkpoints:
             ResourceError: it could not be written; then it is absent, and older ones are untouched.
         """
         with self._absent_on_failure(step):
-            self._partial(step).mkdir(parents=True)
+            make_folder(self._folder)
+            self._partial(step).mkdir()
             write(self._partial(step) / POLICY)
 
     def commit(self, step: int, state: LoopState, metric: float | None, complete: Callable[[], Manifest]) -> Path:
@@ -371,18 +422,41 @@ class Checkpoints:
     def _partial(self, step: int) -> Path:
         return self._folder / f".step_{step}.partial"
 
+    def notices(self) -> list[str]:
+        """What there is to tell since the last call: checkpoints that stay though they need not."""
+        notices, self._notices = self._notices, []
+        return notices
+
     def _prune(self) -> None:
-        steps = self._steps()
         if self._keep_top_k is None:
             return
+        steps = self._steps()
         sign = -1.0 if self._higher_is_better else 1.0
-
-        def rank(step: int) -> tuple[bool, float, int]:
-            metric = read_state(self._path(step))["metric"]
-            return metric is None, sign * (metric or 0.0), -step
-
-        for step in sorted(steps, key=rank)[self._keep_top_k :]:
-            if step != steps[-1]:
-                with _explained(self._path(step)):
+        ranks: list[tuple[bool, float, int]] = []
+        for step in steps:
+            try:
+                metric = self._metric(step)
+            except (OSError, ValidationError) as error:
+                if self._path(step).exists():  # else somebody has removed it meanwhile
+                    reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+                    self._keep(step, f"{STATE_FILE} cannot be read: {reason}")
+            else:
+                ranks.append((metric is None, sign * (metric or 0.0), -step))
+        for _, _, negative in sorted(ranks)[self._keep_top_k :]:
+            if (step := -negative) != steps[-1]:
+                try:
                     self._path(step).rename(self._partial(step))
                     shutil.rmtree(self._partial(step))
+                except OSError as error:
+                    self._keep(step, f"it cannot be removed: {error.strerror or error}")
+
+    def _metric(self, step: int) -> float | None:
+        """What a checkpoint is ranked by. Raises OSError, ValidationError."""
+        if what := why_no_folder(self._path(step)):
+            raise NotPlainError(self._path(step), what)
+        return TypeAdapter(_Ranked).validate_json(read_plain(self._path(step) / STATE_FILE))["metric"]
+
+    def _keep(self, step: int, why: str) -> None:
+        if step not in self._told:
+            self._told.add(step)
+            self._notices.append(f"{self._path(step)} is kept: {why}. Remove it if it is not needed.")

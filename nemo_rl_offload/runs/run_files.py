@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, TypeAd
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.paged_stash.stats import StashStats
+from nemo_rl_offload.runs.plain_files import read_plain
 
 _MEASURABLE = Field(ge=0, lt=1 << 63)
 Amount = Annotated[float, _MEASURABLE]
@@ -168,7 +169,7 @@ class _Config(TypedDict):
 def read_config_text(path: Path) -> tuple[str, str]:
     """A run's `config.yaml` as it is, and its algorithm. Raises ConfigError: it cannot be read, or is damaged."""
     with _named(path, "Restore it from a copy."):
-        text = path.read_text(encoding="utf-8")
+        text = read_plain(path).decode()
         return text, TypeAdapter(_Config).validate_python(yaml.safe_load(text))["algorithm"]
 
 
@@ -177,7 +178,15 @@ def read_json[T](path: Path, kind: type[T], recovery_hint: str) -> T | None:
     if not path.exists():
         return None
     with _named(path, recovery_hint):
-        return TypeAdapter(kind).validate_json(path.read_bytes())
+        return TypeAdapter(kind).validate_json(read_plain(path))
+
+
+def read_log(path: Path) -> str | None:
+    """A log, as far as it is text; None where there is none. Raises ConfigError: it cannot be read."""
+    if not path.exists():
+        return None
+    with _named(path, ""):
+        return read_plain(path).decode(errors="replace")
 
 
 def read_records(path: Path) -> Iterator[MetricRecord]:
@@ -187,7 +196,7 @@ def read_records(path: Path) -> Iterator[MetricRecord]:
         ConfigError: the file cannot be read, or a line is no such record.
     """
     with _named(path, ""):
-        lines = path.read_bytes().splitlines()
+        lines = read_plain(path).splitlines()
     adapter = TypeAdapter(MetricRecord)
     for number, line in enumerate(lines, 1):
         with _named(path, "Remove that line.", f"line {number}: "):

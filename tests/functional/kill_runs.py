@@ -36,10 +36,10 @@ def settings(num_steps: int) -> tuple[str, ...]:
     )
 
 
-def start(run_dir: Path, num_steps: int) -> "subprocess.Popen[str]":
+def start(run_dir: Path, num_steps: int, *overrides: str) -> "subprocess.Popen[str]":
     """Start or resume a run, and wait until Ray is up: it gives itself 30 s, too little on a machine that is busy."""
     for _ in range(5):
-        process = start_run(run_dir, *settings(num_steps), mark=str(run_dir))
+        process = start_run(run_dir, *settings(num_steps), *overrides, mark=str(run_dir))
         while process.poll() is None:
             if any(_is_rank(child) for child in psutil.Process(process.pid).children(recursive=True)):
                 return process

@@ -1,5 +1,6 @@
 import copy
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,20 @@ import torch
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.offload import CudaBackend, HostBackend, OffloadEngine
 from nemo_rl_offload.offload.backends.base import Backend, Block, Event
+
+
+@pytest.fixture
+def never_waits() -> Iterator[None]:
+    """A test that waits, for a pipe's other end above all, fails."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("waits")
+
+    previous = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from nemo_rl_offload.megatron.build.export_files import (
 )
 from nemo_rl_offload.runs.inputs import read_inputs
 from nemo_rl_offload.runs.output import make_writable, partial_of
+from nemo_rl_offload.runs.plain_files import read_plain
 from nemo_rl_offload.runs.run_directory import CHECKPOINTS, CONFIG_FILE, POLICY, read_checkpoint, steps_in
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -84,6 +85,10 @@ def export_checkpoint(checkpoint: Path, destination: Path, dtype: Dtype | None =
     policy = config["policy"]
     model_path = resolve_model_path(policy["model_name"])
     tokenizer_path = _tokenizer_path(policy["tokenizer"]["name"])
+    if os.path.islink(partial_of(destination)):  # it is emptied below
+        raise ConfigError(
+            f"{destination}: cannot write to {partial_of(destination)}: it is a link. Name another folder."
+        )
     make_writable(partial_of(destination), str(destination))
     shutil.rmtree(partial_of(destination))  # what is damaged below leaves nothing behind
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices: the whole model may be larger than one
@@ -137,7 +142,7 @@ def _config_of(run_dir: Path) -> MasterConfig:
     """The run's configuration, for one rank."""
     path = run_dir / CONFIG_FILE
     try:
-        config: Any = yaml.safe_load(path.read_text())
+        config: Any = yaml.safe_load(read_plain(path).decode())
         policy = config["policy"]
         tokenizer = {"chat_template": "default", "chat_template_kwargs": None, **policy["tokenizer"]}
         one_rank = {**policy["megatron_cfg"], **ONE_RANK}

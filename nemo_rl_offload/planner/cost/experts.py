@@ -89,7 +89,8 @@ def recorded_skew(summary: Path) -> Skew:
     Raises ConfigError where there is no such file, or the run had no buffers of fixed size.
     """
     try:
-        stash = json.loads(summary.read_text(encoding="utf-8"))["paged_stash"]
+        text = summary.read_text(encoding="utf-8") if summary.is_file() else "{}"  # a pipe is not waited for
+        stash = json.loads(text)["paged_stash"]
         needed = None if stash is None else [stash[key] for key in ("needed_capacity_factor", "needed_stash_factor")]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--recorded-run {summary.parent}: no summary.json of a finished run there.") from error

@@ -164,6 +164,11 @@ class Recorder:
             if "timing" not in name and "per_s" not in name and name != "train_mfu"
         }
 
+    def notices(self) -> list[str]:
+        return []
+
+    def close(self) -> None: ...
+
     def note(self, text: str) -> None:
         self.notes.append(text)
 

@@ -1,8 +1,10 @@
 """What every loop does around its steps: checkpoints, termination, skipped steps, restarts."""
 
+import io
 import json
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from nemo_rl_offload.algorithms import loop as loop_module
 from nemo_rl_offload.algorithms.loop import Stopwatch, TrainingLoop, run_loop
 from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.errors import CheckpointError, ConfigError, TrainingError, WorkerError
+from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError, TrainingError, WorkerError
 
 SMALL = ("sft.max_num_steps=6", "sft.val_period=0", "checkpointing.save_period=2", "checkpointing.keep_top_k=null")
 
@@ -204,6 +206,76 @@ def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
     assert loop.step == 5
 
 
+@pytest.mark.parametrize("name", ["warnings.log", "memory_trace.json"])
+def test_what_a_run_can_do_without_ends_no_run(name: str, tmp_path: Path) -> None:
+    loop, policy = make(tmp_path)
+    (tmp_path / name).mkdir()
+    loop.before_step = lambda step: policy.texts.append(f"text {step}")
+    recorder: Any = Recorder()
+    loop.run(recorder, recorder, Termination(0))
+    (note,) = [note for note in recorder.notes if name in note]
+    assert "it is a folder, and no plain file" in note
+    assert [note for note in recorder.notes if "text" in note] == [f"warning: text {step}" for step in range(1, 7)]
+    assert set(saved(tmp_path)) == {2, 4, 6}
+
+
+def test_a_damaged_older_checkpoint_is_told_once_and_kept(tmp_path: Path) -> None:
+    loop, _ = make(tmp_path, "checkpointing.keep_top_k=1", "checkpointing.save_period=1")
+
+    def damage(step: int) -> None:
+        if step == 2:
+            (tmp_path / "checkpoints/step_1/training_info.json").write_text("[]")
+
+    loop.before_step = damage
+    recorder: Any = Recorder()
+    loop.run(recorder, recorder, Termination(0))
+    (note,) = recorder.notes
+    assert note.startswith(f"warning: {tmp_path}/checkpoints/step_1 is kept: training_info.json cannot be read")
+    assert f"step 2: {note}\n" == (tmp_path / "warnings.log").read_text()
+    assert (tmp_path / "checkpoints/step_1").exists()
+    assert len(saved(tmp_path)) <= 3
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("at_step", [1, 3, 6])
+def test_a_run_directory_that_is_gone_ends_the_run(replaced: bool, at_step: int, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    loop, _ = make(run_dir)
+
+    def remove(step: int) -> None:
+        if step == at_step:
+            run_dir.rename(tmp_path / "elsewhere")
+            if replaced:
+                run_dir.mkdir()
+
+    loop.before_step = remove
+    with pytest.raises(
+        ResourceError, match="the run directory was removed, moved or replaced while the run was at work"
+    ):
+        run(loop)
+    assert loop.step == at_step
+    assert list(run_dir.iterdir()) == [] if replaced else not run_dir.exists()
+
+
+@pytest.mark.parametrize("is_async", ["false", "true"])
+def test_a_run_directory_that_goes_during_a_save_ends_the_run(is_async: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    loop, policy = make(run_dir, f"checkpointing.is_async={is_async}")
+
+    def leave(folder: Path, **how: bool) -> None:
+        FakePolicy.start_checkpoint(policy, folder, in_background=how["in_background"])
+        run_dir.rename(tmp_path / "elsewhere")
+
+    policy.start_checkpoint = leave  # type: ignore[method-assign]
+    with pytest.raises(
+        ResourceError, match="the run directory was removed, moved or replaced while the run was at work"
+    ):
+        run(loop)
+    assert not run_dir.exists()
+
+
 @pytest.fixture
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of what happened to clusters."""
@@ -292,3 +364,106 @@ def test_what_is_not_restarted(error: Exception, restarts: int, no_cluster: list
         run_loop(config, tmp_path, lambda _: None, None, build)
     assert no_cluster == ["up", *["renewed"] * restarts, "down"]
     assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("when", ["loading", "restarting", "training"])
+def test_whole_runs_whose_directory_is_gone(when: str, replaced: bool, no_cluster: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    config = read_config("fault_tolerance.max_restarts=1")
+    config["logger"]["tensorboard_enabled"] = False
+
+    def remove() -> None:
+        run_dir.rename(tmp_path / "elsewhere")
+        if replaced:
+            (run_dir / "checkpoints" / ".step_9.partial").mkdir(parents=True)
+
+    def fail(step: int) -> None:
+        remove()
+        if when == "restarting":
+            raise WorkerError("it died")
+
+    def build(_: Any) -> Loop:
+        loop = Loop(config, FakePolicy(), Counting(), 6, run_dir)
+        loop.before_step = fail
+        if when == "loading":
+            loop.before_step = lambda step: pytest.fail("trains")
+            remove()
+        return loop
+
+    with pytest.raises(ResourceError, match="the run directory was removed, moved or replaced"):
+        run_loop(config, run_dir, lambda _: None, None, build)
+    assert no_cluster == ["up", "down"]
+    left = [str(path.relative_to(tmp_path)) for path in run_dir.rglob("*")]
+    assert left == (["run/checkpoints", "run/checkpoints/.step_9.partial"] if replaced else [])
+
+
+def test_a_log_of_restarts_that_cannot_be_written_ends_no_run(no_cluster: list[str], tmp_path: Path) -> None:
+    config, said, steps = read_config("fault_tolerance.max_restarts=1"), list[str](), [3]
+    config["logger"]["tensorboard_enabled"] = False
+    (tmp_path / "restarts.log").mkdir()
+
+    def build(_: Any) -> Loop:
+        return fail_at(Loop(config, FakePolicy(), Counting(), 6, tmp_path), steps, WorkerError("it died"))
+
+    assert run_loop(config, tmp_path, said.append, None, build)["restarts"] == 1
+    assert sum("restarts.log: cannot be written" in line for line in said) == 1
+
+
+def test_what_was_saved_by_half_is_removed_when_a_run_ends(no_cluster: list[str], tmp_path: Path) -> None:
+    """A checkpoint in the background is neither waited for nor left behind by an interruption."""
+    config = read_config("checkpointing.is_async=true")
+    config["logger"]["tensorboard_enabled"] = False
+
+    def interrupt(step: int) -> None:
+        if step == 3:
+            assert list(tmp_path.glob("checkpoints/.step_2.partial"))
+            raise KeyboardInterrupt
+
+    def build(_: Any) -> Loop:
+        loop = Loop(config, FakePolicy(), Counting(), 6, tmp_path)
+        loop.before_step = interrupt
+        return loop
+
+    with pytest.raises(KeyboardInterrupt):
+        run_loop(config, tmp_path, lambda _: None, None, build)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_clocks_that_jump_change_no_duration(
+    no_cluster: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine's clock is set back and forth by years; only what a record says of the time of day may follow."""
+    days, real = iter([0, -9000, 9000, -1, 1] * 1000), time.time
+    monkeypatch.setattr(time, "time", lambda: max(0.0, real() + 86400 * next(days)))
+    config, output = read_config(), io.StringIO()
+    loops: list[Loop] = []
+
+    def build(_: Any) -> Loop:
+        loops.append(Loop(config, FakePolicy(), Counting(), 6, tmp_path))
+        return loops[-1]
+
+    before_s = time.monotonic()
+    summary = run_loop(config, tmp_path, lambda _: None, output, build)
+    took_s = time.monotonic() - before_s
+    assert 0 < summary["wall_seconds"] <= took_s
+    lines = [line for line in output.getvalue().splitlines() if line.startswith("step")]
+    assert len(lines) == 2
+    assert all(" 0:00:0" in line for line in lines)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert min(record["time"] for record in records) < max(record["time"] for record in records) - 86400 * 365
+    for record in records:
+        for name, value in record["metrics"].items():
+            if "timing/" in name:
+                assert 0 <= value <= took_s, name
+            if "per_s" in name:
+                assert value >= 1 / took_s, name
+    assert Loop(config, FakePolicy(), Counting(), 6, tmp_path).resume() == tmp_path / "checkpoints" / "step_6"
+
+
+def test_checkpoints_go_by_their_step_and_not_by_their_time(tmp_path: Path) -> None:
+    run(make(tmp_path)[0])
+    for step, seconds in ((2, 3e9), (4, 1e9), (6, 0)):
+        os.utime(tmp_path / "checkpoints" / f"step_{step}", (seconds, seconds))
+    assert make(tmp_path)[0].resume() == tmp_path / "checkpoints" / "step_6"

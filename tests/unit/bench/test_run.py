@@ -1,5 +1,6 @@
 """What a bench says of its options before it measures anything, and of a disk on which it cannot write."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,33 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(
     captured = capsys.readouterr()
     assert captured.err == "building the model\nround 1 of 1: [none]\n"
     assert "round" not in captured.out
+
+
+def test_a_picture_that_cannot_be_written_is_told_and_the_figures_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key in ("CUBLAS_WORKSPACE_CONFIG", "TRANSFORMERS_VERBOSITY"):
+        monkeypatch.setenv(key, "error")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("nemo_rl_offload.bench.offload.run", lambda *_, **__: [])
+    words = ["bench", "offload", "--format", "json", "--out", str(tmp_path)]
+    assert main(words) == 0
+    figures, picture = sorted(tmp_path.iterdir())
+    assert f"wrote {figures}\nwrote {picture}\n" in capsys.readouterr().err
+    (tmp_path / "victim").write_text("somebody's")
+    for path in (figures, picture):
+        path.unlink()
+        path.symlink_to("victim")
+    assert main(words) == 0
+    assert f"wrote {figures}\nwrote {picture}\n" in capsys.readouterr().err
+    assert not picture.is_symlink()
+    picture.unlink()
+    picture.mkdir()
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert json.loads(figures.read_text())["device"] == json.loads(captured.out)["device"]
+    assert f"wrote {figures}\nwarning: Cannot write {picture}: Is a directory." in captured.err
+    assert (tmp_path / "victim").read_text() == "somebody's"
 
 
 def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from nemo_rl_offload.cli import command_line as cli
 from nemo_rl_offload.cli import parser as command_line
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.errors import WorkerError
+from nemo_rl_offload.runs.output import RunFolderGoneError
 
 SUMMARY: dict[str, Any] = {
     "algorithm": "grpo",
@@ -233,6 +234,15 @@ def test_error_of_a_run(training: Training, tmp_path: Path, capsys: pytest.Captu
     assert output.err == "error: rank 1 of 2 (host, pid 3): OSError: lost\nDetails: out/error.log\n"
     log = (tmp_path / "out" / "error.log").read_text()
     assert log.startswith("the worker's own traceback\nTraceback")
+
+
+def test_a_run_directory_of_another_gets_no_details(
+    training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.error = RunFolderGoneError("out: the run directory was removed")
+    assert cli.main(["run", "grpo", "--run-dir", "out"]) == 2
+    assert capsys.readouterr().err == "error: out: the run directory was removed\n"
+    assert not (tmp_path / "out" / "error.log").exists()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), SystemExit(15), SystemExit(1)])

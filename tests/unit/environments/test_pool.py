@@ -176,6 +176,27 @@ def test_the_traceback_of_a_failure_is_kept(make_pool: Callable[..., Environment
     assert (tmp_path / "scorers.log").read_text().count('"an exit": lambda: sys.exit(3)') == 1
 
 
+@pytest.mark.parametrize("kind", ["a folder", "a link", "gone"])
+def test_a_log_that_cannot_be_written_is_told_once(
+    kind: str, make_pool: Callable[..., EnvironmentPool], tmp_path: Path
+) -> None:
+    run_dir, victim = tmp_path / "run", tmp_path / "victim"
+    victim.write_text("somebody's")
+    if kind != "gone":
+        run_dir.mkdir()
+    if kind == "a folder":
+        (run_dir / "scorers.log").mkdir()
+    if kind == "a link":
+        (run_dir / "scorers.log").symlink_to(victim)
+    pool = make_pool(*function("misbehaves"), run_dir=run_dir)
+    assert [score.reward for score in pool.step(episodes("an exit", "good"))] == [0, 1]
+    pool.shutdown()
+    told = [text for text in pool.notices() if "scorers.log" in text]
+    assert len(told) == 1
+    assert "scorers.log: cannot be written: " in told[0]
+    assert victim.read_text() == "somebody's"
+
+
 def test_nothing_printed_leaves_no_file(make_pool: Callable[..., EnvironmentPool], tmp_path: Path) -> None:
     pool = make_pool(*function("misbehaves"), run_dir=tmp_path)
     pool.step(episodes("good"))

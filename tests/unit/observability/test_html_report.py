@@ -1,6 +1,7 @@
 """The page of a run: every part is there, from a finished run and from one that was killed."""
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -193,6 +194,26 @@ def test_the_page_does_not_take_a_file_of_the_run(name: str, run_dir: Path, caps
     assert main(["report", str(run_dir), "--out", str(run_dir / name)]) == 2
     assert "belongs to the run, and would be lost. Give another name." in capsys.readouterr().err
     assert (run_dir / name).read_text() == before
+
+
+@pytest.mark.usefixtures("never_waits")
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("name", ["report.html", "warnings.log", "memory_trace.json", "summary.json", "metrics.jsonl"])
+def test_links_and_pipes_of_others_are_refused(
+    kind: str, name: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / name).unlink(missing_ok=True)
+    (tmp_path / "private").write_text("secret")
+    if kind == "pipe":
+        os.mkfifo(run_dir / name)
+    else:
+        (run_dir / name).symlink_to(tmp_path / "private")
+    assert main(["report", str(run_dir)]) == 2
+    error = capsys.readouterr().err
+    assert str(run_dir / name) in error
+    assert f"it is a {kind}, and no plain file" in error
+    assert (tmp_path / "private").read_text() == "secret"
+    assert not (run_dir / "report.html").is_file() or name == "report.html"
 
 
 @pytest.mark.parametrize(

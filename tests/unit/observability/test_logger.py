@@ -11,6 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ResourceError
+from nemo_rl_offload.observability import logger as logger_module
+from nemo_rl_offload.observability import trackers
 from nemo_rl_offload.observability.logger import MetricLogger
 from nemo_rl_offload.runs.output import write_json_atomic
 
@@ -50,8 +52,10 @@ def test_resumed_run_appends(tmp_path: Path) -> None:
 
 def test_full_disk_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.symlink_to("/dev/full")
     logger = metric_logger(tmp_path, tensorboard=False, jsonl=True)
+    assert logger._lines is not None
+    logger._lines._file.close()
+    logger._lines._file = Path("/dev/full").open("wb")  # type: ignore[assignment]  # noqa: SIM115
     with pytest.raises(ResourceError, match=rf"{path}: No space left on device.*--run-dir"):
         logger.log({"loss": 1.0}, step=1, prefix="train")
     with pytest.raises(ResourceError, match="No space left"):
@@ -62,7 +66,69 @@ def test_full_disk_names_the_file(tmp_path: Path) -> None:
 def test_unwritable_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="file/run"):
-        metric_logger(tmp_path / "file" / "run", tensorboard=True, jsonl=False)
+        metric_logger(tmp_path / "file" / "run", jsonl=True)
+
+
+class Failing:
+    """A tracker that fails at a moment."""
+
+    def __init__(self, when: str, error: Exception) -> None:
+        self._when, self._error = when, error
+        self.num_written = 0
+        self._fail("init")
+
+    def _fail(self, when: str) -> None:
+        if when == self._when:
+            raise self._error
+
+    def write(self, *_: object) -> None:
+        self.num_written += 1
+        self._fail("write")
+
+    def close(self) -> None:
+        self._fail("close")
+
+
+@pytest.mark.parametrize("when", ["init", "write", "close"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError(), RuntimeError("one\ntwo")])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_tracker_that_fails_is_told_of_once_and_left_out(
+    name: str, error: Exception, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, attribute = (logger_module, "_TensorBoard") if name == "tensorboard" else (trackers, name.capitalize())
+    monkeypatch.setattr(module, attribute, lambda *_: Failing(when, error))
+    told = []
+    with metric_logger(tmp_path, jsonl=True, **{name: True}) as logger:
+        for step in (1, 2):
+            logger.log({"loss": 0.5}, step=step, prefix="train")
+            told += logger.notices()
+        logger.close()
+        told += logger.notices()
+    reason = {OSError: "[Errno 28] No space left on device", ValueError: "ValueError", RuntimeError: "one"}[type(error)]
+    assert told == [f"logger.{name}_enabled: {reason}. Nothing more is written there; the run goes on."]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_tensorboard_in_a_place_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "tensorboard").symlink_to("elsewhere")
+    with metric_logger(tmp_path, jsonl=True, tensorboard=True) as logger:
+        logger.log({"loss": 0.5}, step=1, prefix="train")
+        (text,) = logger.notices()
+    assert "it is a link, and no folder" in text
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_metrics_that_go_nowhere_end_the_run(how: str, tmp_path: Path) -> None:
+    logger = metric_logger(tmp_path, jsonl=True)
+    logger.log({"loss": 0.5}, step=1, prefix="train")
+    (tmp_path / "metrics.jsonl").unlink()
+    if how == "replaced":
+        (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ResourceError, match=r"metrics\.jsonl: was removed, moved or replaced"):
+        logger.log({"loss": 0.5}, step=2, prefix="train")
+    logger.close()
 
 
 def log_twice(run_dir: Path, tracker: str) -> None:

@@ -1,5 +1,6 @@
 """Files that commands write: whole or not at all, and said beforehand where they cannot be."""
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -10,12 +11,16 @@ from nemo_rl_offload.errors import ConfigError, ResourceError
 from nemo_rl_offload.runs.output import check_writable, write_text
 
 
-def test_what_stood_there_outlives_a_failure(tmp_path: Path) -> None:
+def test_what_stood_there_outlives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "page.html"
     write_text(path, "old")
     with pytest.raises(UnicodeEncodeError):
         write_text(path, "new \ud800")
-    path.with_name("page.html.part").symlink_to("/dev/full")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(ResourceError, match=f"Cannot write {re.escape(str(path))}: No space left on device"):
         write_text(path, "new" * 10000)
     assert path.read_text() == "old"

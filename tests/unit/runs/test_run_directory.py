@@ -108,6 +108,7 @@ def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path: Path, monkeypa
     monkeypatch.setenv("PYTHONPATH", str(PROJECT_ROOT), prepend=os.pathsep)
     for round_ in range(4):
         run_dir = tmp_path / str(round_)
+        run_dir.mkdir()
         process = subprocess.Popen(
             [sys.executable, "-c", SAVES_FOREVER, str(run_dir)], stdout=subprocess.PIPE, text=True
         )

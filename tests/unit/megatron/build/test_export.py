@@ -24,6 +24,7 @@ MODEL = PROJECT_ROOT / "examples/models/tiny_speller"
 def run_dir(tmp_path: Path) -> Path:
     """Of a run with two checkpoints, of which nothing could be loaded."""
     folder = tmp_path / "run"
+    folder.mkdir()
     checkpoints = Checkpoints(folder, None, True)
     for step in (5, 10):
         checkpoints.begin(step, Path.mkdir)
@@ -45,6 +46,7 @@ def test_a_copy_beside_the_checkpoints_is_in_nobodys_way(run_dir: Path) -> None:
     [
         ("file/model", "cannot write to .*/file/model.partial: Not a directory. Name another folder"),
         ("taken", "cannot write to .*/taken.partial: File exists. Name another folder"),
+        ("linked", "cannot write to .*/linked.partial: it is a link. Name another folder"),
         ("m" * 250, "cannot write to .*: File name too long. Name another folder"),
         ("dangling", "exists already. Name a new folder"),
     ],
@@ -55,6 +57,7 @@ def test_where_nothing_can_be_written_is_said_before_the_model_is_loaded(
     for name in ("file", "taken.partial"):
         (tmp_path / name).touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "linked.partial").symlink_to(run_dir)
     there = set(tmp_path.rglob("*"))
     assert main(["export", str(run_dir / "step_5"), str(tmp_path / out)]) == 2
     assert re.fullmatch(rf"error: {tmp_path / out}: {message}\.\n", capsys.readouterr().err)
