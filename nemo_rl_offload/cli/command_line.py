@@ -58,8 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _interrupted(run_dirs)  # by SIGTERM: from the cluster's handler, or from Ray's before that stands
     except BrokenPipeError:
         return _output_failed("standard output was closed", run_dirs)
-    except OSError as error:
-        if not _output_fails():
+    except (OSError, MemoryError) as error:
+        from nemo_rl_offload.specs.process_limits import explained
+
+        if (text := explained(error)) is not None:
+            print(f"error: {text}", file=sys.stderr)
+            return EXIT_USER_ERROR
+        if isinstance(error, MemoryError) or not _output_fails():
             raise
         return _output_failed(f"cannot write standard output: {error.strerror}", run_dirs)
 
@@ -67,10 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> int:
     from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
     from nemo_rl_offload.config.validation import check_config
+    from nemo_rl_offload.specs.process_limits import widen_limits
 
     source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm].example
     config = read_config(source, overrides)
     checked = check_config(_for_algorithm(options.algorithm, config), str(source))
+    widen_limits()
     from nemo_rl_offload.runs.run_directory import (
         ERROR_FILE,
         SUMMARY_FILE,

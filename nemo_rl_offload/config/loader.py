@@ -5,25 +5,31 @@ examples/configs/base.yaml). They are merged in order, the later one wins, and t
 merge; lists and scalars replace. A section with `_override_: true` replaces the inherited one as a whole, as in
 NeMo-RL. `${other.key}` is resolved at the very end, so it sees overrides. Which keys exist is left to `validation`, but
 for advice on an override that names none. Neither torch nor Ray is imported.
+
+All of it has limits, since what follows takes its time: OmegaConf resolves a value anew wherever it is named, which
+doubles with each value that names another one twice, and parsing an override takes the square of its brackets.
 """
 
 import json
 import operator
 import re
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import lru_cache, partial, reduce
 from io import StringIO
+from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import Container, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
 
 from nemo_rl_offload.config.full_schema import may_be_added, plugin_defaults, right_place, section_at
@@ -37,6 +43,18 @@ from nemo_rl_offload.config.sources import (
     references,
 )
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.documents import (
+    CONFIG_BYTES,
+    MAX_DIGITS,
+    TOO_DEEP,
+    TOO_MANY_DIGITS,
+    YAML_LOADER,
+    DocumentError,
+    as_document_error,
+    check_yaml,
+    is_too_deep,
+    read_text,
+)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT_ROOT = _PACKAGE if (_PACKAGE / "examples").is_dir() else _PACKAGE.parent
@@ -53,6 +71,18 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "max": max,
 }
 """NeMo-RL's functions in interpolations, like `${mul:${a},${b}}`."""
+_LONGEST_PATH = 4000
+_MAX_FILES = 100
+"""Of a configuration, those that it inherits from included, each as often as it is named."""
+_MAX_OVERRIDE, _MAX_OVERRIDE_VALUES = 1 << 17, 1_000
+"""Characters; and brackets and commas outside of quotes."""
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+_MAX_INTERPOLATED, _MAX_MARKS = 1 << 16, 200
+"""Characters, and marks `${`, of a value with interpolations."""
+_TOO_LONG = "has too many interpolations (${...}), or too long a text with them"
+_MAX_RESOLUTIONS = 2_000
+"""Values that are made of others, each as often as it is made. A large recipe has 200."""
+_resolving = Lock()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -78,18 +108,19 @@ def read_config(
     Without ``resolve``, interpolations stay.
     Raises ConfigError for a file that cannot be read, or a cycle.
     """
-    parts = [_load_file(Path(file), ()) for file in (*below, path)]
+    num_files = count(1)
+    parts = [_load_file(Path(file), (), num_files) for file in (*below, path)]
     config = reduce(_merge, [plugin_defaults(), *(part.values for part in parts)])
     origins = {key: origin for part in parts for key, origin in part.origins.items()}
     problems = []
     for text in overrides:
         try:
-            override = OverridesParser.create().parse_override(text)
+            override = _parse_override(text)
             before = {path for path, _ in nodes(config)}
             _apply_override(config, override)
             origins |= _override_origins(override, before)
         except ConfigError as error:
-            problems.append(f"override '{text}': {error}")
+            problems.append(f"override '{_shortened(text)}': {error}")
         except HydraException as error:
             problems.append(_how_to_write(text, error, config))
     values, unresolved = _resolve(config, path) if resolve else (config, {})
@@ -104,8 +135,34 @@ def read_config(
     )
 
 
+def _parse_override(text: str) -> Override:
+    """Raises HydraException for what is no override, ConfigError for one that is out of all bounds."""
+    outside_quotes = _QUOTED.sub("", text)
+    if len(text) > _MAX_OVERRIDE or sum(map(outside_quotes.count, "[{(,")) > _MAX_OVERRIDE_VALUES:
+        raise ConfigError("is too long. Write such a value into a file")
+    try:
+        override = OverridesParser.create().parse_override(text)
+        value = override.value()
+    except RecursionError as error:
+        raise ConfigError(TOO_DEEP) from error
+    except ValueError as error:  # of int()
+        raise ConfigError(TOO_MANY_DIGITS if "digits" in str(error) else _first_line(error)) from error
+    if is_too_deep(value):
+        raise ConfigError(TOO_DEEP)
+    numbers = [value, *(each for _, each in nodes(value))]
+    if any(isinstance(each, int) and each.bit_length() > 4 * MAX_DIGITS for each in numbers):
+        raise ConfigError(TOO_MANY_DIGITS)
+    return override
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
 def _how_to_write(text: str, error: HydraException, config: dict[str, Any]) -> str:
     """The fix for an override that is none."""
+    if len(text) > 1000:
+        return f"override '{_shortened(text)}' is none: {_shortened(_first_line(error))}. Write key=value."
     key, equals, value = text.partition("=")
     if not equals:
         how = "Write key=value, or ~key to remove one."
@@ -144,12 +201,26 @@ def _resolve(config: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], 
     """Return the values, and why some of them cannot be resolved, by their paths; those are `UNGIVEN`."""
     for name, function in _ARITHMETIC.items():
         OmegaConf.register_new_resolver(name, partial(_of_numbers, name, function), replace=True)
-    tree = OmegaConf.create(config)
+    for key, value in nodes(config):
+        if isinstance(value, str) and _is_too_long(value):
+            raise ConfigError(f"{path}: {key}: {_TOO_LONG}")
+    with _bounded(str(path)):
+        return _resolved(OmegaConf.create(config), config, path)
+
+
+def _is_too_long(value: str) -> bool:
+    num_marks = value.count("${")
+    return num_marks > _MAX_MARKS or (num_marks > 0 and len(value) > _MAX_INTERPOLATED)
+
+
+def _resolved(tree: Any, config: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
     unresolved: dict[str, str] = {}
     while True:
         try:
             resolved: Any = OmegaConf.to_container(tree, resolve=True)
             return {str(key): value for key, value in resolved.items()}, unresolved
+        except RecursionError as error:
+            raise ConfigError(f"{path}: interpolations (${{...}}) lead one through another too often") from error
         except OmegaConfBaseException as error:
             place = error.full_key or ""
             key = re.sub(r"\[(\w+)\]", r".\1", place)
@@ -157,6 +228,41 @@ def _resolve(config: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], 
                 raise ConfigError(f"{path}: {key or 'interpolation'}: {_first_line(error)}") from error
             unresolved[key] = _circle(key, config) or _why(error)
             OmegaConf.update(tree, place, UNGIVEN)
+
+
+class _TooMuchError(BaseException):
+    """No Exception, for OmegaConf takes those for an interpolation that cannot be resolved."""
+
+
+@contextmanager
+def _bounded(path: str) -> Iterator[None]:
+    """Raise ConfigError where interpolations are resolved more than `_MAX_RESOLUTIONS` times, or make too much text.
+
+    OmegaConf has no hook for it, so its function is replaced meanwhile.
+    """
+    resolve = Container.resolve_parse_tree
+    num_resolutions = num_characters = 0
+
+    def counted(self: Container, *arguments: Any, **others: Any) -> Any:
+        nonlocal num_resolutions, num_characters
+        num_resolutions += 1
+        value = resolve(self, *arguments, **others)
+        num_characters += len(value) if isinstance(value, str) else 0
+        if num_resolutions > _MAX_RESOLUTIONS or num_characters > CONFIG_BYTES:
+            raise _TooMuchError
+        return value
+
+    with _resolving:
+        Container.resolve_parse_tree = counted  # type: ignore[method-assign]
+        try:
+            yield
+        except _TooMuchError as error:
+            raise ConfigError(
+                f"{path}: interpolations (${{...}}) name one another too often: written out, they are over "
+                f"{_MAX_RESOLUTIONS} values, or {CONFIG_BYTES} characters"
+            ) from error
+        finally:
+            Container.resolve_parse_tree = resolve  # type: ignore[method-assign]
 
 
 def _of_numbers(name: str, function: Callable[..., Any], *given: Any) -> Any:
@@ -218,6 +324,12 @@ def resolve_data_path(name: str) -> Path:
 def _candidates(name: str) -> list[Path]:
     if not name.strip():
         raise ConfigError(EMPTY_PATH)
+    if (
+        "\0" in name
+        or len(name) > _LONGEST_PATH
+        or any(len(part.encode(errors="replace")) > 255 for part in name.split("/"))
+    ):
+        raise ConfigError(f"{_shortened(repr(name))} is no path: it is too long, or has a null character.")
     path = Path(name).expanduser()
     return list(dict.fromkeys([Path.cwd() / path, PROJECT_ROOT / path]))
 
@@ -245,44 +357,51 @@ def _inherited(name: str, heir: Path) -> Path:
     return shipped if shipped.is_file() and not beside.exists() else beside
 
 
-def _load_file(path: Path, including: tuple[Path, ...]) -> LoadedConfig:
+def _load_file(path: Path, including: tuple[Path, ...], num_files: "count[int]") -> LoadedConfig:
     chain = (*including, path)
+    if next(num_files) > _MAX_FILES:
+        raise ConfigError(f"{chain[0]}: defaults name over {_MAX_FILES} files, each as often as it is named")
     if path.resolve() in [ancestor.resolve() for ancestor in including]:
         raise ConfigError(f"defaults form a cycle: {' -> '.join(map(str, chain))}")
     own = _read_yaml(path, f" (included by {including[-1]})" if including else "")
-    parts = [*(_load_file(_inherited(name, path), chain) for name in _defaults_of(own.values, path)), own]
+    parts = [*(_load_file(_inherited(name, path), chain, num_files) for name in _defaults_of(own.values, path)), own]
     merged: dict[str, Any] = reduce(_merge, [part.values for part in parts], {})
     return LoadedConfig(merged, {key: origin for part in parts for key, origin in part.origins.items()})
 
 
 def _read_yaml(path: Path, origin: str) -> LoadedConfig:
     try:
-        text = path.read_text(encoding="utf-8")
-        places = places_of(text, str(path))
-        content = deepcopy(_parse(text))
+        text = read_text(path, CONFIG_BYTES)
+        places, content = _checked(text, path)
     except OSError as error:
         raise ConfigError(f"{path}{origin}: cannot read the file: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}{origin}: the file is not UTF-8 text") from error
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: {error.problem or error.context}") from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: {_first_line(error)}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: a value contains itself by an alias (*name)") from error
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, OverflowError) as error:
+        raise as_document_error(error, path) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_shortened(_first_line(error))}") from error
     if not isinstance(content, dict) or (content and not places):  # OmegaConf takes text for a key
         what = "a list" if isinstance(content, list) else "a single value"
         raise ConfigError(f"{path}{origin}: the file must hold 'key: value' lines, not {what}")
     return LoadedConfig({str(key): value for key, value in content.items()}, places)
 
 
+def _checked(text: str, path: Path) -> tuple[Mapping[str, str], Any]:
+    """Places and values of a file's text. What is known of a text is kept."""
+    places, values = _parse(text, path)
+    return places, deepcopy(values)
+
+
 @lru_cache(maxsize=64)
-def _parse(text: str) -> Any:
+def _parse(text: str, path: Path) -> tuple[Mapping[str, str], Any]:
+    check_yaml(text, path)
+    for token in yaml.scan(text, Loader=YAML_LOADER) if "${" in text else ():
+        if isinstance(token, yaml.ScalarToken) and _is_too_long(token.value):
+            raise DocumentError(_TOO_LONG, path, token.start_mark.line + 1)
+    places = places_of(text, str(path))
     try:
-        return OmegaConf.to_container(OmegaConf.load(StringIO(text)))
+        return places, OmegaConf.to_container(OmegaConf.load(StringIO(text)))
     except OSError:  # OmegaConf's word for a number or a truth value alone
-        return None
+        return places, None
 
 
 def _defaults_of(content: dict[str, Any], path: Path) -> list[str]:
@@ -290,7 +409,10 @@ def _defaults_of(content: dict[str, Any], path: Path) -> list[str]:
     defaults = content.pop("defaults", [])
     names = [defaults] if isinstance(defaults, str) else defaults
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: defaults: give a file name or a list of file names, not {defaults!r}")
+        given = _shortened(repr(defaults))
+        raise ConfigError(f"{path}: defaults: give a file name or a list of file names, not {given}")
+    if nul := next((name for name in names if "\0" in name), None):
+        raise ConfigError(f"{path}: defaults: {nul!r} has a null character, which no file's name has")
     return names
 
 

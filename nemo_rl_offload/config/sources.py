@@ -7,10 +7,11 @@ a value's path only when something is to be said about it.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import yaml
+
+from nemo_rl_offload.specs.documents import YAML_LOADER
 
 OVERRIDE = "override on the command line"
 """The place of what an override gave or removed."""
@@ -53,13 +54,12 @@ def nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from nodes(child, inner)
 
 
-@lru_cache(maxsize=64)
 def places_of(text: str, file: str) -> Mapping[str, str]:
     """Return ``"file:line"`` of each key and list item of YAML, by its path.
 
-    Raises YAMLError for text that is no YAML, or a key that is null.
+    The text went through `documents.check_yaml`. Raises YAMLError for a key that is null.
     """
-    return dict(_places(yaml.compose(text, Loader=yaml.SafeLoader), file, ""))
+    return dict(_places(yaml.compose(text, Loader=YAML_LOADER), file, ""))
 
 
 def _places(node: Any, file: str, path: str) -> Iterator[tuple[str, str]]:

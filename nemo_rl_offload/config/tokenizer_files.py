@@ -4,7 +4,6 @@ Only what they say plainly: what the code of a tokenizer's class adds, such as a
 known when the tokenizer is loaded.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Any
 from nemo_rl_offload.config.loader import resolve_data_path
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.chat_template import PASSTHROUGH, TurnTexts
+from nemo_rl_offload.specs.documents import TEMPLATE_BYTES, TOKENIZER_BYTES, DocumentError, read_json_object, read_text
 from nemo_rl_offload.specs.end_tokens import EndTokens, closing_token, end_tokens, read_generation_ids
 
 OWN = "default"
@@ -49,9 +49,9 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     stamp = path.stat().st_mtime_ns if path.is_file() else None
     try:
         return _read(folder, stamp, (folder / "tokenizer_config.json").stat().st_mtime_ns)
+    except DocumentError as error:
+        raise ConfigError(f"the tokenizer's files in '{folder}' cannot be read: {error}. Mend them.") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"the tokenizer's files in '{folder}' cannot be read: {error!r}. Mend them.") from error
 
 
@@ -67,7 +67,9 @@ def _read(folder: Path, tokens_stamp: int | None, _config_stamp: int) -> Tokeniz
     if tokens_stamp is not None:
         content = _json(folder / "tokenizer.json")
         ids |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-        vocabulary = content["model"]["vocab"]
+        vocabulary = model.get("vocab") if isinstance(model := content.get("model"), dict) else None
+        if not isinstance(vocabulary, dict | list):
+            raise DocumentError("has no model with a vocab", folder / "tokenizer.json")
         highest = max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary) - 1
         highest = max([highest, *ids.values()])
     return TokenizerFiles(
@@ -81,17 +83,14 @@ def _own(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(value, str):
         templates[OWN] = value
     if (single := folder / "chat_template.jinja").is_file():
-        templates[OWN] = single.read_text(encoding="utf-8")
+        templates[OWN] = read_text(single, TEMPLATE_BYTES)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = read_text(path, TEMPLATE_BYTES)
     return templates
 
 
 def _json(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if not isinstance(content, dict):
-        raise TypeError(f"{path.name} is no object")
-    return content
+    return read_json_object(path, TOKENIZER_BYTES) if path.exists() else {}
 
 
 def _text(value: object) -> str | None:
@@ -118,7 +117,7 @@ def chosen_template(setting: str | None, own: Mapping[str, str]) -> str | None:
         return setting
     try:
         path = resolve_data_path(setting)
-        return path.read_text(encoding="utf-8")
+        return read_text(path, TEMPLATE_BYTES)
     except (ConfigError, OSError, ValueError) as error:
         names = [OWN, *(name for name in own if name != OWN)]
         raise ConfigError(

@@ -10,12 +10,12 @@ from the whole data set (`repeats_prompt`); where most do, they are refused, not
 text answers less than half repeat the prompt is taken as it is.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.specs.documents import DocumentError, parse_json
 
 
 class Message(TypedDict):
@@ -34,6 +34,7 @@ _SYSTEM_COLUMNS = ("system", "system_prompt")
 _UNREAD_COLUMNS = ("functions", "chat_template_kwargs")
 _EMPTY: tuple[object, ...] = (None, [], {}, "", "[]", "{}")
 _TEXT_COLUMNS = (("prompt", "completion"), ("prompt", "chosen", "rejected"), ("context", "response1", "response2"))
+_WORD = re.compile(r"\S+")
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -129,9 +130,9 @@ def parse_tools(content: Mapping[str, object]) -> list[dict[str, object]] | None
     tools = content.get("tools") or (given.get("tools") if isinstance(given, dict) else None)
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise BadRecordError(f"has tools that are no JSON: {error}") from error
+            tools = parse_json(tools)
+        except DocumentError as error:
+            raise BadRecordError(f"has tools that are text, which {error}") from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -144,9 +145,22 @@ def repeats_prompt(content: Mapping[str, object]) -> bool | None:
     for columns in _TEXT_COLUMNS:
         texts = [text for column in columns if isinstance(text := content.get(column), str)]
         if len(texts) == len(columns):
-            question, *answers = (" ".join(text.split()) for text in texts)
-            return bool(question) and not _is_dialogue(texts[0]) and all(text.startswith(question) for text in answers)
+            question, *answers = texts
+            is_asked = bool(question.strip()) and not _is_dialogue(question)
+            return is_asked and all(_begins_with(answer, question) for answer in answers)
     return None
+
+
+def _begins_with(text: str, beginning: str) -> bool:
+    """The same up to blanks, without cutting into words what may be megabytes."""
+    words, begun = (_WORD.finditer(each) for each in (text, beginning))
+    asked = next(begun, None)
+    while asked is not None:
+        said, following = next(words, None), next(begun, None)
+        if said is None or not said[0].startswith(asked[0]) or (following is not None and said[0] != asked[0]):
+            return False
+        asked = following
+    return True
 
 
 def _pair(content: Mapping[str, object]) -> tuple[list[Message] | None, Answers]:
@@ -366,7 +380,8 @@ def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
 
 def _is_same(message: Message, other: Message) -> bool:
     """Whether two messages say the same, up to white space and keys that only one of them has."""
-    same_text = message["content"].split() == other["content"].split()
+    texts = message["content"], other["content"]
+    same_text = texts[0] == texts[1] or texts[0].split() == texts[1].split()
     kept = {key: value for key, value in other.items() if value is not None}
     items = [(key, value) for key, value in message.items() if key != "content" and value is not None]
     return same_text and all(kept.get(key, value) == value for key, value in items)

@@ -19,8 +19,9 @@ from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.loader import resolve_data_path
 from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig, ValidationDataConfig
 from nemo_rl_offload.data.problem_files import read_problems
+from nemo_rl_offload.data.prompt_tokens import encode_prompt
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
-from nemo_rl_offload.data.tokenizer import Tokenizer, encode_prompt
+from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.errors import DataError, all_or_none
 
 NUM_CANDIDATES_PER_VALIDATION_PROBLEM = 20
@@ -45,13 +46,14 @@ class PromptEncoder:
 
     def __call__(self, problem: Problem) -> Prompt | None:
         """Return the prompt; None, counted and warned about once, where it has too many tokens."""
-        token_ids = encode_prompt(self._tokenizer, self._template, problem.question)
-        if len(token_ids) <= self._max_input_seq_length:
+        most = self._max_input_seq_length
+        token_ids = encode_prompt(self._tokenizer, self._template, problem.question, most + 1)
+        if len(token_ids) <= most:
             return Prompt(problem, token_ids)
         if not self.num_too_long:
             warnings.warn(
-                f"Dropping prompts of over {self._max_input_seq_length} tokens (data.max_input_seq_length); "
-                f"the first has {len(token_ids)}.",
+                f"Dropping prompts of over {most} tokens (data.max_input_seq_length); the first has "
+                f"{len(token_ids) if len(token_ids) > most + 1 else 'more'}.",
                 stacklevel=2,
             )
         self.num_too_long += 1

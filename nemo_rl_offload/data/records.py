@@ -1,12 +1,14 @@
 """Records of data sets on disk: JSON lines, JSON, Parquet and Arrow files, folders of them, and saved `datasets`.
 
 Everything is read at once, into plain dictionaries: simple, and exact counts of what is bad are known before training.
-The limit is host memory: about twice the files' text.
+The limit is host memory: about twice the files' text. A line that is longer than any record, or that would become many
+times its text, is a bad record and never held.
 """
 
 import codecs
 import json
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,9 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.specs.documents import (
+    TOO_LONG_A_LINE,
+    DocumentError,
+    bounded_lines,
+    open_plain,
+    parse_json,
+    read_text,
+)
+from nemo_rl_offload.units import GIB
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 SUFFIXES = (*LINE_SUFFIXES, ".json", ".parquet", ".arrow")
+JSON_BYTES = 1 * GIB
+"""Of a `.json` file, which is read as a whole."""
 NUM_SHOWN = 5
 _SAVED = "state.json"
 """In a folder that `datasets` saved."""
@@ -143,35 +156,32 @@ def _read_file(file: Path) -> Iterator[Record]:
             yield from _read_table(file)
         else:
             raise DataError(f"{file}: unknown kind of file. It must end in one of {', '.join(SUFFIXES)}.")
-    except (OSError, ValueError, RecursionError) as error:  # pyarrow's errors are ValueErrors
+    except DocumentError as error:
+        place = "" if error.line is None else f"line {error.line}: "
+        raise DataError(f"{file} cannot be read: {place}{error.reason}") from error
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{file} cannot be read: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return str(error).partition("; use sys.set_int_max_str_digits()")[0]
+        raise DataError(f"{file} cannot be read: {error}") from error
 
 
 def _read_lines(file: Path) -> Iterator[Record]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if content := line.removeprefix(codecs.BOM_UTF8).strip():
+    with open_plain(file) as opened:
+        for number, line in enumerate(bounded_lines(opened), start=1):
+            if line is None:
+                yield Record(f"{file}:{number}", TOO_LONG_A_LINE)
+            elif content := line.removeprefix(codecs.BOM_UTF8).strip():
                 yield Record(f"{file}:{number}", _parse(content))
 
 
 def _parse(line: bytes) -> dict[str, object] | str:
     try:
         text = line.decode()
-        return _checked(json.loads(text), may_be_cut=bool(_SURROGATE.search(text)))
+        return _checked(parse_json(text), may_be_cut=bool(_SURROGATE.search(text)))
     except UnicodeDecodeError:
         return "is not UTF-8 text"
-    except json.JSONDecodeError as error:
-        return f"is not JSON: {error.msg} at column {error.colno}"
-    except (ValueError, RecursionError) as error:
-        return f"cannot be read: {_reason(error)}"
+    except DocumentError as error:
+        return error.reason
 
 
 def _checked(content: object, *, may_be_cut: bool) -> dict[str, object] | str:
@@ -188,13 +198,13 @@ def _checked(content: object, *, may_be_cut: bool) -> dict[str, object] | str:
 
 def _read_json(file: Path) -> Iterator[Record]:
     """A list of objects, or JSON lines under the wrong name."""
-    text = file.read_text(encoding="utf-8-sig").strip()
+    text = read_text(file, JSON_BYTES).removeprefix("\ufeff").strip()
     is_list = text.startswith("[")
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
+        content = parse_json(text, max_values=sys.maxsize)
+    except DocumentError as error:
         if is_list:
-            raise
+            raise DocumentError(error.reason, file, error.line) from error
     else:
         if isinstance(content, dict) and "\n" in text:
             keys = ", ".join(content) or "no key"

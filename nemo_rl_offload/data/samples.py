@@ -86,9 +86,11 @@ def sample_sets(
 class _Reader:
     def __init__(self, config: MasterConfig, tokenizer: Tokenizer, end_ids: Sequence[int]) -> None:
         data = config["data"]
-        self._encoder = ChatEncoder(tokenizer, data["prompt_template"], end_ids, adds_end=data["add_eos"])
         self._skips_bad = config["data"]["on_bad_line"] == "skip"
         self._max_length = config["policy"]["max_total_sequence_length"]
+        self._encoder = ChatEncoder(
+            tokenizer, data["prompt_template"], end_ids, adds_end=data["add_eos"], num_tokens=self._max_length + 1
+        )
         is_pair = ALGORITHMS[config["algorithm"]].learns_from == "pairs"
         self._encode = self._pair if is_pair else self._turns
         self.counts: dict[str, DataCounts] = {}
@@ -211,7 +213,7 @@ def _most_repeat_the_prompt(records: Sequence[Record]) -> bool:
 
 
 def _teaches(row: Row) -> bool:
-    return any(row.is_learned[1:])
+    return any(row.is_learned[1:]) or row.rest_is_learned
 
 
 def _is_identical(sample: Sample) -> bool:

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, TypedDict, overload
 
 from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.specs.chat_template import render_chat
 
 PROBE = "Hello, 1 + 2"
 EOS, PAD, BOS, START = "<|im_end|>", "<|endoftext|>", "<|bos|>", "<|im_start|>"  # Qwen2's names
@@ -42,6 +44,7 @@ class Tokenizer(Protocol):
     bos_token_id: int | None
 
     added_tokens_decoder: Mapping[int, AddedToken]
+    special_tokens_map: Mapping[str, object]
 
     def __len__(self) -> int: ...
     def __call__(
@@ -97,41 +100,31 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     checked: Tokenizer = tokenizer
+    checked.apply_chat_template = partial(_apply_chat_template, checked)  # type: ignore[assignment,method-assign]
     return checked
+
+
+def _apply_chat_template(
+    tokenizer: Tokenizer,
+    conversation: Sequence[Mapping[str, object]],
+    *,
+    tokenize: bool = True,
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    return_dict: bool = False,
+    **variables: object,
+) -> str | list[int]:
+    """What transformers makes of a conversation, with an allowance for what the template does."""
+    assert not return_dict, "nothing here asks for it"
+    template = tokenizer.get_chat_template(tools=tools)
+    given = {**tokenizer.special_tokens_map, **variables}
+    text = render_chat(template, conversation, given, prompt=add_generation_prompt, tools=tools)
+    return tokenizer.encode(text, add_special_tokens=False) if tokenize else text
 
 
 def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Texts and ids of the tokens of their own, such as `<|im_end|>`."""
     return {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-
-
-def encode_prompt(tokenizer: Tokenizer, template: str | None, question: str) -> list[int]:
-    """Return the token ids that the response continues.
-
-    ``template`` holds ``{question}``, and other braces stay as they are; None takes the tokenizer's chat
-    template with one user turn. To a template the tokenizer may add its beginning token, never its end token.
-
-    Raises:
-        DataError: ``template`` is None, and the tokenizer has no chat template, or that refuses the question.
-    """
-    question = question.strip()
-    if template is None:
-        if tokenizer.chat_template is None:
-            raise DataError(
-                "data.prompt_template: null takes the tokenizer's chat template, and it has none. "
-                "Give a template, such as '{question}\\n', or policy.tokenizer.chat_template."
-            )
-        turns = [{"role": "user", "content": question}]
-        try:
-            return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
-        except Exception as error:
-            raise DataError(f"policy.tokenizer.chat_template: the template refuses a question: {error}") from error
-    text = template.replace("{question}", question)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if (bos := tokenizer.bos_token_id) is None:
-        return ids
-    adds_bos = tokenizer.encode(text)[:1] == [bos] != ids[:1]
-    return [bos, *ids] if adds_bos else ids
 
 
 def make_byte_tokenizer(folder: Path) -> None:

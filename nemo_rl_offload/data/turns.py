@@ -20,9 +20,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+from nemo_rl_offload.data.first_tokens import first_tokens, first_tokens_and_places
 from nemo_rl_offload.data.forms import BadRecordError, Message
-from nemo_rl_offload.data.tokenizer import Tokenizer, added_tokens, encode_prompt
+from nemo_rl_offload.data.prompt_tokens import encode_prompt
+from nemo_rl_offload.data.tokenizer import Tokenizer, added_tokens
 from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.specs.bounded_template import RunawayTemplateError
 from nemo_rl_offload.specs.chat_template import ALWAYS_PROMPTS, always_prompts, turn_texts, variables_of
 from nemo_rl_offload.specs.end_tokens import closing_token
 
@@ -30,6 +33,8 @@ Tools = list[dict[str, object]]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 READ_BY_NAME = ("tool_calls", *THOUGHTS)
 """Keys of a message that say what an assistant does beside its text."""
+_TAIL = 1000
+"""Characters, of which the last token is looked at."""
 OTHER_TEMPLATE = "leave that out, or give another policy.tokenizer.chat_template"
 NO_TEMPLATE = (
     "data.prompt_template: null takes the tokenizer's chat template, and it has none. "
@@ -43,6 +48,10 @@ class Row:
 
     token_ids: list[int]
     is_learned: list[bool]
+    rest: str = ""
+    """Text behind the tokens that were wanted, which has no tokens here."""
+    rest_is_learned: bool = False
+    """Whether some of it would be learned."""
 
 
 @dataclass
@@ -62,8 +71,15 @@ class ChatEncoder:
     """Tokens of conversations, with a template around a single question or with the tokenizer's chat template."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: str | None, end_ids: Collection[int], *, adds_end: bool = False
+        self,
+        tokenizer: Tokenizer,
+        template: str | None,
+        end_ids: Collection[int],
+        *,
+        adds_end: bool = False,
+        num_tokens: int = 1 << 60,
     ) -> None:
+        """Of a row, at least the first ``num_tokens`` tokens are made, and not all others of a very long text."""
         if template is None and tokenizer.chat_template is None:
             raise DataError(NO_TEMPLATE)
         if template is None and not tokenizer.is_fast:
@@ -72,6 +88,7 @@ class ChatEncoder:
         self._template = template
         self._end_ids = frozenset(end_ids)
         self._adds_end = adds_end
+        self._num_tokens = num_tokens
         special = added_tokens(tokenizer)
         self._special_ids = frozenset(special.values())
         self._ends = [text for text, token in special.items() if token in self._end_ids]
@@ -93,13 +110,17 @@ class ChatEncoder:
         if self._template is not None:
             return self._by_template(messages, self._template, tools)
         chat = _Chat(self._tokenizer, messages, tools)
-        encoded = self._tokenizer(chat.text, add_special_tokens=False, return_offsets_mapping=True)
-        token_ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+        encoded, num_read = first_tokens_and_places(self._tokenizer, chat.text, self._num_tokens)
+        token_ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
         is_learned = [False] * len(token_ids)
+        rest_is_learned = False
         before = 0
         for turn, message in enumerate(messages):
             if message["role"] != "assistant" or turn < num_given:
                 continue
+            if num_read < len(chat.text) and num_read <= before:
+                rest_is_learned = True
+                break
             begin, is_elsewhere = chat.begin(turn)
             end = self._through_end(chat.text, chat.end(turn, begin))
             places = [
@@ -112,18 +133,23 @@ class ChatEncoder:
             for place in places:
                 is_learned[place] = True
             written = [token_ids[place] for place in places if chat.text[slice(*offsets[place])].strip()]
+            if num_read < end:
+                rest_is_learned = True
+                tail = chat.text[max(begin, end - _TAIL) : end].rstrip()
+                written = self._tokenizer.encode(tail, add_special_tokens=False)
             is_open = not written or written[-1] not in self._end_ids
             if is_open and self._adds_end and turn == len(messages) - 1:
-                token_ids.append(self._tokenizer.eos_token_id)
-                is_learned.append(True)
                 is_open = False
+                if num_read == len(chat.text):
+                    token_ids.append(self._tokenizer.eos_token_id)
+                    is_learned.append(True)
             self.counts.num_turns += 1
             self.counts.num_open += is_open
             self.counts.num_elsewhere += is_elsewhere
             said = [str(message.get(key) or "") for key in ("content", *THOUGHTS)]
-            self.counts.num_shortened += any(_squeezed(text) not in _squeezed(chat.text[before:end]) for text in said)
+            self.counts.num_shortened += any(not _holds(chat.text[before:end], text) for text in said)
             before = end
-        return Row(token_ids, is_learned)
+        return Row(token_ids, is_learned, chat.text[num_read:], rest_is_learned)
 
     def _by_template(self, messages: Sequence[Message], template: str, tools: Tools | None) -> Row:
         if [message["role"] for message in messages] != ["user", "assistant"]:
@@ -132,12 +158,15 @@ class ChatEncoder:
             )
         if tools or any(message.get(key) for message in messages for key in READ_BY_NAME):
             raise BadRecordError("has tools or thinking of its own, for which data.prompt_template has no place")
-        prompt = encode_prompt(self._tokenizer, template, messages[0]["content"])
-        answer = self._tokenizer.encode(messages[1]["content"], add_special_tokens=False)
-        if answer[-1:] != [self._tokenizer.eos_token_id]:
+        prompt = encode_prompt(self._tokenizer, template, messages[0]["content"], self._num_tokens)
+        text = messages[1]["content"]
+        answer, num_read = first_tokens(self._tokenizer, text, self._num_tokens)
+        if num_read == len(text) and answer[-1:] != [self._tokenizer.eos_token_id]:
             answer.append(self._tokenizer.eos_token_id)
         self.counts.num_turns += 1
-        return Row(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+        is_learned = [False] * len(prompt) + [True] * len(answer)
+        is_cut = num_read < len(text)
+        return Row(prompt + answer, is_learned, text if is_cut else "", is_cut)
 
     def _through_end(self, text: str, end: int) -> int:
         """Take in the token that ends a turn by opening the next one."""
@@ -215,10 +244,12 @@ class _Chat:
 def render(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], prompt: bool, tools: Tools | None = None
 ) -> str:
-    """The chat template's text of a conversation. Raises BadRecordError with the template's own reason."""
+    """The chat template's text of a conversation. Raises BadRecordError with the template's reason."""
     given = {} if tools is None else {"tools": tools}
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt, **given)
+    except RunawayTemplateError:
+        raise
     except Exception as error:
         raise BadRecordError(f"is refused by the chat template: {error}") from error
     return str(text)
@@ -266,6 +297,11 @@ def encode_observation(
 def unused_text(text: str) -> str:
     """A word that does not occur in a text."""
     return next(word for number in count() if (word := f"THE-TURN-{number}") not in text)
+
+
+def _holds(whole: str, part: str) -> bool:
+    """Whether a text holds another one, up to blanks."""
+    return part.strip() in whole or _squeezed(part) in _squeezed(whole)
 
 
 def _squeezed(text: str) -> str:

@@ -30,6 +30,7 @@ from nemo_rl_offload.observability.topology import (
     read_topology,
 )
 from nemo_rl_offload.offload.host_memory import cgroup_memory, free_host_bytes
+from nemo_rl_offload.specs.process_limits import addresses, open_files
 from nemo_rl_offload.units import GIB, human_bytes
 
 PROJECT = "nemo-rl-offload"
@@ -88,6 +89,7 @@ def findings(root: Path = Path("/"), folder: Path = Path()) -> list[Finding]:
         host_memory(free_host_bytes(root), total_bytes, max(1, len(gpus))),
         memory_limit(cgroup_memory(root)),
         locked_memory(locked_bytes, total_bytes, has_gpu=bool(gpus)),
+        *process_limits(),
         shared_memory(root),
         disk_space(folder),
         *(host_links() if gpus else []),
@@ -245,6 +247,12 @@ def locked_memory(limit_bytes: int, total_bytes: int, *, has_gpu: bool) -> Findi
         return Finding("locked memory", "ok", detail)
     fix = "Raise it to half of the memory: ulimit -l unlimited, docker run --ulimit memlock=-1, or limits.conf memlock"
     return Finding("locked memory", "warning", f"{detail} of {human_bytes(total_bytes)} may be pinned", fix)
+
+
+def process_limits() -> list[Finding]:
+    """The limits without which a run does not start."""
+    named = (("open files", open_files()), ("address space", addresses()))
+    return [Finding(name, "error" if fix else "ok", shown, fix) for name, (shown, fix) in named]
 
 
 def shared_memory(root: Path) -> Finding:

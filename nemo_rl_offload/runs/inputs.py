@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from nemo_rl_offload.runs.output import write_json_atomic
-from nemo_rl_offload.runs.plain_files import read_plain
+from nemo_rl_offload.specs.documents import MODEL_BYTES, RUN_BYTES, read_json
 
 INPUTS_FILE = "inputs.json"
 WHOLE_BYTES = 64 << 20
@@ -55,7 +55,7 @@ def mark_of(path: Path, *, samples: bool = False, keeps_content: bool = False) -
             return {"bytes": size, "sha256": _checksum_of_blocks(path, size)}
         with path.open("rb") as file:
             mark: FileMark = {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-        if keeps_content and isinstance(content := json.loads(path.read_bytes()), dict):
+        if keeps_content and isinstance(content := read_json(path, MODEL_BYTES), dict):
             mark["content"] = content
     except (OSError, ValueError):
         return None
@@ -80,8 +80,9 @@ def write_inputs(run_dir: Path, inputs: Inputs) -> None:
 def read_inputs(run_dir: Path) -> Inputs | None:
     """What a run has read; None where that is not known, as of runs of earlier versions."""
     try:
-        return TypeAdapter(Inputs).validate_json(read_plain(run_dir / INPUTS_FILE))
-    except (OSError, ValidationError):
+        inputs = read_json(run_dir / INPUTS_FILE, RUN_BYTES, follows_links=False)
+        return TypeAdapter(Inputs).validate_python(inputs)
+    except (OSError, ValueError):
         return None
 
 

@@ -38,12 +38,12 @@ from nemo_rl_offload.runs.plain_files import (
     NotPlainError,
     make_folder,
     open_to_append,
-    read_plain,
     why_no_folder,
     why_not_plain,
     written_anew,
 )
 from nemo_rl_offload.runs.run_files import Count, LoopState, TrainingInfo
+from nemo_rl_offload.specs.documents import RUN_BYTES, DocumentError, read_json, read_yaml
 
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
 FORMER_SUMMARY_FILE = "former_summary.json"
@@ -202,8 +202,8 @@ def _other_length(folder: Path, there: Mapping[str, object], here: Mapping[str, 
 def _read_config(folder: Path) -> dict[str, object] | None:
     """The configuration of the run in a folder; None where there is none that can be read."""
     try:
-        saved = yaml.safe_load(read_plain(folder / CONFIG_FILE).decode())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        saved = read_yaml(folder / CONFIG_FILE, follows_links=False)
+    except (OSError, DocumentError):
         return None
     return saved if isinstance(saved, dict) else None
 
@@ -436,9 +436,10 @@ class Checkpoints:
         for step in steps:
             try:
                 metric = self._metric(step)
-            except (OSError, ValidationError) as error:
+            except (OSError, ValidationError, DocumentError) as error:
                 if self._path(step).exists():  # else somebody has removed it meanwhile
                     reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+                    reason = f"it {error.reason}" if isinstance(error, DocumentError) else reason
                     self._keep(step, f"{STATE_FILE} cannot be read: {reason}")
             else:
                 ranks.append((metric is None, sign * (metric or 0.0), -step))
@@ -451,10 +452,11 @@ class Checkpoints:
                     self._keep(step, f"it cannot be removed: {error.strerror or error}")
 
     def _metric(self, step: int) -> float | None:
-        """What a checkpoint is ranked by. Raises OSError, ValidationError."""
+        """What a checkpoint is ranked by. Raises OSError, ValidationError, DocumentError."""
         if what := why_no_folder(self._path(step)):
             raise NotPlainError(self._path(step), what)
-        return TypeAdapter(_Ranked).validate_json(read_plain(self._path(step) / STATE_FILE))["metric"]
+        state = read_json(self._path(step) / STATE_FILE, RUN_BYTES, follows_links=False)
+        return TypeAdapter(_Ranked).validate_python(state)["metric"]
 
     def _keep(self, step: int, why: str) -> None:
         if step not in self._told:

@@ -9,12 +9,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NotRequired, TypedDict
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.paged_stash.stats import StashStats
-from nemo_rl_offload.runs.plain_files import read_plain
+from nemo_rl_offload.specs import documents
+from nemo_rl_offload.specs.documents import (
+    CONFIG_BYTES,
+    RUN_BYTES,
+    TOO_LONG_A_LINE,
+    DocumentError,
+    bounded_lines,
+    open_plain,
+    parse_json,
+    read_bytes,
+    read_text,
+    read_yaml,
+)
 
 _MEASURABLE = Field(ge=0, lt=1 << 63)
 Amount = Annotated[float, _MEASURABLE]
@@ -169,8 +180,8 @@ class _Config(TypedDict):
 def read_config_text(path: Path) -> tuple[str, str]:
     """A run's `config.yaml` as it is, and its algorithm. Raises ConfigError: it cannot be read, or is damaged."""
     with _named(path, "Restore it from a copy."):
-        text = read_plain(path).decode()
-        return text, TypeAdapter(_Config).validate_python(yaml.safe_load(text))["algorithm"]
+        text = read_text(path, CONFIG_BYTES, follows_links=False)
+        return text, TypeAdapter(_Config).validate_python(read_yaml(path, follows_links=False))["algorithm"]
 
 
 def read_json[T](path: Path, kind: type[T], recovery_hint: str) -> T | None:
@@ -178,7 +189,7 @@ def read_json[T](path: Path, kind: type[T], recovery_hint: str) -> T | None:
     if not path.exists():
         return None
     with _named(path, recovery_hint):
-        return TypeAdapter(kind).validate_json(read_plain(path))
+        return TypeAdapter(kind).validate_python(documents.read_json(path, RUN_BYTES, follows_links=False))
 
 
 def read_log(path: Path) -> str | None:
@@ -186,7 +197,7 @@ def read_log(path: Path) -> str | None:
     if not path.exists():
         return None
     with _named(path, ""):
-        return read_plain(path).decode(errors="replace")
+        return read_bytes(path, RUN_BYTES, follows_links=False).decode(errors="replace")
 
 
 def read_records(path: Path) -> Iterator[MetricRecord]:
@@ -195,19 +206,23 @@ def read_records(path: Path) -> Iterator[MetricRecord]:
     Raises:
         ConfigError: the file cannot be read, or a line is no such record.
     """
-    with _named(path, ""):
-        lines = read_plain(path).splitlines()
     adapter = TypeAdapter(MetricRecord)
-    for number, line in enumerate(lines, 1):
-        with _named(path, "Remove that line.", f"line {number}: "):
-            text = line.decode("utf-8")
-            try:
-                record = adapter.validate_json(text)
-            except ValidationError as error:
-                if error.errors()[0]["type"] == "json_invalid":
+    with _named(path, ""):
+        file = open_plain(path, follows_links=False)
+    with file:
+        for number, line in enumerate(bounded_lines(file), 1):
+            with _named(path, "Remove that line.", f"line {number}: "):
+                if line is None:
+                    raise ValueError(TOO_LONG_A_LINE)
+                text = line.decode("utf-8")
+                try:
+                    content = parse_json(text)
+                except DocumentError as error:
+                    if error.line is None:  # it is JSON
+                        raise
                     continue
-                raise
-        yield record
+                record = adapter.validate_python(content)
+            yield record
 
 
 @contextmanager
@@ -218,7 +233,7 @@ def _named(path: Path, recovery_hint: str, place: str = "") -> Iterator[None]:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}. Give the folder of a run with logger.jsonl_enabled=true."
         ) from error
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: is damaged: {place}{_what_is_wrong(error)}. {recovery_hint}") from error
 
 
@@ -228,6 +243,6 @@ def _what_is_wrong(error: Exception) -> str:
         return ": ".join([".".join(map(str, first["loc"])), first["msg"]]).removeprefix(": ")
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text"
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    if isinstance(error, DocumentError):
+        return error.reason if error.line is None else f"line {error.line}: {error.reason}"
     return str(error).splitlines()[0]

@@ -3,13 +3,13 @@
 A plan or a check needs no download for them. Contents are those of the models' own files on Hugging Face's hub.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.documents import MODEL_BYTES, read_json_object
 from nemo_rl_offload.specs.model_shape import ModelShape, read_model_shape
 
 
@@ -110,12 +110,9 @@ def find_config(name: str) -> Mapping[str, Any] | None:
 def read_config_file(path: Path) -> Mapping[str, Any]:
     """Return what a `config.json` holds. Raises ConfigError when it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a model's configuration.")
-    return content
+        return read_json_object(path, MODEL_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def load_model_shape(name: str, folder: Path | None) -> ModelShape:

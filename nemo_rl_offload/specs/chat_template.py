@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -17,9 +17,9 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.bounded_template import MAX_TEMPLATE, BoundedEnvironment, allowance_for
 
 Conversation = Sequence[Mapping[str, object]]
 Render = Callable[[Conversation, bool], str]
@@ -49,11 +49,12 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 @cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
+    environment.bound_filters()
     environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment
 
@@ -64,25 +65,47 @@ def variables_of(template: str) -> frozenset[str]:
     Raises:
         ConfigError: it is no Jinja.
     """
+    if len(template) > MAX_TEMPLATE:
+        raise ConfigError(f"has {len(template)} characters, and a chat template at most {MAX_TEMPLATE}. Shorten it.")
     try:
+        _compiled(template)
         return frozenset(find_undeclared_variables(_environment().parse(template)) - _environment().globals.keys())
+    except (RecursionError, MemoryError, SyntaxError) as error:
+        raise ConfigError("is nested too deeply for a Jinja template. Mend it.") from error
     except jinja2.TemplateError as error:
         line = f" in its line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise ConfigError(f"is no Jinja template: {(error.message or '').rstrip('.')}{line}. Mend it.") from error
 
 
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def render_chat(
+    template: str,
+    messages: Conversation,
+    variables: Mapping[str, object],
+    *,
+    prompt: bool,
+    tools: Sequence[Mapping[str, object]] | None = None,
+) -> str:
+    """Render a conversation; `variables` are special tokens and further arguments, `prompt` whether one follows.
+
+    Raises one of `RENDERING_ERRORS`, or RunawayTemplateError.
+    """
+    listed = list(messages)
+    given = {"messages": listed, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+    with allowance_for([listed, tools]):
+        return str(_compiled(template).render({**variables, **given}))
+
+
 def renderer(template: str, variables: Mapping[str, object]) -> Render:
     """A function that renders conversations; `variables` are special tokens and further arguments.
 
-    They raise one of `RENDERING_ERRORS`.
+    They raise as `render_chat`.
     """
-    compiled = _environment().from_string(template)
-
-    def render(messages: Conversation, prompt: bool) -> str:
-        given = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": prompt}
-        return str(compiled.render({**variables, **given}))
-
-    return render
+    return lambda messages, prompt: render_chat(template, messages, variables, prompt=prompt)
 
 
 ALWAYS_PROMPTS = (

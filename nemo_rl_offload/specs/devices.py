@@ -10,9 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.documents import DocumentError, read_yaml
 from nemo_rl_offload.units import GIB
 
 
@@ -94,9 +93,12 @@ def _known_device(name: str, where: str, or_what: str = "") -> Device:
 
 def _read_device(path: Path) -> Device:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--gpu {path}: cannot be read: {error}") from error
+        content = read_yaml(path)
+    except OSError as error:
+        raise ConfigError(f"--gpu {path}: cannot be read: {error.strerror}") from error
+    except DocumentError as error:
+        place = "" if error.line is None else f"line {error.line}: "
+        raise ConfigError(f"--gpu {path}: cannot be read: {place}{error.reason}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--gpu {path}: must hold 'key: value' lines.")
     values: dict[str, Any] = {str(key): value for key, value in content.items()}

@@ -10,12 +10,12 @@ Limit: what a template writes counts where it is one token of its own, such as `
 empty line, ends nothing.
 """
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.documents import MODEL_BYTES, DocumentError, read_json_object
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -75,13 +75,14 @@ def read_generation_ids(folder: Path) -> list[int] | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}. Mend it.") from error
-    value = content.get("eos_token_id") if isinstance(content, dict) else content
+        value = read_json_object(path, MODEL_BYTES).get("eos_token_id")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except DocumentError as error:
+        raise ConfigError(f"{error}. Mend it.") from error
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not isinstance(content, dict) or not all(type(each) is int and each >= 0 for each in ids):
-        raise ConfigError(f"{path}: eos_token_id is {value!r}, neither an id nor a list of ids. Mend it.")
+    if not all(type(each) is int and each >= 0 for each in ids):
+        raise ConfigError(f"{path}: eos_token_id is {repr(value)[:100]}, neither an id nor a list of ids. Mend it.")
     return ids or None
 
 

@@ -13,8 +13,9 @@ from cpu_processes import cpu_environment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.data.prompt_tokens import encode_prompt
 from nemo_rl_offload.data.reasoning_gym import ReasoningGymProblems
-from nemo_rl_offload.data.tokenizer import encode_prompt, load_tokenizer
+from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.data.turns import encode_observation
 
 FOLDERS = [PROJECT_ROOT / "examples/models" / name for name in ("tiny_speller", "tiny_teacher")]

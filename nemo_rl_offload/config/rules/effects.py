@@ -11,8 +11,6 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
-import yaml
-
 from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_rl_offload.config.environments import ENVIRONMENTS, PROBLEMS
 from nemo_rl_offload.config.full_schema import plugin_defaults
@@ -20,6 +18,7 @@ from nemo_rl_offload.config.loader import BASE
 from nemo_rl_offload.config.rules.batching import BY_TOKENS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_has, algorithm_spec
 from nemo_rl_offload.config.rules.tasks import SPLITS, takes_problems, validates
+from nemo_rl_offload.specs.documents import read_yaml
 
 _IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
     "teacher": attrgetter("needs_teacher"),
@@ -233,7 +232,7 @@ def _schedule_has_no_such_phase(get: Get) -> Iterator[str]:
 @cache
 def defaults() -> dict[str, Any]:
     """The values of `base.yaml` as they are written, and plugins' defaults, by their paths."""
-    return dict(_leaves(yaml.safe_load(BASE.read_text(encoding="utf-8")))) | dict(_leaves(plugin_defaults()))
+    return dict(_leaves(read_yaml(BASE))) | dict(_leaves(plugin_defaults()))
 
 
 def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

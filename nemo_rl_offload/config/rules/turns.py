@@ -3,8 +3,10 @@
 They read the tokenizer's files where these are here. What only its loaded code knows, a run finds.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
@@ -16,6 +18,7 @@ from nemo_rl_offload.config.tokenizer_files import (
     read_tokenizer_files,
 )
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.bounded_template import RunawayTemplateError
 from nemo_rl_offload.specs.chat_template import (
     ALWAYS_PROMPTS,
     TurnTexts,
@@ -25,6 +28,7 @@ from nemo_rl_offload.specs.chat_template import (
     turn_texts,
     variables_of,
 )
+from nemo_rl_offload.specs.documents import DocumentError
 from nemo_rl_offload.specs.end_tokens import closing_token, outside, read_generation_ids
 
 TEMPLATE, KWARGS, NAME = (f"policy.tokenizer.{key}" for key in ("chat_template", "chat_template_kwargs", "name"))
@@ -99,12 +103,20 @@ def template_can_be_used(get: Get) -> Iterator[str]:
     """A rule: the chat template is Jinja."""
     try:
         template = _chosen(get)
-    except ConfigError:  # `template_is_here` says so
+    except ConfigError as error:  # of one that is not here, `template_is_here` says so
+        if isinstance(error.__cause__, DocumentError):
+            yield f"{TEMPLATE}: {error.__cause__}"
         return
     try:
         variables_of(template or "")
     except ConfigError as error:
         yield f"{TEMPLATE}: {error}"
+        return
+    try:
+        _turns(get)
+    except ReportedError as error:
+        if isinstance(error.__cause__, RunawayTemplateError):
+            yield str(error.__cause__)
 
 
 def given_arguments(get: Get) -> Iterator[str]:
@@ -165,9 +177,21 @@ def _turns(get: Get) -> _Turns:
         variables_of(template)
     except ConfigError as error:
         raise ReportedError from error
-    render = renderer(template, {**files.special, **(get(KWARGS) or {})})
-    texts = turn_texts(render)
-    return _Turns(files, texts, keeps_thinking(render), texts is not None and always_prompts(render, texts))
+    found = _asked(template, json.dumps({**files.special, **(get(KWARGS) or {})}, default=str))
+    if isinstance(found, RunawayTemplateError):
+        raise ReportedError from found
+    return _Turns(files, *found)
+
+
+@lru_cache(maxsize=16)
+def _asked(template: str, variables: str) -> tuple[TurnTexts | None, bool, bool] | RunawayTemplateError:
+    """What a template says of turns, or that it does not end; asked once for all rules. `variables` are JSON."""
+    render = renderer(template, json.loads(variables))
+    try:
+        texts = turn_texts(render)
+        return texts, keeps_thinking(render), texts is not None and always_prompts(render, texts)
+    except RunawayTemplateError as error:
+        return error
 
 
 def answers_end_before_a_prompt(get: Get) -> Iterator[str]:

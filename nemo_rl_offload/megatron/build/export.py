@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.inputs import changed_beside_weights
@@ -26,8 +24,8 @@ from nemo_rl_offload.megatron.build.export_files import (
 )
 from nemo_rl_offload.runs.inputs import read_inputs
 from nemo_rl_offload.runs.output import make_writable, partial_of
-from nemo_rl_offload.runs.plain_files import read_plain
 from nemo_rl_offload.runs.run_directory import CHECKPOINTS, CONFIG_FILE, POLICY, read_checkpoint, steps_in
+from nemo_rl_offload.specs.documents import read_yaml
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ONE_RANK: dict[str, object] = {
@@ -142,12 +140,12 @@ def _config_of(run_dir: Path) -> MasterConfig:
     """The run's configuration, for one rank."""
     path = run_dir / CONFIG_FILE
     try:
-        config: Any = yaml.safe_load(read_plain(path).decode())
+        config: Any = read_yaml(path, follows_links=False)
         policy = config["policy"]
         tokenizer = {"chat_template": "default", "chat_template_kwargs": None, **policy["tokenizer"]}
         one_rank = {**policy["megatron_cfg"], **ONE_RANK}
         merged: Any = {**config, "policy": {**policy, "tokenizer": tokenizer, "megatron_cfg": one_rank}}
         _ = merged["data"]["prompt_template"]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: is not the configuration of a run: {error}. Restore it from a copy.") from error
     return merged  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from typing import Any
 from nemo_rl_offload.data.inputs import TOKENIZER_FILES
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.documents import MODEL_BYTES, DocumentError, read_json_object
 from nemo_rl_offload.specs.end_tokens import GENERATION_CONFIG
 
 MODEL_CONFIG, TOKENIZER_CONFIG, CHAT_TEMPLATE = "config.json", "tokenizer_config.json", "chat_template.jinja"
@@ -40,9 +41,12 @@ def copy_model_files(source: Path, folder: Path) -> None:
 
 
 def write_dtype(folder: Path, dtype: str) -> None:
-    """Say in config.json of which type the weights are, and that they are not quantized. Raises OSError."""
+    """Say in config.json of which type the weights are, and that they are not quantized.
+
+    Raises OSError, DocumentError.
+    """
     path = folder / MODEL_CONFIG
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json_object(path, MODEL_BYTES)
     before = deepcopy(config)
     config.pop("quantization_config", None)
     for section in (config, config.get("text_config")):
@@ -60,9 +64,11 @@ def write_generation_config(folder: Path, end_ids: Sequence[int], pad_id: int) -
     config: dict[str, Any] = {}
     if path.exists():
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"policy.model_name: {GENERATION_CONFIG} cannot be read: {error}. Mend it.") from error
+            config = read_json_object(path, MODEL_BYTES)
+        except DocumentError as error:
+            raise ConfigError(
+                f"policy.model_name: {GENERATION_CONFIG} cannot be read: {error.reason}. Mend it."
+            ) from error
     config.pop("_from_model_config", None)  # with it, transformers may take config.json's end token again
     config |= {"eos_token_id": list(end_ids) if len(end_ids) > 1 else end_ids[0], "pad_token_id": pad_id}
     _write_json(path, config)
@@ -84,7 +90,7 @@ def write_chat_template(folder: Path, template: str) -> None:
     (folder / "chat_template.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
     (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-    config = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+    config = read_json_object(folder / TOKENIZER_CONFIG, MODEL_BYTES)
     _write_json(folder / TOKENIZER_CONFIG, config | {"chat_template": template})
 
 

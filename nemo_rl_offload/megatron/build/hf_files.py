@@ -4,7 +4,6 @@
 another program's copy of the weights, or the parts of an earlier version, would count, or be read.
 """
 
-import json
 from collections.abc import Iterable
 from os.path import basename
 from pathlib import Path
@@ -12,13 +11,13 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.documents import INDEX_BYTES, DocumentError, parse_json, read_json_object
 
 WHOLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 TRAINED_TYPES = ("F64", "F32", "F16", "BF16")
 """Of weights that are read as they are, in the words of safetensors."""
 MAX_HEADER_BYTES = 16 << 20
 """Of what stands before the weights of a file: some 100 bytes for each. The largest public models have 90,000."""
-MAX_INDEX_BYTES = 64 << 20
 _DOWNLOAD = "Is the download complete?"
 
 
@@ -50,16 +49,14 @@ def weight_files(folder: Path, *, is_quantized: bool) -> dict[str, str]:
 
 def _named_in_index(path: Path) -> list[str]:
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
-            raise ConfigError(f"{path}: has more than {MAX_INDEX_BYTES >> 20} MiB, which no index of weights has.")
-        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+        named = read_json_object(path, INDEX_BYTES)["weight_map"].values()
         strange = [name for name in named if not isinstance(name, str) or name in ("", ".", "..", INDEX)]
         if strange := strange or [name for name in named if basename(name) != name or not name.isprintable()]:
             raise ConfigError(f"{path}: names {str(strange[0])[:100]!r}, which is no file of its folder. {_DOWNLOAD}")
         return sorted(set(named))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except DocumentError as error:
+        raise ConfigError(f"{error}. {_DOWNLOAD}") from error
+    except (OSError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error!r}. {_DOWNLOAD}") from error
 
 
@@ -79,15 +76,11 @@ def _header(path: Path) -> bytes:
 
 def _check_once(path: Path, header: bytes) -> None:
     """Of two entries of one name, the library takes the later one."""
-
-    def as_dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            name = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
-            raise ConfigError(f"{path}: its header has {name[:100]!r} twice. {_DOWNLOAD}")
-        return found
-
-    json.loads(header, object_pairs_hook=as_dict)
+    try:
+        parse_json(header.decode())
+    except (DocumentError, UnicodeDecodeError) as error:
+        reason = error.reason
+        raise ConfigError(f"{path}: its header {reason}. {_DOWNLOAD}") from error
 
 
 def _in_files(folder: Path, names: Iterable[str], is_quantized: bool) -> dict[str, str]:

@@ -5,7 +5,7 @@ stash only the pages are: its device factor times the balanced case, whatever th
 full capacity exist at a time. Rows on the host are in pinned memory that is taken once.
 """
 
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.paged_stash.pages import recommended_factor
 from nemo_rl_offload.planner.cost.activations import Storage
+from nemo_rl_offload.specs.documents import RUN_BYTES, DocumentError, read_json_object
 from nemo_rl_offload.specs.offload_modules import STASHED_MODULES
 
 
@@ -89,14 +90,16 @@ def recorded_skew(summary: Path) -> Skew:
     Raises ConfigError where there is no such file, or the run had no buffers of fixed size.
     """
     try:
-        text = summary.read_text(encoding="utf-8") if summary.is_file() else "{}"  # a pipe is not waited for
-        stash = json.loads(text)["paged_stash"]
+        stash = read_json_object(summary, RUN_BYTES)["paged_stash"]
         needed = None if stash is None else [stash[key] for key in ("needed_capacity_factor", "needed_stash_factor")]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--recorded-run {summary.parent}: no summary.json of a finished run there.") from error
+    except (OSError, DocumentError, KeyError, TypeError) as error:
+        why = f": {error}" if isinstance(error, DocumentError) else ""
+        raise ConfigError(f"--recorded-run {summary.parent}: no summary.json of a finished run there{why}.") from error
     if needed is None:
         raise ConfigError(
             f"--recorded-run {summary.parent}: that run had no moe_expert_rank_capacity_factor, and so counted nothing."
         )
-    rows, pages = needed
-    return Skew(rows, pages or rows)
+    rows, pages = needed[0], needed[1] or needed[0]
+    if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in (rows, pages)):
+        raise ConfigError(f"--recorded-run {summary}: paged_stash has factors that are no numbers. Restore the file.")
+    return Skew(rows, pages)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer
-from nemo_rl_offload.data.tokenizer import encode_prompt, make_byte_tokenizer
+from nemo_rl_offload.data.prompt_tokens import encode_prompt
+from nemo_rl_offload.data.tokenizer import make_byte_tokenizer
 from nemo_rl_offload.data.turns import ChatEncoder
 from nemo_rl_offload.errors import ConfigError, DataError
 

@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Config
 
-from nemo_rl_offload.data.tokenizer import encode_prompt, load_tokenizer, make_byte_tokenizer
+from nemo_rl_offload.data.prompt_tokens import encode_prompt
+from nemo_rl_offload.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from nemo_rl_offload.errors import DataError
 
 CONFIG = "tokenizer_config.json"

@@ -381,8 +381,11 @@ def test_the_check_renders_as_transformers_does(make: Make, name: str) -> None:
     for talk_name in CONVERSATIONS.keys() - style.refuses:
         turns = CONVERSATIONS[talk_name]
         for prompt in (False, True):
-            expected = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+            expected = type(tokenizer).apply_chat_template(
+                tokenizer, turns, tokenize=False, add_generation_prompt=prompt, **style.kwargs
+            )
             assert render(turns, prompt) == expected
+            assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt) == expected
 
 
 def test_a_template_that_writes_thinking_itself_learns_it_where_it_stands(make: Make) -> None:
