@@ -12,17 +12,16 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from nemo_rl_offload.adapters.call_hooks import Around, Call, is_watched, watch
+from nemo_rl_offload.adapters.call_hooks import Around, Running, is_watched, unwatch, watch
 from nemo_rl_offload.adapters.module_resolver import Site, Target, names_in, resolve
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.offload.backends.base import Backend
@@ -31,6 +30,7 @@ from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
 from nemo_rl_offload.offload.options import OffloadOptions, build_engine
+from nemo_rl_offload.offload.saved_hooks import remove_left_hooks
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.units import parse_bytes
 
@@ -98,15 +98,18 @@ class ActivationOffload:
         self._min_tensor_bytes = min_tensor_bytes
         self._usage = {target.entry: _Usage() for target in targets}
         self._watches = ExitStack()
-        with ExitStack() as undo:
+        try:
             for site, arounds in self._arounds(targets):
                 if is_watched(site.module, site.method):
                     raise ConfigError(
                         f"{site.path} is offloaded already. Close what offload_activations returned before, or list "
                         "all modules in one call."
                     )
-                undo.callback(watch(site.module, site.method, arounds))
-            self._watches = undo.pop_all()
+                self._watches.callback(unwatch, site.module, site.method, arounds)
+                watch(site.module, site.method, arounds)
+        except BaseException:
+            self._watches.close()
+            raise
 
     def __enter__(self) -> Self:
         if self._is_closed:
@@ -150,22 +153,22 @@ class ActivationOffload:
         if not self._engine._slots:  # no graph is left that the engine would have to serve
             self._engine.close()
 
-    def _arounds(self, targets: list[Target]) -> Iterator[tuple[Site, tuple[Around, ...]]]:
+    def _arounds(self, targets: list[Target]) -> Iterator[tuple[Site, tuple[Around[Any], ...]]]:
         """What goes around each site's calls: outermost first, the end of an enclosing region before the next one."""
         sites: dict[tuple[int, str], Site] = {}
-        borders: defaultdict[tuple[int, str], list[Around]] = defaultdict(list)
-        wholes: defaultdict[tuple[int, str], list[Around]] = defaultdict(list)
-        parts: defaultdict[tuple[int, str], list[Around]] = defaultdict(list)
+        borders: defaultdict[tuple[int, str], list[Around[Any]]] = defaultdict(list)
+        wholes: defaultdict[tuple[int, str], list[Around[Any]]] = defaultdict(list)
+        parts: defaultdict[tuple[int, str], list[Around[Any]]] = defaultdict(list)
         listed = {target.site.key for target in targets}
         for target in targets:
             span = _Span(self._engine, target, self._usage[target.entry])
             sites |= {site.key: site for site in (target.site, *target.without, *([target.end] if target.end else []))}
-            (parts if target.end else wholes)[target.site.key].append(span.call)
+            (parts if target.end else wholes)[target.site.key].append(_Whole(span))
             for site in target.without:
-                borders[site.key].append(span.step_out)
+                borders[site.key].append(_StepOut(span))
             if target.end:
                 is_saved_again = target.end.key in listed or _is_trained(target.end.module)
-                borders[target.end.key].append(partial(span.finish, is_saved_again))
+                borders[target.end.key].append(_Finish(span, is_saved_again))
         for key, site in sites.items():
             yield site, (*borders[key], *wholes[key], *parts[key])
 
@@ -199,74 +202,140 @@ class _Usage:
     called_in_backward = False
 
 
-class _Open(NamedTuple):
-    """A region in use: `inside` leaves it when closed."""
+class _Open:
+    """A call of a target: its region, and whether tensors go there now."""
 
-    region: Region
-    inside: ExitStack
+    __slots__ = ("is_inside", "region")
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.is_inside = False
+
+    def go_in(self) -> None:
+        self.is_inside = True
+        remove_left_hooks()
+        self.region.push_hooks()
+
+    def go_out(self) -> None:
+        if self.is_inside:
+            self.region.remove_hooks()
+            self.is_inside = False
 
 
 class _Span:
-    """A target's region: opened by `call`, left for the time of `step_out`, committed by `finish` or the call's end."""
+    """A target's region: opened by `_Whole`, left for the time of `_StepOut`, committed by `_Finish` or the end."""
 
     def __init__(self, engine: OffloadEngine, target: Target, usage: _Usage) -> None:
-        self._engine = engine
+        self.engine = engine
         self._target = target
         self._usage = usage
         self._threads = threading.local()
 
-    def call(self, call: Call, *args: object, **kwargs: object) -> object:
+    def open(self, running: Running) -> _Open | None:
+        """The call of a target begins; None without grad."""
         self._usage.called = True
         if not torch.is_grad_enabled():
-            return call(*args, **kwargs)
+            return None
         if torch._C._current_graph_task_id() == -1:
             self._usage.called_in_forward = True
         else:
             self._usage.called_in_backward = True
-        region = self._engine.region(self._target.entry, self._target.site.path)
-        with ExitStack() as inside:
-            current = _Open(region, inside)
-            inside.enter_context(region)
-            with self._pushed(current):
-                output = call(*args, **kwargs)
-        self._commit(region, output)
-        return output
+        region = self.engine.region(self._target.entry, self._target.site.path)
+        region.open = running
+        current = _Open(region)
+        self._stack().append(current)
+        return current
 
-    def step_out(self, call: Call, *args: object, **kwargs: object) -> object:
-        current = self._current()
-        if current is None:
-            return call(*args, **kwargs)
-        current.inside.close()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            current.inside.enter_context(current.region)
-
-    def finish(self, is_saved_again: bool, call: Call, *args: object, **kwargs: object) -> object:
-        # Attention saves its own output, and `o_proj` saves the same storage: to copy it here would free nothing.
-        current = self._current()
-        if current is not None:
-            current.inside.close()
-            self._commit(current.region, (args, kwargs), later=is_saved_again)
-        return call(*args, **kwargs)
-
-    def _commit(self, region: Region, output: object, later: bool = False) -> None:
-        tensor = _first_differentiable(output)
-        if tensor is not None:
-            self._engine.commit(region, tensor, later=[tensor] if later else [])
-
-    @contextmanager
-    def _pushed(self, current: _Open) -> Iterator[None]:
-        stack = self._threads.__dict__.setdefault("stack", [])
-        stack.append(current)
-        try:
-            yield
-        finally:
+    def close(self, current: _Open) -> None:
+        """It has ended, or failed; twice does no harm."""
+        current.go_out()
+        stack = self._stack()
+        if stack and stack[-1] is current:
             stack.pop()
 
-    def _current(self) -> _Open | None:
-        stack: list[_Open] = self._threads.__dict__.get("stack", [])
+    def commit(self, region: Region, output: object, later: bool = False) -> None:
+        tensor = _first_differentiable(output)
+        if tensor is not None:
+            self.engine.commit(region, tensor, later=[tensor] if later else [])
+
+    def current(self) -> _Open | None:
+        """The innermost call in this thread."""
+        stack = self._stack()
+        while stack and not stack[-1].region.open.locked():  # left by an interrupt
+            stack.pop()
         return stack[-1] if stack and torch.is_grad_enabled() else None
+
+    def _stack(self) -> list[_Open]:
+        stack: list[_Open] = self._threads.__dict__.setdefault("stack", [])
+        return stack
+
+
+class _Whole:
+    """Around a target: its region is open, and committed at the end."""
+
+    def __init__(self, span: _Span) -> None:
+        self._span = span
+
+    def enter(self, running: Running, args: object, kwargs: object) -> _Open | None:
+        current = self._span.open(running)
+        if current is not None:
+            try:
+                current.go_in()
+            except BaseException:
+                self.fail(current)
+                raise
+        return current
+
+    def leave(self, entered: _Open | None, output: object) -> None:
+        if entered is not None:
+            self._span.close(entered)
+            self._span.commit(entered.region, output)
+
+    def fail(self, entered: _Open | None) -> None:
+        if entered is not None:
+            self._span.close(entered)
+
+
+class _StepOut:
+    """Around a part that does not belong to the target: its region is left for this time."""
+
+    def __init__(self, span: _Span) -> None:
+        self._span = span
+
+    def enter(self, running: Running, args: object, kwargs: object) -> _Open | None:
+        current = self._span.current()
+        if current is None or not current.is_inside:
+            return None
+        current.go_out()
+        return current
+
+    def leave(self, entered: _Open | None, output: object) -> None:
+        if entered is not None and not entered.is_inside:
+            entered.go_in()
+
+    def fail(self, entered: _Open | None) -> None:
+        self.leave(entered, None)
+
+
+class _Finish:
+    """Around what follows on a target inside of its call: its region ends here."""
+
+    def __init__(self, span: _Span, is_saved_again: bool) -> None:
+        self._span = span
+        self._is_saved_again = is_saved_again
+
+    def enter(self, running: Running, args: object, kwargs: object) -> None:
+        # Attention saves its own output, and `o_proj` saves the same storage: to copy it here would free nothing.
+        current = self._span.current()
+        if current is not None:
+            current.go_out()
+            self._span.commit(current.region, (args, kwargs), later=self._is_saved_again)
+
+    def leave(self, entered: object, output: object) -> None:
+        """Nothing is left to do."""
+
+    def fail(self, entered: object) -> None:
+        """Nothing is left to do."""
 
 
 def _first_differentiable(output: object) -> Tensor | None:

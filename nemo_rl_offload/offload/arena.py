@@ -13,7 +13,7 @@ fences: the host never waits for them, the next owner's first copy does. Limit: 
 import warnings
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nemo_rl_offload.offload.backends.base import Backend, Block, Event, Extent, HostSlab
 from nemo_rl_offload.units import GIB
@@ -92,6 +92,7 @@ class HostArena:
         self._slabs: list[HostSlab] = []
         self._free = FreeExtents(backend.done)
         self._waiting: defaultdict[int, deque[Block]] = defaultdict(deque)  # by `num_bytes`; the oldest first
+        self._is_closed = False
         self.capacity_bytes = 0
         self.used_bytes = 0
         self.peak_bytes = 0
@@ -144,6 +145,8 @@ class HostArena:
 
     def release(self, block: Block) -> None:
         """Give a block back; its last copy becomes a fence of the next owner."""
+        if self._is_closed:
+            return
         if block.last_event is not None:
             block.fences, block.last_event = (block.last_event,), None
         self.used_bytes -= block.reserved_bytes
@@ -156,8 +159,28 @@ class HostArena:
                     self._free.add(index, offset, size, block.fences)
         self._waiting.clear()
 
+    def rebuild(self, used: Sequence[Block]) -> None:
+        """Give everything back but the blocks in `used`. No copy is under way."""
+        if self._is_closed:
+            return
+        taken: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for block in used:
+            for _, number, offset, size in block.pieces:
+                taken[number].append((offset, size))
+        free = FreeExtents(self._backend.done)
+        for number, slab in enumerate(self._slabs):
+            end = 0
+            for offset, size in [*sorted(taken[number]), (slab.num_bytes, 0)]:
+                if offset > end:
+                    free.add(number, end, offset - end)
+                end = offset + size
+        self._free, self._waiting = free, defaultdict(deque)
+        self.capacity_bytes = sum(slab.num_bytes for slab in self._slabs)
+        self.used_bytes = sum(block.reserved_bytes for block in used)
+
     def close(self) -> None:
         """Drop every slab; a slab's memory goes back to the system with the last block that uses it."""
+        self._is_closed = True
         self._slabs.clear()
         self._waiting.clear()
         self._free = FreeExtents(self._backend.done)

@@ -12,16 +12,15 @@ The effect: memory goes at the same points of every step, whatever the host's sp
 When a copy back starts is decided by `prefetch`, or by the backward that needs it (`engine`).
 """
 
-import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 import torch
 from torch import Tensor
 
 from nemo_rl_offload.offload.arena import HostArena
-from nemo_rl_offload.offload.backends.base import Backend, Block
+from nemo_rl_offload.offload.backends.base import Backend, Block, Event
 from nemo_rl_offload.offload.overlap import bound_bytes
 from nemo_rl_offload.offload.schedule import MARGIN
 from nemo_rl_offload.offload.selection import Selection
@@ -32,10 +31,10 @@ from nemo_rl_offload.offload.slots import (
     RESIDENT,
     Arrival,
     CopiesOut,
-    DeadSlot,
     ForwardPass,
     Group,
     Slot,
+    SlotRef,
 )
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
 from nemo_rl_offload.offload.timing import Timing
@@ -94,7 +93,7 @@ class Copies:
         """Start the copies of a commit's resident slots, as far as the arena has room, and return their bytes."""
         capacity_bytes, reserve = self._arena.capacity_bytes, self._arena.reserve
         moving: list[Slot] = []
-        refs: list[weakref.ref[Slot]] = []
+        refs: list[SlotRef] = []
         moves: list[tuple[torch.UntypedStorage, Block]] = []
         total_bytes = 0
         for slot in slots:
@@ -120,8 +119,9 @@ class Copies:
         stats, empty = self.module_stats(module), self._empty
         for slot, (_, block) in zip(moving, moves, strict=True):
             block.last_event = event
-            slot.block, slot.stats = block, stats
-            slot.state, slot.storage = COPYING_OUT, None
+            slot.ref.block, slot.stats = block, stats
+            slot.storage = None  # from here on the block has the content
+            slot.state = COPYING_OUT
             slot.take_storage_of(empty)
         self._inflight.append(CopiesOut(refs, moves, total_bytes, event, expected_ms, module))
         self._inflight_bytes += total_bytes
@@ -146,22 +146,22 @@ class Copies:
         event of its own then, since compute waits for the first already."""
         group.pending_bytes = 0
         for slot in group.alive_slots():
-            if slot.block is not None:
+            if slot.ref.block is not None:
                 self.reload((slot,))
-            if slot.unused:
+            if slot.ref.unused:
                 self.used(slot)
 
     def reload_group(self, group: Group) -> None:
         """Bring back whatever of a group is on the host, ahead of backward: with one event, for the host's sake."""
         group.pending_bytes = 0
-        self.reload([slot for slot in group.alive_slots() if slot.block is not None])
+        self.reload([slot for slot in group.alive_slots() if slot.ref.block is not None])
 
     def reload(self, slots: Sequence[Slot]) -> None:
         """Bring offloaded slots back, or take sources back that were not let go yet."""
         loading: list[Slot] = []
         blocks: list[Block] = []
         for slot in slots:
-            block = slot.block
+            block = slot.ref.block
             assert block is not None
             if slot.state is COPYING_OUT and self._take_back(slot, block):
                 continue
@@ -171,21 +171,30 @@ class Copies:
             blocks.append(block)
         if not loading:
             return
-        destinations, event = self._backend.copy_in(blocks)
-        arrival, total_bytes = Arrival(event), 0
-        for slot, block, destination in zip(loading, blocks, destinations, strict=True):
+        try:
+            destinations, event = self._backend.copy_in(blocks)
+            self._timing.copied(event, sum([block.num_bytes for block in blocks]), out=False)
+            self._land(loading, blocks, destinations, event)
+        except BaseException:
+            self._backend.synchronize()  # destinations that are lost with this were being written
+            raise
+
+    def _land(self, slots: list[Slot], blocks: list[Block], destinations: list[Tensor], event: Event) -> None:
+        """Put slots on the destinations that the copies behind `event` write."""
+        arrival = Arrival(event)
+        for slot, block, destination in zip(slots, blocks, destinations, strict=True):
             num_bytes = slot.num_bytes
-            slot.take_storage_of(destination)
-            slot.arrival, slot.block = arrival, None
+            slot.ref.loading, slot.arrival = (destination, event), arrival
             block.last_event = event
+            slot.take_storage_of(destination)
+            slot.ref.block = None  # from here on the destination has the content
             self._arena.release(block)
             if slot.state is HOST:
+                slot.ref.is_resident = True
                 self.resident(num_bytes)
-            slot.state, slot.unused = COPYING_IN, True
+            slot.state, slot.ref.unused = COPYING_IN, True
             slot.stats.bytes_in += num_bytes
-            total_bytes += num_bytes
-        self.unused_bytes += total_bytes
-        self._timing.copied(event, total_bytes, out=False)
+            self.unused_bytes += num_bytes
 
     def judge_pass(self, pass_: ForwardPass) -> None:
         """Look which copies of a pass freed their sources, before its backward does: it frees a tensor that the next
@@ -203,18 +212,18 @@ class Copies:
             arrival.is_timed = True
             self._timing.waits(arrival.event, out=False)
         self._backend.compute_wait(arrival.event)
-        slot.state = RESIDENT
-        if slot.unused:
+        slot.state, slot.ref.loading = RESIDENT, None
+        if slot.ref.unused:
             self.used(slot)
 
     def used(self, slot: Slot) -> None:
         """Backward has come to what an unused reload was for."""
-        slot.unused = False
+        slot.ref.unused = False
         self.unused_bytes -= slot.num_bytes
 
     def shrink(self, storage: torch.UntypedStorage, slot: Slot) -> None:
         """Free the device memory of an offloaded slot by force: now, or when its copy has ended."""
-        if slot.block is not None:
+        if slot.ref.block is not None:
             slot.released = True
             if slot.state is HOST:
                 storage.resize_(0)
@@ -236,15 +245,48 @@ class Copies:
             self._backend.compute_wait(self._inflight[0].event)
             self._drop_oldest()
 
-    def release_dead_slot(self, dead_slot: DeadSlot, closed: bool) -> None:
-        """Clean up after a slot that died."""
-        _, block, loading, unused_bytes, resident_bytes = dead_slot
-        if block is not None and not closed:
+    def release(self, dead_slot: SlotRef) -> None:
+        """Clean up after a slot that died. Does nothing the second time."""
+        if dead_slot.loading is not None:  # freed only behind the copy that is still writing it
+            self._backend.compute_wait(dead_slot.loading[1])
+            dead_slot.loading = None
+        block, dead_slot.block = dead_slot.block, None
+        if block is not None:
             self._arena.release(block)
-        if loading is not None:  # freed only behind the copy that is still writing it
-            self._backend.compute_wait(loading[1])
-        self.unused_bytes -= unused_bytes
-        self.resident_bytes -= resident_bytes
+        if dead_slot.unused:
+            self.unused_bytes -= dead_slot.num_bytes
+        if dead_slot.is_resident:
+            self.resident_bytes -= dead_slot.num_bytes
+        dead_slot.unused = dead_slot.is_resident = False
+
+    def rebuild(self, slots: Iterable[Slot]) -> None:
+        """Make everything here and in the arena fit `slots`, which are all that are alive, after a change that was not
+        finished. No copy is under way any more. See `changes`."""
+        for copies in self._inflight:
+            for ref, (source, _) in zip(copies.slots, copies.moves, strict=True):
+                slot = ref()
+                if slot is not None and slot.released:
+                    source.resize_(0)
+        self._inflight = deque()
+        self._inflight_bytes = self.unused_bytes = self.resident_bytes = 0
+        used = []
+        for slot in slots:
+            ref = slot.ref
+            if slot.storage is not None:  # nothing was taken from the device
+                ref.block = None
+                slot.take_storage_of(self._empty.data.set_(slot.storage))
+                slot.state = RESIDENT
+            elif ref.block is not None:
+                slot.take_storage_of(self._empty)
+                slot.state, ref.is_resident = HOST, False
+                used.append(ref.block)
+            else:
+                slot.state = RESIDENT
+            slot.arrival, ref.loading, ref.unused = None, None, False
+            if slot.owner is not None and slot.state is RESIDENT:
+                ref.is_resident = True
+                self.resident_bytes += slot.num_bytes
+        self._arena.rebuild(used)
 
     def module_stats(self, module: str) -> ModuleStats:
         stats = self._stats.per_module.get(module)
@@ -269,7 +311,7 @@ class Copies:
         if source is None:
             return False
         slot.take_storage_of(self._empty.data.set_(source))
-        slot.state, slot.block = RESIDENT, None
+        slot.state, slot.ref.block = RESIDENT, None
         self._arena.release(block)
         self._stats.returned_bytes += slot.num_bytes
         return True
@@ -292,7 +334,7 @@ class Copies:
             if slot is None:
                 continue
             if slot.state is COPYING_OUT:
-                slot.state = HOST
+                slot.state, ref.is_resident = HOST, False
                 left_bytes += slot.num_bytes
             if slot.released:
                 source.resize_(0)

@@ -23,6 +23,7 @@ Five things that are easy to get wrong:
   shared only while no witness has moved. A tensor changed after it was saved is an error when backward wants it,
   as in plain autograd, also when the copy was taken in time: on a device, nobody could tell.
 - Finalizers run anywhere, inside this module too. They take no lock and call nothing: they append to a deque.
+- An interrupt may come between any two instructions. `changes` says what is done about it.
 - A region that opens inside a backward belongs to a recomputation, whose own backward follows at once: its tensors
   stay. They still pass through `pack`, because checkpointing without reentry counts those that do not.
 
@@ -35,13 +36,10 @@ moves it all.
 """
 
 import copy
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -50,57 +48,60 @@ from torch.nn import Parameter
 from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.backward_order import BackwardOrder
+from nemo_rl_offload.offload.changes import Changes
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.exclusions import Exclusions
 from nemo_rl_offload.offload.memory_budget import MemoryBudgetController
 from nemo_rl_offload.offload.prefetch import Prefetch
+from nemo_rl_offload.offload.saved_hooks import HookedRegion, Hooks, remove_left_hooks
 from nemo_rl_offload.offload.selection import Selection
-from nemo_rl_offload.offload.slots import COPYING_IN, DeadSlot, Group, Handle, Kept, Slot, deref, set_storage, unchanged
+from nemo_rl_offload.offload.slots import (
+    COPYING_IN,
+    RESIDENT,
+    Group,
+    Handle,
+    Kept,
+    Slot,
+    SlotRef,
+    deref,
+    set_storage,
+    unchanged,
+)
 from nemo_rl_offload.offload.stats import OffloadStats
 from nemo_rl_offload.offload.timing import GroupTimes, Timing
 
 _current_graph_task_id = torch._C._current_graph_task_id
-# What `torch.autograd.graph.saved_tensors_hooks` calls, without its object and the calls of its methods.
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 T = TypeVar("T", bound=Tensor | Sequence[Tensor | None])
 
 
-class Region:
+class Region(HookedRegion):
     """One occurrence of `module` in `layer`. A context manager: tensors saved inside go to the engine. It can
     be entered again until it is committed, and other regions can open, close and be committed in between."""
 
-    __slots__ = ("_engine", "_entered", "_slots", "layer", "module")
+    __slots__ = ("_engine", "_slots", "layer", "module")
 
     def __init__(self, engine: "OffloadEngine", module: str, layer: int | str) -> None:
+        super().__init__()
         self.module = module
         self.layer = layer
         self._engine = engine
-        self._slots: list[weakref.ref[Slot]] = []
-        self._entered: list[bool] = []  # by entry that is not left: whether it set hooks
+        self._slots: list[SlotRef] = []
 
-    def __enter__(self) -> Self:
-        hooked = torch.is_grad_enabled()
-        if hooked:
-            _push_hooks(self._engine._pack_hook(self), self._engine._unpack)
-        self._entered.append(hooked)
-        return self
+    def hooks(self) -> Hooks:
+        return self._engine._pack_hook(self), self._engine._unpack
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._entered.pop():
-            _pop_hooks()
-        if error is not None:
-            self._slots.clear()
+    def forget(self) -> None:
+        self._slots.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | Kept:
         engine = self._engine
+        if not self.open.locked():
+            remove_left_hooks()
+            return self._keep(tensor)
         if type(tensor) is not Tensor or tensor.device != engine.device:
             return self._keep(tensor)
-        engine._lock.acquire()  # `with` takes twice as long, and this and `_unpack` run for every saved tensor
-        try:
+        with engine._changes.lock:
             assert not engine._closed, "the offload engine is closed"
             try:
                 storage = tensor.untyped_storage()
@@ -113,7 +114,8 @@ class Region:
             slot = None if ref is None else ref()
             detached, version = tensor.detach(), tensor._version
             if slot is None or not slot.holds_content_of(tensor):
-                slot = Slot(storage, key, num_bytes, engine._dead_slots, detached, version)
+                slot = Slot(storage, key, num_bytes, engine._dead_slots.append, detached, version)
+                engine._alive[id(slot.ref)] = slot.ref
                 engine._slots[key] = slot.ref
             else:
                 if slot.storage is None:
@@ -126,11 +128,14 @@ class Region:
                 )
             self._slots.append(slot.ref)
             return slot, detached, version, self
-        finally:
-            engine._lock.release()
 
     def _keep(self, tensor: Tensor) -> Kept:
         return tensor if isinstance(tensor, Parameter) else tensor.detach(), tensor._version, self
+
+    def _keep_recomputed(self, tensor: Tensor) -> Kept:
+        if not self.open.locked():
+            remove_left_hooks()
+        return self._keep(tensor)
 
     def __str__(self) -> str:
         return f"{self.module} of layer {self.layer}"
@@ -173,10 +178,11 @@ class OffloadEngine:
         self._min_tensor_bytes = min_tensor_bytes
         self._min_tensor_elements = min_tensor_elements
         # Backward runs in autograd's threads, one per device and the caller's: nodes on the CPU and on the
-        # device may unpack at the same moment. Nothing called under this lock enters the engine again.
-        self._lock = threading.Lock()
-        self._slots: dict[int, weakref.ref[Slot]] = {}  # by storage address: the newest slot of that storage
-        self._dead_slots: deque[DeadSlot] = deque()
+        # device may unpack at the same moment. Nothing called under its lock enters the engine again.
+        self._changes = Changes(self._recover)
+        self._slots: dict[int, SlotRef] = {}  # by storage address: the newest slot of that storage
+        self._alive: dict[int, SlotRef] = {}  # of all slots, by id
+        self._dead_slots: deque[SlotRef] = deque()
         self._exclusions = Exclusions()
         self._empty = torch.empty(0, dtype=torch.uint8, device=backend.device)
         self._stats = OffloadStats()
@@ -195,6 +201,7 @@ class OffloadEngine:
             max_inflight_groups=max_inflight_groups,
         )
         self._order = BackwardOrder()
+        self._max_prefetch_bytes = max_prefetch_bytes
         self._prefetch = Prefetch(self._order, self._timing, self._copies, max_prefetch_bytes)
         self._steps_are_told = steps_are_told
         self._closed = False
@@ -207,7 +214,7 @@ class OffloadEngine:
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Never offload anything on these tensors' storages: parameters, and buffers that outlive a step. A
         tensor whose `.data` moves to another storage stays excluded; so do views of it."""
-        with self._lock:
+        with self._changes.lock, self._changes:
             assert not self._closed, "the offload engine is closed"
             self._exclusions.add(tensors)
 
@@ -235,7 +242,7 @@ class OffloadEngine:
             self._auto.begin()
         if not refs:
             return output
-        with self._lock:
+        with self._changes.lock, self._changes:
             assert not self._closed, "the offload engine is closed"
             self._collect()
             slots, own, pending_bytes = self._take(region, refs, later)
@@ -262,12 +269,13 @@ class OffloadEngine:
 
     def begin_forward(self) -> None:
         """A forward begins, perhaps of another chunk of the model. Needed only where chunks take turns."""
-        with self._lock:
+        remove_left_hooks()
+        with self._changes.lock, self._changes:
             self._order.end_pass()
 
     def end_step(self) -> None:
         """A step is over: read its times, and bring the figures up to date. Never needed for correctness."""
-        with self._lock:
+        with self._changes.lock, self._changes:
             assert not self._closed, "the offload engine is closed"
             self._collect()
             self._copies.let_go()
@@ -278,7 +286,7 @@ class OffloadEngine:
     def stats(self) -> OffloadStats:
         """A copy of the totals since the engine was built. Times are those of steps that the device has passed: between
         steps and after it was synchronized, of all."""
-        with self._lock:
+        with self._changes.lock, self._changes:
             self._collect()
             if not self._slots:  # what a step goes by stays as it is until it is over
                 self._timing.read()
@@ -292,16 +300,16 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Give the host memory back; once is enough. No use after it but `stats`, nor a pending backward."""
-        with self._lock:
+        with self._changes.lock, self._changes:
             self._closed = True
             self._copies.drain()
             self._arena.close()
 
     def _pack_hook(self, region: Region) -> Callable[[Tensor], Handle | Kept]:
         if _current_graph_task_id() != -1:
-            return region._keep
-        if self._dead_slots or self._exclusions.stale:
-            with self._lock:
+            return region._keep_recomputed
+        if self._dead_slots or self._exclusions.stale or self._changes.are_unfinished:
+            with self._changes.lock, self._changes:
                 self._collect()
                 self._exclusions.refresh()
         return region._pack
@@ -310,23 +318,21 @@ class OffloadEngine:
         if len(packed) == 3:
             return unchanged(*packed)
         slot, saved, version, where = packed
-        self._lock.acquire()
-        try:
+        with self._changes.lock:
             unchanged(saved, version, where)
-            if slot.storage is not None:
+            if slot.state is RESIDENT and not self._changes.are_unfinished:
                 return saved
-            if slot.block is not None:
-                assert not self._closed, "the offload engine was closed before the backward that needs it"
-                self._stats.demand_reloads += 1
-                self._copies.reload((slot,))
-            if slot.state is COPYING_IN:
-                self._copies.arrive(slot)
+            with self._changes:
+                if slot.ref.block is not None:
+                    assert not self._closed, "the offload engine was closed before the backward that needs it"
+                    self._stats.demand_reloads += 1
+                    self._copies.reload((slot,))
+                if slot.state is COPYING_IN:
+                    self._copies.arrive(slot)
             return saved
-        finally:
-            self._lock.release()
 
     def _backward_reached(self, group: Group, grad_outputs: object) -> None:
-        with self._lock:
+        with self._changes.lock, self._changes:
             if self._closed:
                 return  # `unpack` says so, if anything is missing
             self._collect()
@@ -342,7 +348,7 @@ class OffloadEngine:
             self._prefetch.ahead(group, forward=False)
 
     def _take(
-        self, region: Region, refs: Sequence[weakref.ref[Slot]], later: Sequence[Tensor]
+        self, region: Region, refs: Sequence[SlotRef], later: Sequence[Tensor]
     ) -> tuple[list[Slot], list[Slot], int]:
         """The slots of a commit; those that it owns from now on; and the bytes of those that are copied already."""
         left = {tensor.untyped_storage()._cdata for tensor in later} if later else ()
@@ -352,12 +358,13 @@ class OffloadEngine:
         for slot in {ref(): None for ref in refs}:
             if slot is None or slot.key in left:
                 continue
-            if slot.block is not None:
+            if slot.ref.block is not None:
                 pending_bytes += slot.num_bytes
             elif not slot.wanted:
                 small_bytes += slot.num_bytes
             elif slot.storage is not None and slot.owner is None:
                 slot.owner, slot.position = (region.module, region.layer), len(slots)
+                slot.ref.is_resident = True
                 own.append(slot)
             slots.append(slot)
         if small_bytes:
@@ -382,15 +389,36 @@ class OffloadEngine:
         if not self._dead_slots:
             return
         while self._dead_slots:
-            dead_slot = self._dead_slots.popleft()
-            key = dead_slot[0]
-            if key in self._slots and self._slots[key]() is None:
-                del self._slots[key]
-            self._copies.release_dead_slot(dead_slot, self._closed)
+            self._forget(self._dead_slots.popleft())
         if not self._slots:
             self._exclusions.stale = True
             if not self._steps_are_told:
                 self._end_step()
+
+    def _forget(self, dead_slot: SlotRef) -> None:
+        """Clean up after a slot that died. Does nothing the second time."""
+        if not hasattr(dead_slot, "source"):
+            return
+        self._copies.release(dead_slot)
+        if self._slots.get(dead_slot.key) is dead_slot:
+            del self._slots[dead_slot.key]
+        dead_slot.give_back_source()
+        self._alive.pop(id(dead_slot), None)
+
+    def _recover(self) -> None:
+        """Make everything anew from the slots that are alive, after a change that was not finished. Learned durations
+        and what was ineffective stay; the order of passes is learned again."""
+        self._backend.synchronize()
+        for ref in list(self._alive.values()):
+            if ref() is None:
+                self._forget(ref)
+        self._copies.rebuild([slot for ref in self._alive.values() if (slot := ref()) is not None])
+        self._order = BackwardOrder()
+        self._prefetch = Prefetch(self._order, self._timing, self._copies, self._max_prefetch_bytes)
+        self._timing.forget_steps()
+        if self._auto is not None:
+            self._auto.forget_step()
+        self._exclusions.stale = True
 
     def _end_step(self) -> None:
         self._selection.end_step()

@@ -93,6 +93,10 @@ class MemoryBudgetController:
         """A region of a step with a backward was committed, whether or not it saved something."""
         self._is_training = True
 
+    def forget_step(self) -> None:
+        """Drop a step that was cut off."""
+        self._visits, self._is_training = [], False
+
     def visit(self, group: Group, forward: bool, backend: Backend) -> int | None:
         """A commit of `group`, or backward's arrival there. The first of a step starts the allocator's peak anew.
 

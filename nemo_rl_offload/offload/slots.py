@@ -3,7 +3,6 @@ for a forward. `engine` says how they work together."""
 
 import enum
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -29,16 +28,7 @@ was saved. A plain tuple, since one is made for every tensor."""
 type Kept = tuple[Tensor, int, object]
 """The same for a saved tensor that this engine leaves alone: the tensor, its version, and where it was saved."""
 
-type DeadSlot = tuple[int, Block | None, tuple[Tensor, Event] | None, int, int]
-"""What a dead slot leaves to be cleaned up:
-- its key;
-- its block, if it was offloaded;
-- of an unfinished copy in, the tensor that it writes and its event;
-- bytes that were reloaded and never used;
-- bytes on the device."""
-
-# What `torch.multiprocessing.reductions.StorageWeakRef` wraps, at a third of its time. Names of this module, since
-# finalizers may run when the interpreter ends and `torch` is gone.
+# What `torch.multiprocessing.reductions.StorageWeakRef` wraps, at a third of its time.
 _storage_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 _free_storage_ref: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
@@ -68,6 +58,37 @@ class Arrival:
         self.is_timed = False  # the first wait for it is recorded; those behind it take no time
 
 
+class SlotRef(weakref.ref["Slot"]):
+    """A slot, referred to weakly; and what has to be cleaned up after it, for it outlives the slot.
+
+    When the slot dies, this is appended to a deque: by `deque.append` itself, since no interrupt can come between a
+    finalizer in C and its end. One in Python, `__del__` or `weakref.finalize`, can be interrupted before its first
+    line, and Python then drops both it and the interrupt.
+    """
+
+    __slots__ = ("block", "is_resident", "key", "loading", "num_bytes", "source", "unused")
+
+    key: int
+    num_bytes: int
+    source: int
+    """A weak reference to the storage, which keeps its address taken; 0 when it was given back. Set last: where it is
+    missing, making the slot was interrupted, and there is nothing to clean up."""
+    block: Block | None
+    """While offloaded."""
+    loading: tuple[Tensor, Event] | None
+    """Of an unfinished copy in, the tensor that it writes, and its event."""
+    unused: bool
+    """Reloaded, and not unpacked yet."""
+    is_resident: bool
+    """On the device, and of a group: counted by `Copies`."""
+
+    def give_back_source(self) -> None:
+        """Let the storage's address be used again."""
+        source, self.source = self.source, 0
+        if source:
+            _free_storage_ref(source)
+
+
 class Slot:
     """One storage, and a detached tensor for each handle on it: `saved`, and `more` where there are several.
 
@@ -77,8 +98,8 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "arrival", "block", "dead_slots", "judged", "key", "more", "num_bytes", "owner", "position",
-        "ref", "released", "saved", "source", "state", "stats", "storage", "unused", "versions", "wanted",
+        "__weakref__", "arrival", "judged", "key", "more", "num_bytes", "owner", "position", "ref", "released", "saved",
+        "state", "stats", "storage", "versions", "wanted",
     )  # fmt: skip
 
     position: int  # among the slots of the first commit
@@ -89,16 +110,17 @@ class Slot:
         storage: torch.UntypedStorage,
         key: int,
         num_bytes: int,
-        dead_slots: deque[DeadSlot],
+        when_dead: Callable[[SlotRef], None],
         saved: Tensor,
         version: int,
     ) -> None:
-        self.source: int = storage._weak_ref()  # type: ignore[assignment]
+        self.ref = ref = SlotRef(self, when_dead)
+        ref.key = self.key = key
+        ref.num_bytes = self.num_bytes = num_bytes
+        ref.block = ref.loading = None
+        ref.unused = ref.is_resident = False
+        ref.source = storage._weak_ref()  # type: ignore[assignment]
         self.storage: torch.UntypedStorage | None = storage  # until it is copied out
-        self.key = key
-        self.num_bytes = num_bytes
-        self.ref = weakref.ref(self)
-        self.dead_slots = dead_slots
         self.state = RESIDENT
         self.saved = saved
         self.more: tuple[Tensor, ...] = ()
@@ -106,19 +128,8 @@ class Slot:
         self.wanted = False  # a tensor at or above the threshold is among them
         self.judged = False  # known whether the copy freed the source
         self.released = False  # the source was shrunk by force
-        self.unused = False  # reloaded, and not unpacked yet
         self.owner: Key | None = None  # whose commit was the first
-        self.block: Block | None = None  # while offloaded
         self.arrival: Arrival | None = None  # of the copy back
-
-    def __del__(self) -> None:
-        _free_storage_ref(self.source)
-        loading = None
-        if self.state is COPYING_IN and self.arrival is not None:
-            loading = self.saved, self.arrival.event
-        unused_bytes = self.num_bytes if self.unused else 0
-        resident_bytes = self.num_bytes if self.owner is not None and self.state is not HOST else 0
-        self.dead_slots.append((self.key, self.block, loading, unused_bytes, resident_bytes))
 
     @property
     def place(self) -> Place | None:
@@ -137,13 +148,13 @@ class Slot:
 
     def source_freed(self) -> bool:
         """Whether the device memory that was copied out is gone."""
-        return self.released or _storage_expired(self.source)
+        return self.released or _storage_expired(self.ref.source)
 
     def holds_content_of(self, tensor: Tensor) -> bool:
         """Whether a handle on `tensor`, whose storage is this slot's, can be served by this slot."""
         if self.storage is not None:
             return True
-        return self.block is not None and tensor._version == 0 and self.unwritten
+        return self.ref.block is not None and tensor._version == 0 and self.unwritten
 
 
 class Group:
@@ -155,7 +166,7 @@ class Group:
     pass_: "ForwardPass"
     index: int  # in its pass
 
-    def __init__(self, key: Key, slots: list[weakref.ref[Slot]], saved_bytes: int) -> None:
+    def __init__(self, key: Key, slots: list[SlotRef], saved_bytes: int) -> None:
         self.key = key
         self.slots = slots
         self.saved_bytes = saved_bytes
@@ -195,7 +206,7 @@ class CopiesOut:
     """A commit's copies, of `num_bytes` in all, that may still be reading their sources. By `expected_ms`, on the clock
     of what was learned, they will have ended."""
 
-    slots: list[weakref.ref[Slot]]
+    slots: list[SlotRef]
     moves: list[tuple[torch.UntypedStorage, Block]]  # one for each slot
     num_bytes: int
     event: Event

@@ -168,6 +168,12 @@ class Timing:
                 self._latest = self._latest_reached = None
         self.read()
 
+    def forget_steps(self) -> None:
+        """Drop what was recorded and not read: a step that was cut off. What was learned stays."""
+        self._step = Step()
+        self._pending = deque()
+        self._mark = self._latest = self._latest_reached = None
+
     def read(self) -> None:
         """Learn from the steps that are over and that the device has passed."""
         while self._pending and self._passed(self._pending[0]):

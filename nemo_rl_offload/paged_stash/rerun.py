@@ -101,9 +101,13 @@ class StepGuard:
         return outputs
 
     def _run[T](self, attempt: Callable[[], T]) -> T:
+        self.capacity.is_limited = True  # whatever an interrupted step left
+        if self.stash is not None:
+            self.stash.is_paging = self._is_sized
         if not self._is_sized:
+            outputs = self._without_limits(attempt)
             self._is_sized = True
-            return self._without_limits(attempt)
+            return outputs
         put_back = self._save()
         outputs = attempt()
         overflow, over_budget, spilled = self._flags()

@@ -18,6 +18,11 @@ pages and capacity: its tensors have exactly the rows that live, and the stash o
 case and those needed. `resize` then makes the pools. Rejected: pools of the worst case (they would need more than they
 save), and one pool for all widths (pages of one size for rows of 2 and 14 kB waste a part of each).
 
+An interrupt (Ctrl-C, MemoryError) may leave pages that nobody holds, or a freelist half written. A group's content is
+always where its slot says, in pages or in its storage: a slot takes its record after the copy, and drops it after the
+restore. Pools are what cannot be mended: the next region replaces them by new ones (`_is_changing` tells), and groups
+that are alive keep the old ones, which go with them. Dead slots tell so from C, as `offload.changes` explains.
+
 Limits: a storage is stashed when its rows lie one behind the other and fill it, and the saved tensor's first dimension
 is the capacity, or it was marked; integers and rows of less than 16 bytes stay. Backward runs once.
 """
@@ -31,6 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_rl_offload.offload.saved_hooks import HookedRegion, Hooks, remove_left_hooks
 from nemo_rl_offload.paged_stash.kernels import STATE, Pool
 from nemo_rl_offload.paged_stash.pages import num_pages
 from nemo_rl_offload.paged_stash.stats import StashSizes
@@ -68,7 +74,16 @@ class Slot:
     pool: Pool | None = None
     record: Tensor | None = None
     """The pages that hold it; None before they are taken, and when they are returned."""
-    on_drop: "weakref.finalize[..., Slot] | None" = None
+    claim: "Claim | None" = None
+
+
+class Claim(weakref.ref[Slot]):
+    """What a slot holds, to be returned when it dies: pages, or a place in the demand."""
+
+    __slots__ = ("counted", "pages")
+
+    pages: tuple[Pool, Tensor] | None
+    counted: tuple[Demand, int, int] | None
 
 
 @dataclass(frozen=True)
@@ -99,16 +114,16 @@ class Group:
         return [slot for slot in slots if slot is not None and slot.record is not None]
 
 
-class StashRegion:
+class StashRegion(HookedRegion):
     """The forward of one group of experts; see `PagedStash.region`."""
 
     def __init__(self, stash: "PagedStash", group: Group, capacity: int, balanced_rows: int) -> None:
+        super().__init__()
         self._stash, self._group = stash, group
         self._capacity, self._balanced_rows = capacity, balanced_rows
         self._slots: dict[int, Slot] = {}
         self._marked: set[int] = set()
         self._excluded: set[int] = set()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, stash.unpack)
 
     def mark(self, tensor: Tensor) -> None:
         """Stash this tensor's storage too, whose rows are the capacity's though its shape [...] begins
@@ -119,12 +134,11 @@ class StashRegion:
         """Leave these storages alone: parameters, whose shape [...] may begin with the capacity by chance."""
         self._excluded.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
-    def __enter__(self) -> "StashRegion":
-        self._hooks.__enter__()
-        return self
+    def hooks(self) -> Hooks:
+        return self._pack, self._stash.unpack
 
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
+    def forget(self) -> None:
+        self._slots = {}
 
     def commit(self, entry: Tensor) -> None:
         """Start the copies. `entry` is the region's input [capacity, ...]: its gradient ends the region's backward."""
@@ -137,6 +151,9 @@ class StashRegion:
 
     def _pack(self, tensor: Tensor) -> Tensor | Handle:
         """Autograd's hook for what is saved, any shape: a handle, or the tensor itself."""
+        if not self.open.locked():
+            remove_left_hooks()
+            return tensor.detach()
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
         if key in self._excluded or not self._is_of_rows(tensor, storage, key):
@@ -170,7 +187,9 @@ class PagedStash:
         self._is_forked = False
         self._sources: list[Slot] = []
         self._in_use: list[object] = []  # by the side stream
-        self._abandoned: deque[tuple[Pool, Tensor]] = deque()
+        self._claims: dict[int, Claim] = {}  # by id; of slots that are alive
+        self._dead: deque[Claim] = deque()
+        self._is_changing = self._is_broken = False
         self._last: weakref.ref[Group] | None = None
         self.is_paging = False
         """Whether tensors go into pages; without, they stay and are counted."""
@@ -186,6 +205,7 @@ class PagedStash:
         when all experts of the model get the same number of tokens.
         """
         self._settle()
+        self._replace_broken_pools()
         self._return_abandoned()
         group = Group(num_rows, None if self._last is None else self._last())
         self._last = weakref.ref(group)
@@ -193,6 +213,7 @@ class PagedStash:
 
     def stash(self, group: Group, slots: Sequence[Slot], capacity: int, balanced_rows: int) -> None:
         """Copy a group's live rows into pages; the sources are let go of when the next region begins."""
+        self._begin_change()
         self._in_use.append(group.num_rows)
         with self._on_side():
             for slot in slots:
@@ -204,16 +225,23 @@ class PagedStash:
                 if pool is None:
                     self._count(slot, row_bytes, balanced_rows, capacity)
                     continue
-                slot.pool, slot.record = pool, pool.new_record(capacity)
-                pool.stash(_as_bytes(slot.storage), group.num_rows, slot.record)
-                slot.on_drop = weakref.finalize(slot, self._abandoned.append, (pool, slot.record))
+                record = pool.new_record(capacity)
+                pool.stash(_as_bytes(slot.storage), group.num_rows, record)
+                self._claim(slot, (pool, record), None)
+                slot.pool, slot.record = pool, record
                 self._sources.append(slot)
+        self._is_changing = False
+
+    def _claim(self, slot: Slot, pages: tuple[Pool, Tensor] | None, counted: tuple[Demand, int, int] | None) -> None:
+        claim = slot.claim = Claim(slot, self._dead.append)
+        claim.pages, claim.counted = pages, counted
+        self._claims[id(claim)] = claim
 
     def _count(self, slot: Slot, row_bytes: int, balanced_rows: int, rows: int) -> None:
         balanced, needed = num_pages(balanced_rows, self.page_size), num_pages(rows, self.page_size)
         demand = self._demands.setdefault(row_bytes, Demand())
         demand.add(balanced, needed)
-        slot.on_drop = weakref.finalize(slot, demand.add, -balanced, -needed)
+        self._claim(slot, None, (demand, balanced, needed))
 
     def unpack(self, packed: Tensor | Handle) -> Tensor:
         """A saved tensor, of any shape, for its backward; the whole group comes back with the first one."""
@@ -236,6 +264,7 @@ class PagedStash:
 
     def _load(self, group: Group) -> None:
         """Bring a group back, on the side stream; what has not been let go of yet only returns its pages."""
+        self._begin_change()
         paged = group.paged()
         missing = [slot for slot in paged if slot.storage is None]
         kept = [slot for slot in paged if slot.storage is not None]
@@ -244,24 +273,27 @@ class PagedStash:
                 pool, record = self._take_record(slot)
                 pool.release(record)
         self._settle()
-        for slot in missing:
-            slot.storage = torch.empty(slot.num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        targets = [torch.empty(slot.num_bytes, dtype=torch.uint8, device=self.device) for slot in missing]
         with self._on_side():
-            for slot in missing:
-                assert slot.storage is not None
-                pool, record = self._take_record(slot)
-                pool.restore(_as_bytes(slot.storage), record)
-                self._in_use.append(slot.storage)
-        group.is_loading = bool(missing)
+            for slot, target in zip(missing, targets, strict=True):
+                assert slot.pool is not None
+                assert slot.record is not None
+                self._in_use.append(target)
+                group.is_loading = True
+                slot.pool.restore(target, slot.record)
+                slot.storage = target.untyped_storage()
+                self._take_record(slot)
+        self._is_changing = False
 
     def _take_record(self, slot: Slot) -> tuple[Pool, Tensor]:
         """The pages that a slot holds from now on no more."""
         pool, record = slot.pool, slot.record
         assert pool is not None
         assert record is not None
-        assert slot.on_drop is not None
+        assert slot.claim is not None
         slot.record = None
-        slot.on_drop.detach()
+        slot.claim.pages = None
+        self._claims.pop(id(slot.claim), None)
         self._in_use.append(record)
         return pool, record
 
@@ -288,13 +320,41 @@ class PagedStash:
         self._in_use.clear()
 
     def _return_abandoned(self) -> None:
-        if not self._abandoned:
+        if not self._dead:
             return
+        self._begin_change()
         with self._on_side():
-            while self._abandoned:
-                pool, record = self._abandoned.popleft()
-                pool.release(record)
-                self._in_use.append(record)
+            while self._dead:
+                claim = self._dead.popleft()
+                self._claims.pop(id(claim), None)
+                if claim.pages is not None:
+                    pool, record = claim.pages
+                    pool.release(record)
+                    self._in_use.append(record)
+                elif claim.counted is not None:
+                    demand, balanced, needed = claim.counted
+                    demand.add(-balanced, -needed)
+        self._is_changing = False
+
+    def _begin_change(self) -> None:
+        if self._is_changing:
+            self._is_broken = True
+        self._is_changing = True
+
+    def _replace_broken_pools(self) -> None:
+        """Those of which pages may be lost, because a change was interrupted. Copies may be under way in them."""
+        if not self._is_changing and not self._is_broken:
+            return
+        for row_bytes, pool in list(self.pools.items()):
+            self.pools[row_bytes] = Pool(row_bytes, self.page_size, pool.num_device, pool.num_host, self.device)
+        for demand in self._demands.values():
+            demand.now_balanced = demand.now_needed = 0
+        for claim in list(self._claims.values()):
+            if claim() is None:
+                del self._claims[id(claim)]
+            claim.counted = None
+        self._dead.clear()
+        self._is_changing = self._is_broken = False
 
     def end_step(self) -> None:
         """The graphs of a step are gone: return the pages of those that had no backward, and join the streams."""

@@ -55,6 +55,8 @@ class OffloadInterface:
     engine: ClassVar[OffloadEngine | None] = None
     modules: ClassVar[frozenset[str]] = frozenset()
     _enabled: ClassVar[bool] = True
+    _is_inside: ClassVar[bool] = False
+    """Of `no_regions`."""
     _occurrences: ClassVar[Counter[str]] = Counter()
     _vp_stage: ClassVar[int | None] = None
     _is_replaying: ClassVar[bool] = False
@@ -66,7 +68,7 @@ class OffloadInterface:
         self._name = name
         self._left: Tensor | None = None
         self._region: Region | None = None
-        if offload and self._enabled and self.engine is not None and torch.is_grad_enabled():
+        if offload and self._enabled and not self._is_inside and self.engine is not None and torch.is_grad_enabled():
             self._region = self.engine.region(name, self._layer())
             self._occurrences[name] += 1
 
@@ -79,7 +81,7 @@ class OffloadInterface:
         assert tensor is not None, "a region is entered once"
         if self._region is not None:
             self._left = tensor if self._name in _INPUT_IS_READ_ON else None
-            self._region.__enter__()
+            self._region.enter(sys._getframe(1))
         return tensor
 
     def __exit__(self, *error: Any) -> None:
@@ -112,7 +114,7 @@ class OffloadInterface:
         What Megatron passes besides, this project's engine was given when it was built.
         """
         cls._occurrences.clear()
-        cls._vp_stage = vp_stage
+        cls._vp_stage, cls._is_inside = vp_stage, False  # an interrupt may have left it
         if cls.engine is not None:
             cls.engine.begin_forward()
 
@@ -230,11 +232,11 @@ def offload_region(config: TransformerConfig, tensor: Tensor, module: str | None
 @contextmanager
 def no_regions() -> Iterator[None]:
     """Leave to whoever is around it what a part of a layer saves, whose own regions stay closed."""
-    was_enabled, OffloadInterface._enabled = OffloadInterface._enabled, False
+    was_inside, OffloadInterface._is_inside = OffloadInterface._is_inside, True
     try:
         yield
     finally:
-        OffloadInterface._enabled = was_enabled
+        OffloadInterface._is_inside = was_inside
 
 
 def bound_interface() -> Any:

@@ -38,13 +38,18 @@ class Louder(Loud):
 
 
 def note(log: list[str], name: str) -> Any:
-    def around(call: Any, *args: Any, **kwargs: Any) -> Any:
-        log.append(f"{name} in")
-        result = call(*args, **kwargs)
-        log.append(f"{name} out")
-        return result
+    class Note:
+        def enter(self, running: Any, args: Any, kwargs: Any) -> None:
+            assert running.locked()
+            log.append(f"{name} in")
 
-    return around
+        def leave(self, entered: None, output: Any) -> None:
+            log.append(f"{name} out")
+
+        def fail(self, entered: None) -> None:
+            log.append(f"{name} failed")
+
+    return Note()
 
 
 def test_only_the_watched_instance_takes_the_detour() -> None:

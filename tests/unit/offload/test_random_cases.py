@@ -15,7 +15,7 @@ from nemo_rl_offload.offload.backends.base import Block
 from nemo_rl_offload.offload.copies import Copies
 from nemo_rl_offload.offload.engine import Region
 from nemo_rl_offload.offload.prefetch import HORIZON, Prefetch
-from nemo_rl_offload.offload.slots import Group, Slot, State
+from nemo_rl_offload.offload.slots import Group, Slot, SlotRef, State
 
 pytestmark = pytest.mark.filterwarnings("ignore:Host memory for offloading stays")
 
@@ -65,7 +65,7 @@ def test_no_fault_is_found_in_a_thousand() -> None:
 def wait_removed(patch: pytest.MonkeyPatch) -> None:
     def arrive(self: Copies, slot: Slot) -> None:
         slot.state = State.RESIDENT
-        if slot.unused:
+        if slot.ref.unused:
             self.used(slot)
 
     patch.setattr(Copies, "arrive", arrive)
@@ -113,13 +113,13 @@ def reload_before_its_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def prefetch_dropped_while_loading(patch: pytest.MonkeyPatch) -> None:
-    delete = Slot.__del__
+    release = Copies.release
 
-    def forget(self: Slot) -> None:
-        self.arrival = None
-        delete(self)
+    def forget(self: Copies, dead_slot: SlotRef) -> None:
+        dead_slot.loading = None
+        release(self, dead_slot)
 
-    patch.setattr(Slot, "__del__", forget)
+    patch.setattr(Copies, "release", forget)
 
 
 @pytest.mark.parametrize(
