@@ -360,7 +360,8 @@ def run_loop(
     """Start Ray, build the loop there, resume it, run it; everything it writes lands in `run_dir`.
 
     When a worker or its node fails, all workers are started again, up to `fault_tolerance.max_restarts` times, on nodes
-    that are alive: one that comes back would have lost its process groups with the others anyway.
+    that are alive: one that comes back would have lost its process groups with the others anyway. A process of Ray
+    that was started here counts as well, and Ray is then started anew.
 
     `say` shows one line of status to the user; progress goes to `progress_stream`, or to standard output.
     `groups_per_slot` worker groups share each slot of the cluster. Returns the summary, also written to `run_dir`.
@@ -375,6 +376,8 @@ def run_loop(
     ):
         for num_restarts in count():
             try:
+                if num_restarts:
+                    cluster.renew()
                 found = _run_once(config, run_dir, say, progress_stream, build, cluster, elapsed, folder)
                 break
             except WorkerError as error:
@@ -383,7 +386,6 @@ def run_loop(
                 folder.check()
                 unsaid = [f"warning: {text}" for text in restarts.append(f"{error}\n{error.details}\n")]
                 say("\n".join([str(error), *unsaid, f"Restarting the workers ({num_restarts + 1} of {allowed})"]))
-            cluster.renew()
         summary: Summary = {
             **found,
             "world_size": cluster.world_size,

@@ -16,7 +16,7 @@ from nemo_rl_offload.cli.parser import build_parser
 from nemo_rl_offload.cluster.signals import never_unheard, terminated_like_interrupted
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.plugins import import_object
-from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
+from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, WorkerError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
             return code
     except NemoRLOffloadError as error:
-        print(f"error: {error}", file=sys.stderr)
+        hint = _how_to_go_on(run_dirs) if isinstance(error, WorkerError | ResourceError) else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
         _keep_details(error, run_dirs)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
@@ -303,9 +304,13 @@ def _output_failed(reason: str, run_dirs: list[Path]) -> int:
 
 
 def _how_to_go_on(run_dirs: list[Path]) -> str:
-    if not run_dirs or not any(run_dirs[0].glob("checkpoints/step_*")):
+    if not run_dirs:
         return ""
-    return f" The same command goes on from the last checkpoint in {run_dirs[0]}."
+    from nemo_rl_offload.runs.run_directory import CHECKPOINTS, steps_in
+
+    folder = run_dirs[0] / CHECKPOINTS
+    steps = steps_in(folder)
+    return f" The same command goes on from the last checkpoint, {folder}/step_{steps[-1]}." if steps else ""
 
 
 _EXECUTE: dict[str, Callable[[argparse.Namespace, Sequence[str], list[Path]], int]] = {

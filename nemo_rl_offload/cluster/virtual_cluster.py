@@ -8,18 +8,16 @@ A slot never takes more than half of the node's cores, divided by its workers. W
 let four CPU workers wait forever on two cores, and would leave nothing for environment actors. The limit: on
 a shared cluster Ray counts a worker as lighter than it is. Threads are limited separately, in `worker_group`.
 
-Ray starts as a private local cluster unless `RAY_ADDRESS` names one to join; a cluster that merely happens
-to run on this machine is left alone. A local cluster keeps Ray's token authentication, with a token that
-lives in this process and its children only, so that a read-only or shared home directory does not matter. A
-cluster that is joined decides itself: offering a token to one that uses none looks fine until its daemons
-cannot call this process back, and then cancel every actor.
+Ray starts as a private local cluster (`private_ray`) unless `RAY_ADDRESS` names one to join; a cluster that
+merely happens to run on this machine is left alone. A cluster that is joined decides itself whether it wants a
+token: offering one to a cluster that uses none looks fine until its daemons cannot call this process back, and
+then cancel every actor. Whatever waits for Ray goes through `head`, which knows when Ray can no more answer.
 """
 
 import contextlib
 import logging
 import math
 import os
-import secrets
 import signal
 import socket
 import threading
@@ -27,23 +25,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import psutil
 import ray
 from ray._private import ray_constants
-from ray._private import services as ray_services
 from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from nemo_rl_offload.cluster.signals import exit_on_sigterm, forget_rays_alarm, interrupted_afterwards
-from nemo_rl_offload.errors import ResourceError
+from nemo_rl_offload.cluster.head import Head, JoinedHead
+from nemo_rl_offload.cluster.listening import AUTO
+from nemo_rl_offload.cluster.private_ray import PrivateRay
+from nemo_rl_offload.cluster.signals import exit_on_sigterm, forget_rays_alarm
+from nemo_rl_offload.errors import NemoRLOffloadError, ResourceError
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 512 << 20  # Ray moves it to a file in /tmp where /dev/shm is smaller
 PLACEMENT_TIMEOUT_S = 60
 EXIT_TIMEOUT_S = 10
 START_EXIT_TIMEOUT_S = 1  # one of the daemons does not heed SIGTERM
@@ -118,8 +116,10 @@ class VirtualCluster:
         num_nodes: nodes that carry workers.
         gpus_per_node: workers on each; ``auto`` takes the GPUs there are, or one CPU worker without any.
         groups_per_slot: worker groups that share each slot, and take turns.
+        bind: the interface on which workers listen, or "auto" (`listening`).
 
     Attributes:
+        head: what may be asked of Ray, and for how long.
         device: ``cuda`` or ``cpu``.
         world_size: number of ranks.
         workers_per_node: number of ranks on each node.
@@ -128,19 +128,40 @@ class VirtualCluster:
 
     Raises:
         ResourceError: Ray cannot be started or joined, or is too small or too busy.
+        WorkerError: a process of a Ray that was started here ended meanwhile.
     """
 
-    def __init__(self, num_nodes: int, gpus_per_node: int | Literal["auto"], groups_per_slot: int = 1) -> None:
+    def __init__(
+        self,
+        num_nodes: int,
+        gpus_per_node: int | Literal["auto"],
+        groups_per_slot: int = 1,
+        *,
+        bind: str = AUTO,
+    ) -> None:
         self.groups_per_slot = groups_per_slot
+        self.bind = bind
         self.placement_groups: tuple[PlacementGroup, ...] = ()
+        self.head = Head()
+        self._private_ray: PrivateRay | None = None
         self._connected_here = not ray.is_initialized()
+        self._start(num_nodes, gpus_per_node)
+
+    def _start(self, num_nodes: int, gpus_per_node: int | Literal["auto"]) -> None:
         try:
             if self._connected_here:
-                _connect()
+                if not os.environ.get("RAY_ADDRESS"):
+                    self._private_ray = _new_private_ray()
+                self.head = _connect(self._private_ray)
             self._take(num_nodes, gpus_per_node)
-        except BaseException:
-            self.shutdown()
+        except BaseException as error:
+            self.shutdown(keep_logs=isinstance(error, Exception))
             raise
+
+    @property
+    def is_private(self) -> bool:
+        """Whether all processes are below this one, on this machine."""
+        return self._private_ray is not None
 
     def whole(self) -> "ClusterPart":
         """All slots, for one worker group."""
@@ -171,18 +192,23 @@ class VirtualCluster:
         return first, last
 
     def renew(self) -> None:
-        """End every worker in the slots, and take as many anew, on nodes that are alive.
+        """End every worker in the slots, and take as many anew, on nodes that are alive; in a new Ray if need be.
 
         Raises:
             ResourceError: too few are left.
+            WorkerError: as for the class.
         """
         num_nodes, workers_per_node = len(self.layout.nodes), self.workers_per_node
+        if self._private_ray and self.head.is_lost:
+            self.shutdown(keep_logs=True)
+            self._start(num_nodes, workers_per_node)
+            return
         self._give_back()
         self._take(num_nodes, workers_per_node)
 
     def _take(self, num_nodes: int, gpus_per_node: int | Literal["auto"]) -> None:
         while True:
-            self.layout = choose_layout(_alive_nodes(), num_nodes, gpus_per_node)
+            self.layout = choose_layout(self.head.ask(_alive_nodes), num_nodes, gpus_per_node)
             self.device = self.layout.device
             self.workers_per_node = self.layout.workers_per_node
             self.world_size = num_nodes * self.workers_per_node
@@ -194,16 +220,17 @@ class VirtualCluster:
         """Wait for the slots; False when a chosen node turns out to be lost, which Ray notices after a while."""
         for node in self.layout.nodes:
             workers = self.layout.workers_per_node
-            group = placement_group(
+            new_group = partial(
+                placement_group,
                 [self.layout.slot(node)] * workers,
                 strategy="STRICT_PACK",
                 bundle_label_selector=[{"ray.io/node-id": node.node_id}] * workers,
             )
-            self.placement_groups += (group,)
+            self.placement_groups += (self.head.ask(new_group),)
         for node, group in zip(self.layout.nodes, self.placement_groups, strict=True):
             end_s = time.monotonic() + PLACEMENT_TIMEOUT_S
-            while not group.wait(timeout_seconds=1):
-                if node.node_id not in {alive.node_id for alive in _alive_nodes()}:
+            while not self.head.ask(partial(group.wait, timeout_seconds=1)):
+                if node.node_id not in {alive.node_id for alive in self.head.ask(_alive_nodes)}:
                     return False
                 if time.monotonic() >= end_s:
                     raise ResourceError(
@@ -213,22 +240,33 @@ class VirtualCluster:
                     )
         return True
 
-    def shutdown(self) -> None:
-        """Give the slots back, and stop (or leave) Ray if it was started (or joined) here. Idempotent."""
+    def shutdown(self, *, keep_logs: bool = False) -> None:
+        """Give the slots back, and stop (or leave) Ray if it was started (or joined) here. Idempotent.
+
+        With `keep_logs` Ray's logs of a run that failed stay for a while: see `PrivateRay`.
+        """
         try:
-            self._give_back()
+            with contextlib.suppress(NemoRLOffloadError):  # nobody is there to take them
+                self._give_back()
         finally:
             if self._connected_here:
                 processes, is_up = _processes_of_ray(), ray.is_initialized()
+                if self._private_ray and self.head.is_lost:
+                    _signal(processes, psutil.Process.kill)
                 ray.shutdown(wait_for_processes=True)
                 if not is_up:  # Ray ended what it knew: of a start that was interrupted, nothing
                     _signal(processes, psutil.Process.terminate)
                 _see_off(processes, EXIT_TIMEOUT_S if is_up else START_EXIT_TIMEOUT_S)
+                self.head.close()
+                self.head = Head()
+                if self._private_ray:
+                    self._private_ray.close(keep=keep_logs)
+                    self._private_ray = None
 
     def _give_back(self) -> None:
         groups, self.placement_groups = self.placement_groups, ()
         for group in groups:
-            remove_placement_group(group)
+            self.head.ask(partial(remove_placement_group, group))
 
     def __enter__(self) -> Self:
         return self
@@ -236,7 +274,7 @@ class VirtualCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.shutdown()
+        self.shutdown(keep_logs=isinstance(error, Exception))
 
 
 @dataclass(frozen=True)
@@ -265,7 +303,15 @@ class ClusterPart:
         return self.cluster.placement_groups[self.first_node + node], self.first_worker + worker
 
 
-def _connect() -> None:
+def _new_private_ray() -> PrivateRay:
+    try:
+        return PrivateRay()
+    except OSError as error:
+        raise ResourceError(f"Could not start a local Ray cluster: {error}") from error
+
+
+def _connect(private_ray: PrivateRay | None) -> Head:
+    """Start Ray, or without one join that at RAY_ADDRESS."""
     # Under `uv run`, Ray would upload the working directory and start each worker through its own `uv run`: a
     # copy of the sources and a synchronization per worker, though workers share this environment already. The
     # variable RAY_ENABLE_UV_RUN_RUNTIME_ENV counts only before Ray's first import; this is the value it sets.
@@ -274,23 +320,25 @@ def _connect() -> None:
     ray_worker.print_to_stdstream = _log_daemon_message
     address = os.environ.get("RAY_ADDRESS")
     try:
-        if address:
+        if private_ray is None:
+            assert address
             _probe(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+            head: Head = JoinedHead(host.strip("[]"), int(port))
         else:
-            _provide_local_token()
             try:
-                _start_local()
+                head = private_ray.start()
             except Exception as error:
                 if "timed out during startup" not in str(error):
                     raise
                 ray.shutdown()
-                _start_local()  # on a busy machine Ray's 30 s are soon over; its files are in memory the second time
+                head = private_ray.start()  # Ray's 30 s are soon over; its files are in memory the second time
     except SystemExit:
         forget_rays_alarm()
         raise
     except Exception as error:  # Ray raises plain ones too: "node timed out during startup"
-        if not address:
+        if private_ray:
             raise ResourceError(f"Could not start a local Ray cluster: {error}") from error
         raise ResourceError(
             f"Could not join the Ray cluster at RAY_ADDRESS={address}: {error}. Is it running, and if it uses token "
@@ -299,25 +347,7 @@ def _connect() -> None:
     if threading.current_thread() is threading.main_thread():
         # Ray's own handler prints a native stack and exits without running `VirtualCluster.__exit__`.
         signal.signal(signal.SIGTERM, exit_on_sigterm)
-
-
-def _start_local() -> None:
-    popen = ray_services.ConsolePopen
-    # A signal to this process's group (from `timeout`, Slurm, a supervisor) would end Ray's daemons first, and the run
-    # could not save. They do not outlive this process in a group of their own either: the kernel ends them.
-    ray_services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
-    try:
-        # Ray's C++ part does not survive an exception while it is set up, and Python drops one that meets a `__del__`.
-        with interrupted_afterwards("Ray's start"):
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=OBJECT_STORE_BYTES,
-            )
-    finally:
-        ray_services.ConsolePopen = popen  # type: ignore[misc]
+    return head
 
 
 def _processes_of_ray() -> list[psutil.Process]:
@@ -352,12 +382,6 @@ def _probe(address: str) -> None:
 
 def _log_daemon_message(data: dict[str, Any], ignore_prefix: bool) -> None:
     logger.info("Ray: %s", "\n".join(data["lines"]))
-
-
-def _provide_local_token() -> None:
-    token_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
-    if "RAY_AUTH_TOKEN" not in os.environ and not token_file.exists():
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _alive_nodes() -> list[Node]:

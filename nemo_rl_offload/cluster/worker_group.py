@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Concatenate
@@ -34,18 +35,22 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl_offload.cluster.head import LOOK_S
+from nemo_rl_offload.cluster.limits import memory_in_words, num_killed
+from nemo_rl_offload.cluster.listening import bind_collectives
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
-from nemo_rl_offload.errors import NemoRLOffloadError, ResourceError, WorkerError
+from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, WorkerError
 
 GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
 class Place:
-    """The process of a rank, its log file, and a TCP port that is free on its node."""
+    """The process of a rank, its log file, the address at which it listens, and a TCP port that is free there."""
 
     pid: int
     log: str
+    address: str
     free_port: int
 
 
@@ -82,19 +87,30 @@ class Stored[T]:
 class RankActor:
     """The process of one rank; holds the caller's worker object."""
 
-    def locate(self) -> Place:
-        """Return what the driver must know of this process; Ray points its standard error to the log file."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
+    def locate(self, bind: str, node_address: str) -> Place | Failure:
+        """Return what the driver must know of this process, whose collectives listen where `bind_collectives` says.
+
+        Ray points its standard error to the log file.
+        """
+        try:
+            address = bind_collectives(bind, node_address)
+        except ConfigError as error:
+            return _failure(error)
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
             free_port = probe.getsockname()[1]
         log = str(Path("/proc/self/fd/2").readlink())
-        return Place(os.getpid(), log, free_port)
+        return Place(os.getpid(), log, address, free_port)
 
     def construct(
-        self, master_port: int, worker_cls: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        master: tuple[str, int],
+        worker_cls: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> Failure | None:
-        """Build the worker object."""
-        os.environ["MASTER_PORT"] = str(master_port)
+        """Build the worker object; `master` is where all workers meet."""
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master[0], str(master[1])
         try:
             self._worker = worker_cls(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - reported by the driver
@@ -124,8 +140,8 @@ class WorkerGroup[W]:
     """One ``worker_cls(*args, **kwargs)`` in its own process per slot of ``cluster``, or of a part of it.
 
     ``env`` are environment variables for all of them. Besides, each process has RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR and (on CPU) OMP_NUM_THREADS in its environment before the module of
-    ``worker_cls`` is imported, and MASTER_PORT before its constructor runs. Ray sets CUDA_VISIBLE_DEVICES to the
+    LOCAL_WORLD_SIZE and (on CPU) OMP_NUM_THREADS in its environment before the module of ``worker_cls`` is
+    imported, and MASTER_ADDR and MASTER_PORT before its constructor runs. Ray sets CUDA_VISIBLE_DEVICES to the
     one GPU of the rank, so its device is ``cuda:0``.
 
     Raises:
@@ -144,10 +160,15 @@ class WorkerGroup[W]:
         self._slots = cluster if isinstance(cluster, ClusterPart) else cluster.whole()
         self.world_size = self._slots.world_size
         self._places: list[Place] = []
-        self._actors = [_start_actor(self._slots, rank, env) for rank in range(self.world_size)]
-        self._places = self._gather([actor.locate.remote() for actor in self._actors])
-        port = self._places[0].free_port
-        self._gather([actor.construct.remote(port, worker_cls, args, kwargs) for actor in self._actors])
+        self._num_killed = num_killed()
+        self._head = self._slots.cluster.head
+        ranks = range(self.world_size)
+        self._actors = [self._head.ask(partial(_start_actor, self._slots, rank, env)) for rank in ranks]
+        bind, addresses = self._slots.cluster.bind, [self._slots.node_of(rank).address for rank in ranks]
+        calls = zip(self._actors, addresses, strict=True)
+        self._places = self._gather([actor.locate.remote(bind, address) for actor, address in calls])
+        master = self._places[0].address, self._places[0].free_port
+        self._gather([actor.construct.remote(master, worker_cls, args, kwargs) for actor in self._actors])
 
     def run_all[**P, R](self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call ``method`` with the same arguments on every rank and return the results in rank order.
@@ -155,7 +176,7 @@ class WorkerGroup[W]:
         Raises:
             WorkerError: as for the class; all ranks have been killed, and the group is of no further use.
         """
-        shared_args, shared_kwargs = ray.put(args), ray.put(kwargs)
+        shared_args, shared_kwargs = self._head.ask(lambda: (ray.put(args), ray.put(kwargs)))
         return self._gather([actor.call.remote(method.__name__, shared_args, shared_kwargs) for actor in self._actors])
 
     def run_sharded[*Ts, R](self, method: Callable[[W, *Ts], R], shards: Sequence[tuple[*Ts]]) -> list[R]:
@@ -179,11 +200,13 @@ class WorkerGroup[W]:
         outcomes: dict[ray.ObjectRef[object], object] = {}
         pending, failures = refs, list[Failure]()
         while pending and not failures:
-            done, pending = ray.wait(pending)
+            done, pending = ray.wait(pending, timeout=LOOK_S)
+            self._head.check()
             outcomes |= {ref: self._outcome(refs.index(ref), ref) for ref in done}
             failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
         if failures:
             late, _ = ray.wait(pending, num_returns=len(pending), timeout=GRACE_S) if pending else ([], [])
+            self._head.check()  # its end takes the workers with it
             outcomes |= {ref: self._outcome(refs.index(ref), ref) for ref in late}
             failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
             self.shutdown()
@@ -203,6 +226,12 @@ class WorkerGroup[W]:
     def _death(self, rank: int, report: str) -> str:
         exit_detail = re.search(r"Worker exit type: .*?(?= Some common causes|$)", report, re.MULTILINE)
         log = f" Its log: {self._places[rank].log}" if self._places else ""
+        if self._slots.cluster.is_private and num_killed() > self._num_killed:
+            return (
+                f"the kernel killed the process for want of memory {memory_in_words()}. Raise that, or lower what a "
+                "worker takes: policy.train_micro_batch_size, policy.max_total_sequence_length or "
+                f"policy.megatron_cfg.activation_offload.host_memory_budget.{log}"
+            )
         return (
             f"the process died. {exit_detail.group() if exit_detail else report} A crash leaves its trace at "
             f"the end of the log; a kill for lack of memory leaves one in the node's `dmesg`.{log}"
@@ -230,7 +259,6 @@ def _start_actor(slots: ClusterPart, rank: int, extra_env: Mapping[str, str]) ->
         "WORLD_SIZE": str(slots.world_size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(cluster.workers_per_node),
-        "MASTER_ADDR": slots.node_of(0).address,
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(_own_import_paths()),
     }

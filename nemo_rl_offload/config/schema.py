@@ -706,6 +706,8 @@ class ClusterConfig(TypedDict):
     """Machines."""
     gpus_per_node: Annotated[Positive | Literal["auto"], Default("auto")]
     """Workers per machine, one per GPU where there are GPUs; auto: all GPUs, or one worker on the CPU."""
+    bind: Annotated[str, Default("auto")]
+    """Network interface on which workers listen for each other; auto: loopback on one machine, else Ray's."""
 
 
 @closed

@@ -76,7 +76,8 @@ def findings(root: Path = Path("/"), folder: Path = Path()) -> list[Finding]:
     import psutil
 
     gpus, no_gpu_reason = read_gpus()
-    total_bytes = psutil.virtual_memory().total
+    cgroup = cgroup_memory(root)
+    total_bytes = min([psutil.virtual_memory().total, *([cgroup[0]] if cgroup else [])])
     locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return [
         python_version(platform.python_version()),
@@ -87,7 +88,7 @@ def findings(root: Path = Path("/"), folder: Path = Path()) -> list[Finding]:
         devices(gpus, no_gpu_reason, root),
         numa_map(read_topology(root), gpus),
         host_memory(free_host_bytes(root), total_bytes, max(1, len(gpus))),
-        memory_limit(cgroup_memory(root)),
+        memory_limit(cgroup),
         locked_memory(locked_bytes, total_bytes, has_gpu=bool(gpus)),
         *process_limits(),
         shared_memory(root),

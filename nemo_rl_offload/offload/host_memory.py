@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_offload.errors import ConfigError
@@ -35,27 +36,32 @@ def cgroup_memory(root: Path = Path("/")) -> tuple[int, int] | None:
 
     File pages that the kernel can drop at once are not counted as used.
     """
+    known = [
+        limit
+        for folder in cgroup_folders("memory", root)
+        for files in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+        if (limit := _limit_and_use(folder, *files)) is not None
+    ]
+    return min(known, key=lambda limit: limit[0] - limit[1], default=None)
+
+
+def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """Folders of this process's cgroups with such a controller ("memory", "cpu"), of both versions; some may not be."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
-    mount = root / "sys/fs/cgroup"
-    limits = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        folder, files = mount, ("memory.max", "memory.current")
-        if controllers:
-            folder, files = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        limits.append(_limit_and_use(folder, *files))
+        folder = root / "sys/fs/cgroup" / (controller if controllers else "")
+        yield folder
         for part in path.split("/"):
             # A container shows its host's path, which does not exist inside: the mount itself is then its group.
             if part not in ("", ".."):
                 folder /= part
-                limits.append(_limit_and_use(folder, *files))
-    known = [limit for limit in limits if limit is not None]
-    return min(known, key=lambda limit: limit[0] - limit[1], default=None)
+                yield folder
 
 
 def give_back_free_memory() -> None:

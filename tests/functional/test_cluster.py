@@ -11,6 +11,7 @@ import pytest
 from cpu_processes import cpu_cluster, without_gpus
 from ray.cluster_utils import Cluster
 
+from nemo_rl_offload.cluster import head
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.cluster.worker_group import WorkerGroup
 from nemo_rl_offload.errors import ResourceError, WorkerError
@@ -136,5 +137,24 @@ def test_workers_of_a_lost_node_go_on_another(cluster: VirtualCluster, monkeypat
             joined.renew()
             assert joined.layout.nodes[0].node_id != lost
             assert WorkerGroup(joined, HangingWorker).run_all(HangingWorker.pid)
+    finally:
+        nodes.shutdown()
+
+
+@pytest.mark.slow
+def test_a_joined_cluster_that_loses_its_head(cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would end this process, after a minute."""
+    cluster.shutdown()
+    monkeypatch.setattr(head, "AWAY_S", 5)
+    with without_gpus():
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        with VirtualCluster(num_nodes=1, gpus_per_node=1) as joined:
+            group = WorkerGroup(joined, HangingWorker)
+            assert group.run_all(HangingWorker.pid)
+            nodes.head_node.kill_gcs_server()
+            with pytest.raises(ResourceError, match=r"gcs_server at \S+ has not answered for \d+ s"):
+                group.run_all(HangingWorker.die, rank=7)
     finally:
         nodes.shutdown()

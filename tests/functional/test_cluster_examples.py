@@ -119,6 +119,7 @@ def test_the_manifests_command_is_one_of_ours() -> None:
     assert config["cluster"] == {
         "num_nodes": group["replicas"],
         "gpus_per_node": int(worker["resources"]["limits"]["nvidia.com/gpu"]),
+        "bind": "auto",
     }
     head = cluster["headGroupSpec"]["template"]["spec"]
     assert head["terminationGracePeriodSeconds"] > config["fault_tolerance"]["grace_period_s"]

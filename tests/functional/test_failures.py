@@ -64,7 +64,7 @@ def copied_model(tmp_path: Path) -> Path:
     ],
 )
 def test_before_ray_starts(override: str, message: str, fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual_cluster, "_connect", lambda: pytest.fail("Ray was started"))
+    monkeypatch.setattr(virtual_cluster, "_connect", lambda _: pytest.fail("Ray was started"))
     assert message in fail(override)
 
 

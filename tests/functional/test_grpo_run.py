@@ -248,7 +248,9 @@ def test_interrupted(signal_number: int, to_group: bool, when: str, tmp_path: Pa
     (os.killpg if to_group else os.kill)(process.pid, signal_number)
     output, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output) == (130, "")
-    hint = f" The same command goes on from the last checkpoint in {run_dir}." if when == "training" else ""
+    last = max((path.name for path in run_dir.glob("checkpoints/step_*")), key=lambda name: int(name[5:]), default="")
+    hint = f" The same command goes on from the last checkpoint, {run_dir}/checkpoints/{last}." if last else ""
+    assert bool(last) == (when == "training")
     assert errors.endswith(f"Interrupted.{hint}\n")
     assert "Traceback" not in errors
     wait_until_gone(mark)

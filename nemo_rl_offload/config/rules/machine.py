@@ -8,6 +8,8 @@ plainly, such as names that are made while it runs, is left to the run.
 import ast
 import importlib.machinery
 import os
+import re
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -36,6 +38,7 @@ LOCAL_PATHS = (
     "data.train.path",
     "data.validation.path",
 )
+LOOPBACK = "lo"
 SET_BY_GROUP = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED"),
@@ -221,6 +224,28 @@ def _names_of_module(tree: ast.Module) -> set[str] | None:
     return None if found & {"*", "__getattr__"} else found
 
 
+def bind_interface(get: Get) -> Iterator[str]:
+    """A rule: `cluster.bind` is a name of an interface, and one that the nodes can share."""
+    bind = get("cluster.bind")
+    if not bind.strip() or "/" in bind or ":" in bind or re.fullmatch(r"[\d.]+", bind):
+        yield (
+            f"cluster.bind: '{bind}' is no name of a network interface, such as eth0 (`ip addr` lists them). Give one, "
+            "or auto."
+        )
+    elif bind == LOOPBACK and get("cluster.num_nodes") > 1:
+        yield (
+            f"cluster.bind: {bind} is not reached from other machines, and cluster.num_nodes is "
+            f"{get('cluster.num_nodes')}. Give an interface that all of them share, or auto."
+        )
+
+
+def _bind_is_here(get: Get) -> Iterator[str]:
+    bind, here = get("cluster.bind"), [name for _, name in socket.if_nameindex()]
+    if bind != "auto" and bind not in here:
+        there = ", ".join(sorted(here))
+        yield f"cluster.bind: this machine has no interface '{bind}', only {there}.{nearest(bind, here)} Or set auto."
+
+
 LOCAL_PATH_RULES: tuple[Rule, ...] = tuple(partial(_is_not_empty, path) for path in LOCAL_PATHS)
 TRACKER_RULES: tuple[Rule, ...] = tuple(partial(_tracker_is_here, name) for name in ("wandb", "mlflow"))
 MACHINE_RULES: tuple[Rule, ...] = (
@@ -232,4 +257,5 @@ MACHINE_RULES: tuple[Rule, ...] = (
     _function_is_here,
     _teacher_is_here,
     _data_is_here,
+    _bind_is_here,
 )

@@ -5,6 +5,7 @@ from nemo_rl_offload.config.rules.effects import EFFECT_WARNINGS
 from nemo_rl_offload.config.rules.machine import (
     LOCAL_PATH_RULES,
     MACHINE_RULES,
+    bind_interface,
     env_vars,
     model_can_be_read,
     model_is_unknown,
@@ -35,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     *CUDA_GRAPH_RULES,
     *MEGATRON_RULES,
     *PARALLEL_RULES,
+    bind_interface,
     env_vars,
     model_overrides,
     *BATCHING_RULES,

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -110,7 +111,12 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
 
 
 def join_alone(backend: str) -> None:
-    """Make a process group of this process, which meets nobody: no port to lose to another process."""
+    """Make a process group of this process, which meets nobody: no port to lose to another process.
+
+    gloo opens one nevertheless, and where the environment (GLOO_SOCKET_IFNAME) does not say, on loopback.
+    """
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
@@ -118,14 +124,26 @@ def _join(backend: str) -> None:
     if int(os.environ["WORLD_SIZE"]) == 1:
         join_alone(backend)
         return
+    rank, world_size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(minutes=30)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
-    except dist.DistNetworkError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        # torch's own `env://` would take writes from every interface.
+        listener = _listen(host, port) if rank == 0 else None
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, world_size, rank == 0, timeout, master_listen_fd=listener
+        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except (dist.DistNetworkError, OSError) as error:
         raise WorkerError(
-            f"the workers cannot meet at {address}: {str(error).splitlines()[0]} Another process may have taken the "
-            "port since it was found free: start the run again (fault_tolerance.max_restarts does so by itself)."
+            f"the workers cannot meet at {host}:{port}: {str(error).splitlines()[0]} Another process may have taken "
+            "the port since it was found free: start the run again (fault_tolerance.max_restarts does so by itself)."
         ) from error
+
+
+def _listen(host: str, port: int) -> int:
+    """A socket's file descriptor, which belongs to the caller."""
+    (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return socket.create_server(address, family=family).detach()
 
 
 def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -> MegatronModel:

@@ -258,7 +258,7 @@ def test_interrupted(
         capsys.readouterr()
     training.error = error
     assert cli.main(["run", "grpo", "--run-dir", "out"]) == 130
-    hint = " The same command goes on from the last checkpoint in out." if saved else ""
+    hint = " The same command goes on from the last checkpoint, out/checkpoints/step_1." if saved else ""
     assert capsys.readouterr().err == f"Interrupted.{hint}\n"
 
 

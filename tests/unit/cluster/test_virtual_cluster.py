@@ -1,11 +1,14 @@
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray._private import ray_constants
 
 from nemo_rl_offload.cluster import virtual_cluster
+from nemo_rl_offload.cluster.private_ray import PrivateRay
 from nemo_rl_offload.cluster.virtual_cluster import Layout, Node, VirtualCluster, choose_layout
 from nemo_rl_offload.errors import ResourceError
 
@@ -118,7 +121,7 @@ def test_address_without_a_cluster(address: str, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_ray_gets_a_second_chance_on_a_busy_machine(
-    errors: list[str], num_tries: int, is_up: bool, monkeypatch: pytest.MonkeyPatch
+    errors: list[str], num_tries: int, is_up: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tries: list[str] = []
 
@@ -132,5 +135,11 @@ def test_ray_gets_a_second_chance_on_a_busy_machine(
     monkeypatch.setattr(virtual_cluster.ray, "init", init)
     monkeypatch.setattr(virtual_cluster.signal, "signal", lambda *_: None)
     with nullcontext() if is_up else pytest.raises(ResourceError, match=errors[-1]):
-        virtual_cluster._connect()
+        private_ray = PrivateRay(tmp_path)
+        try:
+            virtual_cluster._connect(private_ray)
+        finally:
+            private_ray.close(keep=False)
     assert tries == ["local"] * num_tries
+    assert ray_constants.ENABLE_RAY_CLUSTER  # for one that is joined later
+    assert not list(tmp_path.iterdir())

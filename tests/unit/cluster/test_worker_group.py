@@ -2,11 +2,15 @@ import importlib.util
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from nemo_rl_offload.cluster.worker_group import Failure, RankActor, _own_import_paths, _to_error
+from nemo_rl_offload.cluster import worker_group
+from nemo_rl_offload.cluster.worker_group import Failure, Place, RankActor, WorkerGroup, _own_import_paths, _to_error
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, WorkerError
+
+MASTER = "127.0.0.1", 500
 
 
 class Worker:
@@ -22,25 +26,36 @@ class Worker:
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("MASTER_PORT", "unset")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "unset")
 
 
 def test_actor_runs_the_workers_methods() -> None:
     actor = RankActor()
-    assert actor.construct(500, Worker, (10,), {}) is None
+    assert actor.construct(MASTER, Worker, (10,), {}) is None
     assert actor.call("add", (2,), {"right": 4}) == 518
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_actor_offers_a_port_that_can_be_bound() -> None:
-    place = RankActor().locate()
+    place = RankActor().locate("lo", "192.0.2.1")
+    assert isinstance(place, Place)
     with socket.socket() as server:
-        server.bind(("", place.free_port))
-    assert place.pid == os.getpid()
+        server.bind(("127.0.0.1", place.free_port))
+    assert (place.pid, place.address) == (os.getpid(), "127.0.0.1")
+
+
+def test_an_interface_that_is_not_there() -> None:
+    failure = RankActor().locate("loo", "127.0.0.1")
+    assert isinstance(failure, Failure)
+    assert failure.kind is ConfigError
+    assert failure.message.startswith(f"cluster.bind: {socket.gethostname()} has no interface 'loo', only ")
+    assert "Did you mean 'lo'?" in failure.message
 
 
 def test_exception_becomes_text_with_rank_and_traceback() -> None:
     actor = RankActor()
-    actor.construct(500, Worker, (10,), {})
+    actor.construct(MASTER, Worker, (10,), {})
     failure = actor.call("add", (2,), {"right": None})
     assert isinstance(failure, Failure)
     assert failure.rank == 3
@@ -57,11 +72,32 @@ def test_exception_becomes_text_with_rank_and_traceback() -> None:
     [(ConfigError("a.b: wrong"), "a.b: wrong"), (ResourceError("/x is full"), "rank 3 of 4: /x is full")],
 )
 def test_errors_of_this_project_keep_their_type(raised: NemoRLOffloadError, message: str) -> None:
-    failure = RankActor().construct(500, Worker, (10, raised), {})
+    failure = RankActor().construct(MASTER, Worker, (10, raised), {})
     assert failure is not None
     error = _to_error(failure, "rank 3 of 4")
     assert type(error) is type(raised)
     assert str(error) == message
+
+
+@pytest.mark.parametrize(
+    ("is_private", "num_killed", "message"),
+    [
+        (True, 5, "the kernel killed the process for want of memory of this machine. Raise that, or lower what "),
+        (True, 4, "the process died. SYSTEM_ERROR"),
+        (False, 5, "the process died. SYSTEM_ERROR"),  # another machine's
+    ],
+)
+def test_a_death_for_want_of_memory(
+    is_private: bool, num_killed: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_group, "num_killed", lambda: num_killed)
+    monkeypatch.setattr(worker_group, "memory_in_words", lambda: "of this machine")
+    group = WorkerGroup.__new__(WorkerGroup)  # its constructor starts processes
+    group._slots = SimpleNamespace(cluster=SimpleNamespace(is_private=is_private))  # type: ignore[assignment]
+    group._num_killed, group._places = 4, [Place(1, "/logs/1.err", "127.0.0.1", 1)]
+    found = group._death(0, "SYSTEM_ERROR")
+    assert found.startswith(message)
+    assert found.endswith(" Its log: /logs/1.err")
 
 
 def test_import_paths_hold_this_package_and_no_installation() -> None:

@@ -46,6 +46,28 @@ def test_a_check_elsewhere_only_warns_about_missing_folders(check: Check) -> Non
     assert "rules about the model's layers were not checked" in checked.warnings[2]
 
 
+@pytest.mark.parametrize("bind", ["", "127.0.0.1", "0.0.0.0", "'::'", "'fd00::2'", "10.0.0.0/8", "'eth0:1'"])
+def test_an_address_is_no_interface(refuses: Callable[..., None], bind: str) -> None:
+    refuses(f"cluster.bind={bind}", "cluster.bind", "is no name of a network interface", "cluster.bind=eth7")
+
+
+def test_other_machines_do_not_reach_loopback(refuses: Callable[..., None]) -> None:
+    nodes = "cluster.num_nodes=2 cluster.bind"
+    refuses(f"{nodes}=lo", "cluster.bind", "is not reached from other machines", f"{nodes}=auto")
+    refuses(f"{nodes}=lo", "cluster.bind", "cluster.num_nodes is 2", "cluster.num_nodes=1 cluster.bind=lo")
+
+
+@pytest.mark.parametrize("run_here", [True, False])
+def test_an_interface_must_be_here(check: Check, run_here: bool) -> None:
+    assert check("cluster.bind=lo", run_here=run_here).config["cluster"]["bind"] == "lo"
+    said = "cluster.bind: this machine has no interface 'loo', only "
+    if run_here:
+        with pytest.raises(ConfigError, match=rf"\n{said}.*Did you mean 'lo'\?"):
+            check("cluster.bind=loo")
+    else:
+        assert any(said in warning for warning in check("cluster.bind=loo", run_here=False).warnings)
+
+
 @pytest.mark.parametrize(
     ("model", "legal", "refused"),
     [

@@ -4,7 +4,9 @@ import multiprocessing
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,9 +33,30 @@ def test_a_port_that_is_taken(taken_port: int, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(model.dist, "is_initialized", lambda: False)
     before, GroupMember.WORLD = GroupMember.WORLD, None  # what other tests of this process have joined
     request.addfinalizer(lambda: setattr(GroupMember, "WORLD", before))
-    message = rf"cannot meet at 127\.0\.0\.1:{taken_port}: .*EADDRINUSE.*start the run again"
+    message = rf"cannot meet at 127\.0\.0\.1:{taken_port}: .*Address already in use.*start the run again"
     with pytest.raises(WorkerError, match=message):
         model._join("gloo")
+
+
+def test_workers_meet_where_only_they_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own rendezvous listens on every interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    stores: list[tuple[object, ...]] = []
+
+    def make_store(host: str, port: int, *rest: object, master_listen_fd: int) -> str:
+        with socket.socket(fileno=master_listen_fd) as listener:
+            stores.append((host, port, *rest, listener.getsockname()))
+        return "store"
+
+    monkeypatch.setattr(model.dist, "TCPStore", make_store)
+    monkeypatch.setattr(model.dist, "init_process_group", lambda backend, **given: stores.append((given["store"],)))
+    model._join("gloo")
+    assert stores == [("127.0.0.1", port, 2, True, timedelta(minutes=30), ("127.0.0.1", port)), ("store",)]
 
 
 @pytest.mark.usefixtures("taken_port")
@@ -48,5 +71,7 @@ def _join_and_sum() -> float:
     model._join("gloo")
     ones = torch.ones(1)
     dist.all_reduce(ones)
+    listeners = [each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == "LISTEN"]
+    assert set(listeners) == {"127.0.0.1"}
     dist.destroy_process_group()
     return ones.item()

@@ -1,0 +1,122 @@
+"""What a Ray cluster cannot do without, watched: else Ray's C++ part ends the driver, a minute late and in its words.
+
+Most calls to Ray that wait ask its gcs_server. Where that is gone they neither return nor heed a signal, and after 60 s
+the process exits with code 1. So each such call runs in a thread, and whoever waits for it looks at the head meanwhile.
+A thread that is stuck stays behind; `ray.shutdown` works beside it, and a new Ray can be started.
+
+- Of a private Ray gcs_server and raylet are children of this process, whose end is known at once.
+- Of a Ray that was joined the port of gcs_server is tried. One that is set up to be restarted may be away for a while:
+  `AWAY_S`, less than the minute after which Ray gives up.
+"""
+
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from nemo_rl_offload.errors import NemoRLOffloadError, ResourceError, WorkerError
+
+LOOK_S = 1.0
+"""How long a call may take until the head is looked at."""
+TRY_PERIOD_S = 3.0
+AWAY_S = 30.0
+
+
+class Head:
+    """Of a Ray that somebody else looks after."""
+
+    def check(self) -> None:
+        """Raise a NemoRLOffloadError where the cluster has lost what it needs."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether `check` raises."""
+        try:
+            self.check()
+        except NemoRLOffloadError:
+            return True
+        return False
+
+    def ask[R](self, call: Callable[[], R]) -> R:
+        """Return what the call returns, which may wait for Ray. Raises as the call and as `check`."""
+        self.check()
+        results: list[R] = []
+        errors: list[BaseException] = []
+        is_done = threading.Event()
+
+        def work() -> None:
+            try:
+                results.append(call())
+            except BaseException as error:  # noqa: BLE001 - raised again by who waits
+                errors.append(error)
+            is_done.set()
+
+        threading.Thread(target=work, daemon=True).start()
+        while not is_done.wait(LOOK_S):
+            self.check()
+        if errors:
+            self.check()
+            raise errors[0]
+        return results[0]
+
+    def close(self) -> None:
+        """End the watch."""
+
+
+class OwnHead(Head):
+    """Of a private Ray.
+
+    Args:
+        daemons: its processes, by name.
+        logs: the folder with their logs.
+    """
+
+    def __init__(self, daemons: Mapping[str, "subprocess.Popen[bytes]"], logs: str) -> None:
+        self._daemons = daemons
+        self._logs = logs
+
+    def check(self) -> None:
+        """Raise WorkerError where one of the processes has ended: new ones can be started."""
+        for name, process in self._daemons.items():
+            if (code := process.poll()) is not None:
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                raise WorkerError(
+                    f"Ray's process {name} (pid {process.pid}), which all workers depend on, {how}. A kill for lack of "
+                    f"memory leaves a trace in the machine's `dmesg`. Its log: {self._logs}/{name}.out"
+                )
+
+
+class JoinedHead(Head):
+    """Of a Ray that was joined; the address is that of its gcs_server."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = (host, port)
+        self._heard_s = time.monotonic()
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._try, daemon=True).start()
+
+    def check(self) -> None:
+        """Raise ResourceError where nobody has answered for a while."""
+        silent_s = time.monotonic() - self._heard_s
+        if silent_s > AWAY_S:
+            raise ResourceError(
+                f"The Ray cluster's gcs_server at {self._address[0]}:{self._address[1]} has not answered for "
+                f"{silent_s:.0f} s, and without it no worker can be reached. Is its head node up? `ray status` tells."
+            )
+
+    def close(self) -> None:
+        self._is_closed.set()
+
+    def _try(self) -> None:
+        while not self._is_closed.wait(TRY_PERIOD_S):
+            try:
+                socket.create_connection(self._address, timeout=TRY_PERIOD_S).close()
+            except OSError:
+                continue
+            self._heard_s = time.monotonic()
+
+
+def daemons_of(processes: Mapping[str, Sequence[object]], names: Sequence[str]) -> dict[str, "subprocess.Popen[bytes]"]:
+    """The first process of each name, of what Ray has started here."""
+    return {name: processes[name][0].process for name in names if processes.get(name)}  # type: ignore[attr-defined]

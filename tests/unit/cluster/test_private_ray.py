@@ -1,0 +1,100 @@
+"""Folders of Ray: which are removed, and which stay."""
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_offload.cluster import private_ray
+from nemo_rl_offload.cluster.private_ray import NUM_KEPT, PREFIX, PrivateRay, remove_old
+
+NUM_OLD = NUM_KEPT + 2
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> list[Path]:
+    """Folders of runs that have ended, the oldest first."""
+    folders = [tmp_path / f"{PREFIX}{i}" for i in range(NUM_OLD)]
+    for i, folder in enumerate(folders):
+        (folder / "ray/session/logs").mkdir(parents=True)
+        (folder / "lock").touch()
+        os.utime(folder, (i, i))
+    return folders
+
+
+def test_the_newest_folders_stay(old: list[Path], tmp_path: Path) -> None:
+    remove_old(tmp_path)
+    assert sorted(tmp_path.iterdir()) == old[-NUM_KEPT:]
+
+
+@pytest.fixture
+def held(old: list[Path]) -> Iterator[int]:
+    lock = os.open(old[0] / "lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield lock
+    os.close(lock)
+
+
+@pytest.mark.usefixtures("held")
+def test_a_folder_in_use_stays(old: list[Path], tmp_path: Path) -> None:
+    remove_old(tmp_path)
+    assert sorted(tmp_path.iterdir()) == [old[0], *old[-NUM_KEPT:]]
+
+
+@pytest.mark.parametrize("kind", ["another user's", "link", "other name", "being made", "file"])
+def test_what_is_not_ours_stays(kind: str, old: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").touch()
+    target = old[0]
+    if kind == "another user's":
+        monkeypatch.setattr(private_ray.os, "getuid", lambda: os.geteuid() + 1)
+    elif kind == "other name":
+        target = old[0].rename(tmp_path / "session_2026")
+    elif kind == "being made":
+        (old[0] / "lock").unlink()
+    else:
+        target = old[0].rename(tmp_path / "moved")
+        old[0].symlink_to(other) if kind == "link" else old[0].touch()
+    if kind == "being made":
+        os.utime(target)
+    remove_old(tmp_path)
+    assert target.exists()
+    assert (other / "file").exists()
+
+
+def test_a_folder_without_a_lock_is_removed_when_it_is_old(old: list[Path], tmp_path: Path) -> None:
+    (old[0] / "lock").unlink()
+    os.utime(old[0], (0, 0))
+    remove_old(tmp_path)
+    assert not old[0].exists()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_folder_of_the_users_own(keep: bool, tmp_path: Path) -> None:
+    ray = PrivateRay(tmp_path / "not" / "there")
+    try:
+        assert stat.S_IMODE(ray.folder.stat().st_mode) == 0o700
+        for _ in range(NUM_OLD):
+            remove_old(ray.folder.parent)
+        assert ray._watchdog.poll() is None
+    finally:
+        ray.close(keep=keep)
+    ray.close(keep=keep)
+    assert ray.folder.exists() == keep
+    assert ray._watchdog.returncode is not None
+
+
+def test_names_of_sockets_are_not_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 40)
+    monkeypatch.setenv("TMPDIR", str(deep))
+    ray = PrivateRay()
+    try:
+        assert ray.folder.parent == Path("/tmp")
+        socket = ray.folder / "ray/session_2026-11-26_04-17-31_380327_1234567/sockets/plasma_store"
+        assert len(str(socket)) <= 107
+    finally:
+        ray.close(keep=False)
