@@ -2,12 +2,12 @@
 
     python benchmarks/reach.py --out benchmarks/results/DEVICE --variant "recompute: full" "ours: full recompute"
 
-Layers of Qwen2.5-7B (all 28 of them where the sequence is searched) with Adam's state, one sequence a step,
-log-probabilities in chunks. Attempts run in processes of their own, each of which takes ever larger steps until one
-does not fit, so that running out of memory leaves nothing behind. What is known is in the result, which is written
-after each process; a further command goes on from there. At the longest sequence of full recomputation, that and ours
-with recomputation take turns in one process, for the time per token. That no bit changes is E2's to show, with the same
-variants.
+Layers of Qwen2.5-7B (all 28 of them where the sequence is searched) with Adam's state, one sequence a step. The
+vocabulary is small, with log-probabilities in chunks, or as large as `--vocabulary` says, without logits. Attempts
+run in processes of their own, each of which takes ever larger steps until one does not fit, so that running out of
+memory leaves nothing behind. What is known is in the result, which is written after each process; a further command
+goes on from there. At the longest sequence of full recomputation, that and ours with recomputation take turns in one
+process, for the time per token. That no bit changes is E2's to show, with the same variants.
 
 A CPU runs out of nothing: there, steps above a made-up limit count as too large.
 """
@@ -33,6 +33,7 @@ from common import (
     say,
     timed,
 )
+from constants import SMALL_VOCABULARY
 from search import longest, next_candidates
 
 VARIANTS = ("recompute: full", "ours: full recompute", "nothing", "ours: all")
@@ -57,7 +58,8 @@ def run_attempt(task: dict[str, Any]) -> None:
 
     sizes = task["sizes"]
     impl = task["impl"]
-    steps = Steps(NUM_LAYERS, max(sizes), impl) if task["searched"] == "sequence" else None
+    vocabulary = task["vocabulary"]
+    steps = Steps(NUM_LAYERS, max(sizes), impl, vocabulary) if task["searched"] == "sequence" else None
     for size in sizes:
         found: dict[str, Any] = {"size": size}
         try:
@@ -66,7 +68,7 @@ def run_attempt(task: dict[str, Any]) -> None:
             if steps:
                 found |= steps.timed(task["variant"], size)
             else:
-                found |= Steps(size, SEQUENCE, impl).timed(task["variant"], SEQUENCE)
+                found |= Steps(size, SEQUENCE, impl, vocabulary).timed(task["variant"], SEQUENCE)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -87,13 +89,13 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 class Steps:
     """A model that has taken a short step, which makes Adam's state, and steps of it."""
 
-    def __init__(self, num_layers: int, longest: int, impl: str) -> None:
+    def __init__(self, num_layers: int, longest: int, impl: str, vocabulary: int) -> None:
         from variants import MODULE_SETS, full_recompute, nothing, ours, ours_with_recompute
         from workload import Shape, Workload
 
         found = [full_recompute(), ours_with_recompute(), nothing(), ours("all", MODULE_SETS[impl]["all"])]
         self.variants = {each.name: each for each in found}
-        self.workload = Workload(Shape(num_layers, longest, 1, transformer_impl=impl))
+        self.workload = Workload(Shape(num_layers, longest, 1, transformer_impl=impl, vocabulary_size=vocabulary))
         self.short = self.batch(min(512, longest))
         self.workload.step(self.short)
         self.optimizer_ms = timed(self.workload.model.optimizer.step)["ms"]
@@ -116,17 +118,22 @@ class Steps:
             return timed(lambda: self.workload.step(batch)) | {"optimizer_ms": self.optimizer_ms}
 
 
-def describe() -> None:
+def describe(vocabulary: int) -> None:
     """In a process of its own, since this one is to take no memory of the device: print what the results are of."""
     from workload import Shape, model_config
 
-    print(json.dumps({**environment(), "model": model_config(Shape(NUM_LAYERS, SEQUENCE, 1))}), flush=True)
+    print(
+        json.dumps(
+            {**environment(), "model": model_config(Shape(NUM_LAYERS, SEQUENCE, 1, vocabulary_size=vocabulary))}
+        ),
+        flush=True,
+    )
 
 
-def compare(sequence: int, impl: str) -> None:
+def compare(sequence: int, impl: str, vocabulary: int) -> None:
     """In a process of its own: print the compared variants' samples at one sequence."""
     prepare_process()
-    steps = Steps(NUM_LAYERS, sequence, impl)
+    steps = Steps(NUM_LAYERS, sequence, impl, vocabulary)
     samples: dict[str, list[Sample]] = {name: [] for name in COMPARED}
     for _, name in in_turn(COMPARED, 2):
         samples[name].append(steps.timed(name, sequence, is_warm=True))
@@ -206,12 +213,14 @@ def keep_commit(data: dict[str, Any]) -> None:
 def run(options: argparse.Namespace) -> int:
     from nemo_rl_offload.bench.report import write_json
 
-    path = options.out / ("reach.json" if options.impl == "torch" else f"reach_{options.impl}.json")
+    name = "reach" if options.impl == "torch" else f"reach_{options.impl}"
+    path = options.out / f"{name}{'' if options.vocabulary == SMALL_VOCABULARY else f'_{options.vocabulary}'}.json"
+    of_all = {"impl": options.impl, "vocabulary": options.vocabulary}
     data: dict[str, Any] = {"experiment": "E4", "sequence": {}, "layers": {}}
     if path.exists():
         data |= json.loads(path.read_text(encoding="utf-8"))
         keep_commit(data)
-    ((machine,), _) = in_process({"describe": True})
+    ((machine,), _) = in_process({"describe": True, **of_all})
     data |= machine | {"command": command()}
     data |= {"num_layers": NUM_LAYERS, "sequence_of_layers": SEQUENCE, "transformer_impl": options.impl}
     limit_bytes = int(data["device_memory_bytes"] * RESERVE)
@@ -222,12 +231,12 @@ def run(options: argparse.Namespace) -> int:
 
     for searched in options.search:
         for name in options.variant or VARIANTS:
-            about = {"variant": name, "searched": searched, "impl": options.impl}
+            about = {"variant": name, "searched": searched, **of_all}
             search(about, data[searched].setdefault(name, {"tried": {}}), limit_bytes, data["commit"], write)
         alone, known = data["sequence"].get(COMPARED[0], {}).get("largest"), data.get("compared", {})
         if searched == "sequence" and alone and (known.get("sequence") != alone or known["error"]):
             say(f"time per token at {alone} tokens")
-            samples, error = in_process({"compare": alone, "impl": options.impl})
+            samples, error = in_process({"compare": alone, **of_all})
             compared = {"sequence": alone, "samples": samples[0] if samples else {}, "error": error}
             data["compared"] = compared | {"commit": data["commit"]}
             write()
@@ -241,15 +250,16 @@ def main() -> int:
     parser.add_argument("--search", nargs="+", choices=("sequence", "layers"), default=["sequence"])
     parser.add_argument("--variant", nargs="+", choices=VARIANTS)
     parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
+    parser.add_argument("--vocabulary", type=int, default=SMALL_VOCABULARY)
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if options.task is None:
         return run(options)
     if "describe" in options.task:
-        describe()
+        describe(options.task["vocabulary"])
     elif "compare" in options.task:
-        compare(options.task["compare"], options.task["impl"])
+        compare(options.task["compare"], options.task["impl"], options.task["vocabulary"])
     else:
         run_attempt(options.task)
     return 0

@@ -5,7 +5,7 @@ The weights, gradients and optimizer state are there once. A *tree* is the model
 engine, so variants can take turns in one process on the same weights and the same inputs. The learning rate is 0, which
 costs what any other does and leaves the weights as they are.
 
-The vocabulary is small, so that layers rather than logits make the peak.
+The vocabulary is small, so that layers rather than logits make the peak, or the model's own, without logits.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from common import HAS_GPU, medians, timed
-from constants import LOGPROB_CHUNK_SIZE
+from constants import LOGPROB_CHUNK_SIZE, SMALL_VOCABULARY
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
@@ -30,7 +30,8 @@ from nemo_rl_offload.megatron.build.model import MegatronModel, init_process_gro
 from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
 from nemo_rl_offload.megatron.build.transformer_config import configure_provider
 from nemo_rl_offload.megatron.runtime.quiet import quiet
-from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+from nemo_rl_offload.megatron.step.fused_head import FusedHeadFactory
+from nemo_rl_offload.megatron.step.head import HeadFactory, LogitsHeadFactory
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.specs.catalogue import CATALOGUE
@@ -43,7 +44,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 256,
 }
-HEADS = LogitsHeadFactory(temperature=1.0, chunk_size=LOGPROB_CHUNK_SIZE)
+HEADS: HeadFactory = LogitsHeadFactory(temperature=1.0, chunk_size=LOGPROB_CHUNK_SIZE)
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,14 @@ class Shape:
     num_microbatches: int
     algorithm: str = "grpo"
     transformer_impl: str = "torch"
-    vocabulary_size: int = 8192
+    vocabulary_size: int = SMALL_VOCABULARY
+    model: str = "Qwen/Qwen2.5-7B"
 
 
 def model_config(shape: Shape) -> dict[str, Any]:
-    """Contents of `config.json`: Qwen2.5-7B's but for the layers and the vocabulary; on a CPU all is small."""
+    """Contents of `config.json`: the model's but for the layers and the vocabulary; on a CPU all is small."""
     return {
-        **CATALOGUE["Qwen/Qwen2.5-7B"],
+        **CATALOGUE[shape.model],
         "num_hidden_layers": shape.num_layers,
         "vocab_size": shape.vocabulary_size,
         "max_position_embeddings": shape.sequence,
@@ -115,6 +117,9 @@ class Workload:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
+        self.heads = HEADS
+        if shape.vocabulary_size > SMALL_VOCABULARY:
+            self.heads = FusedHeadFactory(1.0, shape.vocabulary_size)
         settings = load_settings(shape)
         init_process_groups(settings["policy"], seed=1)
         use_engine(None)
@@ -138,7 +143,7 @@ class Workload:
 
     def complete(self, batch: Batch, how: int | MicrobatchSplit = 1) -> Batch:
         """Add the log-probabilities that a policy-gradient loss compares with: the policy's own, by forward passes."""
-        logprobs = compute_logprobs(self.model, batch, how, HEADS)
+        logprobs = compute_logprobs(self.model, batch, how, self.heads)
         assert logprobs is not None
         return {**batch, "prev_logprobs": logprobs, "reference_policy_logprobs": logprobs}
 
@@ -156,6 +161,8 @@ class Workload:
         if overrides not in self._trees:
             provider, chunks = _build_modules(self.shape, self.policy(*overrides), with_ddp=False)
             _share_parameters(chunks[0], self._trees[()][0])
+            if HAS_GPU:
+                chunks[0].cuda()
             self._trees[overrides] = chunks[0], provider
         tree, provider = self._trees[overrides]
         wrapper = self.model.chunks[0]
@@ -168,7 +175,7 @@ class Workload:
     def step(self, batch: Batch | None = None, how: int | MicrobatchSplit = 1) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
         batch = self.batch if batch is None else batch
-        return train_step(self.model, batch, self.loss, normalizers(batch), how, HEADS)
+        return train_step(self.model, batch, self.loss, normalizers(batch), how, self.heads)
 
     def outcome(self, batch: Batch | None = None, how: int | MicrobatchSplit = 1) -> list[Tensor]:
         """The loss and every gradient of a step."""
@@ -194,10 +201,11 @@ def _build_modules(shape: Shape, policy: Any, *, with_ddp: bool) -> tuple[Any, l
     with quiet():
         provider = provider_for(model_config(shape))
         configure_provider(provider, policy)
+        provider.perform_initialization = with_ddp  # others get the first one's parameters, and have no room for theirs
         chunks = provider.provide_distributed_model(
             ddp_config=ddp_config(policy),
             wrap_with_ddp=with_ddp,
-            use_cpu_initialization=not HAS_GPU,
+            use_cpu_initialization=not (HAS_GPU and with_ddp),
             data_parallel_random_init=False,
         )
     return provider, [chunk.train() for chunk in chunks]

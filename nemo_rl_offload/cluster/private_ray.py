@@ -58,7 +58,7 @@ class PrivateRay:
         if parent is None:
             parent = Path(get_default_system_temp_dir())  # type: ignore[no-untyped-call]
             if len(os.fsencode(parent / f"{PREFIX}12345678")) > MAX_FOLDER_BYTES:
-                parent = Path("/tmp")  # others write there too, but not in the folder
+                parent = Path("/tmp")  # noqa: S108 - others write there too, but not in the folder
         parent.mkdir(parents=True, exist_ok=True)
         remove_old(parent)
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))

@@ -250,6 +250,10 @@ class MegatronConfig(TypedDict):
     """Compute the shared experts while tokens travel; needs the alltoall or flex dispatcher."""
 
     # Kernels. Null leaves what the layer implementation takes by itself.
+    use_fused_linear_logprobs: Annotated[bool, Default(True)]
+    """Compute log-probabilities, entropy and top-k from hidden states, without the logits of all tokens."""
+    fused_linear_logprobs_chunk_size: Annotated[Positive | None, Default(None)]
+    """Tokens that are computed at a time then, with the whole vocabulary; null: all, by parts of the vocabulary."""
     apply_rope_fusion: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
     """Rotate positions with Transformer Engine's kernel."""
     bias_activation_fusion: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
@@ -465,7 +469,7 @@ class PolicyConfig(TypedDict):
     logprob_batch_size: Annotated[Positive, Default(4)]
     """Samples per forward pass of a rank when log-probabilities are computed."""
     logprob_chunk_size: Annotated[Positive | None, Default(None)]
-    """Positions of the logits that log-probabilities and entropy are computed of at a time; null: all."""
+    """Positions of a row that log-probabilities and entropy are computed of at a time; null: all."""
     generation_batch_size: Annotated[Positive, Default(32)]
     """Samples that a rank generates at a time."""
     max_total_sequence_length: Annotated[Positive, Default(512)]

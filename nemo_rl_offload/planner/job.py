@@ -75,6 +75,11 @@ class Job:
     transformer_engine: bool = False
     min_elements: int = 1 << 20
     logprob_chunk_size: int | None = None
+    """Positions of a row that the output head computes at a time."""
+    makes_logits: bool = True
+    """Whether the output head makes the logits of all tokens, or none of them."""
+    fused_chunk_tokens: int | None = None
+    """Tokens at a time where it makes none."""
     memory_bytes: int = 0
     """Device memory that may be used; 0: all of it."""
     host_budget: float | int = 0.5
@@ -105,6 +110,19 @@ class Job:
         count = (self.micro_batch_tokens or self.sequence * self.micro_batch) // self.layout.context
         tokens = Tokens(count, self.sequence)
         return LayerContext(self.shape, self.layout, tokens, self.numbers, self.transformer_engine)
+
+    @property
+    def head_chunk_tokens(self) -> int | None:
+        """Tokens that the output head computes at a time; None: all."""
+        if not self.makes_logits and self.fused_chunk_tokens is not None:
+            return self.fused_chunk_tokens
+        num_rows = 1 if self.is_packed else self.micro_batch
+        return None if self.logprob_chunk_size is None else self.logprob_chunk_size * num_rows
+
+    @property
+    def head_name(self) -> str:
+        """What its memory is called."""
+        return "logits" if self.makes_logits else "output head"
 
     @property
     def budget_bytes(self) -> int:
@@ -183,6 +201,8 @@ def read_job(
         optimizer=_optimizer(megatron_cfg, element_bytes),
         recompute=_recompute(activations.recompute),
         logprob_chunk_size=policy["logprob_chunk_size"],
+        makes_logits=not megatron_cfg["use_fused_linear_logprobs"],
+        fused_chunk_tokens=megatron_cfg["fused_linear_logprobs_chunk_size"],
         memory_bytes=memory_bytes,
         expert_buffers=_expert_buffers(megatron_cfg, skew),
         rows_per_sample=rows_per_sample,

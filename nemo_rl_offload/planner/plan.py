@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Required, TypedDict
 
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.search.choice import can_be_auto, choose, run_auto, surely_fits, surely_lacks
+from nemo_rl_offload.planner.search.choice import best_tried, can_be_auto, choose, run_auto, surely_fits, surely_lacks
 from nemo_rl_offload.planner.search.frontier import frontier
 from nemo_rl_offload.planner.search.suggestions import suggest
 from nemo_rl_offload.planner.search.to_config import ChoiceAsConfig, Trials
@@ -109,8 +109,17 @@ def make_plan(job: Job, with_suggestions: bool = True) -> JobPlan:
     baseline = trials.try_modules(job.recompute, ()).step
     configured = _as_configured(job, trials)
     choice = choose(job, baseline, trials)
-    written = min(trials.whole, key=lambda each: each.order(job)) if choice.is_auto else choice
-    points = frontier(job, choice, written, trials)
+    while True:
+        written = min(trials.whole, key=lambda each: each.order(job)) if choice.is_auto else choice
+        points = frontier(job, choice, written, trials)
+        num_tried = len(trials.whole)
+        if choice.step is baseline:
+            break
+        found = best_tried(job, trials)  # what is shown was tried with less, which may be the faster
+        if found.order(job) < choice.order(job):
+            choice = found
+        elif len(trials.whole) == num_tried:
+            break
     plan = JobPlan(job, baseline, configured, choice, written, points, (), _without_recomputation(job))
     if not (plan.shortfall_bytes and with_suggestions):
         return plan

@@ -14,7 +14,7 @@ from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job, Recompute, read_job
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.search.choice import fullest_stage, surely_fits
-from nemo_rl_offload.planner.search.suggestions import LOGPROB_CHUNKS, smaller_microbatches
+from nemo_rl_offload.planner.search.suggestions import smaller_microbatches
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows, run_configured
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
@@ -118,8 +118,8 @@ def _smaller(phase: Phase, policy: PolicyConfig) -> Iterator[str]:
         yield from _lower("train_micro_batch_size", policy["train_micro_batch_size"])
     else:
         yield from _lower("logprob_batch_size", policy["logprob_batch_size"])
-    if policy["logprob_chunk_size"] is None:
-        yield "policy.logprob_chunk_size, for logits in chunks of so many tokens"
+    if not policy["megatron_cfg"]["use_fused_linear_logprobs"]:
+        yield f"{MEGATRON}.use_fused_linear_logprobs=true, for no logits at all"
 
 
 def _lower(key: str, value: int) -> Iterator[str]:
@@ -159,14 +159,10 @@ def _proposals(job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _smaller_logits(job: Job, less_bytes: float) -> Iterator[str]:
-    """What makes logits smaller by enough: in chunks, in smaller microbatches, or by the two together."""
-    chunk = job.sequence // LOGPROB_CHUNKS
-    chunked = replace(job, logprob_chunk_size=chunk)
-    ways = [smaller_microbatches(job)]
-    if job.logprob_chunk_size is None and chunk:
-        text = f"logprob_chunk_size={chunk}"
-        both = ((f"{text} and {smaller}", changed) for smaller, changed in smaller_microbatches(chunked))
-        ways = [iter([(text, chunked)]), *ways, both]
+    """What makes logits smaller by enough: none of them, smaller microbatches, or the two together."""
+    fused, text = replace(job, makes_logits=False), "use_fused_linear_logprobs=true"
+    both = ((f"{text} and {smaller}", changed) for smaller, changed in smaller_microbatches(fused))
+    ways = [iter([(text, fused)]), smaller_microbatches(job), both]
     found = [_first_that_fits(way, less_bytes) for way in ways]
     yield from [text for text in found[:2] if text is not None] or [text for text in found[2:] if text is not None]
 

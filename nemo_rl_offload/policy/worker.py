@@ -175,9 +175,9 @@ class PolicyWorker:
         return function(self._model, batch, loss, norm, microbatches, self._heads())
 
     def _heads(self) -> HeadFactory:
-        from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+        from nemo_rl_offload.megatron.step.head_factory import make_heads
 
-        return LogitsHeadFactory(self._policy["generation"]["temperature"], self._policy["logprob_chunk_size"])
+        return make_heads(self._policy, self._model)
 
     def get_logprobs(self, batch: Batch, split: MicrobatchSplit | None = None) -> NDArray[np.float32] | None:
         """Log-probabilities of this rank's shard, float32 [B, S]; None before the last pipeline stage.

@@ -26,7 +26,8 @@ from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model, init_process_groups
 from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
-from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+from nemo_rl_offload.megatron.step.fused_head import FusedHeadFactory
+from nemo_rl_offload.megatron.step.head_factory import make_heads
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.paged_stash.kernels import Pool
@@ -35,7 +36,7 @@ from nemo_rl_offload.runs.manifest import Manifest
 
 Arrays = dict[str, NDArray[np.float32]]
 MICRO_BATCH_SIZE = 2
-HEADS = LogitsHeadFactory(temperature=1.0)
+HEADS = FusedHeadFactory(1.0, VOCABULARY_SIZE)
 GREEDY: Any = {"backend": "megatron", "max_new_tokens": 6, "temperature": 1.0, "top_k": 1, "top_p": 1.0}
 
 
@@ -73,6 +74,7 @@ def train(
     """
     model, engine = _build(folder, overrides)
     policy = make_policy(*overrides)
+    heads = make_heads(policy, model)
     metrics, digests = [], []
     for index, (number, num_samples) in enumerate(steps):
         if (torch.distributed.get_rank(), index) in full_at:
@@ -80,10 +82,10 @@ def train(
         batch = make_batch(number, num_samples)
         sharded = _divide(batch, policy)
         mine, microbatches = _share(sharded)
-        metrics.append(train_step(model, mine, build_loss("nll", {}), normalizers(batch), microbatches, HEADS))
+        metrics.append(train_step(model, mine, build_loss("nll", {}), normalizers(batch), microbatches, heads))
         digests.append(_digest([weight.main_grad for weight in _parameters(model)]))
     digests.append(_digest([weight.detach() for weight in _parameters(model)]))
-    logprobs = compute_logprobs(model, mine, microbatches, HEADS)
+    logprobs = compute_logprobs(model, mine, microbatches, heads)
     if logprobs is not None:
         logprobs *= torch.arange(logprobs.shape[1]) < mine["input_lengths"][:, None]
         logprobs = sharded.gather([logprobs]) if len(sharded.shards) == 1 else logprobs

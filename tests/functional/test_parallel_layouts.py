@@ -98,8 +98,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "auto_of_large_tensors": (*AUTO, "min_offloaded_tensor_size=1600"),
     "dynamic_batching": (".dynamic_batching.enabled=true", *_tokens("dynamic_batching")),
     "sequence_packing": (".sequence_packing.enabled=true", *_tokens("sequence_packing")),
+    "logits": ("use_fused_linear_logprobs=false",),
+    "head_by_tokens": ("fused_linear_logprobs_chunk_size=7",),
     "half_of_the_groups": ("activation_offload_fraction=0.5", "delta_offload_bytes_across_pp_ranks=1000"),
 }
+NOT_BESIDE = ("plain", "auto_of_large_tensors", "logits", "head_by_tokens")
 BY_TOKENS = ("dynamic_batching", "sequence_packing")
 Train = Callable[..., "list[Outcome]"]
 
@@ -190,6 +193,25 @@ def test_microbatches_by_tokens_train_as_fixed_ones_do(family: str, layout: str,
         assert outcomes[-1].logprobs == pytest.approx(one.logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *(("qwen2", layout) for layout in ("one", "tp2", "tp2-sp", "pp2-vpp2", "cp2-tp2-sp")),
+        *(("deepseek_v3_mtp", layout) for layout in ("one", "tp2-sp", "pp2")),
+        *(("qwen3_moe", "tp2-sp-ep2"), ("gpt_oss", "pp2")),
+    ],
+)
+def test_the_head_without_logits_trains_as_logits_do(family: str, layout: str, train: Train) -> None:
+    expected = train(family, layout, "logits")
+    for setting in ("plain", "head_by_tokens"):
+        outcomes = train(family, layout, setting)
+        for metrics, wanted in zip(outcomes[-1].metrics, expected[-1].metrics, strict=True):
+            assert metrics == pytest.approx(wanted, rel=TOLERANCE, abs=1e-7)
+        assert relative_error(outcomes[0].gradients, expected[0].gradients) < TOLERANCE
+        assert relative_error(outcomes[0].weights, expected[0].weights) < TOLERANCE
+        assert outcomes[-1].logprobs == pytest.approx(expected[-1].logprobs, abs=1e-4)
+
+
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_offloading_changes_no_bit(family: str, layout: str, train: Train) -> None:
     outcomes = train(family, layout, modules=MODULES[family])
@@ -200,7 +222,7 @@ def test_offloading_changes_no_bit(family: str, layout: str, train: Train) -> No
 
 
 @pytest.mark.parametrize(("family", "layout"), VARIED)
-@pytest.mark.parametrize("setting", [name for name in SETTINGS if name not in ("plain", "auto_of_large_tensors")])
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name not in NOT_BESIDE])
 def test_offloading_changes_no_bit_beside(family: str, layout: str, setting: str, train: Train) -> None:
     outcomes = train(family, layout, setting, MODULES[family])
     assert_same_bits(outcomes, train(family, layout, setting))

@@ -2,7 +2,8 @@
 
 Whoever trains or scores asks an `OutputHead` and never sees logits, which are among the largest tensors of a step. A
 `HeadFactory` is the other half of the seam: it says what the model's forward shall return for the head, and makes a
-head of it for each microbatch. Both are all that an implementation consists of.
+head of it for each microbatch. Both are all that an implementation consists of. `fused_head` has the one that makes no
+logits; here is the other.
 
 `LogitsHead` takes the model's logits, whose vocabulary is split over tensor-parallel ranks and is never gathered. A
 rank holds [B, S, vocabulary / TP]; every result is the same on all of its tensor-parallel group. Gradients follow
@@ -15,7 +16,7 @@ keeping them; the logits themselves, and their gradient, stay whole.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,27 +33,33 @@ from nemo_rl_offload.megatron.step.context_parallel import gather_for_cp, shift_
 from nemo_rl_offload.megatron.step.microbatches import Microbatch
 
 
+class Prediction(NamedTuple):
+    """What the model gives to each token of a microbatch's rows, given the tokens before it; float32, in nats.
+
+    Position t holds what belongs to token t, and position 0 is 0. With gradients where torch records them.
+    """
+
+    logprobs: Tensor
+    """Of one token at each position, [B, S]."""
+    further_logprobs: Tensor | None
+    """Of several at each position, [B, S, K]."""
+    entropy: Tensor | None
+    """Of the distribution over the whole vocabulary, [B, S]."""
+
+
 class OutputHead(Protocol):
     """What the model predicts for the tokens of one microbatch, at one temperature.
 
     Ids and results are of the microbatch's rows, [B, S, ...], whatever shape the model takes them in and however ranks
-    share it. Position t holds what belongs to token t given the tokens before it, and position 0 is 0. Results are
-    float32 in nats, with gradients where torch records them. A loss sums in the order of its calls: keep it, for the
-    same bits. Ask for `logprobs` last.
+    share it.
     """
 
-    def entropy(self) -> Tensor:
-        """Entropy of the distribution over the whole vocabulary, [B, S]."""
-
-    def gather_logprobs(self, ids_BSK: Tensor) -> Tensor:
-        """Log-probabilities of several tokens at each position, int64, over the whole vocabulary, [B, S, K]."""
+    def predict(self, ids_BS: Tensor, further_ids_BSK: Tensor | None = None, *, entropy: bool = False) -> Prediction:
+        """Log-probabilities of these tokens, int64, over the whole vocabulary, and what else is asked for, at once."""
 
     def topk(self, k: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The `k` largest logits, over temperature, among the first `num_tokens` of the vocabulary and their ids
         (int64), [B, S, K] each; without a gradient."""
-
-    def logprobs(self, ids_BS: Tensor) -> Tensor:
-        """Log-probability of one token at each position, int64, [B, S]."""
 
 
 class HeadFactory(Protocol):
@@ -82,7 +89,7 @@ class LogitsHeadFactory:
         """Logits stay split over tensor-parallel ranks."""
         return {"runtime_gather_output": False}
 
-    def build(self, output: Tensor, microbatch: Microbatch) -> OutputHead:
+    def build(self, output: Tensor, microbatch: Microbatch) -> "LogitsHead":
         """The head of the logits `output`, [b, s, vocabulary / TP]."""
         return LogitsHead(output, microbatch, self.temperature, self.chunk_size)
 
@@ -96,13 +103,15 @@ class LogitsHead:
         self._logits_BSV, self._microbatch = logits_BSV, microbatch
         self._temperature, self._chunk_size = temperature, chunk_size
 
-    def entropy(self) -> Tensor:
-        """See `OutputHead`."""
-        return self._map(token_entropy)
-
-    def gather_logprobs(self, ids_BSK: Tensor) -> Tensor:
-        """See `OutputHead`."""
-        return self._map(gather_logprobs, self._microbatch.for_model(ids_BSK))
+    def predict(self, ids_BS: Tensor, further_ids_BSK: Tensor | None = None, *, entropy: bool = False) -> Prediction:
+        """See `OutputHead`. A loss sums gradients in the order of these three: keep it, for the same bits."""
+        return Prediction(
+            entropy=self._map(token_entropy) if entropy else None,
+            further_logprobs=None
+            if further_ids_BSK is None
+            else self._map(gather_logprobs, self._microbatch.for_model(further_ids_BSK)),
+            logprobs=self._map(token_logprobs, self._microbatch.for_model(ids_BS)),
+        )
 
     def topk(self, k: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """See `OutputHead`."""
@@ -111,10 +120,6 @@ class LogitsHead:
         parts = [topk_logits(chunk.float() / self._temperature, k, num_tokens) for chunk in chunks]
         values, ids = (gather_for_cp(torch.cat(each, dim=1)) for each in zip(*parts, strict=True))
         return self._microbatch.for_loss(values), self._microbatch.for_loss(ids)
-
-    def logprobs(self, ids_BS: Tensor) -> Tensor:
-        """See `OutputHead`."""
-        return self._map(token_logprobs, self._microbatch.for_model(ids_BS))
 
     def _map(self, function: Callable[..., Tensor], *per_token: Tensor) -> Tensor:
         """`function` over chunks; `per_token` in the model's shape, the result [B, S, ...] in the microbatch's."""
@@ -181,16 +186,21 @@ def topk_logits(logits_BSV: Tensor, k: int, num_tokens: int) -> tuple[Tensor, Te
     first = parallel_state.get_tensor_model_parallel_rank() * logits_BSV.shape[-1]
     ids = torch.arange(first, first + logits_BSV.shape[-1], device=logits_BSV.device)
     values, indices = logits_BSV.masked_fill(ids >= num_tokens, -torch.inf).topk(min(k, len(ids)), dim=-1)
-    values, indices = _gather(values), _gather(indices + first)
+    return merge_topk(values, indices + first, k)
+
+
+def merge_topk(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` largest of all tensor-parallel ranks' values [..., K] and their ids; as many from each."""
+    values, ids = _gather(values), _gather(ids)
     values, order = values.topk(min(k, values.shape[-1]), dim=-1)
-    return values, indices.gather(-1, order)
+    return values, ids.gather(-1, order)
 
 
-def _gather(values_BSK: Tensor) -> Tensor:
-    """All tensor-parallel ranks' values, [B, S, TP * K]."""
+def _gather(values: Tensor) -> Tensor:
+    """All tensor-parallel ranks' values, [..., TP * K]."""
     group = parallel_state.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(values_BSK) for _ in range(group.size())]
-    dist.all_gather(parts, values_BSK.contiguous(), group=group)
+    parts = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(parts, values.contiguous(), group=group)
     return torch.cat(parts, dim=-1)
 
 

@@ -24,7 +24,7 @@ def compute_logprobs(
     """
 
     def process(head: OutputHead, microbatch: Microbatch) -> Tensor:
-        return head.logprobs(microbatch.batch["input_ids"]).cpu()
+        return head.predict(microbatch.batch["input_ids"]).logprobs.cpu()
 
     outputs = forward_without_gradients(model, batch, split, heads, process)
     return _rows(batch, outputs) if outputs else None

@@ -26,11 +26,13 @@ type Metrics = dict[str, Tensor]
 def apply_loss(loss: Loss, norm: Normalizers, head: OutputHead, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
     """Give the loss the log-probabilities, and what else it requires of the head."""
     batch = microbatch.batch
-    if "entropy" in loss.required:
-        batch = batch | {"entropy": head.entropy()}
-    if "topk_logprobs" in loss.required:
-        batch = batch | {"topk_logprobs": head.gather_logprobs(batch["teacher_topk_indices"])}
-    return loss(head.logprobs(batch["input_ids"]), batch, norm)
+    further = batch["teacher_topk_indices"] if "topk_logprobs" in loss.required else None
+    predicted = head.predict(batch["input_ids"], further, entropy="entropy" in loss.required)
+    if predicted.entropy is not None:
+        batch = batch | {"entropy": predicted.entropy}
+    if predicted.further_logprobs is not None:
+        batch = batch | {"topk_logprobs": predicted.further_logprobs}
+    return loss(predicted.logprobs, batch, norm)
 
 
 def train_step(

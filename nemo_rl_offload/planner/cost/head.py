@@ -1,6 +1,7 @@
-"""Device memory of the output head: logits, and what the loss makes of them."""
+"""Device memory of the output head: logits and what the loss makes of them, or what stands in their place."""
 
 from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.specs.output_head import block_width, chunk_size
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 
@@ -18,3 +19,21 @@ def logits_bytes(
     if chunk_tokens is None or chunk_tokens >= num_tokens:
         return num_tokens * vocabulary * (element_bytes + 3 * 4)
     return vocabulary * (2 * element_bytes * num_tokens + max(3 * 4 * chunk_tokens, element_bytes * num_tokens))
+
+
+def fused_head_bytes(
+    shape: ModelShape, layout: ParallelLayout, num_tokens: int, element_bytes: int, chunk_tokens: int | None = None
+) -> int:
+    """The same without logits (`use_fused_linear_logprobs`), in the head's backward.
+
+    A block of the vocabulary: its logits in float32, and their gradient. Of all tokens: hidden states, gathered where
+    sequence parallelism splits them and put in the order of rows, and their gradient, whose sums of a chunk are
+    float32. The gradient of the weight; of several chunks in float32 first.
+    """
+    vocabulary, hidden = shape.vocab_size // layout.tensor, shape.hidden_size
+    tokens = chunk_size(num_tokens, chunk_tokens)
+    width = min(vocabulary, block_width(tokens, element_bytes))
+    block = tokens * width * (4 + element_bytes)
+    num_copies = 2 + layout.sequence_parallel
+    of_tokens = hidden * (num_copies * num_tokens * element_bytes + 4 * tokens)
+    return block + of_tokens + vocabulary * hidden * (element_bytes if tokens == num_tokens else 4 + element_bytes)

@@ -153,7 +153,7 @@ def choose(job: Job, baseline: SimulatedStep, trials: Trials) -> ChoiceAsConfig:
     if fits:
         return nothing
     _try_less_memory(job, trials)
-    return _best(job, trials)
+    return best_tried(job, trials)
 
 
 def _try_less_memory(job: Job, trials: Trials) -> None:
@@ -168,7 +168,8 @@ def _try_less_memory(job: Job, trials: Trials) -> None:
                 trials.try_auto(way.recompute, run_auto)
 
 
-def _best(job: Job, trials: Trials) -> ChoiceAsConfig:
+def best_tried(job: Job, trials: Trials) -> ChoiceAsConfig:
+    """The fastest that fits of all that was tried so far, without what moves or recomputes nothing; see `choose`."""
     best = min(trials.whole, key=lambda each: each.order(job))
     while (less := min(trials.try_less(best), key=lambda each: each.order(job), default=None)) is not None:
         if less.order(job) > best.order(job):

@@ -71,7 +71,9 @@ def suggest(
 
 def _single(job: Job) -> Iterator[tuple[str, Job]]:
     chunk = job.sequence // LOGPROB_CHUNKS
-    if job.logprob_chunk_size is None and chunk:
+    if job.makes_logits:
+        yield "use_fused_linear_logprobs=true", replace(job, makes_logits=False)
+    if job.makes_logits and job.logprob_chunk_size is None and chunk:
         yield f"logprob_chunk_size={chunk}", replace(job, logprob_chunk_size=chunk)
     if not job.optimizer.distributed and job.layout.data > 1:
         yield "use_distributed_optimizer=true", replace(job, optimizer=replace(job.optimizer, distributed=True))
@@ -125,7 +127,7 @@ def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
             ),
             f"expert_model_parallel_size={layout.expert * factor}": replace(layout, expert=layout.expert * factor),
         }
-        if not job.is_packed:  # packs are not split over ranks
+        if not job.is_packed and not job.shape.num_mtp_layers:  # neither is split over ranks
             longer = layout.context * factor
             changes[f"context_parallel_size={longer}"] = replace(layout, context=longer)
         for text, changed in changes.items():

@@ -10,7 +10,7 @@ from nemo_rl_offload.offload.solver import Action, GroupRecord, Link
 from nemo_rl_offload.planner.cost.activations import Storage, fused_layer, with_recomputation
 from nemo_rl_offload.planner.cost.flops import layer_costs, recompute_ms, recomputed_ms
 from nemo_rl_offload.planner.cost.gradients import backward_bytes
-from nemo_rl_offload.planner.cost.head import logits_bytes
+from nemo_rl_offload.planner.cost.head import fused_head_bytes, logits_bytes
 from nemo_rl_offload.planner.cost.memory import allowance_bytes, stage_parameters, state_bytes
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.pipeline_schedule import PipelinePass, pipeline_schedule
@@ -240,12 +240,12 @@ class _Builder:
         parameters = stage_parameters(job.shape, job.layout, chunks, rank)
         static = state_bytes(parameters, job.layout, job.optimizer, job.numbers.element_bytes)
         if is_last:
-            tokens = job.context.tokens.count
-            num_rows = 1 if job.is_packed else job.micro_batch
-            chunk = None if job.logprob_chunk_size is None else job.logprob_chunk_size * num_rows
-            static["logits"] = logits_bytes(job.shape, job.layout, tokens, job.numbers.element_bytes, chunk)
+            head_bytes = logits_bytes if job.makes_logits else fused_head_bytes
+            static[job.head_name] = head_bytes(
+                job.shape, job.layout, job.context.tokens.count, job.numbers.element_bytes, job.head_chunk_tokens
+            )
         # At the end of the pipeline, what was there for the loss is gone when the layers' backward begins.
-        gone = static.get("logits", 0) + (parts[-1][-1].kept_bytes if is_last else 0)
+        gone = static.get(job.head_name, 0) + (parts[-1][-1].kept_bytes if is_last else 0)
         backward = self._backward_bytes(chunks)
         if any(self.workspace.values()):
             static["recomputation"] = max(0, self._recomputation_bytes(chunks) - max(0, gone - backward))
@@ -327,7 +327,8 @@ class _Builder:
             found += [part.of_layer(layer) for part in ([_whole(parts)] if is_recomputed else parts)]
         operations = 2.0 * context.tokens.count * job.shape.hidden_size * job.shape.vocab_size / job.layout.tensor
         forward_ms = operations * (1 + job.shape.num_mtp_layers) / (job.device.bf16_tflops * job.device.achieved) / 1e9
-        end = Part(job.shape.num_layers, "output_layer", forward_ms, 2 * forward_ms, kept_bytes=2 * hidden)
+        num_products = 2 if job.makes_logits else 3
+        end = Part(job.shape.num_layers, "output_layer", forward_ms, num_products * forward_ms, kept_bytes=2 * hidden)
         return (*found, end)
 
 

@@ -16,6 +16,8 @@ EXAMPLES = PROJECT_ROOT / "examples" / "configs"
 SMALL = str(EXAMPLES / "grpo_math_1B_megatron.yaml")
 TINY = str(EXAMPLES / "grpo_tiny.yaml")
 CFG = "policy.megatron_cfg"
+LOGITS = f"{CFG}.use_fused_linear_logprobs=false"
+"""What takes more memory than an H100 has."""
 COLOCATED = "policy.generation.colocated"
 
 
@@ -42,7 +44,7 @@ def test_a_local_folder_is_read(capsys: pytest.CaptureFixture[str]) -> None:
 def test_whole_modules_that_are_better_than_a_choice_by_layers_are_the_choice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    data = json.loads(plan(capsys, SMALL, "--gpu", "h100-80gb", "--memory", "50GiB", "--format", "json"))
+    data = json.loads(plan(capsys, SMALL, "--gpu", "h100-80gb", "--memory", "50GiB", "--format", "json", LOGITS))
     chosen = data["outcomes"]["chosen"]
     assert chosen == data["outcomes"]["written"]
     assert {key: chosen[key] for key in ("peak_bytes", "step_ms")} in data["frontier"]
@@ -60,7 +62,8 @@ def test_what_it_writes_passes_the_check(
     memory: str, keys: dict[str, type], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     overlay, page = tmp_path / "planned.yaml", tmp_path / "plan.html"
-    text = plan(capsys, SMALL, "--gpu", "h100", "--memory", memory, "--write", str(overlay), "--html", str(page))
+    words = (SMALL, "--gpu", "h100", "--memory", memory, LOGITS)
+    text = plan(capsys, *words, "--write", str(overlay), "--html", str(page))
     section = yaml.safe_load(overlay.read_text())["policy"]["megatron_cfg"]
     for key, kind in keys.items():
         assert isinstance(section[key], kind)
@@ -89,7 +92,7 @@ def test_what_it_writes_passes_the_check_and_is_in_force(
     """Megatron-Core's own engine moves and recomputes no parts of dense MLPs; a switch that is off is left."""
     own, overlay = tmp_path / "own.yaml", tmp_path / "planned.yaml"
     nothing = [f"{CFG}.recompute_granularity=null", f"{CFG}.recompute_modules=null"]
-    own.write_text(yaml.safe_dump(load_config(SMALL, [*nothing, *overrides])))
+    own.write_text(yaml.safe_dump(load_config(SMALL, [*nothing, LOGITS, *overrides])))
     main(["plan", str(own), "--gpu", "h100", "--memory", "60GiB", "--write", str(overlay)])
     capsys.readouterr()
     section = yaml.safe_load(overlay.read_text())["policy"]["megatron_cfg"]
@@ -170,7 +173,7 @@ def test_workers_that_generate_do_not_train(capsys: pytest.CaptureFixture[str]) 
 def test_changes_are_none_that_check_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     """Packs are not split over ranks, and prompt and response must fit into the length."""
     data = json.loads(
-        plan(capsys, SMALL, "--gpu", "h100", "--memory", "40GiB", "--format", "json", code=EXIT_USER_ERROR)
+        plan(capsys, SMALL, "--gpu", "h100", "--memory", "40GiB", "--format", "json", LOGITS, code=EXIT_USER_ERROR)
     )
     assert data["changes"]
     for change in data["changes"]:
@@ -232,7 +235,7 @@ def test_a_choice_that_whole_modules_cannot_say_is_written_as_auto(
     """As when the link is slow: what all layers of a module would hold on its way is more than what some do."""
     device, overlay = tmp_path / "slow.yaml", tmp_path / "planned.yaml"
     device.write_text("like: h100\nlink_out_gb_per_s: 1\nlink_in_gb_per_s: 1\n")
-    words = (SMALL, "--gpu", str(device), "--memory", "48.5GiB")
+    words = (SMALL, "--gpu", str(device), "--memory", "48.5GiB", LOGITS)
     text = plan(capsys, *words, "--write", str(overlay))
     section = yaml.safe_load(overlay.read_text())["policy"]["megatron_cfg"]
     budget = section["activation_offload"]["gpu_memory_budget"]
@@ -257,7 +260,7 @@ def test_the_configured_budget_is_the_default(capsys: pytest.CaptureFixture[str]
 
 
 def test_what_does_not_fit_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    text = plan(capsys, SMALL, "--gpu", "h100", "--memory", "20GiB", code=EXIT_USER_ERROR)
+    text = plan(capsys, SMALL, "--gpu", "h100", "--memory", "15GiB", code=EXIT_USER_ERROR)
     assert "does not fit: stage 0 needs" in text
     assert "changes that would do:" in text
 

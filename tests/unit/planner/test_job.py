@@ -30,10 +30,10 @@ def test_a_number_of_tokens_is_as_many_of_the_longest_samples(section: str) -> N
 
 def test_the_rows_of_a_pack_are_one_for_the_pieces_of_its_logits() -> None:
     """`logprob_chunk_size` counts tokens of a row."""
-    tokens, chunk = 16 * 1024, "policy.logprob_chunk_size=1024"
+    tokens, chunk = 16 * 1024, ("policy.logprob_chunk_size=1024", "policy.megatron_cfg.use_fused_linear_logprobs=false")
     logits = {}
     for section in ("dynamic_batching", "sequence_packing"):
-        given = job(f"policy.{section}.enabled=true", f"policy.{section}.train_mb_tokens={tokens}", chunk)
+        given = job(f"policy.{section}.enabled=true", f"policy.{section}.train_mb_tokens={tokens}", *chunk)
         logits[section] = make_plan(given).baseline.stages[0].static_bytes["logits"]
     assert logits["sequence_packing"] < 0.5 * logits["dynamic_batching"]
 
@@ -65,7 +65,8 @@ def test_smaller_microbatches_divide_the_batch_or_hold_the_longest_sample() -> N
 
 def test_changes_of_packs_name_what_has_an_effect() -> None:
     """With tokens given, a shorter length alone leaves packs as they are."""
-    packed = job("policy.sequence_packing.enabled=true", f"policy.sequence_packing.train_mb_tokens={32 * 1024}")
+    packs = ("policy.sequence_packing.enabled=true", f"policy.sequence_packing.train_mb_tokens={32 * 1024}")
+    packed = job(*packs, "policy.megatron_cfg.use_fused_linear_logprobs=false")
     changes = make_plan(replace(packed, memory_bytes=40 << 30)).suggestions
     assert "train_mb_tokens=8192" in changes
     assert "max_total_sequence_length=256 with train_mb_tokens=8192" in changes

@@ -134,10 +134,13 @@ def test_what_cannot_fit_says_how_much_and_what_would_do() -> None:
 
 def test_logits_that_do_not_fit_whole_are_proposed_in_pieces() -> None:
     job = make_job("Qwen/Qwen2.5-1.5B", sequence=1024, micro_batch=16, memory_bytes=40 * GIB)
-    assert make_plan(job).suggestions[0] == "logprob_chunk_size=128"
+    assert make_plan(job).suggestions[:2] == ("use_fused_linear_logprobs=true", "logprob_chunk_size=128")
+    assert make_plan(replace(job, makes_logits=False)).shortfall_bytes == 0
     in_pieces = replace(job, logprob_chunk_size=128)
     assert make_plan(in_pieces).shortfall_bytes == 0
-    assert not any("logprob" in change for change in make_plan(replace(in_pieces, memory_bytes=20 * GIB)).suggestions)
+    assert not any(
+        "logprob_chunk_size" in change for change in make_plan(replace(in_pieces, memory_bytes=20 * GIB)).suggestions
+    )
 
 
 def test_the_host_budget_is_kept() -> None:

@@ -39,6 +39,7 @@ LARGE = (
     "policy.max_total_sequence_length=8192",
     "policy.train_micro_batch_size=8",
     "policy.megatron_cfg.offload_modules=[core_attn]",
+    "policy.megatron_cfg.use_fused_linear_logprobs=false",
     "policy.megatron_cfg.min_offloaded_tensor_size=1048576",
 )
 
@@ -64,9 +65,13 @@ def test_names_the_peak_the_largest_module_and_what_to_change() -> None:
         (
             ["train_micro_batch_size=2"],
             "16384 tokens by 151936 of the vocabulary: 32.46 GiB",
-            "logprob_chunk_size=1024",
+            "use_fused_linear_logprobs=true",
         ),
-        (["train_micro_batch_size=1"], "8192 tokens by 151936 of the vocabulary: 16.23 GiB", "logprob_chunk_size=1024"),
+        (
+            ["train_micro_batch_size=1"],
+            "8192 tokens by 151936 of the vocabulary: 16.23 GiB",
+            "use_fused_linear_logprobs=true",
+        ),
         (
             ["train_micro_batch_size=8"],
             "65536 tokens by 151936 of the vocabulary: 129.83 GiB",
@@ -84,7 +89,7 @@ def test_names_the_peak_the_largest_module_and_what_to_change() -> None:
                 "megatron_cfg.sequence_parallel=true",
             ],
             "16384 tokens by 75968 of the vocabulary: 16.23 GiB",
-            "logprob_chunk_size=1024",
+            "use_fused_linear_logprobs=true",
         ),
     ],
 )
@@ -96,7 +101,8 @@ def test_logits_are_named_first_where_they_are_the_most(given: list[str], named:
     proposals = error.partition("To need a tenth less: ")[2].removesuffix(".").split(" or ")
     assert proposals[0] == first
     assert len(proposals) == len({text.partition("=")[0] for text in proposals}), "each key once"
-    changes = [f"policy.{text}".replace("policy.train_mb", "policy.sequence_packing.train_mb") for text in [first]]
+    sections = {"train_mb_tokens": "sequence_packing.", "use_fused_linear_logprobs": "megatron_cfg."}
+    changes = [f"policy.{sections.get(first.partition('=')[0], '')}{first}"]
     before, after = (policy(*each) for each in (overrides, [*overrides, *changes]))
     jobs = [read_job(each, load_model_shape(LARGEST, None), find_device("h100"), world) for each in (before, after)]
     peaks = [highest_peak(run_steady_state(job, job.offload_modules)) for job in jobs]
@@ -113,7 +119,7 @@ def test_a_small_job_can_shrink_though_what_the_runtime_takes_cannot() -> None:
     small = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml", [])["policy"]
     error = str(out_of_memory(small, Path(PROJECT_ROOT, small["model_name"]), 1, replace(H100, peak_bytes=48 << 20)))
     assert "torch held up to 0.047 GiB of the 79.0 GiB" in error
-    assert "To need a tenth less: train_micro_batch_size=16 or " in error
+    assert "train_micro_batch_size=16" in error.partition("To need a tenth less: ")[2]
     assert "comes nearest" not in error
 
 
@@ -194,7 +200,8 @@ def test_an_unknown_device_or_model_gets_what_holds_for_all() -> None:
 
 DIVIDE = "tensor_model_parallel_size or pipeline_model_parallel_size in policy.megatron_cfg divide it among more GPUs"
 PACKS = ("policy.sequence_packing.enabled=true", "policy.sequence_packing.logprob_mb_tokens=16384")
-ONE = ("policy.logprob_batch_size=1", "policy.logprob_chunk_size=256")
+FUSED = "policy.megatron_cfg.use_fused_linear_logprobs=true"
+ONE = ("policy.logprob_batch_size=1", FUSED)
 
 
 @pytest.mark.parametrize(
@@ -213,13 +220,13 @@ ONE = ("policy.logprob_batch_size=1", "policy.logprob_chunk_size=256")
         (
             "evaluating",
             (),
-            "a lower policy.train_micro_batch_size (it is 8); policy.logprob_chunk_size, for logits in chunks of so "
-            "many tokens",
+            "a lower policy.train_micro_batch_size (it is 8); policy.megatron_cfg.use_fused_linear_logprobs=true, for "
+            "no logits at all",
         ),
         ("generating", PACKS, "a lower policy.generation_batch_size (it is 128)"),
         (
             "computing log-probabilities",
-            (*PACKS, "policy.logprob_chunk_size=256"),
+            (*PACKS, FUSED),
             "a lower policy.sequence_packing.logprob_mb_tokens (it is 16384), where the longest sample takes less",
         ),
         (
@@ -333,7 +340,9 @@ def worker(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> PolicyWorker
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     found = PolicyWorker.__new__(PolicyWorker)
     found._policy, found._model_path = policy(), Path("nowhere")
-    found._model = types.SimpleNamespace(gather_weights=lambda: None, modules=[])  # type: ignore[assignment]
+    found._model = types.SimpleNamespace(
+        gather_weights=lambda: None, modules=[], config=types.SimpleNamespace(vocab_size=8)
+    )  # type: ignore[assignment]
     found._export = types.SimpleNamespace(next_bucket=fail)  # type: ignore[assignment]
     found._loader = types.SimpleNamespace(load=fail)  # type: ignore[assignment]
     found._save = types.SimpleNamespace(finish=fail)  # type: ignore[assignment]

@@ -35,10 +35,10 @@ def test_token_logprobs_are_a_log_softmax_gathered(temperature: float) -> None:
     for row in range(3):
         for position in range(1, 6):
             expected[row, position] = distribution[row, position - 1, ids[row, position]]
-    logprobs = head_of(logits.clone(), ids, temperature).logprobs(ids)
+    logprobs = head_of(logits.clone(), ids, temperature).predict(ids).logprobs
     torch.testing.assert_close(logprobs, expected)
     assert torch.equal(logprobs[:, 0], torch.zeros(3))
-    assert head_of(logits.bfloat16(), ids, temperature).logprobs(ids).dtype == torch.float32
+    assert head_of(logits.bfloat16(), ids, temperature).predict(ids).logprobs.dtype == torch.float32
 
 
 def test_entropy_and_chosen_logprobs_are_those_of_a_softmax() -> None:
@@ -97,7 +97,7 @@ def test_chunks_are_not_kept_for_the_backward_pass() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            head_of(logits, ids, 0.7, chunk_size).logprobs(ids)
+            head_of(logits, ids, 0.7, chunk_size).predict(ids)
         return sum(saved)
 
     assert num_saved(None) >= 2 * 8 * 50

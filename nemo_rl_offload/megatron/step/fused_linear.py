@@ -1,0 +1,292 @@
+"""Log-probabilities and entropy of tokens from hidden states and the output weight, without their logits.
+
+With hidden states h [N, H] and this rank's part of the weight W [V, H], the logits of N tokens are h W^T / temperature.
+They exist a block of the vocabulary at a time, for which `block_bytes` are enough: float32, and on the way back their
+gradient in the weight's type. The forward pass keeps the logarithm of the sum of exponentials and the chosen logits of
+each token. The backward pass makes each block again, and from
+
+    gradient of logit v = sum over chosen k of g_k ([v = id_k] - p_v) - g_entropy p_v (log p_v + entropy)
+
+two products: the block's rows of the weight's gradient, in one over all tokens, and its share of the hidden states'
+gradient, summed in float32. One more product than with logits that stay, a third of the head's time at most; there
+is less to read and write instead.
+
+Blocks of the vocabulary, not of tokens: the weight's gradient is written once, in its own type, by a product whose
+sums are float32, as without blocks. Chunks of tokens would each add to all of it, which takes a float32 copy of the
+weight and its traffic for each chunk. They are there for those who set `chunk_tokens`, and where so many tokens would
+leave a block too narrow for the device.
+
+Over tensor-parallel ranks, each with its part of the vocabulary, only numbers per token are reduced: the largest
+logarithm, then the sums relative to it. A rank's part may end with rows that pad the vocabulary; `num_tokens` leaves
+them out, in both directions.
+
+Rejected: Liger-Kernel's and quack's fused losses, and Megatron-Core's, compute the gradient of a mean cross-entropy in
+the forward pass, where a policy gradient is not known yet; Apple's cut-cross-entropy returns it per token, over a split
+vocabulary too, but neither entropy nor several tokens at a position, and CUDA alone.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_rl_offload.megatron.step.head_kernels import block_gradient, block_statistics
+from nemo_rl_offload.specs.output_head import BLOCK_BYTES, block_width, chunk_size
+
+
+@dataclass(frozen=True)
+class Head:
+    """How the head is computed."""
+
+    scale: float
+    """One over the temperature."""
+    num_local: int
+    """Entries of the vocabulary on this rank, without padding; its part of the weight begins with them."""
+    first: int
+    """The first of them."""
+    group: dist.ProcessGroup | None
+    """Ranks that share the vocabulary; None: there is one."""
+    chunk_tokens: int | None = None
+    block_bytes: int = BLOCK_BYTES
+    by_kernel: bool = False
+
+
+class Statistics(NamedTuple):
+    """Of each token; float32."""
+
+    chosen: Tensor
+    """Logits over temperature of the chosen tokens, [N, K]."""
+    largest: Tensor
+    """Of all of them, [N]."""
+    total: Tensor
+    """Sum of the exponentials of all, relative to the largest, [N]."""
+    entropy: Tensor | None
+    """[N]."""
+
+
+def linear_logprobs(
+    hidden_NH: Tensor, weight_VH: Tensor, ids_NK: Tensor, head: Head, *, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of chosen tokens, [N, K], and the entropy, [N], both float32 and in nats.
+
+    Gradients of hidden states are those of this rank's part of the vocabulary; whoever calls sums them over ranks.
+
+    Args:
+        hidden_NH: float32 or bfloat16, on all ranks the same.
+        weight_VH: this rank's part, of the same type.
+        ids_NK: int64, in the whole vocabulary; those of a row differ.
+        entropy: whether it is wanted.
+    """
+    apply: Callable[..., tuple[Tensor, Tensor]] = _LinearLogprobs.apply
+    chosen, entropies = apply(hidden_NH, weight_VH, ids_NK, head, entropy)
+    return chosen, entropies if entropy else None
+
+
+def linear_topk(hidden_NH: Tensor, weight_VH: Tensor, k: int, head: Head) -> tuple[Tensor, Tensor]:
+    """The largest of this rank's logits over temperature, float32, and their ids in the whole vocabulary, int64.
+
+    [N, K] each with K as on all ranks, at most `k`: the largest first, and -inf where there are no more. Without
+    gradients.
+    """
+    size = min(k, len(weight_VH))
+    parts = []
+    for tokens in _chunks(len(hidden_NH), head):
+        values = hidden_NH.new_empty(tokens.stop - tokens.start, 0, dtype=torch.float32)
+        ids = torch.empty_like(values, dtype=torch.int64)
+        for block in _blocks(tokens.stop - tokens.start, weight_VH.element_size(), head):
+            logits_NV = _product(hidden_NH[tokens], weight_VH[block])
+            new_values, new_ids = logits_NV.topk(min(size, logits_NV.shape[1]), dim=-1)
+            values = torch.cat([values, new_values], dim=-1)
+            ids = torch.cat([ids, new_ids + (head.first + block.start)], dim=-1)
+            values, order = values.topk(min(size, values.shape[1]), dim=-1)
+            ids = ids.gather(-1, order)
+        missing = (0, size - values.shape[1])
+        parts.append((F.pad(values * head.scale, missing, value=-torch.inf), F.pad(ids, missing)))
+    return torch.cat([values for values, _ in parts]), torch.cat([ids for _, ids in parts])
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_NK: Tensor, head: Head, wants_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        chunks = list(_chunks(len(hidden_NH), head))
+        parts = [_local_statistics(hidden_NH[each], weight_VH, ids_NK[each], head, wants_entropy) for each in chunks]
+        local = Statistics(
+            torch.cat([part.chosen for part in parts]),
+            torch.cat([part.largest for part in parts]),
+            torch.cat([part.total for part in parts]),
+            torch.cat([part.entropy for part in parts if part.entropy is not None]) if wants_entropy else None,
+        )
+        chosen_NK, largest_N, total_N, entropy_N = _over_ranks(local, head.group)
+        log_total_N = total_N.log()
+        saved_entropy = [] if entropy_N is None else [entropy_N]
+        ctx.save_for_backward(hidden_NH, weight_VH, ids_NK, largest_N, log_total_N, *saved_entropy)
+        ctx.head = head
+        logprobs_NK = (chosen_NK - largest_N[:, None]) - log_total_N[:, None]
+        return logprobs_NK, largest_N.new_empty(0) if entropy_N is None else entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, of_chosen_NK: Tensor, of_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, ids_NK, largest_N, log_total_N, *rest = ctx.saved_tensors
+        head: Head = ctx.head
+        entropy_N, of_entropy = (rest[0], of_entropy_N) if rest else (None, None)
+        chunks = list(_chunks(len(hidden_NH), head))
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        of_hidden = torch.empty_like(hidden_NH) if wants_hidden else None
+        of_weight = None
+        if wants_weight:  # more chunks than one are summed in float32
+            dtype = weight_VH.dtype if len(chunks) == 1 else torch.promote_types(weight_VH.dtype, torch.float32)
+            of_weight = torch.zeros_like(weight_VH, dtype=dtype)
+        for each in chunks:
+            _add_gradients(
+                hidden_NH[each],
+                weight_VH,
+                ids_NK[each],
+                head,
+                largest_N[each],
+                log_total_N[each],
+                of_chosen_NK[each],
+                None if entropy_N is None else entropy_N[each],
+                None if of_entropy is None else of_entropy[each],
+                None if of_hidden is None else of_hidden[each],
+                of_weight,
+                is_only=len(chunks) == 1,
+            )
+        return of_hidden, None if of_weight is None else of_weight.to(weight_VH.dtype), None, None, None
+
+
+def _local_statistics(
+    hidden_NH: Tensor, weight_VH: Tensor, ids_NK: Tensor, head: Head, wants_entropy: bool
+) -> Statistics:
+    """Of this rank's part of the vocabulary: chosen logits or 0, the logarithm of its sum, the entropy within it."""
+    dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+    chosen_NK = hidden_NH.new_zeros(ids_NK.shape, dtype=dtype)
+    parts = []
+    for block in _blocks(len(hidden_NH), weight_VH.element_size(), head):
+        logits_NV = _product(hidden_NH, weight_VH[block])
+        parts.append(block_statistics(logits_NV, head.scale, entropy=wants_entropy, by_kernel=head.by_kernel))
+        places_NK, is_elsewhere_NK = _places(ids_NK, head, block)
+        chosen_NK += (logits_NV.gather(1, places_NK) * head.scale).masked_fill_(is_elsewhere_NK, 0)
+    if not parts:  # all of this rank's part is padding
+        zeros_N = torch.zeros_like(chosen_NK[:, 0])
+        return Statistics(chosen_NK, zeros_N - torch.inf, zeros_N, zeros_N if wants_entropy else None)
+    largest_N = torch.stack([part.largest for part in parts]).amax(dim=0)
+    totals_BN = torch.stack([part.total * (part.largest - largest_N).exp() for part in parts])
+    total_N = totals_BN.sum(dim=0)
+    if not wants_entropy:
+        return Statistics(chosen_NK, largest_N, total_N, None)
+    shares_BN = totals_BN / total_N
+    within_BN = torch.stack([part.entropy for part in parts if part.entropy is not None])
+    return Statistics(chosen_NK, largest_N, total_N, (shares_BN * within_BN + torch.special.entr(shares_BN)).sum(dim=0))
+
+
+def _over_ranks(local: Statistics, group: dist.ProcessGroup | None) -> Statistics:
+    """Put the parts of the vocabulary together; the entropy is that of the parts and, in their shares, that within."""
+    if group is None:
+        return local
+    chosen_NK, own_largest_N, own_total_N, own_entropy_N = local
+    largest_N = own_largest_N.clone()
+    dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
+    relative_N = own_total_N * (own_largest_N - largest_N).exp()
+    within = [] if own_entropy_N is None else [relative_N * own_entropy_N + torch.special.entr(relative_N)]
+    sums = torch.cat([chosen_NK, torch.stack([relative_N, *within], dim=1)], dim=1)
+    dist.all_reduce(sums, group=group)
+    num_ids = chosen_NK.shape[1]
+    total_N = sums[:, num_ids]
+    entropy_N = sums[:, num_ids + 1] / total_N + total_N.log() if within else None
+    return Statistics(sums[:, :num_ids], largest_N, total_N, entropy_N)
+
+
+def _add_gradients(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    ids_NK: Tensor,
+    head: Head,
+    largest_N: Tensor,
+    log_total_N: Tensor,
+    of_chosen_NK: Tensor,
+    entropy_N: Tensor | None,
+    of_entropy_N: Tensor | None,
+    of_hidden_NH: Tensor | None,
+    of_weight_VH: Tensor | None,
+    *,
+    is_only: bool,
+) -> None:
+    """Write a chunk's gradient of hidden states, and write or add that of the weight."""
+    of_chosen_NK = of_chosen_NK.to(largest_N.dtype)
+    of_first_N, of_sums_N = of_chosen_NK[:, 0].contiguous(), of_chosen_NK.sum(dim=1)
+    sums_NH = None if of_hidden_NH is None else torch.zeros_like(of_hidden_NH, dtype=largest_N.dtype)
+    for block in _blocks(len(hidden_NH), weight_VH.element_size(), head):
+        logits_NV = _product(hidden_NH, weight_VH[block])
+        gradient_NV = logits_NV if ids_NK.shape[1] > 1 else torch.empty_like(logits_NV, dtype=weight_VH.dtype)
+        block_gradient(
+            logits_NV,
+            gradient_NV,
+            head.scale,
+            largest_N,
+            log_total_N,
+            ids_NK[:, 0] - (head.first + block.start),
+            of_first_N,
+            of_sums_N,
+            entropy_N,
+            None if of_entropy_N is None else of_entropy_N.contiguous(),
+            by_kernel=head.by_kernel,
+        )
+        if ids_NK.shape[1] > 1:
+            places_NK, is_elsewhere_NK = _places(ids_NK[:, 1:], head, block)
+            gradient_NV.scatter_add_(1, places_NK, (of_chosen_NK[:, 1:] * head.scale).masked_fill(is_elsewhere_NK, 0))
+            gradient_NV = gradient_NV.to(weight_VH.dtype)
+        del logits_NV
+        if of_weight_VH is not None:
+            if is_only:
+                torch.mm(gradient_NV.T, hidden_NH, out=of_weight_VH[block])
+            else:
+                _add_product(of_weight_VH[block], gradient_NV.T, hidden_NH)
+        if sums_NH is not None:
+            _add_product(sums_NH, gradient_NV, weight_VH[block])
+    if of_hidden_NH is not None and sums_NH is not None:
+        of_hidden_NH.copy_(sums_NH)
+
+
+def _chunks(num_tokens: int, head: Head) -> Iterator[slice]:
+    size = chunk_size(num_tokens, head.chunk_tokens)
+    for start in range(0, num_tokens, size):
+        yield slice(start, min(start + size, num_tokens))
+
+
+def _blocks(num_tokens: int, element_bytes: int, head: Head) -> Iterator[slice]:
+    """Parts of this rank's vocabulary, whose logits in float32 and their gradient take `block_bytes`."""
+    width = block_width(num_tokens, element_bytes, head.block_bytes)
+    for start in range(0, head.num_local, width):
+        yield slice(start, min(start + width, head.num_local))
+
+
+def _places(ids_NK: Tensor, head: Head, block: slice) -> tuple[Tensor, Tensor]:
+    """Columns of the block that hold these tokens, and which of them are elsewhere, with any column."""
+    places_NK = ids_NK - (head.first + block.start)
+    size = block.stop - block.start
+    return places_NK.clamp(0, size - 1), (places_NK < 0) | (places_NK >= size)
+
+
+def _product(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
+    """Logits [N, V], float32. A device sums and writes those of bfloat16 in float32; elsewhere they are rounded."""
+    if hidden_NH.dtype in (torch.float32, torch.float64):
+        return hidden_NH @ weight_VH.T
+    if hidden_NH.is_cuda:
+        return torch.mm(hidden_NH, weight_VH.T, out_dtype=torch.float32)
+    return (hidden_NH @ weight_VH.T).float()
+
+
+def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left x right to float32 (or wider) sums, [L, R]; left [L, M], right [M, R]."""
+    if left.dtype == sums.dtype:
+        sums.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(sums, left, right, out_dtype=sums.dtype, out=sums)
+    else:
+        sums.addmm_(left.to(sums.dtype), right.to(sums.dtype))

@@ -1,0 +1,65 @@
+"""The loss of layers that predict further tokens (MTP), without logits.
+
+Megatron computes it inside of the model: `process_mtp_loss` makes logits of each layer's hidden states, has the model's
+cross-entropy taken of them, and adds a scaled sum to the gradients. Which tokens count, and how much, stays Megatron's:
+it is given an output layer that hands hidden states on, and a cross-entropy that takes those. It also counts how many
+tokens its largest logit would have guessed, for a log that nothing reads here; that count stays empty.
+
+Without gradients the loss has no effect, and is left out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import gpt_model
+from megatron.core.transformer import multi_token_prediction
+from torch import Tensor
+
+from nemo_rl_offload.megatron.step.fused_linear import linear_logprobs
+from nemo_rl_offload.megatron.step.hidden_states import HiddenStates, local_head
+
+_of_logits: Callable[..., Tensor] = multi_token_prediction.process_mtp_loss
+_counts_of_logits: Callable[..., tuple[Tensor, Tensor]] = multi_token_prediction._compute_mtp_acceptance_counts
+
+
+class _HandsOn:
+    """In place of the model's output layer."""
+
+    def __init__(self, output_layer: Any) -> None:
+        self.weight, self._is_split = output_layer.weight, output_layer.sequence_parallel
+
+    def __call__(self, hidden_SBH: Tensor, weight: Tensor | None, **_: Any) -> tuple[HiddenStates, None]:
+        return HiddenStates(hidden_SBH, self.weight if weight is None else weight, self._is_split), None
+
+
+def _process_mtp_loss(*, hidden_states: Tensor, output_layer: Any, config: Any, **how: Any) -> Tensor:
+    """Megatron's `process_mtp_loss`; whoever wants logits says whether they are to be gathered."""
+    if how["runtime_gather_output"] is not None:
+        return _of_logits(hidden_states=hidden_states, output_layer=output_layer, config=config, **how)
+    if not torch.is_grad_enabled():
+        return hidden_states.chunk(1 + config.mtp_num_layers)[0]
+
+    def cross_entropy(labels_BS: Tensor, states: HiddenStates) -> Tensor:
+        head = local_head(states.weight, 1.0, config.vocab_size, None)
+        hidden_BSH = states.whole()
+        logprobs, _ = linear_logprobs(
+            hidden_BSH.reshape(-1, hidden_BSH.shape[-1]), states.weight, labels_BS.reshape(-1, 1), head, entropy=False
+        )
+        return -logprobs.view(labels_BS.shape)
+
+    how["compute_language_model_loss"] = cross_entropy
+    return _of_logits(hidden_states=hidden_states, output_layer=_HandsOn(output_layer), config=config, **how)
+
+
+def _acceptance_counts(logits: Any, labels_BS: Tensor, *others: Any, **how: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(logits, HiddenStates):
+        return _counts_of_logits(logits, labels_BS, *others, **how)
+    nothing = torch.zeros((), device=labels_BS.device)
+    return nothing, nothing.clone()
+
+
+def install_mtp_loss() -> None:
+    """Take the place of Megatron's own, for models whose forward is given no `runtime_gather_output`."""
+    gpt_model.process_mtp_loss = _process_mtp_loss
+    multi_token_prediction._compute_mtp_acceptance_counts = _acceptance_counts

@@ -1,0 +1,17 @@
+"""How the output head without logits cuts its work: for the code that does it, and for the planner."""
+
+BLOCK_BYTES = 384 * 2**20
+"""Of a block's logits in float32 and their gradient. On an H100 half as much took longer, and twice as much no less."""
+MAX_CHUNK_TOKENS = 65536
+"""More tokens at a time would leave blocks too narrow, and their gradients' float32 sums too large."""
+_MULTIPLE = 128
+
+
+def chunk_size(num_tokens: int, chunk_tokens: int | None) -> int:
+    """Tokens at a time; `chunk_tokens` as configured."""
+    return min(num_tokens, chunk_tokens or MAX_CHUNK_TOKENS)
+
+
+def block_width(num_tokens: int, element_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """Entries of the vocabulary at a time, for so many tokens and gradients of `element_bytes`."""
+    return max(1, block_bytes // (num_tokens * (4 + element_bytes)) // _MULTIPLE) * _MULTIPLE
