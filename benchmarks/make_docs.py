@@ -351,7 +351,9 @@ def digest_page() -> str:
 
 
 def device_folders() -> list[Path]:
-    return sorted(path for path in RESULTS.iterdir() if path.is_dir())
+    """Those with an experiment's results; what else was measured stands in pages of its own."""
+    folders = sorted(path for path in RESULTS.iterdir() if path.is_dir())
+    return [path for path in folders if any("experiment" in each for each in load(path).values())]
 
 
 def draw_pictures(folders: Sequence[Path]) -> None:

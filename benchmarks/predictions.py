@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from constants import LOGPROB_CHUNK_SIZE, NUM_AHEAD
+from constants import LOGPROB_CHUNK_SIZE, NUM_AHEAD, SMALL_VOCABULARY
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.cost.memory import Optimizer
@@ -158,15 +158,18 @@ def device_of(result: Mapping[str, Any], folder: Path) -> Device:
 
 
 def _job(model: Mapping[str, Any], device: Device, sequence: int, num_microbatches: int, impl: str) -> Job:
+    shape = read_model_shape(model, "the result")
+    makes_logits = shape.vocab_size <= SMALL_VOCABULARY
     return Job(
-        read_model_shape(model, "the result"),
+        shape,
         ParallelLayout(),
         device,
         sequence,
         1,
         num_microbatches,
         transformer_engine=impl == "transformer_engine",
-        logprob_chunk_size=LOGPROB_CHUNK_SIZE,
+        makes_logits=makes_logits,
+        logprob_chunk_size=LOGPROB_CHUNK_SIZE if makes_logits else None,
     )
 
 
