@@ -67,7 +67,9 @@ def _recomputed(recompute: Recompute) -> str:
 def _verdict(plan: JobPlan) -> list[str]:
     if plan.shortfall_bytes:
         rank = plan.shortfalls.index(plan.shortfall_bytes)
-        decimals = _decimals(plan.chosen.peak_bytes(rank), plan.job.budget_bytes)
+        decimals = max(
+            _decimals(plan.chosen.peak_bytes(rank), plan.job.budget_bytes), _decimals(plan.shortfall_bytes, 0)
+        )
         short = (
             f"does not fit: stage {rank} needs {gib(plan.chosen.peak_bytes(rank), decimals)}, "
             f"{gib(plan.shortfall_bytes, decimals)} more than there is."

@@ -14,7 +14,7 @@ Steps:
    they fit and no compute waits for them.
 5. The fastest of these is a guide: no configuration says it, for it recomputes single layers. From it begins the search
    for whole modules (`to_config`); what `auto` would do is simulated for its recomputation.
-6. What takes the least memory is tried in any case, and more for other budgets.
+6. What takes the least memory is tried in any case, and more for other budgets, and what is around a near miss.
 7. Of all that was tried as keys can say it, the fastest that fits is taken. What a plan shows or says of others, the
    least memory and the frontier, is of the same trials.
 
@@ -45,6 +45,7 @@ from nemo_rl_offload.planner.search.to_config import (
     listable,
     may_fit,
     run_nothing,
+    try_around,
 )
 from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep, highest_peak, run_stages, run_steady_state
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages, job_link
@@ -153,7 +154,20 @@ def choose(job: Job, baseline: SimulatedStep, trials: Trials) -> ChoiceAsConfig:
     if fits:
         return nothing
     _try_less_memory(job, trials)
+    _try_near_misses(job, trials)
     return best_tried(job, trials)
+
+
+def _try_near_misses(job: Job, trials: Trials) -> None:
+    """Around what is faster than the best that fits, and takes the least beyond the budget."""
+    best = best_tried(job, trials)
+    missed = [
+        each
+        for each in trials.whole
+        if each.step_ms < best.step_ms and each.peak_bytes > job.budget_bytes and not each.host_excess(job)
+    ]
+    if missed and best.peak_bytes <= job.budget_bytes:
+        try_around(job, min(missed, key=lambda each: each.peak_bytes), trials)
 
 
 def _try_less_memory(job: Job, trials: Trials) -> None:

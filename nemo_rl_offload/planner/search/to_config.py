@@ -141,6 +141,13 @@ def _lean(job: Job, names: Names, sizes: Counter[str]) -> Names:
     return modules, recomputed
 
 
+def try_around(job: Job, choice: ChoiceAsConfig, trials: Trials) -> None:
+    """Try a choice of whole modules with one module, or one entry of `recompute_modules`, more or less."""
+    search = _Search(replace(job, recompute=choice.recompute), trials)
+    for each in search.neighbors((frozenset(choice.offload_modules), choice.recompute.modules)):
+        search.rank(each)
+
+
 class _Search:
     """Whole modules and what comes of them, each simulated once."""
 
