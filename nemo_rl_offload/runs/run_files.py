@@ -16,6 +16,7 @@ from nemo_rl_offload.paged_stash.stats import StashStats
 from nemo_rl_offload.specs import documents
 from nemo_rl_offload.specs.documents import (
     CONFIG_BYTES,
+    NOT_PLAIN,
     RUN_BYTES,
     TOO_LONG_A_LINE,
     DocumentError,
@@ -234,7 +235,9 @@ def _named(path: Path, recovery_hint: str, place: str = "") -> Iterator[None]:
             f"{path}: cannot be read: {error.strerror}. Give the folder of a run with logger.jsonl_enabled=true."
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{path}: is damaged: {place}{_what_is_wrong(error)}. {recovery_hint}") from error
+        is_other = isinstance(error, DocumentError) and error.reason.endswith(NOT_PLAIN)
+        damaged = "" if is_other else "is damaged: "
+        raise ConfigError(f"{path}: {damaged}{place}{_what_is_wrong(error)}. {recovery_hint}") from error
 
 
 def _what_is_wrong(error: Exception) -> str:

@@ -54,6 +54,7 @@ MAX_YAML_NODES = 10_000
 YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|[-+0-9_:.eE]+)")
 _TAGS_OF_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+NOT_PLAIN = ", and no plain file"
 TOO_DEEP = f"is nested over {MAX_DEPTH} levels deep"
 TOO_MANY_DIGITS = f"has an integer of over {MAX_DIGITS} digits"
 CONTAINS_ITSELF = "a value contains itself by an alias (*name)"
@@ -77,15 +78,16 @@ def open_plain(path: Path, *, follows_links: bool = True) -> BinaryIO:
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | safely))  # noqa: SIM115
     except IsADirectoryError as error:
-        raise DocumentError("is a folder, and no plain file", path) from error
+        raise DocumentError(f"is a folder{NOT_PLAIN}", path) from error
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink() and not follows_links:
-            raise DocumentError("is a link, and no plain file", path) from error
+            raise DocumentError(f"is a link{NOT_PLAIN}", path) from error
         raise
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    mode = os.fstat(file.fileno()).st_mode
+    if stat.S_ISREG(mode):
         return file
     file.close()
-    raise DocumentError("is no plain file", path)
+    raise DocumentError(f"is {'a pipe' if stat.S_ISFIFO(mode) else 'a device'}{NOT_PLAIN}", path)
 
 
 def read_bytes(path: Path, limit_bytes: int, *, follows_links: bool = True) -> bytes:

@@ -137,7 +137,8 @@ def test_two_workers_compute_what_one_does(groups: tuple[Group, Group], optimize
     one, two = (three_steps(group, policy, batch, loss) for group in groups)
 
     for expected, metrics in zip(one[0], two[0], strict=True):
-        assert metrics == pytest.approx(expected, rel=TOLERANCE, abs=1e-7)
+        # Terms of a policy gradient's loss, of about 1, cancel to some thousandths.
+        assert metrics == pytest.approx(expected, rel=TOLERANCE, abs=1e-6)
     assert relative_error(two[1], one[1]) < TOLERANCE
     assert relative_error(two[3], one[3]) < TOLERANCE
     assert relative_error(one[2], one[3]) > 100 * TOLERANCE, "the weights moved"

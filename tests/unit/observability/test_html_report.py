@@ -211,7 +211,7 @@ def test_links_and_pipes_of_others_are_refused(
     assert main(["report", str(run_dir)]) == 2
     error = capsys.readouterr().err
     assert str(run_dir / name) in error
-    assert f"it is a {kind}, and no plain file" in error
+    assert f"is a {kind}, and no plain file" in error
     assert (tmp_path / "private").read_text() == "secret"
     assert not (run_dir / "report.html").is_file() or name == "report.html"
 

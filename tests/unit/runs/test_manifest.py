@@ -34,6 +34,7 @@ SHAPES = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
     return save(Checkpoints(tmp_path / "run", None, True), 5, STATE, 0.5, write)
 
 

@@ -86,7 +86,7 @@ def tight() -> list[JobPlan]:
     dense = make_job("Qwen/Qwen2.5-7B", layout=ParallelLayout(8), sequence=8192)
     experts = make_job("deepseek-ai/DeepSeek-V3", num_layers=30, layout=ParallelLayout(64, expert=32), sequence=8192)
     plans = []
-    for job, less, rate in ((dense, 15, 5.0), (experts, 60, 55.0)):
+    for job, less, rate in ((dense, 15, 5.0), (experts, 80, 55.0)):
         device = replace(job.device, memory_gib=1000.0, link_out_gb_per_s=rate, link_in_gb_per_s=rate)
         most = highest_peak(run_whole_modules(replace(job, device=device), ()))
         plans.append(make_plan(replace(job, device=device, memory_bytes=most - less * GIB)))
