@@ -110,20 +110,24 @@ class Copies:
             self._timing.host_was_busy()
         if not moving:
             return 0
-        event = self._backend.copy_out(moves)
-        self._timing.copied(event, total_bytes, out=True)
-        copy_ms = self._timing.copy_ms(total_bytes, out=True)
-        expected_ms = inf
-        if copy_ms is not None:
-            expected_ms = self._link_free_ms = max(self._link_free_ms, self.now_ms) + copy_ms * MARGIN
-        stats, empty = self.module_stats(module), self._empty
-        for slot, (_, block) in zip(moving, moves, strict=True):
-            block.last_event = event
-            slot.ref.block, slot.stats = block, stats
-            slot.storage = None  # from here on the block has the content
-            slot.state = COPYING_OUT
-            slot.take_storage_of(empty)
-        self._inflight.append(CopiesOut(refs, moves, total_bytes, event, expected_ms, module))
+        try:
+            event = self._backend.copy_out(moves)
+            self._timing.copied(event, total_bytes, out=True)
+            copy_ms = self._timing.copy_ms(total_bytes, out=True)
+            expected_ms = inf
+            if copy_ms is not None:
+                expected_ms = self._link_free_ms = max(self._link_free_ms, self.now_ms) + copy_ms * MARGIN
+            stats, empty = self.module_stats(module), self._empty
+            for slot, (_, block) in zip(moving, moves, strict=True):
+                block.last_event = event
+                slot.ref.block, slot.stats = block, stats
+                slot.storage = None  # from here on the block has the content
+                slot.state = COPYING_OUT
+                slot.take_storage_of(empty)
+            self._inflight.append(CopiesOut(refs, moves, total_bytes, event, expected_ms, module))
+        except BaseException:
+            self._backend.synchronize()  # sources that are lost with this were being read
+            raise
         self._inflight_bytes += total_bytes
         if total_bytes > self._largest_bytes:
             self._largest_bytes = total_bytes

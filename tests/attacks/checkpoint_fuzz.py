@@ -429,6 +429,7 @@ class Fuzz:
             [f"policy.model_name={MODEL}", "policy.megatron_cfg.fine_grained_activation_offloading=false"],
         )
         self._model = build_model(config["policy"], MODEL, num_steps=6)
+        self.run_dir.mkdir(parents=True)
         self._checkpoints = Checkpoints(self.run_dir, None, True)
         for step in (1, 2):
             _train(self._model, step)

@@ -9,6 +9,7 @@ newest of them.
 import argparse
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -49,8 +50,9 @@ def end_runs_in_saves(run_dir: Path, num_cases: int, rng: random.Random) -> list
             time.sleep(rng.uniform(0, 0.1))
             send(process.pid, signal.SIGTERM)
         _, errors = process.communicate(timeout=TIMEOUT_S)
-        expected = f"Interrupted. The same command goes on from the last checkpoint in {run_dir}.\n"
-        if process.returncode != 130 or not errors.endswith(expected) or "Traceback" in errors:
+        said = re.escape(f"Interrupted. The same command goes on from the last checkpoint, {run_dir}/checkpoints/step_")
+        is_said = re.search(said + r"\d+\.\n$", errors) is not None
+        if process.returncode != 130 or not is_said or "Traceback" in errors:
             wrong.append(f"{case}: ended with {process.returncode}: {errors[-2000:]}")
         if newest and f"Resuming from {run_dir / CHECKPOINTS / f'step_{newest}'} " not in errors:
             wrong.append(f"{case}: did not go on from step {newest}: {errors[-2000:]}")
