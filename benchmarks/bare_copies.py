@@ -20,7 +20,7 @@ class BareCopies:
         slabs = [self._backend.allocate_host(num_bytes) for _ in range(2)]
         self._out, self._back = (Block((Extent(slab, 0, 0, num_bytes),), num_bytes) for slab in slabs)
         self._back.last_event = self._backend.copy_out([(self._source.untyped_storage(), self._back)])
-        self._arriving = self._backend.copy_in([self._back])
+        self._arriving = self._backend.copy_in([self._back], [])
 
     def out(self) -> None:
         """Call when a forward begins."""
@@ -29,4 +29,4 @@ class BareCopies:
     def back(self) -> None:
         """Call when a backward begins. What the one before brought back has been here since."""
         self._backend.compute_wait(self._arriving[1])
-        self._arriving = self._backend.copy_in([self._back])
+        self._arriving = self._backend.copy_in([self._back], [])

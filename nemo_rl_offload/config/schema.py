@@ -249,11 +249,13 @@ class MegatronConfig(TypedDict):
     moe_shared_expert_overlap: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
     """Compute the shared experts while tokens travel; needs the alltoall or flex dispatcher."""
 
-    # Kernels. Null leaves what the layer implementation takes by itself.
+    # The output head.
     use_fused_linear_logprobs: Annotated[bool, Default(True)]
     """Compute log-probabilities, entropy and top-k from hidden states, without the logits of all tokens."""
     fused_linear_logprobs_chunk_size: Annotated[Positive | None, Default(None)]
-    """Tokens that are computed at a time then, with the whole vocabulary; null: all, by parts of the vocabulary."""
+    """Tokens that are computed at a time then, by blocks of the vocabulary; null: at most 65,536."""
+
+    # Kernels. Null leaves what the layer implementation takes by itself.
     apply_rope_fusion: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
     """Rotate positions with Transformer Engine's kernel."""
     bias_activation_fusion: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]

@@ -60,6 +60,9 @@ class Copies:
         self._max_inflight_bytes = max_inflight_bytes
         self._max_inflight_groups = max_inflight_groups
         self._inflight: deque[CopiesOut] = deque()
+        self._starting: list[torch.UntypedStorage | Tensor] = []
+        """What is read or written by copies that nobody else knows yet. An interrupt leaves it here, so that no other
+        tensor gets the memory before `rebuild`, which comes behind a synchronization."""
         self._inflight_bytes = 0
         self._largest_bytes = 0  # of a commit's copies
         self._link_free_ms = 0.0
@@ -110,24 +113,22 @@ class Copies:
             self._timing.host_was_busy()
         if not moving:
             return 0
-        try:
-            event = self._backend.copy_out(moves)
-            self._timing.copied(event, total_bytes, out=True)
-            copy_ms = self._timing.copy_ms(total_bytes, out=True)
-            expected_ms = inf
-            if copy_ms is not None:
-                expected_ms = self._link_free_ms = max(self._link_free_ms, self.now_ms) + copy_ms * MARGIN
-            stats, empty = self.module_stats(module), self._empty
-            for slot, (_, block) in zip(moving, moves, strict=True):
-                block.last_event = event
-                slot.ref.block, slot.stats = block, stats
-                slot.storage = None  # from here on the block has the content
-                slot.state = COPYING_OUT
-                slot.take_storage_of(empty)
-            self._inflight.append(CopiesOut(refs, moves, total_bytes, event, expected_ms, module))
-        except BaseException:
-            self._backend.synchronize()  # sources that are lost with this were being read
-            raise
+        self._starting = [source for source, _ in moves]
+        event = self._backend.copy_out(moves)
+        self._timing.copied(event, total_bytes, out=True)
+        copy_ms = self._timing.copy_ms(total_bytes, out=True)
+        expected_ms = inf
+        if copy_ms is not None:
+            expected_ms = self._link_free_ms = max(self._link_free_ms, self.now_ms) + copy_ms * MARGIN
+        stats, empty = self.module_stats(module), self._empty
+        for slot, (_, block) in zip(moving, moves, strict=True):
+            block.last_event = event
+            slot.ref.block, slot.stats = block, stats
+            slot.storage = None  # from here on the block has the content
+            slot.state = COPYING_OUT
+            slot.take_storage_of(empty)
+        self._inflight.append(CopiesOut(refs, moves, total_bytes, event, expected_ms, module))
+        self._starting = []
         self._inflight_bytes += total_bytes
         if total_bytes > self._largest_bytes:
             self._largest_bytes = total_bytes
@@ -175,13 +176,10 @@ class Copies:
             blocks.append(block)
         if not loading:
             return
-        try:
-            destinations, event = self._backend.copy_in(blocks)
-            self._timing.copied(event, sum([block.num_bytes for block in blocks]), out=False)
-            self._land(loading, blocks, destinations, event)
-        except BaseException:
-            self._backend.synchronize()  # destinations that are lost with this were being written
-            raise
+        destinations, event = self._backend.copy_in(blocks, self._starting)
+        self._timing.copied(event, sum([block.num_bytes for block in blocks]), out=False)
+        self._land(loading, blocks, destinations, event)
+        self._starting = []
 
     def _land(self, slots: list[Slot], blocks: list[Block], destinations: list[Tensor], event: Event) -> None:
         """Put slots on the destinations that the copies behind `event` write."""
@@ -271,7 +269,7 @@ class Copies:
                 slot = ref()
                 if slot is not None and slot.released:
                     source.resize_(0)
-        self._inflight = deque()
+        self._inflight, self._starting = deque(), []
         self._inflight_bytes = self.unused_bytes = self.resident_bytes = 0
         used = []
         for slot in slots:

@@ -68,10 +68,11 @@ _LAYOUT_AND_MEMORY = """
     num_layers_in_last_pipeline_stage fine_grained_activation_offloading offload_modules activation_offload
     min_offloaded_tensor_size activation_offload_fraction delta_offload_bytes_across_pp_ranks
     fine_grained_offloading_max_inflight_offloads activation_checkpointing recompute_granularity recompute_modules
-    recompute_method recompute_num_layers empty_unused_memory_level cpu_affinity env_vars
+    recompute_method recompute_num_layers empty_unused_memory_level cpu_affinity env_vars use_fused_linear_logprobs
+    fused_linear_logprobs_chunk_size
 """
 RESUME_MAY_CHANGE = (
-    *("cluster", "fault_tolerance", "logger", "policy.generation.colocated"),
+    *("cluster", "fault_tolerance", "logger", "policy.generation.colocated", "policy.logprob_chunk_size"),
     *(f"policy.megatron_cfg.{key}" for key in _LAYOUT_AND_MEMORY.split()),
     *(f"checkpointing.{key}" for key in ("save_period", "keep_top_k", "is_async")),
 )

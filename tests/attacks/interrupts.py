@@ -378,10 +378,16 @@ class Attack:
         self._interrupter.remove()
         pending = self._setup.forward(0) if self._chance.random() < 0.5 else None
         code = Setup.step.__code__
+        is_looking = False
 
         def interrupt(number: int, frame: types.FrameType | None) -> None:
+            nonlocal is_looking
+            if is_looking:  # the next signal came before this one was dealt with
+                return
+            is_looking = True
             while frame is not None and frame.f_code is not code:
                 frame = frame.f_back
+            is_looking = False
             if frame is not None:
                 raise KeyboardInterrupt
 

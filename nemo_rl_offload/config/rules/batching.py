@@ -56,6 +56,13 @@ BATCHING_RULES: tuple[Rule, ...] = (_whole_microbatches, _one_of_two, _longest_s
 
 def _without_effect(get: Get) -> Iterator[str]:
     chunk = get("policy.logprob_chunk_size")
+    key = "policy.megatron_cfg.fused_linear_logprobs_chunk_size"
+    if (tokens := get(key)) is not None:
+        if not get("policy.megatron_cfg.use_fused_linear_logprobs"):
+            yield f"{key}: {tokens} has no effect without use_fused_linear_logprobs."
+        elif chunk is not None:
+            yield f"policy.logprob_chunk_size: {chunk} has no effect beside {key}."
+            return
     longest = get("policy.max_total_sequence_length")
     if chunk is not None and chunk >= longest and not get("policy.sequence_packing.enabled"):
         yield (

@@ -241,7 +241,7 @@ def bind_interface(get: Get) -> Iterator[str]:
 
 def _bind_is_here(get: Get) -> Iterator[str]:
     bind, here = get("cluster.bind"), [name for _, name in socket.if_nameindex()]
-    if bind != "auto" and bind not in here:
+    if bind != "auto" and bind not in here and not any(bind_interface(get)):
         there = ", ".join(sorted(here))
         yield f"cluster.bind: this machine has no interface '{bind}', only {there}.{nearest(bind, here)} Or set auto."
 

@@ -90,7 +90,7 @@ class FusedHead:
         hidden_BSH = shift_logits(self._output.whole())
         own = linear_topk(hidden_BSH.reshape(-1, hidden_BSH.shape[-1]), self._output.weight, k, head)
         merged = merge_topk(*own, k)
-        values, ids = (self._for_loss(each.view(*hidden_BSH.shape[:2], -1)) for each in merged)
+        values, ids = (self._for_loss(each.view(*hidden_BSH.shape[:2], each.shape[-1])) for each in merged)
         return values, ids
 
     def _for_loss(self, values_BS: Tensor) -> Tensor:

@@ -255,7 +255,7 @@ def _add_gradients(
 
 def _chunks(num_tokens: int, head: Head) -> Iterator[slice]:
     size = chunk_size(num_tokens, head.chunk_tokens)
-    for start in range(0, num_tokens, size):
+    for start in range(0, max(1, num_tokens), size):  # without tokens one chunk, of none
         yield slice(start, min(start + size, num_tokens))
 
 

@@ -72,10 +72,12 @@ class Backend(Protocol):
         holds now and after the blocks' fences. The caller keeps the storages alive until the event is done, which is
         one for all: the host's time for more is worth more than what goes a little sooner."""
 
-    def copy_in(self, blocks: Sequence[Block]) -> tuple[list[Tensor], Event]:
+    def copy_in(
+        self, blocks: Sequence[Block], started: list[torch.UntypedStorage | Tensor]
+    ) -> tuple[list[Tensor], Event]:
         """Copy each block, one after another, into a new device tensor (uint8, of its `num_bytes`) from the compute
         stream's pool, after the blocks' `last_event`s. The event is one for all; the caller lets the compute stream
-        wait for it before it reads, or frees, any of them."""
+        wait for it before it reads, or frees, any of them. They are put into `started` before the first copy begins."""
 
     def compute_wait(self, event: Event) -> None:
         """Let the compute stream wait for `event`; the host goes on."""

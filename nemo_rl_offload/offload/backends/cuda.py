@@ -170,9 +170,12 @@ class CudaBackend:
         return _Event(self._unused, self._out.handle)
 
     @_on_device
-    def copy_in(self, blocks: Sequence[Block]) -> tuple[list[Tensor], Event]:
+    def copy_in(
+        self, blocks: Sequence[Block], started: list[torch.UntypedStorage | Tensor]
+    ) -> tuple[list[Tensor], Event]:
         device = self.device
         destinations = [torch.empty(block.num_bytes, dtype=torch.uint8, device=device) for block in blocks]
+        started += destinations
         self._in.after(self._compute_stream(), dict.fromkeys(block.last_event for block in blocks))
         for destination, block in zip(destinations, blocks, strict=True):
             address = destination.data_ptr()

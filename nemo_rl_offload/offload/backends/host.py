@@ -32,8 +32,11 @@ class HostBackend:
                 address += num_bytes
         return _DONE
 
-    def copy_in(self, blocks: Sequence[Block]) -> tuple[list[Tensor], Event]:
+    def copy_in(
+        self, blocks: Sequence[Block], started: list[torch.UntypedStorage | Tensor]
+    ) -> tuple[list[Tensor], Event]:
         destinations = [_EMPTY.new_empty(block.num_bytes) for block in blocks]
+        started += destinations
         for destination, block in zip(destinations, blocks, strict=True):
             address = destination.data_ptr()
             for host_address, num_bytes in block.parts:

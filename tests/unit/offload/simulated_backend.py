@@ -87,8 +87,11 @@ class SimulatedBackend:
             self._access(operation, block, writes=True)
         return operation
 
-    def copy_in(self, blocks: Sequence[Block]) -> tuple[list[Tensor], Event]:
+    def copy_in(
+        self, blocks: Sequence[Block], started: list[torch.UntypedStorage | Tensor]
+    ) -> tuple[list[Tensor], Event]:
         destinations = [torch.full((block.num_bytes,), POISON, dtype=torch.uint8) for block in blocks]
+        started += destinations
         for destination, block in zip(destinations, blocks, strict=True):
             operation = self._enqueue(IN, destination.untyped_storage(), block, [_operation(block.last_event)])
             self._access(operation, block, writes=False)

@@ -172,7 +172,7 @@ def test_copies_in_pieces_move_every_byte(max_piece_bytes: int, num_bytes: int) 
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
     for _ in range(2):
         block.last_event = backend.copy_out([(source.untyped_storage(), block)])
-        (arrived,), event = backend.copy_in([block])
+        (arrived,), event = backend.copy_in([block], [])
         backend.compute_wait(event)
         assert torch.equal(arrived, source)
         source += 1
@@ -238,7 +238,7 @@ def test_a_thread_may_come_to_the_device_first_through_the_engine() -> None:
     def there_and_back() -> torch.Tensor:
         start = backend.mark()
         block.last_event = backend.copy_out([(source.untyped_storage(), block)])
-        (arrived,), event = backend.copy_in([block])
+        (arrived,), event = backend.copy_in([block], [])
         backend.compute_wait(event)
         end = backend.mark()
         backend.synchronize()

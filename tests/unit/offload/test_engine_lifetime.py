@@ -26,8 +26,8 @@ class LateBackend(HostBackend):
         super().copy_out(moves)
         return self._event("out")
 
-    def copy_in(self, blocks: Sequence[Block]) -> tuple[list[Tensor], Event]:
-        destinations, _ = super().copy_in(blocks)
+    def copy_in(self, blocks: Sequence[Block], started: list[UntypedStorage | Tensor]) -> tuple[list[Tensor], Event]:
+        destinations, _ = super().copy_in(blocks, started)
         return destinations, self._event("in")
 
     def compute_wait(self, event: Event) -> None:

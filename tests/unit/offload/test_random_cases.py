@@ -104,10 +104,10 @@ def fences_forgotten(patch: pytest.MonkeyPatch) -> None:
 def reload_before_its_copy(patch: pytest.MonkeyPatch) -> None:
     copy_in = SimulatedBackend.copy_in
 
-    def copy_at_once(self: SimulatedBackend, blocks: Sequence[Block]) -> Any:
+    def copy_at_once(self: SimulatedBackend, blocks: Sequence[Block], started: Any) -> Any:
         for block in blocks:
             block.last_event = self._operation_on(0, 0.0)
-        return copy_in(self, blocks)
+        return copy_in(self, blocks, started)
 
     patch.setattr(SimulatedBackend, "copy_in", copy_at_once)
 

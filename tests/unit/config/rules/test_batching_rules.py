@@ -108,3 +108,15 @@ def test_a_sequence_beyond_the_models_positions(check: Check, make_model: MakeMo
     assert warning.startswith("policy.max_total_sequence_length: 257 is more than the 256 positions that the model is")
     assert check(model, "policy.max_total_sequence_length=256").warnings == []
     assert check("policy.max_total_sequence_length=257").warnings == [], "it does not say"
+
+
+def test_chunks_of_the_output_head_without_effect_are_said(check: Check) -> None:
+    cfg = "policy.megatron_cfg"
+    tokens = f"{cfg}.fused_linear_logprobs_chunk_size"
+    assert check(f"{tokens}=64").warnings == []
+    assert check(f"{tokens}=64", f"{cfg}.use_fused_linear_logprobs=false").warnings == [
+        f"{tokens}: 64 has no effect without use_fused_linear_logprobs."
+    ]
+    assert check(f"{tokens}=64", "policy.logprob_chunk_size=32").warnings == [
+        f"policy.logprob_chunk_size: 32 has no effect beside {tokens}."
+    ]

@@ -77,6 +77,19 @@ def test_padding_of_the_vocabulary_is_left_out(build: Callable[[], MegatronModel
     torch.testing.assert_close(results[1], results[0])
 
 
+def test_rows_of_one_token_have_nothing_to_predict(build: Callable[[], MegatronModel]) -> None:
+    batch = {"input_ids": torch.tensor([[3], [5]]), "input_lengths": torch.tensor([1, 1])}
+    for heads in (PLAIN, FUSED["whole"]):
+        logprobs, top = (
+            compute_logprobs(build(), batch, 2, heads),
+            compute_topk_logits(build(), batch, 2, heads, 3, 264),
+        )
+        assert logprobs is not None
+        assert top is not None
+        assert torch.equal(logprobs, torch.zeros(2, 1))
+        assert top[0].shape == (2, 1, 3)
+
+
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):
     """The largest tensor that any operator returned, in elements."""
 
