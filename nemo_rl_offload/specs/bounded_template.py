@@ -15,7 +15,7 @@ Where values are large because a conversation is, so is the allowance.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -24,8 +24,10 @@ from typing import Any
 
 from jinja2 import nodes, pass_context
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+from markupsafe import EscapeFormatter, Markup
 
 from nemo_rl_offload.errors import NemoRLOffloadError
 
@@ -38,7 +40,15 @@ BASE, PER_CHARACTER = 2_000_000, 200
 LARGEST_NUMBER = 100_000
 """That a filter is told, such as a width; also Jinja's own limit for `range`."""
 _LARGEST_BITS = 10_000
-_WIDTHS = re.compile(r"\d{6,}")
+_LARGEST_INDENT = 100
+_WIDTHS = re.compile(r"\d+")
+_COMPARING = frozenset(["in", "lower", "upper", "==", "eq", "equalto", "!=", "ne", "<", "lt", "lessthan", "<=", "le"])
+_COMPARING |= {">", "gt", "greaterthan", ">=", "ge"}
+"""Jinja's tests that go through a value."""
+_WRITTEN = frozenset(["replace", "format", "%", "urlize", "striptags"])
+"""Filters that write out what they are given, and `%`."""
+_QUADRATIC = frozenset(["rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"])
+"""Methods that may look at a text once for each character of what they look for."""
 
 
 class RunawayTemplateError(NemoRLOffloadError):
@@ -86,8 +96,10 @@ def size_of(value: object, most: int) -> int:
             total += len(each)
         elif isinstance(each, int):
             total += each.bit_length() // 3
-        elif isinstance(each, list | tuple | set | frozenset):
+        elif isinstance(each, list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
             waiting.extend(each)
+        elif isinstance(each, Namespace):
+            waiting.append(object.__getattribute__(each, "_Namespace__attrs"))
         elif isinstance(each, Mapping):
             waiting.extend(each)
             waiting.extend(each.values())
@@ -118,27 +130,77 @@ def _paid(values: Iterator[Any]) -> Iterator[Any]:
         yield _charged(value)
 
 
+def _listed(value: Any) -> Any:
+    """A value that can be counted, in place of one that is used up as it is read."""
+    return list(value) if isinstance(value, Iterator) and not hasattr(value, "__len__") else value
+
+
+def _looked_through(value: Any) -> int:
+    """What it costs to search or compare a value in C, where nothing new is made."""
+    return len(value) if isinstance(value, range) else size_of(value, STEP * (_left().left + 1)) // STEP
+
+
+def _widths(text: str) -> int:
+    return sum(int(digits[:12]) for digits in _WIDTHS.findall(text))
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return 1 + max(map(_depth, inner), default=0)
+
+
+class _Fields(SandboxedFormatter):
+    """`str.format`, where each field is paid for before it is written: its value, then its width, wherever it is from.
+
+    An attribute of a loop or a cycler may be long where the object itself is charged one step.
+    """
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        field = super().get_field(field_name, args, kwargs)
+        _charged(field[0])
+        return field
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        _spend(_widths(format_spec))
+        return super().format_field(value, format_spec)
+
+
+class _EscapedFields(_Fields, EscapeFormatter):
+    pass
+
+
 def _grows(name: str, value: Any, given: tuple[Any, ...]) -> int:
     """How long the result of a method or filter of text may be that is longer than what it is given."""
     numbers = [abs(each) for each in given if isinstance(each, int)]
     texts = [each for each in given if isinstance(each, str | bytes)]
     text = value if isinstance(value, str | bytes) else ""
+    written = value.decode("latin-1") if isinstance(value, bytes) else str(value) if name in _WRITTEN else ""
     largest = max(numbers, default=0)
-    if name == "replace" and len(texts) > 1:
-        old: Any = texts[0]
-        searched: Any = text
-        return int(searched.count(old)) * len(texts[1]) if type(old) is type(text) else 0
-    if name in ("format", "%", "format_map"):
-        marks = text.count("%") + text.count("{") if isinstance(text, str) else text.count(b"%")
-        in_text = [int(digits[:12]) for digits in _WIDTHS.findall(text)] if isinstance(text, str) else []
-        return (marks + 1) * (size_of(given, BASE) + max([largest, *in_text]))
+    if name == "replace" and len(given) > 1:
+        old, new = (each.decode("latin-1") if isinstance(each, bytes) else str(each) for each in given[:2])
+        return written.count(old) * len(new)
+    if name in ("format", "%"):
+        return (written.count("%") + 1) * (size_of(given, BASE) + largest) + _widths(written)
+    if name == "urlize":
+        words = written.split()
+        return (len(words) + 1) * size_of(given, BASE) + sum(len(word) ** 2 for word in words) // STEP
+    if name == "striptags":
+        return written.count("<") * len(written) // STEP
+    if name == "pprint":
+        return size_of(value, BASE) * _depth(value)
+    if name == "tojson":
+        indent = max([0, *numbers, *map(len, texts)])
+        if indent > _LARGEST_INDENT or any(map(callable, given)):
+            raise RunawayTemplateError
+        separators = sum(size_of(each, BASE) for each in given if not isinstance(each, int | str | bytes))
+        return size_of(value, BASE) // STEP * (indent * _depth(value) + separators)
     if name in ("expandtabs", "indent", "wordwrap"):
         lines = len(text) if name == "wordwrap" or isinstance(text, bytes) else max(map(text.count, "\t\n"))
         return (lines + 1) * (largest + sum(map(len, texts)) + 8)
     if name == "join" and isinstance(value, str | bytes):  # a text's method; its items are charged as they are given
         return len(text) * (len(given[0]) if given and hasattr(given[0], "__len__") else 1)
     if name == "join":
-        return sum(map(len, texts)) * (len(value) if hasattr(value, "__len__") else 1)
+        return size_of(given, BASE) * (len(value) if given and hasattr(value, "__len__") else 1)
     if name in ("center", "ljust", "rjust", "zfill", "to_bytes"):
         return largest
     if name == "translate":
@@ -164,6 +226,15 @@ class _Charge(NodeTransformer):
         node.iter = self._call("iterated", [node.iter], node)
         round_ = nodes.ExprStmt(self._call("spend", [nodes.Const(STEP)], node), lineno=node.lineno)
         node.body.insert(0, round_)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        operands: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
+        searches = any(each.op in ("in", "notin") for each in node.ops)
+        if searches or not any(isinstance(each.expr, nodes.Const) for each in operands):
+            for each in operands:
+                each.expr = self._call("compared", [each.expr], node)
         return node
 
     def visit_Output(self, node: nodes.Output) -> Any:  # noqa: N802
@@ -202,6 +273,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def bound_filters(self) -> None:
         """Charge what filters do; again after another one was added."""
         self.filters = {name: _bounded_filter(name, function) for name, function in self.filters.items()}
+        self.tests = {
+            name: _bounded_test(function) if name in _COMPARING else function for name, function in self.tests.items()
+        }
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Charge(self).visit(super()._parse(source, name, filename))
@@ -214,6 +288,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         _spend(len(values) if hasattr(values, "__len__") else STEP)
         return _paid(values) if isinstance(values, GeneratorType) else values
 
+    def compared(self, value: Any) -> Any:
+        _spend(_looked_through(value))
+        return _paid(value) if isinstance(value, GeneratorType) else value
+
     def concatenated(self, *values: Any) -> str:
         for value in values:
             _charged(value)
@@ -225,9 +303,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as Jinja has it
         method = getattr(__obj, "__wrapped__", __obj)  # of str.format
         of = getattr(method, "__self__", None)
-        _spend(STEP)
+        _spend(STEP + len(args) + len(kwargs))
+        if isinstance(of, range | list | tuple):
+            _spend(_looked_through(of))
         if isinstance(of, str | bytes | int):
-            given = tuple(list(each) if isinstance(each, GeneratorType) else each for each in args)
+            given = tuple(map(_listed, args))
+            if isinstance(of, str | bytes) and method.__name__ not in ("startswith", "endswith"):
+                sought = [len(each) for each in args if isinstance(each, str | bytes)]
+                _spend(len(of) * max([1, *sought] if method.__name__ in _QUADRATIC else [1]) // STEP)
+            if isinstance(of, str) and method.__name__ in ("format", "format_map"):
+                fields = _EscapedFields(__self, escape=of.escape) if isinstance(of, Markup) else _Fields(__self)
+                values = (given, kwargs) if method.__name__ == "format" else ((), *given)
+                return _charged(type(of)(fields.vformat(of, *values)))
             _spend(_grows(method.__name__, of, (*given, *kwargs.values())))
             return _charged(super().call(__context, __obj, *given, **kwargs))
         if isinstance(of, BoundedEnvironment):
@@ -261,16 +348,32 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     @wraps(function)
     def bounded(*arguments: Any, **named: Any) -> Any:
         own, (value, *rest) = arguments[:num_own], arguments[num_own:]
-        if isinstance(value, GeneratorType) and name not in ("map", "select", "reject", "selectattr", "rejectattr"):
-            value = list(value)
-        given = (*rest, *named.values())
+        if name not in ("map", "select", "reject", "selectattr", "rejectattr"):
+            value, rest = _listed(value), list(map(_listed, rest))
+            named = {key: _listed(each) for key, each in named.items()}
+        in_order = sorted(named, key=lambda key: {"old": 0, "new": 1}.get(key, 2))  # as `replace` has them
+        given = (*rest, *(named[key] for key in in_order))
         if any(isinstance(each, int) and abs(each) > LARGEST_NUMBER for each in given):
             raise RunawayTemplateError
-        if name == "tojson" and any(isinstance(each, int) and each > 100 for each in given):
-            raise RunawayTemplateError
         _charged(value)
+        if isinstance(value, range):
+            _spend(STEP * len(value))
         _spend(_grows(name, value, given))
         return _charged(function(*own, value, *rest, **named))
+
+    bounded.charged_ = True  # type: ignore[attr-defined]
+    return bounded
+
+
+def _bounded_test(function: Any) -> Any:
+    if hasattr(function, "charged_"):
+        return function
+
+    def bounded(*values: Any) -> Any:
+        values = tuple(map(_listed, values))
+        for value in values:
+            _spend(_looked_through(value))
+        return function(*values)
 
     bounded.charged_ = True  # type: ignore[attr-defined]
     return bounded

@@ -73,6 +73,74 @@ RUNAWAYS = {
     "slice": "{{ 'abc'|slice(999999999)|list }}",
     "batch": "{{ 'abc'|batch(999999999, 'x')|list }}",
     "map": "{{ range(99999)|map('string')|map('center', 9999)|join }}",
+    **{
+        f"searching: {expression}": "{% set r = range(5000) %}{% set l = r|list %}"
+        "{% set m = l + [0] %}{% set n = l + [1] %}"
+        "{% set v = {'a': m}.values() %}{% set s = ('a' * 100) * 500 %}{% set t = 'b' + s[1:] %}"
+        "{% set w = ('b' * 100) * 500 ~ 'a' %}{% for i in range(2000) %}{% set x = EXPRESSION %}{% endfor %}".replace(
+            "EXPRESSION", expression
+        )
+        for expression in (
+            *("0.5 in r", "0.5 not in r", "-1 in l", "'b' in s", "m == n", "m != n", "m < n", "n in v", "s is lower"),
+            *("0.5 is in(r)", "-1 is in(l)", "m is eq(n)", "[0.5]|select('in', r)|list", "-1 in r|reverse"),
+            *("r.count(0.5)", "l.count(0)", "l.index(4999)", "s.count('b')", "s.find('b')", "s.rfind(t)", "s.strip(w)"),
+            *("r|max", "r|min", "r|sum", "r|reverse|max"),
+        )
+    },
+    "arguments": "{% for i in range(50000) %}{% set x = loop.cycle(*range(100000)) %}{% endfor %}",
+    "searching in a row": "{% for i in range(50000) %}{% if "
+    + " or ".join(["0.5 in range(100000)"] * 20)
+    + " %}{% endif %}{% endfor %}",
+    **{
+        f"wide: {expression}": "{% set a = ('a' * 100) * 300 %}{% set n = namespace(a=a) %}{% set c = cycler(a) %}"
+        "{% set x = EXPRESSION %}".replace("EXPRESSION", expression)
+        for expression in (
+            *(
+                "('{a:99999}' * 10000).format(a='b')",
+                "('%(a)99999s' * 10000) % {'a': 'b'}",
+                "'{:{w}}'.format('a', w='9' * 9)",
+            ),
+            *("'{:{w}}'.format('a', w='999999999')", "'{0:{1}}'.format('a', '999999999')"),
+            *("'{0:{1[w]}}'.format('a', {'w': 999999999})", "'{:{w:0>9}}'.format('a', w=9999999)"),
+            *(
+                "('{a:99999}' * 10000).format_map({'a': 'b'})",
+                "(('{a:99999}' * 10000)|e).format(a='b')",
+                "['%999999999d']|format(1)",
+            ),
+            *(
+                "(('{a:99999}' * 10000)|safe).format_map({'a': 'b'})",
+                "('%99999s' * 10000).encode() % {}",
+                "'%999999999d'.encode() % 1",
+            ),
+            *("('{.a}' * 10000).format(*([n] * 10000))", "('{0.current}' * 10000).format(c)", "[n] * 10000 ~ ''"),
+            *("[1] * 20000 | tojson(indent=a)", "([1] * 20000)|tojson(indent=a)"),
+            *("([1] * 20000)|tojson(separators=(a, ':'))", "([1] * 20000)|tojson(separators=[':', a]|reverse)"),
+            *("([n] * 20000)|tojson(default=('{:99999}').format)", "([1] * 20000)|join([a])", "([1] * 20000)|join(a)"),
+            *(
+                "([1] * 20000)|reverse|join(a)",
+                "a.join(([''] * 20000)|reverse)",
+                "([1] * 20000)|join({'a': a}.values())",
+            ),
+            *(
+                "[a]|replace('a', a)",
+                "a|replace('a', [a])",
+                "a|replace(new=a, old='a')",
+                "a|replace(count=30000, new=a, old='a')",
+                "a.encode().replace('a'.encode(), a.encode())",
+            ),
+            *(
+                "('http://a.bc ' * 5000)|urlize(target='x' * 50000)",
+                "('foo:a ' * 5000)|urlize(target=a, extra_schemes=['foo:'])",
+            ),
+            *(
+                "('www.a.bc' ~ '(' * 80000 ~ ')' * 80000)|urlize",
+                "(')' * 80000 ~ 'a)')|urlize",
+                "('<>' * 150000)|striptags",
+            ),
+        )
+    },
+    "tojson of what is deep": "{% set n = namespace(a=[]) %}{% for i in range(150) %}{% set n.a = [n.a] %}{% endfor %}"
+    "{% set x = ([n.a] * 400)|tojson(indent=100) %}",
     "slices": "{% set s = 'a' * 99999 %}" + "{% set s = s[:] %}" * 200,
 }
 
@@ -121,6 +189,12 @@ EXPRESSIONS = (
     "{% for a in [[1, [2]], 3] recursive %}{% if a is iterable %}{{ loop(a) }}{% else %}{{ a }}{% endif %}{% endfor %}",
     "{% set x %}in {{ 1 }}{% endset %}{{ x|trim }}{% filter upper %}abc{% endfilter %}"
     "{% with a = 3 %}{{ a }}{% endwith %}",
+    "{{ 'a' in 'ab' }} {{ 1 not in [2] }} {{ 1 < 2 < 3 }} {{ missing in [1] }} {{ 'role' in messages[0] }} "
+    "{{ messages == messages }} {{ 2 is in([1, 2]) }} {{ 3 in range(4) }} {{ [1, 1].count(1) }} {{ 'x' == 'x' }}",
+    "{{ '{0[a]:>{w}}|{b!r:.2}|{{}}'.format({'a': 1}, w=5, b='xyz') }} {{ ('<{}>'|e).format('&') }} "
+    "{{ '{a.b}'.format_map({'a': {'b': 2}}) }} {{ ('{:5}'|safe).format('<') }} {{ '%(a)5s' % {'a': 1} }}",
+    "{{ [3, 1]|max }} {{ range(3)|sum }} {{ [1, 2]|join(['-']) }} {{ 'http://a.bc'|urlize(target='_blank') }} "
+    "{{ '<b>a</b>'|striptags }} {{ {'a': [1]}|pprint }} {{ 'aa'|replace(new='b', old='a', count=1) }}",
     "{{ ['a','b','c']|batch(2, '-')|list }} {{ 'a b'|wordcount }} {{ {'a': {'b': 1}}.a.b }} "
     "{{ '<a>'|e }} {{ 'x'|string }}",
 )
