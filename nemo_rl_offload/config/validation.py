@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, is_typeddict
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,7 +21,7 @@ from nemo_rl_offload.config.rules.registry import RULES, RULES_OF_THIS_MACHINE, 
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, ReportedError, Rule
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.config.sources import UNGIVEN, LoadedConfig, nodes
-from nemo_rl_offload.config.types import describe, item_type, keys_of
+from nemo_rl_offload.config.types import defaults_of, describe, item_type, keys_of
 from nemo_rl_offload.errors import ConfigError, nearest
 
 LEFT_OUT = "missing"
@@ -147,6 +147,31 @@ def _against_schema(
         return _adapter().validate_python(values), reported
     except ValidationError as error:
         return None, _schema_problems(values, error) | reported
+
+
+def completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of another version with the keys of this one: absent ones have their defaults.
+
+    A default that is made of other keys is not known here, so that such a key stays absent.
+    """
+    found: dict[str, Any] = _completed(values, full_schema(), defaults_of(full_schema()))
+    return found
+
+
+def _completed(values: Any, section: Any, defaults: Any) -> Any:
+    if not (isinstance(values, Mapping) and is_typeddict(section)):
+        return values
+    found = {
+        key: _completed(values.get(key, {} if is_typeddict(inner) else defaults.get(key)), inner, defaults.get(key))
+        for key, inner in keys_of(section).items()
+        if key in values or key in defaults
+    }
+    return {key: value for key, value in found.items() if key in values or "${" not in str(value)}
+
+
+def schema_problems(values: Mapping[str, Any]) -> dict[str, str]:
+    """What the schema says is wrong with a configuration, by path; no rule is asked."""
+    return _against_schema(values, {})[1]
 
 
 PLANNED = ("policy", "cluster", "loss_fn", "algorithm", "teacher", "defaults", "")

@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,7 @@ def files_of(path: Path, split: str | None) -> list[Path]:
         folders = {folder.name: folder for folder in sorted(path.iterdir()) if folder.is_dir()}
         path = folders[_chosen_split(path, split, list(folders))]
     if (path / _SAVED).is_file():
+        _refuse_strange(path.iterdir())  # `datasets` would wait for a pipe
         return [path / _SAVED, *sorted(path.glob("*.arrow"))]
     return _data_files(path, split)
 
@@ -118,6 +119,7 @@ def report_bad_records(name: str, bad: Sequence[tuple[str, str]], *, num_good: i
 
 def _data_files(folder: Path, split: str | None) -> list[Path]:
     files = [file for file in sorted(folder.iterdir()) if file.suffix in SUFFIXES]
+    _refuse_strange(files)
     if not files and (folder / "data").is_dir():
         return _data_files(folder / "data", split)
     if not files and (inner := _folders_with_data(folder)):
@@ -131,6 +133,13 @@ def _data_files(folder: Path, split: str | None) -> list[Path]:
         return files
     chosen = _chosen_split(folder, split, splits)
     return [file for file in files if names[file] == chosen]
+
+
+def _refuse_strange(files: Iterable[Path]) -> None:
+    """Raise DataError for what may never end, as a pipe or a device, and for a link to nowhere."""
+    for file in files:
+        if not (file.is_file() or file.is_dir()):
+            raise DataError(f"{file} is neither a file nor a folder. Write the data to a file first.")
 
 
 def _folders_with_data(folder: Path) -> dict[str, Path]:

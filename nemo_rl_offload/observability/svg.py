@@ -8,6 +8,7 @@ COLOURS = ("#2563a8", "#d9822b", "#3c8f5a", "#9b4f96", "#a33b3b", "#6b7280", "#1
 MARKED = 12
 """Lines of at most so many points show each."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420, 230, 64, 14, 12, 34
+SMALLEST, LARGEST = 1e-300, 1e300
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
@@ -23,13 +24,18 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def _drawn(value: float) -> float:
+    """Where a value is drawn: differences and shares of any two are floats too."""
+    return 0.0 if abs(value) < SMALLEST else max(-LARGEST, min(LARGEST, value))
+
+
 def line_chart(series: Series, x_label: str, show: Callable[[float], str] = "{:g}".format, unit: float = 10.0) -> str:
     """Lines over a common axis; a legend where there are several. Values that are not finite must be left out.
 
     `show` writes a value; its round numbers are those of a power of `unit`, as 1024 for bytes.
     """
     points = [point for line in series.values() for point in line]
-    xs, ys = [x for x, _ in points], [y for _, y in points]
+    xs, ys = [_drawn(x) for x, _ in points], [_drawn(y) for _, y in points]
     low, high = min(ys), max(ys)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     low, high = low - margin if low < 0 or low > margin else 0.0, high + margin
@@ -37,10 +43,10 @@ def line_chart(series: Series, x_label: str, show: Callable[[float], str] = "{:g
     legend_height = 18 if len(series) > 1 else 0
 
     def px(x: float) -> float:
-        return LEFT + (x - left_x) / ((right_x - left_x) or 1.0) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (_drawn(x) - left_x) / ((right_x - left_x) or 1.0) * (WIDTH - LEFT - RIGHT)
 
     def py(y: float) -> float:
-        return HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - BOTTOM - TOP - legend_height)
+        return HEIGHT - BOTTOM - (_drawn(y) - low) / (high - low) * (HEIGHT - BOTTOM - TOP - legend_height)
 
     scale = 1.0 if unit == 10 or high < unit else unit ** math.floor(math.log(high, unit))
     parts = [

@@ -19,7 +19,7 @@ from typing import NotRequired, TypedDict
 from pydantic import TypeAdapter
 
 from nemo_rl_offload.runs.output import write_json_atomic
-from nemo_rl_offload.specs.documents import MODEL_BYTES, RUN_BYTES, read_json
+from nemo_rl_offload.specs.documents import MODEL_BYTES, RUN_BYTES, DocumentError, open_plain, read_json
 
 INPUTS_FILE = "inputs.json"
 WHOLE_BYTES = 64 << 20
@@ -53,7 +53,7 @@ def mark_of(path: Path, *, samples: bool = False, keeps_content: bool = False) -
         size = path.stat().st_size
         if samples and size > WHOLE_BYTES:
             return {"bytes": size, "sha256": _checksum_of_blocks(path, size)}
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             mark: FileMark = {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
         if keeps_content and isinstance(content := read_json(path, MODEL_BYTES), dict):
             mark["content"] = content
@@ -65,7 +65,7 @@ def mark_of(path: Path, *, samples: bool = False, keeps_content: bool = False) -
 def _checksum_of_blocks(path: Path, size: int) -> str:
     """Of blocks at equal distances; the first and the last are the file's."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         for number in range(NUM_BLOCKS):
             file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
             digest.update(file.read(BLOCK_BYTES))
@@ -133,11 +133,11 @@ def _beginning(path: Path, num_bytes: int) -> str:
     """Checksum of a file's first bytes; of a file that cannot be read, empty."""
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             while num_bytes and (block := file.read(min(num_bytes, BLOCK_BYTES))):
                 digest.update(block)
                 num_bytes -= len(block)
-    except OSError:
+    except (OSError, DocumentError):
         return ""
     return digest.hexdigest()
 

@@ -3,9 +3,10 @@ these files are opened.
 
 A checkpoint may come from elsewhere. Its manifest names files of its own folder alone, and none of them is opened by
 way of a link: each part of a name is opened without following one, and what was opened has to be a plain file. To look
-at the name first and open it then would leave a moment in which it can be exchanged. The folder itself may be reached
-by a link, as by one to another disk. Checksums find damage; whoever changes a file can change the manifest too, so that
-nothing here says that the content is harmless (`megatron.checkpoint.reader` sees to that).
+at the name first and open it then would leave a moment in which it can be exchanged. The folder itself is its caller's
+to look at: of a run, only the run directory may be reached by a link, as by one to another disk. Checksums find damage;
+whoever changes a file can change the manifest too, so that nothing here says that the content is harmless
+(`megatron.checkpoint.reader` sees to that).
 """
 
 import errno
@@ -20,9 +21,9 @@ from typing import Annotated, TypedDict
 from pydantic import Field, TypeAdapter, ValidationError
 
 from nemo_rl_offload.errors import CheckpointError
+from nemo_rl_offload.specs.documents import RUN_BYTES, DocumentError, parse_json
+from nemo_rl_offload.units import human_bytes
 
-MAX_JSON_BYTES = 64 << 20
-"""Of a checkpoint's JSON files: a manifest's entry has some 150 bytes, and a rank writes few files."""
 _NAME = r"^[^/\x00-\x1f]{1,255}(/[^/\x00-\x1f]{1,255})?$"
 _NO_FOLLOW = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _KINDS = {
@@ -88,12 +89,16 @@ def read_checkpoint_json[T](folder: Path, name: str, kind: TypeAdapter[T]) -> T:
     """
     try:
         with open_inside(folder, name) as file:
-            content = file.read(MAX_JSON_BYTES + 1)
-        if len(content) > MAX_JSON_BYTES:
-            raise CheckpointError(f"{folder} is damaged: {name} has more than {MAX_JSON_BYTES >> 20} MiB.")
-        return kind.validate_json(content)
+            content = file.read(RUN_BYTES + 1)
+        if len(content) > RUN_BYTES:
+            raise CheckpointError(f"{folder} is damaged: {name} has more than {human_bytes(RUN_BYTES)}.")
+        return kind.validate_python(parse_json(content.decode()))
     except OSError as error:
         reason = error.strerror or str(error)
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8 text"
+    except DocumentError as error:
+        reason = f"it {error.reason[:200]}"
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = _shortened(".".join(map(str, first["loc"])))

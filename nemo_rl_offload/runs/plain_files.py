@@ -57,6 +57,11 @@ def why_no_folder(path: Path) -> str | None:
         return None
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a folder stands at `path` itself, which cannot be removed as a file can."""
+    return path.is_dir() and not path.is_symlink()
+
+
 def _fault(found: os.stat_result, wanted: int, may_have_other_names: bool = True) -> str | None:
     if (kind := stat.S_IFMT(found.st_mode)) != wanted:
         return f"it is {_KINDS.get(kind, 'a device')}, and no {'plain file' if wanted == stat.S_IFREG else 'folder'}"
@@ -106,11 +111,13 @@ def written_anew(path: Path, *, replaces_links: bool = False, is_durable: bool =
 
     Raises:
         OSError: it cannot be written; what `path` held before is still there.
-        NotPlainError: something else stands there.
+        NotPlainError: something else stands there, or a folder at the name aside.
     """
     if not replaces_links and (what := why_not_plain(path, may_have_other_names=True)):
         raise NotPlainError(path, what)
     aside = aside_of(path)
+    if is_folder(aside):
+        raise NotPlainError(aside, f"it is first written as {aside.name}, which is a folder")
     aside.unlink(missing_ok=True)  # of a process that was killed, or what somebody has put there
     try:
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, 0o666), "wb") as file:

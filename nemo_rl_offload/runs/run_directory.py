@@ -36,6 +36,8 @@ from nemo_rl_offload.runs.manifest import (
 from nemo_rl_offload.runs.output import write_json_atomic
 from nemo_rl_offload.runs.plain_files import (
     NotPlainError,
+    aside_of,
+    is_folder,
     make_folder,
     open_to_append,
     why_no_folder,
@@ -164,6 +166,9 @@ def _strange(folder: Path) -> str | None:
     for name in (*WRITTEN_WHOLE, *APPENDED_TO):
         if what := why_not_plain(folder / name, may_have_other_names=name in WRITTEN_WHOLE):
             return f"{name} cannot be used: {what}"
+    for aside in (aside_of(folder / name) for name in WRITTEN_WHOLE):
+        if is_folder(aside):  # all else is removed
+            return f"{aside.name} cannot be used: it is a folder, and no plain file"
     for path in sorted((folder / CHECKPOINTS).glob("*step_*")):
         if _STEP.fullmatch(path.name.removeprefix(".").removesuffix(".partial")) and (what := why_no_folder(path)):
             return f"{CHECKPOINTS}/{path.name} cannot be used: {what}"

@@ -21,6 +21,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -69,7 +70,7 @@ class DocumentError(ConfigError):
         super().__init__(place + reason)
 
 
-def open_plain(path: Path, *, follows_links: bool = True) -> BinaryIO:
+def open_plain(path: Path, *, follows_links: bool = True) -> BufferedReader:
     """Open a file for reading, but no pipe and no device, which may never end. Raises OSError, DocumentError.
 
     In a run directory a link at the file's name is not followed: it may have come with an archive.

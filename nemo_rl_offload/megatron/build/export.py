@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.validation import completed, schema_problems
 from nemo_rl_offload.data.inputs import changed_beside_weights
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer
 from nemo_rl_offload.data.tokenizer import Tokenizer, load_tokenizer
@@ -24,8 +25,9 @@ from nemo_rl_offload.megatron.build.export_files import (
 )
 from nemo_rl_offload.runs.inputs import read_inputs
 from nemo_rl_offload.runs.output import make_writable, partial_of
+from nemo_rl_offload.runs.plain_files import why_no_folder
 from nemo_rl_offload.runs.run_directory import CHECKPOINTS, CONFIG_FILE, POLICY, read_checkpoint, steps_in
-from nemo_rl_offload.specs.documents import read_yaml
+from nemo_rl_offload.specs.documents import DocumentError, kind_of, read_yaml
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ONE_RANK: dict[str, object] = {
@@ -46,11 +48,15 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     """The run directory and the checkpoint's folder that `RUN_DIR/step_N` or `RUN_DIR/checkpoints/step_N` names.
 
     Raises:
-        CheckpointError: there is none; the message lists those that there are.
+        CheckpointError: there is none, and the message lists those that there are; or it is reached by a link below
+            the run directory.
     """
     run_dir = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
     folder = run_dir / CHECKPOINTS / path.name
     if folder.is_dir() and path.name.startswith("step_"):
+        for place in (run_dir / CHECKPOINTS, folder):
+            if what := why_no_folder(place):
+                raise CheckpointError(f"{place} cannot be used: {what}. Name the run directory that it leads to.")
         return run_dir, folder
     there = ", ".join(f"step_{step}" for step in steps_in(run_dir / CHECKPOINTS))
     raise CheckpointError(
@@ -137,15 +143,27 @@ def _as_the_run_had_it(folder: Path, tokenizer: Tokenizer, end_ids: Sequence[int
 
 
 def _config_of(run_dir: Path) -> MasterConfig:
-    """The run's configuration, for one rank."""
+    """The run's configuration, for one rank. That of an earlier version gets what this one's has besides."""
     path = run_dir / CONFIG_FILE
     try:
-        config: Any = read_yaml(path, follows_links=False)
-        policy = config["policy"]
-        tokenizer = {"chat_template": "default", "chat_template_kwargs": None, **policy["tokenizer"]}
-        one_rank = {**policy["megatron_cfg"], **ONE_RANK}
-        merged: Any = {**config, "policy": {**policy, "tokenizer": tokenizer, "megatron_cfg": one_rank}}
-        _ = merged["data"]["prompt_template"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: is not the configuration of a run: {error}. Restore it from a copy.") from error
-    return merged  # type: ignore[no-any-return]
+        saved = read_yaml(path, follows_links=False)
+    except (OSError, DocumentError) as error:
+        raise _no_configuration(path, str(error)) from error
+    if not isinstance(saved, dict):
+        raise _no_configuration(path, f"it holds {kind_of(saved)}")
+    config: Any = completed(saved)
+    wrong = [f"{key}: {text}" for key, text in schema_problems(config).items() if _is_read(key)]
+    if wrong:
+        raise _no_configuration(path, "; ".join(text.removesuffix(".") for text in wrong))
+    policy = config["policy"]
+    config["policy"] = {**policy, "megatron_cfg": {**policy["megatron_cfg"], **ONE_RANK}}
+    return config  # type: ignore[no-any-return]
+
+
+def _is_read(key: str) -> bool:
+    """Whether an export reads it: what else a run of an earlier version had may be another thing by now."""
+    return key.split(".")[0] == "policy" or key in ("data", "data.prompt_template")
+
+
+def _no_configuration(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path}: is not the configuration of a run: {reason}. Restore it from a copy.")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nemo_rl_offload.data.records import read_records, read_section
+from nemo_rl_offload.data.records import files_of, read_records, read_section
 from nemo_rl_offload.errors import DataError
 
 ROWS: list[dict[str, Any]] = [
@@ -108,6 +108,31 @@ def test_a_pipe_is_neither_a_file_nor_a_folder(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl is neither a file nor a folder\. Write the data to a file first"):
         read_records(tmp_path / "a.jsonl", None)
+
+
+@pytest.mark.usefixtures("never_waits")
+@pytest.mark.parametrize("name", ["b.jsonl", "b.parquet", "b.arrow", "data/b.json", "train/b.jsonl"])
+@pytest.mark.parametrize("target", [None, "/dev/zero", "nothing"])
+def test_strange_things_in_a_folder_are_refused_by_name(target: str | None, name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    write(path.parent / "a.jsonl", ROWS)
+    os.mkfifo(path) if target is None else path.symlink_to(target)
+    for read in (read_records, files_of):
+        with pytest.raises(DataError, match=f"{name} is neither a file nor a folder"):
+            read(tmp_path, None if path.parent.name != "train" else "train")
+
+
+@pytest.mark.usefixtures("never_waits")
+@pytest.mark.parametrize("name", ["data-00000-of-00001.arrow", "dataset_info.json"])
+def test_strange_things_in_a_folder_that_datasets_saved(name: str, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / name).unlink()
+    os.mkfifo(tmp_path / "saved" / name)
+    with pytest.raises(DataError, match=f"{name} is neither a file nor a folder"):
+        read_records(tmp_path / "saved", None)
 
 
 def test_folders_of_a_hub_data_set(tmp_path: Path) -> None:

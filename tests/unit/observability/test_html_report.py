@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from nemo_rl_offload.cli.command_line import main
 from nemo_rl_offload.observability.html_report import read_curves
 from nemo_rl_offload.observability.svg import bar, line_chart, ticks
+from nemo_rl_offload.units import KIB, human_bytes
 
 SUMMARY = {
     "algorithm": "grpo",
@@ -227,6 +229,33 @@ def test_links_and_pipes_of_others_are_refused(
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1e308, -1e308),
+        (-1.7e308, -1.7e308),
+        (1.7e308, 1.7e308),
+        (0.0, 1.7e308),
+        (0.0, 5e-324),
+        (0.0, 1e-322),
+        (-5e-324, 5e-324),
+        (1.0, 1.0000000000000002),
+        (1e300, 1.0000000000000002e300),
+    ],
+)
+def test_extreme_values_are_drawn(values: tuple[float, float], run_dir: Path) -> None:
+    for show, unit in (("{:g}".format, 10.0), (human_bytes, KIB)):
+        chart = line_chart({"a": list(enumerate(values)), "b": [(10**400, 1.0)]}, "step", show, unit)
+        numbers = [float(n) for pair in re.findall(r"points='([^']*)'", chart) for n in re.split("[ ,]", pair)]
+        assert all(0 <= number <= 420 for number in numbers)
+        assert escape(show(values[0])) in chart
+    records = [
+        {"step": step, "prefix": "train", "metrics": {"loss": loss}} for step, loss in enumerate(values, start=1)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    assert main(["report", str(run_dir)]) == 0
 
 
 def test_charts_stay_inside_their_frame() -> None:

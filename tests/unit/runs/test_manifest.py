@@ -14,8 +14,10 @@ from run_folders import save, write
 
 from nemo_rl_offload.cli.command_line import main
 from nemo_rl_offload.errors import CheckpointError
-from nemo_rl_offload.runs.manifest import MAX_JSON_BYTES, file_digest, open_inside
+from nemo_rl_offload.runs.manifest import file_digest, open_inside
 from nemo_rl_offload.runs.run_directory import CONFIG_FILE, Checkpoints, loop_state, read_checkpoint
+from nemo_rl_offload.specs.documents import RUN_BYTES
+from nemo_rl_offload.units import human_bytes
 
 STATE: dict[str, Any] = {
     "data": {"epoch": 1, "position": 7},
@@ -58,6 +60,25 @@ def write_state(folder: Path, text: str) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["training_info.json"] = file_digest(folder / "training_info.json")
     (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"training_info.json": %(it)s, "training_info.json": %(it)s}', "training_info.json. twice in one object"),
+        (b'{"training_info.json": {"bytes": 1, "bytes": 2}}', 'the key "bytes" twice in one object'),
+        (b'{"' + b"k" * 5000 + b'": 1, "' + b"k" * 5000 + b'": 1}', 'it has the key "kkk'),
+        (b'{"training_info.json": %(it)s, "a": [' + b"0," * 5_000_000 + b"0]}", "it has over 5000000 values"),
+        (b'{"training_info.json": %(it)s, "\\ud800": %(it)s}', "manifest.json cannot be read: "),
+        (b"\xff", "it is not UTF-8 text"),
+        (b"\xef\xbb\xbf{}", "it begins with a byte order mark"),
+    ],
+    ids=range(7),
+)
+def test_a_manifest_has_the_limits_of_every_document(text: bytes, message: str, folder: Path) -> None:
+    entry = json.loads((folder / "manifest.json").read_text())["training_info.json"]
+    (folder / "manifest.json").write_bytes(text.replace(b"%(it)s", json.dumps(entry).encode()))
+    refused(folder, message)
 
 
 @pytest.mark.parametrize("text", SHAPES)
@@ -203,7 +224,7 @@ def test_a_manifest_without_the_state(folder: Path) -> None:
 def test_a_huge_file_is_not_read(folder: Path) -> None:
     with (folder / "manifest.json").open("wb") as file:
         file.truncate(1 << 40)
-    refused(folder, f"manifest.json has more than {MAX_JSON_BYTES >> 20} MiB")
+    refused(folder, f"manifest.json has more than {human_bytes(RUN_BYTES)}")
 
 
 @pytest.mark.parametrize("text", SHAPES)

@@ -118,6 +118,16 @@ def test_what_stands_at_the_name_aside_is_removed(kind: str, tmp_path: Path, vic
     assert os.listdir(path.parent) == ["name"]
 
 
+def test_a_folder_at_the_name_aside_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "name"
+    aside_of(path).mkdir()
+    with pytest.raises(NotPlainError) as caught:
+        write(path)
+    assert caught.value.filename == str(tmp_path / ".name.part")
+    assert caught.value.strerror == "it is first written as .name.part, which is a folder"
+    assert os.listdir(tmp_path) == [".name.part"]
+
+
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "name"
     write(path)

@@ -91,6 +91,18 @@ def test_a_large_file_is_told_by_blocks_from_all_over_it(
     assert mark_of(path, samples=True) != sampled
 
 
+@pytest.mark.usefixtures("never_waits")
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_may_never_end_has_no_mark(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": Path.mkdir}[kind](path)
+    assert mark_of(path) is None
+    then, now = FileMark(bytes=1, sha256="x"), FileMark(bytes=2, sha256="y")
+    assert changes({"a.json": then}, {"a.json": now}, tmp_path) == {"a.json": "has other content (1 bytes then, 2 now)"}
+    monkeypatch.setattr(inputs, "WHOLE_BYTES", -1)
+    assert mark_of(path, samples=True) is None
+
+
 def test_a_record_is_read_as_it_was_written_or_not_at_all(tmp_path: Path) -> None:
     assert read_inputs(tmp_path) is None
     record = {"data.train.path": {"a": FileMark(bytes=1, sha256="x", content={"k": [1, None]})}}

@@ -71,6 +71,17 @@ def test_strange_things_where_a_run_writes_are_refused_by_name(
     assert enter(None, run_dir, CONFIG) == tmp_path / "run-2", "where no folder was asked for"
 
 
+@pytest.mark.parametrize("name", WRITTEN_WHOLE)
+def test_a_folder_where_a_file_is_first_written_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    run_dir = enter(tmp_path / "run", tmp_path, CONFIG)
+    (run_dir / f".{name}.part").mkdir()
+    with pytest.raises(ConfigError, match=rf"run: \.{name}\.part cannot be used: it is a folder, and no plain file"):
+        enter(run_dir, tmp_path, CONFIG)
+    (run_dir / f".{name}.part").rmdir()
+    (run_dir / f".{name}.part").symlink_to("nothing")
+    assert enter(run_dir, tmp_path, CONFIG) == run_dir
+
+
 @pytest.mark.parametrize("text", [None, "", "null", "[]", "{}", "algorithm: sft"])
 def test_a_run_with_checkpoints_and_without_its_configuration_is_refused(text: str | None, tmp_path: Path) -> None:
     config = {"algorithm": "sft", "sft": {"max_num_steps": 3, "max_num_epochs": 2}}

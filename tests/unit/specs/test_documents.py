@@ -28,7 +28,6 @@ MAY_READ = {
     "config/sources.py",  # behind check_yaml
     "config/rules/turns.py",  # what it has written itself
     "environments/process.py",  # its own process's answers
-    "runs/manifest.py",  # checkpoints'
 }
 
 

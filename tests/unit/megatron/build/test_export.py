@@ -3,6 +3,8 @@
 import re
 import shutil
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import yaml
 from safetensors import SafetensorError
 
 from nemo_rl_offload.cli.command_line import main
-from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ResourceError
-from nemo_rl_offload.megatron.build.export import find_checkpoint
+from nemo_rl_offload.megatron.build.export import _config_of, find_checkpoint
 from nemo_rl_offload.megatron.build.model import build_model, export_hf
 from nemo_rl_offload.runs.run_directory import CONFIG_FILE, Checkpoints
 
@@ -29,8 +31,9 @@ def run_dir(tmp_path: Path) -> Path:
     for step in (5, 10):
         checkpoints.begin(step, Path.mkdir)
         checkpoints.commit(step, {}, None, dict)
-    policy = {"model_name": str(MODEL), "tokenizer": {"name": str(MODEL)}, "megatron_cfg": {}}
-    (folder / CONFIG_FILE).write_text(yaml.safe_dump({"policy": policy, "data": {"prompt_template": None}}))
+    config = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml")
+    config["policy"]["model_name"] = config["policy"]["tokenizer"]["name"] = str(MODEL)
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump(config))
     return folder
 
 
@@ -39,6 +42,20 @@ def test_a_copy_beside_the_checkpoints_is_in_nobodys_way(run_dir: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no such checkpoint. .* has: step_5, step_10\.$"):
         find_checkpoint(run_dir / "step_9")
     assert find_checkpoint(run_dir / "step_5_old") == (run_dir, copied)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step_5"])
+def test_links_below_the_run_directory_are_not_followed(
+    name: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(run_dir)
+    assert find_checkpoint(tmp_path / "link" / "step_5")[0] == tmp_path / "link"
+    (run_dir / name).rename(tmp_path / "elsewhere")
+    (run_dir / name).symlink_to(tmp_path / "elsewhere")
+    for path in (run_dir / "step_5", run_dir / "checkpoints" / "step_5"):
+        assert main(["export", str(path), str(tmp_path / "out")]) == 2
+        start = f"error: {run_dir / name} cannot be used: it is a link, and no folder. "
+        assert capsys.readouterr().err.startswith(start)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +122,53 @@ def test_a_damaged_configuration_is_one_error(
     error = capsys.readouterr().err
     assert error.startswith(f"error: {run_dir / CONFIG_FILE}: is not the configuration of a run: ")
     assert error.endswith(". Restore it from a copy.\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("policy.precision", [1]),
+        ("policy.precision", "float31"),
+        ("policy.model_name", [1]),
+        ("policy.model_name", None),
+        ("policy.tokenizer", 3),
+        ("policy.tokenizer.name", {"a": 1}),
+        ("policy.tokenizer.chat_template", [1]),
+        ("policy.tokenizer.chat_template_kwargs", 5),
+        ("policy.max_total_sequence_length", "many"),
+        ("policy.megatron_cfg", []),
+        ("policy.megatron_cfg.model_overrides", 1),
+        ("policy.megatron_cfg.optimizer.lr", float("nan")),
+        ("data", 1),
+        ("data.prompt_template", [1]),
+    ],
+)
+def test_a_value_of_another_shape_is_named(
+    key: str, value: object, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load((run_dir / CONFIG_FILE).read_text())
+    *sections, last = key.split(".")
+    reduce(getitem, sections, config)[last] = value
+    (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(config))
+    assert main(["export", str(run_dir / "step_5"), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    start = f"error: {run_dir / CONFIG_FILE}: is not the configuration of a run: {key}: "
+    assert error.startswith(start)
+    assert re.search(r"is not allowed\. Allowed: .*\. Restore it from a copy\.\n", error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_configuration_of_another_version_has_other_keys(run_dir: Path) -> None:
+    config = yaml.safe_load((run_dir / CONFIG_FILE).read_text())
+    expected = _config_of(run_dir)
+    assert config["policy"]["tokenizer"].pop("chat_template") == "default"
+    del config["policy"]["megatron_cfg"]["cpu_affinity"]
+    del config["policy"]["tokenizer"]["chat_template_kwargs"], config["env"]
+    config["policy"]["megatron_cfg"]["former"] = config["former"] = {"key": 1}
+    config["cluster"] = "elsewhere"
+    (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(config))
+    found = _config_of(run_dir)
+    assert (found["policy"], found["data"]) == (expected["policy"], expected["data"])
 
 
 @pytest.mark.usefixtures("process_group")
