@@ -357,6 +357,7 @@ def _recomputes_for_something(case: Case, found: Planned) -> Iterator[str]:
                 continue
             came = again.data["outcomes"]["as_configured" if keys["offload_modules"] else "nothing_offloaded"]
             is_as_good = came["peak_bytes"] <= row["peak_bytes"] and came["step_ms"] <= row["step_ms"] + CLOSE_MS
+            is_as_good &= came["host_bytes"] <= data["host"]["pinned_limit_per_rank_bytes"]
             if is_as_good and keys["offload_modules"] != "auto":
                 yield f"recomputes: {name} in vain: {row}, without it {came}"
 
