@@ -21,19 +21,12 @@ from typing import Annotated, TypedDict
 from pydantic import Field, TypeAdapter, ValidationError
 
 from nemo_rl_offload.errors import CheckpointError
+from nemo_rl_offload.runs.plain_files import KINDS
 from nemo_rl_offload.specs.documents import RUN_BYTES, DocumentError, parse_json
 from nemo_rl_offload.units import human_bytes
 
 _NAME = r"^[^/\x00-\x1f]{1,255}(/[^/\x00-\x1f]{1,255})?$"
 _NO_FOLLOW = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_KINDS = {
-    stat.S_IFLNK: "a link",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 class FileDigest(TypedDict):
@@ -77,7 +70,7 @@ def _open_part(where: int, part: str, *, is_folder: bool) -> int:
         if (kind := stat.S_IFMT(os.fstat(opened).st_mode)) == wanted:
             return opened
         os.close(opened)
-    what = _KINDS.get(kind, "a file")
+    what = KINDS.get(kind, "a file")
     raise OSError(errno.EINVAL, f"it is {what}, and no {'folder' if is_folder else 'plain file'} of the checkpoint")
 
 

@@ -25,13 +25,16 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-_KINDS = {
+KINDS = {
     stat.S_IFLNK: "a link",
     stat.S_IFIFO: "a pipe",
     stat.S_IFDIR: "a folder",
     stat.S_IFREG: "a file",
     stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
 }
+"""By the type of a file's mode."""
 
 
 class NotPlainError(OSError):
@@ -64,7 +67,7 @@ def is_folder(path: Path) -> bool:
 
 def _fault(found: os.stat_result, wanted: int, may_have_other_names: bool = True) -> str | None:
     if (kind := stat.S_IFMT(found.st_mode)) != wanted:
-        return f"it is {_KINDS.get(kind, 'a device')}, and no {'plain file' if wanted == stat.S_IFREG else 'folder'}"
+        return f"it is {KINDS.get(kind, 'a device')}, and no {'plain file' if wanted == stat.S_IFREG else 'folder'}"
     if wanted == stat.S_IFREG and found.st_nlink > 1 and not may_have_other_names:
         return "it is a hard link, through which another file would be written"
     return None
