@@ -56,10 +56,11 @@ def test_a_submitted_job(tmp_path: Path, ray_folder: str) -> None:
         "NEMO_RL_OFFLOAD": f"{sys.executable} -m nemo_rl_offload.cli",
     }
     names = ("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port")
-    ports = [f"--{name}={free_port()}" for name in names]
+    ports = {name: free_port() for name in names}
+    given_ports = (f"--{name}={port}" for name, port in ports.items())
     address = ("--node-ip-address=127.0.0.1", f"--dashboard-port={dashboard}", "--disable-usage-stats")
     head = subprocess.Popen(
-        [RAY, "start", "--head", "--block", "--num-cpus=2", "--object-store-memory=200000000", *ports, *address],
+        [RAY, "start", "--head", "--block", "--num-cpus=2", "--object-store-memory=200000000", *given_ports, *address],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -67,6 +68,7 @@ def test_a_submitted_job(tmp_path: Path, ray_folder: str) -> None:
     )
     try:
         wait_for_port(dashboard, head)
+        wait_for_port(ports["dashboard-agent-listen-port"], head)  # who takes jobs starts last
         run_dir = tmp_path / "run"
         command = [CLUSTER / "ray_job_submit.sh", "grpo", "--run-dir", run_dir, *SMALL, "cluster.gpus_per_node=1"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
@@ -97,7 +99,7 @@ def wait_for_port(port: int, process: subprocess.Popen[Any]) -> None:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.2)
-    raise AssertionError("the dashboard does not answer")
+    raise AssertionError(f"nothing listens on port {port}")
 
 
 @pytest.mark.parametrize("script", ["ray_job_submit.sh", "ray.sub"])

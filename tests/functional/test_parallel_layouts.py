@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from rank_work import Outcome
 
 TOLERANCE = 1e-5
+# The keys' gradients are small differences of large terms (softmax does not see what is added to all keys): rows added
+# up in another order, and over two ranks, move them by up to 1.2e-5, and all else by half of that.
+KEYS_TOLERANCE = 2e-5
 pytestmark = pytest.mark.slow
 
 TP = "tensor_model_parallel_size=2"
@@ -187,7 +190,7 @@ def test_microbatches_by_tokens_train_as_fixed_ones_do(family: str, layout: str,
     (one,), outcomes = train(family, "one"), train(family, layout, setting)
     for expected, metrics in zip(one.metrics, outcomes[-1].metrics, strict=True):
         assert metrics == pytest.approx(expected, rel=TOLERANCE, abs=1e-7)
-    assert relative_error(outcomes[0].gradients, one.gradients) < TOLERANCE
+    assert relative_error(outcomes[0].gradients, one.gradients) < KEYS_TOLERANCE
     assert relative_error(outcomes[0].weights, one.weights) < TOLERANCE
     if layout != "dp2" and "ep2" not in layout:
         assert outcomes[-1].logprobs == pytest.approx(one.logprobs, abs=1e-4)
