@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.job import Job
-from nemo_rl_offload.planner.simulate.simulator import StageTimes, Transfers, simulate
+from nemo_rl_offload.planner.simulate.simulator import Segment, StageTimes, Transfers, simulate
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages, job_link, job_schedule
 from nemo_rl_offload.planner.simulate.steady_state import all_actions, earliest_actions, steady_state_actions
 
@@ -44,16 +44,23 @@ def highest_peak(step: SimulatedStep) -> int:
 
 
 def run_stages(job: Job, stages: Sequence[Stage], actions: Sequence[Sequence[Action]]) -> SimulatedStep:
-    """Simulate a few rounds of microbatches. A full pipeline repeats itself: the others take as long as one there."""
+    """Simulate a few rounds of microbatches. A full pipeline repeats itself: the others take as long as one there, and
+    no less than the busiest stage computes: after a wait for copies, a stage has microbatches ready and is faster."""
     segments = [stage.segments(chosen) for stage, chosen in zip(stages, actions, strict=True)]
     ranks, simulated = job.layout.pipeline, _num_simulated(job)
     timeline = simulate(job_schedule(job, simulated), segments, Transfers(job_link(job)))
     step_ms = timeline.step_ms
     if simulated < job.num_microbatches:
         ends = timeline.microbatch_ends_ms
-        step_ms += (job.num_microbatches - simulated) * (ends[3 * ranks - 1] - ends[2 * ranks - 1]) / ranks
+        microbatch_ms = (ends[3 * ranks - 1] - ends[2 * ranks - 1]) / ranks
+        step_ms += (job.num_microbatches - simulated) * max(microbatch_ms, *map(_compute_ms, segments))
     actions_of_stages = tuple(tuple(chosen) for chosen in actions)
     return SimulatedStep(tuple(stages), actions_of_stages, tuple(timeline.stages), step_ms, timeline.step_ms)
+
+
+def _compute_ms(chunks: Sequence[Sequence[Segment]]) -> float:
+    """Of one microbatch on a stage."""
+    return sum(segment.forward_ms + segment.backward_ms for chunk in chunks for segment in chunk)
 
 
 def _num_simulated(job: Job) -> int:
