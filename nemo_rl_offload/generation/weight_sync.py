@@ -32,6 +32,7 @@ from torch import Tensor
 
 from nemo_rl_offload.cluster.worker_group import Stored
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.megatron.build.vocabulary import exported_weights
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ class WeightExport:
     def __init__(self, model: MegatronModel) -> None:
         _, tasks = _conversion(model)
         with quiet():
-            weights = model.auto_bridge.export_hf_weights(model.modules, show_progress=False, conversion_tasks=tasks)
+            vocab_size: int = model.config.vocab_size
+            weights = exported_weights(model.auto_bridge, model.modules, vocab_size, conversion_tasks=tasks)
         # Every rank sees the same weights: all cut at the same places, and stop in the same collective.
         self._cuts = cut_into_buckets(weights)
 

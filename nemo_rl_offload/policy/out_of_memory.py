@@ -141,7 +141,7 @@ def _proposals(job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
     logits_bytes = plan.baseline.stages[rank].static_bytes.get("logits", 0)
     changes = list(_changes(plan, job, cfg))
     if logits_bytes > kept_bytes:
-        vocabulary, tokens = job.shape.vocab_size // job.layout.tensor, job.context.tokens.count
+        vocabulary, tokens = job.shape.vocabulary_rows(job.layout.tensor), job.context.tokens.count
         yield (
             f"The most are a microbatch's logits and their loss, {tokens} tokens by {vocabulary} of the vocabulary: "
             f"{gib(logits_bytes, 2)} by the planner's formulas."

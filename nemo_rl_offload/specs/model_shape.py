@@ -91,6 +91,10 @@ class ModelShape:
         """Whether it has multi-token prediction."""
         return self.num_mtp_layers > 0
 
+    def vocabulary_rows(self, num_parts: int) -> int:
+        """Of embedding and output layer on each of so many tensor-parallel ranks, those that pad included."""
+        return -(-self.vocab_size // num_parts)
+
     @property
     def query_head_dim(self) -> int:
         """Elements of one query head."""

@@ -97,6 +97,14 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         _EXPERTS | {"mlp_only_layers": [1], "attention_bias": True},
     ),
     "deepseek_v3_mtp": (DeepseekV3Config, DeepseekV3ForCausalLM, _LATENT | {"num_nextn_predict_layers": 1}),
+    # A vocabulary that two tensor-parallel ranks do not divide.
+    "qwen2_odd": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True, "vocab_size": VOCABULARY_SIZE + 1}),
+    "llama_odd": (LlamaConfig, LlamaForCausalLM, {"vocab_size": VOCABULARY_SIZE + 1}),
+    "deepseek_v3_mtp_odd": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        _LATENT | {"num_nextn_predict_layers": 1, "vocab_size": VOCABULARY_SIZE + 1},
+    ),
 }
 
 

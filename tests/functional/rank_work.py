@@ -25,6 +25,7 @@ from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model, init_process_groups
 from nemo_rl_offload.megatron.build.offload import install_offloading
+from nemo_rl_offload.megatron.build.vocabulary import exported_weights
 from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
 from nemo_rl_offload.megatron.step.fused_head import FusedHeadFactory
 from nemo_rl_offload.megatron.step.head_factory import make_heads
@@ -36,7 +37,6 @@ from nemo_rl_offload.runs.manifest import Manifest
 
 Arrays = dict[str, NDArray[np.float32]]
 MICRO_BATCH_SIZE = 2
-HEADS = FusedHeadFactory(1.0, VOCABULARY_SIZE)
 GREEDY: Any = {"backend": "megatron", "max_new_tokens": 6, "temperature": 1.0, "top_k": 1, "top_p": 1.0}
 
 
@@ -125,7 +125,7 @@ def sample(folder: Path, overrides: tuple[str, ...], prompts: list[list[int]]) -
     model, _ = _build(folder, overrides)
     responses = generate(model.modules, prompts, GREEDY, batch_size=3, end_ids=[VOCABULARY_SIZE - 1], seed=0)
     batch = make_batch(0, 4)
-    train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, HEADS)
+    train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, _heads(model))
     return [response.tokens for response in responses]
 
 
@@ -165,7 +165,7 @@ def take_over(folder: Path, overrides: tuple[str, ...], buckets: list[WeightBuck
 
 
 def _named(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
-    return iter(model.auto_bridge.export_hf_weights(model.modules, cpu=True, show_progress=False))
+    return exported_weights(model.auto_bridge, model.modules, model.config.vocab_size, cpu=True)
 
 
 def _bytes(model: MegatronModel) -> Weights:
@@ -217,7 +217,7 @@ def _resumed(model: MegatronModel, at_checkpoint: Arrays, metrics: list[dict[str
 
 def _steps(model: MegatronModel, numbers: tuple[int, ...]) -> list[dict[str, float]]:
     return [
-        train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, HEADS)
+        train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, _heads(model))
         for batch in (make_batch(number, 8) for number in numbers)
     ]
 
@@ -245,6 +245,10 @@ def _leave_groups() -> None:
                 torch.distributed.destroy_process_group(group)
         del group
         gc.collect()
+
+
+def _heads(model: MegatronModel) -> FusedHeadFactory:
+    return FusedHeadFactory(1.0, model.config.vocab_size)
 
 
 def _divide(batch: dict[str, torch.Tensor], policy: Any) -> ShardedBatch:
@@ -277,8 +281,7 @@ def _exported(model: MegatronModel, *, gradients: bool) -> Arrays:
     if gradients:
         for weight in _parameters(model):
             weight.data = weight.main_grad.to(weight.dtype).clone()
-    exported = model.auto_bridge.export_hf_weights(model.modules, cpu=True, show_progress=False)
-    arrays = {name: weight.detach().float().numpy().copy() for name, weight in exported}
+    arrays = {name: weight.detach().float().numpy().copy() for name, weight in _named(model)}
     for weight, data in zip(_parameters(model), own, strict=True):
         weight.data = data
     return arrays if torch.distributed.get_rank() == 0 else {}

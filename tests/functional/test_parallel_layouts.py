@@ -14,10 +14,8 @@ from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MOE_MODULES
 if TYPE_CHECKING:
     from rank_work import Outcome
 
-TOLERANCE = 1e-5
-# The keys' gradients are small differences of large terms (softmax does not see what is added to all keys): rows added
-# up in another order, and over two ranks, move them by up to 1.2e-5, and all else by half of that.
-KEYS_TOLERANCE = 2e-5
+# Sums in another order differ by 1e-6 in the first step. Two updates at this rate make that ten times as much.
+TOLERANCE = 3e-5
 pytestmark = pytest.mark.slow
 
 TP = "tensor_model_parallel_size=2"
@@ -48,9 +46,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 _DENSE = tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
 MODULES = {
-    "qwen2": _DENSE,
+    **dict.fromkeys(("qwen2", "qwen2_odd", "llama_odd"), _DENSE),
     "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
-    "deepseek_v3_mtp": SUPPORTED_MODULES,
+    **dict.fromkeys(("deepseek_v3_mtp", "deepseek_v3_mtp_odd"), SUPPORTED_MODULES),
     "gpt_oss": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
     **dict.fromkeys(
         ("llama_biased", "qwen2_windowed"), tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
@@ -65,6 +63,7 @@ CASES = [
     *(("deepseek_v3_mtp", layout) for layout in ("tp2-sp", "pp2", "pp2-vpp2", "tp2-sp-ep2")),
     *(("gpt_oss", layout) for layout in ("tp2-sp-ep2", "pp2")),
     *(("llama_biased", "tp2-sp"), ("qwen2_windowed", "cp2")),
+    *(("qwen2_odd", "pp2-tp2"), ("llama_odd", "tp2-sp"), ("deepseek_v3_mtp_odd", "tp2-sp")),
 ]
 CUT_ALIKE = [case for case in CASES if case != ("deepseek_v3_mtp", "pp2-vpp2")]
 VARIED = [("qwen2", "pp2-vpp2"), ("qwen3_moe", "tp2-sp-ep2"), ("deepseek_v3_mtp", "pp2")]
@@ -181,7 +180,7 @@ def test_a_layout_trains_as_one_rank_does(family: str, layout: str, train: Train
         (*case, setting)
         for case in CASES
         for setting in BY_TOKENS
-        if case[0] != "deepseek_v3_mtp"
+        if "mtp" not in case[0]
         and LAYOUTS[case[1]][0] == 2
         and not (setting == "sequence_packing" and CP in LAYOUTS[case[1]][1])
     ],
@@ -190,7 +189,7 @@ def test_microbatches_by_tokens_train_as_fixed_ones_do(family: str, layout: str,
     (one,), outcomes = train(family, "one"), train(family, layout, setting)
     for expected, metrics in zip(one.metrics, outcomes[-1].metrics, strict=True):
         assert metrics == pytest.approx(expected, rel=TOLERANCE, abs=1e-7)
-    assert relative_error(outcomes[0].gradients, one.gradients) < KEYS_TOLERANCE
+    assert relative_error(outcomes[0].gradients, one.gradients) < TOLERANCE
     assert relative_error(outcomes[0].weights, one.weights) < TOLERANCE
     if layout != "dp2" and "ep2" not in layout:
         assert outcomes[-1].logprobs == pytest.approx(one.logprobs, abs=1e-4)
@@ -202,6 +201,7 @@ def test_microbatches_by_tokens_train_as_fixed_ones_do(family: str, layout: str,
         *(("qwen2", layout) for layout in ("one", "tp2", "tp2-sp", "pp2-vpp2", "cp2-tp2-sp")),
         *(("deepseek_v3_mtp", layout) for layout in ("one", "tp2-sp", "pp2")),
         *(("qwen3_moe", "tp2-sp-ep2"), ("gpt_oss", "pp2")),
+        *(("qwen2_odd", "tp2"), ("llama_odd", "tp2-sp"), ("deepseek_v3_mtp_odd", "tp2-sp")),
     ],
 )
 def test_the_head_without_logits_trains_as_logits_do(family: str, layout: str, train: Train) -> None:

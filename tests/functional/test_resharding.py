@@ -58,6 +58,8 @@ def run(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory)
     [
         ("qwen2", "tp2", ("tp2", "one", "pp2"), True),
         ("qwen2", "tp2", ("tp2", "one"), False),
+        ("qwen2_odd", "tp2", ("tp2", "one"), True),
+        ("llama_odd", "one", ("tp2",), False),
         ("qwen2", "pp2-vpp2", ("pp2-vpp2", "dp2", "tp2"), True),
         ("qwen2", "dp2", ("dp2", "one"), True),
         ("qwen3_moe", "ep2", ("ep2", "one", "pp2"), True),

@@ -26,6 +26,8 @@ def num_ranks(overrides: tuple[str, ...]) -> int:
     [
         ("qwen2", (TP,), ()),  # with tied embeddings
         ("qwen2", (PP,), (TP,)),
+        ("qwen2_odd", (TP,), (PP,)),
+        ("llama_odd", (PP,), (TP,)),
         ("qwen2", VPP, (PP,)),
         ("llama", (TP, BF16), (PP, BF16)),
         ("qwen3_moe", (EP,), ()),

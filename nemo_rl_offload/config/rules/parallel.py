@@ -33,8 +33,6 @@ def _tensor(get: Get) -> Iterator[str]:
         yield f"{path}: {num_ranks} does not divide the model's {shape.num_attention_heads} attention heads. Change it."
     elif shape.num_key_value_heads % num_ranks and num_ranks % shape.num_key_value_heads:
         yield f"{path}: {num_ranks} and the model's {shape.num_key_value_heads} key heads do not divide. Change it."
-    if shape.vocab_size % num_ranks:
-        yield f"{path}: {num_ranks} does not divide the model's vocabulary of {shape.vocab_size} tokens. Change it."
 
 
 def _experts(get: Get) -> Iterator[str]:

@@ -31,6 +31,7 @@ from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read, r
 from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
 from nemo_rl_offload.megatron.build.paged_stash import install_paged_stash
 from nemo_rl_offload.megatron.build.transformer_config import configure_provider
+from nemo_rl_offload.megatron.build.vocabulary import exported_weights, mask_padding, pad_vocabulary
 from nemo_rl_offload.megatron.protocols import ModelChunk, Optimizer, Scheduler
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.paged_stash.rerun import StepGuard
@@ -161,12 +162,7 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
             auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path), **class_of(content))
             provider = make_provider(auto_bridge, content, model_path, policy["max_total_sequence_length"])
         auto_bridge.hf_pretrained.state.source._key_to_filename_map_cache = _files_of_weights(model_path, content)
-        num_parts = policy["megatron_cfg"]["tensor_model_parallel_size"]
-        if provider.vocab_size % num_parts:
-            raise ConfigError(
-                f"policy.megatron_cfg.tensor_model_parallel_size: {num_parts} does not divide the model's vocabulary "
-                f"of {provider.vocab_size} tokens"
-            )
+        pad_vocabulary(provider, policy["megatron_cfg"]["tensor_model_parallel_size"])
         transformer_impl = configure_provider(provider, policy)
         if (key := needs_torch_layers(content)) is not None and transformer_impl == "transformer_engine":
             raise ConfigError(f"policy.model_name: {model_path}: {TORCH_LAYERS.format(key=key)}")
@@ -177,6 +173,7 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
             data_parallel_random_init=False,
         )
         _load_weights(auto_bridge, chunks, model_path)
+        mask_padding([unwrap(chunk) for chunk in chunks], provider.vocab_size)
         for layer in [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]:
             layer.register_forward_hook(forget_probabilities, always_call=True)
         guard = install_paged_stash(policy, [unwrap(chunk) for chunk in chunks])
@@ -266,7 +263,7 @@ def export_hf(
     with quiet():
         weights = {
             name: weight.clone(memory_format=torch.contiguous_format)
-            for name, weight in model.auto_bridge.export_hf_weights(model.modules, cpu=True, show_progress=False)
+            for name, weight in exported_weights(model.auto_bridge, model.modules, model.config.vocab_size, cpu=True)
             if dist.get_rank() == 0
         }
     expected = names_read(model.auto_bridge, model.modules)

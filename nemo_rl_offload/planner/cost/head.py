@@ -15,7 +15,7 @@ def logits_bytes(
     (`logprob_chunk_size`), only those have what is float32; beside all logits there are the chunks' gradients, which
     are put together in the end.
     """
-    vocabulary = shape.vocab_size // layout.tensor
+    vocabulary = shape.vocabulary_rows(layout.tensor)
     if chunk_tokens is None or chunk_tokens >= num_tokens:
         return num_tokens * vocabulary * (element_bytes + 3 * 4)
     return vocabulary * (2 * element_bytes * num_tokens + max(3 * 4 * chunk_tokens, element_bytes * num_tokens))
@@ -30,7 +30,7 @@ def fused_head_bytes(
     sequence parallelism splits them and put in the order of rows, and their gradient, whose sums of a chunk are
     float32. The gradient of the weight; of several chunks in float32 first.
     """
-    vocabulary, hidden = shape.vocab_size // layout.tensor, shape.hidden_size
+    vocabulary, hidden = shape.vocabulary_rows(layout.tensor), shape.hidden_size
     tokens = chunk_size(num_tokens, chunk_tokens)
     width = min(vocabulary, block_width(tokens, element_bytes))
     block = tokens * width * (4 + element_bytes)

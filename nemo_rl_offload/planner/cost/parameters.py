@@ -65,7 +65,7 @@ def layer_parameters(shape: ModelShape, has_experts: bool, split: Split = WHOLE)
 
 def embedding_parameters(shape: ModelShape, split: Split = WHOLE) -> int:
     """The token embedding, or the output layer."""
-    return shape.vocab_size // split.tensor * shape.hidden_size
+    return shape.vocabulary_rows(split.tensor) * shape.hidden_size
 
 
 def mtp_parameters(shape: ModelShape, split: Split = WHOLE) -> ParameterCount:

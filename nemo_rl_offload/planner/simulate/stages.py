@@ -325,7 +325,7 @@ class _Builder:
             kept_bytes = (2 if is_recomputed else 4) * hidden
             found.append(Part(layer, "mtp_projection", 0.0, 0.0, kept_bytes=kept_bytes))
             found += [part.of_layer(layer) for part in ([_whole(parts)] if is_recomputed else parts)]
-        operations = 2.0 * context.tokens.count * job.shape.hidden_size * job.shape.vocab_size / job.layout.tensor
+        operations = 2.0 * context.tokens.count * job.shape.hidden_size * job.shape.vocabulary_rows(job.layout.tensor)
         forward_ms = operations * (1 + job.shape.num_mtp_layers) / (job.device.bf16_tflops * job.device.achieved) / 1e9
         num_products = 2 if job.makes_logits else 3
         end = Part(job.shape.num_layers, "output_layer", forward_ms, num_products * forward_ms, kept_bytes=2 * hidden)

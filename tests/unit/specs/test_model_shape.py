@@ -78,3 +78,10 @@ def test_the_keys_that_were_asked_for() -> None:
     honoured = parse_model_shape({**CATALOGUE["Qwen/Qwen3-8B"], "q_lora_rank": 8, "sliding_window": 4}).honoured_keys
     assert "head_dim" in honoured
     assert not {"sliding_window", "q_lora_rank"} & honoured, "queries are compressed in latent attention alone"
+
+
+@pytest.mark.parametrize(("num_parts", "rows"), [(1, 151936), (2, 75968), (3, 50646), (64, 2374), (10**6, 1)])
+def test_rows_of_the_vocabulary_on_a_rank(num_parts: int, rows: int) -> None:
+    shape = parse_model_shape(CATALOGUE["Qwen/Qwen3-8B"]).shape
+    assert shape.vocabulary_rows(num_parts) == rows
+    assert 0 <= rows * num_parts - shape.vocab_size < num_parts
