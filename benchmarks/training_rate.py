@@ -1,0 +1,135 @@
+"""The rate of training steps of a whole model with its own vocabulary, and what offloading costs of it.
+
+    python benchmarks/training_rate.py --out benchmarks/results/DEVICE --model Qwen/Qwen2.5-1.5B --case packs
+
+Cases are the microbatches of a step: `packs` of 16 sequences of 1,024 tokens; `rows`, eight padded rows of 184 tokens
+at a time, as short answers make them; and `whole`, single sequences of `--length` tokens. Without offloading and with
+it, by modules, steps take turns in one process. Model FLOPs are those of `planner.cost.flops`, without recomputation;
+the optimizer's step is apart. `copy_ms` is how long the copies took: where half of it, one way, is more than the step
+without offloading, no engine can hide it. A profile of one step of each tells what else is left.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import HAS_GPU, environment, give_back_memory, in_turn, medians, prepare_process, profiled, say, timed
+
+ROUNDS = 3
+STEPS = 3
+"""Timed in a row, in each round."""
+COUNTED = ("bytes_out", "bytes_in", "copy_ms", "stall_in_ms", "stall_out_ms")
+"""Of the engine's totals."""
+
+
+def make_case(options: argparse.Namespace) -> tuple[list[int], Any]:
+    """Lengths of a step's sequences, and how they become microbatches."""
+    from nemo_rl_offload.batching.plan import MicrobatchSplit
+
+    length = 1024 if HAS_GPU else 8
+    if options.case == "packs":
+        sizes = (16,) * 4
+        return [length] * 64, MicrobatchSplit(sizes, tuple(size * length for size in sizes), is_packed=True)
+    if options.case == "rows":
+        return [184 if HAS_GPU else 8] * 64, 8
+    return [options.length if HAS_GPU else 32] * options.microbatches, 1
+
+
+def make_variants(options: argparse.Namespace) -> list[Any]:
+    from variants import ATTENTION, MODULE_SETS, nothing, ours, ours_with_recompute
+
+    sets = {**MODULE_SETS[options.impl], "attention": ATTENTION}
+    made = {"nothing": nothing(), "ours: full recompute": ours_with_recompute()}
+    made |= {f"ours: {name}": ours(name, modules) for name, modules in sets.items()}
+    if unknown := [name for name in options.variant if name not in made]:
+        raise SystemExit(f"--variant: {', '.join(unknown)} is not one of {', '.join(made)}")
+    return [made[name] for name in options.variant]
+
+
+def measure(options: argparse.Namespace, workload: Any, made: list[Any], result: dict[str, Any]) -> None:
+    from workload import random_batch
+
+    from nemo_rl_offload.planner.cost.flops import training_flops
+    from nemo_rl_offload.specs.catalogue import load_model_shape
+
+    lengths, how = make_case(options)
+    batch = random_batch(lengths, workload.vocabulary_size, 1)
+    flops = training_flops(load_model_shape(options.model, None), lengths)
+    result |= {"lengths": sorted(set(lengths)), "num_sequences": len(lengths), "flops": flops, "variants": {}}
+    variants = {variant.name: variant for variant in made}
+    entries = result["variants"]
+    for number, name in in_turn(list(variants), ROUNDS, 1):
+        entry = entries.setdefault(name, {"samples": []})
+        if "out_of_memory" in entry:
+            continue
+        variant = variants[name]
+        try:
+            with variant.enter(workload) as probe:
+                for _ in range(variant.num_warmup):
+                    workload.step(batch, how)
+                before = probe()
+                samples = [timed(lambda: workload.step(batch, how)) for _ in range(STEPS)]
+                moved = {key: value - before[key] for key, value in probe().items() if key in COUNTED}
+                if number >= 0:
+                    entry["samples"] += samples
+                    entry["per_step"] = {key: value / STEPS for key, value in moved.items()}
+                if number == ROUNDS - 1 and options.profile:
+                    with tempfile.TemporaryDirectory() as folder:  # a trace of so many layers is large
+                        trace = Path(folder) / "trace.json.gz"
+                        entry["profile"] = profiled(lambda: workload.step(batch, how), trace, name)["figures"]
+        except torch.OutOfMemoryError:
+            entry["out_of_memory"] = True
+        give_back_memory(keeps_pinned=True)
+    result["optimizer_ms"] = workload.optimizer_ms()
+    for name, entry in entries.items():
+        if not entry["samples"]:
+            continue
+        entry["medians"] = medians(entry["samples"])
+        rate = flops / (entry["medians"]["ms"] - result["optimizer_ms"]) / 1e9
+        entry["tflops"] = rate
+        first = entries[options.variant[0]]
+        if "medians" in first:
+            entry["cost"] = entry["medians"]["ms"] / first["medians"]["ms"] - 1
+        say(
+            f"{name}: {entry['medians']['ms']:.1f} ms, {rate:.1f} TFLOP/s, {entry.get('cost', 0):.1%}, {entry.get('profile')}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--model", default="Qwen/Qwen2.5-1.5B")
+    parser.add_argument("--case", choices=("packs", "rows", "whole"), default="packs")
+    parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
+    parser.add_argument("--length", type=int, default=4096, metavar="TOKENS")
+    parser.add_argument("--microbatches", type=int, default=4, metavar="N")
+    parser.add_argument("--variant", nargs="+", default=["nothing", "ours: attention", "ours: all"], metavar="NAME")
+    parser.add_argument("--profile", action="store_true", help="when lanes were busy in one step of each")
+    options = parser.parse_args()
+    prepare_process()
+    variants = make_variants(options)  # before the workload binds the engine
+    from workload import Shape, Workload
+
+    from nemo_rl_offload.specs.catalogue import load_model_shape
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    model = load_model_shape(options.model, None)
+    num_layers, vocabulary = (model.num_layers, model.vocab_size) if HAS_GPU else (2, 256)
+    lengths, _ = make_case(options)
+    longest = max(lengths) * (16 if options.case == "packs" else 1)
+    workload = Workload(Shape(num_layers, longest, 4, "sft", options.impl, vocabulary, options.model))
+    result: dict[str, Any] = {"experiment": "training_rate", **environment(), "case": options.case}
+    result |= {"model": options.model, "implementation": options.impl, "vocabulary_size": vocabulary}
+    measure(options, workload, variants, result)
+    size = options.model.rsplit("-", 1)[-1].lower()
+    path = options.out / f"training_rate_{size}_{options.case}_{options.impl}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
