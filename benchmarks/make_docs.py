@@ -278,6 +278,36 @@ def e5(name: str, result: Result) -> Iterator[str]:
     yield f"\n![stash](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
 
 
+CASES = {
+    "packs": "packs of 16 sequences of 1,024 tokens",
+    "rows": "eight rows of 184 tokens a microbatch",
+    "whole": "microbatches of one sequence",
+}
+
+
+def training_rate(name: str, result: Result) -> Iterator[str]:
+    """Of whole models with their own vocabulary."""
+    yield (
+        f"### {result['model']}, {CASES[result['case']]}, {result['num_sequences']} sequences of "
+        f"{result['lengths'][0]} tokens a step, {result['implementation']} (`{name}.json`)\n"
+    )
+    yield "| variant | step | TFLOP/s | beside the first | moved out | stalls | device busy | host busy |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for variant, each in result["rates"].items():
+        if not each["samples"]:
+            yield f"| {variant} | out of memory | | | | | | |"
+            continue
+        counts, profile = each.get("per_step", {}), each.get("profile", {})
+        stalls = counts.get("stall_in_ms", 0) + counts.get("stall_out_ms", 0)
+        beside = f"{1 + each['cost']:.3f}" if "cost" in each else "-"
+        busy = " | ".join(f"{profile[f'{lane}_ms']:.0f} ms" if profile else "-" for lane in ("compute", "host"))
+        yield (
+            f"| {variant} | {each['medians']['ms']:.0f} ms | {each['tflops']:.0f} | {beside} "
+            f"| {gib(int(counts.get('bytes_out', 0)), 1)} | {stalls:.0f} ms | {busy} |"
+        )
+    yield ""
+
+
 def folder_name(result: Result) -> str:
     return str(result["device"]).lower().replace(" ", "-")
 
@@ -314,6 +344,10 @@ def device_page(folder: Path) -> Iterator[str]:
         yield "Nothing to compare yet: no result of E1 to E4.\n"
     for name, result in of(results, "profile").items():
         yield f"## A steady step\n\n![lanes](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
+    if rates := of(results, "training_rate"):
+        yield "## Training steps of whole models, the optimizer's step left out of the rate\n"
+        for name, result in rates.items():
+            yield from training_rate(name, result)
     for name, result in results.items():
         if name.startswith("offload_"):
             yield from offload_bench(name, result)

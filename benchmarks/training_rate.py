@@ -59,9 +59,9 @@ def measure(options: argparse.Namespace, workload: Any, made: list[Any], result:
     lengths, how = make_case(options)
     batch = random_batch(lengths, workload.vocabulary_size, 1)
     flops = training_flops(load_model_shape(options.model, None), lengths)
-    result |= {"lengths": sorted(set(lengths)), "num_sequences": len(lengths), "flops": flops, "variants": {}}
+    result |= {"lengths": sorted(set(lengths)), "num_sequences": len(lengths), "flops": flops, "rates": {}}
     variants = {variant.name: variant for variant in made}
-    entries = result["variants"]
+    entries = result["rates"]
     for number, name in in_turn(list(variants), ROUNDS, 1):
         entry = entries.setdefault(name, {"samples": []})
         if "out_of_memory" in entry:
@@ -94,9 +94,8 @@ def measure(options: argparse.Namespace, workload: Any, made: list[Any], result:
         first = entries[options.variant[0]]
         if "medians" in first:
             entry["cost"] = entry["medians"]["ms"] / first["medians"]["ms"] - 1
-        say(
-            f"{name}: {entry['medians']['ms']:.1f} ms, {rate:.1f} TFLOP/s, {entry.get('cost', 0):.1%}, {entry.get('profile')}"
-        )
+        say(f"{name}: {entry['medians']['ms']:.1f} ms, {rate:.1f} TFLOP/s, cost {entry.get('cost', 0):.1%}")
+        say(json.dumps({key: entry.get(key) for key in ("per_step", "profile")}))
 
 
 def main() -> int:
