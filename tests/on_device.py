@@ -57,9 +57,9 @@ class Job:
     def command(self, report: Path) -> list[str]:
         pytest = [sys.executable, *PYTEST, f"--junitxml={report}"]
         if self.is_memcheck:
-            return [*MEMCHECK, *pytest, *MEMCHECK_TESTS]
-        num_processes = NUM_PROCESSES.get(Path(self.target).name, 1)
-        return [*pytest, *(["-n", str(num_processes)] if num_processes > 1 else []), self.target]
+            return [*MEMCHECK, *pytest, "-n", "0", *MEMCHECK_TESTS]
+        num_processes = NUM_PROCESSES.get(Path(self.target).name, 0)
+        return [*pytest, "-n", str(num_processes), "--dist", "load", self.target]
 
     def environment(self, gpu: int) -> dict[str, str]:
         found = {**os.environ, **MODES[self.mode], "CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "2"}
