@@ -11,8 +11,10 @@ from pathlib import Path
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import load_config, resolve_model_path
 from nemo_rl_offload.config.validation import check_config
+from nemo_rl_offload.data.prompt_tokens import encode_prompt
 from nemo_rl_offload.data.prompts import problems_of
-from nemo_rl_offload.data.tokenizer import encode_prompt, load_tokenizer
+from nemo_rl_offload.data.tokenizer import load_tokenizer
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.policy.driver import Policy
 
 HERE = Path(__file__).parent
@@ -29,7 +31,7 @@ def main() -> None:
     config = check_config(load_config(CONFIG), str(CONFIG)).config
     task, template = config["env"]["reasoning_gym"], config["data"]["prompt_template"]
     model = resolve_model_path(config["policy"]["model_name"])
-    tokenizer = load_tokenizer(model)
+    tokenizer, sampling = load_tokenizer(model), Sampling.of(config["policy"])
     seen = {problem.question for problem in problems_of(task, **SUPERVISED)}
     with VirtualCluster(num_nodes=1, gpus_per_node="auto") as cluster:
         policy = Policy(
@@ -38,7 +40,9 @@ def main() -> None:
         for name, (seed, size) in SETS.items():
             found = {p.question: p for p in problems_of(task, seed, NUM_CANDIDATES_PER_PAIR * size)}
             problems = [problem for question, problem in found.items() if question not in seen]
-            responses = policy.generate([encode_prompt(tokenizer, template, p.question) for p in problems], seed)
+            responses = policy.generate(
+                [encode_prompt(tokenizer, template, p.question) for p in problems], seed, sampling
+            )
             answers = [tokenizer.decode(response.tokens, skip_special_tokens=True) for response in responses]
             pairs = [
                 {"prompt": problem.question, "chosen": problem.answer, "rejected": answer}

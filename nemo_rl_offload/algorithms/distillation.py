@@ -6,6 +6,7 @@ its own workers on the same slots, since it may have another architecture; swapp
 would take only a twin. The price is that its weights stay on the device beside the student's.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,7 +15,7 @@ from nemo_rl_offload.algorithms.rollout_loop import RolloutLoop, num_optimizer_s
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
-from nemo_rl_offload.data.policy_tokenizer import check_vocabulary, load_policy_tokenizer
+from nemo_rl_offload.data.policy_tokenizer import check_vocabulary, load_policy_tokenizer, response_ends
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts, prompt_sets
 from nemo_rl_offload.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
@@ -35,10 +36,11 @@ class Distillation(RolloutLoop):
         teacher: PolicyInterface,
         environment: EnvironmentPool,
         tokenizer: Tokenizer,
+        ends_without_text: Collection[int],
         prompts: tuple[TrainingPrompts, list[Prompt]],
         run_dir: Path,
     ) -> None:
-        super().__init__(config, policy, environment, tokenizer, prompts, run_dir)
+        super().__init__(config, policy, environment, tokenizer, ends_without_text, prompts, run_dir)
         self._teacher = teacher
 
     def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:
@@ -47,6 +49,7 @@ class Distillation(RolloutLoop):
         prompts = self._train_prompts.next_batch(section["num_prompts_per_step"])
         num_generations = section["num_generations_per_prompt"]
         played = watch.time("generation", lambda: self._rollout(prompts, num_generations, 2 * self.step))
+        self._samples.take_training(played, self.step)
         batch = played.batch(self._tokenizer.pad_token_id)
         k, num_tokens = section["topk_logits_k"], len(self._tokenizer)
         batch["teacher_topk_logits"], batch["teacher_topk_indices"] = watch.time(
@@ -77,6 +80,7 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
     """Distill as `config` says; arguments, result and errors as in `run_loop`."""
     section, policy_config, teacher_policy = config["distillation"], config["policy"], teacher_config(config)
     tokenizer, end_ids = load_policy_tokenizer(policy_config, config["data"]["prompt_template"])
+    ends = response_ends(policy_config, tokenizer, end_ids)
     teacher_path = resolve_model_path(teacher_policy["model_name"])
     if load_tokenizer(teacher_path).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
@@ -91,18 +95,18 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
         environment = make_environment(config, run_dir)
         shared: dict[str, Any] = {"seed": section["seed"], "keep_reference": False}
         slots, generation_slots = training_and_generation_slots(cluster, policy_config)
-        teacher = Policy(slots, teacher_policy, teacher_path, end_ids, num_steps=None, **shared)
+        teacher = Policy(slots, teacher_policy, teacher_path, ends.ids, num_steps=None, **shared)
         student_path = resolve_model_path(policy_config["model_name"])
         num_steps = num_optimizer_steps(config)
         policy = Policy(
             slots,
             policy_config,
             student_path,
-            end_ids,
+            ends.ids,
             num_steps=num_steps,
             generation_slots=generation_slots,
             **shared,
         )
-        return Distillation(config, policy, teacher, environment, tokenizer, prompts, run_dir)
+        return Distillation(config, policy, teacher, environment, tokenizer, ends.without_text, prompts, run_dir)
 
     return run_loop(config, run_dir, say, progress_stream, build, groups_per_slot=2)

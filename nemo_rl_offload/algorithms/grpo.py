@@ -18,7 +18,7 @@ from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
-from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer
+from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
 from nemo_rl_offload.data.prompts import prompt_sets
 from nemo_rl_offload.environments.pool import make_environment
 from nemo_rl_offload.errors import DataError
@@ -35,6 +35,7 @@ class GRPO(RolloutLoop):
         """Responses, advantages, log-probabilities, updates."""
         grpo = self.config["grpo"]
         played, metrics = self._sample(watch)
+        self._samples.take_training(played, self.step)
         batch = played.batch(self._tokenizer.pad_token_id)
         if grpo["overlong_filtering"]:
             batch["sample_mask"] = torch.tensor([float(response.finished) for response in played.responses])
@@ -110,6 +111,7 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
     """Run GRPO as `config` says; arguments, result and errors as in `run_loop`."""
     grpo, policy_config = config["grpo"], config["policy"]
     tokenizer, end_ids = load_policy_tokenizer(policy_config, config["data"]["prompt_template"])
+    ends = response_ends(policy_config, tokenizer, end_ids)
     say("Preparing problems")
     prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, grpo["seed"])
 
@@ -120,12 +122,12 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
             slots,
             policy_config,
             resolve_model_path(policy_config["model_name"]),
-            end_ids,
+            ends.ids,
             seed=grpo["seed"],
             num_steps=num_optimizer_steps(config) * grpo["ppo_epochs"],
             keep_reference=spec_of(config).keeps_reference(config),
             generation_slots=generation_slots,
         )
-        return GRPO(config, policy, environment, tokenizer, prompts, run_dir)
+        return GRPO(config, policy, environment, tokenizer, ends.without_text, prompts, run_dir)
 
     return run_loop(config, run_dir, say, progress_stream, build)

@@ -116,6 +116,8 @@ class TrainingLoop(ABC):
         self._validation_metrics: dict[str, float] = {}
         self._totals_before: RunTotals | None = None
         self.elapsed = Elapsed()
+        self.progress: Progress | None = None
+        """Of the run, while there is one."""
 
     @abstractmethod
     def update(self, watch: "Stopwatch") -> tuple[dict[str, float], int]:
@@ -157,8 +159,9 @@ class TrainingLoop(ABC):
             SystemExit: of `termination`, after a checkpoint.
         """
         section, saving = self._section, self.config["checkpointing"]
+        self.progress = progress
         if section["val_at_start"] and self.step == 0:
-            self.validate(logger)
+            self._validate(logger, progress)
         self._warn(self.notices(), progress)
         first_step = self.step + 1
         while self.step < self.num_steps:
@@ -173,11 +176,11 @@ class TrainingLoop(ABC):
             logger.log(self.train_metrics, self.step, "train")
             progress.update(self.step, **{name: self.train_metrics.get(name) for name in self.progress_metrics})
             self._warn([*self.notices(), *(self.policy.idle_modules() if self.step == first_step else [])], progress)
-            self._warn(logger.notices(), progress)
+            self._warn([*logger.notices(), *self.keep_samples()], progress)
             self._watch_skipped()
             at_end = self.step == self.num_steps
             if (section["val_at_end"] and at_end) or (section["val_period"] and self.step % section["val_period"] == 0):
-                self.validate(logger)
+                self._validate(logger, progress)
             ends_early = termination.is_requested and not at_end
             is_due = at_end or ends_early or self.step % saving["save_period"] == 0
             # An optimizer that has never taken a step has no state, which Megatron cannot load again.
@@ -196,6 +199,21 @@ class TrainingLoop(ABC):
     def notices(self) -> list[str]:
         """What the workers have warned of since the last call."""
         return self.policy.notices()
+
+    def keep_samples(self) -> list[str]:
+        """Write down responses of the step or the validation that has ended; returns what to warn of."""
+        return []
+
+    def samples_to_show(self) -> list[str]:
+        """Lines with responses of the validation that has ended, where there are any."""
+        return []
+
+    def _validate(self, logger: MetricLogger, progress: Progress) -> None:
+        self.validate(logger)
+        self.folder.check()
+        self._warn(self.keep_samples(), progress)
+        for line in self.samples_to_show():
+            progress.show(line)
 
     def _warn(self, texts: Sequence[str], progress: Progress) -> None:
         if texts:

@@ -1,6 +1,6 @@
 """Responses to prompts, and what an environment thinks of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from nemo_rl_offload.data.prompts import Prompt
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.data.turns import encode_observation
 from nemo_rl_offload.environments.interface import UNFINISHED, Environment, Episode, Message, Score
+from nemo_rl_offload.generation.interface import Told
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.policy.interface import PolicyInterface
 
 SEEDS_OF_A_TURN = 1_000_000_007
@@ -77,8 +79,6 @@ class Limits:
     """How long a rollout may get."""
 
     max_rollout_turns: int
-    max_new_tokens: int
-    """Of one turn."""
     max_total_sequence_length: int
     """Of prompt, all turns and observations."""
 
@@ -115,45 +115,62 @@ def rollout(
     num_generations: int,
     seed: int,
     *,
+    sampling: Sampling,
+    ends_without_text: Collection[int],
     template: str | None,
     limits: Limits,
+    told: Callable[[int], Told] | None = None,
 ) -> Rollout:
     """Sample `num_generations` responses to each prompt, next to each other, and have them scored.
 
     Where the environment answers with an observation, the conversation goes on with another turn, all episodes in
-    step: until the environment ends an episode, a turn has no end token, or a limit is reached. The reward is the sum
-    over turns. `template` is `data.prompt_template`, as observations are encoded.
+    step: until the environment ends an episode, a turn has no end, or a limit is reached. The reward is the sum over
+    turns. A last token of `ends_without_text` is left out of what a response says. `template` is
+    `data.prompt_template`, as observations are encoded. `told` makes for a number of prompts what hears of the
+    progress.
     """
     repeated = [prompt for prompt in prompts for _ in range(num_generations)]
-    responses = policy.generate([prompt.token_ids for prompt in repeated], seed)
+
+    def generate(prompts: list[list[int]], seed: int) -> list[Response]:
+        return policy.generate(prompts, seed, sampling, told and told(len(prompts)))
+
+    responses = generate([prompt.token_ids for prompt in repeated], seed)
     episodes = [
         _Running(prompt, [{"role": "user", "content": prompt.problem.question}], response, response)
         for prompt, response in zip(repeated, responses, strict=True)
     ]
     active = episodes
     for turn in range(1, limits.max_rollout_turns + 1):
-        _score(active, environment, tokenizer, template)
-        longest = limits.max_total_sequence_length - limits.max_new_tokens
+        _score(active, environment, tokenizer, template, ends_without_text)
+        longest = limits.max_total_sequence_length - sampling.max_new_tokens
         active = [each for each in active if each.observation is not None and len(each.token_ids) <= longest]
         if turn == limits.max_rollout_turns or not active:
             break
-        replies = policy.generate([each.token_ids for each in active], seed + turn * SEEDS_OF_A_TURN)
+        replies = generate([each.token_ids for each in active], seed + turn * SEEDS_OF_A_TURN)
         for each, reply in zip(active, replies, strict=True):
             each.go_on(reply)
     return Rollout(repeated, [each.response for each in episodes], [each.score for each in episodes])
 
 
-def _score(episodes: Sequence[_Running], environment: Environment, tokenizer: Tokenizer, template: str | None) -> None:
+def _score(
+    episodes: Sequence[_Running],
+    environment: Environment,
+    tokenizer: Tokenizer,
+    template: str | None,
+    ends_without_text: Collection[int],
+) -> None:
     """Add the environment's scores of this turn, and what it answers."""
-    said = [each.last.tokens[:-1] if each.last.finished else each.last.tokens for each in episodes]
+    ends = [next((token for token in each.last.tokens[-1:] if token in ends_without_text), None) for each in episodes]
+    pairs = zip(episodes, ends, strict=True)
+    said = [each.last.tokens if end is None else each.last.tokens[:-1] for each, end in pairs]
     texts = tokenizer.batch_decode(said, skip_special_tokens=True)  # an end token need not be a special one
     for each, text in zip(episodes, texts, strict=True):
         each.messages.append({"role": "assistant", "content": text})
     turns = [Episode(each.prompt.problem.entry, each.messages, each.last.finished) for each in episodes]
-    for each, answer in zip(episodes, environment.step(turns), strict=True):
+    for each, end, answer in zip(episodes, ends, environment.step(turns), strict=True):
         before = each.score
         each.score = Score(before.reward + answer.reward, answer.is_correct, before.scorer_error or answer.scorer_error)
         each.observation = None
         if answer.observation is not None:
             each.messages.append({"role": "user", "content": answer.observation})
-            each.observation = encode_observation(tokenizer, template, each.messages, each.last.tokens[-1])
+            each.observation = encode_observation(tokenizer, template, each.messages, end)

@@ -1,15 +1,20 @@
 """What the algorithms share that let the policy answer problems: GRPO and distillation."""
 
+import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import ClassVar, cast
 
 from nemo_rl_offload.algorithms.loop import TrainingLoop, section_of
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
+from nemo_rl_offload.algorithms.samples import Samples
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.config.schema import DistillationConfig, GRPOConfig, MasterConfig, PolicyConfig
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool
+from nemo_rl_offload.generation.interface import Generated, Told
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.runs.run_files import LoopSummary
 
@@ -31,6 +36,7 @@ class RolloutLoop(TrainingLoop):
         policy: PolicyInterface,
         environment: EnvironmentPool,
         tokenizer: Tokenizer,
+        ends_without_text: Collection[int],
         prompts: tuple[TrainingPrompts, list[Prompt]],
         run_dir: Path,
     ) -> None:
@@ -39,15 +45,35 @@ class RolloutLoop(TrainingLoop):
         super().__init__(config, policy, self._train_prompts, self._rollouts["max_num_steps"], run_dir)
         self._environment = environment
         self._tokenizer = tokenizer
+        self._ends_without_text = ends_without_text
+        self._sampling = Sampling.of(config["policy"])
+        self._samples = Samples(run_dir, config["logger"], tokenizer)
 
     def measure(self) -> dict[str, float]:
-        """Sample one response to each validation prompt, at the training temperature."""
+        """Sample one response to each validation prompt."""
         prompts = self._validation_prompts[: self._rollouts["max_val_samples"]]
-        size = self._rollouts["val_batch_size"]
+        size, sampling = self._rollouts["val_batch_size"], Sampling.of(self.config["policy"], validation=True)
         parts = [
-            self._rollout(prompts[start : start + size], 1, 2 * start + 1) for start in range(0, len(prompts), size)
+            self._rollout(prompts[start : start + size], 1, 2 * start + 1, sampling)
+            for start in range(0, len(prompts), size)
         ]
-        return Rollout.join(parts).metrics()
+        played = Rollout.join(parts)
+        self._samples.take_validation(played, self.step)
+        return played.metrics()
+
+    def resume(self) -> Path | None:
+        """As every loop; samples of steps that are taken again are forgotten."""
+        folder = super().resume()
+        self._samples.forget_after(None if folder is None else self.step)
+        return folder
+
+    def keep_samples(self) -> list[str]:
+        """Write down responses of the step or the validation that has ended; returns what to warn of."""
+        return self._samples.keep()
+
+    def samples_to_show(self) -> list[str]:
+        """Lines with responses of the last validation, which are then forgotten."""
+        return self._samples.lines_to_show()
 
     def notices(self) -> list[str]:
         """What the workers and the environment have warned of since the last call."""
@@ -64,24 +90,37 @@ class RolloutLoop(TrainingLoop):
         super().close()
         self._environment.shutdown()
 
-    def _rollout(self, prompts: list[Prompt], num_generations: int, stream: int) -> Rollout:
+    def _rollout(
+        self, prompts: list[Prompt], num_generations: int, stream: int, sampling: Sampling | None = None
+    ) -> Rollout:
         """Even streams are for training, odd ones for validation: neither draws the other's random numbers."""
         seed = self.seed * 1_000_003 + stream
-        policy_config = self.config["policy"]
-        return rollout(
+        played = rollout(
             self.policy,
             self._environment,
             self._tokenizer,
             prompts,
             num_generations,
             seed,
+            sampling=sampling or self._sampling,
+            ends_without_text=self._ends_without_text,
             template=self.config["data"]["prompt_template"],
-            limits=Limits(
-                self._rollouts["max_rollout_turns"],
-                policy_config["generation"]["max_new_tokens"],
-                policy_config["max_total_sequence_length"],
-            ),
+            told=self._tells_progress,
+            limits=Limits(self._rollouts["max_rollout_turns"], self.config["policy"]["max_total_sequence_length"]),
         )
+        if self.progress is not None:
+            self.progress.generated()
+        return played
+
+    def _tells_progress(self, num_prompts: int) -> Told:
+        start_s = time.monotonic()
+
+        def told(generated: Generated) -> None:
+            if self.progress is not None:
+                seconds = time.monotonic() - start_s
+                self.progress.generating(generated.num_responses, num_prompts, generated.num_tokens, seconds)
+
+        return told
 
 
 def training_and_generation_slots(

@@ -12,7 +12,7 @@ class Response:
     logprobs: list[float]
     """Log-probability of each token at the sampling temperature, before top-k and top-p."""
     finished: bool
-    """Whether an end token was sampled within the limit; of several turns, in the last."""
+    """Whether an end token was sampled, or a stop string completed, within the limit; of several turns, in the last."""
     observed: frozenset[int] = frozenset()
     """Positions of tokens that an environment wrote between turns; their log-probabilities are 0."""
     num_turns: int = 1

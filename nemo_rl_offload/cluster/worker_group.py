@@ -7,8 +7,10 @@ exception comes back as plain text with a time stamp, so one that cannot be pick
 any. `cli.command_line` prints it.
 
 A call names a method of the worker's class, which carries the types of arguments and result to the caller; what
-travels is its name, so that a subclass answers with its own. The rejected alternative, a handle that looks like the
-worker, would hide that a call reaches every rank and returns a list. What Ray itself returns has no type here.
+travels is its name, so that a subclass answers with its own. A method that takes long can yield what there is to tell
+on the way, and return its result (`run_streamed`): a rank has one thread, and cannot be asked meanwhile. The rejected
+alternative, a handle that looks like the worker, would hide that a call reaches every rank and returns a list. What
+Ray itself returns has no type here.
 
 When a rank fails, the others may hang in a collective for ever or fail a moment later with "connection
 closed". So the group waits `GRACE_S` for more failures, reports the one that came first (a dead process
@@ -24,12 +26,12 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Concatenate
+from typing import Any, Concatenate, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -63,6 +65,13 @@ class Failure:
     details: str
     time: float
     kind: type[NemoRLOffloadError] = WorkerError
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a method returned that yields other things before."""
+
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,13 @@ class RankActor:
             return getattr(self._worker, method)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - reported by the driver
             return _failure(error)
+
+    def stream(self, method: str, args: tuple[object, ...]) -> Iterator[object]:
+        """Yield what the method yields, and in the end a `Result`, or a `Failure`."""
+        try:
+            yield Result((yield from getattr(self._worker, method)(*args)))
+        except Exception as error:  # noqa: BLE001 - reported by the driver
+            yield _failure(error)
 
 
 def _failure(error: Exception) -> Failure:
@@ -189,6 +205,46 @@ class WorkerGroup[W]:
         calls = zip(self._actors, shards, strict=True)
         return self._gather([actor.call.remote(method.__name__, shard, {}) for actor, shard in calls])
 
+    def run_streamed[*Ts, Y, R](
+        self,
+        method: Callable[[W, *Ts], Generator[Y, None, R]],
+        shards: Sequence[tuple[*Ts]],
+        take: Callable[[int, Y], None],
+    ) -> list[R]:
+        """As `run_sharded`; `take` gets the rank and what its ``method`` yields on the way.
+
+        Raises:
+            WorkerError: as for `run_all`.
+        """
+        assert len(shards) == self.world_size
+        streams: dict[Any, int] = {
+            actor.stream.options(num_returns="streaming").remote(method.__name__, shard): rank
+            for rank, (actor, shard) in enumerate(zip(self._actors, shards, strict=True))
+        }
+        assert streams, "the worker group was shut down"
+        results, failures = dict[int, R](), list[Failure]()
+        deadline_s = math.inf
+        while streams and time.monotonic() < deadline_s:
+            done: list[Any] = ray.wait(list(streams), timeout=GRACE_S if failures else LOOK_S)[0]
+            self._head.check()
+            for stream in done:
+                rank = streams[stream]
+                try:
+                    outcome: Any = self._outcome(rank, next(stream))
+                except StopIteration:
+                    del streams[stream]
+                    continue
+                if isinstance(outcome, Failure):
+                    failures.append(outcome)
+                    deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+                elif isinstance(outcome, Result):
+                    results[rank] = outcome.value
+                else:
+                    take(rank, outcome)
+        if failures:
+            self._fail(failures)
+        return [results[rank] for rank in range(self.world_size)]
+
     def shutdown(self) -> None:
         """Kill every rank. May be called twice."""
         for actor in self._actors:
@@ -209,10 +265,13 @@ class WorkerGroup[W]:
             self._head.check()  # its end takes the workers with it
             outcomes |= {ref: self._outcome(refs.index(ref), ref) for ref in late}
             failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
-            self.shutdown()
-            first = min(failures, key=lambda failure: failure.time)
-            raise _to_error(first, self._where(first.rank))
+            self._fail(failures)
         return [outcomes[ref] for ref in refs]
+
+    def _fail(self, failures: Sequence[Failure]) -> NoReturn:
+        self.shutdown()
+        first = min(failures, key=lambda failure: failure.time)
+        raise _to_error(first, self._where(first.rank))
 
     def _outcome(self, rank: int, ref: ray.ObjectRef[object]) -> object:
         try:

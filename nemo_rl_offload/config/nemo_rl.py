@@ -46,7 +46,7 @@ _NAMES = {
     ),
     "policy.generation": (
         "vllm_cfg vllm_kwargs sglang_cfg trtllm_cfg mcore_generation_config "
-        "stop_token_ids stop_strings bad_words val_temperature val_top_p val_top_k model_name use_async_rollouts "
+        "bad_words model_name use_async_rollouts "
         "port_range_low port_range_high refit_transport refit_cfg lora_refit_mode quant_cfg real_quant "
         "real_quant_ignore real_quant_export_cpu_offload nvfp4_pertoken_rollout worker_extension_cls_fqn"
     ),
@@ -76,7 +76,7 @@ _NAMES = {
         "multichoice_qa code reward_model sliding_puzzle_game nemo_gym should_use_nemo_gym clevr-cogent "
         "geometry3k refcoco code_jaccard"
     ),
-    "logger": ("log_dir swanlab_enabled monitor_gpus swanlab tensorboard gpu_monitoring num_val_samples_to_print"),
+    "logger": ("log_dir swanlab_enabled monitor_gpus swanlab tensorboard gpu_monitoring"),
     "checkpointing": (
         "checkpoint_dir checkpoint_must_save_by model_save_format save_consolidated save_optimizer model_cache_dir "
         "model_repo_id is_peft peft_config pretrained_checkpoint ft_keep_latest_k ft_save_period "

@@ -422,11 +422,21 @@ class GenerationConfig(TypedDict):
     max_new_tokens: Annotated[Positive, Default(256)]
     """Longest response, in tokens."""
     temperature: Annotated[float, Gt(0), Default(1.0)]
-    """Sampling temperature, in training and in validation."""
+    """Sampling temperature in training."""
     top_p: Annotated[Share, Default(1.0)]
     """Nucleus sampling: keep the likeliest tokens with this mass; 1: all."""
     top_k: Annotated[Positive | None, Default(None)]
     """Sample among this many most likely tokens; null keeps all."""
+    val_temperature: Annotated[NonNegative, Default("${policy.generation.temperature}")]
+    """Sampling temperature in validation; 0 takes the likeliest token."""
+    val_top_p: Annotated[Share, Default("${policy.generation.top_p}")]
+    """`top_p` in validation."""
+    val_top_k: Annotated[Positive | None, Default("${policy.generation.top_k}")]
+    """`top_k` in validation; null keeps all."""
+    stop_token_ids: Annotated[list[Count] | None, Default(None)]
+    """Tokens that end a response, besides those that end a turn of the model."""
+    stop_strings: Annotated[list[str] | None, Default(None)]
+    """Texts that end a response, as its last part."""
 
 
 @closed
@@ -668,6 +678,12 @@ class LoggerConfig(TypedDict):
     """Write metrics for TensorBoard."""
     jsonl_enabled: Annotated[bool, Default(True)]
     """Write metrics to metrics.jsonl."""
+    num_val_samples_to_print: Annotated[Count, Default(2)]
+    """Responses that each validation shows, from the lowest to the highest reward."""
+    num_samples_to_keep: Annotated[Count, Default(16)]
+    """Responses of each validation, and of steps of training, that are added to samples.jsonl; 0: no such file."""
+    sample_period: Annotated[Count, Default(10)]
+    """Steps between those of training whose responses are kept; 0: those of validation alone."""
     wandb_enabled: Annotated[bool, Default(False)]
     """Write metrics for Weights & Biases (`uv sync --group wandb`), offline unless WANDB_MODE says otherwise."""
     mlflow_enabled: Annotated[bool, Default(False)]

@@ -96,7 +96,7 @@ def describe(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(f"'{a}'" for a in arguments)
     if origin is list:
-        return "a list of text" if arguments[0] is str else "a list of sections"
+        return f"a list of {_PLURALS.get(_plain(arguments[0]), 'sections')}"
     if origin is dict:
         return f"a mapping of {_PLURALS[_plain(arguments[0])]} to {_PLURALS[_plain(arguments[1])]}"
     return _NAMES.get(annotation, "a section of keys")

@@ -31,6 +31,8 @@ class AddedToken(Protocol):
     """A token of its own, which no text is cut into."""
 
     content: str
+    special: bool
+    """Whether it is left out of a text."""
 
 
 class Tokenizer(Protocol):
@@ -125,6 +127,11 @@ def _apply_chat_template(
 def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Texts and ids of the tokens of their own, such as `<|im_end|>`."""
     return {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that are left out of a text."""
+    return frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
 def make_byte_tokenizer(folder: Path) -> None:

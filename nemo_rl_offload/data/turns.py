@@ -256,9 +256,10 @@ def render(
 
 
 def encode_observation(
-    tokenizer: Tokenizer, template: str | None, messages: Sequence[Mapping[str, str]], end_id: int
+    tokenizer: Tokenizer, template: str | None, messages: Sequence[Mapping[str, str]], end_id: int | None
 ) -> list[int]:
-    """Return the token ids between a response, whose last one is ``end_id``, and the next response.
+    """Return the token ids between a response and the next one; ``end_id`` is the token that ended it, None where its
+    text did.
 
     ``messages`` are the whole conversation: the last is the observation, before it stands the response. With a prompt
     ``template`` the ids are the observation's alone. The chat template renders the conversation with the observation as
@@ -286,9 +287,11 @@ def encode_observation(
     (_, _, after), (_, _, closing) = texts
     special = added_tokens(tokenizer)
     first = closing_token(after, special)
-    if first is not None and (first == end_id or closing_token(closing, special) is not None):
+    if first is not None and end_id is not None and (first == end_id or closing_token(closing, special) is not None):
         text = next(text for text, token in special.items() if token == first)
         after = after.lstrip()[len(text) :]
+    if end_id is None:
+        return tokenizer.encode(after, add_special_tokens=False)
     end_text = next((text for text, token in special.items() if token == end_id), "")
     ids = tokenizer.encode(end_text + after, add_special_tokens=False)  # its first token as what stands behind another
     return ids[1:] if ids[:1] == [end_id] else tokenizer.encode(after, add_special_tokens=False)

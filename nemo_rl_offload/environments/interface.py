@@ -15,7 +15,7 @@ class Episode(NamedTuple):
     messages: list[Message]
     """The question, and by turns responses and observations."""
     finished: bool = True
-    """Whether the response has an end token."""
+    """Whether the response has an end: one of its tokens, or a stop string."""
 
 
 class Score(NamedTuple):
@@ -30,7 +30,7 @@ class Score(NamedTuple):
 
 
 UNFINISHED = Score(0.0, is_correct=False, scorer_error=False)
-"""Of a response without an end token, which no environment is asked about."""
+"""Of a response without an end, which no environment is asked about."""
 
 
 class Environment(Protocol):

@@ -20,7 +20,22 @@ from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
 from nemo_rl_offload.cluster.worker_group import Stored
 from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.weight_sync import WeightBucket, WeightSource
+
+
+@dataclass(frozen=True)
+class Generated:
+    """How far a call for responses is."""
+
+    num_responses: int
+    """That have ended."""
+    num_tokens: int
+    """Sampled so far, also of responses that have not ended."""
+
+
+Told = Callable[[Generated], None]
+"""Is told now and then how far a call is."""
 
 
 class Generator(Protocol):
@@ -33,8 +48,13 @@ class Generator(Protocol):
             ConfigError: the model's weights cannot be handed over to it.
         """
 
-    def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
-        """Sample one response for each prompt (token ids); a function of weights, prompts and `seed`."""
+    def generate(
+        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+    ) -> list[Response]:
+        """Sample one response for each prompt (token ids); a function of weights, prompts, `seed` and `sampling`.
+
+        `told` hears of the progress; a backend that knows of none need not call it.
+        """
 
     def update_weights(self, source: WeightSource) -> None:
         """Take over the weights; nothing that was computed with the old ones is used again."""
@@ -55,7 +75,14 @@ class Generator(Protocol):
 class GenerationWorkers(Protocol):
     """Workers with a model that they sample from."""
 
-    def generate(self, prompts: Sequence[list[int]], seed: int, end_ids: Sequence[int]) -> list[Response]:
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        seed: int,
+        end_ids: Sequence[int],
+        sampling: Sampling,
+        told: Told | None = None,
+    ) -> list[Response]:
         """Sample one response for each prompt."""
 
     def prepare_weight_update(self) -> None:

@@ -6,7 +6,8 @@ The sampling in the workers is `generation.megatron_sampling`, which imports Meg
 from collections.abc import Sequence
 
 from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.generation.interface import GenerationWorkers, GeneratorSetup
+from nemo_rl_offload.generation.interface import GenerationWorkers, GeneratorSetup, Told
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.weight_sync import WeightSource
 
 
@@ -27,9 +28,11 @@ class MegatronGenerator:
             self._own_workers = self._setup.start_workers(self._setup.slots, self._setup.config)
             self._own_workers.prepare_weight_update()
 
-    def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
-        """Sample one response for each prompt; a function of weights, prompts, `seed` and number of shards."""
-        return self._workers.generate(prompts, seed, self._setup.end_ids)
+    def generate(
+        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+    ) -> list[Response]:
+        """Sample one response for each prompt; a function of weights, arguments and number of shards."""
+        return self._workers.generate(prompts, seed, self._setup.end_ids, sampling, told)
 
     def update_weights(self, source: WeightSource) -> None:
         """Take over the weights, bucket by bucket."""

@@ -12,8 +12,10 @@ same tokens from the same random state. Sequence and context parallelism are off
 position.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,8 +26,12 @@ from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.interface import forward_only
 from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.config.schema import GenerationConfig
+from nemo_rl_offload.data.tokenizer import load_tokenizer
+from nemo_rl_offload.generation.interface import Generated
+from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.stop_strings import StopStrings
 
+TOLD_EVERY_S = 1.0
 type Chunks = Sequence[Any]
 """Megatron's modules, which have no types."""
 
@@ -46,11 +52,17 @@ def filter_logits(logits_BV: Tensor, top_k: int | None, top_p: float) -> Tensor:
     return logits_BV
 
 
-def sample(logits_BV: Tensor, config: GenerationConfig, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Draw one token per row; returns tokens int64 [B] and their log-probabilities float32 [B]."""
-    scaled = logits_BV.float() / config["temperature"]
-    probabilities = filter_logits(scaled, config["top_k"], config["top_p"]).softmax(dim=-1)
-    tokens = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+def sample(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Draw one token per row; returns tokens int64 [B] and their log-probabilities float32 [B].
+
+    At temperature 0 the tokens are the likeliest, and the log-probabilities those at temperature 1.
+    """
+    scaled = logits_BV.float() / (sampling.temperature or 1.0)
+    if sampling.temperature == 0:
+        tokens = scaled.argmax(dim=-1)
+    else:
+        probabilities = filter_logits(scaled, sampling.top_k, sampling.top_p).softmax(dim=-1)
+        tokens = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
     return tokens, scaled.log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
 
 
@@ -95,69 +107,119 @@ def _forget_positions(modules: Chunks) -> None:
             type(module).forward.cache_clear()
 
 
-def generate(
+def generate(*args: Any, **kwargs: Any) -> list[Response]:
+    """As `generating`, without a word on the way."""
+    responses = generating(*args, **kwargs)
+    while True:
+        try:
+            next(responses)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
+def generating(
     chunks: Chunks,
     prompts: Sequence[Sequence[int]],
-    config: GenerationConfig,
+    sampling: Sampling,
     *,
     batch_size: int,
     end_ids: Sequence[int],
     seed: int,
-) -> list[Response]:
-    """Sample one response for each prompt (token ids, none empty), in the order of `prompts`.
+) -> Generator[Generated, None, list[Response]]:
+    """Sample one response for each prompt (token ids, none empty), in the order of `prompts`; yields its progress.
 
-    `chunks` are this pipeline stage's `GPTModel`s without wrappers. Any of `end_ids` ends a response. Sampling is a
-    function of `seed`, the prompts and `batch_size`.
+    `chunks` are this pipeline stage's `GPTModel`s without wrappers. Any of `end_ids` ends a response, and so does a
+    stop string. Sampling is a function of `seed`, the prompts and `batch_size`.
     """
     assert all(prompts), "an empty prompt"
     device = torch.device(torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(seed)
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     results: dict[int, Response] = {}
+    progress = _Progress()
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad(), forward_only(chunks[0].config), _with_whole_sequences(chunks):
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            batch = _generate_batch(chunks, [prompts[row] for row in rows], config, end_ids, generator, device)
+            batch = yield from _generate_batch(
+                chunks, [prompts[row] for row in rows], sampling, end_ids, generator, device, progress
+            )
+            progress.add(len(batch), sum(len(response.tokens) for response in batch))
             results.update(zip(rows, batch, strict=True))
     return [results[row] for row in range(len(prompts))]
+
+
+class _Progress:
+    """What batches have sampled, told every `TOLD_EVERY_S`."""
+
+    def __init__(self) -> None:
+        self._num_responses = self._num_tokens = 0
+        self._told_s = time.monotonic()
+
+    def add(self, num_responses: int, num_tokens: int) -> None:
+        """A batch has ended."""
+        self._num_responses += num_responses
+        self._num_tokens += num_tokens
+
+    def of_batch(self, lengths: Tensor, ends: Tensor, position: int) -> Iterator[Generated]:
+        """How far all is, if it is time to tell; of this batch the rows are filled up to `position`."""
+        if (now_s := time.monotonic()) - self._told_s < TOLD_EVERY_S:
+            return
+        self._told_s = now_s
+        num_ended, num_sampled = int((ends <= position).sum()), int((ends.clamp(max=position) - lengths).clamp(0).sum())
+        yield Generated(self._num_responses + num_ended, self._num_tokens + num_sampled)
 
 
 def _generate_batch(
     chunks: Chunks,
     prompts: list[Sequence[int]],
-    config: GenerationConfig,
+    sampling: Sampling,
     end_ids: Sequence[int],
     generator: torch.Generator,
     device: torch.device,
-) -> list[Response]:
+    progress: _Progress,
+) -> Generator[Generated, None, list[Response]]:
     num_rows, shortest, longest = len(prompts), len(prompts[0]), len(prompts[-1])
-    limit = longest + config["max_new_tokens"]
+    limit = longest + sampling.max_new_tokens
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     end_tokens = torch.tensor(end_ids, device=device)
     tokens = torch.full((num_rows, limit), end_ids[0], device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
     logprobs = torch.zeros(num_rows, limit, device=device)
-    ends = lengths + config["max_new_tokens"]
+    ends = lengths + sampling.max_new_tokens
     finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
+    stops = _stop_strings(sampling, num_rows)
     context = StaticInferenceContext(num_rows, limit)
     start, position = 0, shortest
     while position < limit:
         logits = _advance(chunks, tokens[:, start:position], context)
-        sampled, sampled_logprobs = sample(logits, config, generator)
+        sampled, sampled_logprobs = sample(logits, sampling, generator)
         writes = (position >= lengths) & (position < ends) & ~finished
         tokens[:, position] = torch.where(writes, sampled, tokens[:, position])
         logprobs[:, position] = torch.where(writes, sampled_logprobs, logprobs[:, position])
         ended = writes & torch.isin(sampled, end_tokens)
+        if stops is not None:
+            ended |= torch.tensor(stops.completed(sampled.tolist(), writes.tolist()), device=device)
         ends = torch.where(ended, position + 1, ends)
         finished |= ended
         start, position = position, position + 1
         if bool((position >= ends).all()):
             break
+        yield from progress.of_batch(lengths, ends, position)
     return _cut(tokens, logprobs, lengths, ends, finished)
+
+
+def _stop_strings(sampling: Sampling, num_rows: int) -> StopStrings | None:
+    if not sampling.stop_strings:
+        return None
+    assert sampling.tokenizer is not None, "stop strings are text"
+    return StopStrings(_tokenizer(sampling.tokenizer), sampling.stop_strings, num_rows)
+
+
+_tokenizer = cache(load_tokenizer)
 
 
 def _advance(chunks: Chunks, new_tokens: Tensor, context: StaticInferenceContext) -> Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.observability.sample_text import outcome, visible
 from nemo_rl_offload.observability.summary_table import offload_figures
 from nemo_rl_offload.observability.svg import bar, line_chart
 from nemo_rl_offload.runs.output import write_text, written_aside
@@ -16,6 +17,7 @@ from nemo_rl_offload.runs.run_directory import (
     MEMORY_FILE,
     METRICS_FILE,
     RESTARTS_FILE,
+    SAMPLES_FILE,
     SCORERS_FILE,
     SUMMARY_FILE,
     WARNINGS_FILE,
@@ -25,15 +27,20 @@ from nemo_rl_offload.runs.run_files import (
     MemorySample,
     MemoryTotals,
     OffloadTotals,
+    SampleRecord,
     Summary,
     read_config_text,
     read_json,
     read_log,
     read_records,
+    read_samples,
 )
+from nemo_rl_offload.runs.samples import shortened
 from nemo_rl_offload.units import KIB, human_bytes
 
 NOT_SHOWN_THEN = "Move it away, and the page is written without it."
+SAMPLES_SHOWN, SAMPLE_CHARACTERS = 16, 4000
+"""Of a validation or a step, and of each of their texts."""
 FIRST_CURVES = ("loss", "reward", "accuracy", "grad_norm", "lr", "tokens_per_s")
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:56em;padding:0 1em;color:#1f2937}
@@ -44,7 +51,9 @@ table{border-collapse:collapse}td,th{padding:.25em .9em .25em 0;border-bottom:1p
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}svg text{font-size:11px;fill:#4b5563}
 svg .grid{stroke:#e5e7eb}.legend span{margin-right:1.2em;white-space:nowrap;display:inline-block}
 .legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
-pre{background:#f6f7f9;padding:1em;overflow:auto;font-size:13px}.note{color:#6b7280}
+pre{background:#f6f7f9;padding:1em;overflow:auto;font-size:13px}
+pre.prompt,pre.said{white-space:pre-wrap;overflow-wrap:anywhere;margin:.3em 0;padding:.5em 1em}
+pre.prompt{color:#6b7280}pre.said{margin-bottom:1.2em}.note{color:#6b7280}
 """
 
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
@@ -52,7 +61,7 @@ Curves = dict[str, dict[str, list[tuple[float, float]]]]
 
 RUN_FILES = (
     *(CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, FORMER_SUMMARY_FILE, MEMORY_FILE),
-    *(RESTARTS_FILE, WARNINGS_FILE, SCORERS_FILE, ERROR_FILE),
+    *(RESTARTS_FILE, WARNINGS_FILE, SCORERS_FILE, ERROR_FILE, SAMPLES_FILE),
 )
 
 
@@ -86,6 +95,7 @@ def _page(run_dir: Path) -> Iterator[str]:
     yield from _warnings(run_dir / WARNINGS_FILE)
     yield "<h2>Curves</h2>"
     yield from _curves(curves)
+    yield from _samples(read_samples(run_dir / SAMPLES_FILE))
     if trace := read_json(run_dir / MEMORY_FILE, MemoryOfStep, NOT_SHOWN_THEN):
         yield f"<h2>Memory over step {trace['step']}</h2>"
         yield from _memory(trace["samples"], summary)
@@ -103,6 +113,38 @@ def _warnings(path: Path) -> Iterator[str]:
     if (text := read_log(path)) is not None:
         lines = text.splitlines()
         yield f"<h2>Warnings</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
+
+
+def _samples(records: Iterable[SampleRecord]) -> Iterator[str]:
+    """Of the first and the last validation, and of the last step of training that has any."""
+    first: list[SampleRecord] = []
+    last: dict[str, list[SampleRecord]] = {}
+    for record in records:
+        group = last.setdefault(record["prefix"], [])
+        if group and group[0]["step"] != record["step"]:
+            if record["prefix"] == "validation" and not first:
+                first = group
+            group = last[record["prefix"]] = []
+        if len(group) < SAMPLES_SHOWN:
+            group.append(record)
+    groups = [("First validation", first), ("Last validation", last.get("validation", []))]
+    groups.append(("Last of training", last.get("train", [])))
+    if not any(group for _, group in groups):
+        return
+    yield "<h2>Samples</h2>"
+    for name, group in groups:
+        if group:
+            yield f"<details><summary>{name}: step {group[0]['step']}</summary>"
+            yield from map(_sample, group)
+            yield "</details>"
+    yield f"<p class='note'>More of them are in {SAMPLES_FILE}.</p>"
+
+
+def _sample(record: SampleRecord) -> str:
+    prompt, response = (
+        escape(visible(shortened(record[key], SAMPLE_CHARACTERS), keeps="\n\t")) for key in ("prompt", "response")
+    )
+    return f"<h3>{escape(outcome(record))}</h3><pre class='prompt'>{prompt}</pre><pre class='said'>{response}</pre>"
 
 
 def read_curves(path: Path) -> Curves:

@@ -12,6 +12,7 @@ from rich.progress import Progress as RichProgress
 from nemo_rl_offload.units import human_bytes
 
 LINE_EVERY = 10
+GENERATING_EVERY_S = 30.0
 
 
 class Progress:
@@ -28,8 +29,9 @@ class Progress:
         self._enabled = enabled
         self._bar: RichProgress | None = None
         self._task = TaskID(0)
+        self._description = "starting"
         self._first_step: int | None = None
-        self._start_s = time.monotonic()
+        self._start_s = self._told_s = time.monotonic()
         if enabled and self._stream.isatty():
             self._bar = RichProgress(
                 TextColumn("{task.completed}/{task.total}"),
@@ -38,7 +40,7 @@ class Progress:
                 console=Console(file=self._stream),
                 redirect_stdout=stream is None,
             )
-            self._task = self._bar.add_task("starting", total=total)
+            self._task = self._bar.add_task(self._description, total=total)
 
     def update(self, step: int, **fields: float | None) -> None:
         """Report that ``step``, counted from one, is done.
@@ -51,14 +53,40 @@ class Progress:
             self._first_step = step
         text = f"{self._time_left(step)} left  {_describe(fields)}"
         if self._bar is not None:
+            self._description = text
             self._bar.update(self._task, completed=step, description=text)
         elif self._enabled and (step in (self._first_step, self._total) or step % LINE_EVERY == 0):
             print(f"step {step}/{self._total}  {text}", file=self._stream, flush=True)
+
+    def generating(self, num_done: int, num_responses: int, num_tokens: int, seconds: float) -> None:
+        """Report how far a call for responses is that has taken so many seconds.
+
+        Off a terminal that is a line now and then, and none where all responses are there before that.
+        """
+        now_s = time.monotonic()
+        text = f"generating: {num_done} of {num_responses} responses  {num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+        elif self._enabled and min(now_s - self._told_s, seconds) >= GENERATING_EVERY_S:
+            self._told_s = now_s
+            print(text, file=self._stream, flush=True)
+
+    def generated(self) -> None:
+        """The responses are there: show again what was shown before them."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=self._description)
 
     def note(self, text: str) -> None:
         """Show a line between the others."""
         if self._bar is not None:
             self._bar.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        elif self._enabled:
+            print(text, file=self._stream, flush=True)
+
+    def show(self, text: str) -> None:
+        """Show lines of what the run does, between the others."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._enabled:
             print(text, file=self._stream, flush=True)
 

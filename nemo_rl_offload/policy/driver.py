@@ -18,8 +18,9 @@ from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.config.rules.parallel import data_parallel_size, num_interleaved
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.generation.interface import GeneratorSetup
+from nemo_rl_offload.generation.interface import GeneratorSetup, Told
 from nemo_rl_offload.generation.registry import make_generator
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.losses.reduction import Normalizers, normalizers
 from nemo_rl_offload.losses.registry import rows_per_sample
 from nemo_rl_offload.paged_stash.stats import StashStats, stash_totals
@@ -142,13 +143,15 @@ class Policy:
         values, ids = zip(*self._run_sharded(PolicyWorker.get_topk_logits, shards), strict=True)
         return sharded.gather(list(map(torch.tensor, values))), sharded.gather(list(map(torch.tensor, ids)))
 
-    def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
-        """Sample one response for each prompt; a function of weights, prompts, `seed` and the backend's layout."""
+    def generate(
+        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+    ) -> list[Response]:
+        """Sample one response for each prompt; a function of weights, arguments and the backend's layout."""
         self._generator.wake()
         if self._generator_is_behind:
             self._generator.update_weights(self._trainers)
             self._generator_is_behind = False
-        return self._generator.generate(prompts, seed)
+        return self._generator.generate(prompts, seed, sampling, told)
 
     def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write weights, optimizer, schedule and random numbers into a new folder, which all nodes share."""

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.generation.interface import Told
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.paged_stash.stats import StashStats
 from nemo_rl_offload.runs.manifest import Manifest
 from nemo_rl_offload.runs.run_files import MemorySample, OffloadTotals
@@ -34,8 +36,10 @@ class PolicyInterface(Protocol):
         Only the first `num_tokens` of the vocabulary count.
         """
 
-    def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
-        """Sample one response for each prompt."""
+    def generate(
+        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+    ) -> list[Response]:
+        """Sample one response for each prompt; `told` hears of the progress."""
 
     def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write weights, optimizer, schedule and random numbers into a new folder.

@@ -13,6 +13,8 @@ from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.cluster.worker_group import Stored, WorkerGroup
 from nemo_rl_offload.config.rules.parallel import data_parallel_size
 from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
+from nemo_rl_offload.generation.interface import Generated, Told
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.weight_sync import SOURCE_RANK, WeightBucket
 from nemo_rl_offload.policy.worker import PolicyWorker
 
@@ -72,16 +74,28 @@ class ModelWorkers:
         self, method: Callable[[PolicyWorker, *Ts], R | None], shards: Sequence[tuple[*Ts]]
     ) -> list[R]:
         """Give each rank the shard of its data-parallel rank; returns one result for each shard."""
-        results = self.workers.run_sharded(method, [shards[place.data_parallel_rank] for place in self._placements])
+        return self._of_shards(self.workers.run_sharded(method, self._of_ranks(shards)), len(shards))
+
+    def _of_ranks[T](self, shards: Sequence[T]) -> list[T]:
+        return [shards[place.data_parallel_rank] for place in self._placements]
+
+    def _of_shards[R](self, results: Sequence[R | None], num_shards: int) -> list[R]:
         sources = {
             place.data_parallel_rank: result
             for place, result in zip(self._placements, results, strict=True)
             if place.is_source and result is not None
         }
-        return [sources[number] for number in range(len(shards))]
+        return [sources[number] for number in range(num_shards)]
 
-    def generate(self, prompts: Sequence[list[int]], seed: int, end_ids: Sequence[int]) -> list[Response]:
-        """Sample one response for each prompt; a function of weights, prompts, `seed` and number of shards.
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        seed: int,
+        end_ids: Sequence[int],
+        sampling: Sampling,
+        told: Told | None = None,
+    ) -> list[Response]:
+        """Sample one response for each prompt; a function of weights, arguments and number of shards.
 
         Ranks that hold each other's experts sample together, from the same prompts.
         """
@@ -91,11 +105,22 @@ class ModelWorkers:
         num_shards = self.num_shards // num_alike
         size = -(-len(prompts) // num_shards)
         shards = [
-            (list(prompts[number * size : (number + 1) * size]), seed * num_shards + number, end_ids)
+            (list(prompts[number * size : (number + 1) * size]), seed * num_shards + number, end_ids, sampling)
             for number in range(num_shards)
             for _ in range(num_alike)
         ]
-        return [response for part in self.run_sharded(PolicyWorker.generate, shards)[::num_alike] for response in part]
+        progress = dict[int, Generated]()
+
+        def take(rank: int, generated: Generated) -> None:
+            place = self._placements[rank]
+            if told is not None and place.is_source and place.data_parallel_rank % num_alike == 0:
+                progress[rank] = generated
+                parts = progress.values()
+                told(Generated(sum(part.num_responses for part in parts), sum(part.num_tokens for part in parts)))
+
+        results = self.workers.run_streamed(PolicyWorker.generate, self._of_ranks(shards), take)
+        parts = self._of_shards(results, len(shards))[::num_alike]
+        return [response for part in parts for response in part]
 
     def weight_buckets(self) -> Iterator[Stored[WeightBucket]]:
         """All weights by Hugging Face's names, once."""

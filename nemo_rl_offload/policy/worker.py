@@ -6,7 +6,7 @@ paying for the import.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,8 @@ from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.worker_group import Stored
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ResourceError
+from nemo_rl_offload.generation.interface import Generated
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.weight_sync import WeightBucket, WeightExport, WeightLoader
 from nemo_rl_offload.observability.memory_trace import MemoryTrace
 from nemo_rl_offload.observability.notices import Notices
@@ -247,15 +249,17 @@ class PolicyWorker:
         assert self._loader is not None, "prepare_weight_update comes first"
         self._loader.finish()
 
-    def generate(self, prompts: list[list[int]], seed: int, end_ids: Sequence[int]) -> list[Response]:
-        """Sample one response for each prompt."""
-        from nemo_rl_offload.generation.megatron_sampling import generate
+    def generate(
+        self, prompts: list[list[int]], seed: int, end_ids: Sequence[int], sampling: Sampling
+    ) -> Generator[Generated, None, list[Response]]:
+        """Sample one response for each prompt; yields now and then how far that is."""
+        from nemo_rl_offload.generation.megatron_sampling import generating
 
         with explained("generating", self._policy):
-            responses = generate(
+            responses = yield from generating(
                 self._whole_model().modules,
                 prompts,
-                self._policy["generation"],
+                sampling,
                 batch_size=self._policy["generation_batch_size"],
                 end_ids=end_ids,
                 seed=seed,

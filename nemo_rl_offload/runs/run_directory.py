@@ -53,6 +53,7 @@ MANIFEST_FILE, POLICY, CHECKPOINTS = "manifest.json", "policy", "checkpoints"
 MEMORY_FILE = "memory_trace.json"
 ERROR_FILE, RESTARTS_FILE, WARNINGS_FILE, LOCK_FILE = "error.log", "restarts.log", "warnings.log", ".lock"
 SCORERS_FILE, METRICS_FILE, REPORT_FILE = "scorers.log", "metrics.jsonl", "report.html"
+SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD, WANDB, WANDB_ID_FILE = "tensorboard", "wandb", ".wandb_run"
 MLFLOW_DATABASE, MLFLOW_ID_FILE = "mlflow.db", ".mlflow_run"
 WRITTEN_WHOLE = (
@@ -60,7 +61,7 @@ WRITTEN_WHOLE = (
     *(WANDB_ID_FILE, MLFLOW_ID_FILE),
 )
 APPENDED_TO = (
-    *(METRICS_FILE, RESTARTS_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
+    *(METRICS_FILE, SAMPLES_FILE, RESTARTS_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
     *(f"{MLFLOW_DATABASE}{end}" for end in ("", "-journal", "-wal", "-shm")),
 )
 FOLDERS = (CHECKPOINTS, TENSORBOARD, WANDB)
@@ -219,10 +220,17 @@ def _changed(there: Mapping[str, object], here: Mapping[str, object]) -> str:
 
     A key that came with a later version than the run's had its default there.
     """
-    there = {path: value for path, value in _leaves(defaults_of(full_schema())).items() if path in here} | {**there}
+    defaults = {path: value for path, value in _leaves(defaults_of(full_schema())).items() if path in here}
+    there = {path: _written_out(value, there) for path, value in defaults.items()} | {**there}
     paths = [path for path in {**here, **there} if (path in here) != (path in there) or here[path] != there[path]]
     shown = [f"{path} is {_shown(there, path)} there, {_shown(here, path)} here" for path in paths]
     return "; ".join([*shown[:NUM_SHOWN], *([f"and {len(shown) - NUM_SHOWN} more"] if len(shown) > NUM_SHOWN else [])])
+
+
+def _written_out(default: object, leaves: Mapping[str, object]) -> object:
+    """A default that is another key's value (`${policy.precision}`) as that."""
+    same = re.fullmatch(r"\$\{([\w.]+)\}", default) if isinstance(default, str) else None
+    return leaves.get(same[1], default) if same else default
 
 
 def _shown(leaves: Mapping[str, object], path: str) -> str:

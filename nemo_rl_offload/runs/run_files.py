@@ -49,6 +49,24 @@ class MetricRecord(TypedDict):
     metrics: dict[str, FiniteFloat | None]
 
 
+class SampleRecord(TypedDict):
+    """A line of `samples.jsonl`: a response of a step, as far as it is kept."""
+
+    step: Count
+    prefix: str
+    """`validation` or `train`."""
+    prompt: str
+    """As the model got it, special tokens included."""
+    response: str
+    """The same of what it said, and of what it was told between turns."""
+    reward: FiniteFloat
+    truncated: bool
+    """Whether its last turn has no end."""
+    num_tokens: Count
+    """That it sampled."""
+    num_turns: Count
+
+
 class MemorySample(TypedDict):
     """Memory at a moment of a step."""
 
@@ -207,7 +225,16 @@ def read_records(path: Path) -> Iterator[MetricRecord]:
     Raises:
         ConfigError: the file cannot be read, or a line is no such record.
     """
-    adapter = TypeAdapter(MetricRecord)
+    return _read_lines(path, MetricRecord)
+
+
+def read_samples(path: Path) -> Iterator[SampleRecord]:
+    """The lines of a run's `samples.jsonl`, as `read_records` reads them; none without the file."""
+    return _read_lines(path, SampleRecord) if path.exists() or path.is_symlink() else iter(())
+
+
+def _read_lines[T](path: Path, kind: type[T]) -> Iterator[T]:
+    adapter = TypeAdapter(kind)
     with _named(path, ""):
         file = open_plain(path, follows_links=False)
     with file:

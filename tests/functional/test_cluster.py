@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import psutil
 import pytest
@@ -48,6 +48,21 @@ class GlooWorker:
         self.total(1.0)
 
 
+class TellingWorker:
+    """Yields what it is at; a rank that has nothing more to yield fails, dies or returns."""
+
+    def work(self, count: int, end: str) -> Generator[tuple[int, str], None, str]:
+        for number in range(count):
+            yield number, os.environ["RANK"]
+        if end == "fail":
+            raise UnpicklableError("said so")
+        if end == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if end == "hang":
+            time.sleep(600)
+        return f"{end} {count}"
+
+
 class HangingWorker:
     def pid(self) -> int:
         return os.getpid()
@@ -72,6 +87,30 @@ def cluster() -> Iterator[VirtualCluster]:
 def eventually_gone(pids: list[int], timeout_s: float = 10.0) -> bool:
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout_s)
     return not alive
+
+
+def test_what_ranks_tell_on_the_way_comes_in_order(cluster: VirtualCluster) -> None:
+    group = WorkerGroup(cluster, TellingWorker)
+    told: list[tuple[int, tuple[int, str]]] = []
+    results = group.run_streamed(TellingWorker.work, [(0, "none"), (3, "some")], lambda *each: told.append(each))
+    assert results == ["none 0", "some 3"]
+    assert told == [(1, (number, "1")) for number in range(3)]
+    assert group.run_streamed(TellingWorker.work, [(1, "a"), (1, "b")], lambda *_: None) == ["a 1", "b 1"], "again"
+    group.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "message"), [("fail", "rank 1 of 2 .*UnpicklableError: said so"), ("die", "rank 1 .*died")]
+)
+def test_a_rank_that_fails_on_the_way_ends_the_others(cluster: VirtualCluster, end: str, message: str) -> None:
+    group = WorkerGroup(cluster, TellingWorker)
+    told: list[int] = []
+    start_s = time.monotonic()
+    with pytest.raises(WorkerError, match=message):
+        group.run_streamed(TellingWorker.work, [(1, "hang"), (2, end)], lambda rank, _: told.append(rank))
+    assert time.monotonic() - start_s < 60
+    assert end == "die" or sorted(told) == [0, 1, 1], "the dead may not have sent it"
 
 
 def test_collective_then_exception_of_one_rank(cluster: VirtualCluster) -> None:

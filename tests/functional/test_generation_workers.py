@@ -15,6 +15,7 @@ from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.generation.interface import GeneratorSetup
 from nemo_rl_offload.generation.megatron_generator import MegatronGenerator
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.model_workers import ModelWorkers
 from nemo_rl_offload.policy.worker import PolicyWorker
@@ -49,7 +50,7 @@ def test_a_run_does_not_depend_on_who_generates(settings: tuple[str, ...], tmp_p
 
 
 TP, PP = (f"{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline"))
-END_ID, SEED = 1, 5
+END_ID, SEED, SAMPLING = 1, 5, Sampling(12)
 
 
 def laid_out(*settings: str) -> Any:
@@ -79,10 +80,10 @@ def test_a_group_of_another_layout_samples_with_the_trained_weights(
         setup = GeneratorSetup(laid_out(), (END_ID,), slots[1], policy._trainers, partial(start, model_path=model))
         generator = MegatronGenerator(setup)
         generator.start()
-        with_start_weights = generator.generate(prompts, SEED)
+        with_start_weights = generator.generate(prompts, SEED, SAMPLING)
         policy.train(batch, "nll", {})
         generator.update_weights(policy._trainers)
-        responses = generator.generate(prompts, SEED)
+        responses = generator.generate(prompts, SEED, SAMPLING)
         assert responses != with_start_weights
 
         policy.export_hf(tmp_path / "trained")
@@ -92,7 +93,7 @@ def test_a_group_of_another_layout_samples_with_the_trained_weights(
         assert trained.keys() == held.keys()
         assert all(torch.equal(trained[name], held[name]) for name in trained)
         colocated = start(slots[2], laid_out(), tmp_path / "trained")
-        assert colocated.generate(prompts, SEED, (END_ID,)) == responses
+        assert colocated.generate(prompts, SEED, (END_ID,), SAMPLING) == responses
         generator.stop()
         generator.stop()
         policy.shutdown()

@@ -137,6 +137,7 @@ def test_what_a_run_writes(finished: tuple[Path, str, str]) -> None:
     assert {path.name for path in run_dir.iterdir()} - {".lock"} == {
         "config.yaml",
         "metrics.jsonl",
+        "samples.jsonl",
         "summary.json",
         "tensorboard",
         "checkpoints",

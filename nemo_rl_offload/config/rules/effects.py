@@ -26,6 +26,10 @@ _IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
         ("policy.generation", "policy.generation_batch_size", "data.env_name", "data.max_input_seq_length"),
         attrgetter("generates"),
     ),
+    **dict.fromkeys(
+        tuple(f"logger.{key}" for key in ("num_val_samples_to_print", "num_samples_to_keep", "sample_period")),
+        attrgetter("generates"),
+    ),
     "data.add_eos": lambda spec: not spec.generates,
     **dict.fromkeys(
         ("policy.logprob_batch_size", *(f"policy.{name}.logprob_mb_tokens" for name in BY_TOKENS)),
@@ -36,6 +40,8 @@ _IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
 
 _TOKENS = ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")
 _COLOCATED, _SHAPING, _OPTIMIZER = "policy.generation.colocated", "grpo.reward_shaping", f"{MEGATRON}.optimizer"
+_PRINTED = "logger.num_val_samples_to_print"
+_VALIDATION = tuple(f"policy.generation.val_{key}" for key in ("temperature", "top_p", "top_k"))
 _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     (f"{MEGATRON}.scheduler.lr_decay_style", ("linear", "cosine"), (f"{_OPTIMIZER}.min_lr",)),
     (f"{_OPTIMIZER}.optimizer", ("sgd",), (f"{_OPTIMIZER}.sgd_momentum",)),
@@ -108,6 +114,8 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
 _UNREAD: tuple[tuple[str, Any, str], ...] = (
     (f"{MEGATRON}.pipeline_model_parallel_size", 1, f"{MEGATRON}.batch_p2p_comm"),
     (f"{MEGATRON}.cuda_graph_impl", "none", f"{MEGATRON}.cuda_graph_warmup_steps"),
+    ("logger.num_samples_to_keep", 0, "logger.sample_period"),
+    *((_VALIDATION[0], 0, path) for path in _VALIDATION[1:]),
     (f"{_OPTIMIZER}.optimizer_cpu_offload", False, f"{_OPTIMIZER}.optimizer_offload_fraction"),
 )
 """A key, its value with which nothing reads the other key, and that; no other value is to be advised for that alone."""
@@ -116,8 +124,8 @@ _UNREAD: tuple[tuple[str, Any, str], ...] = (
 def _not_of_the_algorithm(get: Get) -> Iterator[str]:
     causes: dict[str, list[str]] = {}
     for path in defaults():
-        if _is_read(path, get) or _is_default(path, get):
-            continue
+        if _is_read(path, get) or _is_default(path, get) or (path == _PRINTED and get(path) == 0):
+            continue  # NeMo-RL's recipes ask for no samples where there are none
         cause = _cause(path, get)
         if cause.startswith("with "):
             yield f"{path}: {_shown(get(path))} has no effect {cause}."
@@ -182,11 +190,12 @@ def _is_default(path: str, get: Get) -> bool:
 
 
 def _default(path: str, get: Get) -> Any:
-    """As `base.yaml` writes it; the product of other keys' values, where it writes that."""
+    """As `base.yaml` writes it; another key's value, or the product of several, where it writes that."""
     written = defaults()[path]
     if isinstance(written, str) and written.startswith("${mul:"):
         return math.prod(get(key) for key in re.findall(r"\$\{([\w.]+)\}", written))
-    return written
+    same = re.fullmatch(r"\$\{([\w.]+)\}", written) if isinstance(written, str) else None
+    return get(same[1]) if same else written
 
 
 def _penalty_is_none(get: Get) -> Iterator[str]:
@@ -202,6 +211,15 @@ def _metric_is_not_measured(get: Get) -> Iterator[str]:
         yield (
             f"{path}: {metric} has no effect while validation is off: the latest checkpoints are kept. Set "
             f"{algorithm}.val_at_end=true, or this to train:loss."
+        )
+
+
+def _validation_is_not_sampled(get: Get) -> Iterator[str]:
+    paths = [path for path in _VALIDATION if _is_read(path, get) and not _is_default(path, get)]
+    if paths and not validates(get):
+        yield (
+            f"{_no_effect(paths, get)} while validation is off. Set {get('algorithm')}.val_at_end=true, or leave "
+            f"{'this' if len(paths) == 1 else 'them'} out."
         )
 
 
@@ -255,5 +273,6 @@ EFFECT_WARNINGS: tuple[Rule, ...] = (
     *(partial(_unread, *each) for each in _UNREAD),
     _penalty_is_none,
     _metric_is_not_measured,
+    _validation_is_not_sampled,
     _schedule_has_no_such_phase,
 )

@@ -2,6 +2,7 @@
 
 from nemo_rl_offload.config.rules.batching import BATCHING_RULES, BATCHING_WARNINGS
 from nemo_rl_offload.config.rules.effects import EFFECT_WARNINGS
+from nemo_rl_offload.config.rules.generation import GENERATION_RULES
 from nemo_rl_offload.config.rules.machine import (
     LOCAL_PATH_RULES,
     MACHINE_RULES,
@@ -42,6 +43,7 @@ RULES: tuple[Rule, ...] = (
     *BATCHING_RULES,
     *TASK_RULES,
     *TURN_RULES,
+    *GENERATION_RULES,
 )
 RULES_OF_THIS_MACHINE: tuple[Rule, ...] = MACHINE_RULES
 """What a run needs here, and a check elsewhere does not."""

@@ -12,6 +12,8 @@ from nemo_rl_offload.algorithms.loop import OFFLOAD_COUNTERS
 from nemo_rl_offload.batching.batch import Batch, num_samples
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.environments.interface import Episode, Score
+from nemo_rl_offload.generation.interface import Generated
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.runs.manifest import Manifest, check_contents, file_digest
 from nemo_rl_offload.runs.run_files import MemorySample
 
@@ -26,6 +28,7 @@ class FakePolicy:
         self.weight = self.loaded_weight = 0
         self.batches: list[Batch] = []
         self.seeds: list[int] = []
+        self.samplings: list[Sampling] = []
         self.num_prompts: list[int] = []
         self.num_reference_calls = 0
         self.losses: list[tuple[str, Mapping[str, Any]]] = []
@@ -65,8 +68,10 @@ class FakePolicy:
         self.num_reference_calls += 1
         return -0.2 * torch.ones_like(batch["input_ids"], dtype=torch.float32)
 
-    def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
+    def generate(self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Any) -> list[Response]:
+        told(Generated(len(prompts) // 2, 3 * len(prompts)))
         self.seeds.append(seed)
+        self.samplings.append(sampling)
         self.num_prompts.append(len(prompts))
         rng = random.Random(seed + self.weight)
         return [self._response(rng) for _ in prompts]
@@ -155,6 +160,8 @@ class Recorder:
     def __init__(self) -> None:
         self.logged: dict[tuple[int, str], dict[str, float]] = {}
         self.notes: list[str] = []
+        self.shown: list[str] = []
+        self.progress: list[tuple[int, int, int]] = []
 
     def log(self, metrics: Mapping[str, float], step: int, prefix: str) -> None:
         assert (step, prefix) not in self.logged
@@ -171,6 +178,15 @@ class Recorder:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def generating(self, num_done: int, num_responses: int, num_tokens: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.progress.append((num_done, num_responses, num_tokens))
+
+    def generated(self) -> None: ...
+
+    def show(self, text: str) -> None:
+        self.shown.append(text)
 
     def update(self, step: int, **fields: float | None) -> None:
         assert {"loss", "tokens_per_s", "offloaded_bytes"} <= set(fields) <= PROGRESS

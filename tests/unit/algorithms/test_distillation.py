@@ -1,11 +1,12 @@
 """The distillation loop over stand-ins for both policies and the scorer."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes import FakeEnvironment, FakePolicy, Recorder
+from fakes import END_ID, FakeEnvironment, FakePolicy, Recorder
 
 from nemo_rl_offload.algorithms.distillation import Distillation, teacher_config
 from nemo_rl_offload.cluster.signals import Termination
@@ -34,7 +35,7 @@ def test_students_answers_with_the_teachers_logits(config: Any, tokenizer: Any, 
     policy, teacher, environment = FakePolicy(), FakePolicy(), FakeEnvironment()
     prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, seed=1)
     pool: Any = environment
-    loop = Distillation(config, policy, teacher, pool, tokenizer, prompts, tmp_path)
+    loop = Distillation(config, policy, teacher, pool, tokenizer, {END_ID}, prompts, tmp_path)
     recorder: Any = Recorder()
     loop.run(recorder, recorder, Termination(0))
     assert [step for step, prefix in recorder.logged if prefix == "validation"] == [0, 2, 4]
@@ -47,6 +48,9 @@ def test_students_answers_with_the_teachers_logits(config: Any, tokenizer: Any, 
         shape = batch["input_ids"].shape
         assert torch.equal(batch["teacher_topk_logits"], torch.full((*shape, 5), 264.0))
         assert batch["teacher_topk_indices"].shape == (*shape, 5)
+    samples = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert {(each["step"], each["prefix"]) for each in samples} == {(step, "validation") for step in (0, 2, 4)}
+    assert recorder.shown
     assert set(recorder.logged[1, "train"]) >= {"loss", "reward", "accuracy", "num_tokens"}
     loop.close()
     assert policy.is_shut_down

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeEnvironment, FakePolicy, Recorder, rows
+from fakes import END_ID, FakeEnvironment, FakePolicy, Recorder, rows
 
 from nemo_rl_offload.algorithms.grpo import GRPO
 from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.prompts import prompt_sets
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.losses.reduction import valid_tokens
 
 SMALL = (
@@ -40,7 +41,7 @@ def make(tokenizer: Any, tmp_path: Path) -> Make:
         prompts = prompt_sets(config["data"], task, tokenizer, config["grpo"]["seed"])
         environment: Any = FakeEnvironment()
         run_dir.mkdir(exist_ok=True)
-        return GRPO(config, policy, environment, tokenizer, prompts, run_dir), policy
+        return GRPO(config, policy, environment, tokenizer, {END_ID}, prompts, run_dir), policy
 
     return make
 
@@ -234,3 +235,27 @@ def test_what_scorers_fail_on_is_told_with_the_workers_warnings(make: Make, tmp_
     environment.step = fail_at_last
     assert run(loop).notes == ["warning: no room", "warning: late", "warning: late at last"]
     assert (tmp_path / "warnings.log").read_text().count("\n") == 3
+
+
+def test_validation_samples_by_its_own_keys(make: Make) -> None:
+    keys = ("temperature=0.7", "top_k=5", "val_temperature=0", "val_top_p=0.5", "stop_strings=[a]")
+    loop, policy = make("grpo.max_num_steps=1", "grpo.val_at_start=true", *(f"policy.generation.{key}" for key in keys))
+    run(loop)
+    drawn = [(each.temperature, each.top_p, each.top_k, each.stop_strings) for each in policy.samplings]
+    assert drawn[0] == (0, 0.5, 5, ("a",)), "validation comes first"
+    assert (0.7, 1.0, 5, ("a",)) in drawn
+    assert len(set(drawn)) == 2
+    assert all(each.tokenizer is not None and each.tokenizer.is_absolute() for each in policy.samplings)
+
+
+def test_validation_samples_as_training_by_default(make: Make) -> None:
+    keys = ("temperature=0.7", "top_p=0.9", "top_k=5")
+    loop, policy = make("grpo.max_num_steps=1", *(f"policy.generation.{key}" for key in keys))
+    run(loop)
+    assert len(policy.samplings) > 1
+    assert set(policy.samplings) == {Sampling(8, 0.7, 0.9, 5)}
+
+
+def test_progress_of_each_call_for_responses_is_shown(make: Make) -> None:
+    loop, policy = make()
+    assert run(loop).progress == [(size // 2, size, 3 * size) for size in policy.num_prompts]

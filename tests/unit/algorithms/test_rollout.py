@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
 from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.data.policy_tokenizer import response_ends
 from nemo_rl_offload.data.prompts import Prompt
 from nemo_rl_offload.data.reasoning_gym import Problem
 from nemo_rl_offload.environments.interface import Episode, Score
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.generation.sampling import Sampling
 
 PAD_ID = 0
 
@@ -47,7 +50,7 @@ def test_batch(pairs: list[tuple[list[int], list[int]]]) -> None:
 
 def test_rollout_repeats_prompts_side_by_side() -> None:
     class Policy:
-        def generate(self, prompts: list[list[int]], seed: int) -> list[Response]:
+        def generate(self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None) -> list[Response]:
             assert seed == 11
             return [make_response([prompt[0] + 1, index], index % 2 == 0) for index, prompt in enumerate(prompts)]
 
@@ -70,8 +73,19 @@ def test_rollout_repeats_prompts_side_by_side() -> None:
     policy: Any = Policy()
     environment: Any = Environment()
     prompts = [make_prompt([3]), make_prompt([5, 5])]
-    limits = Limits(1, 9, 99)
-    played = rollout(policy, environment, Tokenizer(), prompts, 2, 11, template="", limits=limits)
+    limits = Limits(1, 99)
+    played = rollout(
+        policy,
+        environment,
+        Tokenizer(),
+        prompts,
+        2,
+        11,
+        sampling=Sampling(9),
+        ends_without_text={1},
+        template="",
+        limits=limits,
+    )
     assert [prompt.token_ids for prompt in played.prompts] == [[3], [3], [5, 5], [5, 5]]
     assert [response.tokens for response in played.responses] == [[4, 0], [4, 1], [6, 2], [6, 3]]
     assert torch.equal(played.rewards, torch.tensor([3.25, 3.0, 5.25, 5.0]))
@@ -93,7 +107,7 @@ class Countdown:
         self.inputs: list[list[list[int]]] = []
         self.seeds: list[int] = []
 
-    def generate(self, prompts: list[list[int]], seed: int) -> list[Response]:
+    def generate(self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None) -> list[Response]:
         self.inputs.append(prompts)
         self.seeds.append(seed)
         return [Response([prompt[-1] - 1, END], [-1.0, -2.0], prompt[-1] != 42) for prompt in prompts]
@@ -117,8 +131,19 @@ END, OBSERVED = 98, 99
 def play(starts: list[int], max_turns: int, max_length: int = 50) -> tuple[Rollout, Countdown]:
     game: Any = Countdown()
     prompts = [make_prompt([start]) for start in starts]
-    limits = Limits(max_turns, 4, max_length)
-    return rollout(game, game, game, prompts, 1, 5, template="{question}", limits=limits), game
+    limits = Limits(max_turns, max_length)
+    return rollout(
+        game,
+        game,
+        game,
+        prompts,
+        1,
+        5,
+        sampling=Sampling(4),
+        ends_without_text={END},
+        template="{question}",
+        limits=limits,
+    ), game
 
 
 def test_turns_follow_each_other_until_the_environment_ends_the_episode() -> None:
@@ -176,7 +201,7 @@ class Speaker:
         self.end_id = end_id
         self.prompts: list[list[int]] = []
 
-    def generate(self, prompts: list[list[int]], seed: int) -> list[Response]:
+    def generate(self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None) -> list[Response]:
         self.prompts += prompts
         return [Response([*b"yo", self.end_id], [0.0] * 3, True) for _ in prompts]
 
@@ -206,10 +231,72 @@ def test_turns_of_the_chat_template_have_one_end_each(tokenizer: Any, end: str) 
     speaker: Any = Speaker(tokenizer.convert_tokens_to_ids(end))
     asks: Any = Asks()
     prompts = [make_prompt(tokenizer.encode("<|bos|>[INST] q [/INST]"))]
-    played = rollout(speaker, asks, tokenizer, prompts, 1, 5, template=None, limits=Limits(3, 4, 500))
+    played = rollout(
+        speaker,
+        asks,
+        tokenizer,
+        prompts,
+        1,
+        5,
+        sampling=Sampling(4),
+        ends_without_text={speaker.end_id},
+        template=None,
+        limits=Limits(3, 500),
+    )
     spoken = [tokenizer.decode(ids) for ids in (*speaker.prompts, prompts[0].token_ids + played.responses[0].tokens)]
     first = f"<|bos|>[INST] q [/INST]yo{end}"
     second = f"{first}<|bos|>[INST] THE-TURN-0 next 2 [/INST]yo{end}"
     assert spoken[1:3] == [second.removesuffix(f"yo{end}"), f"{second}<|bos|>[INST] THE-TURN-0 next 4 [/INST]"]
     assert spoken[3] == f"{second}<|bos|>[INST] THE-TURN-0 next 4 [/INST]yo{end}"
     assert asks.heard == ["yo", "yo", "yo"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "heard", "closing"),
+    [
+        ("call()</call>", "call()</call>", "<|im_end|>\n"),  # ended by a stop string, or by an ordinary stop token
+        ("call()<over>", "call()<over>", "<|im_end|>\n"),
+        ("call()<|im_end|>", "call()", "\n"),
+        ("call()<|reserved_0|>", "call()", "\n"),  # special, in stop_token_ids: ends a turn as <|im_end|> does
+        ("", "", "<|im_end|>\n"),
+        ("<|im_end|>", "", "\n"),
+    ],
+)
+def test_what_ended_a_turn_is_text_or_closes_it(tokenizer: Any, reply: str, heard: str, closing: str) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<over>"])  # no special token
+    ids = tokenizer.encode(reply)
+
+    class Says:
+        def generate(self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None) -> list[Response]:
+            return [Response(ids, [-0.5] * len(ids), True) for _ in prompts]
+
+    says: Any = Says()
+    asks: Any = Asks()
+    section = {
+        "stop_token_ids": tokenizer.convert_tokens_to_ids(["<over>", "<|reserved_0|>"]),
+        "stop_strings": ["</call>"],
+    }
+    policy: Any = {"generation": section}
+    ends = response_ends(policy, tokenizer, (256,))
+    assert ends.ids == (256, *section["stop_token_ids"])
+    prompts = [make_prompt([1, 2])]
+    played = rollout(
+        says, asks, tokenizer, prompts, 1, 5,
+        sampling=Sampling(4), ends_without_text=ends.without_text, template=None, limits=Limits(2, 500),
+    )  # fmt: skip
+    assert asks.heard == [heard, heard]
+    (response,) = played.responses
+    observed = [response.tokens[place] for place in sorted(response.observed)]
+    asked = "<|im_start|>user\nTHE-TURN-0 next 2<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(observed) == closing + asked
+    assert response.tokens == ids + observed + ids
+    assert response.logprobs == [-0.5] * len(ids) + [0.0] * len(observed) + [-0.5] * len(ids)
+    mask = played.batch(PAD_ID)["token_mask"][0].tolist()
+    assert mask == [0] * 2 + [1] * len(ids) + [0] * len(observed) + [1] * len(ids)
+
+
+def test_a_stop_string_that_the_tokenizer_never_writes_is_refused(tokenizer: Any) -> None:
+    policy: Any = {"generation": {"stop_token_ids": None, "stop_strings": ["ok", "<|im_end|>"]}}
+    with pytest.raises(ConfigError, match=r"stop_strings: '<\|im_end\|>' is a special token.*stop_token_ids=\[256\]"):
+        response_ends(policy, tokenizer, (256,))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeEnvironment, FakePolicy
+from fakes import END_ID, FakeEnvironment, FakePolicy
 
 from nemo_rl_offload.algorithms.grpo import GRPO
 from nemo_rl_offload.batching.batch import Batch
@@ -54,7 +54,7 @@ def make(tokenizer: Any, tmp_path: Path) -> Make:
         config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [*SMALL, *overrides])
         prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, seed=1)
         policy = FakePolicy()
-        return GRPO(config, policy, environment, tokenizer, prompts, tmp_path), policy
+        return GRPO(config, policy, environment, tokenizer, {END_ID}, prompts, tmp_path), policy
 
     return make
 

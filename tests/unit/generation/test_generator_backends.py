@@ -11,6 +11,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.interface import Generator, GeneratorSetup
 from nemo_rl_offload.generation.megatron_generator import MegatronGenerator
 from nemo_rl_offload.generation.registry import BACKENDS, make_generator
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.specs.generation import GenerationBackend
 
 EXEMPLAR = PROJECT_ROOT / "examples/configs/grpo_tiny.yaml"
@@ -21,8 +22,8 @@ class Workers:
         self.name = name
         self.calls: list[str] = []
 
-    def generate(self, prompts: Any, seed: int, end_ids: Any) -> list[Response]:
-        self.calls.append(f"generate {prompts} {seed} {end_ids}")
+    def generate(self, prompts: Any, seed: int, end_ids: Any, sampling: Sampling, told: Any) -> list[Response]:
+        self.calls.append(f"generate {prompts} {seed} {end_ids} at {sampling.temperature}")
         return []
 
     def prepare_weight_update(self) -> None:
@@ -76,11 +77,11 @@ def test_colocated_the_training_workers_generate() -> None:
     generator.start()
     generator.wake()
     generator.update_weights(training)
-    generator.generate([[1]], 3)
+    generator.generate([[1]], 3, Sampling(4, 0.5))
     generator.sleep()
     assert generator.notices() == [], "the policy asks them itself"
     generator.stop()
-    assert training.calls == ["generate [[1]] 3 (9,)"]
+    assert training.calls == ["generate [[1]] 3 (9,) at 0.5"]
     assert not started
 
 
@@ -92,8 +93,8 @@ def test_apart_workers_of_its_own_take_the_weights_over() -> None:
     ((given, own),) = started
     assert given is slots
     generator.update_weights(training)
-    generator.generate([[1]], 3)
+    generator.generate([[1]], 3, Sampling(4, 0.5))
     assert generator.notices() == [["own"]]
     generator.stop()
-    assert own.calls == ["prepare", "load ['first', 'second']", "generate [[1]] 3 (9,)", "shutdown"]
+    assert own.calls == ["prepare", "load ['first', 'second']", "generate [[1]] 3 (9,) at 0.5", "shutdown"]
     assert not training.calls

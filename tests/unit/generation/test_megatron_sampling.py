@@ -1,5 +1,6 @@
 """Filters against plain Python, the distribution of samples, and batches that do not know of each other."""
 
+import contextlib
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -11,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl_offload.generation.megatron_sampling import filter_logits, generate, sample
-
-
-def make_config(**changes: Any) -> Any:
-    return {"backend": "megatron", "max_new_tokens": 4, "temperature": 1.0, "top_k": None, "top_p": 1.0, **changes}
+from nemo_rl_offload.config.loader import resolve_tokenizer_path
+from nemo_rl_offload.generation import megatron_sampling
+from nemo_rl_offload.generation.interface import Generated
+from nemo_rl_offload.generation.megatron_sampling import filter_logits, generate, generating, sample
+from nemo_rl_offload.generation.sampling import Sampling
 
 
 def softmax(logits: list[float]) -> list[float]:
@@ -70,7 +71,7 @@ def test_samples_follow_the_filtered_distribution(changes: dict[str, Any], tempe
     logits = [0.0, 1.0, -1.0, 2.0]
     num_samples = 20_000
     generator = torch.Generator().manual_seed(0)
-    tokens, logprobs = sample(torch.tensor([logits]).expand(num_samples, -1), make_config(**changes), generator)
+    tokens, logprobs = sample(torch.tensor([logits]).expand(num_samples, -1), Sampling(4, **changes), generator)
     scaled = [logit / tempered for logit in logits]
     weights = {token: math.exp(scaled[token]) for token in allowed}
     counts = Counter(tokens.tolist())
@@ -86,7 +87,7 @@ def test_samples_follow_the_filtered_distribution(changes: dict[str, Any], tempe
 def test_the_same_generator_gives_the_same_samples() -> None:
     logits = torch.zeros(50, 8)
     first, again, other = (
-        sample(logits, make_config(), torch.Generator().manual_seed(seed))[0].tolist() for seed in (3, 3, 4)
+        sample(logits, Sampling(4), torch.Generator().manual_seed(seed))[0].tolist() for seed in (3, 3, 4)
     )
     assert first == again != other
 
@@ -130,10 +131,80 @@ def count_up(prompt: list[int], max_new_tokens: int, end_ids: list[int]) -> list
 def test_every_row_sees_its_own_tokens(
     prompts: list[list[int]], batch_size: int, max_new_tokens: int, end_ids: list[int]
 ) -> None:
-    config = make_config(max_new_tokens=max_new_tokens, top_k=1)
-    responses = generate([Counting()], prompts, config, batch_size=batch_size, end_ids=end_ids, seed=0)
+    sampling = Sampling(max_new_tokens, top_k=1)
+    responses = generate([Counting()], prompts, sampling, batch_size=batch_size, end_ids=end_ids, seed=0)
     expected = [count_up(prompt, max_new_tokens, end_ids) for prompt in prompts]
     assert [response.tokens for response in responses] == expected
     assert [response.finished for response in responses] == [tokens[-1] in end_ids for tokens in expected]
     assert all(len(response.logprobs) == len(response.tokens) for response in responses)
     assert all(abs(value) < 1e-5 for response in responses for value in response.logprobs)
+
+
+class Reciting(Counting):
+    """Answers a prompt of one token, a number, with the text of that number, as bytes."""
+
+    def __init__(self, texts: list[bytes]) -> None:
+        super().__init__()
+        self.texts = texts
+        self.rows: list[int] = []
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: None, *, inference_context: Any, **_: Any) -> Tensor:
+        start = inference_context.sequence_len_offset
+        if start == 0:
+            self.rows = ids[:, 0].tolist()
+        said = [[self.texts[row][place] for place in positions[0].tolist()] for row in self.rows]
+        return torch.nn.functional.one_hot(torch.tensor(said), 264).float() * 100
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("strings", "said", "finished"),
+    [
+        (("END",), ["so it is END", "never ends: EN D", "größer als", "END"], [True, False, False, True]),
+        (("ö", "D"), ["so it is END", "never ends: EN D", "grö", "END"], [True, True, True, True]),
+        (("it", "is"), ["so it", "never ends: EN D", "größer als", "ENDEND END"], [True, False, False, False]),
+        ((), ["so it is END now ", "never ends: EN D", "größer als", "ENDEND END"], [False, False, False, False]),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+def test_a_stop_string_is_the_end_of_a_response(
+    strings: tuple[str, ...], said: list[str], finished: list[bool], batch_size: int
+) -> None:
+    """Tokens and log-probabilities end with the byte that completes it."""
+    texts = [b"so it is END now ...", b"never ends: EN D ...", "größer als das ...".encode(), b"ENDEND END ..........."]
+    num_tokens = [17, 16, 12, 10]
+    folder = resolve_tokenizer_path("examples/models/tiny_speller")
+    for row, (text, longest) in enumerate(zip(said, num_tokens, strict=True)):
+        assert len(text.encode()) == longest or finished[row]
+    responses = []
+    for row, longest in enumerate(num_tokens):
+        sampling = Sampling(longest, top_k=1, stop_strings=strings, tokenizer=folder)
+        prompts = [[number] for number in range(4)]
+        both = generate([Reciting(texts)], prompts, sampling, batch_size=batch_size, end_ids=[256], seed=0)
+        responses.append(both[row])
+    assert [bytes(response.tokens) for response in responses] == [text.encode() for text in said]
+    assert [len(response.logprobs) for response in responses] == [len(text.encode()) for text in said]
+    assert [response.finished for response in responses] == finished
+    assert all(response.logprobs == pytest.approx([0.0] * len(response.tokens)) for response in responses)
+
+
+def test_temperature_0_takes_the_likeliest_token() -> None:
+    logits = torch.tensor([[0.0, 1.0, 3.0, 2.0], [5.0, 1.0, 3.0, 2.0]])
+    tokens, logprobs = sample(logits, Sampling(4, temperature=0, top_p=0.1, top_k=2), None)
+    assert tokens.tolist() == [2, 0]
+    expected = [math.log(softmax(row)[token]) for row, token in zip(logits.tolist(), (2, 0), strict=True)]
+    assert logprobs.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_progress_counts_responses_and_tokens_of_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_sampling, "TOLD_EVERY_S", 0.0)
+    texts = [b"ab\x00......", b"abcdef......", b"a\x00.......", b"\x00......."]
+    told = []
+    stream = generating(
+        [Reciting(texts)], [[0], [1], [2], [3]], Sampling(5, top_k=1), batch_size=2, end_ids=[0], seed=0
+    )
+    with contextlib.suppress(StopIteration):
+        while True:
+            told.append(next(stream))
+    assert told == [Generated(*each) for each in [(0, 2), (0, 4), (1, 6), (1, 7), (3, 10)]]

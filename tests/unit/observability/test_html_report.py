@@ -130,6 +130,35 @@ def test_a_run_that_was_killed(run_dir: Path) -> None:
     assert "Where the bytes went" not in text
 
 
+def test_samples_of_the_first_and_last_validation_and_of_training(run_dir: Path) -> None:
+    assert "Samples" not in report(run_dir).text
+    base = {"reward": 0.5, "truncated": True, "num_tokens": 7, "num_turns": 1}
+    keys = [("validation", 0), ("train", 5), ("validation", 5), ("train", 10), ("validation", 10)]
+    records = [
+        {
+            "step": step,
+            "prefix": prefix,
+            "prompt": f"{prefix} {step} #{row}#",
+            "response": "<b>\x1b[1m\u202e</pre>",
+            **base,
+        }
+        for prefix, step in keys
+        for row in range(20)
+    ]
+    (run_dir / "samples.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records) + '{"step": 11')
+    text = report(run_dir).text
+    for part in (
+        "validation 0 #0#",
+        "validation 10 #15#",
+        "train 10 #3#",
+        "<b>\\x1b[1m\\u202e</pre>",
+        "reward 0.5, 7 tokens, cut",
+    ):
+        assert part in text, part
+    for part in ("validation 5", "train 5", "#16#", "\x1b", "\u202e"):
+        assert part not in text, part
+
+
 def test_curves_hold_the_last_of_each_step(run_dir: Path) -> None:
     curves = read_curves(run_dir / "metrics.jsonl")
     assert curves["timing/train_s"] == {"train": [(1, 0.25), (2, 0.5)]}
@@ -200,7 +229,9 @@ def test_the_page_does_not_take_a_file_of_the_run(name: str, run_dir: Path, caps
 
 @pytest.mark.usefixtures("never_waits")
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-@pytest.mark.parametrize("name", ["report.html", "warnings.log", "memory_trace.json", "summary.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["report.html", "warnings.log", "memory_trace.json", "summary.json", "metrics.jsonl", "samples.jsonl"]
+)
 def test_links_and_pipes_of_others_are_refused(
     kind: str, name: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

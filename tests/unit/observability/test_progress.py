@@ -75,3 +75,33 @@ def test_disabled_is_silent(stream: io.StringIO) -> None:
     with Progress(5, enabled=False, stream=stream) as progress:
         progress.update(1, reward=1.0)
     assert stream.getvalue() == ""
+
+
+def test_generation_that_takes_long_is_told_of_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    with Progress(5, enabled=True, stream=stream) as progress:
+        for second in range(1, 101):
+            now[0] += 1
+            progress.generating(second, 100, 1000 * second, second)
+        now[0] += 100
+        for second in range(1, 30):  # another call, which ends soon
+            progress.generating(second, 100, 1000 * second, second)
+    assert stream.getvalue().splitlines() == [
+        f"generating: {second} of 100 responses  1,000 tokens/s" for second in (30, 60, 90)
+    ]
+
+
+def test_generation_on_a_terminal_is_part_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with Progress(5, enabled=True, stream=stream) as progress:
+        progress.update(1, reward=0.5)
+        progress.generating(3, 64, 512, 0.25)
+        assert "generating" in str(progress._bar.tasks[0].description)
+        progress.generated()
+        assert "reward 0.5" in str(progress._bar.tasks[0].description)
+        progress.generating(3, 64, 512, 0.25)
+    assert "generating: 3 of 64 responses  2,048 tokens/s" in stream.getvalue()
+    assert stream.getvalue().count("\n") <= 2

@@ -1,6 +1,7 @@
 """The driver's handle: how it cuts work for the ranks and puts results together. Workers are plain objects here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.generation.interface import Generated
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.losses.reduction import normalizers, valid_tokens
 from nemo_rl_offload.offload.stats import ModuleStats, OffloadStats
 from nemo_rl_offload.policy import model_workers as ranks_module
@@ -70,8 +73,12 @@ class FakeWorker:
         logprobs = self.get_logprobs(batch, split)
         return None if logprobs is None else logprobs - 1
 
-    def generate(self, prompts: list[list[int]], seed: int, end_ids: tuple[int, ...]) -> list[Response]:
+    def generate(
+        self, prompts: list[list[int]], seed: int, end_ids: tuple[int, ...], sampling: Sampling
+    ) -> Generator[Generated, None, list[Response]]:
         self.calls.append((prompts, seed))
+        for number in range(len(prompts)):
+            yield Generated(number, 10 * number)
         return [Response([*prompt, end_ids[0]], [0.0] * (len(prompt) + 1), True) for prompt in prompts]
 
     def start_weight_export(self) -> None:
@@ -108,6 +115,9 @@ class FakeWorker:
         return 100 + self.rank
 
 
+SAMPLING = Sampling(4)
+
+
 class FakeGroup:
     def __init__(self, cluster: Any, worker_cls: type, *args: Any, **kwargs: Any) -> None:
         cfg, self.world_size = args[0]["megatron_cfg"], cluster.world_size
@@ -119,6 +129,17 @@ class FakeGroup:
     def run_sharded(self, method: Callable[..., Any], shards: list[tuple[Any, ...]]) -> list[Any]:
         pairs = zip(self.workers, shards, strict=True)
         return [getattr(worker, method.__name__)(*shard) for worker, shard in pairs]
+
+    def run_streamed(self, method: Callable[..., Any], shards: Any, take: Callable[[int, Any], None]) -> list[Any]:
+        return [result_of(stream, partial(take, rank)) for rank, stream in enumerate(self.run_sharded(method, shards))]
+
+
+def result_of(stream: Any, take: Callable[[Any], None]) -> Any:
+    while True:
+        try:
+            take(next(stream))
+        except StopIteration as end:
+            return end.value
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +183,9 @@ def test_generators_take_the_weights_over_after_each_change(num_trainers: int, n
     prompts = [[number] for number in range(5)]
 
     def generated() -> list[int]:
-        assert [response.tokens for response in policy.generate(prompts, 3)] == [[*prompt, 9] for prompt in prompts]
+        assert [response.tokens for response in policy.generate(prompts, 3, SAMPLING)] == [
+            [*prompt, 9] for prompt in prompts
+        ]
         return [len(worker.calls) for worker in trainers]
 
     assert generated() == [0] * num_trainers, "the trainers do not generate"
@@ -268,11 +291,23 @@ def test_microbatches_by_tokens(name: str, world_size: int, make: Make) -> None:
 def test_generation_comes_back_in_order(size: int, world_size: int, seed: int, make: Make) -> None:
     policy, workers = make(world_size)
     prompts = [[index] * (index + 1) for index in range(size)]
-    responses = policy.generate(prompts, seed)
+    responses = policy.generate(prompts, seed, SAMPLING)
     assert [response.tokens for response in responses] == [[*prompt, 9] for prompt in prompts]
-    policy.generate(prompts, seed + 1)
+    policy.generate(prompts, seed + 1, SAMPLING)
     seeds = [call[1] for worker in workers for call in worker.calls]
     assert len(set(seeds)) == 2 * world_size
+
+
+@pytest.mark.parametrize(("override", "num_sources"), [(None, 4), ("tensor", 2), ("pipeline", 2), ("expert", 2)])
+def test_the_progress_of_each_shard_counts_once(override: str | None, num_sources: int, make: Make) -> None:
+    settings = [f"policy.megatron_cfg.{override}_model_parallel_size=2"] if override else []
+    policy, _ = make(4, *settings, "policy.train_micro_batch_size=1")
+    told: list[Generated] = []
+    policy.generate([[1]] * 12, 3, SAMPLING, told.append)
+    done = [each.num_responses for each in told]
+    assert done == sorted(done)
+    assert done[-1] == 12 - num_sources, "all but the last of each shard, of which the result tells"
+    assert [each.num_tokens for each in told] == [10 * number for number in done]
 
 
 TP, PP, EP = (f"policy.megatron_cfg.{name}_model_parallel_size=2" for name in ("tensor", "pipeline", "expert"))
@@ -292,7 +327,9 @@ def test_ranks_of_one_shard_get_the_same_and_one_of_them_answers(
         first = worker.place.data_parallel_rank * shard_size
         assert torch.equal(worker.calls[0][0]["input_ids"], batch["input_ids"][first : first + shard_size])
     prompts = [[index] * 2 for index in range(5)]
-    assert [response.tokens for response in policy.generate(prompts, 3)] == [[*prompt, 9] for prompt in prompts]
+    assert [response.tokens for response in policy.generate(prompts, 3, SAMPLING)] == [
+        [*prompt, 9] for prompt in prompts
+    ]
     # Ranks that hold each other's experts sample the same prompts with the same seed.
     samples = [str(worker.calls[1]) for worker in workers]
     assert len(set(samples)) == (2 if overrides[0] == EP else num_shards)

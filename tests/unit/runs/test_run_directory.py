@@ -323,6 +323,21 @@ def test_a_run_of_a_version_without_some_keys_goes_on_with_their_defaults(sectio
         enter(folder, tmp_path, config)
 
 
+def test_a_new_key_had_the_value_of_the_key_that_it_follows(tmp_path: Path) -> None:
+    """Validation sampled as training did before it had keys of its own."""
+    config = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", ["policy.generation.temperature=0.7"])
+    older = copy.deepcopy(config)
+    for key in ("val_temperature", "val_top_p", "val_top_k", "stop_strings", "stop_token_ids"):
+        del older["policy"]["generation"][key]
+    folder = enter(tmp_path / "run", tmp_path, older)
+    (folder / "metrics.jsonl").touch()
+    changed = copy.deepcopy(config)
+    changed["policy"]["generation"]["val_temperature"] = 0.0
+    with pytest.raises(ConfigError, match=r"\(policy.generation.val_temperature is 0.7 there, 0.0 here\)"):
+        enter(folder, tmp_path, changed)
+    assert enter(folder, tmp_path, config) == folder
+
+
 def test_a_run_may_go_on_by_other_means_alone(tmp_path: Path) -> None:
     config = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")
     folder = enter(tmp_path / "run", tmp_path, config)
