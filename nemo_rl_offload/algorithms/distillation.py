@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop
-from nemo_rl_offload.algorithms.rollout_loop import RolloutLoop, num_optimizer_steps, training_and_generation_slots
+from nemo_rl_offload.algorithms.rollout_loop import (
+    RolloutLoop,
+    num_optimizer_steps,
+    prompt_data,
+    training_and_generation_slots,
+)
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
@@ -89,7 +94,7 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
         )
     check_vocabulary(tokenizer, resolve_tokenizer_path(policy_config["tokenizer"]["name"]), teacher_path)
     say("Preparing problems")
-    prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, section["seed"])
+    prompts = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, section["seed"])
 
     def build(cluster: VirtualCluster) -> Distillation:
         environment = make_environment(config, run_dir)
@@ -97,7 +102,7 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
         slots, generation_slots = training_and_generation_slots(cluster, policy_config)
         teacher = Policy(slots, teacher_policy, teacher_path, ends.ids, num_steps=None, **shared)
         student_path = resolve_model_path(policy_config["model_name"])
-        num_steps = num_optimizer_steps(config)
+        num_steps = num_optimizer_steps(config, prompts[0])
         policy = Policy(
             slots,
             policy_config,

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop, spec_of
 from nemo_rl_offload.algorithms.rollout import Rollout
-from nemo_rl_offload.algorithms.rollout_loop import RolloutLoop, num_optimizer_steps, training_and_generation_slots
+from nemo_rl_offload.algorithms.rollout_loop import (
+    RolloutLoop,
+    num_optimizer_steps,
+    prompt_data,
+    training_and_generation_slots,
+)
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path
@@ -113,7 +118,7 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
     tokenizer, end_ids = load_policy_tokenizer(policy_config, config["data"]["prompt_template"])
     ends = response_ends(policy_config, tokenizer, end_ids)
     say("Preparing problems")
-    prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, grpo["seed"])
+    prompts = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, grpo["seed"])
 
     def build(cluster: VirtualCluster) -> GRPO:
         environment = make_environment(config, run_dir)
@@ -124,7 +129,7 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
             resolve_model_path(policy_config["model_name"]),
             ends.ids,
             seed=grpo["seed"],
-            num_steps=num_optimizer_steps(config) * grpo["ppo_epochs"],
+            num_steps=num_optimizer_steps(config, prompts[0]) * grpo["ppo_epochs"],
             keep_reference=spec_of(config).keeps_reference(config),
             generation_slots=generation_slots,
         )

@@ -292,7 +292,7 @@ class TrainingLoop(ABC):
     def save(self) -> None:
         """Write a checkpoint of this step, or begin to (`checkpointing.is_async`)."""
         self._finish_save()
-        prefix, name = self.config["checkpointing"]["metric_name"].split(":")
+        prefix, _, name = (self.config["checkpointing"]["metric_name"] or "").partition(":")
         metrics = self._validation_metrics if prefix == "val" else self.train_metrics
         state: LoopState = {
             "data": self._data.state_dict(),

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TextIO
 
 from nemo_rl_offload.algorithms.loop import Say, TrainingLoop, run_loop, section_of, spec_of
 from nemo_rl_offload.batching.batch import Batch
@@ -19,7 +19,7 @@ from nemo_rl_offload.runs.run_files import LoopSummary, Summary
 
 def offline_section(config: MasterConfig) -> SFTConfig | DPOConfig:
     """The section of the algorithm, with the keys that all of this kind have."""
-    return cast("SFTConfig | DPOConfig", section_of(config))
+    return section_of(config)
 
 
 class OfflineLoop(TrainingLoop):

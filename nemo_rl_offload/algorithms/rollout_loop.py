@@ -9,7 +9,7 @@ from nemo_rl_offload.algorithms.loop import TrainingLoop, section_of
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
 from nemo_rl_offload.algorithms.samples import Samples
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
-from nemo_rl_offload.config.schema import DistillationConfig, GRPOConfig, MasterConfig, PolicyConfig
+from nemo_rl_offload.config.schema import DataConfig, DistillationConfig, GRPOConfig, MasterConfig, PolicyConfig
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool
@@ -42,7 +42,7 @@ class RolloutLoop(TrainingLoop):
     ) -> None:
         self._train_prompts, self._validation_prompts = prompts
         self._rollouts = rollout_section(config)
-        super().__init__(config, policy, self._train_prompts, self._rollouts["max_num_steps"], run_dir)
+        super().__init__(config, policy, self._train_prompts, num_steps(config, self._train_prompts), run_dir)
         self._environment = environment
         self._tokenizer = tokenizer
         self._ends_without_text = ends_without_text
@@ -131,8 +131,21 @@ def training_and_generation_slots(
     return (cluster, None) if colocated["enabled"] else cluster.split(**colocated["resources"])
 
 
-def num_optimizer_steps(config: MasterConfig) -> int:
+def prompt_data(config: MasterConfig) -> DataConfig:
+    """The section `data`, with prompts that leave room for a response."""
+    data, most = config["data"], config["policy"]["max_total_sequence_length"] - 1
+    return {**data, "max_input_seq_length": min(data["max_input_seq_length"], most)}
+
+
+def num_steps(config: MasterConfig, prompts: TrainingPrompts) -> int:
+    """Steps of a whole run: `max_num_steps`, or fewer where `max_num_epochs` passes end before, as whole steps."""
+    section = rollout_section(config)
+    most, epochs = section["max_num_steps"], section["max_num_epochs"]
+    return min(most, max(1, epochs * (prompts.num_problems // section["num_prompts_per_step"]))) if epochs else most
+
+
+def num_optimizer_steps(config: MasterConfig, prompts: TrainingPrompts) -> int:
     """Optimizer steps of a whole run."""
     section = rollout_section(config)
     samples = section["num_prompts_per_step"] * section["num_generations_per_prompt"]
-    return int(section["max_num_steps"] * (samples // config["policy"]["train_global_batch_size"]))
+    return num_steps(config, prompts) * (samples // config["policy"]["train_global_batch_size"])

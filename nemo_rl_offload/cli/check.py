@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from nemo_rl_offload.config.loader import BASE, read_config
-from nemo_rl_offload.config.nemo_rl import UNSUPPORTED
+from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.validation import Findings, Problem, examine, summary
@@ -21,18 +20,12 @@ _OF_MEGATRONS_ENGINE = (
 )
 
 
-def check_file(file: Path, overrides: Sequence[str], *, allow_unsupported: bool = False) -> Findings:
-    """Read and examine a configuration for a run elsewhere; a file that cannot be read is a problem like others.
-
-    With ``allow_unsupported`` it is a recipe of NeMo-RL: base.yaml gives what it does not say or this project lacks.
-    """
+def check_file(file: Path, overrides: Sequence[str]) -> Findings:
+    """Read and examine a configuration for a run elsewhere; a file that cannot be read is a problem like others."""
     try:
-        if not allow_unsupported:
-            return examine(read_config(file, overrides), run_here=False)
-        recipe = read_config(file, overrides, below=[BASE])
-        return examine(recipe, run_here=False, nemo_rl_defaults=read_config(BASE, resolve=False).values)
+        return examine(read_recipe(file, overrides), run_here=False)
     except ConfigError as error:
-        return Findings(None, [Problem("", str(error), "")], [], LoadedConfig({}))
+        return Findings(None, [Problem("", str(error), "")], [], LoadedConfig({}), [])
 
 
 def offload_settings(megatron_cfg: MegatronConfig) -> dict[str, object]:
@@ -56,14 +49,15 @@ def offload_settings(megatron_cfg: MegatronConfig) -> dict[str, object]:
     return settings
 
 
-def as_text(file: Path, found: Findings) -> str:
-    """Lines for a terminal: warnings, then the problems, or that there are none and what is offloaded."""
-    lines = [f"warning: {warning}" for warning in found.warnings]
+def as_text(file: Path, found: Findings, *, verbose: bool = False) -> str:
+    """Lines for a terminal: warnings, then the problems, or that there are none and what is offloaded.
+
+    Keys of NeMo-RL's without effect are one line, or with ``verbose`` one each.
+    """
+    lines = [f"warning: {warning}" for warning in (found.warnings if verbose else found.summed_up)]
+    lines += [f"without effect: {each}" for each in found.without_effect if verbose]
     if found.config is None:
-        lines += [f"error: {summary(str(file), found.problems)}"]
-        if any(UNSUPPORTED in problem.message for problem in found.problems):
-            lines += ["hint: to read a recipe of NeMo-RL as it stands, add --allow-unsupported"]
-        return "\n".join(lines)
+        return "\n".join([*lines, f"error: {summary(str(file), found.problems)}"])
     settings = offload_settings(found.config["policy"]["megatron_cfg"])
     width = max(map(len, settings))
     lines += [f"{file}: no problems", "offloading, from policy.megatron_cfg:"]
@@ -78,6 +72,7 @@ def as_json(file: Path, found: Findings) -> str:
             "config": str(file),
             "problems": [asdict(problem) for problem in found.problems],
             "warnings": [asdict(warning) for warning in found.warnings],
+            "without_effect": [asdict(each) for each in found.without_effect],
             "offloading": settings,
         },
         indent=2,

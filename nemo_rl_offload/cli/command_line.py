@@ -71,12 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> int:
-    from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
+    from nemo_rl_offload.config.loader import PROJECT_ROOT
+    from nemo_rl_offload.config.recipe import read_recipe
     from nemo_rl_offload.config.validation import check_config
     from nemo_rl_offload.specs.process_limits import widen_limits
 
     source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm].example
-    config = read_config(source, overrides)
+    config = read_recipe(source, overrides, options.algorithm)
     checked = check_config(_for_algorithm(options.algorithm, config), str(source))
     widen_limits()
     from nemo_rl_offload.runs.run_directory import (
@@ -88,7 +89,9 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
     )
 
     length = other_length(options.run_dir, checked.config) if options.run_dir else ""
-    with open_run_directory(options.run_dir, Path("results") / source.stem, checked.config) as run_dir:
+    folder = checked.config["checkpointing"]["checkpoint_dir"]
+    default = Path("results") / source.stem if folder is None else Path(folder).expanduser()
+    with open_run_directory(options.run_dir, default, checked.config) as run_dir:
         run_dirs.append(run_dir)
         from rich.console import Console
 
@@ -146,7 +149,7 @@ def _for_algorithm(algorithm: str, config: "LoadedConfig") -> "LoadedConfig":
 def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     from nemo_rl_offload.cli.check import as_json, as_text, check_file
 
-    found = check_file(options.config, overrides, allow_unsupported=options.allow_unsupported)
+    found = check_file(options.config, overrides)
     if options.megatron:
         from nemo_rl_offload.megatron.runtime.optional_packages import leave_out_broken_packages
         from nemo_rl_offload.megatron.runtime.quiet import quiet
@@ -159,7 +162,9 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
     if options.format == "json":
         print(as_json(options.config, found))
     else:
-        print(as_text(options.config, found), file=sys.stderr if found.problems else sys.stdout)
+        print(
+            as_text(options.config, found, verbose=options.verbose), file=sys.stderr if found.problems else sys.stdout
+        )
     return EXIT_USER_ERROR if found.problems else 0
 
 

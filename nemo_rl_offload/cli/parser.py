@@ -52,7 +52,7 @@ def _add_check(commands: Commands) -> None:
         "check",
         help="check a configuration",
         description="Check a configuration, offline and in seconds, all problems at once; exit code 2 if there are any",
-        usage="%(prog)s FILE [--allow-unsupported] [--megatron] [--format text|json] [KEY=VALUE ...]",
+        usage="%(prog)s FILE [--verbose] [--megatron] [--format text|json] [KEY=VALUE ...]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -64,9 +64,7 @@ def _add_check(commands: Commands) -> None:
         help="where nothing is wrong, also build Megatron-Core's own configuration objects; takes seconds more",
     )
     check.add_argument(
-        "--allow-unsupported",
-        action="store_true",
-        help="read a recipe of NeMo-RL: what only NeMo-RL has is a warning",
+        "--verbose", action="store_true", help="name each key of a NeMo-RL recipe that has no effect here, and say why"
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
-from nemo_rl_offload.config.loader import files_of, read_config, resolve_model_path
+from nemo_rl_offload.config.loader import files_of, resolve_model_path
+from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.rules.parallel import training_and_generating
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.validation import check_to_plan
@@ -39,7 +40,7 @@ WIDTH = 110
 def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     """Plan, write what is asked for, and print. Raises ConfigError, and ResourceError where a file cannot be written
     after all."""
-    loaded = read_config(options.config, overrides)
+    loaded = read_recipe(options.config, overrides)
     job = read_options(options, loaded)
     _check_targets(options)
     with _uncollected():
@@ -47,7 +48,7 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     if options.html is not None:
         write_text(options.html, plan_html(found))
     if options.write is not None:
-        changed = difference(loaded.values, read_config(options.config).values)
+        changed = difference(loaded.values, read_recipe(options.config).values)
         write_text(options.write, plan_overlay(found, options.config, options.write, overrides, changed))
     if options.format == "json":
         print(json.dumps(plan_data(found), indent=2))
@@ -160,7 +161,9 @@ def _num_training(config: Mapping[str, Any], per_node: int) -> int:
 def _least_sequence(config: Mapping[str, Any]) -> int:
     if not ALGORITHMS[config["algorithm"]].generates:
         return 1
-    return int(config["data"]["max_input_seq_length"]) + int(config["policy"]["generation"]["max_new_tokens"])
+    policy = config["policy"]
+    most = int(config["data"]["max_input_seq_length"]) + int(policy["generation"]["max_new_tokens"])
+    return min(most, int(policy["max_total_sequence_length"]))
 
 
 def _given_bytes(size: str | None) -> int | None:

@@ -66,6 +66,7 @@ ALGORITHMS = Registry(
             loss_fn_keys=(
                 *("reference_policy_kl_penalty", "reference_policy_kl_type"),
                 *("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "use_cispo", "sequence_level_importance_ratios"),
+                "force_on_policy_ratio",
                 *("use_importance_sampling_correction", "truncated_importance_sampling_ratio"),
                 *("entropy_coeff", "token_level_loss"),
             ),

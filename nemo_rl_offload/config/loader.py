@@ -43,6 +43,7 @@ from nemo_rl_offload.config.sources import (
     references,
 )
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.data_sets import HUB, hub_folder
 from nemo_rl_offload.specs.documents import (
     CONFIG_BYTES,
     MAX_DIGITS,
@@ -55,6 +56,7 @@ from nemo_rl_offload.specs.documents import (
     is_too_deep,
     read_text,
 )
+from nemo_rl_offload.specs.hub_cache import cache_folder, downloaded, how_to_download, is_hub_id
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT_ROOT = _PACKAGE if (_PACKAGE / "examples").is_dir() else _PACKAGE.parent
@@ -100,18 +102,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
 
 
 def read_config(
-    path: str | Path, overrides: Sequence[str] = (), *, below: Sequence[str | Path] = (), resolve: bool = True
+    path: str | Path, overrides: Sequence[str] = (), *, whole: bool = False, resolve: bool = True
 ) -> LoadedConfig:
     """Return what `load_config` does, with the origin of each value, and what that raises an error for.
 
-    The files of ``below`` are inherited as if the file had named them first; plugins' defaults stand below them all.
-    Without ``resolve``, interpolations stay.
+    With ``whole``, what files and overrides leave out has the default of `base.yaml`. Without ``resolve``,
+    interpolations stay.
     Raises ConfigError for a file that cannot be read, or a cycle.
     """
-    num_files = count(1)
-    parts = [_load_file(Path(file), (), num_files) for file in (*below, path)]
-    config = reduce(_merge, [plugin_defaults(), *(part.values for part in parts)])
-    origins = {key: origin for part in parts for key, origin in part.origins.items()}
+    own = _load_file(Path(path), (), count(1))
+    defaults = _merge(plugin_defaults(), _load_file(BASE, (), count(1)).values if whole else {})
+    config = _completed(defaults, own.values) if whole else _merge(defaults, own.values)
+    origins = dict(own.origins)
     problems = []
     for text in overrides:
         try:
@@ -123,16 +125,30 @@ def read_config(
             problems.append(f"override '{_shortened(text)}': {error}")
         except HydraException as error:
             problems.append(_how_to_write(text, error, config))
+    if whole:
+        config = _completed(defaults, config)
     values, unresolved = _resolve(config, path) if resolve else (config, {})
-    is_alone = not below and len(files_of(Path(path))) == 1
     return LoadedConfig(
         values,
         final_origins(config, origins, unresolved),
         problems,
         unresolved,
         references(config),
-        str(BASE.relative_to(PROJECT_ROOT)) if is_alone else "",
     )
+
+
+def _completed(defaults: Any, given: Any) -> Any:
+    """What is given, and the defaults of what is not; a section that is null is not given."""
+    if not isinstance(defaults, dict) or not defaults:
+        return given
+    if given is None:
+        return deepcopy(defaults)
+    if not isinstance(given, dict):
+        return given
+    kept = {
+        key: _completed(default, given[key]) if key in given else deepcopy(default) for key, default in defaults.items()
+    }
+    return kept | {key: value for key, value in given.items() if key not in defaults}
 
 
 def _parse_override(text: str) -> Override:
@@ -298,7 +314,8 @@ def _why(error: InterpolationResolutionError) -> str:
 def resolve_model_path(name: str) -> Path:
     """Return the local folder of a model in Hugging Face format.
 
-    A relative name is looked up in the current directory, then in the project's root.
+    A relative name is looked up in the current directory, then in the project's root; a name of the hub's, then among
+    what its client has downloaded.
     Raises ConfigError when no such folder with a `config.json` exists; model hubs are never asked.
     """
     return _resolve_folder(name, "config.json")
@@ -312,13 +329,28 @@ def resolve_tokenizer_path(name: str) -> Path:
 def resolve_data_path(name: str) -> Path:
     """Return the file or folder with data, looked up in the current directory, then in the project's root.
 
+    A path that begins with `hf://datasets/` is looked up among what the hub's client has downloaded.
     Raises ConfigError when there is none.
     """
+    if name.startswith(HUB):
+        return _downloaded_data(name)
     candidates = _candidates(name)
     for candidate in candidates:
         if candidate.exists():
             return candidate
     raise ConfigError(f"'{name}' is not there (looked in {', '.join(map(str, candidates))}). Give a local path.")
+
+
+def _downloaded_data(name: str) -> Path:
+    hub_id, folder = hub_folder(name)
+    snapshot = downloaded(hub_id, "dataset")
+    if snapshot is not None and ".." not in folder and (snapshot / folder).exists():
+        return snapshot / folder
+    missing = "is not downloaded" if snapshot is None else f"has no {folder} in {snapshot}"
+    raise ConfigError(
+        f"'{_shortened(hub_id)}' {missing} (looked in {cache_folder()}). Download it: "
+        f"{how_to_download(_shortened(hub_id), 'dataset')}, or give a local path."
+    )
 
 
 def _candidates(name: str) -> list[Path]:
@@ -339,11 +371,15 @@ def _resolve_folder(name: str, required_file: str) -> Path:
     for candidate in candidates:
         if (candidate / required_file).is_file():
             return candidate
+    snapshot = downloaded(name, "model")
+    if snapshot is not None and (snapshot / required_file).is_file():
+        return snapshot
     looked = ", ".join(str(candidate) for candidate in candidates)
-    raise ConfigError(
-        f"'{name}' is not a local Hugging Face folder with a {required_file} (looked in {looked}). "
-        "Model hubs are not used: give the path of a downloaded folder."
-    )
+    how = "Model hubs are not used: give the path of a downloaded folder."
+    if is_hub_id(name):
+        looked = f"{looked}, and the hub's downloads in {cache_folder()}"
+        how = f"Nothing is downloaded by itself: {how_to_download(name, 'model')} does, or give the path of a folder."
+    raise ConfigError(f"'{name}' is not a local Hugging Face folder with a {required_file} (looked in {looked}). {how}")
 
 
 def files_of(path: Path) -> list[Path]:

@@ -288,11 +288,17 @@ class ProblemsConfig(TypedDict):
 @closed
 class TrainingDataConfig(TypedDict):
     path: Annotated[str | None, Default(None)]
-    """File or folder: conversations (sft), preference pairs (dpo), problems (math, function); null: reasoning-gym's."""
+    """File, folder or hf://datasets/OWNER/NAME: conversations (sft), pairs (dpo), problems; null: reasoning-gym's."""
     split: Annotated[str | None, Default(None)]
     """Split to take from a folder that holds several."""
+    input_key: Annotated[str | None, Default(None)]
+    """Where a record has its prompt, such as question or prompt.0.content; null: under one of the usual names."""
+    output_key: Annotated[str | None, Default(None)]
+    """Where a record has its answer; null: under one of the usual names."""
+    split_validation_size: Annotated[NonNegative, Default(0.0)]
+    """Records that are taken for validation, besides data.validation: below 1 a share, else a number."""
     seed: Annotated[Seed, Default(1_000_000)]
-    """Seed of the problem generator; problem i uses seed + i."""
+    """Seed of that choice, and of the problem generator; problem i uses seed + i."""
     size: Annotated[NumProblems, Default(20_000)]
     """Number of problems, whose order is held in memory."""
 
@@ -303,6 +309,12 @@ class ValidationDataConfig(TypedDict):
     """The same for validation."""
     split: Annotated[str | None, Default(None)]
     """The same for validation."""
+    input_key: Annotated[str | None, Default(None)]
+    """The same for validation."""
+    output_key: Annotated[str | None, Default(None)]
+    """The same for validation."""
+    repeat: Annotated[Positive, Default(1)]
+    """Times that each record is taken."""
     seed: Annotated[Seed, Default(10_000_000)]
     """Seed of the problem generator; problem i uses seed + i."""
     size: Annotated[NumProblems, Default(256)]
@@ -321,6 +333,12 @@ class DataConfig(TypedDict):
     """Longest prompt, in tokens."""
     prompt_template: Annotated[str | None, Default(None)]
     """Prompt around {question}; null: the tokenizer's chat template."""
+    prompt_file: Annotated[str | None, Default(None)]
+    """File with the text of a user's turn around the question, which stands at {}; null: the question alone."""
+    system_prompt_file: Annotated[str | None, Default(None)]
+    """File with the text of a system turn before it; null: none."""
+    add_bos: Annotated[bool, Default(False)]
+    """Begin a record with the tokenizer's beginning token where the chat template does not (sft, dpo)."""
     add_eos: Annotated[bool, Default(False)]
     """End a record's last turn with the end token where the chat template does not (sft, dpo)."""
     on_bad_line: Annotated[Literal["error", "skip"], Default("error")]
@@ -512,6 +530,8 @@ class LossConfig(TypedDict):
     """The probability ratio is clipped above 1 plus this."""
     ratio_clip_c: Annotated[Annotated[float, Gt(1)] | None, Default(None)]
     """Dual clip: with a negative advantage the ratio counts at most this; null: no such bound."""
+    force_on_policy_ratio: Annotated[bool, Default(False)]
+    """Take the ratio as 1, with its gradient; for steps of one update."""
     use_cispo: Annotated[bool, Default(False)]
     """CISPO: the clipped ratio, without a gradient, weighs the log-probability."""
     sequence_level_importance_ratios: Annotated[bool, Default(False)]
@@ -552,8 +572,10 @@ class GRPOConfig(TypedDict):
     """Responses per prompt: the group that rewards are compared in."""
     max_rollout_turns: Annotated[Positive, Default(1)]
     """Most turns of an episode, where the environment answers responses; 1: one response."""
+    max_num_epochs: Annotated[Positive | None, Default(None)]
+    """Passes over the problems after which the run ends; null: max_num_steps alone decides."""
     max_num_steps: Annotated[Positive, Default(1000)]
-    """Steps of the run."""
+    """Most steps of the run."""
     normalize_rewards: Annotated[bool, Default(True)]
     """Divide advantages by the standard deviation of their group."""
     use_leave_one_out_baseline: Annotated[bool, Default(True)]
@@ -626,8 +648,10 @@ class DistillationConfig(TypedDict):
     """Responses of the student per prompt."""
     max_rollout_turns: Annotated[Positive, Default(1)]
     """Most turns of an episode, where the environment answers responses; 1: one response."""
+    max_num_epochs: Annotated[Positive | None, Default(None)]
+    """Passes over the problems after which the run ends; null: max_num_steps alone decides."""
     max_num_steps: Annotated[Positive, Default(1000)]
-    """Steps of the run."""
+    """Most steps of the run."""
     topk_logits_k: Annotated[Positive, Default(64)]
     """Tokens at each position, the teacher's most likely ones, that are compared."""
     val_period: Annotated[Count, Default(10)]
@@ -698,14 +722,16 @@ class LoggerConfig(TypedDict):
 class CheckpointingConfig(TypedDict):
     enabled: Annotated[bool, Default(True)]
     """Write checkpoints."""
+    checkpoint_dir: Annotated[str | None, Default(None)]
+    """The run directory, where --run-dir gives none; null: results/<config name>."""
     save_period: Annotated[Positive, Default(10)]
     """Steps between checkpoints."""
     keep_top_k: Annotated[Positive | None, Default(3)]
     """Checkpoints that are kept, best first; null keeps all."""
     metric_name: Annotated[
-        Literal["val:accuracy", "val:reward", "val:loss", "train:reward", "train:loss"], Default("val:accuracy")
+        Literal["val:accuracy", "val:reward", "val:loss", "train:reward", "train:loss", None], Default("val:accuracy")
     ]
-    """Metric that ranks checkpoints."""
+    """Metric that ranks checkpoints; null: the latest are kept."""
     higher_is_better: Annotated[bool, Default(True)]
     """Whether a higher metric is better."""
     is_async: Annotated[bool, Default(False)]

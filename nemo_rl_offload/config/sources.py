@@ -5,7 +5,7 @@ a value's path only when something is to be said about it.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,14 @@ class LoadedConfig:
     """Why interpolations could not be resolved, by the path of the value, which is then `UNGIVEN`."""
     references: Mapping[str, list[str]] = field(default_factory=dict)
     """The paths that a value was made of by interpolation, by its own path."""
-    missing_base: str = ""
-    """How to name the file of defaults, where the configuration inherits from no file."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """What is wrong with keys that the schema does not have, by path."""
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    """Why a key of NeMo-RL's has no effect here, by its path."""
+    notes: Sequence[str] = ()
+    """Warnings of the translation; each begins with a path."""
+    is_recipe: bool = False
+    """Whether it has keys that only NeMo-RL knows."""
 
     def origin(self, path: str) -> str:
         """Where the value was written; of a missing one, its section; ``""`` where neither is known."""

@@ -94,7 +94,7 @@ def describe(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return ", or ".join(describe(a) for a in arguments)
     if origin is Literal:
-        return " or ".join(f"'{a}'" for a in arguments)
+        return " or ".join("null" if a is None else f"'{a}'" for a in arguments)
     if origin is list:
         return f"a list of {_PLURALS.get(_plain(arguments[0]), 'sections')}"
     if origin is dict:

@@ -8,15 +8,15 @@ problem ends with the place where the value was written, if the configuration wa
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, is_typeddict
 
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_rl_offload.config.full_schema import full_schema, right_place
-from nemo_rl_offload.config.nemo_rl import MISSING, NOT_ALLOWED, OTHER_RULES, adapted, is_replaceable, unsupported
+from nemo_rl_offload.config.full_schema import full_schema
+from nemo_rl_offload.config.nemo_rl.translation import unknown_key
 from nemo_rl_offload.config.rules.registry import RULES, RULES_OF_THIS_MACHINE, WARNINGS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, ReportedError, Rule
 from nemo_rl_offload.config.schema import MasterConfig
@@ -24,8 +24,10 @@ from nemo_rl_offload.config.sources import UNGIVEN, LoadedConfig, nodes
 from nemo_rl_offload.config.types import defaults_of, describe, item_type, keys_of
 from nemo_rl_offload.errors import ConfigError, nearest
 
-LEFT_OUT = "missing"
-"""How a problem begins where a key is not there; a value that must be given is a `MISSING` one."""
+LEFT_OUT, MISSING = "missing", "missing value"
+"""How a problem begins where a key is not there, and where a value has to be given."""
+NOT_ALLOWED = "is not allowed"
+_SAYS_NO_EFFECT = re.compile(r" (has|have|of) no effect\b|: ignored\b")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,17 @@ class Findings:
     warnings: list[Problem]
     loaded: LoadedConfig
     """What was examined."""
+    without_effect: list[Problem]
+    """Keys of a recipe of NeMo-RL that have no effect here, and why."""
+
+    @property
+    def summed_up(self) -> list[str]:
+        """The warnings as lines, with one line for all keys without effect."""
+        lines = [str(warning) for warning in self.warnings]
+        if num := len(self.without_effect):
+            what = "1 key has" if num == 1 else f"{num} keys have"
+            lines.append(f"{what} no effect here, in a recipe of NeMo-RL; `check --verbose` names them, and says why.")
+        return lines
 
 
 def check_config(
@@ -72,7 +85,7 @@ def check_config(
     found = examine(raw, run_here=run_here)
     if found.config is None:
         raise ConfigError(summary(source, found.problems))
-    return CheckedConfig(found.config, [str(warning) for warning in found.warnings])
+    return CheckedConfig(found.config, found.summed_up)
 
 
 def summary(source: str, problems: Sequence[Problem]) -> str:
@@ -81,37 +94,27 @@ def summary(source: str, problems: Sequence[Problem]) -> str:
     return "\n".join([f"{source}: {count}", *map(str, problems)])
 
 
-def examine(
-    raw: Mapping[str, Any] | LoadedConfig, *, run_here: bool, nemo_rl_defaults: Mapping[str, Any] | None = None
-) -> Findings:
+def examine(raw: Mapping[str, Any] | LoadedConfig, *, run_here: bool) -> Findings:
     """Find everything that is wrong with a configuration.
 
     What a run needs on this machine, such as the model's folder, is a problem with ``run_here`` and else a warning.
-    With ``nemo_rl_defaults`` the configuration is a recipe of NeMo-RL: what only NeMo-RL has is a warning too, and
-    these defaults stand in for it.
+    In a recipe of NeMo-RL, whose files carry whole sections that others read, what has no effect is one warning.
     """
     loaded = raw if isinstance(raw, LoadedConfig) else LoadedConfig({**raw})
     config, reported = _against_schema(loaded.values, loaded.unresolved)
-    tolerable: set[str] = set()
-    if nemo_rl_defaults is not None:
-        replaced = {path for path, text in reported.items() if is_replaceable(path, text)}
-        config, others = _against_schema(adapted(loaded.values, nemo_rl_defaults, replaced), loaded.unresolved)
-        reported |= others
-        tolerable = replaced | (set(OTHER_RULES) - reported.keys())
-    get = _reader(loaded.values, reported)
-    lines = [f"{path}: {text}" for path, text in _causes(reported, loaded, tolerable).items()]
+    get = _reader(loaded.values, [*reported, *loaded.refused])
+    lines = [f"{path}: {text}" for path, text in (_causes(reported, loaded) | {**loaded.refused}).items()]
     lines += [line for rule in RULES for line in _run(rule, get)]
     here = [line for rule in RULES_OF_THIS_MACHINE for line in _run(rule, get) if line not in lines]
     lines += here if run_here else []
-    problems = [problem_at(line, loaded) for line in lines]
-    tolerated = [problem for problem in problems if problem.path in tolerable]
-    problems = [problem for problem in problems if problem.path not in tolerable]
-    problems = [Problem("", text, "") for text in loaded.problems] + _defaults_left_out(reported, loaded) + problems
+    problems = [Problem("", text, "") for text in loaded.problems] + [problem_at(line, loaded) for line in lines]
     lines = [f"{line} Only a run needs it." for line in here if not run_here]
-    lines += [line for rule in WARNINGS for line in _run(rule, get)]
-    return Findings(
-        None if problems else config, problems, tolerated + [problem_at(line, loaded) for line in lines], loaded
-    )
+    lines += [*loaded.notes, *(line for rule in WARNINGS for line in _run(rule, get))]
+    effectless = [line for line in lines if loaded.is_recipe and _SAYS_NO_EFFECT.search(line)]
+    warnings = [problem_at(line, loaded) for line in lines if line not in effectless]
+    effectless += [f"{path}: {reason}" for path, reason in loaded.without_effect.items()]
+    ordered = [problem_at(line, loaded) for line in sorted(effectless)]
+    return Findings(None if problems else config, problems, warnings, loaded, ordered)
 
 
 def problem_at(line: str, loaded: LoadedConfig) -> Problem:
@@ -120,22 +123,15 @@ def problem_at(line: str, loaded: LoadedConfig) -> Problem:
     return Problem(path, message, loaded.origin(path))
 
 
-def _causes(reported: Mapping[str, str], loaded: LoadedConfig, tolerable: Collection[str]) -> dict[str, str]:
+def _causes(reported: Mapping[str, str], loaded: LoadedConfig) -> dict[str, str]:
     """What is wrong, without the values that are wrong because they are made of another one that is."""
     causes = dict(reported)
     for path, text in reported.items():
-        others = causes.keys() - {path, *tolerable}
+        others = causes.keys() - {path}
         sources = loaded.references.get(path, ()) if path in loaded.unresolved or NOT_ALLOWED in text else ()
         if any(other == source or source.startswith(f"{other}.") for source in sources for other in others):
             del causes[path]
     return causes
-
-
-def _defaults_left_out(reported: Mapping[str, str], loaded: LoadedConfig) -> list[Problem]:
-    """The one reason where whole sections are missing, and the file inherits nothing."""
-    if not loaded.missing_base or f"{LEFT_OUT}. Allowed: {describe(full_schema())}." not in reported.values():
-        return []
-    return [Problem("defaults", f"{LEFT_OUT}. To inherit what is missing, write `defaults: {loaded.missing_base}`", "")]
 
 
 def _against_schema(
@@ -214,9 +210,7 @@ def _schema_problems(raw: Mapping[str, Any], error: ValidationError) -> dict[str
             continue
         if details["type"] in ("extra_forbidden", "invalid_key") or location[-1] == "[key]":
             location = tuple(part for part in location if part != "[key]")
-            section = _locate(raw, location[:-1])[1]
-            unknown = f"unknown key.{right_place(str(location[-1]), section)}"
-            problems[_dotted(location)] = unsupported(_dotted(location)) or unknown
+            problems[_dotted(location)] = unknown_key(_dotted(location))
             continue
         keys, annotation, value = _locate(raw, location)
         given = LEFT_OUT if details["type"] == "missing" else f"{_shown(value)} {NOT_ALLOWED}"

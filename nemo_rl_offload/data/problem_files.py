@@ -1,27 +1,26 @@
 """Problems from files, each a question and what a scorer needs to judge an answer."""
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from nemo_rl_offload.data.reasoning_gym import Problem
-from nemo_rl_offload.data.records import read_section, report_bad_records
+from nemo_rl_offload.data.records import Record, report_bad_records
 from nemo_rl_offload.errors import DataError
 
 QUESTIONS = ("prompt", "question", "problem", "input")
 ANSWERS = ("answer", "expected_answer", "output")
 
 
-def read_problems(path: Path, split: str | None, *, name: str, needs_answer: bool, skips_bad: bool) -> list[Problem]:
-    """Read the problems of a file or folder; ``name`` is the section that messages begin with.
+def read_problems(records: Sequence[Record], *, name: str, needs_answer: bool, skips_bad: bool) -> list[Problem]:
+    """Return the problems of records; ``name`` is the section that messages begin with.
 
     A problem's ``entry`` is the record, with the answer as text under ``answer``.
 
     Raises:
-        DataError: nothing can be read there, or records that cannot be used and are not skipped.
+        DataError: there are none, or records that cannot be used and are not skipped.
     """
     problems: list[Problem] = []
     bad: list[tuple[str, str]] = []
-    for record in read_section(name, path, split):
+    for record in records:
         try:
             if isinstance(record.content, str):
                 raise ValueError(record.content)
@@ -30,7 +29,7 @@ def read_problems(path: Path, split: str | None, *, name: str, needs_answer: boo
             bad.append((record.place, str(error)))
     report_bad_records(name, bad, num_good=len(problems), skips_bad=skips_bad)
     if not problems:
-        raise DataError(f"{name}.path: {path} holds no problems. Give records with a question.")
+        raise DataError(f"{name}.path: there are no problems. Give records with a question.")
     return problems
 
 

@@ -9,11 +9,14 @@ _BEGINNING = 1000
 """Characters, which show whether a tokenizer adds its beginning token."""
 
 
-def encode_prompt(tokenizer: Tokenizer, template: str | None, question: str, num_tokens: int = 1 << 60) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer, template: str | None, question: str, num_tokens: int = 1 << 60, *, system: str | None = None
+) -> list[int]:
     """Return the token ids that the response continues; of a very long question the first, at least ``num_tokens``.
 
-    ``template`` holds ``{question}``, and other braces stay as they are; None takes the tokenizer's chat
-    template with one user turn. To a template the tokenizer may add its beginning token, never its end token.
+    ``template`` holds ``{question}``, and other braces stay as they are; None takes the tokenizer's chat template with
+    one user turn, behind one of ``system``. To a template the tokenizer may add its beginning token, never its end
+    token.
 
     Raises:
         DataError: ``template`` is None, and the tokenizer has no chat template, or that refuses the question.
@@ -26,6 +29,8 @@ def encode_prompt(tokenizer: Tokenizer, template: str | None, question: str, num
                 "Give a template, such as '{question}\\n', or policy.tokenizer.chat_template."
             )
         turns = [{"role": "user", "content": question}]
+        if system is not None:
+            turns.insert(0, {"role": "system", "content": system})
         try:
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except RunawayTemplateError:

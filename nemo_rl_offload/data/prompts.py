@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from random import Random
-from typing import Literal
 
 from nemo_rl_offload.config.environments import ENVIRONMENTS
-from nemo_rl_offload.config.loader import resolve_data_path
 from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig, ValidationDataConfig
+from nemo_rl_offload.data.columns import read_text_file, records_of, split_off, text_around
 from nemo_rl_offload.data.problem_files import read_problems
 from nemo_rl_offload.data.prompt_tokens import encode_prompt
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
+from nemo_rl_offload.data.records import Record
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.errors import DataError, all_or_none
 
@@ -38,8 +38,18 @@ class Prompt:
 class PromptEncoder:
     """Encodes problems; ``num_too_long`` counts those it refused."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None, max_input_seq_length: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | None,
+        max_input_seq_length: int,
+        *,
+        around: str = "{}",
+        system: str | None = None,
+    ) -> None:
+        """``around`` is the text of a user's turn, with the question at `{}`; ``system`` that of a turn before it."""
         self._tokenizer = tokenizer
+        self._around, self._system = around, system
         self._template = template
         self._max_input_seq_length = max_input_seq_length
         self.num_too_long = 0
@@ -47,7 +57,8 @@ class PromptEncoder:
     def __call__(self, problem: Problem) -> Prompt | None:
         """Return the prompt; None, counted and warned about once, where it has too many tokens."""
         most = self._max_input_seq_length
-        token_ids = encode_prompt(self._tokenizer, self._template, problem.question, most + 1)
+        question = self._around.format(problem.question)
+        token_ids = encode_prompt(self._tokenizer, self._template, question, most + 1, system=self._system)
         if len(token_ids) <= most:
             return Prompt(problem, token_ids)
         if not self.num_too_long:
@@ -80,6 +91,11 @@ class TrainingPrompts:
         self._epoch = 0
         self._position = 0
         self._order = self._epoch_order()
+
+    @property
+    def num_problems(self) -> int:
+        """Problems in an epoch, unusable ones included."""
+        return len(self._problems)
 
     def next_batch(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts.
@@ -135,29 +151,50 @@ def prompt_sets(
     Raises:
         DataError: unknown task, refused parameters, too few validation problems, or files that cannot be used.
     """
-    encoder = PromptEncoder(tokenizer, data["prompt_template"], data["max_input_seq_length"])
+    system = data["system_prompt_file"]
+    encoder = PromptEncoder(
+        tokenizer,
+        data["prompt_template"],
+        data["max_input_seq_length"],
+        around=text_around(data["prompt_file"]),
+        system=None if system is None else read_text_file(system),
+    )
     problems: Sequence[Problem] | ReasoningGymProblems
     if data["train"]["path"] is None:
         validation = _validation_set(data["validation"], task, encoder)
         problems = problems_of(task, data["train"]["seed"], data["train"]["size"])
     else:
-        held, problems = all_or_none(partial(_from_files, data, "validation"), partial(_from_files, data, "train"))
+        held, problems = _from_files(data)
         validation = [prompt for problem in held if (prompt := encoder(problem))]
     held_out = frozenset(prompt.problem.question for prompt in validation)
     return TrainingPrompts(problems, encoder, held_out, shuffle=data["shuffle"], seed=seed), validation
 
 
-def _from_files(data: DataConfig, name: Literal["train", "validation"]) -> list[Problem]:
-    path, split = data[name]["path"], data[name]["split"]
-    if path is None:
+def _from_files(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
+    """Problems for validation and for training."""
+    held, (problems, drawn) = all_or_none(partial(_validation_problems, data), partial(_training_problems, data))
+    return [*drawn, *held], problems
+
+
+def _training_problems(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
+    """Those of `data.train`, and of these the ones for validation."""
+    train, drawn = data["train"], list[Problem]()
+    records = records_of(train, "data.train", "answer")
+    if train["split_validation_size"]:
+        records, others = split_off(records, train["split_validation_size"], train["seed"])
+        drawn = _problems(others, "data.train", data)
+    return _problems(records, "data.train", data), drawn
+
+
+def _validation_problems(data: DataConfig) -> list[Problem]:
+    if data["validation"]["path"] is None:
         return []
-    return read_problems(
-        resolve_data_path(path),
-        split,
-        name=f"data.{name}",
-        needs_answer=ENVIRONMENTS[data["env_name"]].needs_answer,
-        skips_bad=data["on_bad_line"] == "skip",
-    )
+    return _problems(records_of(data["validation"], "data.validation", "answer"), "data.validation", data)
+
+
+def _problems(records: list[Record], name: str, data: DataConfig) -> list[Problem]:
+    needs_answer = ENVIRONMENTS[data["env_name"]].needs_answer
+    return read_problems(records, name=name, needs_answer=needs_answer, skips_bad=data["on_bad_line"] == "skip")
 
 
 def problems_of(task: ReasoningGymConfig, seed: int, size: int) -> ReasoningGymProblems:

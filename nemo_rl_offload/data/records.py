@@ -6,14 +6,18 @@ times its text, is a bad record and never held.
 """
 
 import codecs
+import gzip
 import json
 import re
 import sys
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.specs.documents import (
@@ -27,7 +31,8 @@ from nemo_rl_offload.specs.documents import (
 from nemo_rl_offload.units import GIB
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
-SUFFIXES = (*LINE_SUFFIXES, ".json", ".parquet", ".arrow")
+PACKED_LINES = ".jsonl.gz"
+SUFFIXES = (*LINE_SUFFIXES, PACKED_LINES, ".json", ".parquet", ".arrow")
 JSON_BYTES = 1 * GIB
 """Of a `.json` file, which is read as a whole."""
 NUM_SHOWN = 5
@@ -118,7 +123,7 @@ def report_bad_records(name: str, bad: Sequence[tuple[str, str]], *, num_good: i
 
 
 def _data_files(folder: Path, split: str | None) -> list[Path]:
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in SUFFIXES]
+    files = [file for file in sorted(folder.iterdir()) if _kind(file) in SUFFIXES]
     _refuse_strange(files)
     if not files and (folder / "data").is_dir():
         return _data_files(folder / "data", split)
@@ -126,7 +131,10 @@ def _data_files(folder: Path, split: str | None) -> list[Path]:
         return _data_files(inner[_chosen_split(folder, split, list(inner))], None)
     if not files:
         raise DataError(f"{folder} holds no data. Files end in one of {', '.join(SUFFIXES)}.")
-    names = {file: match[1] if (match := _SHARD.fullmatch(file.name)) else file.stem for file in files}
+    names = {
+        file: match[1] if (match := _SHARD.fullmatch(file.name)) else file.name.removesuffix(_kind(file))
+        for file in files
+    }
     splits = sorted(set(names.values()))
     is_sharded = any(_SHARD.fullmatch(file.name) for file in files)
     if split is None and not (is_sharded and len(splits) > 1):
@@ -145,7 +153,7 @@ def _refuse_strange(files: Iterable[Path]) -> None:
 def _folders_with_data(folder: Path) -> dict[str, Path]:
     """Subfolders by name, each the files of a split."""
     folders = [inner for inner in sorted(folder.iterdir()) if inner.is_dir()]
-    return {inner.name: inner for inner in folders if any(file.suffix in SUFFIXES for file in inner.iterdir())}
+    return {inner.name: inner for inner in folders if any(_kind(file) in SUFFIXES for file in inner.iterdir())}
 
 
 def _chosen_split(folder: Path, split: str | None, splits: list[str]) -> str:
@@ -155,9 +163,13 @@ def _chosen_split(folder: Path, split: str | None, splits: list[str]) -> str:
     raise DataError(f"{there}. Choose one with the key split." if split is None else f"{there}, and no '{split}'.")
 
 
+def _kind(file: Path) -> str:
+    return PACKED_LINES if file.name.endswith(PACKED_LINES) else file.suffix
+
+
 def _read_file(file: Path) -> Iterator[Record]:
     try:
-        if file.suffix in LINE_SUFFIXES:
+        if _kind(file) in (*LINE_SUFFIXES, PACKED_LINES):
             yield from _read_lines(file)
         elif file.suffix == ".json":
             yield from _read_json(file)
@@ -168,15 +180,18 @@ def _read_file(file: Path) -> Iterator[Record]:
     except DocumentError as error:
         place = "" if error.line is None else f"line {error.line}: "
         raise DataError(f"{file} cannot be read: {place}{error.reason}") from error
-    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+    except (OSError, ValueError, EOFError, zlib.error) as error:  # pyarrow's errors are ValueErrors
         if isinstance(error, DataError):
             raise
         raise DataError(f"{file} cannot be read: {error}") from error
 
 
 def _read_lines(file: Path) -> Iterator[Record]:
-    with open_plain(file) as opened:
-        for number, line in enumerate(bounded_lines(opened), start=1):
+    with (
+        open_plain(file) as opened,
+        gzip.GzipFile(fileobj=opened) if _kind(file) == PACKED_LINES else nullcontext(opened) as lines,
+    ):
+        for number, line in enumerate(bounded_lines(cast("BinaryIO", lines)), start=1):
             if line is None:
                 yield Record(f"{file}:{number}", TOO_LONG_A_LINE)
             elif content := line.removeprefix(codecs.BOM_UTF8).strip():

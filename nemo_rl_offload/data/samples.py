@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from random import Random
+from typing import Literal, cast
 
 import torch
 
 from nemo_rl_offload.batching.batch import Batch, pad_sequences
 from nemo_rl_offload.config.algorithms import ALGORITHMS
-from nemo_rl_offload.config.loader import resolve_data_path
-from nemo_rl_offload.config.schema import DataConfig, MasterConfig, TrainingDataConfig, ValidationDataConfig
+from nemo_rl_offload.config.schema import DataConfig, MasterConfig
+from nemo_rl_offload.data.columns import records_of, split_off, text_around
 from nemo_rl_offload.data.forms import (
     REPEATS_PROMPT,
     BadRecordError,
+    Message,
     UndecidedPairError,
     parse_conversation,
     parse_preference,
@@ -27,12 +29,13 @@ from nemo_rl_offload.data.forms import (
 )
 from nemo_rl_offload.data.prompts import problem_sets
 from nemo_rl_offload.data.reasoning_gym import Problem
-from nemo_rl_offload.data.records import Record, read_section, report_bad_records
+from nemo_rl_offload.data.records import Record, report_bad_records
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.data.turns import ChatEncoder, Row, TurnCounts
 from nemo_rl_offload.errors import DataError, all_or_none
 
 Sample = tuple[Row, ...]
+SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
 
 @dataclass
@@ -69,11 +72,7 @@ def sample_sets(
     if data["train"]["path"] is None:
         train, validation = reader.problems(data, config)
     else:
-        sources = [(data["train"], "data.train")]
-        if data["validation"]["path"] is not None:
-            sources.append((data["validation"], "data.validation"))
-        train, *rest = all_or_none(*(partial(reader.file, *source) for source in sources))
-        validation = rest[0] if rest else []
+        train, validation = reader.files(data)
     if len(train) < batch_size:
         raise DataError(
             f"data.train: {len(train)} samples do not fill a batch of policy.train_global_batch_size {batch_size}. "
@@ -89,17 +88,39 @@ class _Reader:
         self._skips_bad = config["data"]["on_bad_line"] == "skip"
         self._max_length = config["policy"]["max_total_sequence_length"]
         self._encoder = ChatEncoder(
-            tokenizer, data["prompt_template"], end_ids, adds_end=data["add_eos"], num_tokens=self._max_length + 1
+            tokenizer,
+            data["prompt_template"],
+            end_ids,
+            adds_end=data["add_eos"],
+            adds_beginning=data["add_bos"],
+            num_tokens=self._max_length + 1,
         )
+        self._around = text_around(data["prompt_file"])
         is_pair = ALGORITHMS[config["algorithm"]].learns_from == "pairs"
         self._encode = self._pair if is_pair else self._turns
         self.counts: dict[str, DataCounts] = {}
 
-    def file(self, source: TrainingDataConfig | ValidationDataConfig, name: str) -> list[Sample]:
-        """Samples of the file or folder of the section ``name``."""
-        assert source["path"] is not None
-        path = resolve_data_path(source["path"])
-        return self._samples(read_section(name, path, source["split"]), name)
+    def files(self, data: DataConfig) -> tuple[list[Sample], list[Sample]]:
+        """Samples of files: for training and for validation."""
+        size = data["train"]["split_validation_size"]
+        if not size:
+            return cast(
+                "tuple[list[Sample], list[Sample]]", all_or_none(*(partial(self._file, data, n) for n in SPLITS))
+            )
+        records, held = all_or_none(*(partial(self._records, data, name) for name in SPLITS))
+        records, drawn = split_off(records, size, data["train"]["seed"])
+        parts = (
+            partial(self._samples, records, "data.train"),
+            partial(self._samples, [*drawn, *held], "data.validation"),
+        )
+        return cast("tuple[list[Sample], list[Sample]]", all_or_none(*parts))
+
+    def _file(self, data: DataConfig, name: Literal["train", "validation"]) -> list[Sample]:
+        records = self._records(data, name)
+        return self._samples(records, f"data.{name}") if data[name]["path"] is not None else []
+
+    def _records(self, data: DataConfig, name: Literal["train", "validation"]) -> list[Record]:
+        return [] if data[name]["path"] is None else records_of(data[name], f"data.{name}", "completion")
 
     def problems(self, data: DataConfig, config: MasterConfig) -> tuple[list[Sample], list[Sample]]:
         """Samples of reasoning-gym's problems and their answers; no question is in both sets."""
@@ -171,12 +192,22 @@ class _Reader:
             )
 
     def _turns(self, content: Mapping[str, object]) -> Sample:
-        return (self._encoder(parse_conversation(content), tools=parse_tools(content)),)
+        messages = self._asked(parse_conversation(content))
+        return (self._encoder(messages, tools=parse_tools(content)),)
 
     def _pair(self, content: Mapping[str, object]) -> Sample:
         prompt, chosen, rejected = parse_preference(content)
+        prompt = self._asked(prompt)
         tools = parse_tools(content)
         return tuple(self._encoder([*prompt, *answer], len(prompt), tools) for answer in (chosen, rejected))
+
+    def _asked(self, messages: list[Message]) -> list[Message]:
+        """The messages with the text of `data.prompt_file` around the first of a user."""
+        first = next((place for place, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None or self._around == "{}":
+            return messages
+        changed = {**messages[first], "content": self._around.format(messages[first]["content"])}
+        return [*messages[:first], changed, *messages[first + 1 :]]  # type: ignore[list-item]
 
 
 def _report_turns(name: str, turns: TurnCounts, *, says_where: bool) -> None:

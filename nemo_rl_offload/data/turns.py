@@ -77,6 +77,7 @@ class ChatEncoder:
         end_ids: Collection[int],
         *,
         adds_end: bool = False,
+        adds_beginning: bool = False,
         num_tokens: int = 1 << 60,
     ) -> None:
         """Of a row, at least the first ``num_tokens`` tokens are made, and not all others of a very long text."""
@@ -88,6 +89,7 @@ class ChatEncoder:
         self._template = template
         self._end_ids = frozenset(end_ids)
         self._adds_end = adds_end
+        self._beginning = tokenizer.bos_token_id if adds_beginning else None
         self._num_tokens = num_tokens
         special = added_tokens(tokenizer)
         self._special_ids = frozenset(special.values())
@@ -149,6 +151,8 @@ class ChatEncoder:
             said = [str(message.get(key) or "") for key in ("content", *THOUGHTS)]
             self.counts.num_shortened += any(not _holds(chat.text[before:end], text) for text in said)
             before = end
+        if self._beginning is not None and token_ids[:1] != [self._beginning]:
+            token_ids, is_learned = [self._beginning, *token_ids], [False, *is_learned]
         return Row(token_ids, is_learned, chat.text[num_read:], rest_is_learned)
 
     def _by_template(self, messages: Sequence[Message], template: str, tools: Tools | None) -> Row:

@@ -125,8 +125,11 @@ def generating(
     batch_size: int,
     end_ids: Sequence[int],
     seed: int,
+    max_length: int = 1 << 60,
 ) -> Generator[Generated, None, list[Response]]:
     """Sample one response for each prompt (token ids, none empty), in the order of `prompts`; yields its progress.
+
+    None is longer than `max_new_tokens`, nor than what its prompt leaves of `max_length`.
 
     `chunks` are this pipeline stage's `GPTModel`s without wrappers. Any of `end_ids` ends a response, and so does a
     stop string. Sampling is a function of `seed`, the prompts and `batch_size`.
@@ -143,7 +146,7 @@ def generating(
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             batch = yield from _generate_batch(
-                chunks, [prompts[row] for row in rows], sampling, end_ids, generator, device, progress
+                chunks, [prompts[row] for row in rows], sampling, end_ids, generator, progress, max_length
             )
             progress.add(len(batch), sum(len(response.tokens) for response in batch))
             results.update(zip(rows, batch, strict=True))
@@ -177,18 +180,18 @@ def _generate_batch(
     sampling: Sampling,
     end_ids: Sequence[int],
     generator: torch.Generator,
-    device: torch.device,
     progress: _Progress,
+    max_length: int,
 ) -> Generator[Generated, None, list[Response]]:
     num_rows, shortest, longest = len(prompts), len(prompts[0]), len(prompts[-1])
-    limit = longest + sampling.max_new_tokens
+    limit, device = min(longest + sampling.max_new_tokens, max_length), generator.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     end_tokens = torch.tensor(end_ids, device=device)
     tokens = torch.full((num_rows, limit), end_ids[0], device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
     logprobs = torch.zeros(num_rows, limit, device=device)
-    ends = lengths + sampling.max_new_tokens
+    ends = (lengths + sampling.max_new_tokens).clamp(max=max_length)
     finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     stops = _stop_strings(sampling, num_rows)

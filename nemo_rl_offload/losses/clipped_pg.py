@@ -45,6 +45,7 @@ class ClippedPolicyGradient:
 
     - ``r = exp(logprobs - prev_logprobs)``, with the logarithm clamped to +-20. With
       ``sequence_level_importance_ratios`` the logarithm is averaged over the response first.
+    - ``force_on_policy_ratio`` takes the current policy for the previous one: ``r`` is 1, and has its gradient.
     - ``ratio_clip_c`` bounds the loss by ``-c A`` where ``A < 0`` (dual clip).
     - ``use_cispo`` takes ``-clip(r) A logprobs`` instead, without a gradient through ``clip(r)``.
     - ``w`` is 1, or with ``use_importance_sampling_correction`` ``exp(prev_logprobs - generation_logprobs)``, of the
@@ -61,6 +62,7 @@ class ClippedPolicyGradient:
     ratio_clip_min: float
     ratio_clip_max: float
     ratio_clip_c: float | None
+    force_on_policy_ratio: bool
     use_cispo: bool
     sequence_level_importance_ratios: bool
     use_importance_sampling_correction: bool
@@ -95,7 +97,7 @@ class ClippedPolicyGradient:
         """
         mask = valid_tokens(batch)
         logprobs = logprobs.masked_fill(~mask, 0)  # padding may hold -inf, and `-inf * 0` is NaN
-        previous = batch["prev_logprobs"].masked_fill(~mask, 0)
+        previous = logprobs.detach() if self.force_on_policy_ratio else batch["prev_logprobs"].masked_fill(~mask, 0)
         advantages = batch["advantages"].masked_fill(~mask, 0)
         mean = token_mean if self.token_level_loss else sequence_mean
 

@@ -263,6 +263,7 @@ class PolicyWorker:
                 batch_size=self._policy["generation_batch_size"],
                 end_ids=end_ids,
                 seed=seed,
+                max_length=self._policy["max_total_sequence_length"],
             )
         self._empty_cache(from_level=2)
         return responses

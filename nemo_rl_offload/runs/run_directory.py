@@ -77,7 +77,7 @@ _LAYOUT_AND_MEMORY = """
 RESUME_MAY_CHANGE = (
     *("cluster", "fault_tolerance", "logger", "policy.generation.colocated", "policy.logprob_chunk_size"),
     *(f"policy.megatron_cfg.{key}" for key in _LAYOUT_AND_MEMORY.split()),
-    *(f"checkpointing.{key}" for key in ("save_period", "keep_top_k", "is_async")),
+    *(f"checkpointing.{key}" for key in ("checkpoint_dir", "save_period", "keep_top_k", "is_async")),
 )
 """Keys that say by what means a run computes, not what: a run may go on with others."""
 NUM_SHOWN = 3

@@ -88,9 +88,68 @@ CATALOGUE: Mapping[str, Mapping[str, Any]] = {
 }
 """Hub name of the base model -> contents of its config.json."""
 
+_TIED = {"tie_word_embeddings": True}
+_FURTHER: Mapping[str, Mapping[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B": _qwen("qwen2", 24, 896, 4864, 14, 2, **_TIED),
+    "Qwen/Qwen2.5-3B": _qwen("qwen2", 36, 2048, 11008, 16, 2, **_TIED),
+    "Qwen/Qwen2.5-14B": _qwen("qwen2", 48, 5120, 13824, 40, 8, vocab_size=152064),
+    "Qwen/Qwen2.5-Math-1.5B": _qwen("qwen2", 28, 1536, 8960, 12, 2, **_TIED),
+    "Qwen/Qwen2.5-Math-7B": _qwen("qwen2", 28, 3584, 18944, 28, 4, vocab_size=152064),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _qwen("qwen2", 28, 1536, 8960, 12, 2),
+    "Qwen/Qwen3-0.6B": _qwen("qwen3", 28, 1024, 3072, 16, 8, head_dim=128, **_TIED),
+    "Qwen/Qwen3-1.7B": _qwen("qwen3", 28, 2048, 6144, 16, 8, head_dim=128, **_TIED),
+    "Qwen/Qwen3-4B": _qwen("qwen3", 36, 2560, 9728, 32, 8, head_dim=128, **_TIED),
+    "Qwen/Qwen3-14B": _qwen("qwen3", 40, 5120, 17408, 40, 8, head_dim=128),
+    "Qwen/Qwen3-32B": _qwen("qwen3", 64, 5120, 25600, 64, 8, head_dim=128),
+    "meta-llama/Llama-3.2-1B": {**_llama(16, 2048, 8192, 32), **_TIED},
+    "meta-llama/Llama-3.2-3B": {**_llama(28, 3072, 8192, 24), **_TIED},
+    "meta-llama/Llama-3.3-70B": _llama(80, 8192, 28672, 64),
+    "openai/gpt-oss-20b": {
+        **CATALOGUE["openai/gpt-oss-120b"],
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+    },
+    "allenai/Llama-3.1-Tulu-3-8B-SFT": {**_llama(32, 4096, 14336, 32), "vocab_size": 128264},
+    "moonshotai/Moonlight-16B-A3B": {
+        **CATALOGUE["deepseek-ai/DeepSeek-V3"],
+        "num_hidden_layers": 27,
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "vocab_size": 163840,
+    },
+}
+"""Models that a check knows besides."""
+_OTHER_FAMILIES = {
+    r"nvidia/.*nemotron-(3|nano)": "nemotron_h",
+    r"google/gemma-3n": "gemma3n",
+    r"google/gemma-3": "gemma3",
+    r"google/gemma-2": "gemma2",
+    r"qwen/qwen3\.5": "qwen3_5",
+    r"qwen/qwen3-next": "qwen3_next",
+    r"zai-org/glm-5": "glm_moe_dsa",
+    r"zai-org/glm-4\.7-flash": "glm4_moe_lite",
+    r"zai-org/glm-4\.[567]": "glm4_moe",
+    r"qwen/qwen[\d.]+-vl": "qwen_vl",
+    r"huggingfacetb/smolvlm": "smolvlm",
+}
+"""How names of models begin whose families are not trained here, and their `model_type`."""
+
 # Further training of the same shape.
 _VARIANT = re.compile(r"-(Instruct|Base|Chat|Thinking|\d{4})$", re.IGNORECASE)
-_SAME_SHAPE = {"deepseek-ai/DeepSeek-R1": "deepseek-ai/DeepSeek-V3"}
+_SAME_SHAPE = {
+    "deepseek-ai/DeepSeek-R1": "deepseek-ai/DeepSeek-V3",
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "meta-llama/Llama-3.1-8B",
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": "meta-llama/Llama-3.1-70B",
+}
 
 
 def find_config(name: str) -> Mapping[str, Any] | None:
@@ -102,9 +161,15 @@ def find_config(name: str) -> Mapping[str, Any] | None:
     while _VARIANT.search(base):
         base = _VARIANT.sub("", base)
     base = re.sub("/Meta-Llama-", "/Llama-", base, flags=re.IGNORECASE)
-    known = {key.lower(): key for key in (*CATALOGUE, *_SAME_SHAPE)}
-    key = known.get(base.lower())
-    return None if key is None else CATALOGUE[_SAME_SHAPE.get(key, key)]
+    models = {**CATALOGUE, **_FURTHER}
+    known = {key.lower(): key for key in (*models, *_SAME_SHAPE)}
+    key = known.get(base.lower()) or known.get(name.strip("/").lower())
+    return None if key is None else models[_SAME_SHAPE.get(key, key)]
+
+
+def other_family(name: str) -> str | None:
+    """Return the `model_type` of a public model that is not trained here, by its hub name; None for any other."""
+    return next((kind for begin, kind in _OTHER_FAMILIES.items() if re.match(begin, name.lower())), None)
 
 
 def read_config_file(path: Path) -> Mapping[str, Any]:

@@ -70,7 +70,7 @@ def test_yaml_is_a_configuration_that_check_accepts_or_a_device(text: str, tmp_p
         base = next(base for word, base in BASES.items() if word in text)
         text = f"defaults: examples/configs/{base}\n{text}"
     path.write_text(text)
-    found = check_file(path, [], allow_unsupported=False)
+    found = check_file(path, [])
     if "offload_module:" in text:  # a mistake that the page shows
         assert len(found.problems) == 2
         return

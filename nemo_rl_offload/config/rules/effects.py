@@ -30,7 +30,7 @@ _IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
         tuple(f"logger.{key}" for key in ("num_val_samples_to_print", "num_samples_to_keep", "sample_period")),
         attrgetter("generates"),
     ),
-    "data.add_eos": lambda spec: not spec.generates,
+    **dict.fromkeys(("data.add_bos", "data.add_eos"), lambda spec: not spec.generates),
     **dict.fromkeys(
         ("policy.logprob_batch_size", *(f"policy.{name}.logprob_mb_tokens" for name in BY_TOKENS)),
         attrgetter("has_logprob_passes"),
@@ -38,6 +38,8 @@ _IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
 }
 """Whether an algorithm reads a key, or a section where the key itself is not listed; all do where neither is."""
 
+_OF_FILES = ("split", "input_key", "output_key", "split_validation_size", "repeat")
+"""Keys of a data set that is read from files."""
 _TOKENS = ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")
 _COLOCATED, _SHAPING, _OPTIMIZER = "policy.generation.colocated", "grpo.reward_shaping", f"{MEGATRON}.optimizer"
 _PRINTED = "logger.num_val_samples_to_print"
@@ -141,7 +143,7 @@ def _cause(path: str, get: Get) -> str:
     if of_problems and spec.generates:
         return f"while data.env_name is {get('data.env_name')}"
     if spec.learns_from == "conversations" and path.startswith((*SPLITS, f"env.{PROBLEMS}.")):
-        return f"while data.train.path is {'null' if path.endswith('.split') else 'given'}"
+        return f"while data.train.path is {'null' if path.endswith(_OF_FILES) else 'given'}"
     return f"with algorithm {spec.name}"
 
 
@@ -153,7 +155,7 @@ def _no_effect(paths: Sequence[str], get: Get) -> str:
 def _is_read(path: str, get: Get) -> bool:
     spec = algorithm_spec(get)
     section, _, key = path.partition(".")
-    if path in [f"{split}.split" for split in SPLITS]:
+    if path in [f"{split}.{name}" for split in SPLITS for name in _OF_FILES]:
         return not takes_problems(get)
     if section == "env" and not key.startswith(f"{PROBLEMS}."):
         return bool(spec.generates and key.startswith(f"{get('data.env_name')}."))
@@ -207,7 +209,7 @@ def _penalty_is_none(get: Get) -> Iterator[str]:
 def _metric_is_not_measured(get: Get) -> Iterator[str]:
     path, algorithm = "checkpointing.metric_name", get("algorithm")
     metric = get(path)
-    if metric.startswith("val:") and metric != defaults()[path] and not validates(get):
+    if metric is not None and metric.startswith("val:") and metric != defaults()[path] and not validates(get):
         yield (
             f"{path}: {metric} has no effect while validation is off: the latest checkpoints are kept. Set "
             f"{algorithm}.val_at_end=true, or this to train:loss."

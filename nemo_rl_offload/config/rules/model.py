@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from nemo_rl_offload.config.rules.rule import Get, algorithm_spec, megatron, read_model_config
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.catalogue import other_family
 from nemo_rl_offload.specs.model_families import TORCH_LAYERS, needs_torch_layers, refusals, unknown_keys
 from nemo_rl_offload.specs.model_keys import Content
 
@@ -36,7 +37,9 @@ def _models(get: Get) -> Iterator[tuple[str, Content]]:
         try:
             content = read_model_config(name)
         except ConfigError:
-            continue
+            if (family := other_family(name)) is None:
+                continue
+            content = {"model_type": family}
         yield path, content
 
 

@@ -23,7 +23,7 @@ from nemo_rl_offload.config.rules.model import MODEL_RULES, MODEL_WARNINGS
 from nemo_rl_offload.config.rules.offload import OFFLOAD_RULES, OFFLOAD_WARNINGS, STASH_RULES
 from nemo_rl_offload.config.rules.parallel import PARALLEL_RULES
 from nemo_rl_offload.config.rules.rule import Rule
-from nemo_rl_offload.config.rules.tasks import TASK_RULES
+from nemo_rl_offload.config.rules.tasks import TASK_RULES, TASK_WARNINGS
 from nemo_rl_offload.config.rules.turns import TURN_RULES, TURN_WARNINGS
 
 RULES: tuple[Rule, ...] = (
@@ -53,6 +53,7 @@ WARNINGS: tuple[Rule, ...] = (
     *OFFLOAD_WARNINGS,
     *MEGATRON_WARNINGS,
     *BATCHING_WARNINGS,
+    *TASK_WARNINGS,
     *TURN_WARNINGS,
     *EFFECT_WARNINGS,
 )

@@ -5,6 +5,7 @@ the configuration, such as files and a user's function, is in `machine.py`.
 """
 
 import ast
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -52,10 +53,11 @@ def _generation_workers(get: Get) -> Iterator[str]:
             f"{path}.resources.{key}: {wanted} of cluster.{key}={there} leaves none to train. "
             f"Set cluster.{key} to at least {wanted + 1}."
         )
-    if (useless := get(f"{path}.resources.{other}")) not in (None, 1 if other == "num_nodes" else None):
+    whole = 1 if other == "num_nodes" else get("cluster.gpus_per_node")
+    if (useless := get(f"{path}.resources.{other}")) not in (None, whole):
         yield (
             f"{path}.resources.{other}: {useless} is not allowed with cluster.num_nodes={get('cluster.num_nodes')}, "
-            f"where {path}.resources.{key} says which workers generate. Set it to null."
+            f"where {path}.resources.{key} says which workers generate. Set it to {json.dumps(whole)}, or null."
         )
 
 
@@ -190,11 +192,56 @@ def _lengths(get: Get) -> Iterator[str]:
         return
     prompt, response = get("data.max_input_seq_length"), get("policy.generation.max_new_tokens")
     total = get("policy.max_total_sequence_length")
-    if prompt + response > total:
+    if response < total < prompt + response and not any(_turns_fit(get)):
         yield (
             f"policy.max_total_sequence_length: {total} is less than data.max_input_seq_length {prompt} + "
-            f"policy.generation.max_new_tokens {response}. Set at least {prompt + response}."
+            f"policy.generation.max_new_tokens {response}: responses to prompts of over {total - response} tokens are "
+            f"cut. Set at least {prompt + response} for whole ones."
         )
+
+
+def _turns_fit(get: Get) -> Iterator[str]:
+    if not algorithm_has("max_rollout_turns", get) or get(f"{get('algorithm')}.max_rollout_turns") == 1:
+        return
+    prompt, response = get("data.max_input_seq_length"), get("policy.generation.max_new_tokens")
+    if prompt + response > (total := get("policy.max_total_sequence_length")):
+        yield (
+            f"policy.max_total_sequence_length: {total} is less than data.max_input_seq_length {prompt} + "
+            f"policy.generation.max_new_tokens {response}, and a turn that might not fit is not begun. Set at least "
+            f"{prompt + response}, or {get('algorithm')}.max_rollout_turns=1."
+        )
+
+
+def _on_policy_ratio(get: Get) -> Iterator[str]:
+    path, algorithm = "loss_fn.force_on_policy_ratio", get("algorithm")
+    if "force_on_policy_ratio" not in algorithm_spec(get).loss_fn_keys or not get(path):
+        return
+    samples = get(f"{algorithm}.num_prompts_per_step") * get(f"{algorithm}.num_generations_per_prompt")
+    updates = samples // get("policy.train_global_batch_size") * get(f"{algorithm}.ppo_epochs")
+    if updates > 1:
+        yield (
+            f"{path}: true needs steps of one update, and these have {updates}. Set policy.train_global_batch_size to "
+            f"{samples} and {algorithm}.ppo_epochs to 1, or this to false."
+        )
+    if get("loss_fn.use_cispo"):
+        yield f"{path}: excluded by use_cispo, which weighs by the ratio. Set one of the two to false."
+
+
+def _prompt_files(get: Get) -> Iterator[str]:
+    for key in ("prompt_file", "system_prompt_file"):
+        path = f"data.{key}"
+        if get(path) is None:
+            continue
+        if get("data.prompt_template") is not None:
+            yield f"{path}: excluded by data.prompt_template, which has no user's turn. Set one of the two to null."
+        turns = f"{get('algorithm')}.max_rollout_turns"
+        if algorithm_has("max_rollout_turns", get) and get(turns) > 1:
+            yield (
+                f"{path}: not for rollouts of several turns, whose later ones have the question alone. Set {turns} to "
+                "1, or this to null."
+            )
+    if get("data.system_prompt_file") is not None and not algorithm_spec(get).generates:
+        yield "data.system_prompt_file: given answers have the system turns of their records. Set it to null."
 
 
 def _sequence_ratios(get: Get) -> Iterator[str]:
@@ -236,6 +283,8 @@ def _data_paths(get: Get) -> Iterator[str]:
             f"data.train.path: missing value; {algorithm} takes preference pairs from a file. "
             "Give one: data.train.path=..."
         )
+    elif train is not None and validation is None and get("data.train.split_validation_size"):
+        return
     elif (train is None) != (validation is None) and validates(get):
         there, missing = SPLITS if validation is None else reversed(SPLITS)
         yield (
@@ -253,6 +302,8 @@ def validates(get: Get) -> bool:
 def _metric(get: Get) -> Iterator[str]:
     metric, algorithm = get("checkpointing.metric_name"), get("algorithm")
     allowed = algorithm_spec(get).metrics
+    if metric is None:
+        return
     if metric not in allowed:
         yield f"checkpointing.metric_name: {algorithm} has no {metric}. Allowed: {', '.join(allowed)}."
     elif metric.endswith(":loss") == get("checkpointing.higher_is_better"):
@@ -260,6 +311,7 @@ def _metric(get: Get) -> Iterator[str]:
         yield f"checkpointing.higher_is_better: keeps the worst checkpoints by {metric}. Set it to {wanted}."
 
 
+TASK_WARNINGS: tuple[Rule, ...] = (_lengths,)
 TASK_RULES: tuple[Rule, ...] = (
     _prompt_template,
     _generation_workers,
@@ -270,7 +322,9 @@ TASK_RULES: tuple[Rule, ...] = (
     _thinking_tags,
     _samples_per_step,
     _groups,
-    _lengths,
+    _turns_fit,
+    _on_policy_ratio,
+    _prompt_files,
     _batch_multiplier,
     _overlong_buffer,
     _sequence_ratios,

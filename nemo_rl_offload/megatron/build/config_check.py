@@ -49,7 +49,7 @@ def ask_megatron(found: Findings) -> Findings:
             (untold if _needs_transformer_engine(line) else refusals).append(line)
     problems = [problem_at(line, found.loaded) for line in refusals]
     warnings = [*found.warnings, *(problem_at(f"{line} Only a run needs it.", found.loaded) for line in untold)]
-    return Findings(None if problems else config, problems, warnings, found.loaded)
+    return Findings(None if problems else config, problems, warnings, found.loaded, found.without_effect)
 
 
 def _needs_transformer_engine(line: str) -> bool:

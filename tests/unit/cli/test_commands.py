@@ -46,4 +46,4 @@ def test_the_usage_of_check_has_its_options(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         cli.main(["check", "--help"])
     usage = capsys.readouterr().out.partition("\n\n")[0]
-    assert all(option in usage for option in ("--allow-unsupported", "--megatron", "--format"))
+    assert all(option in usage for option in ("--verbose", "--megatron", "--format"))

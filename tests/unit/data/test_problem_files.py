@@ -10,6 +10,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.problem_files import read_problems
 from nemo_rl_offload.data.prompts import prompt_sets
 from nemo_rl_offload.data.reasoning_gym import Problem
+from nemo_rl_offload.data.records import read_section
 from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.errors import DataError
 
@@ -20,7 +21,8 @@ def write(path: Path, *records: Any) -> Path:
 
 
 def read(path: Path, *, needs_answer: bool = True, skips_bad: bool = False) -> list[Problem]:
-    return read_problems(path, None, name="data.train", needs_answer=needs_answer, skips_bad=skips_bad)
+    records = read_section("data.train", path, None)
+    return read_problems(records, name="data.train", needs_answer=needs_answer, skips_bad=skips_bad)
 
 
 @pytest.mark.parametrize("question", ["prompt", "question", "problem", "input"])
@@ -47,7 +49,7 @@ def test_bad_records_are_told_with_their_place_or_left_out(tmp_path: Path) -> No
         assert len(read(file, needs_answer=False, skips_bad=True)) == 2
     with pytest.raises(DataError, match="1 record"):
         read(write(tmp_path / "b.jsonl", {}), skips_bad=True)
-    with pytest.raises(DataError, match=r"data\.train\.path: .*c\.jsonl holds no problems"):
+    with pytest.raises(DataError, match=r"data\.train\.path: there are no problems"):
         read(write(tmp_path / "c.jsonl"))
 
 

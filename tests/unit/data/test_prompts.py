@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig
+from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig, TrainingDataConfig, ValidationDataConfig
+from nemo_rl_offload.config.types import defaults_of
 from nemo_rl_offload.data.prompts import Prompt, PromptEncoder, TrainingPrompts, prompt_sets
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
 from nemo_rl_offload.data.tokenizer import load_tokenizer, make_byte_tokenizer
@@ -24,20 +25,15 @@ TASK: ReasoningGymConfig = {
 
 
 def data_config(**changes: Any) -> DataConfig:
-    config: DataConfig = {
+    config = defaults_of(DataConfig) | {
         "env_name": "reasoning_gym",
         "on_bad_line": "error",
         "shuffle": True,
         "max_input_seq_length": 80,
         "prompt_template": "{question}\n",
-        "train": {"path": None, "split": None, "seed": 10_000_030, "size": 400},  # overlaps validation
-        "validation": {
-            "path": None,
-            "split": None,
-            "seed": 10_000_000,
-            "size": 60,
-            "exclude": [{"seed": 0, "size": 300}],
-        },
+        "train": defaults_of(TrainingDataConfig) | {"seed": 10_000_030, "size": 400},  # overlaps validation
+        "validation": defaults_of(ValidationDataConfig)
+        | {"seed": 10_000_000, "size": 60, "exclude": [{"seed": 0, "size": 300}]},
     }
     return config | changes  # type: ignore[return-value]
 

@@ -33,8 +33,9 @@ def tiny() -> dict[str, Any]:
 def configure(tiny: dict[str, Any], algorithm: str, train: Path | None, **changes: Any) -> Any:
     path = train and str(train)
     data = tiny["data"] | {
-        "train": {"path": path, "split": None, "seed": 5, "size": 60},
-        "validation": {"path": path, "split": None, "seed": 10, "size": 12, "exclude": [{"seed": 0, "size": 3}]},
+        "train": tiny["data"]["train"] | {"path": path, "seed": 5, "size": 60},
+        "validation": tiny["data"]["validation"]
+        | {"path": path, "seed": 10, "size": 12, "exclude": [{"seed": 0, "size": 3}]},
     }
     return tiny | {"algorithm": algorithm, "data": data | changes}
 

@@ -18,6 +18,7 @@ PLAIN: dict[str, Any] = {
     "ratio_clip_min": 0.2,
     "ratio_clip_max": 0.2,
     "ratio_clip_c": None,
+    "force_on_policy_ratio": False,
     "use_cispo": False,
     "sequence_level_importance_ratios": False,
     "use_importance_sampling_correction": False,
@@ -32,6 +33,7 @@ CONFIGS = st.fixed_dictionaries(
         "ratio_clip_min": st.sampled_from([0.1, 0.2]),
         "ratio_clip_max": st.sampled_from([0.2, 0.4]),
         "ratio_clip_c": st.sampled_from([None, 1.2]),
+        "force_on_policy_ratio": st.just(False),
         "use_cispo": st.booleans(),
         "sequence_level_importance_ratios": st.booleans(),
         "use_importance_sampling_correction": st.booleans(),
@@ -212,3 +214,16 @@ def test_required_keys_follow_the_configuration() -> None:
     assert set(build(reference_policy_kl_penalty=0.1).required) - plain == {"reference_policy_logprobs"}
     assert set(build(use_importance_sampling_correction=True).required) - plain == {"generation_logprobs"}
     assert set(build(entropy_coeff=0.1).required) - plain == {"entropy"}
+
+
+@given(seed=SEEDS, sequence_level=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_a_forced_ratio_is_that_of_the_very_policy(seed: int, sequence_level: bool) -> None:
+    """Whatever log-probabilities were computed before, loss and gradient are those of a policy that has not moved."""
+    batch = random_batch(seed)
+    logprobs = scores(batch["logits"], batch)[0].detach().requires_grad_()
+    levels = {"sequence_level_importance_ratios": sequence_level, "token_level_loss": not sequence_level}
+    forced, _ = build(force_on_policy_ratio=True, **levels)(logprobs, batch, normalizers(batch))
+    still, _ = build(**levels)(logprobs, {**batch, "prev_logprobs": logprobs.detach()}, normalizers(batch))
+    assert torch.equal(forced, still)
+    assert torch.equal(*(torch.autograd.grad(loss, logprobs)[0] for loss in (forced, still)))

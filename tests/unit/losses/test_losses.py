@@ -16,6 +16,7 @@ CONFIG = {
     "ratio_clip_min": 0.2,
     "ratio_clip_max": 0.2,
     "ratio_clip_c": 3.0,
+    "force_on_policy_ratio": False,
     "use_cispo": False,
     "sequence_level_importance_ratios": False,
     "use_importance_sampling_correction": True,

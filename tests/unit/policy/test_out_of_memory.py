@@ -2,6 +2,7 @@
 
 import re
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,7 +334,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> PolicyWorker
         monkeypatch.setattr(train_step_module, name, fail)
     for name in ("compute_logprobs", "compute_topk_logits"):
         monkeypatch.setattr(log_probabilities_module, name, fail)
-    monkeypatch.setattr(generation_module, "generate", fail)
+    monkeypatch.setattr(generation_module, "generating", fail)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, H100.total_bytes))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: H100.peak_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100.name)
@@ -356,7 +357,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> PolicyWorker
         ("evaluate", (None, "nll", {}, None), "while evaluating"),
         ("get_logprobs", (None,), "while computing log-probabilities"),
         ("get_topk_logits", (None, 4, 8), "while computing log-probabilities"),
-        ("generate", ([], 1, 0), "while generating"),
+        ("generate", ([], 1, 0, None), "while generating"),
         ("next_weight_bucket", (), "while handing over weights"),
         ("load_weight_bucket", (types.SimpleNamespace(get=dict),), "while handing over weights"),
         ("finish_checkpoint", (), "while writing or reading a checkpoint"),
@@ -365,8 +366,12 @@ def worker(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> PolicyWorker
 def test_a_worker_explains_what_libraries_raise(
     worker: PolicyWorker, error: RuntimeError, method: str, arguments: tuple[Any, ...], doing: str
 ) -> None:
+    def call() -> None:
+        result = getattr(worker, method)(*arguments)
+        list(result if isinstance(result, Iterator) else ())
+
     with pytest.raises(ResourceError, match=rf"out of device memory {doing}: torch held up to 77\.0 GiB") as caught:
-        getattr(worker, method)(*arguments)
+        call()
     assert caught.value.__cause__ is error
 
 

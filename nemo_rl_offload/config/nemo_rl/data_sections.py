@@ -1,0 +1,176 @@
+"""The section `data` in NeMo-RL's language: data sets by name, and keys that both data sets have.
+
+A name becomes the path of the data set on the hub (`specs/data_sets.py`), a local file's key its `path`. What NeMo-RL
+says for each data set and there is one of here, as the prompt's file, has to be the same for both.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl_offload.config.algorithms import ALGORITHMS
+from nemo_rl_offload.config.environments import ENVIRONMENTS
+from nemo_rl_offload.config.full_schema import section_at
+from nemo_rl_offload.config.nemo_rl.translation import Translation, refuse, shown
+from nemo_rl_offload.config.types import defaults_of, keys_of
+from nemo_rl_offload.errors import nearest
+from nemo_rl_offload.specs.data_sets import DATA_SETS, OF_FILES, DataSet
+
+SPLITS = ("train", "validation")
+_OF_BOTH = ("prompt_file", "system_prompt_file", "env_name", "processor")
+_PROCESSORS: Mapping[str, tuple[str, ...]] = {
+    "responses": ("math_hf_data_processor", "math_data_processor", "default"),
+    "conversations": ("sft_processor", "default"),
+    "pairs": ("default",),
+}
+"""By what an algorithm learns from."""
+_NOT_HERE = {"multichoice_qa": "multiple choice", "code": "execution of code", "nemo_gym": "NeMo-Gym",
+             "reward_model": "reward models"}  # fmt: skip
+
+
+def translate_lists(values: dict[str, Any], problems: dict[str, str]) -> dict[str, Any]:
+    """A list of one data set as that; of several, a problem."""
+    data = values.get("data")
+    if not isinstance(data, Mapping):
+        return values
+    changed = dict(data)
+    for split in SPLITS:
+        path, section = f"data.{split}", data.get(split)
+        if not isinstance(section, list):
+            continue
+        if len(section) != 1 or not isinstance(section[0], Mapping):
+            problems[path] = (
+                f"a list of {len(section)} asks for several data sets, not supported here: there is one for "
+                "each. Give one section of keys, or write the records of all into one file."
+            )
+        given = section[0] if section and isinstance(section[0], Mapping) else {}
+        changed[split] = defaults_of(section_at(["data", split])) | dict(given)
+    return {**values, "data": changed}
+
+
+def translate_data(translation: Translation) -> None:
+    """Change the section `data` of a configuration in place."""
+    honoured = translation.honoured
+    _bounds(translation)
+    _generation_prompt(translation)
+    for split in SPLITS:
+        default = {
+            key.removeprefix("data.default."): value
+            for key, value in honoured.items()
+            if key.startswith("data.default.")
+        }
+        own = {
+            key.removeprefix(f"data.{split}."): value
+            for key, value in honoured.items()
+            if key.startswith(f"data.{split}.")
+        }
+        defaults = defaults_of(section_at(["data", split]))
+        given = {key for key, default in defaults.items() if translation.get(f"data.{split}.{key}") != default}
+        is_there = bool(own.keys() & {"dataset_name", "data_path"}) or translation.get(f"data.{split}.path") is not None
+        for key in _OF_BOTH:
+            if key in default or key in own:
+                _for_both(translation, split, key, own.get(key, default.get(key)), is_own=key in own)
+        if is_there:
+            _source(translation, split, default | own, default.keys() - own.keys(), given)
+
+
+def _bounds(translation: Translation) -> None:
+    if translation.get("data.max_input_seq_length") is None:
+        translation.set("data.max_input_seq_length", translation.get("policy.max_total_sequence_length"))
+
+
+def _generation_prompt(translation: Translation) -> None:
+    path = "data.add_generation_prompt"
+    template = translation.get("policy.tokenizer.chat_template")
+    opens = not (isinstance(template, str) and "{" in template and "add_generation_prompt" not in template)
+    if translation.honoured.get(path) is False and opens:
+        reason = "what the chat template opens an assistant's turn with is given, and never learned"
+        refuse(translation, path, False, "a learned opening of turns", reason, "Set it to true.")
+
+
+def _for_both(translation: Translation, split: str, key: str, value: Any, *, is_own: bool) -> None:
+    source = f"data.{split if is_own else 'default'}.{key}"
+    if key == "processor":
+        _processor(translation, source, value)
+        return
+    path = f"data.{key}"
+    if key == "env_name":
+        generates = ALGORITHMS[translation.get("algorithm")].generates
+        if not generates:
+            translation.without_effect[source] = "no environment scores given answers"
+            return
+        if value not in ENVIRONMENTS:
+            feature = _NOT_HERE.get(value, "an environment of this name")
+            there = ", ".join(ENVIRONMENTS)
+            how = f"Set it to one of them.{nearest(str(value), ENVIRONMENTS)}"
+            refuse(translation, source, value, feature, f"environments are {there}", how)
+            return
+    before = translation.became.get(path)
+    if before is not None and translation.get(path) != value:
+        reason = f"{before} is {shown(translation.get(path))}"
+        refuse(translation, source, value, "another value for each data set", reason, "Give both the same.")
+        return
+    translation.set(path, value, source)
+
+
+def _processor(translation: Translation, source: str, value: Any) -> None:
+    learns_from = ALGORITHMS[translation.get("algorithm")].learns_from
+    if value in _PROCESSORS[learns_from]:
+        return
+    feature = "NeMo-Gym" if value == "nemo_gym_data_processor" else "another processor of records"
+    if value == "kd_data_processor":
+        feature = "cross-tokenizer distillation"
+    allowed = " or ".join(_PROCESSORS[learns_from])
+    reason = "records become samples as the algorithm needs them"
+    refuse(translation, source, value, feature, reason, f"Set it to {allowed}.")
+
+
+def _source(translation: Translation, split: str, keys: Mapping[str, Any], of_default: Any, given: set[str]) -> None:
+    """Where the records come from, and what their columns are called."""
+    section = f"data.{split}"
+
+    def place(key: str) -> str:
+        return f"data.default.{key}" if key in of_default else f"{section}.{key}"
+
+    name, file = keys.get("dataset_name"), keys.get("data_path")
+    known: DataSet | None = DATA_SETS.get(name) if isinstance(name, str) else None
+    if known is not None and file is None:
+        translation.set(f"{section}.path", known.path, place("dataset_name"))
+        if "split" not in given and "default.split" not in keys:
+            translation.set(f"{section}.split", keys.get("split", known.split), place("dataset_name"))
+        if split == "train" and "split_validation_size" not in keys and "split_validation_size" not in given:
+            translation.set(f"{section}.split_validation_size", known.validation_size, place("dataset_name"))
+    elif name is None or str(name) in OF_FILES:
+        if file is not None:
+            translation.set(f"{section}.path", file, place("data_path"))
+        if "split" in keys and "split" not in given:
+            translation.set(f"{section}.split", keys["split"], place("split"))
+        if name == "ResponseDataset" or keys.keys() & {"input_key", "output_key"}:
+            for key, usual in (("input_key", "input"), ("output_key", "output")):
+                if key not in given:
+                    translation.set(f"{section}.{key}", keys.get(key, usual), place(key))
+    else:
+        feature = _feature_of(name)
+        there = ", ".join(DATA_SETS)
+        refuse(
+            translation,
+            place("dataset_name"),
+            name,
+            feature,
+            f"there are {there}; and local files as {', '.join(OF_FILES)}",
+            f"Give one of them.{nearest(str(name), [*DATA_SETS, *OF_FILES])}",
+        )
+    for key in ("input_key", "output_key", "split_validation_size", "seed", "repeat"):
+        if key in of_default and key not in given and f"{section}.{key}" in _paths(section):
+            translation.set(f"{section}.{key}", keys[key], place(key))
+
+
+def _paths(section: str) -> set[str]:
+    return {f"{section}.{key}" for key in keys_of(section_at(section.split(".")))}
+
+
+def _feature_of(name: str) -> str:
+    if name == "NemoGymDataset":
+        return "NeMo-Gym"
+    if name == "arrow_text":
+        return "raw text"
+    return "a data set class of one's own" if "." in name else "a data set of this name"

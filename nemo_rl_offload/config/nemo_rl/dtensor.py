@@ -1,0 +1,239 @@
+"""A recipe that NeMo-RL trains with DTensor (FSDP2), trained by Megatron-Core.
+
+The parallel sizes of `policy.dtensor_cfg`, and `policy.optimizer`, `policy.scheduler` and `policy.max_grad_norm` become
+keys of `policy.megatron_cfg`. What else that section holds, NeMo-RL does not read then, and exemplars carry whole
+sections of it: such values would train something else, such as frozen routers, so they count only where the command
+line gives them, or where they are about memory alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_rl_offload.config.nemo_rl.translation import MEGATRON, Translation, refuse, shown
+from nemo_rl_offload.config.schema import MegatronConfig
+from nemo_rl_offload.config.sources import OVERRIDE
+from nemo_rl_offload.specs.catalogue import find_config
+
+_SIZES = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "context_parallel_size": "context_parallel_size",
+    "expert_parallel_size": "expert_model_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+    "activation_checkpointing": "activation_checkpointing",
+}
+_ABOUT_MEMORY = (
+    *("fine_grained_activation_offloading", "offload_modules", "min_offloaded_tensor_size", "activation_offload"),
+    *("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks", "cpu_offloading"),
+    *("fine_grained_offloading_max_inflight_offloads", "cpu_offloading_num_layers", "empty_unused_memory_level"),
+    *("transformer_impl", "cpu_affinity"),
+    *("moe_paged_stash", "moe_paged_stash_page_size", "moe_expert_rank_capacity_factor"),
+    *("moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
+)
+"""Keys of `policy.megatron_cfg` that do not change what is learned."""
+_OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "torch.optim.AdamW": ("adam", {"lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}),
+    "torch.optim.SGD": ("sgd", {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0}),
+}
+"""PyTorch's optimizers with Megatron-Core's names and PyTorch's own defaults."""
+_KERNELS = ("foreach", "fused", "capturable", "differentiable")
+"""Arguments of PyTorch's optimizers that choose among ways to compute the same."""
+_PREFIX = "torch.optim.lr_scheduler."
+
+
+def trains_with_dtensor(translation: Translation) -> bool:
+    """Whether the recipe is for DTensor."""
+    is_on = translation.honoured.get("policy.dtensor_cfg.enabled") is True
+    by_megatron = f"{MEGATRON}.enabled" in translation.given and translation.get(f"{MEGATRON}.enabled")
+    if is_on and by_megatron:
+        translation.problems["policy.dtensor_cfg.enabled"] = (
+            f"true is not allowed beside {MEGATRON}.enabled: one of the two trains. Set one of them to false."
+        )
+    return is_on and not by_megatron
+
+
+def translate_dtensor(
+    translation: Translation, defaults: Mapping[str, Any], origins: Mapping[str, str], num_steps: int | None
+) -> None:
+    """Put what the recipe's keys for DTensor mean into `policy.megatron_cfg`.
+
+    Args:
+        translation: the whole configuration, changed.
+        defaults: of the section.
+        origins: where each given value was written, by its path.
+        num_steps: of the run.
+    """
+    given = translation.get(MEGATRON)
+    try:
+        TypeAdapter(MegatronConfig).validate_python(given)
+    except ValidationError:  # which is said with the rest of the configuration
+        return
+    section = {
+        key: _kept(given[key], value, f"{MEGATRON}.{key}", origins) if key not in _ABOUT_MEMORY else given[key]
+        for key, value in defaults.items()
+    }
+    unread = [key for key in section if section[key] != given[key]]
+    for key in unread:
+        translation.without_effect[f"{MEGATRON}.{key}"] = "policy.dtensor_cfg says how the recipe is trained"
+    translation.set(MEGATRON, {**section, "enabled": True})
+
+    def put(key: str, value: Any, source: str) -> None:
+        path = f"{MEGATRON}.{key}"
+        if origins.get(path) != OVERRIDE:
+            translation.set(path, value, source)
+
+    for theirs, ours in _SIZES.items():
+        source = f"policy.dtensor_cfg.{theirs}"
+        if source in translation.honoured:
+            put(ours, translation.honoured[source], source)
+    if given_vars := translation.honoured.get("policy.dtensor_cfg.env_vars"):
+        put("env_vars", {k: v for k, v in given_vars.items() if v != ""} or None, "policy.dtensor_cfg.env_vars")
+    if "policy.max_grad_norm" in translation.honoured:
+        put("optimizer.clip_grad", translation.honoured["policy.max_grad_norm"] or 0.0, "policy.max_grad_norm")
+    for key, value in _optimizer(translation):
+        put(f"optimizer.{key}", value, "policy.optimizer")
+    for key, value in _scheduler(translation, num_steps):
+        put(key, value, "policy.scheduler")
+    _experts(translation, put)
+    translation.warnings.append(
+        "policy.dtensor_cfg: NeMo-RL trains this recipe with DTensor; here Megatron-Core trains it, with its parallel "
+        "sizes, its optimizer and its schedule (docs/from-nemo-rl.md)."
+    )
+
+
+def _kept(given: Any, default: Any, path: str, origins: Mapping[str, str]) -> Any:
+    """The default, with what the command line gives."""
+    if origins.get(path) == OVERRIDE:
+        return given
+    if isinstance(default, Mapping) and isinstance(given, Mapping) and default:
+        return {key: _kept(given.get(key, value), value, f"{path}.{key}", origins) for key, value in default.items()}
+    return default
+
+
+def _experts(translation: Translation, put: Any) -> None:
+    """Experts need sequence parallelism beside tensor parallelism in Megatron-Core; it changes no result."""
+    config = find_config(str(translation.get("policy.model_name"))) or {}
+    has_experts = any(config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+    tensor = translation.get(f"{MEGATRON}.tensor_model_parallel_size")
+    if has_experts and isinstance(tensor, int) and tensor > 1:
+        put("sequence_parallel", True, "policy.dtensor_cfg.sequence_parallel")
+
+
+def _optimizer(translation: Translation) -> Iterator[tuple[str, Any]]:
+    """Keys of `megatron_cfg.optimizer` and their values."""
+    path = "policy.optimizer"
+    optimizer = translation.honoured.get(path)
+    if not optimizer:
+        return
+    name, given = optimizer.get("name"), optimizer.get("kwargs") or {}
+    others = sorted(optimizer.keys() - {"name", "kwargs"})
+    if others:
+        translation.problems[f"{path}.{others[0]}"] = "unknown key. Allowed: name and kwargs."
+    if not isinstance(name, str) or name not in _OPTIMIZERS:
+        reason, how = f"there are {', '.join(_OPTIMIZERS)}", "Set it to torch.optim.AdamW."
+        refuse(translation, f"{path}.name", name, "another optimizer", reason, how)
+        return
+    if not isinstance(given, Mapping):
+        translation.problems[f"{path}.kwargs"] = f"{shown(given)} is not allowed. Allowed: a section of keys."
+        return
+    megatrons_name, defaults = _OPTIMIZERS[name]
+    for key, value in given.items():
+        if key in _KERNELS:
+            translation.without_effect[f"{path}.kwargs.{key}"] = "a way to compute the same step"
+        elif key not in defaults:
+            translation.problems[f"{path}.kwargs.{key}"] = (
+                f"has nothing that it could become. Allowed: {', '.join(defaults)}. Remove it: ~{path}.kwargs.{key}"
+            )
+        elif not _is_like(value, defaults[key]):
+            translation.problems[f"{path}.kwargs.{key}"] = (
+                f"{shown(value)} is not allowed. Allowed: {'two numbers' if key == 'betas' else 'a number'}."
+            )
+    if any(problem.startswith(path) for problem in translation.problems):
+        return
+    values = {**defaults, **given}
+    yield "optimizer", megatrons_name
+    yield "lr", values["lr"]
+    yield "weight_decay", values["weight_decay"]
+    yield "use_distributed_optimizer", megatrons_name == "adam"
+    if megatrons_name == "adam":
+        yield "adam_beta1", values["betas"][0]
+        yield "adam_beta2", values["betas"][1]
+        yield "adam_eps", values["eps"]
+    else:
+        yield "sgd_momentum", values["momentum"]
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    if isinstance(default, list):
+        return isinstance(value, list) and len(value) == len(default) and all(_is_like(each, 0.9) for each in value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _scheduler(translation: Translation, num_steps: int | None) -> Iterator[tuple[str, Any]]:
+    """Keys of `megatron_cfg` and their values: a linear warm-up, and then a constant, a line or a cosine."""
+    path = "policy.scheduler"
+    given = translation.honoured.get(path)
+    if not given:
+        return
+    parts: Sequence[Any] = [given] if isinstance(given, Mapping) else given
+    phases = [part for part in parts if isinstance(part, Mapping) and "name" in part]
+    milestones: list[int] = next(
+        (part["milestones"] for part in parts if isinstance(part, Mapping) and "milestones" in part), []
+    )
+    names = [str(phase["name"]).removeprefix(_PREFIX) for phase in phases]
+    arguments = [phase.get("kwargs") or {} for phase in phases]
+    lr = translation.get(f"{MEGATRON}.optimizer.lr")
+    try:
+        found = dict(_phases(names, arguments, list(milestones), float(lr), num_steps))
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        refuse(
+            translation,
+            path,
+            given,
+            "another schedule",
+            f"{what}; there are LinearLR as a warm-up, and behind it ConstantLR, LinearLR or CosineAnnealingLR",
+            f"Set it to null, and give {MEGATRON}.scheduler.* on the command line.",
+        )
+        return
+    yield from found.items()
+
+
+def _phases(
+    names: list[str], arguments: list[Mapping[str, Any]], milestones: list[int], lr: float, num_steps: int | None
+) -> Iterator[tuple[str, Any]]:
+    if len(milestones) != max(len(names) - 1, 0) or len(names) > 2 or not names:
+        raise ValueError(f"{len(names)} phases with {len(milestones)} milestones")
+    warmup = 0
+    name, kwargs = names[0], arguments[0]
+    is_rising = name == "LinearLR" and kwargs.get("start_factor", 1 / 3) < kwargs.get("end_factor", 1.0) == 1.0
+    if is_rising:
+        warmup = int(kwargs.get("total_iters", 5))
+        if milestones and milestones[0] != warmup:
+            raise ValueError(f"a warm-up of {warmup} steps with a milestone at {milestones[0]}")
+        yield "scheduler.lr_warmup_iters", warmup
+        yield "scheduler.lr_warmup_init", kwargs.get("start_factor", 1 / 3) * lr
+        names, arguments = names[1:], arguments[1:]
+    elif milestones:
+        raise ValueError(f"{name} before a milestone")
+    if not names:
+        return
+    name, kwargs = names[0], arguments[0]
+    if name == "ConstantLR":
+        if kwargs.get("factor", 1 / 3) != 1.0:
+            raise ValueError(f"a factor of {kwargs.get('factor', 1 / 3):g}")
+        return
+    if name == "CosineAnnealingLR":
+        length, lowest, style = int(kwargs["T_max"]), float(kwargs.get("eta_min", 0.0)), "cosine"
+        if num_steps is not None and num_steps > warmup + length:
+            raise ValueError(f"a cosine that rises again after {warmup + length} of {num_steps} steps")
+    elif name == "LinearLR":
+        if kwargs.get("start_factor", 1 / 3) != 1.0:
+            raise ValueError(f"a line from {kwargs.get('start_factor', 1 / 3):g}")
+        length, lowest, style = int(kwargs.get("total_iters", 5)), float(kwargs["end_factor"]) * lr, "linear"
+    else:
+        raise ValueError(name)
+    yield "scheduler.lr_decay_style", style
+    yield "scheduler.lr_decay_iters", warmup + length
+    yield "optimizer.min_lr", lowest

@@ -1,0 +1,369 @@
+"""What a configuration in NeMo-RL's language becomes here.
+
+The values are walked once, beside the schema. What the schema has stays as it is; of anything else `table.py` says
+whether it is honoured, accepted, without effect or refused, and what neither knows is a mistake. Then the keys that are
+honoured become this project's: those of DTensor in `dtensor.py`, those of data sets in `data_sections.py`, others here.
+Types are checked on the way, so that a wrong value is named by the key that its author wrote.
+"""
+
+import json
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, is_typeddict
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from nemo_rl_offload.config.full_schema import full_schema, right_place, section_at
+from nemo_rl_offload.config.nemo_rl.table import Row, keys_in, rows, sections
+from nemo_rl_offload.config.sources import nodes
+from nemo_rl_offload.config.types import defaults_of, describe, item_type, keys_of
+from nemo_rl_offload.errors import nearest
+from nemo_rl_offload.specs.catalogue import find_config
+
+MEGATRON = "policy.megatron_cfg"
+_OF_A_TEACHER = ("FP8", "LoRA", "quantisation-aware training")
+"""Features that would change what a teacher says."""
+_OTHER_VALUES = ("generation.backend", "sequence_packing.algorithm")
+"""Keys of a teacher that have no effect, and have more values in NeMo-RL than here."""
+_ENGINES = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "dynamo": "Dynamo", "vllm": "vLLM"}
+_METRICS = {
+    "val:val_loss": "val:loss",
+    "val:validation-default_loss": "val:loss",
+    "val:total_reward/mean": "val:reward",
+    "train:total_reward/mean": "train:reward",
+}
+
+
+@dataclass
+class Translation:
+    """A configuration in this project's keys, and what is to be said about those that it came from."""
+
+    values: dict[str, Any]
+    given: Container[str]
+    """Paths of the values that their author wrote; the others are defaults."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """What is refused, by path."""
+    without_effect: dict[str, str] = field(default_factory=dict)
+    """Why a key has no effect, by its path."""
+    warnings: list[str] = field(default_factory=list)
+    """Lines that begin with a path."""
+    honoured: dict[str, Any] = field(default_factory=dict)
+    """Values of the keys that code makes others of."""
+    became: dict[str, str] = field(default_factory=dict)
+    """The path of the key that a value comes from, by its own path."""
+
+    def get(self, path: str) -> Any:
+        """The value at a path; None where there is none."""
+        node: Any = self.values
+        for part in path.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return node
+
+    def set(self, path: str, value: Any, source: str = "") -> None:
+        """Put a value at a path, made of that at ``source``."""
+        *parents, key = path.split(".")
+        node = self.values
+        for part in parents:
+            inner = node.get(part)
+            node[part] = node = dict(inner) if isinstance(inner, Mapping) else {}
+        node[key] = value
+        if source:
+            self.became[path] = source
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether it has keys that only NeMo-RL knows."""
+        return bool(self.honoured or self.without_effect)
+
+
+def read_section(translation: Translation, node: Mapping[str, Any], path: str, annotation: Any) -> dict[str, Any]:
+    """Return what of a section the schema takes; the rest goes into the translation's other fields."""
+    kept = {}
+    known, is_free = keys_of(annotation), annotation is Any or item_type(annotation, dict) is not None
+    for key, value in node.items():
+        place = f"{path}.{key}".lstrip(".")
+        if key not in known:
+            if is_free and place not in rows():
+                kept[key] = value
+            else:
+                read_key(translation, place, value)
+        elif is_typeddict(known[key]) and isinstance(value, Mapping):
+            kept[key] = read_section(translation, value, place, known[key])
+        else:
+            kept[key] = value
+    return kept
+
+
+def read_key(translation: Translation, path: str, value: Any) -> None:
+    """Note what becomes of a key that the schema does not have."""
+    if path.startswith("teacher."):
+        _read_key_of_teacher(translation, path, value)
+        return
+    row = rows().get(path)
+    if row is None and path in sections():
+        if isinstance(value, Mapping):
+            read_section(translation, value, path, None)
+        elif value is not None:
+            translation.problems[path] = f"{shown(value)} is not allowed. Allowed: a section of keys."
+    elif row is None:
+        if not any(path.startswith(f"{each.path}.") for each in rows().values() if each.is_open):
+            translation.problems[path] = unknown_key(path)
+    elif path in sections() and isinstance(value, Mapping):
+        read_section(translation, value, path, None)
+        if row.is_open or row.verdict == "honoured":
+            _apply(translation, row, value)
+    else:
+        _apply(translation, row, value)
+
+
+def _apply(translation: Translation, row: Row, value: Any) -> None:
+    if not row.fits(value):
+        translation.problems[row.path] = f"{shown(value)} is not allowed. Allowed: {row.allowed}."
+    elif row.verdict == "none":
+        translation.without_effect[row.path] = row.reason
+    elif row.verdict == "honoured":
+        translation.honoured[row.path] = value
+    elif row.verdict == "only":
+        if value not in row.values or type(value) is bool is not type(row.values[0]):
+            allowed = " or ".join(map(shown, row.values))
+            refuse(translation, row.path, value, row.feature, row.reason, f"Set it to {allowed}.")
+    elif value is not None and value != {}:
+        how = "Set it to null." if row.types.endswith("?") else f"Remove it: ~{row.path}"
+        refuse(translation, row.path, value, row.feature, row.reason, how)
+
+
+def refuse(translation: Translation, path: str, value: Any, feature: str, reason: str, how: str) -> None:
+    """Note that a value asks for what is not here."""
+    given = "" if isinstance(value, Mapping | list) else f"{shown(value)} asks for "
+    translation.problems[path] = f"{given}{feature}, not supported here: {reason}. {how}"
+
+
+def _read_key_of_teacher(translation: Translation, path: str, value: Any) -> None:
+    """The teacher is built like the student; what describes its training otherwise has no effect."""
+    _, section, *_ = path.split(".")
+    inner = Translation({}, ())
+    own = path.removeprefix("teacher.")
+    read = read_section(inner, _nested(own, value), "policy", section_at(["policy"]))
+    for place, text in inner.problems.items():
+        there = f"teacher.{place.removeprefix('policy.')}"
+        if text.startswith(("unknown", shown(value))) or any(f"{name}, not" in text for name in _OF_A_TEACHER):
+            translation.problems[there] = text
+    for place, inner_value in nodes(read):
+        is_another_value = inner_value is None or place in _OTHER_VALUES
+        if not is_another_value and (wrong := _wrong_type(place, inner_value)) is not None:
+            translation.problems[f"teacher.{place}"] = wrong
+    if read or inner.without_effect or inner.honoured or inner.problems:
+        translation.without_effect[f"teacher.{section}"] = "the teacher has the student's layout and settings"
+
+
+def _wrong_type(path: str, value: Any) -> str | None:
+    """What is wrong with a value of a key that the schema has below `policy`; None for nothing, or for a section."""
+    annotation = section_at(["policy", *path.split(".")])
+    if annotation is None or (is_typeddict(annotation) and isinstance(value, Mapping)):
+        return None
+    try:
+        _adapter(path).validate_python(value)
+    except ValidationError:
+        return f"{shown(value)} is not allowed. Allowed: {describe(annotation)}."
+    return None
+
+
+@cache
+def _adapter(path: str) -> TypeAdapter[Any]:
+    return TypeAdapter(section_at(["policy", *path.split(".")]), config=ConfigDict(strict=True))
+
+
+def _nested(path: str, value: Any) -> dict[str, Any]:
+    first, _, rest = path.partition(".")
+    return {first: _nested(rest, value) if rest else value}
+
+
+def unknown_key(path: str) -> str:
+    """What to say of a key that neither this project nor NeMo-RL has."""
+    section, _, key = path.rpartition(".")
+    annotation = section_at(section.split(".")) if section else full_schema()
+    names = [*keys_of(annotation), *keys_in(section)]
+    return f"unknown key.{nearest(key, names) or right_place(key, annotation)}"
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _backend(translation: Translation) -> None:
+    path = "policy.generation.backend"
+    name, known = translation.get(path), keys_of(keys_of(keys_of(full_schema())["policy"])["generation"])["backend"]
+    if isinstance(name, str) and name in _ENGINES and f"'{name}'" not in str(known):
+        translation.problems[path] = (
+            f"{shown(name)} asks for generation by {_ENGINES[name]}, not supported here: Megatron-Core generates, in "
+            "workers laid out like the training workers. Set it to megatron."
+        )
+        translation.set(path, "megatron")
+
+
+def _metric(translation: Translation) -> None:
+    path = "checkpointing.metric_name"
+    if (metric := _METRICS.get(str(translation.get(path)))) is not None:
+        translation.set(path, metric, path)
+
+
+def _validation(translation: Translation) -> None:
+    for algorithm in ("grpo", "sft", "dpo", "distillation"):
+        path = f"{algorithm}.val_period"
+        period = translation.get(path)
+        if isinstance(period, int) and period < 0:
+            translation.set(path, 0, path)
+        batches, size = (
+            translation.honoured.get(f"{algorithm}.{key}") for key in ("val_batches", "val_global_batch_size")
+        )
+        if (
+            isinstance(batches, int)
+            and isinstance(size, int)
+            and _is_default(translation, f"{algorithm}.max_val_samples")
+        ):
+            samples = batches * size if batches > 0 else ALL_SAMPLES
+            translation.set(f"{algorithm}.max_val_samples", samples, f"{algorithm}.val_batches")
+
+
+def _all_of_a_validation(translation: Translation) -> None:
+    for algorithm in ("grpo", "distillation"):
+        for key in ("max_val_samples", "val_batch_size"):
+            path = f"{algorithm}.{key}"
+            if path in translation.given and translation.get(path) is None:
+                translation.set(path, ALL_SAMPLES, path)
+
+
+ALL_SAMPLES = 1 << 40
+"""More than there are."""
+
+
+def _advantages(translation: Translation) -> None:
+    for key in ("normalize_rewards", "use_leave_one_out_baseline"):
+        source = f"grpo.adv_estimator.{key}"
+        if source in translation.honoured and isinstance(translation.get(f"grpo.{key}"), bool):
+            translation.set(f"grpo.{key}", translation.honoured[source], source)
+
+
+def _reference(translation: Translation) -> None:
+    path = "grpo.skip_reference_policy_logprobs_calculation"
+    if translation.honoured.get(path) and translation.get("loss_fn.reference_policy_kl_penalty"):
+        translation.problems[path] = (
+            "true is not allowed while loss_fn.reference_policy_kl_penalty is above 0, which needs them. Set that to "
+            "0, or this to false."
+        )
+
+
+def _sampling_in_validation(translation: Translation) -> None:
+    for key in ("temperature", "top_p", "top_k"):
+        path, same = f"policy.generation.val_{key}", f"policy.generation.{key}"
+        if path in translation.honoured and translation.honoured[path] != translation.get(same):
+            refuse(
+                translation,
+                path,
+                translation.honoured[path],
+                "another sampling in validation",
+                "validation samples as training does",
+                f"Set it to {shown(translation.get(same))}.",
+            )
+
+
+def _asynchronous_checkpoints(translation: Translation) -> None:
+    source, path = f"{MEGATRON}.checkpoint.async_save", "checkpointing.is_async"
+    if source in translation.honoured and _is_default(translation, path):
+        translation.set(path, translation.honoured[source], source)
+
+
+def _is_default(translation: Translation, path: str) -> bool:
+    *sections, key = path.split(".")
+    return bool(translation.get(path) == defaults_of(section_at(sections)).get(key))
+
+
+def _overrides_of_the_model(translation: Translation) -> None:
+    for key in ("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"):
+        source = f"{MEGATRON}.{key}"
+        if (value := translation.honoured.get(source)) is not None:
+            translation.set(f"{MEGATRON}.model_overrides.{key}", value, source)
+    config = find_config(str(translation.get("policy.model_name"))) or {}
+    num_layers = config.get("num_nextn_predict_layers") or 0
+    source = f"{MEGATRON}.mtp_num_layers"
+    wanted = translation.honoured.get(source)
+    if num_layers:
+        for key in ("mtp_loss_scaling_factor", "mtp_detach_heads"):
+            if (value := translation.honoured.get(f"{MEGATRON}.{key}")) is not None:
+                translation.set(f"{MEGATRON}.model_overrides.{key}", value, f"{MEGATRON}.{key}")
+    elif f"{MEGATRON}.mtp_loss_scaling_factor" in translation.honoured:
+        translation.without_effect[f"{MEGATRON}.mtp_loss_scaling_factor"] = "the model predicts no further tokens"
+    if wanted == 0 and num_layers:
+        translation.set(f"{MEGATRON}.model_overrides.mtp_loss_scaling_factor", 0.0, source)
+    elif wanted not in (None, 0, num_layers):
+        reason = "a model has as many such layers as its folder says"
+        refuse(translation, source, wanted, "further multi-token prediction", reason, f"Set it to {num_layers}.")
+
+
+def _overrides_of_the_folder(translation: Translation) -> None:
+    source = "policy.hf_config_overrides"
+    for key, value in (translation.honoured.get(source) or {}).items():
+        if key == "router_aux_loss_coef" and isinstance(value, int | float):
+            translation.set(f"{MEGATRON}.moe_aux_loss_coeff", value, source)
+        else:
+            refuse(
+                translation,
+                f"{source}.{key}",
+                value,
+                "another config.json",
+                "a model is what its folder says",
+                f"Change the folder's config.json, and remove this: ~{source}.{key}",
+            )
+
+
+def _layout_of_generation(translation: Translation) -> None:
+    if translation.get("policy.generation.backend") != "megatron":
+        return
+    for key in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor"):
+        path, there = (
+            f"{section}.{key}_parallel_size" for section in ("policy.generation.mcore_generation_config", MEGATRON)
+        )
+        if (value := translation.honoured.get(path)) is not None and value != translation.get(there):
+            reason = "Megatron-Core generates in workers laid out like the training workers"
+            how = f"Set it to {shown(translation.get(there))}."
+            refuse(translation, path, value, "another layout for generation", reason, how)
+
+
+def _packing(translation: Translation) -> None:
+    """Names that nothing reads where packing is off."""
+    path = "policy.sequence_packing.algorithm"
+    if translation.is_recipe and translation.get("policy.sequence_packing.enabled") is False:
+        translation.without_effect[path] = "policy.sequence_packing.enabled is false"
+        translation.set(path, defaults_of(section_at(["policy", "sequence_packing"]))["algorithm"])
+
+
+def _limits(translation: Translation) -> None:
+    path = "policy.megatron_cfg.optimizer.clip_grad"
+    if translation.get(path) is None:  # no limit
+        translation.set(path, 0.0, path)
+    tensor, sequence = (
+        translation.get(f"{MEGATRON}.{key}") for key in ("tensor_model_parallel_size", "sequence_parallel")
+    )
+    if translation.is_recipe and tensor == 1 and sequence is True:
+        translation.set(f"{MEGATRON}.sequence_parallel", False)
+        translation.without_effect[f"{MEGATRON}.sequence_parallel"] = "there is one tensor-parallel rank"
+
+
+STEPS: tuple[Callable[[Translation], Any], ...] = (
+    _backend,
+    _metric,
+    _validation,
+    _all_of_a_validation,
+    _advantages,
+    _reference,
+    _sampling_in_validation,
+    _asynchronous_checkpoints,
+    _overrides_of_the_folder,
+    _overrides_of_the_model,
+    _layout_of_generation,
+    _packing,
+    _limits,
+)

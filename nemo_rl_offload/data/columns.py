@@ -1,0 +1,101 @@
+"""Prompts and answers of records whose keys are named: by the configuration, or since the data set is a known one."""
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from pathlib import Path
+from random import Random
+from typing import cast
+
+from nemo_rl_offload.config.loader import resolve_data_path
+from nemo_rl_offload.config.schema import TrainingDataConfig, ValidationDataConfig
+from nemo_rl_offload.data.records import Record, read_section
+from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.specs.data_sets import columns_of
+
+
+def records_of(section: TrainingDataConfig | ValidationDataConfig, name: str, answer: str) -> list[Record]:
+    """Read the records of a section, with prompt and answer under `prompt` and ``answer`` where their keys are named.
+
+    ``name`` is the section's path. Raises DataError as `read_section` does.
+    """
+    assert section["path"] is not None
+    records = read_section(name, resolve_data_path(section["path"]), section["split"])
+    columns = dict(columns_of(section["path"]))
+    for key, target in (("input_key", "prompt"), ("output_key", "answer")):
+        if (given := section[key]) is not None:  # type: ignore[literal-required]
+            columns[target] = given
+    if columns:
+        names = {target: answer if target == "answer" else target for target in columns}
+        records = [
+            _renamed(record, {names[target]: source for target, source in columns.items()}) for record in records
+        ]
+    return records * int(cast("ValidationDataConfig", section).get("repeat", 1))
+
+
+def split_off(records: Sequence[Record], size: float, seed: int) -> tuple[list[Record], list[Record]]:
+    """Cut records into those for training and those for validation: a share below 1, else a number, drawn by `seed`.
+
+    Raises:
+        DataError: nothing would be left to train on.
+    """
+    num = int(size) if size >= 1 else ceil(size * len(records))
+    if num >= len(records):
+        raise DataError(
+            f"data.train.split_validation_size: {size:g} of {len(records)} records leaves none to train on. Lower it."
+        )
+    chosen = set(Random(f"{seed}").sample(range(len(records)), num))
+    return (
+        [record for place, record in enumerate(records) if place not in chosen],
+        [record for place, record in enumerate(records) if place in chosen],
+    )
+
+
+def text_around(path: str | None) -> str:
+    """The text of `data.prompt_file`, with the question's place at `{}`; just that without a file.
+
+    Raises:
+        DataError: the file cannot be read, or is no such text.
+    """
+    if path is None:
+        return "{}"
+    text = read_text_file(path)
+    try:
+        text.format("")
+    except (IndexError, KeyError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"data.prompt_file: {path} has braces that are not the question's place, {{}}: {error}. Double them."
+        ) from error
+    return text
+
+
+def read_text_file(path: str) -> str:
+    """The text of a small file that a key names. Raises DataError where it cannot be read."""
+    file: Path = resolve_data_path(path)
+    try:
+        with file.open(encoding="utf-8") as opened:
+            return opened.read(1 << 20)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _renamed(record: Record, columns: Mapping[str, str]) -> Record:
+    if isinstance(record.content, str):
+        return record
+    found: dict[str, object] = {}
+    for target, source in columns.items():
+        path, mark, _ = source.partition("####")
+        value: object = record.content
+        for part in path.split("."):
+            if isinstance(value, Mapping) and part in value:
+                value = value[part]
+            elif (
+                isinstance(value, Sequence) and not isinstance(value, str) and part.isdigit() and int(part) < len(value)
+            ):
+                value = value[int(part)]
+            else:
+                has = ", ".join(record.content) or "no keys"
+                return Record(record.place, f"has nothing under {path}; it has {has}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = str(value)
+        found[target] = value.rpartition(mark)[2].strip() if mark and isinstance(value, str) else value
+    return Record(record.place, found)

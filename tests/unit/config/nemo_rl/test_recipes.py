@@ -1,0 +1,130 @@
+"""NeMo-RL's own recipes pass a check, or are refused by the name of a feature; whatever is changed in them is named.
+
+The recipes are data beside the project and not a part of it: without them, these tests are skipped.
+"""
+
+import copy
+import os
+import random
+import re
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.cli.check import as_text, check_file
+from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
+from nemo_rl_offload.config.nemo_rl.table import rows
+from nemo_rl_offload.config.recipe import translated
+from nemo_rl_offload.config.sources import LoadedConfig
+from nemo_rl_offload.config.validation import Findings, examine
+
+FOLDER = PROJECT_ROOT.parent / "shared" / "nemo_rl_recipes"
+NUM_FUZZED = int(os.environ.get("NUM_FUZZED_RECIPES", "30"))
+"""2,000 by hand: NUM_FUZZED_RECIPES=2000 pytest tests/unit/config/nemo_rl/test_recipes.py."""
+FEATURES = {
+    *(row.feature for row in rows().values() if row.feature),
+    *("generation by vLLM", "generation by SGLang", "generation by TensorRT-LLM", "generation by Dynamo", "NeMo-Gym"),
+    *("another config.json", "another optimizer", "another schedule", "another layout for generation", "raw text"),
+    *("another sampling in validation", "further multi-token prediction", "cross-tokenizer distillation"),
+    *("several data sets", "another processor of records", "a learned opening of turns"),
+    *("a data set class of one's own", "another value for each data set"),
+}
+NOT_YET = (
+    r"packs of sequences are not split over ranks",
+    r"model_type '\w+' of config.json is not trained here",
+    r"flex is not available yet",
+    r"must be true. Megatron-Core is the only training backend",
+    r"is less than the longest sample takes",  # of NeMo-RL's own recipes with packs shorter than a sample
+    r"cannot read the file: No such file",  # inherited from beside the recipes
+    r"Environment variable '\w+' not found",
+)
+"""Messages of rules that hold for any configuration."""
+FOLLOWS = {
+    "NeMo-Gym": ("env.reasoning_gym.task: missing value",),
+    "raw text": ("data.train.path: missing value", "teacher.model_name: missing value"),
+}
+"""What else is said where a feature is refused."""
+
+
+def recipes() -> list[Path]:
+    return sorted(FOLDER.rglob("*.yaml"))
+
+
+needs_recipes = pytest.mark.skipif(not recipes(), reason="NeMo-RL's recipes are not beside the project")
+
+
+@needs_recipes
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * bool(number % 8)) for number, path in enumerate(recipes())],
+    ids=lambda path: path.stem,
+)
+def test_a_recipe_passes_or_is_refused_by_a_feature(path: Path) -> None:
+    start = time.process_time()
+    found = check_file(path, [])
+    assert time.process_time() - start < 3
+    features = set()
+    for problem in found.problems:
+        if match := re.search(r"^(?:.* asks for )?(.+?), not supported here: ", problem.message):
+            assert match[1] in FEATURES, problem
+            features.add(match[1])
+    for problem in found.problems:
+        is_named = ", not supported here: " in problem.message or any(
+            re.search(text, problem.message) for text in NOT_YET
+        )
+        follows = [text for feature in features for text in FOLLOWS.get(feature, ())]
+        assert is_named or str(problem).startswith(tuple(follows)), problem
+    assert sum("no effect" in line for line in as_text(path, found).splitlines()) <= 1 + len(found.problems)
+
+
+@cache
+def _merged(path: Path) -> LoadedConfig:
+    return read_config(path, whole=True)
+
+
+def leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield (*path, key)
+            yield from leaves(value, (*path, key))
+
+
+def _examined(loaded: LoadedConfig, values: dict[str, Any]) -> Findings:
+    return examine(translated(LoadedConfig(values, loaded.origins, references=loaded.references), None), run_here=False)
+
+
+@needs_recipes
+def test_what_is_changed_in_a_recipe_is_named() -> None:
+    """A key that is dropped has its default; one that is misspelt, or of another type, is named."""
+    free = ("env.nemo_gym", "policy.generation.trtllm", "policy.generation.sglang", "env.reasoning_gym.params")
+    free += ("policy.tokenizer.chat_template_kwargs", "policy.dtensor_cfg.env_vars.")
+    rng = random.Random(1)
+    files = recipes()
+    for number in range(NUM_FUZZED):
+        loaded = _merged(rng.choice(files)) if number % 50 else _merged(files[number // 50])
+        values = copy.deepcopy(loaded.values)
+        path = rng.choice([each for each in leaves(values) if ".".join(each) in loaded.origins])
+        name, section = ".".join(path), values
+        for part in path[:-1]:
+            section = section[part]
+        how = rng.choice(("drop", "misspell", "type"))
+        before = section.pop(path[-1])
+        if how == "misspell":
+            section[path[-1] + "q"] = before
+        elif how == "type":
+            section[path[-1]] = {"strange": 1} if not isinstance(before, dict) else "strange"
+        found = _examined(loaded, values)
+        said = " ".join(str(each) for each in [*found.problems, *found.warnings, *found.without_effect])
+        as_text(Path("recipe.yaml"), found, verbose=True)
+        if (
+            how == "drop"
+            or name.startswith(free)
+            or any(f"{name}.".startswith(f"{row.path}.") for row in rows().values() if row.is_open)
+        ):
+            continue
+        wanted = name + "q" if how == "misspell" else name
+        assert wanted in said, (how, name, before)

@@ -1,0 +1,248 @@
+"""What NeMo-RL's keys become here."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+
+from nemo_rl_offload.cli import command_line as cli
+from nemo_rl_offload.cli.check import check_file
+from nemo_rl_offload.config.recipe import read_recipe
+from nemo_rl_offload.config.sources import LoadedConfig
+
+M = "policy.megatron_cfg"
+BY_DTENSOR = """
+sft: {max_num_steps: 60, max_num_epochs: 1, val_batches: 4, val_global_batch_size: 8}
+policy:
+  model_name: Qwen/Qwen3-30B-A3B
+  tokenizer: {name: "${policy.model_name}"}
+  max_grad_norm: null
+  dtensor_cfg:
+    {enabled: true, tensor_parallel_size: 2, context_parallel_size: 1, expert_parallel_size: 4,
+    sequence_parallel: false, activation_checkpointing: true, cpu_offload: false, env_vars: {A: "", B: b}}
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 3.0e-5, betas: [0.9, 0.98], eps: 1.0e-5, foreach: false}}
+  scheduler: null
+  megatron_cfg:
+    {enabled: false, freeze_moe_router: true, moe_aux_loss_coeff: 0.5, pipeline_model_parallel_size: 8,
+    optimizer: {lr: 1.0, clip_grad: 3.0, adam_beta1: 0.5}}
+data: {train: {dataset_name: tulu3_sft_mixture}, validation: null, add_bos: true}
+checkpointing: {metric_name: "val:val_loss", higher_is_better: false, checkpoint_dir: results/mine}
+"""
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., LoadedConfig]:
+    def read_text(text: str, *overrides: str) -> LoadedConfig:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return read_recipe(path, overrides)
+
+    return read_text
+
+
+def value(loaded: LoadedConfig, path: str) -> Any:
+    node: Any = loaded.values
+    for part in path.split("."):
+        node = node[part]
+    return node
+
+
+def test_a_recipe_for_dtensor(read: Callable[..., LoadedConfig], tmp_path: Path) -> None:
+    loaded = read(BY_DTENSOR)
+    wanted = {
+        "algorithm": "sft",
+        f"{M}.enabled": True,
+        f"{M}.tensor_model_parallel_size": 2,
+        f"{M}.expert_model_parallel_size": 4,
+        f"{M}.pipeline_model_parallel_size": 1,
+        f"{M}.sequence_parallel": True,  # experts need it
+        f"{M}.activation_checkpointing": True,
+        f"{M}.freeze_moe_router": False,
+        f"{M}.moe_aux_loss_coeff": None,
+        f"{M}.env_vars": {"B": "b"},
+        f"{M}.optimizer.lr": 3e-5,
+        f"{M}.optimizer.adam_beta1": 0.9,
+        f"{M}.optimizer.adam_beta2": 0.98,
+        f"{M}.optimizer.adam_eps": 1e-5,
+        f"{M}.optimizer.weight_decay": 0.01,
+        f"{M}.optimizer.clip_grad": 0.0,
+        f"{M}.scheduler.lr_warmup_iters": 0,
+        f"{M}.scheduler.lr_decay_style": "constant",
+        "sft.max_val_samples": 32,
+        "data.train.path": "hf://datasets/allenai/tulu-3-sft-mixture",
+        "data.train.split_validation_size": 0.05,
+        "data.add_bos": True,
+        "checkpointing.metric_name": "val:loss",
+        "checkpointing.checkpoint_dir": "results/mine",
+    }
+    assert {path: value(loaded, path) for path in wanted} == wanted
+    assert loaded.refused == {}
+    (note,) = loaded.notes
+    assert note.startswith("policy.dtensor_cfg: NeMo-RL trains this recipe with DTensor; here Megatron-Core")
+    assert {f"{M}.freeze_moe_router", "policy.dtensor_cfg.cpu_offload"} <= loaded.without_effect.keys()
+    found = check_file(tmp_path / "recipe.yaml", ["cluster.gpus_per_node=8"])
+    assert found.problems == []
+
+
+def test_what_the_command_line_gives_counts_before_the_translation(read: Callable[..., LoadedConfig]) -> None:
+    loaded = read(
+        BY_DTENSOR,
+        f"{M}.fine_grained_activation_offloading=true",
+        f"{M}.offload_modules=[core_attn]",
+        f"{M}.optimizer.lr=0.5",
+        f"{M}.freeze_moe_router=true",
+        f"{M}.tensor_model_parallel_size=4",
+    )
+    assert [value(loaded, f"{M}.{key}") for key in ("fine_grained_activation_offloading", "offload_modules")] == [
+        True,
+        ["core_attn"],
+    ]
+    assert value(loaded, f"{M}.optimizer.lr") == 0.5
+    assert value(loaded, f"{M}.freeze_moe_router") is True
+    assert value(loaded, f"{M}.tensor_model_parallel_size") == 4
+
+
+WARMUP = {
+    "name": "torch.optim.lr_scheduler.LinearLR",
+    "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 5},
+}
+SCHEDULES: dict[str, tuple[list[Any], Callable[[torch.optim.Optimizer], LRScheduler]]] = {
+    "constant": (
+        [
+            WARMUP,
+            {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 10**10}},
+            {"milestones": [5]},
+        ],
+        lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 5), ConstantLR(o, 1.0, 10**10)], [5]),
+    ),
+    "cosine": (
+        [
+            WARMUP,
+            {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 20, "eta_min": 1e-3}},
+            {"milestones": [5]},
+        ],
+        lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 5), CosineAnnealingLR(o, 20, 1e-3)], [5]),
+    ),
+    "line": (
+        [
+            {
+                "name": "torch.optim.lr_scheduler.LinearLR",
+                "kwargs": {"start_factor": 1.0, "end_factor": 0.5, "total_iters": 20},
+            }
+        ],
+        lambda o: LinearLR(o, 1.0, 0.5, 20),
+    ),
+    "warm-up alone": ([WARMUP], lambda o: LinearLR(o, 0.1, 1.0, 5)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_pytorchs(name: str, read: Callable[..., LoadedConfig]) -> None:
+    """PyTorch's own learning rates, step by step, beside those of Megatron-Core's scheduler."""
+    from nemo_rl_offload.megatron.build.optimizer import learning_rate_scheduler
+
+    text, build = SCHEDULES[name]
+    recipe = yaml.safe_load(BY_DTENSOR)
+    recipe["policy"]["scheduler"] = text
+    recipe["policy"]["optimizer"]["kwargs"]["lr"] = 0.1
+    recipe["sft"]["max_num_steps"] = 24
+    loaded = read(yaml.safe_dump(recipe))
+    assert loaded.refused == {}
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    theirs = build(optimizer)
+    group: dict[str, Any] = {"params": [], "lr": 0.0, "weight_decay": 0.0}
+    ours = learning_rate_scheduler(loaded.values["policy"], type("O", (), {"param_groups": [group]})(), 24)
+    for step in range(24):
+        assert group["lr"] == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9), step
+        optimizer.step()
+        theirs.step()
+        ours.step(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "text"),
+    [
+        ({"scheduler": [{"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 3}}]}, "policy.scheduler", "StepLR; there are LinearLR"),  # noqa: E501
+        ({"scheduler": [WARMUP, WARMUP]}, "policy.scheduler", "2 phases with 0 milestones"),
+        ({"scheduler": {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 10}}}, "policy.scheduler", "rises again after 10 of 60"),  # noqa: E501
+        ({"optimizer": {"name": "torch.optim.RMSprop", "kwargs": {}}}, "policy.optimizer.name", "Set it to torch.optim.AdamW"),  # noqa: E501
+        ({"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"amsgrad": True}}}, "policy.optimizer.kwargs.amsgrad", "Remove it: ~policy.optimizer.kwargs.amsgrad"),  # noqa: E501
+        ({"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": "x"}}}, "policy.optimizer.kwargs.lr", '"x" is not allowed. Allowed: a number'),  # noqa: E501
+        ({"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"betas": [0.9]}}}, "policy.optimizer.kwargs.betas", "two numbers"),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_what_cannot_be_translated_is_refused(
+    change: dict[str, Any], path: str, text: str, read: Callable[..., LoadedConfig]
+) -> None:
+    recipe = yaml.safe_load(BY_DTENSOR)
+    recipe["policy"] |= change
+    assert text in read(yaml.safe_dump(recipe)).refused[path]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("grpo: {adv_estimator: {name: grpo, normalize_rewards: false}}", {"grpo.normalize_rewards": False}),
+        ("grpo: {val_period: -1, max_val_samples: null}", {"grpo.val_period": 0, "grpo.max_val_samples": 1 << 40}),
+        ("grpo: {}\npolicy: {megatron_cfg: {checkpoint: {async_save: true}}}", {"checkpointing.is_async": True}),
+        (
+            "grpo: {}\npolicy: {hf_config_overrides: {router_aux_loss_coef: 0.0}}",
+            {f"{M}.moe_aux_loss_coeff": 0.0},
+        ),
+        (
+            "grpo: {}\npolicy: {model_name: deepseek-ai/DeepSeek-V3, megatron_cfg: {mtp_num_layers: 0}}",
+            {f"{M}.model_overrides": {"mtp_loss_scaling_factor": 0.0}},
+        ),
+        ("dpo: {val_batches: -1, val_global_batch_size: 8}", {"algorithm": "dpo", "dpo.max_val_samples": 1 << 40}),
+        ("grpo: {}\ndata: {max_input_seq_length: null}", {"data.max_input_seq_length": 512}),
+        ("grpo: {}\nteacher: null", {"teacher.model_name": None}),
+        ("grpo: {}\ndata: {train: [{path: x}]}", {"data.train.path": "x"}),
+        ("grpo: {}\npolicy: {megatron_cfg: {optimizer: {clip_grad: null}}}", {f"{M}.optimizer.clip_grad": 0.0}),
+    ],
+)
+def test_other_keys(text: str, wanted: dict[str, Any], read: Callable[..., LoadedConfig]) -> None:
+    loaded = read(text)
+    assert loaded.refused == {}
+    assert {path: value(loaded, path) for path in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "said"),
+    [
+        ("grpo: {}\nsft: {}", "algorithm", "there are sections for grpo and sft. Give algorithm=NAME"),
+        ("grpo: {skip_reference_policy_logprobs_calculation: true}", "grpo.skip_reference_policy_logprobs_calculation", "Set that to 0"),  # noqa: E501
+        ("grpo: {}\npolicy: {generation: {backend: sglang}}", "policy.generation.backend", "generation by SGLang, not"),
+        ("grpo: {}\npolicy: {dtensor_cfg: {enabled: true}, megatron_cfg: {enabled: true}}", "policy.dtensor_cfg.enabled", "one of the two trains"),  # noqa: E501
+        ("grpo: {}\npolicy: {hf_config_overrides: {rope_scaling: {factor: 2}}}", "policy.hf_config_overrides.rope_scaling", "another config.json, not"),  # noqa: E501
+        ("grpo: {}\ndata: {train: [{path: x}, {path: y}]}", "data.train", "a list of 2 asks for several data sets"),
+        ("grpo: {}\ndata: {default: {env_name: code}}", "data.default.env_name", "execution of code, not"),
+        ("grpo: {}\ndata: {train: {prompt_file: a}, validation: {prompt_file: b}}", "data.validation.prompt_file", "Give both the same"),  # noqa: E501
+        ("sft: {}\ndata: {default: {processor: mine}}", "data.default.processor", "Set it to sft_processor or default"),
+        ("sft: {}\ndata: {add_generation_prompt: false}", "data.add_generation_prompt", "Set it to true"),
+        ("grpo: {}\npolicy: {model_name: Qwen/Qwen3-8B, megatron_cfg: {mtp_num_layers: 2}}", f"{M}.mtp_num_layers", "Set it to 0"),  # noqa: E501
+        ("distillation: {}\nteacher: {megatron_cfg: {fp8_cfg: {enabled: true}}}", "teacher.megatron_cfg.fp8_cfg.enabled", "FP8, not supported"),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_what_is_refused(text: str, path: str, said: str, read: Callable[..., LoadedConfig]) -> None:
+    assert said in read(text).refused[path]
+
+
+def test_keys_without_effect_are_one_line_or_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], configs: Path
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"defaults: {configs / 'grpo_tiny.yaml'}\nlogger: {{log_dir: logs, monitor_gpus: true}}\n")
+    assert cli.main(["check", str(path)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
+    assert re.fullmatch(r"warning: \d keys have no effect here, in a recipe of NeMo-RL; `check --verbose` .*", line)
+    assert cli.main(["check", "--verbose", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert f"without effect: logger.log_dir: metrics are in the run directory, beside the checkpoints ({path}:2)" in out
+    assert "keys have no effect" not in out
+    assert cli.main(["check", str(configs / "grpo_tiny.yaml")]) == 0
+    assert "NeMo-RL" not in capsys.readouterr().out
