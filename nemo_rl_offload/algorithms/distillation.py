@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop
 from nemo_rl_offload.algorithms.rollout_loop import (
     RolloutLoop,
+    groups_per_slot,
     num_optimizer_steps,
     prompt_data,
     training_and_generation_slots,
@@ -74,11 +75,12 @@ class Distillation(RolloutLoop):
 
 
 def teacher_config(config: MasterConfig) -> PolicyConfig:
-    """The teacher's policy section: the student's with the section `teacher` over it, and nothing offloaded."""
+    """The teacher's policy section: the student's with the section `teacher` over it, and nothing offloaded. It
+    generates nothing, so that no engine starts for it."""
     student, teacher = config["policy"], config["teacher"]
     assert teacher["model_name"] is not None, "checked with the configuration"
     merged: Any = {**without_offloading(student), **{key: value for key, value in teacher.items() if value is not None}}
-    return merged  # type: ignore[no-any-return]
+    return {**merged, "generation": {**merged["generation"], "backend": "megatron"}}  # type: ignore[typeddict-item]
 
 
 def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> Summary:
@@ -114,4 +116,4 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
         )
         return Distillation(config, policy, teacher, environment, tokenizer, ends.without_text, prompts, run_dir)
 
-    return run_loop(config, run_dir, say, progress_stream, build, groups_per_slot=2)
+    return run_loop(config, run_dir, say, progress_stream, build, 1 + groups_per_slot(policy_config))

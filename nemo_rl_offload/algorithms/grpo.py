@@ -5,6 +5,7 @@ takes clipped policy-gradient steps on the differences.
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -15,6 +16,7 @@ from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop, spec_of
 from nemo_rl_offload.algorithms.rollout import Rollout
 from nemo_rl_offload.algorithms.rollout_loop import (
     RolloutLoop,
+    groups_per_slot,
     num_optimizer_steps,
     prompt_data,
     training_and_generation_slots,
@@ -32,9 +34,15 @@ from nemo_rl_offload.losses.reduction import valid_tokens
 from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.runs.run_files import Summary
 
+DISAGREEMENT: Mapping[str, float] = {"float32": 1.005, "bfloat16": 1.1}
+"""Above this `token_mult_prob_error`, by precision, generation and training disagree by more than they round."""
+
 
 class GRPO(RolloutLoop):
     """The training loop over a policy and an environment that exist already."""
+
+    _disagreement: str | None = None
+    _has_disagreed = False
 
     def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:
         """Responses, advantages, log-probabilities, updates."""
@@ -58,8 +66,9 @@ class GRPO(RolloutLoop):
             )
         updates = [watch.time("train", lambda: self.policy.train(batch, *self.loss)) for _ in range(grpo["ppo_epochs"])]
         metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        self._watch_agreement(error := _token_mult_prob_error(batch))
         metrics |= {
-            "token_mult_prob_error": _token_mult_prob_error(batch),
+            "token_mult_prob_error": error,
             "advantages_zero_fraction": float((advantages == 0).float().mean()),
         }
         return metrics, int(batch["input_lengths"].sum())
@@ -95,6 +104,27 @@ class GRPO(RolloutLoop):
         num_sampled = len(everything.responses) // num_generations
         metrics = {"num_gen_batches": float(len(sampled)), "kept_prompts_fraction": len(kept) / num_sampled}
         return Rollout.join(kept[:num_prompts]), everything.metrics() | metrics
+
+    def _watch_agreement(self, error: float) -> None:
+        """Warn once where generation gives tokens other probabilities than training, which learns from them."""
+        policy = self.config["policy"]
+        bound = DISAGREEMENT[policy["precision"]]
+        if error <= bound or self._has_disagreed:
+            return
+        self._has_disagreed = True
+        key = "policy.generation.vllm_cfg"
+        causes = f"{key}.precision or {key}.kv_cache_dtype; a model that vLLM computes otherwise; weights left behind"
+        if policy["generation"]["backend"] == "megatron":
+            causes = "a model that samples otherwise than it trains (dropout, experts' capacity); weights left behind"
+        self._disagreement = (
+            f"token_mult_prob_error is {error:.3f}, above {bound}: generation and training give tokens different "
+            f"probabilities. Likely causes: {causes}."
+        )
+
+    def notices(self) -> list[str]:
+        """With a disagreement of generation and training, once."""
+        found, self._disagreement = self._disagreement, None
+        return [*super().notices(), *([found] if found else [])]
 
     def _shaped_rewards(self, played: Rollout) -> Tensor:
         shaping = self.config["grpo"]["reward_shaping"]
@@ -135,4 +165,4 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
         )
         return GRPO(config, policy, environment, tokenizer, ends.without_text, prompts, run_dir)
 
-    return run_loop(config, run_dir, say, progress_stream, build)
+    return run_loop(config, run_dir, say, progress_stream, build, groups_per_slot(policy_config))

@@ -89,5 +89,6 @@ def run_offline(
 
 
 def at_temperature_one(policy: PolicyConfig) -> PolicyConfig:
-    """The policy for answers that it did not sample: workers take log-probabilities at the sampling temperature."""
-    return {**policy, "generation": {**policy["generation"], "temperature": 1.0}}
+    """The policy for answers that it did not sample: workers take log-probabilities at the sampling temperature, and
+    no engine starts that would generate."""
+    return {**policy, "generation": {**policy["generation"], "temperature": 1.0, "backend": "megatron"}}

@@ -131,6 +131,12 @@ def training_and_generation_slots(
     return (cluster, None) if colocated["enabled"] else cluster.split(**colocated["resources"])
 
 
+def groups_per_slot(policy_config: PolicyConfig) -> int:
+    """How many groups of workers share the policy's slots: those that train, and an engine beside each."""
+    generation = policy_config["generation"]
+    return 2 if generation["backend"] == "vllm" and generation["colocated"]["enabled"] else 1
+
+
 def prompt_data(config: MasterConfig) -> DataConfig:
     """The section `data`, with prompts that leave room for a response."""
     data, most = config["data"], config["policy"]["max_total_sequence_length"] - 1

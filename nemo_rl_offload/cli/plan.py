@@ -56,6 +56,8 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
         console = Console(highlight=False, soft_wrap=True, markup=False)
         console.width = max(console.width, WIDTH)
         console.print(plan_tables(found))
+        if _has_engines_beside(loaded.values):
+            console.print(_not_counted(loaded.values))
     return found
 
 
@@ -69,6 +71,22 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _has_engines_beside(config: Mapping[str, Any]) -> bool:
+    """Whether a run starts vLLM's engines on GPUs that train."""
+    generation = config["policy"]["generation"]
+    beside = generation["backend"] == "vllm" and generation["colocated"]["enabled"]
+    return bool(beside and ALGORITHMS[config["algorithm"]].generates)
+
+
+def _not_counted(config: Mapping[str, Any]) -> str:
+    """What a plan leaves out where vLLM generates on the same GPUs."""
+    share = config["policy"]["generation"]["vllm_cfg"]["gpu_memory_utilization"]
+    return (
+        f"not counted: vLLM's engine takes {share:g} of each GPU (policy.generation.vllm_cfg.gpu_memory_utilization) "
+        "while it generates, beside training's weights, gradients and optimizer; in a training step it sleeps."
+    )
 
 
 def _check_targets(options: argparse.Namespace) -> None:

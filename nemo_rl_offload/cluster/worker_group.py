@@ -155,10 +155,10 @@ def _failure(error: Exception) -> Failure:
 class WorkerGroup[W]:
     """One ``worker_cls(*args, **kwargs)`` in its own process per slot of ``cluster``, or of a part of it.
 
-    ``env`` are environment variables for all of them. Besides, each process has RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE and (on CPU) OMP_NUM_THREADS in its environment before the module of ``worker_cls`` is
-    imported, and MASTER_ADDR and MASTER_PORT before its constructor runs. Ray sets CUDA_VISIBLE_DEVICES to the
-    one GPU of the rank, so its device is ``cuda:0``.
+    ``env`` are environment variables for all of them, and ``name`` is what errors call a rank. Besides, each process
+    has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and (on CPU) OMP_NUM_THREADS in its environment before the module
+    of ``worker_cls`` is imported, and MASTER_ADDR and MASTER_PORT before its constructor runs. Ray sets
+    CUDA_VISIBLE_DEVICES to the one GPU of the rank, so its device is ``cuda:0``.
 
     Raises:
         WorkerError: a constructor failed or a process died; an exception of this project keeps its type. The
@@ -171,8 +171,10 @@ class WorkerGroup[W]:
         worker_cls: Callable[..., W],
         *args: object,
         env: Mapping[str, str] = MappingProxyType({}),
+        name: str = "rank",
         **kwargs: object,
     ) -> None:
+        self._name = name
         self._slots = cluster if isinstance(cluster, ClusterPart) else cluster.whole()
         self.world_size = self._slots.world_size
         self._places: list[Place] = []
@@ -298,7 +300,7 @@ class WorkerGroup[W]:
 
     def _where(self, rank: int) -> str:
         pid = f", pid {self._places[rank].pid}" if self._places else ""
-        return f"rank {rank} of {self.world_size} ({self._slots.node_of(rank).address}{pid})"
+        return f"{self._name} {rank} of {self.world_size} ({self._slots.node_of(rank).address}{pid})"
 
 
 def _to_error(failure: Failure, where: str) -> NemoRLOffloadError:

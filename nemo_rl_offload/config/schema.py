@@ -432,6 +432,34 @@ class ColocatedConfig(TypedDict):
 
 
 @closed
+class VllmConfig(TypedDict):
+    async_engine: Annotated[bool, Default(False)]
+    """vLLM's asynchronous engine; not supported yet."""
+    precision: Annotated[Literal["float32", "bfloat16", "float16"] | None, Default(None)]
+    """Type of the engine's weights and activations; null: policy.precision."""
+    kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], Default("auto")]
+    """Type of the key/value cache; auto: that of activations."""
+    tensor_parallel_size: Annotated[Positive, Default(1)]
+    """Devices that share each layer of an engine; more than 1 is not supported yet."""
+    pipeline_parallel_size: Annotated[Positive, Default(1)]
+    """Devices that divide an engine's layers; more than 1 is not supported yet."""
+    expert_parallel_size: Annotated[Positive, Default(1)]
+    """Devices that divide an engine's experts; more than 1 is not supported yet."""
+    gpu_memory_utilization: Annotated[Share, Default(0.6)]
+    """The engine's share of a GPU's memory, weights and cache; on a CPU the most of its free memory for the cache."""
+    max_model_len: Annotated[Positive | None, Default(None)]
+    """Longest prompt and response together, in tokens; null: policy.max_total_sequence_length."""
+    enable_prefix_caching: Annotated[bool, Default(True)]
+    """Compute what prompts begin with in common once, until the weights change."""
+    enforce_eager: Annotated[bool, Default(False)]
+    """Decode without CUDA graphs; a CPU always does."""
+    load_format: Annotated[Literal["auto", "safetensors"], Default("auto")]
+    """How the engine reads the start model's files."""
+    skip_tokenizer_init: Annotated[bool, Default(True)]
+    """Load no tokenizer into the engine, which gets and gives token ids."""
+
+
+@closed
 class GenerationConfig(TypedDict):
     backend: Annotated[GenerationBackend, Default("megatron")]
     """Engine that generates the responses."""
@@ -455,6 +483,10 @@ class GenerationConfig(TypedDict):
     """Tokens that end a response, besides those that end a turn of the model."""
     stop_strings: Annotated[list[str] | None, Default(None)]
     """Texts that end a response, as its last part."""
+    vllm_cfg: VllmConfig
+    """With backend vllm: its engines."""
+    vllm_kwargs: Annotated[dict[str, Any], Default({})]
+    """With backend vllm: further arguments of vllm.LLM, such as {max_num_seqs: 64}."""
 
 
 @closed

@@ -14,10 +14,11 @@ workers on `slots`, or beside the training workers where there are none.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
+from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.cluster.worker_group import Stored
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.generation.sampling import Sampling
@@ -40,6 +41,9 @@ Told = Callable[[Generated], None]
 
 class Generator(Protocol):
     """Samples responses, with workers of its own or on the training workers."""
+
+    has_weights: bool
+    """Whether it holds weights; none that were given up in sleep. Without any, an update comes before prompts."""
 
     def start(self) -> None:
         """Start what runs beside the training workers, with the start model's weights.
@@ -106,6 +110,10 @@ class GeneratorSetup:
     """Of the generating workers. Apart, their layout in `megatron_cfg` need not be that of training."""
     end_ids: tuple[int, ...]
     """The tokens of which any ends a response."""
+    model_path: Path
+    """The start model's folder."""
+    training_slots: VirtualCluster | ClusterPart
+    """Of the training workers, for workers beside them."""
     slots: ClusterPart | None
     """For workers of its own; None where generation has the devices of the training workers."""
     training_workers: GenerationWorkers

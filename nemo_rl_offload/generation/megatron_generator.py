@@ -17,6 +17,7 @@ class MegatronGenerator:
     def __init__(self, setup: GeneratorSetup) -> None:
         self._setup = setup
         self._own_workers: GenerationWorkers | None = None
+        self.has_weights = True
 
     @property
     def _workers(self) -> GenerationWorkers:

@@ -11,6 +11,7 @@ from nemo_rl_offload.specs.generation import GenerationBackend
 
 BACKENDS: Mapping[GenerationBackend, str] = {
     "megatron": "nemo_rl_offload.generation.megatron_generator:MegatronGenerator",
+    "vllm": "nemo_rl_offload.generation.vllm.generator:VllmGenerator",
 }
 """Module and class, imported when one is made. A class takes a `GeneratorSetup`."""
 

@@ -11,7 +11,8 @@ Nothing rounds on the way: mappings only cut, join and move, and both models hav
 name of Hugging Face's cannot travel, and is an error that names it instead of a model that quietly keeps an old one.
 
 Rejected: rank to rank, by position (what this replaces) needs two equal layouts; a communicator over both groups would
-be faster than Ray's store on GPUs, but both would have to start, fail and restart as one. Bridge's own
+be faster than Ray's store on GPUs, but both would have to start, fail and restart as one. (A receiver beside each rank,
+on the same GPU, needs neither: it reads a `DeviceBucket` where the rank has written it.) Bridge's own
 `load_hf_weights` on a bucket at a time builds its tasks anew for each. The limits: every weight crosses the first
 rank's host memory, and a bucket is read only when the one before has been loaded.
 """
@@ -20,8 +21,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +31,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_rl_offload.cluster.worker_group import Stored
 from nemo_rl_offload.errors import ConfigError
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from nemo_rl_offload.megatron.build.model import MegatronModel  # the driver does not import Megatron
 
 BUCKET_BYTES = 64 << 20
+DEVICE_BUCKET_BYTES = 256 << 20
 SOURCE_RANK = 0
 
 
@@ -65,11 +69,29 @@ class WeightBucket:
     data: NDArray[np.uint8]
 
 
+@dataclass(frozen=True)
+class DeviceBucket:
+    """Parts of weights, whose bytes stand in a buffer on a rank's GPU until the rank writes the next bucket there."""
+
+    parts: tuple[Part, ...]
+    handle: tuple[Callable[..., Tensor], tuple[Any, ...]]
+    """What another process opens the buffer with (CUDA IPC), and its arguments; once, as torch counts its users."""
+
+    @cached_property
+    def data(self) -> Tensor:
+        """The buffer, uint8 [bytes], of which the parts have the first."""
+        function, arguments = self.handle
+        return function(*arguments)
+
+
 class WeightSource(Protocol):
     """Whoever has the current weights."""
 
     def weight_buckets(self) -> Iterator[Stored[WeightBucket]]:
         """All weights by Hugging Face's names, once. To be read to the end: ranks wait in it for each other."""
+
+    def device_weight_buckets(self) -> Iterator[list[DeviceBucket]]:
+        """The same on GPUs: each bucket once on each rank's, for a process beside it to read before the next comes."""
 
 
 type Cut = list[tuple[Part, Tensor]]
@@ -108,35 +130,68 @@ def pack(cut: Cut) -> WeightBucket:
     return WeightBucket(tuple(part for part, _ in cut), data)
 
 
+def pack_on_device(cut: Cut, buffer: Tensor) -> tuple[Part, ...]:
+    """Copy the parts into the beginning of a buffer, uint8 [bytes]; they are there when this returns."""
+    offset = 0
+    for part, weight in cut:
+        end = offset + part.end - part.begin
+        buffer[offset:end] = weight.detach().contiguous().flatten().view(torch.uint8)[part.begin : part.end]
+        offset = end
+    if buffer.is_cuda:
+        torch.cuda.synchronize()
+    return tuple(part for part, _ in cut)
+
+
 class Assembler:
     """Puts weights together whose parts come one after another, bucket by bucket."""
 
     def __init__(self) -> None:
         self._data = torch.empty(0, dtype=torch.uint8)
 
-    def add(self, bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
-        """The weights that are whole now, in host memory of their own."""
-        offset = 0
+    def add(self, bucket: WeightBucket | DeviceBucket) -> Iterator[tuple[str, Tensor]]:
+        """The weights that are whole now, each in memory of its own where the bucket is."""
+        data, offset = bucket.data, 0
         for part in bucket.parts:
             if part.begin == 0:
-                self._data = torch.empty(part.num_bytes, dtype=torch.uint8)
+                device = data.device if isinstance(data, Tensor) else None
+                self._data = torch.empty(part.num_bytes, dtype=torch.uint8, device=device)
             end = offset + part.end - part.begin
-            self._data.numpy()[part.begin : part.end] = bucket.data[offset:end]
+            if isinstance(data, Tensor):
+                self._data[part.begin : part.end] = data[offset:end]
+            else:
+                self._data.numpy()[part.begin : part.end] = data[offset:end]
             offset = end
             if part.end == part.num_bytes:
                 yield part.name, self._data.view(part.dtype).view(part.shape)
 
 
 class WeightExport:
-    """One pass over a training model's weights. All ranks make it together, and take each bucket together."""
+    """One pass over a training model's weights. All ranks make it together, and take each bucket together.
 
-    def __init__(self, model: MegatronModel) -> None:
+    `on_device` buckets are for the process beside each rank.
+    """
+
+    def __init__(self, model: MegatronModel, *, on_device: bool = False) -> None:
         _, tasks = _conversion(model)
         with quiet():
             vocab_size: int = model.config.vocab_size
             weights = exported_weights(model.auto_bridge, model.modules, vocab_size, conversion_tasks=tasks)
         # Every rank sees the same weights: all cut at the same places, and stop in the same collective.
-        self._cuts = cut_into_buckets(weights)
+        self._cuts = cut_into_buckets(weights, DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES)
+        self._buffer: Tensor | None = None
+        if on_device:
+            self._buffer = torch.empty(DEVICE_BUCKET_BYTES, dtype=torch.uint8, device="cuda")
+
+    def next_device_bucket(self) -> DeviceBucket | None:
+        """The next bucket on this rank's GPU, in place of the one before; None at the end."""
+        assert self._buffer is not None, "made with on_device"
+        with quiet():
+            cut = next(self._cuts, None)
+        if cut is None:
+            self._buffer = None
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            return None
+        return DeviceBucket(pack_on_device(cut, self._buffer), reduce_tensor(self._buffer))  # type: ignore[no-untyped-call]
 
     def next_bucket(self) -> WeightBucket | None:
         """The next bucket on rank `SOURCE_RANK`, None elsewhere and at the end."""

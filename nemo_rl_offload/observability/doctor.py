@@ -30,6 +30,7 @@ from nemo_rl_offload.observability.topology import (
     read_topology,
 )
 from nemo_rl_offload.offload.host_memory import cgroup_memory, free_host_bytes
+from nemo_rl_offload.specs.generation import HOW_TO_INSTALL, VLLM_VERSION, installed_vllm, is_tested
 from nemo_rl_offload.specs.process_limits import addresses, open_files
 from nemo_rl_offload.units import GIB, human_bytes
 
@@ -84,6 +85,7 @@ def findings(root: Path = Path("/"), folder: Path = Path()) -> list[Finding]:
         *(package_version(package) for package in PACKAGES),
         transformer_engine(has_gpu=bool(gpus)),
         *filter(None, map(optional_package, OPTIONAL_PACKAGES)),
+        vllm_version(),
         c_compiler(),
         devices(gpus, no_gpu_reason, root),
         numa_map(read_topology(root), gpus),
@@ -160,6 +162,17 @@ def transformer_engine(*, has_gpu: bool) -> Finding:
         return Finding(name, "ok", f"{left_out}, as always without a GPU")
     fix = "Install the build for this torch and CUDA, or remove it"
     return Finding(name, "warning", left_out, fix)
+
+
+def vllm_version() -> Finding:
+    """Whether vLLM is there, which a run needs where it generates, and in the tested version; it is not imported."""
+    found = installed_vllm()
+    if found is None:
+        return Finding("vllm", "ok", "not installed, which policy.generation.backend=vllm needs")
+    name, version = found
+    if is_tested(version):
+        return Finding("vllm", "ok", f"{name} {version}")
+    return Finding("vllm", "warning", f"{name} {version}; tested with {VLLM_VERSION} alone", HOW_TO_INSTALL)
 
 
 def optional_package(package: str) -> Finding | None:

@@ -75,7 +75,15 @@ class Policy:
         )
         self._workers = self._trainers.workers
         untrained = partial(ModelWorkers, model_path=model_path, seed=seed, num_steps=None, keep_reference=False)
-        setup = GeneratorSetup(without_offloading(config), end_ids, generation_slots, self._trainers, untrained)
+        setup = GeneratorSetup(
+            without_offloading(config),
+            end_ids,
+            model_path.resolve(),
+            cluster,
+            generation_slots,
+            self._trainers,
+            untrained,
+        )
         self._generator = make_generator(setup)
         self._generator.start()
         self._generator_is_behind = False
@@ -148,7 +156,7 @@ class Policy:
     ) -> list[Response]:
         """Sample one response for each prompt; a function of weights, arguments and the backend's layout."""
         self._generator.wake()
-        if self._generator_is_behind:
+        if self._generator_is_behind or not self._generator.has_weights:
             self._generator.update_weights(self._trainers)
             self._generator_is_behind = False
         return self._generator.generate(prompts, seed, sampling, told)

@@ -15,7 +15,7 @@ from nemo_rl_offload.config.rules.parallel import data_parallel_size
 from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_offload.generation.interface import Generated, Told
 from nemo_rl_offload.generation.sampling import Sampling
-from nemo_rl_offload.generation.weight_sync import SOURCE_RANK, WeightBucket
+from nemo_rl_offload.generation.weight_sync import SOURCE_RANK, DeviceBucket, WeightBucket
 from nemo_rl_offload.policy.worker import PolicyWorker
 
 
@@ -127,6 +127,12 @@ class ModelWorkers:
         self.workers.run_all(PolicyWorker.start_weight_export)
         while (bucket := self.workers.run_all(PolicyWorker.next_weight_bucket)[SOURCE_RANK]) is not None:
             yield bucket
+
+    def device_weight_buckets(self) -> Iterator[list[DeviceBucket]]:
+        """The same on the ranks' GPUs, each bucket once on each of them."""
+        self.workers.run_all(PolicyWorker.start_weight_export, on_device=True)
+        while (buckets := self.workers.run_all(PolicyWorker.next_device_weight_bucket))[0] is not None:
+            yield [bucket for bucket in buckets if bucket is not None]
 
     def prepare_weight_update(self) -> None:
         """Find where each weight goes; raises ConfigError when one cannot come by its Hugging Face name."""

@@ -19,7 +19,7 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.generation.interface import Generated
 from nemo_rl_offload.generation.sampling import Sampling
-from nemo_rl_offload.generation.weight_sync import WeightBucket, WeightExport, WeightLoader
+from nemo_rl_offload.generation.weight_sync import DeviceBucket, WeightBucket, WeightExport, WeightLoader
 from nemo_rl_offload.observability.memory_trace import MemoryTrace
 from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.offload.host_memory import give_back_free_memory
@@ -222,10 +222,10 @@ class PolicyWorker:
         for weight, value in zip(self._parameters(), values, strict=True):
             weight.data.copy_(value)
 
-    def start_weight_export(self) -> None:
-        """Begin to read out the current weights."""
+    def start_weight_export(self, *, on_device: bool = False) -> None:
+        """Begin to read out the current weights, into host memory or to where an engine on the same GPU reads them."""
         with explained("handing over weights", self._policy):
-            self._export = WeightExport(self._whole_model())
+            self._export = WeightExport(self._whole_model(), on_device=on_device)
 
     def next_weight_bucket(self) -> Stored[WeightBucket] | None:
         """The next weights, on the first rank; None elsewhere, and when all have been read."""
@@ -233,6 +233,12 @@ class PolicyWorker:
         with explained("handing over weights", self._policy):
             bucket = self._export.next_bucket()
         return None if bucket is None else Stored.put(bucket)
+
+    def next_device_weight_bucket(self) -> DeviceBucket | None:
+        """The next weights on this rank's GPU; None when all have been read."""
+        assert self._export is not None, "start_weight_export comes first"
+        with explained("handing over weights", self._policy):
+            return self._export.next_device_bucket()
 
     def prepare_weight_update(self) -> None:
         """Find where each weight goes; raises ConfigError when one cannot come by its Hugging Face name."""

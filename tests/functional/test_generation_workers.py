@@ -77,7 +77,8 @@ def test_a_group_of_another_layout_samples_with_the_trained_weights(
     with cpu_cluster(4) as cluster:
         slots = [ClusterPart(cluster, 0, 1, *part) for part in ((0, 2), (2, 1), (3, 1))]
         policy = Policy(slots[0], laid_out(layout), model, (END_ID,), seed=SEED, num_steps=2, keep_reference=False)
-        setup = GeneratorSetup(laid_out(), (END_ID,), slots[1], policy._trainers, partial(start, model_path=model))
+        start_here = partial(start, model_path=model)
+        setup = GeneratorSetup(laid_out(), (END_ID,), model, slots[0], slots[1], policy._trainers, start_here)
         generator = MegatronGenerator(setup)
         generator.start()
         with_start_weights = generator.generate(prompts, SEED, SAMPLING)

@@ -27,7 +27,8 @@ PAGES = [page for page in PAGES if page.name not in ("decisions.md", "benchmarks
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 FOLDERS = ("benchmarks", "examples/cluster")
-GROUPS = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text())["dependency-groups"]
+_PROJECT = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text())
+GROUPS, EXTRAS = _PROJECT["dependency-groups"], _PROJECT["project"]["optional-dependencies"]
 BASES = {"moe_": "grpo_moe_megatron.yaml", "gpus_per_node: 8": "grpo_math_1B.yaml", "": "grpo_tiny.yaml"}
 """What a snippet is laid over, by a word in it."""
 
@@ -82,8 +83,8 @@ def test_yaml_is_a_configuration_that_check_accepts_or_a_device(text: str, tmp_p
 def test_a_command_can_be_given(words: list[str]) -> None:
     if words[:2] == ["uv", "run"]:
         words = words[2:]
-        if words[0] == "--group":
-            assert words[1] in GROUPS
+        if words[0] in ("--group", "--extra"):
+            assert words[1] in (GROUPS if words[0] == "--group" else EXTRAS)
             words = words[2:]
     if words[0] == "nemo-rl-offload":
         check_ours(words[1:])

@@ -219,12 +219,6 @@ force_clear_fp8_caches          bool  none read with FP8 alone
 [policy.generation]
 model_name                      text  none it is policy.model_name
 bad_words                       list? only null  [forbidden words] any token may be sampled
-stop_token_ids                  list? only null  [stop tokens of the configuration] a response ends at the tokenizer's
-    end tokens
-stop_strings                    list? only null  [stop strings] a response ends at the tokenizer's end tokens
-val_temperature                 num   honoured it is temperature, or refused
-val_top_p                       num   honoured it is top_p, or refused
-val_top_k                       int?  honoured it is top_k, or refused
 use_async_rollouts              bool  only false [the asynchronous engine] a batch is generated as a whole
 port_range_low                  int   none ports are free ones
 port_range_high                 int   none ports are free ones
@@ -240,7 +234,6 @@ nvfp4_pertoken_rollout          bool  only false [quantisation-aware training] r
     are trained
 lora_refit_mode                 text  none read with LoRA alone
 worker_extension_cls_fqn        text? none read by another engine
-vllm_kwargs.*                   map   none read by vLLM alone
 sglang_cfg.*                    map   none read by SGLang alone
 sglang_kwargs.*                 map   none read by SGLang alone
 trtllm_cfg.*                    map   none read by TensorRT-LLM alone
@@ -251,44 +244,33 @@ _debug_payload_metrics          bool  none figures for developers
 _mtp_weights_from_refit         bool  none read by vLLM alone
 
 [policy.generation.vllm_cfg]
-async_engine                    bool  none read by vLLM alone
-cap_max_tokens_to_context       bool  none read by vLLM alone
-distributed_executor_backend    text? none read by vLLM alone
-enable_expert_parallel          bool  none read by vLLM alone
-enable_prefix_caching           bool  none read by vLLM alone
-enable_return_routed_experts    bool  none read by vLLM alone
-enable_thinking                 bool  none read by vLLM alone
-enable_vllm_metrics_logger      bool  none read by vLLM alone
-enforce_eager                   bool  none read by vLLM alone
-enforce_monotonicity            bool  none read by vLLM alone
-env_vars                        map?  none read by vLLM alone
-expert_parallel_size            int   none read by vLLM alone
-expose_http_server              bool  none read by vLLM alone
-gpu_memory_utilization          num   none read by vLLM alone
-http_refit_api_key_env_var      text? none read by vLLM alone
-http_refit_server_port          int?  none read by vLLM alone
-http_server_serving_chat_kwargs.* map   none read by vLLM alone
-is_mx                           bool  none read by vLLM alone
-kv_cache_dtype                  text  none read by vLLM alone
-load_format                     text  none read by vLLM alone
-logprobs_mode                   text  none read by vLLM alone
-max_model_len                   int   none read by vLLM alone
-num_first_layers_in_bf16        int   none read by vLLM alone
-num_last_layers_in_bf16         int   none read by vLLM alone
-pipeline_parallel_size          int   none read by vLLM alone
-precision                       text  none read by vLLM alone
-pruned_layers                   list? none read by vLLM alone
-quantization_ignored_layer_kws  list  none read by vLLM alone
-reasoning_parser_plugin         text? none read by vLLM alone
-reset_encoder_cache_after_weight_update bool  none read by vLLM alone
-skip_tokenizer_init             bool  none read by vLLM alone
-tensor_parallel_size            int   none read by vLLM alone
-tool_parser_plugin              text? none read by vLLM alone
-use_deep_gemm                   bool  none read by vLLM alone
-use_tqdm                        bool  none read by vLLM alone
-video.*                         map   none read by vLLM alone
-vllm_metrics_logger_interval    num   none read by vLLM alone
-zmq_refit_server_port           int?  none read by vLLM alone
+cap_max_tokens_to_context       bool  none a response ends where its context does
+distributed_executor_backend    text? none an engine has one device
+enable_expert_parallel          bool  none an engine has one device
+enable_return_routed_experts    bool  only false [router replay] the routers of training choose for themselves
+enable_thinking                 bool  none read by a server of chats alone
+enable_vllm_metrics_logger      bool  none read by a server, or figures for developers
+enforce_monotonicity            bool  none read by a server, or figures for developers
+env_vars                        map?  refused [an environment for engines] theirs is set here
+expose_http_server              bool  only false [NeMo-Gym] nothing is served
+http_refit_api_key_env_var      text? none read by a server, or figures for developers
+http_refit_server_port          int?  none read by a server, or figures for developers
+http_server_serving_chat_kwargs.* map   none read by a server, or figures for developers
+is_mx                           bool  none read with FP8 alone
+logprobs_mode                   text  none log-probabilities are those of the
+    distribution that is sampled
+num_first_layers_in_bf16        int   none read with FP8 alone
+num_last_layers_in_bf16         int   none read with FP8 alone
+pruned_layers                   list? refused [pruned models] an engine has the model that is trained
+quantization_ignored_layer_kws  list  none read with FP8 alone
+reasoning_parser_plugin         text? none read by a server, or figures for developers
+reset_encoder_cache_after_weight_update bool  none models read text alone
+tool_parser_plugin              text? none read by a server, or figures for developers
+use_deep_gemm                   bool  none read with FP8 alone
+use_tqdm                        bool  none read by a server, or figures for developers
+video.*                         map   none models read text alone
+vllm_metrics_logger_interval    num   none read by a server, or figures for developers
+zmq_refit_server_port           int?  none read by a server, or figures for developers
 
 [policy.generation.mcore_generation_config]
 tensor_model_parallel_size      int   honoured the training layout's, or refused
@@ -448,7 +430,6 @@ stop_strings                    list? only null  [stop strings] a response ends 
 
 [logger]
 log_dir                         text  none metrics are in the run directory, beside the checkpoints
-num_val_samples_to_print        int   only 0     [samples of validation] none are printed
 monitor_gpus                    bool  none each step's device memory is among the metrics
 gpu_monitoring.collection_interval num   none each step's device memory is among the metrics
 gpu_monitoring.flush_interval   num   none each step's device memory is among the metrics

@@ -26,7 +26,7 @@ _OF_A_TEACHER = ("FP8", "LoRA", "quantisation-aware training")
 """Features that would change what a teacher says."""
 _OTHER_VALUES = ("generation.backend", "sequence_packing.algorithm")
 """Keys of a teacher that have no effect, and have more values in NeMo-RL than here."""
-_ENGINES = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "dynamo": "Dynamo", "vllm": "vLLM"}
+_ENGINES = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "dynamo": "Dynamo"}
 _METRICS = {
     "val:val_loss": "val:loss",
     "val:validation-default_loss": "val:loss",
@@ -256,20 +256,6 @@ def _reference(translation: Translation) -> None:
         )
 
 
-def _sampling_in_validation(translation: Translation) -> None:
-    for key in ("temperature", "top_p", "top_k"):
-        path, same = f"policy.generation.val_{key}", f"policy.generation.{key}"
-        if path in translation.honoured and translation.honoured[path] != translation.get(same):
-            refuse(
-                translation,
-                path,
-                translation.honoured[path],
-                "another sampling in validation",
-                "validation samples as training does",
-                f"Set it to {shown(translation.get(same))}.",
-            )
-
-
 def _asynchronous_checkpoints(translation: Translation) -> None:
     source, path = f"{MEGATRON}.checkpoint.async_save", "checkpointing.is_async"
     if source in translation.honoured and _is_default(translation, path):
@@ -359,7 +345,6 @@ STEPS: tuple[Callable[[Translation], Any], ...] = (
     _all_of_a_validation,
     _advantages,
     _reference,
-    _sampling_in_validation,
     _asynchronous_checkpoints,
     _overrides_of_the_folder,
     _overrides_of_the_model,

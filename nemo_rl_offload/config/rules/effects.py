@@ -18,6 +18,8 @@ from nemo_rl_offload.config.loader import BASE
 from nemo_rl_offload.config.rules.batching import BY_TOKENS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_has, algorithm_spec
 from nemo_rl_offload.config.rules.tasks import SPLITS, takes_problems, validates
+from nemo_rl_offload.config.schema import VllmConfig
+from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.specs.documents import read_yaml
 
 _IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
@@ -100,6 +102,12 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
         (None,),
         ("policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs", "data.add_eos"),
     ),
+    (
+        "policy.generation.backend",
+        ("vllm",),
+        ("policy.generation.vllm_kwargs", *(f"policy.generation.vllm_cfg.{key}" for key in keys_of(VllmConfig))),
+    ),
+    ("policy.generation.backend", ("megatron",), ("policy.generation_batch_size",)),
     ("logger.wandb_enabled", (True,), ("logger.wandb.project", "logger.wandb.name")),
     (
         "logger.mlflow_enabled",

@@ -25,6 +25,7 @@ from nemo_rl_offload.config.rules.parallel import PARALLEL_RULES
 from nemo_rl_offload.config.rules.rule import Rule
 from nemo_rl_offload.config.rules.tasks import TASK_RULES, TASK_WARNINGS
 from nemo_rl_offload.config.rules.turns import TURN_RULES, TURN_WARNINGS
+from nemo_rl_offload.config.rules.vllm import VLLM_MACHINE_RULES, VLLM_RULES
 
 RULES: tuple[Rule, ...] = (
     *AVAILABILITY_RULES,
@@ -44,8 +45,9 @@ RULES: tuple[Rule, ...] = (
     *TASK_RULES,
     *TURN_RULES,
     *GENERATION_RULES,
+    *VLLM_RULES,
 )
-RULES_OF_THIS_MACHINE: tuple[Rule, ...] = MACHINE_RULES
+RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (*MACHINE_RULES, *VLLM_MACHINE_RULES)
 """What a run needs here, and a check elsewhere does not."""
 WARNINGS: tuple[Rule, ...] = (
     model_is_unknown,

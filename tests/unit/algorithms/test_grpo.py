@@ -1,6 +1,7 @@
 """The GRPO loop over stand-ins for policy and scorer, with real prompts, advantages and checkpoints."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from fakes import END_ID, FakeEnvironment, FakePolicy, Recorder, rows
 
-from nemo_rl_offload.algorithms.grpo import GRPO
+from nemo_rl_offload.algorithms.grpo import DISAGREEMENT, GRPO
 from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.prompts import prompt_sets
@@ -121,6 +122,22 @@ def test_training_batch(make: Make, tokenizer: Any) -> None:
     assert metrics["advantages_zero_fraction"] == pytest.approx(float((rewards == 0).float().mean()))
     counted = valid_tokens(batch)
     assert torch.equal(batch["generation_logprobs"][counted], batch["prev_logprobs"][counted])
+
+
+@pytest.mark.parametrize(("backend", "cause"), [("vllm", "kv_cache_dtype"), ("megatron", "dropout")])
+def test_generation_that_disagrees_with_training_is_warned_of_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, backend: str, cause: str
+) -> None:
+    loop, policy = make(f"policy.generation.backend={backend}")
+    get_logprobs, bound = policy.get_logprobs, DISAGREEMENT["float32"]
+    before = set(loop.notices())
+    for error, expected in ((bound - 1e-4, 0), (bound + 1e-3, 1), (bound + 1e-3, 0)):
+        away = math.log(error)
+        monkeypatch.setattr(policy, "get_logprobs", lambda batch, away=away: get_logprobs(batch) - away)
+        loop.train_step()
+        said = [text for text in loop.notices() if text not in before]
+        assert len(said) == expected
+        assert all("token_mult_prob_error" in text and cause in text for text in said)
 
 
 def test_validation_does_not_touch_training(make: Make, tmp_path: Path) -> None:

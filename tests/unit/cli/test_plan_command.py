@@ -33,6 +33,16 @@ def test_an_exemplar_is_planned_from_the_catalogue(capsys: pytest.CaptureFixture
     assert "stage 0: layers 0-27" in text
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_engine_on_the_same_gpus_is_said_not_to_be_counted(capsys: pytest.CaptureFixture[str], apart: bool) -> None:
+    engine = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.gpu_memory_utilization=0.45"]
+    colocated = "policy.generation.colocated"
+    slots = [f"{colocated}.enabled=false", f"{colocated}.resources.gpus_per_node=1", "cluster.gpus_per_node=2"]
+    text = plan(capsys, SMALL, "--gpu", "h100-80gb", *engine, *(slots if apart else []))
+    assert ("not counted: vLLM's engine takes 0.45 of each GPU" in text) is not apart
+    assert "not counted" not in plan(capsys, SMALL, "--gpu", "h100-80gb")
+
+
 def test_a_local_folder_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(plan(capsys, TINY, "--gpu", "a100", "--gpus-per-node", "1", "--format", "json"))
     assert data["world"] == 1

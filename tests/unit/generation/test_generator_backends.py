@@ -50,7 +50,9 @@ def make_setup(slots: Any) -> tuple[GeneratorSetup, Workers, list[tuple[Any, Wor
         started.append((slots, Workers("own")))
         return started[-1][1]
 
-    return GeneratorSetup(config, (9,), slots, training, start), training, started
+    everything: Any = object()
+    setup = GeneratorSetup(config, (9,), PROJECT_ROOT, everything, slots, training, start)
+    return setup, training, started
 
 
 def test_schema_and_registry_name_the_same_backends() -> None:

@@ -15,10 +15,12 @@ from nemo_rl_offload.generation import weight_sync
 from nemo_rl_offload.generation.weight_sync import (
     BUCKET_BYTES,
     Assembler,
+    DeviceBucket,
     WeightExport,
     WeightLoader,
     cut_into_buckets,
     pack,
+    pack_on_device,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -66,6 +68,37 @@ def test_weights_survive_the_buckets(weights: list[tuple[str, Tensor]], bucket_b
     for (name, weight), (_, expected) in zip(found, weights, strict=True):
         assert (weight.dtype, weight.shape) == (expected.dtype, expected.shape), name
         assert bits(weight) == bits(expected), name
+
+
+@settings(deadline=None, max_examples=100)
+@given(weights=named_weights(), bucket_bytes=st.integers(1, 200))
+def test_weights_survive_a_buffer_that_each_bucket_is_written_to(
+    weights: list[tuple[str, Tensor]], bucket_bytes: int
+) -> None:
+    buffer, opened, assembler, found = torch.empty(bucket_bytes, dtype=torch.uint8), [], Assembler(), []
+    for cut in cut_into_buckets(weights, bucket_bytes):
+        bucket = DeviceBucket(pack_on_device(cut, buffer), (lambda one: opened.append(one) or one, (buffer,)))
+        found += [(name, bits(weight), weight.shape) for name, weight in assembler.add(bucket)]
+        assert len(opened) == 1, "torch counts who opens it"
+        opened.clear()
+    assert found == [(name, bits(weight), weight.shape) for name, weight in weights]
+
+
+def test_buckets_on_the_device_end_with_their_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sync, "_conversion", lambda model: (None, []))
+    monkeypatch.setattr(weight_sync, "exported_weights", lambda *_, **__: iter(WEIGHTS.items()))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **options: empty(*size, **options))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(weight_sync, "DEVICE_BUCKET_BYTES", 1 << 10)
+    monkeypatch.setattr(weight_sync, "reduce_tensor", lambda buffer: (lambda: buffer, ()))
+    model: Any = SimpleNamespace(auto_bridge=None, modules=[], config=SimpleNamespace(vocab_size=1))
+    export, assembler, found = WeightExport(model, on_device=True), Assembler(), dict[str, Tensor]()
+    while (bucket := export.next_device_bucket()) is not None:
+        found |= dict(assembler.add(bucket))
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(found[name], WEIGHTS[name]) for name in found)
+    assert export._buffer is None, "training has its memory again"
 
 
 def test_a_bucket_is_cut_before_the_next_weight_is_made() -> None:

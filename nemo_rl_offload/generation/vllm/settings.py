@@ -1,0 +1,126 @@
+"""What is said to a vLLM engine: environment, arguments, sampling parameters, and who gets which prompts.
+
+Imports nothing of vLLM, so that the driver and a test without it can ask.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_offload.config.rules.vllm import context_length
+from nemo_rl_offload.config.schema import GenerationConfig, PolicyConfig
+from nemo_rl_offload.generation.sampling import Sampling
+
+MAX_NUM_SEQS = 256
+"""Responses that an engine works on at a time, vLLM's own default; others wait for a place."""
+CPU_BLOCK_SIZE = 128
+"""Tokens of a block of the key/value cache on a CPU."""
+
+_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the actor: no process of its own, none to be left
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+_ENV_OF_CPU = {
+    "TORCHDYNAMO_DISABLE": "1",  # `enforce_eager` alone still compiles while it warms up
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are limited by OMP_NUM_THREADS already
+    "VLLM_CPU_SGL_KERNEL": "0",  # packs weights: see `extension`
+}
+_ENV_OF_CUDA = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it returns no log-probabilities
+    "VLLM_USE_DEEP_GEMM": "0",
+    "PYTORCH_CUDA_ALLOC_CONF": "",  # expandable segments exclude the allocator that lets an engine sleep
+}
+
+
+def engine_env(config: GenerationConfig, device: str) -> dict[str, str]:
+    """Environment variables of the engines' processes, of no others; `device` is "cuda" or "cpu"."""
+    if device == "cpu":
+        return _ENV | _ENV_OF_CPU
+    # The second runner draws with one seed a request in one kernel, the first in one each. But the first alone can be
+    # told what log-probabilities to return where top-k or top-p cut the distribution.
+    return _ENV | _ENV_OF_CUDA | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_truncated(config) else {})
+
+
+def is_truncated(config: GenerationConfig) -> bool:
+    """Whether sampling leaves tokens out, in training or in validation."""
+    is_cut = config["top_k"] is not None or config["top_p"] < 1
+    return is_cut or config["val_top_k"] is not None or config["val_top_p"] < 1
+
+
+def engine_arguments(
+    config: PolicyConfig, model_path: Path, *, is_cpu: bool, can_sleep: bool, cache_bytes: int | None
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; the user's `vllm_kwargs` come last. `cache_bytes` is of the cache on a CPU."""
+    generation = config["generation"]
+    cfg, longest = generation["vllm_cfg"], context_length(config)
+    arguments: dict[str, Any] = {
+        "model": str(model_path),
+        "dtype": cfg["precision"] or config["precision"],
+        "kv_cache_dtype": cfg["kv_cache_dtype"],
+        "load_format": cfg["load_format"],
+        "tensor_parallel_size": cfg["tensor_parallel_size"],
+        "pipeline_parallel_size": cfg["pipeline_parallel_size"],
+        "enable_expert_parallel": cfg["expert_parallel_size"] > 1,
+        "gpu_memory_utilization": cfg["gpu_memory_utilization"],
+        "max_model_len": longest,
+        "enforce_eager": cfg["enforce_eager"],
+        "skip_tokenizer_init": cfg["skip_tokenizer_init"],
+        "max_num_seqs": MAX_NUM_SEQS,
+        "enable_prefix_caching": cfg["enable_prefix_caching"],
+        "generation_config": "vllm",  # not the model's: nothing is sampled otherwise than the configuration says
+        "logprobs_mode": "processed_logprobs",
+        "seed": 0,
+        "worker_extension_cls": "nemo_rl_offload.generation.vllm.extension.WeightsInPlace",
+    }
+    if is_cpu:
+        # Random numbers of one request cannot be taken back there, which a prompt in pieces would need.
+        pieces = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}
+        arguments |= {**pieces, "enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
+    else:
+        arguments["enable_sleep_mode"] = can_sleep
+        if not cfg["enforce_eager"]:
+            # Graphs of decoding without a compiler: as fast as with it, and built in a fifth of the time.
+            arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return arguments | generation["vllm_kwargs"]
+
+
+def sampling_arguments(sampling: Sampling, end_ids: Sequence[int], num_left: int) -> dict[str, Any]:
+    """Arguments of `vllm.SamplingParams` but for the seed; the same distribution as `megatron_sampling.sample`.
+
+    `num_left`: tokens that the prompt leaves of the longest sequence.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "max_tokens": min(sampling.max_new_tokens, num_left),
+        "stop_token_ids": list(end_ids),
+        "ignore_eos": True,  # `end_ids` say what ends a response
+        "logprobs": 0,  # of the sampled token alone
+        "flat_logprobs": True,
+        "detokenize": False,
+    }
+
+
+def request_seed(seed: int, number: int) -> int:
+    """The seed of a request, by its place among all prompts: who answers it makes no difference."""
+    return int.from_bytes(blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()) >> 1
+
+
+def divide(num_tokens: Sequence[int], num_engines: int) -> list[slice]:
+    """Cut requests into one piece an engine, in order, so that the pieces have about as many tokens.
+
+    Neighbours stay together: they are answers to one prompt, whose cache an engine computes once.
+    """
+    total, sums = sum(num_tokens), [0]
+    for count in num_tokens:
+        sums.append(sums[-1] + count)
+    cuts = [0]
+    for engine in range(1, num_engines):
+        wanted = total * engine / num_engines
+        nearest = min(range(len(sums)), key=lambda place: abs(sums[place] - wanted))
+        cuts.append(max(nearest, cuts[-1]))
+    return [slice(begin, end) for begin, end in zip(cuts, [*cuts[1:], len(num_tokens)], strict=True)]

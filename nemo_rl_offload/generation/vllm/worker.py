@@ -1,0 +1,218 @@
+"""One vLLM engine, in a process of its own.
+
+vLLM is imported when the worker is built. By then its process group exists, a group of one whose store is in memory:
+vLLM would open a port for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.cluster.worker_group import Stored
+from nemo_rl_offload.config.rules.rule import read_shape
+from nemo_rl_offload.config.rules.vllm import context_length
+from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.errors import ConfigError, ResourceError
+from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.vllm.settings import (
+    CPU_BLOCK_SIZE,
+    MAX_NUM_SEQS,
+    engine_arguments,
+    is_truncated,
+    request_seed,
+    sampling_arguments,
+)
+from nemo_rl_offload.generation.weight_sync import Assembler, DeviceBucket, WeightBucket
+from nemo_rl_offload.observability.notices import Notices
+from nemo_rl_offload.specs.generation import HOW_TO_INSTALL, VLLM_VERSION, is_tested
+from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
+
+CFG = "policy.generation.vllm_cfg"
+
+
+class VllmWorker:
+    """Samples with one engine; `can_sleep` where training has the same device.
+
+    Raises:
+        ConfigError: vLLM is not here, is another version, or refuses the model or its arguments.
+        ResourceError: there is no memory for it.
+    """
+
+    def __init__(self, config: PolicyConfig, model_path: Path, end_ids: Sequence[int], *, can_sleep: bool) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._notices = Notices()
+        self._config, self._end_ids = config, end_ids
+        self._is_cpu = not torch.cuda.is_available()
+        self._can_sleep = can_sleep and not self._is_cpu
+        self._asleep: set[str] = set()
+        self._assembler = Assembler()
+        self._is_updating = False
+        _import_vllm(is_cpu=self._is_cpu)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo" if self._is_cpu else "nccl", store=store, rank=0, world_size=1)
+        from vllm import LLM, SamplingParams
+
+        if self._is_cpu:
+            from nemo_rl_offload.generation.vllm.extension import keep_weights_plain
+
+            keep_weights_plain()
+        arguments = engine_arguments(
+            config,
+            model_path,
+            is_cpu=self._is_cpu,
+            can_sleep=self._can_sleep,
+            cache_bytes=_cpu_cache_bytes(config) if self._is_cpu else None,
+        )
+        with _explained("building the engine"):
+            try:
+                self._llm = LLM(**arguments)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                raise _refusal(error) from error
+        self._sampling_params = SamplingParams
+        if is_truncated(config["generation"]):
+            self._on_the_model("return_whole_logprobs")
+
+    def _on_the_model(self, method: str, *args: object) -> Any:
+        return self._llm.collective_rpc(method, args=args)[0]
+
+    def generate(self, prompts: Sequence[list[int]], seed: int, first: int, sampling: Sampling) -> list[Response]:
+        """Sample one response for each prompt (token ids), of which the first has number `first` among all."""
+        if not prompts:
+            return []
+        self._wake("kv_cache")
+        longest = context_length(self._config)
+        params = [
+            self._sampling_params(
+                **sampling_arguments(sampling, self._end_ids, longest - len(prompt)),
+                seed=request_seed(seed, first + row),
+            )
+            for row, prompt in enumerate(prompts)
+        ]
+        with _explained("generating"):
+            outputs = self._llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
+        return [_response(output.outputs[0]) for output in outputs]
+
+    def load_weight_bucket(self, bucket: Stored[WeightBucket]) -> None:
+        """Take over the next weights, one at a time."""
+        self._load(bucket.get())
+
+    def load_device_bucket(self, bucket: DeviceBucket) -> None:
+        """The same from the GPU that training has as well; the bucket may be written over when this returns."""
+        import torch
+
+        self._load(bucket)
+        torch.cuda.synchronize()
+
+    def _load(self, bucket: WeightBucket | DeviceBucket) -> None:
+        with _explained("handing over weights"):
+            if not self._is_updating:
+                self._on_the_model("begin_update")
+                self._is_updating = True
+            self._on_the_model("load_named_weights", self._assembler.add(bucket))
+
+    def finish_weight_update(self) -> None:
+        """End an update, all of whose buckets have been loaded, and forget what was computed with the old weights.
+
+        Raises:
+            ConfigError: a parameter of vLLM's has not got its weight.
+        """
+        self._is_updating = False
+        self._assembler = Assembler()  # it keeps the last weight
+        if missing := self._on_the_model("finish_update"):
+            raise ConfigError(
+                f"policy.generation.backend: {len(missing)} of vLLM's parameters do not get their whole weight from "
+                f"training, the first of them {', '.join(missing[:3])}. Set megatron."
+            )
+        assert self._llm.reset_prefix_cache(), "a request is under way"
+
+    def sleep(self) -> None:
+        """Give up weights and cache, where training has the same device."""
+        if self._can_sleep and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = {"weights", "kv_cache"}
+
+    def wake(self) -> None:
+        """Take memory for the weights again, which are to be handed over next; for the cache, `generate` does."""
+        self._wake("weights")
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            with _explained("waking up"):
+                self._llm.wake_up(tags=[part])
+            self._asleep.discard(part)
+
+    def take_notices(self) -> list[str]:
+        """What this process has warned of since the last call."""
+        return self._notices.take()
+
+
+def _response(output: Any) -> Response:
+    return Response(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop")
+
+
+def _import_vllm(*, is_cpu: bool) -> None:
+    try:
+        import vllm
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise ConfigError(f"policy.generation.backend: vllm cannot be imported: {error}. {HOW_TO_INSTALL}") from error
+    if not is_tested(vllm.__version__):
+        raise ConfigError(
+            f"policy.generation.backend: vLLM {vllm.__version__} is installed, and this project is tested with "
+            f"{VLLM_VERSION} alone. {HOW_TO_INSTALL}"
+        )
+    if current_platform.is_cpu() != is_cpu:
+        here, other = ("a CPU", "GPUs") if is_cpu else ("a GPU", "CPUs")
+        raise ConfigError(
+            f"policy.generation.backend: the vLLM that is installed is for {other}, and {here} generates. "
+            f"{HOW_TO_INSTALL}"
+        )
+
+
+def _cpu_cache_bytes(config: PolicyConfig) -> int:
+    """A cache for as many of the longest sequences as an engine has places, if `gpu_memory_utilization` allows it."""
+    shape = read_shape(config["model_name"])
+    cfg = config["generation"]["vllm_cfg"]
+    itemsize = 4 if (cfg["precision"] or config["precision"]) == "float32" else 2
+    num_blocks = -(-context_length(config) // CPU_BLOCK_SIZE)
+    per_token = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * itemsize
+    of_one = num_blocks * CPU_BLOCK_SIZE * per_token
+    return int(min(MAX_NUM_SEQS * of_one, cfg["gpu_memory_utilization"] * psutil.virtual_memory().available))
+
+
+@contextmanager
+def _explained(phase: str) -> Iterator[None]:
+    """Raise ResourceError, which says what to change, where this phase finds no memory."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        lacks_room = any(words in str(error) for words in ("Free memory on device", "No available memory", "KV cache"))
+        if isinstance(error, ConfigError) or not (lacks_room or is_out_of_memory(error)):
+            raise
+        raise ResourceError(
+            f"out of memory while {phase} with vLLM: {_first_line(error)} Of one device, {CFG}.gpu_memory_utilization "
+            f"is the engine's share, beside what training holds: change it, or lower {CFG}.max_model_len."
+        ) from error
+
+
+def _refusal(error: Exception) -> Exception:
+    if any(words in str(error) for words in ("Free memory on device", "No available memory", "KV cache")):
+        return error
+    return ConfigError(f"policy.generation: vLLM {VLLM_VERSION} refuses the model or an argument: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, without pydantic's frame around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next(
+        (line for line in lines if "rror" in line and "validation error" not in line), lines[0] if lines else ""
+    )
+    return said.partition(" [type=")[0].rstrip(".") + "."

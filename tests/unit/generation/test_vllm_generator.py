@@ -1,0 +1,134 @@
+"""How the driver deals out prompts and weights to engines, which are faked."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.generation.interface import Generated, GeneratorSetup
+from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.vllm import generator as module
+from nemo_rl_offload.generation.vllm.generator import VllmGenerator
+
+SAMPLING = Sampling(8)
+
+
+class Engine:
+    """Answers a prompt with its number among all."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def generate(self, prompts: list[list[int]], seed: int, first: int, sampling: Sampling) -> list[Response]:
+        assert sampling == SAMPLING
+        self.calls.append(("generate", len(prompts), seed, first))
+        return [Response([first + row], [0.0], True) for row in range(len(prompts))]
+
+    def load_weight_bucket(self, bucket: str) -> None:
+        self.calls.append(bucket)
+
+    def load_device_bucket(self, bucket: str) -> None:
+        self.calls.append(bucket)
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        return lambda: self.calls.append(name)
+
+
+class Group:
+    def __init__(self, slots: Any, worker_cls: type, *args: Any, **kwargs: Any) -> None:
+        self.slots, self.env, self.can_sleep, self.world_size = slots, kwargs["env"], kwargs["can_sleep"], 2
+        self.engines = [Engine(), Engine()]
+
+    def run_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return [getattr(engine, method.__name__)(*args) for engine in self.engines]
+
+    def run_sharded(self, method: Callable[..., Any], shards: list[tuple[Any, ...]]) -> list[Any]:
+        pairs = zip(self.engines, shards, strict=True)
+        return [getattr(engine, method.__name__)(*shard) for engine, shard in pairs]
+
+    def shutdown(self) -> None:
+        self.run_all(SimpleNamespace(__name__="shutdown"))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VllmGenerator, list[Engine]]]:
+    def start(device: str = "cpu", *, apart: bool = False) -> tuple[VllmGenerator, list[Engine]]:
+        monkeypatch.setattr(module, "WorkerGroup", Group)
+        config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")["policy"]
+        slots: Any = SimpleNamespace(device=device)
+        own: Any = SimpleNamespace(device=device) if apart else None
+        training: Any = None
+        setup = GeneratorSetup(config, (9,), PROJECT_ROOT, slots, own, training, training)
+        generator = VllmGenerator(setup)
+        generator.start()
+        group: Any = generator._group
+        assert group.slots is (own if apart else slots)
+        return generator, group.engines
+
+    return start
+
+
+def source(*buckets: str) -> Any:
+    of_ranks = [[f"{bucket} of rank {rank}" for rank in range(2)] for bucket in buckets]
+    return SimpleNamespace(weight_buckets=lambda: iter(buckets), device_weight_buckets=lambda: iter(of_ranks))
+
+
+def test_responses_come_in_the_order_of_the_prompts(started: Any) -> None:
+    generator, engines = started()
+    prompts = [[3] * length for length in (60, 1, 1, 1, 1)]
+    told: list[Generated] = []
+    responses = generator.generate(prompts, 4, SAMPLING, told.append)
+    assert [response.tokens for response in responses] == [[0], [1], [2], [3], [4]]
+    assert [engine.calls for engine in engines] == [[("generate", 1, 4, 0)], [("generate", 4, 4, 1)]]
+    assert told == [Generated(5, 5)]
+
+
+def test_a_prompt_that_leaves_no_room_is_named_before_an_engine_is_asked(started: Any) -> None:
+    generator, engines = started()
+    generator.generate([[3] * 95], 1, SAMPLING)
+    with pytest.raises(ConfigError, match=r"max_model_len: 96 .* prompt of 96 .* Set at least 104"):
+        generator.generate([[3], [3] * 96], 1, SAMPLING)
+    assert sum(len(engine.calls) for engine in engines) == 2
+
+
+def test_every_engine_takes_every_bucket(started: Any) -> None:
+    generator, engines = started()
+    generator.update_weights(source("first", "second"))
+    assert all(engine.calls == ["first", "second", "finish_weight_update"] for engine in engines)
+
+
+def test_beside_training_on_a_gpu_an_engine_sleeps_and_has_no_weights_until_the_next_update(started: Any) -> None:
+    generator, (engine, other) = started("cuda")
+    generator.wake()
+    generator.generate([[1]], 1, SAMPLING)
+    assert generator.has_weights
+    generator.sleep()
+    generator.sleep()
+    assert not generator.has_weights
+    generator.wake()
+    assert not generator.has_weights, "memory for them, no more"
+    generator.update_weights(source("all"))
+    assert generator.has_weights
+    for rank, calls in enumerate([engine.calls, other.calls]):
+        words = [call for call in calls if isinstance(call, str)]
+        assert words == ["sleep", "wake", f"all of rank {rank}", "finish_weight_update"]
+
+
+@pytest.mark.parametrize(("device", "apart"), [("cpu", False), ("cpu", True), ("cuda", True)])
+def test_nobody_else_sleeps(started: Any, device: str, apart: bool) -> None:
+    generator, (engine, _) = started(device, apart=apart)
+    generator.sleep()
+    generator.wake()
+    assert generator.has_weights
+    assert engine.calls == []
+
+
+def test_it_may_be_stopped_at_any_time(started: Any) -> None:
+    generator, (engine, _) = started()
+    generator.stop()
+    assert engine.calls == ["shutdown"]
+    VllmGenerator(generator._setup).stop()

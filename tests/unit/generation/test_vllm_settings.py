@@ -1,0 +1,140 @@
+"""What is said to a vLLM engine, without vLLM."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.config.rules.vllm import OF_OTHER_KEYS, SET_HERE
+from nemo_rl_offload.config.schema import VllmConfig
+from nemo_rl_offload.config.types import keys_of
+from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.vllm.settings import (
+    divide,
+    engine_arguments,
+    engine_env,
+    is_truncated,
+    request_seed,
+    sampling_arguments,
+)
+
+GENERATION = "policy.generation"
+
+
+def policy(*overrides: str) -> Any:
+    return load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", overrides)["policy"]
+
+
+def arguments(*overrides: str, is_cpu: bool = True) -> dict[str, Any]:
+    return engine_arguments(policy(*overrides), Path("model"), is_cpu=is_cpu, can_sleep=True, cache_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_engines", "expected"),
+    [
+        ([5, 5, 5, 5], 2, [(0, 2), (2, 4)]),
+        ([9, 1, 1, 1], 2, [(0, 1), (1, 4)]),
+        ([1, 1, 1, 9], 2, [(0, 3), (3, 4)]),
+        ([4], 3, [(0, 0), (0, 1), (1, 1)]),
+        ([], 2, [(0, 0), (0, 0)]),
+        ([2, 2, 2, 2, 2, 2, 2], 3, [(0, 2), (2, 5), (5, 7)]),
+    ],
+)
+def test_engines_get_about_as_many_tokens_each(
+    lengths: list[int], num_engines: int, expected: list[tuple[int, int]]
+) -> None:
+    pieces = divide(lengths, num_engines)
+    assert [length for piece in pieces for length in lengths[piece]] == lengths
+    assert len(pieces) == num_engines
+    if lengths != [4]:
+        assert [(piece.start, piece.stop) for piece in pieces] == expected
+
+
+def test_no_two_requests_of_successive_calls_have_the_same_seed() -> None:
+    seeds = {request_seed(seed, number) for seed in range(30) for number in range(30)}
+    assert len(seeds) == 900
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+    assert request_seed(5, 7) == request_seed(5, 7)
+
+
+def test_the_distribution_is_that_of_the_call() -> None:
+    found = sampling_arguments(Sampling(8, 0.7, 0.9, 5), (7, 9), 50)
+    assert {
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.9,
+        "max_tokens": 8,
+        "stop_token_ids": [7, 9],
+    }.items() <= found.items()
+    assert found["ignore_eos"], "the end tokens are all given"
+    assert sampling_arguments(Sampling(8), (7,), 8)["top_k"] == 0
+
+
+def test_a_response_ends_where_the_context_does() -> None:
+    assert sampling_arguments(Sampling(8), (7,), 3)["max_tokens"] == 3
+
+
+@pytest.mark.parametrize("key", ["top_k=5", "top_p=0.9", "val_top_k=5", "val_top_p=0.9"])
+def test_engines_are_made_for_sampling_that_leaves_tokens_out_in_training_or_validation(key: str) -> None:
+    assert is_truncated(policy(f"{GENERATION}.{key}")["generation"])
+    assert not is_truncated(policy(f"{GENERATION}.val_temperature=0.5")["generation"])
+
+
+def test_precision_and_context_follow_the_policy() -> None:
+    found = arguments()
+    assert (found["dtype"], found["max_model_len"]) == ("float32", 96)
+    found = arguments(f"{GENERATION}.vllm_cfg.precision=bfloat16", f"{GENERATION}.vllm_cfg.max_model_len=90")
+    assert (found["dtype"], found["max_model_len"]) == ("bfloat16", 90)
+
+
+def test_each_key_reaches_the_engine() -> None:
+    changed = {
+        "kv_cache_dtype": "fp8",
+        "load_format": "safetensors",
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "gpu_memory_utilization": 0.3,
+        "max_model_len": 91,
+        "enable_prefix_caching": "false",
+        "enforce_eager": "true",
+        "skip_tokenizer_init": "false",
+        "precision": "bfloat16",
+        "expert_parallel_size": 2,
+    }
+    assert changed.keys() | {"async_engine"} == keys_of(VllmConfig).keys()
+    before = arguments(is_cpu=False)
+    for key, value in changed.items():
+        assert arguments(f"{GENERATION}.vllm_cfg.{key}={value}", is_cpu=False) != before, key
+
+
+def test_further_arguments_come_last_and_none_that_a_key_says() -> None:
+    found = arguments(f"+{GENERATION}.vllm_kwargs.max_num_seqs=3", is_cpu=False)
+    assert found["max_num_seqs"] == 3
+    assert set(OF_OTHER_KEYS) | set(SET_HERE) >= set(arguments()) - {
+        *("enable_chunked_prefill", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
+    }
+
+
+def test_on_a_cpu_prompts_are_read_whole_and_nothing_is_compiled() -> None:
+    found = arguments()
+    assert not found["enable_chunked_prefill"]
+    assert found["max_num_batched_tokens"] >= found["max_model_len"]
+    assert found["enforce_eager"]
+    assert found["kv_cache_memory_bytes"] == 1 << 20
+    assert engine_env(policy()["generation"], "cpu")["TORCHDYNAMO_DISABLE"] == "1"
+    assert "enable_sleep_mode" not in found
+
+
+def test_on_a_gpu_an_engine_can_sleep_and_has_graphs_unless_eager() -> None:
+    found = arguments(is_cpu=False)
+    assert found["enable_sleep_mode"]
+    assert "compilation_config" in found
+    assert "compilation_config" not in arguments(f"{GENERATION}.vllm_cfg.enforce_eager=true", is_cpu=False)
+
+
+def test_truncated_sampling_has_the_runner_that_returns_whole_log_probabilities() -> None:
+    key = "VLLM_USE_V2_MODEL_RUNNER"
+    assert key not in engine_env(policy()["generation"], "cuda")
+    for override in ("top_k=5", "top_p=0.9"):
+        assert engine_env(policy(f"{GENERATION}.{override}")["generation"], "cuda")[key] == "0"
