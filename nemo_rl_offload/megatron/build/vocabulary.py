@@ -12,7 +12,6 @@ A vocabulary that divides is left as it is: padding it to a rounder number would
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.core import parallel_state
 from torch import Tensor, arange, finfo, nn
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ def pad_vocabulary(provider: Any, num_parts: int) -> None:
 
 def mask_padding(chunks: Sequence["GPTModel"], vocab_size: int) -> None:
     """Let output layers give rows that pad the vocabulary no share in a softmax."""
+
+    from megatron.core import parallel_state  # the driver imports this module, and Megatron-Core takes seconds
 
     def mask(layer: nn.Module, _: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         logits, bias = output

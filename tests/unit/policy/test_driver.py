@@ -1,5 +1,7 @@
 """The driver's handle: how it cuts work for the ranks and puts results together. Workers are plain objects here."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
@@ -411,3 +413,13 @@ def test_paged_stash_stats_without_limits(make: Make, monkeypatch: pytest.Monkey
     policy, _ = make(2)
     monkeypatch.setattr(FakeWorker, "paged_stash_stats", lambda self: None)
     assert policy.paged_stash_stats() is None
+
+
+def test_a_driver_imports_no_megatron() -> None:
+    """It takes seconds, and says what it misses; workers import it."""
+    code = (
+        "import sys, nemo_rl_offload.algorithms.grpo, nemo_rl_offload.generation.vllm.worker\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'megatron', 'vllm', 'transformer_engine'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
