@@ -122,13 +122,14 @@ def _teacher_is_here(get: Get) -> Iterator[str]:
 
 
 def _data_is_here(get: Get) -> Iterator[str]:
-    for split in SPLITS:
-        path = get(f"{split}.path")
-        if not takes_problems(get) and path is not None:
+    files = () if takes_problems(get) else tuple(f"{split}.path" for split in SPLITS)
+    for key in (*files, "data.prompt_file", "data.system_prompt_file"):
+        path = get(key)
+        if path is not None:
             try:
                 resolve_data_path(path)
             except ConfigError as error:
-                yield f"{split}.path: {error}"
+                yield f"{key}: {error}"
 
 
 def _function_is_here(get: Get) -> Iterator[str]:

@@ -125,6 +125,9 @@ def test_files_and_teacher_must_exist(check: Check, dense_model: Path) -> None:
     sft = [*SFT.split(), f"policy.model_name={dense_model}"]
     with pytest.raises(ConfigError, match=r"\ndata\.train\.path: 'no/such' is not there \(looked in /"):
         check(*sft, "data.train.path=no/such", "data.validation.path=README.md")
+    for key in ("prompt_file", "system_prompt_file"):
+        with pytest.raises(ConfigError, match=rf"\ndata\.{key}: 'no/such' is not there \(looked in /"):
+            check(f"policy.model_name={dense_model}", f"data.{key}=no/such")
     teacher = [*DISTILLATION.split(), f"policy.model_name={dense_model}", "teacher.model_name=no/such"]
     with pytest.raises(ConfigError, match=r"\nteacher\.model_name: 'no/such' is not a local"):
         check(*teacher)
