@@ -1,8 +1,8 @@
 """Who of a run's processes listens, and where: nobody may be reached from another machine.
 
-`python tests/attacks/listeners.py --workers 2` trains a step and asks the kernel, while it does, for every listening
-TCP socket and every UDP socket of the run's processes, Ray's daemons among them. The addresses must be of loopback.
-`--cases` is the number of runs, of 1, 2, ... workers. Other words are overrides of the configuration, such as another
+`python tests/attacks/listeners.py --workers 2` trains some steps and asks the kernel, while it does, for every
+listening TCP socket and every UDP socket of the run's processes, Ray's daemons among them. The addresses must be of
+loopback. `--cases` is the number of runs, of 1, 2, ... workers. Other words are overrides of the configuration, such as another
 generation backend.
 """
 
@@ -54,8 +54,8 @@ def listeners_of(pid: int) -> set[Listener]:
 
 
 def listeners_of_a_run(run_dir: Path, num_workers: int, *overrides: str) -> set[Listener]:
-    """Train one step, and collect the listeners until the end."""
-    short = ("grpo.max_num_steps=1", "grpo.val_at_start=false")
+    """Train some steps, and collect the listeners from the first to the end."""
+    short = ("grpo.max_num_steps=12", "grpo.val_at_start=false")  # on a busy machine, a look takes as long as steps
     process = start_run(run_dir, f"cluster.gpus_per_node={num_workers}", *short, *overrides, mark=str(run_dir))
     found: set[Listener] = set()
     wait_for((run_dir / "metrics.jsonl").exists, process)
