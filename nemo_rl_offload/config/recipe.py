@@ -13,7 +13,7 @@ from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.full_schema import full_schema
 from nemo_rl_offload.config.loader import read_config
 from nemo_rl_offload.config.nemo_rl.data_sections import translate_data, translate_lists
-from nemo_rl_offload.config.nemo_rl.dtensor import trains_with_dtensor, translate_dtensor
+from nemo_rl_offload.config.nemo_rl.dtensor import is_override, trains_with_dtensor, translate_dtensor
 from nemo_rl_offload.config.nemo_rl.translation import STEPS, Translation, read_section
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.sources import LoadedConfig
@@ -45,6 +45,10 @@ def translated(loaded: LoadedConfig, algorithm: str | None) -> LoadedConfig:
             translate_dtensor(
                 translation, defaults_of(MegatronConfig), loaded.origins, steps if isinstance(steps, int) else None
             )
+            for key in [each for each in translation.honoured if each.startswith("policy.megatron_cfg.")]:
+                if not is_override(loaded.origin(key)):
+                    del translation.honoured[key]
+                    translation.without_effect[key] = "policy.dtensor_cfg says how the recipe is trained"
         else:
             for key in ("policy.optimizer", "policy.scheduler", "policy.max_grad_norm"):
                 if translation.honoured.get(key) is not None:

@@ -224,6 +224,8 @@ class PolicyWorker:
 
     def start_weight_export(self, *, on_device: bool = False) -> None:
         """Begin to read out the current weights, into host memory or to where an engine on the same GPU reads them."""
+        if on_device:  # what training keeps for its next step is not there for the engine otherwise
+            self._empty_cache(from_level=0)
         with explained("handing over weights", self._policy):
             self._export = WeightExport(self._whole_model(), on_device=on_device)
 

@@ -2,8 +2,8 @@
 
 `python tests/attacks/listeners.py --workers 2` trains some steps and asks the kernel, while it does, for every
 listening TCP socket and every UDP socket of the run's processes, Ray's daemons among them. The addresses must be of
-loopback. `--cases` is the number of runs, of 1, 2, ... workers. Other words are overrides of the configuration, such as another
-generation backend.
+loopback. `--cases` is the number of runs, of 1, 2, ... workers. Other words are overrides of the configuration, such as
+another generation backend.
 """
 
 import argparse

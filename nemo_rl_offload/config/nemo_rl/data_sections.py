@@ -50,6 +50,7 @@ def translate_lists(values: dict[str, Any], problems: dict[str, str]) -> dict[st
 def translate_data(translation: Translation) -> None:
     """Change the section `data` of a configuration in place."""
     honoured = translation.honoured
+    files: dict[str, list[Any]] = {"prompt_file": [], "system_prompt_file": []}
     _bounds(translation)
     _generation_prompt(translation)
     for split in SPLITS:
@@ -64,13 +65,27 @@ def translate_data(translation: Translation) -> None:
             if key.startswith(f"data.{split}.")
         }
         defaults = defaults_of(section_at(["data", split]))
-        given = {key for key, default in defaults.items() if translation.get(f"data.{split}.{key}") != default}
+        given = {
+            key
+            for key, value in defaults.items()
+            if f"data.{split}.{key}" in translation.given or translation.get(f"data.{split}.{key}") != value
+        }
         is_there = bool(own.keys() & {"dataset_name", "data_path"}) or translation.get(f"data.{split}.path") is not None
+        for key, found in files.items():
+            if is_there:
+                found.append(own.get(key, default.get(key)))
+        if split == SPLITS[0] and own.get("repeat", 1) not in (1, None):
+            reason = "a run passes over its records max_num_epochs times"
+            refuse(translation, f"data.{split}.repeat", own["repeat"], "repeated records", reason, "Set it to 1.")
         for key in _OF_BOTH:
             if key in default or key in own:
                 _for_both(translation, split, key, own.get(key, default.get(key)), is_own=key in own)
         if is_there:
             _source(translation, split, default | own, default.keys() - own.keys(), given)
+    for key, found in files.items():
+        if len({str(value) for value in found}) > 1 and f"data.{key}" not in translation.problems:
+            reason = f"training has {shown(found[0])} and validation {shown(found[-1])}"
+            refuse(translation, f"data.{key}", None, "another value for each data set", reason, "Give both the same.")
 
 
 def _bounds(translation: Translation) -> None:

@@ -65,9 +65,13 @@ def translate_dtensor(
         num_steps: of the run.
     """
     given = translation.get(MEGATRON)
+    if translation.get(f"{MEGATRON}.optimizer.clip_grad") is None and translation.get("policy.max_grad_norm") is None:
+        translation.set(f"{MEGATRON}.optimizer.clip_grad", 0.0)
+        given = translation.get(MEGATRON)
     try:
         TypeAdapter(MegatronConfig).validate_python(given)
     except ValidationError:  # which is said with the rest of the configuration
+        translation.set(f"{MEGATRON}.enabled", True)
         return
     section = {
         key: _kept(given[key], value, f"{MEGATRON}.{key}", origins) if key not in _ABOUT_MEMORY else given[key]
@@ -80,7 +84,7 @@ def translate_dtensor(
 
     def put(key: str, value: Any, source: str) -> None:
         path = f"{MEGATRON}.{key}"
-        if origins.get(path) != OVERRIDE:
+        if not is_override(origins.get(path)):
             translation.set(path, value, source)
 
     for theirs, ours in _SIZES.items():
@@ -102,9 +106,14 @@ def translate_dtensor(
     )
 
 
+def is_override(origin: str | None) -> bool:
+    """Whether the command line gives a value, by itself or by a reference."""
+    return str(origin).startswith(OVERRIDE)
+
+
 def _kept(given: Any, default: Any, path: str, origins: Mapping[str, str]) -> Any:
     """The default, with what the command line gives."""
-    if origins.get(path) == OVERRIDE:
+    if is_override(origins.get(path)):
         return given
     if isinstance(default, Mapping) and isinstance(given, Mapping) and default:
         return {key: _kept(given.get(key, value), value, f"{path}.{key}", origins) for key, value in default.items()}
@@ -186,7 +195,7 @@ def _scheduler(translation: Translation, num_steps: int | None) -> Iterator[tupl
     lr = translation.get(f"{MEGATRON}.optimizer.lr")
     try:
         found = dict(_phases(names, arguments, list(milestones), float(lr), num_steps))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
         refuse(
             translation,
@@ -200,11 +209,21 @@ def _scheduler(translation: Translation, num_steps: int | None) -> Iterator[tupl
     yield from found.items()
 
 
+_ARGUMENTS = {
+    "LinearLR": {"start_factor", "end_factor", "total_iters"},
+    "ConstantLR": {"factor", "total_iters"},
+    "CosineAnnealingLR": {"T_max", "eta_min"},
+}
+
+
 def _phases(
     names: list[str], arguments: list[Mapping[str, Any]], milestones: list[int], lr: float, num_steps: int | None
 ) -> Iterator[tuple[str, Any]]:
     if len(milestones) != max(len(names) - 1, 0) or len(names) > 2 or not names:
         raise ValueError(f"{len(names)} phases with {len(milestones)} milestones")
+    for name, kwargs in zip(names, arguments, strict=True):
+        if unknown := sorted(set(kwargs) - _ARGUMENTS.get(name, set(kwargs))):
+            raise ValueError(f"{unknown[0]} of {name}")
     warmup = 0
     name, kwargs = names[0], arguments[0]
     is_rising = name == "LinearLR" and kwargs.get("start_factor", 1 / 3) < kwargs.get("end_factor", 1.0) == 1.0

@@ -149,6 +149,9 @@ def _read_key_of_teacher(translation: Translation, path: str, value: Any) -> Non
         there = f"teacher.{place.removeprefix('policy.')}"
         if text.startswith(("unknown", shown(value))) or any(f"{name}, not" in text for name in _OF_A_TEACHER):
             translation.problems[there] = text
+    if own in ("hf_config_overrides", "megatron_cfg.model_overrides") and value:
+        how = "Write them into the config.json of the teacher's folder, and set this to null."
+        refuse(translation, path, value, "another config.json", "a teacher is as its folder says", how)
     for place, inner_value in nodes(read):
         is_another_value = inner_value is None or place in _OTHER_VALUES
         if not is_another_value and (wrong := _wrong_type(place, inner_value)) is not None:
@@ -219,6 +222,12 @@ def _validation(translation: Translation) -> None:
         batches, size = (
             translation.honoured.get(f"{algorithm}.{key}") for key in ("val_batches", "val_global_batch_size")
         )
+        if (batches is None) != (size is None):
+            given, lacking = ("val_batches", "val_global_batch_size")[:: 1 if size is None else -1]
+            translation.problems[f"{algorithm}.{given}"] = (
+                f"says how many samples a validation has together with {algorithm}.{lacking} alone. Give both, or "
+                f"{algorithm}.max_val_samples."
+            )
         if (
             isinstance(batches, int)
             and isinstance(size, int)
@@ -256,6 +265,45 @@ def _reference(translation: Translation) -> None:
         )
 
 
+def _differences(translation: Translation) -> None:
+    """What a recipe's values mean a little otherwise, said once."""
+    algorithm = translation.get("algorithm")
+    if not translation.is_recipe or algorithm not in ("grpo", "distillation"):
+        return
+    if algorithm == "grpo" and translation.get("loss_fn.reference_policy_kl_penalty"):
+        translation.warnings.append(
+            "loss_fn.reference_policy_kl_penalty: the gradient is that of the estimate; NeMo-RL adds that of sampling "
+            "(docs/from-nemo-rl.md)."
+        )
+    sizes = [
+        translation.get(path)
+        for path in (
+            f"{algorithm}.num_prompts_per_step",
+            f"{algorithm}.num_generations_per_prompt",
+            "policy.train_global_batch_size",
+        )
+    ]
+    if all(type(size) is int and size > 0 for size in sizes) and (updates := sizes[0] * sizes[1] // sizes[2]) > 1:
+        translation.warnings.append(
+            f"{MEGATRON}.scheduler: counts updates, of which a step has {updates}; NeMo-RL counts steps. For the same "
+            f"schedule, multiply lr_warmup_iters and lr_decay_iters by {updates}."
+        )
+
+
+def _lengths_of_records(translation: Translation) -> None:
+    path, total = "data.max_input_seq_length", translation.get("policy.max_total_sequence_length")
+    given = translation.get(path)
+    is_less = type(given) is int and type(total) is int and given < total
+    if (
+        translation.is_recipe
+        and translation.get("algorithm") in ("sft", "dpo")
+        and path in translation.given
+        and is_less
+    ):
+        reason = "records are cut at policy.max_total_sequence_length, and none is left out"
+        refuse(translation, path, given, "a limit for whole records", reason, f"Set it to {total}.")
+
+
 def _asynchronous_checkpoints(translation: Translation) -> None:
     source, path = f"{MEGATRON}.checkpoint.async_save", "checkpointing.is_async"
     if source in translation.honoured and _is_default(translation, path):
@@ -263,8 +311,7 @@ def _asynchronous_checkpoints(translation: Translation) -> None:
 
 
 def _is_default(translation: Translation, path: str) -> bool:
-    *sections, key = path.split(".")
-    return bool(translation.get(path) == defaults_of(section_at(sections)).get(key))
+    return path not in translation.given
 
 
 def _overrides_of_the_model(translation: Translation) -> None:
@@ -351,4 +398,6 @@ STEPS: tuple[Callable[[Translation], Any], ...] = (
     _layout_of_generation,
     _packing,
     _limits,
+    _lengths_of_records,
+    _differences,
 )

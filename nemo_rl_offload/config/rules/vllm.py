@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec, model_shape
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec, model_shape, read_model_config
+from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.generation import (
     CPU_HEAD_SIZES,
     HOW_TO_INSTALL,
@@ -16,6 +17,8 @@ from nemo_rl_offload.specs.generation import (
 GENERATION = "policy.generation"
 CFG, KWARGS, BACKEND = (f"{GENERATION}.{key}" for key in ("vllm_cfg", "vllm_kwargs", "backend"))
 ONE_DEVICE = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+LEAST_TEMPERATURE = 0.01
+"""Above 0, which takes the likeliest token (vLLM's `SamplingParams`)."""
 OF_OTHER_KEYS = {
     "model": "policy.model_name",
     "tokenizer": "policy.tokenizer.name",
@@ -35,16 +38,17 @@ OF_OTHER_KEYS = {
 SET_HERE = (
     *("generation_config", "logprobs_mode", "worker_extension_cls", "enable_sleep_mode", "worker_cls"),
     *("distributed_executor_backend", "data_parallel_size", "quantization"),
-    *("speculative_config", "logits_processors", "enable_lora"),
+    *("speculative_config", "logits_processors", "enable_lora", "moe_backend", "kernel_config"),
+    *("attention_backend", "attention_config", "kv_offloading_size", "kv_transfer_config", "hf_overrides"),
 )
 """Arguments that this project sets itself, or whose other values its handing over of weights or its log-probabilities
 do not know."""
 
 
 def context_length(policy: Mapping[str, Any]) -> int:
-    """Longest prompt and response together that an engine takes, in tokens."""
-    longest = policy["generation"]["vllm_cfg"]["max_model_len"]
-    return int(policy["max_total_sequence_length"] if longest is None else longest)
+    """Longest prompt and response together that an engine takes, in tokens; no longer than training takes."""
+    longest, total = policy["generation"]["vllm_cfg"]["max_model_len"], policy["max_total_sequence_length"]
+    return int(total if longest is None else min(longest, total))
 
 
 def is_used(get: Get) -> bool:
@@ -78,11 +82,41 @@ def _not_supported_yet(get: Get) -> Iterator[str]:
         )
 
 
+def _engines_compute_the_same(get: Get) -> Iterator[str]:
+    """vLLM reads the same config.json in its own way."""
+    if not is_used(get):
+        return
+    try:
+        content = read_model_config(get("policy.model_name"))
+    except ConfigError:  # which another rule reports
+        content = {}
+    for feature, why in _read_otherwise(content):
+        yield f"{BACKEND}: vllm asks for {feature} with vLLM, not supported here: {why}. Set it to megatron."
+    for key in ("temperature", "val_temperature"):
+        if 0 < get(f"{GENERATION}.{key}") < LEAST_TEMPERATURE:
+            yield f"{GENERATION}.{key}: vLLM takes {LEAST_TEMPERATURE} for what is less. Set at least that."
+
+
+def _read_otherwise(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if content.get("quantization_config"):
+        yield "quantized weights", "its engines would keep them, and updates are not quantized"
+    layers = content.get("layer_types") or []
+    if content.get("model_type") == "gpt_oss":
+        has_windows = any((kind == "sliding_attention") != (layer % 2 == 0) for layer, kind in enumerate(layers))
+    else:
+        has_windows = content.get("use_sliding_window") or "sliding_attention" in layers
+    if has_windows:
+        yield "sliding windows in some layers", "its engines put them into other layers"
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if isinstance(rope, Mapping) and any(rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")):
+        yield "scaled scores of YaRN", "its engines do not read attention_factor, mscale and mscale_all_dim"
+
+
 def _own_arguments(get: Get) -> Iterator[str]:
-    for name in get(KWARGS):
+    for name, value in get(KWARGS).items():
         if name in OF_OTHER_KEYS:
             yield f"{KWARGS}.{name}: {OF_OTHER_KEYS[name]} says it. Set that, and remove this."
-        elif name in SET_HERE:
+        elif name in SET_HERE and (name, value) != ("moe_backend", "triton"):  # which is what is set
             yield f"{KWARGS}.{name}: is set by this project, or not supported yet. Remove it."
 
 
@@ -125,5 +159,10 @@ def _vllm_is_here(get: Get) -> Iterator[str]:
         )
 
 
-VLLM_RULES: tuple[Rule, ...] = (_not_supported_yet, _own_arguments, _context_is_long_enough)
+VLLM_RULES: tuple[Rule, ...] = (
+    _not_supported_yet,
+    _engines_compute_the_same,
+    _own_arguments,
+    _context_is_long_enough,
+)
 VLLM_MACHINE_RULES: tuple[Rule, ...] = (_vllm_is_here,)

@@ -31,7 +31,9 @@ _ENV_OF_CPU = {
 _ENV_OF_CUDA = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it returns no log-probabilities
     "VLLM_USE_DEEP_GEMM": "0",
-    "PYTORCH_CUDA_ALLOC_CONF": "",  # expandable segments exclude the allocator that lets an engine sleep
+    # Expandable segments exclude the allocator that lets an engine sleep.
+    "PYTORCH_CUDA_ALLOC_CONF": "",
+    "PYTORCH_ALLOC_CONF": "",
 }
 
 
@@ -81,6 +83,7 @@ def engine_arguments(
         arguments |= {**pieces, "enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
     else:
         arguments["enable_sleep_mode"] = can_sleep
+        arguments["moe_backend"] = "triton"  # others put weights into an order of their own, once
         if not cfg["enforce_eager"]:
             # Graphs of decoding without a compiler: as fast as with it, and built in a fifth of the time.
             arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}

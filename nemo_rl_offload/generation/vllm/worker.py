@@ -85,9 +85,9 @@ class VllmWorker:
 
     def generate(self, prompts: Sequence[list[int]], seed: int, first: int, sampling: Sampling) -> list[Response]:
         """Sample one response for each prompt (token ids), of which the first has number `first` among all."""
+        self._wake("kv_cache")  # also without prompts: an engine that is half asleep does not go to sleep
         if not prompts:
             return []
-        self._wake("kv_cache")
         longest = context_length(self._config)
         params = [
             self._sampling_params(

@@ -1,6 +1,7 @@
 """What is said to a vLLM engine, without vLLM."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from nemo_rl_offload.generation.vllm.settings import (
     request_seed,
     sampling_arguments,
 )
+from nemo_rl_offload.generation.vllm.worker import VllmWorker
 
 GENERATION = "policy.generation"
 
@@ -138,3 +140,12 @@ def test_truncated_sampling_has_the_runner_that_returns_whole_log_probabilities(
     assert key not in engine_env(policy()["generation"], "cuda")
     for override in ("top_k=5", "top_p=0.9"):
         assert engine_env(policy(f"{GENERATION}.{override}")["generation"], "cuda")[key] == "0"
+
+
+def test_an_engine_without_prompts_wakes_up_whole() -> None:
+    """Half asleep, it would not go to sleep again."""
+    worker = VllmWorker.__new__(VllmWorker)
+    woken: list[list[str]] = []
+    worker._asleep, worker._llm = {"kv_cache"}, SimpleNamespace(wake_up=lambda tags: woken.append(tags))
+    assert worker.generate([], 0, 0, Sampling(8)) == []
+    assert woken == [["kv_cache"]]

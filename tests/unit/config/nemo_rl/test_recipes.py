@@ -30,9 +30,11 @@ FEATURES = {
     *("generation by SGLang", "generation by TensorRT-LLM", "generation by Dynamo", "NeMo-Gym"),
     *("another config.json", "another optimizer", "another schedule", "another layout for generation", "raw text"),
     *("engines of several devices", "vLLM with multi-latent attention", "stop strings with vLLM"),
+    *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
     *("further multi-token prediction", "cross-tokenizer distillation"),
     *("several data sets", "another processor of records", "a learned opening of turns"),
-    *("a data set class of one's own", "another value for each data set"),
+    *("a data set class of one's own", "another value for each data set", "repeated records"),
+    "a limit for whole records",
 }
 NOT_YET = (
     r"packs of sequences are not split over ranks",

@@ -123,3 +123,52 @@ def test_the_error_is_one_of_the_configuration(installed: Any) -> None:
     installed(None, is_found=False)
     with pytest.raises(ConfigError, match="vllm is not installed"):
         check_config(load_config(EXEMPLARS / "grpo_tiny.yaml", [BACKEND]))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({}, None),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantized weights with vLLM"),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 28}, "sliding windows in some layers"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows in some layers"),
+        ({"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"]}, None),
+        ({"model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"]}, "sliding windows in some"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}}, "scaled scores of YaRN"),
+        ({"rope_parameters": {"rope_type": "yarn", "mscale": 1.0}}, "scaled scores of YaRN"),
+    ],
+)
+def test_what_engines_read_otherwise_is_refused(content: dict[str, Any], said: str | None) -> None:
+    features = [feature for feature, _ in rules._read_otherwise(content)]
+    assert len(features) == (said is not None)
+    assert said is None or f"{features[0]} with vLLM".startswith(said)
+
+
+def test_a_model_with_windows_is_refused_by_a_check(installed: Any, make_model: Any) -> None:
+    installed(("vllm", VLLM_VERSION))
+    model = make_model(model_type="qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=1)
+    assert (
+        "sliding windows"
+        in problems(BACKEND, f"policy.model_name={model}", run_here=False)["policy.generation.backend"]
+    )
+
+
+@pytest.mark.parametrize("key", ["temperature", "val_temperature"])
+def test_a_temperature_that_vllm_raises_is_refused(installed: Any, key: str) -> None:
+    installed(("vllm", VLLM_VERSION))
+    given = ["policy.generation.val_temperature=1.0", f"policy.generation.{key}=0.005"]
+    assert list(problems(BACKEND, *given)) == [f"policy.generation.{key}"]
+    assert problems(BACKEND, "policy.generation.val_temperature=0") == {}
+
+
+@pytest.mark.parametrize("name", ["moe_backend", "kv_transfer_config", "kernel_config"])
+def test_arguments_that_weights_or_caches_do_not_survive_are_refused(installed: Any, name: str) -> None:
+    installed(("vllm", VLLM_VERSION))
+    path = f"policy.generation.vllm_kwargs.{name}"
+    assert list(problems(BACKEND, f"+{path}=x")) == [path]
+
+
+def test_no_sequence_is_longer_than_training_takes() -> None:
+    generation = {"vllm_cfg": {"max_model_len": 200}}
+    assert rules.context_length({"generation": generation, "max_total_sequence_length": 96}) == 96
