@@ -20,6 +20,7 @@ from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.sharding import ShardedBatch
 from nemo_rl_offload.generation import weight_sync
 from nemo_rl_offload.generation.megatron_sampling import generate
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.weight_sync import WeightBucket, WeightExport, WeightLoader, cut_into_buckets
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
@@ -37,7 +38,7 @@ from nemo_rl_offload.runs.manifest import Manifest
 
 Arrays = dict[str, NDArray[np.float32]]
 MICRO_BATCH_SIZE = 2
-GREEDY: Any = {"backend": "megatron", "max_new_tokens": 6, "temperature": 1.0, "top_k": 1, "top_p": 1.0}
+GREEDY = Sampling(6, top_k=1)
 
 
 class Outcome(NamedTuple):

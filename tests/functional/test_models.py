@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.megatron_sampling import generate
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model, export_hf
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")
 
-GREEDY = {"backend": "megatron", "max_new_tokens": 10, "temperature": 1.0, "top_k": 1, "top_p": 1.0}
+GREEDY = Sampling(10, top_k=1)
 families = pytest.mark.parametrize("family", FAMILIES)
 Folder = Callable[[str], Path]
 

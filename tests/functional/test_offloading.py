@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.generation.megatron_sampling import generate
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model
 from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
@@ -275,7 +276,7 @@ def test_a_dropped_or_failed_forward_leaves_the_arena_empty(
 def test_forward_only_passes_move_nothing(family: str, modules: tuple[str, ...], build: Build, train: Train) -> None:
     model, engine = build(family, *offload(modules))
     assert engine is not None
-    greedy = {"backend": "megatron", "max_new_tokens": 3, "temperature": 1.0, "top_k": 1, "top_p": 1.0}
+    greedy = Sampling(3, top_k=1)
 
     def pass_forward_only() -> None:
         before = engine.stats().bytes_out
