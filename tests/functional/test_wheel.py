@@ -61,7 +61,7 @@ def test_a_file_of_ones_own_inherits_a_shipped_one(tmp_path: Path, command: Comm
     (tmp_path / "alone.yaml").write_text("grpo: {max_num_steps: 7}\n")
     process = command("check", "alone.yaml")
     assert process.returncode == 2
-    assert "`defaults: examples/configs/base.yaml`" in process.stderr
+    assert "policy.model_name: missing value" in process.stderr
 
 
 @pytest.mark.slow

@@ -65,11 +65,7 @@ def translate_data(translation: Translation) -> None:
             if key.startswith(f"data.{split}.")
         }
         defaults = defaults_of(section_at(["data", split]))
-        given = {
-            key
-            for key, value in defaults.items()
-            if f"data.{split}.{key}" in translation.given or translation.get(f"data.{split}.{key}") != value
-        }
+        given = {key for key, value in defaults.items() if translation.get(f"data.{split}.{key}") != value}
         is_there = bool(own.keys() & {"dataset_name", "data_path"}) or translation.get(f"data.{split}.path") is not None
         for key, found in files.items():
             if is_there:

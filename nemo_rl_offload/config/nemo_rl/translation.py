@@ -311,7 +311,8 @@ def _asynchronous_checkpoints(translation: Translation) -> None:
 
 
 def _is_default(translation: Translation, path: str) -> bool:
-    return path not in translation.given
+    *sections, key = path.split(".")
+    return bool(translation.get(path) == defaults_of(section_at(sections)).get(key))
 
 
 def _overrides_of_the_model(translation: Translation) -> None:
