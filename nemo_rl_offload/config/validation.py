@@ -27,6 +27,7 @@ from nemo_rl_offload.errors import ConfigError, nearest
 LEFT_OUT, MISSING = "missing", "missing value"
 """How a problem begins where a key is not there, and where a value has to be given."""
 NOT_ALLOWED = "is not allowed"
+_OTHER_KEY = re.compile(r"\$\{([\w.]+)\}")
 _SAYS_NO_EFFECT = re.compile(r" (has|have|of) no effect\b|: ignored\b")
 
 
@@ -148,20 +149,24 @@ def _against_schema(
 def completed(values: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration of another version with the keys of this one: absent ones have their defaults.
 
-    A default that is made of other keys is not known here, so that such a key stays absent.
+    A default may be the value of another key; one that is made of several is not known here, and its key stays absent.
     """
-    found: dict[str, Any] = _completed(values, full_schema(), defaults_of(full_schema()))
+    found: dict[str, Any] = _completed(values, full_schema(), defaults_of(full_schema()), dict(nodes(values)))
     return found
 
 
-def _completed(values: Any, section: Any, defaults: Any) -> Any:
+def _completed(values: Any, section: Any, defaults: Any, given: Mapping[str, Any]) -> Any:
     if not (isinstance(values, Mapping) and is_typeddict(section)):
         return values
-    found = {
-        key: _completed(values.get(key, {} if is_typeddict(inner) else defaults.get(key)), inner, defaults.get(key))
-        for key, inner in keys_of(section).items()
-        if key in values or key in defaults
-    }
+
+    def value_of(key: str, inner: Any) -> Any:
+        default = defaults.get(key)
+        if key in values or is_typeddict(inner):
+            return _completed(values.get(key, {}), inner, default, given)
+        other = _OTHER_KEY.fullmatch(str(default))
+        return given.get(other[1], default) if other else default
+
+    found = {key: value_of(key, inner) for key, inner in keys_of(section).items() if key in values or key in defaults}
     return {key: value for key, value in found.items() if key in values or "${" not in str(value)}
 
 

@@ -3,7 +3,6 @@
 import gc
 import hashlib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,7 +141,7 @@ def train_and_hand_over(folder: Path, overrides: tuple[str, ...]) -> tuple[list[
         if getattr(module, "expert_bias", None) is not None:
             module.expert_bias += torch.arange(len(module.expert_bias))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sync, "cut_into_buckets", partial(cut_into_buckets, bucket_bytes=1500))
+        patch.setattr(weight_sync, "cut_into_buckets", lambda weights, _: cut_into_buckets(weights, 1500))
         export = WeightExport(model)
     num_bytes = sum(weight.nbytes for _, weight in _named(model))
     buckets = [export.next_bucket() for _ in range(-(-num_bytes // 1500))]

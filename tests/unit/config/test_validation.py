@@ -10,7 +10,14 @@ import yaml
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config, read_config
 from nemo_rl_offload.config.recipe import read_recipe
-from nemo_rl_offload.config.validation import CheckedConfig, check_config, check_to_plan, examine
+from nemo_rl_offload.config.validation import (
+    CheckedConfig,
+    check_config,
+    check_to_plan,
+    completed,
+    examine,
+    schema_problems,
+)
 from nemo_rl_offload.errors import ConfigError
 
 M = "policy.megatron_cfg"
@@ -210,3 +217,26 @@ def test_checking_imports_nothing_heavy(configs: Path, dense_model: Path) -> Non
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "expected"),
+    [
+        ("generation", "val_temperature", 0.7),  # the value of another key, which the run had
+        ("generation", "val_top_p", 0.9),
+        ("generation", "val_top_k", None),
+        ("generation", "max_new_tokens", 256),
+        ("tokenizer", "name", "the/model"),
+    ],
+)
+def test_a_run_of_before_a_key_goes_on_as_it_was(
+    configs: Path, dense_model: Path, section: str, key: str, expected: object
+) -> None:
+    saved = load_config(configs / "grpo_tiny.yaml")
+    saved["policy"]["model_name"] = "the/model"
+    saved["policy"]["generation"] |= {"temperature": 0.7, "top_p": 0.9, "top_k": None}
+    del saved["policy"][section][key]
+    assert schema_problems(saved)
+    found = completed(saved)
+    assert found["policy"][section][key] == expected
+    assert not schema_problems(found)
