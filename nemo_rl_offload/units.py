@@ -19,6 +19,15 @@ def parse_bytes(text: str) -> int:
     return size_bytes
 
 
+def parse_duration(text: str) -> int:
+    """Return the seconds of ``"DD:HH:MM:SS"``. Raises ConfigError if it is none."""
+    match = re.fullmatch(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)", text.strip(), re.ASCII)
+    if match is None:
+        raise ConfigError(f"'{text}' is not a duration. Write days, hours, minutes and seconds, like 00:03:45:00.")
+    days, hours, minutes, seconds = map(int, match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def human_bytes(num_bytes: float | None) -> str:
     """Return a size in binary units with three significant digits, such as ``1.25 GiB``; ``-`` for None."""
     if num_bytes is None:

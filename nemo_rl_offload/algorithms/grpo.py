@@ -29,7 +29,14 @@ from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, respons
 from nemo_rl_offload.data.prompts import prompt_sets
 from nemo_rl_offload.environments.pool import make_environment
 from nemo_rl_offload.errors import DataError
-from nemo_rl_offload.losses.advantages import group_advantages, has_signal, overlong_penalty
+from nemo_rl_offload.losses.advantages import (
+    group_advantages,
+    has_signal,
+    overlong_penalty,
+    scaled_rewards,
+    token_advantages,
+)
+from nemo_rl_offload.losses.clipped_pg import kl_estimate
 from nemo_rl_offload.losses.reduction import valid_tokens
 from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.runs.run_files import Summary
@@ -44,6 +51,16 @@ class GRPO(RolloutLoop):
     _disagreement: str | None = None
     _has_disagreed = False
 
+    @property
+    def _num_validation_generations(self) -> int:
+        return self.config["grpo"]["val_num_generations_per_prompt"]
+
+    def has_reached_goal(self) -> bool:
+        """Whether the last validation has reached `stop_at_validation_threshold`."""
+        grpo = self.config["grpo"]
+        metric, bound = grpo["stop_at_validation_metric"], grpo["stop_at_validation_threshold"]
+        return metric in self._validation_metrics and bound is not None and self._validation_metrics[metric] >= bound
+
     def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:
         """Responses, advantages, log-probabilities, updates."""
         grpo = self.config["grpo"]
@@ -52,24 +69,24 @@ class GRPO(RolloutLoop):
         batch = played.batch(self._tokenizer.pad_token_id)
         if grpo["overlong_filtering"]:
             batch["sample_mask"] = torch.tensor([float(response.finished) for response in played.responses])
-        advantages, _, _ = group_advantages(
-            self._shaped_rewards(played),
-            grpo["num_generations_per_prompt"],
-            normalize=grpo["normalize_rewards"],
-            leave_one_out=grpo["use_leave_one_out_baseline"],
-        )
-        batch["advantages"] = advantages[:, None] * batch["token_mask"]
         batch["prev_logprobs"] = watch.time("logprobs", lambda: self.policy.get_logprobs(batch))
         if spec_of(self.config).keeps_reference(self.config):
             batch["reference_policy_logprobs"] = watch.time(
                 "reference_logprobs", lambda: self.policy.get_reference_policy_logprobs(batch)
             )
+        self._watch_agreement(error := _token_mult_prob_error(batch))
+        if (bound := grpo["seq_logprob_error_threshold"]) is not None:
+            metrics["masked_by_logprob_error_fraction"] = _mask_disagreement(batch, bound)
+        advantages = self._advantages(self._shaped_rewards(played), batch)
+        low, high = grpo["advantage_clip_low"], grpo["advantage_clip_high"]
+        if low is not None or high is not None:
+            advantages = advantages.clamp(low, high)
+        batch["advantages"] = advantages * batch["token_mask"]
         updates = [watch.time("train", lambda: self.policy.train(batch, *self.loss)) for _ in range(grpo["ppo_epochs"])]
         metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        self._watch_agreement(error := _token_mult_prob_error(batch))
         metrics |= {
             "token_mult_prob_error": error,
-            "advantages_zero_fraction": float((advantages == 0).float().mean()),
+            "advantages_zero_fraction": float((batch["advantages"] == 0).all(dim=1).float().mean()),
         }
         return metrics, int(batch["input_lengths"].sum())
 
@@ -127,19 +144,56 @@ class GRPO(RolloutLoop):
         return [*super().notices(), *([found] if found else [])]
 
     def _shaped_rewards(self, played: Rollout) -> Tensor:
-        shaping = self.config["grpo"]["reward_shaping"]
+        scaling, shaping = self.config["grpo"]["reward_scaling"], self.config["grpo"]["reward_shaping"]
+        rewards = played.rewards
+        if scaling["enabled"]:
+            source = scaling["source_min"], scaling["source_max"]
+            rewards = scaled_rewards(rewards, source, (scaling["target_min"], scaling["target_max"]))
         if not shaping["enabled"]:
-            return played.rewards
+            return rewards
         longest = shaping["max_response_length"] or self.config["policy"]["generation"]["max_new_tokens"]
         lengths = torch.tensor([response.num_generated for response in played.responses])
         buffer, penalty = shaping["overlong_buffer_length"], shaping["overlong_buffer_penalty"]
-        return played.rewards - overlong_penalty(lengths, longest, buffer, penalty)
+        return rewards - overlong_penalty(lengths, longest, buffer, penalty)
+
+    def _advantages(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """[B,S], of rewards [B]."""
+        grpo, loss = self.config["grpo"], self.config["loss_fn"]
+        num_generations, estimator = grpo["num_generations_per_prompt"], grpo["adv_estimator"]
+        mask = valid_tokens(batch)
+        if estimator["name"] == "grpo":
+            advantages, _, _ = group_advantages(
+                rewards,
+                num_generations,
+                normalize=grpo["normalize_rewards"],
+                leave_one_out=grpo["use_leave_one_out_baseline"],
+            )
+            return advantages[:, None].expand(mask.shape)
+        kl = None
+        if loss["use_kl_in_reward"]:
+            kl = loss["reference_policy_kl_penalty"] * kl_estimate(
+                batch["prev_logprobs"].masked_fill(~mask, 0),
+                batch["reference_policy_logprobs"].masked_fill(~mask, 0),
+                loss["reference_policy_kl_type"],
+                input_clamp=loss["kl_input_clamp_value"],
+                output_clamp=loss["kl_output_clamp_value"],
+            )
+        return token_advantages(rewards, num_generations, mask, minus_baseline=estimator["minus_baseline"], kl=kl)
 
 
 def _token_mult_prob_error(batch: Batch) -> float:
     """Mean of exp(|log p_generation - log p_training|) over response tokens: 1 when generation and training agree."""
     difference = (batch["generation_logprobs"] - batch["prev_logprobs"]).abs()
     return float(difference[valid_tokens(batch)].exp().mean())
+
+
+def _mask_disagreement(batch: Batch, bound: float) -> float:
+    """Leave out responses whose own `token_mult_prob_error` is above `bound`; returns their share."""
+    mask = valid_tokens(batch)
+    errors = (batch["generation_logprobs"] - batch["prev_logprobs"]).abs().exp().masked_fill(~mask, 0)
+    is_above = errors.sum(dim=1) / mask.sum(dim=1).clamp(min=1) > bound
+    batch["sample_mask"] = batch["sample_mask"].masked_fill(is_above, 0)
+    return float(is_above.float().mean())
 
 
 def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: TextIO | None) -> Summary:

@@ -1,5 +1,6 @@
 """What every algorithm's loop shares: steps, validation, checkpoints, resuming, and the run around it."""
 
+import math
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -39,6 +40,7 @@ from nemo_rl_offload.runs.run_files import (
     Summary,
     Validation,
 )
+from nemo_rl_offload.units import parse_duration
 
 Say = Callable[[str], None]
 TRACED_STEP = 2
@@ -163,9 +165,10 @@ class TrainingLoop(ABC):
         if section["val_at_start"] and self.step == 0:
             self._validate(logger, progress)
         self._warn(self.notices(), progress)
-        first_step = self.step + 1
-        while self.step < self.num_steps:
+        first_step, deadline = self.step + 1, Deadline(saving["checkpoint_must_save_by"], self.elapsed)
+        while self.step < self.num_steps and not self.has_reached_goal():
             self.step += 1
+            deadline.step_begins()
             is_traced = self.step - first_step == TRACED_STEP
             if is_traced:
                 self.policy.start_memory_trace()
@@ -181,7 +184,10 @@ class TrainingLoop(ABC):
             at_end = self.step == self.num_steps
             if (section["val_at_end"] and at_end) or (section["val_period"] and self.step % section["val_period"] == 0):
                 self._validate(logger, progress)
-            ends_early = termination.is_requested and not at_end
+            at_end = at_end or self.has_reached_goal()
+            if is_late := not at_end and deadline.is_before_next_step():
+                progress.note("checkpointing.checkpoint_must_save_by: the run ends after this step's checkpoint")
+            ends_early = is_late or (termination.is_requested and not at_end)
             is_due = at_end or ends_early or self.step % saving["save_period"] == 0
             # An optimizer that has never taken a step has no state, which Megatron cannot load again.
             with self.folder.written_to():
@@ -195,6 +201,10 @@ class TrainingLoop(ABC):
         self.folder.check()
         logger.close()
         self._warn([*self.notices(), *logger.notices()], progress)
+
+    def has_reached_goal(self) -> bool:
+        """Whether the last validation was as good as the run is to become."""
+        return False
 
     def notices(self) -> list[str]:
         """What the workers have warned of since the last call."""
@@ -337,6 +347,24 @@ class TrainingLoop(ABC):
             "memory": totals["memory"],
             "wall_seconds": self.elapsed.seconds,
         }
+
+
+class Deadline:
+    """When a run has to end, `must_save_by` (`units.parse_duration`) after the start of its process; None: never."""
+
+    def __init__(self, must_save_by: str | None, elapsed: Elapsed) -> None:
+        self._must_save_by_s = math.inf if must_save_by is None else parse_duration(must_save_by)
+        self._elapsed = elapsed
+        self._begins_s: list[float] = []
+
+    def step_begins(self) -> None:
+        """A step begins."""
+        self._begins_s.append(self._elapsed.of_this_process_s)
+
+    def is_before_next_step(self) -> bool:
+        """Whether another step of average length would end too late."""
+        now_s = self._elapsed.of_this_process_s
+        return now_s + (now_s - self._begins_s[0]) / len(self._begins_s) >= self._must_save_by_s
 
 
 class Stopwatch:

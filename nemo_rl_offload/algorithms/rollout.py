@@ -59,6 +59,11 @@ class Rollout:
             "scorer_errors": float(sum(score.scorer_error for score in self.scores)),
         }
 
+    def pass_at(self, size: int) -> dict[str, float]:
+        """`pass_k`: the share of prompts of whose `size` responses, next to each other, one is right."""
+        groups = self.groups(size)
+        return {"pass_k": sum(any(score.is_correct for score in group.scores) for group in groups) / len(groups)}
+
     def batch(self, pad_id: int) -> Batch:
         """`input_ids`, `input_lengths`, `token_mask` (1 on sampled tokens), `sample_mask`, `generation_logprobs`."""
         sequences = [p.token_ids + r.tokens for p, r in zip(self.prompts, self.responses, strict=True)]

@@ -50,16 +50,22 @@ class RolloutLoop(TrainingLoop):
         self._samples = Samples(run_dir, config["logger"], tokenizer)
 
     def measure(self) -> dict[str, float]:
-        """Sample one response to each validation prompt."""
+        """Sample responses to each validation prompt, one unless the section says more."""
         prompts = self._validation_prompts[: self._rollouts["max_val_samples"]]
         size, sampling = self._rollouts["val_batch_size"], Sampling.of(self.config["policy"], validation=True)
+        num_generations = self._num_validation_generations
         parts = [
-            self._rollout(prompts[start : start + size], 1, 2 * start + 1, sampling)
+            self._rollout(prompts[start : start + size], num_generations, 2 * start + 1, sampling)
             for start in range(0, len(prompts), size)
         ]
         played = Rollout.join(parts)
         self._samples.take_validation(played, self.step)
-        return played.metrics()
+        return played.metrics() | (played.pass_at(num_generations) if num_generations > 1 else {})
+
+    @property
+    def _num_validation_generations(self) -> int:
+        """Responses to each problem in validation."""
+        return 1
 
     def resume(self) -> Path | None:
         """As every loop; samples of steps that are taken again are forgotten."""

@@ -28,7 +28,12 @@ class Elapsed:
     @property
     def seconds(self) -> float:
         """Until now."""
-        return (self._earlier_s or 0.0) + time.monotonic() - self._start_s
+        return (self._earlier_s or 0.0) + self.of_this_process_s
+
+    @property
+    def of_this_process_s(self) -> float:
+        """The same without those before the run was taken up again."""
+        return time.monotonic() - self._start_s
 
 
 def run_totals(policy: PolicyInterface, before: RunTotals | None) -> RunTotals:

@@ -65,8 +65,10 @@ ALGORITHMS = Registry(
             loss="clipped_pg",
             loss_fn_keys=(
                 *("reference_policy_kl_penalty", "reference_policy_kl_type"),
+                *("kl_input_clamp_value", "kl_output_clamp_value"),
+                *("use_kl_in_reward", "use_on_policy_kl_approximation"),
                 *("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "use_cispo", "sequence_level_importance_ratios"),
-                "force_on_policy_ratio",
+                *("force_on_policy_ratio", "disable_ppo_ratio"),
                 *("use_importance_sampling_correction", "truncated_importance_sampling_ratio"),
                 *("entropy_coeff", "token_level_loss"),
             ),

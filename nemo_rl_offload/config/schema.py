@@ -556,6 +556,14 @@ class LossConfig(TypedDict):
     """Weight of the KL divergence from the start model; 0 leaves the reference model out."""
     reference_policy_kl_type: Annotated[Literal["k1", "k2", "k3"], Default("k3")]
     """Estimate of that divergence, with d = reference - policy log-probability: -d, d^2 / 2, or exp(d) - 1 - d."""
+    kl_input_clamp_value: Annotated[Annotated[float, Gt(0)] | None, Default(20.0)]
+    """Bound of d on either side; null: none."""
+    kl_output_clamp_value: Annotated[Annotated[float, Gt(0)] | None, Default(10.0)]
+    """Bound of the estimate on either side; null: none."""
+    use_kl_in_reward: Annotated[bool, Default(False)]
+    """Subtract the divergence from each token's advantage, not in the loss; for reinforce_plus_plus."""
+    use_on_policy_kl_approximation: Annotated[bool, Default(False)]
+    """Weigh each token's divergence by how much likelier it is to the policy than to the generation engine."""
     ratio_clip_min: Annotated[Share, Default(0.2)]
     """The probability ratio is clipped below 1 minus this."""
     ratio_clip_max: Annotated[float, Gt(0), Default(0.2)]
@@ -564,6 +572,8 @@ class LossConfig(TypedDict):
     """Dual clip: with a negative advantage the ratio counts at most this; null: no such bound."""
     force_on_policy_ratio: Annotated[bool, Default(False)]
     """Take the ratio as 1, with its gradient; for steps of one update."""
+    disable_ppo_ratio: Annotated[bool, Default(False)]
+    """REINFORCE: the log-probability in place of the ratio, and nothing is clipped."""
     use_cispo: Annotated[bool, Default(False)]
     """CISPO: the clipped ratio, without a gradient, weighs the log-probability."""
     sequence_level_importance_ratios: Annotated[bool, Default(False)]
@@ -597,6 +607,28 @@ class RewardShapingConfig(TypedDict):
 
 
 @closed
+class RewardScalingConfig(TypedDict):
+    enabled: Annotated[bool, Default(False)]
+    """Map rewards from one interval to another, before their shaping."""
+    source_min: Annotated[float, Default(0.0)]
+    """Rewards below this count as this."""
+    source_max: Annotated[float, Default(1.0)]
+    """Rewards above this count as this."""
+    target_min: Annotated[float, Default(0.0)]
+    """What source_min becomes."""
+    target_max: Annotated[float, Default(1.0)]
+    """What source_max becomes."""
+
+
+@closed
+class AdvEstimatorConfig(TypedDict):
+    name: Annotated[Literal["grpo", "reinforce_plus_plus"], Default("grpo")]
+    """Rewards are compared within their group (grpo), or normalized over all tokens (reinforce_plus_plus)."""
+    minus_baseline: Annotated[bool, Default(True)]
+    """With reinforce_plus_plus: subtract the mean reward of the group first."""
+
+
+@closed
 class GRPOConfig(TypedDict):
     num_prompts_per_step: Annotated[Positive, Default(32)]
     """Prompts per step."""
@@ -624,6 +656,22 @@ class GRPOConfig(TypedDict):
     """Dynamic sampling gives up after this many such batches."""
     reward_shaping: RewardShapingConfig
     """Penalty for long responses."""
+    reward_scaling: RewardScalingConfig
+    """Another interval for rewards."""
+    adv_estimator: AdvEstimatorConfig
+    """How rewards become advantages."""
+    advantage_clip_low: Annotated[float | None, Default(None)]
+    """Smallest advantage; null: no bound."""
+    advantage_clip_high: Annotated[float | None, Default(None)]
+    """Largest advantage; null: no bound."""
+    seq_logprob_error_threshold: Annotated[Annotated[float, Ge(1)] | None, Default(None)]
+    """Responses whose own token_mult_prob_error is above this are not learned from; null: all are."""
+    val_num_generations_per_prompt: Annotated[Positive, Default(1)]
+    """Responses to each problem in validation; with more than 1, pass_k is the share of problems with a right one."""
+    stop_at_validation_metric: Annotated[Literal["accuracy", "reward", "pass_k"] | None, Default(None)]
+    """The run ends, after a checkpoint, when this metric of a validation reaches stop_at_validation_threshold."""
+    stop_at_validation_threshold: Annotated[float | None, Default(None)]
+    """That metric's bound."""
     val_period: Annotated[Count, Default(10)]
     """Steps between validations; 0: none in between."""
     val_at_start: Annotated[bool, Default(True)]
@@ -766,6 +814,8 @@ class CheckpointingConfig(TypedDict):
     """Metric that ranks checkpoints; null: the latest are kept."""
     higher_is_better: Annotated[bool, Default(True)]
     """Whether a higher metric is better."""
+    checkpoint_must_save_by: Annotated[str | None, Default(None)]
+    """DD:HH:MM:SS after its start by which a run has saved a checkpoint and ended; null: no such end."""
     is_async: Annotated[bool, Default(False)]
     """Write checkpoints while training goes on, from a copy in host memory."""
 

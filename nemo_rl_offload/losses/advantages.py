@@ -67,3 +67,38 @@ def overlong_penalty(lengths: Tensor, longest: int, buffer: int, penalty: float)
     DAPO, https://arxiv.org/abs/2503.14476, equation 13.
     """
     return penalty * ((lengths - (longest - buffer)) / buffer).clamp(0, 1)
+
+
+def token_advantages(
+    rewards: Tensor, num_generations: int, mask: Tensor, *, minus_baseline: bool, kl: Tensor | None
+) -> Tensor:
+    """REINFORCE++: rewards, less their group's mean with ``minus_baseline``, less ``kl``, normalized over all tokens.
+
+    The mean over tokens becomes 0 and their variance 1; at least 1e-8 is divided by. Source:
+    https://arxiv.org/abs/2501.03262.
+
+    Args:
+        rewards: [B] float, the generations of one prompt next to each other.
+        num_generations: generations per prompt; divides B.
+        mask: [B,S] bool, tokens that count.
+        kl: [B,S] float, what each token's reward is lowered by; None: nothing.
+
+    Returns:
+        [B,S] float32, 0 where ``mask`` is not.
+    """
+    rewards_GN = _double(rewards).view(-1, num_generations)
+    if minus_baseline:
+        rewards_GN = rewards_GN - rewards_GN.mean(dim=1, keepdim=True)
+    values_BS = rewards_GN.flatten()[:, None].expand(mask.shape)
+    if kl is not None:
+        values_BS = values_BS - kl.double()
+    count = mask.sum().clamp(min=1)
+    centered_BS = (values_BS - values_BS.masked_fill(~mask, 0).sum() / count).masked_fill(~mask, 0)
+    variance = centered_BS.square().sum() / count
+    return (centered_BS * variance.clamp(min=1e-8).rsqrt()).float()
+
+
+def scaled_rewards(rewards: Tensor, source: tuple[float, float], target: tuple[float, float]) -> Tensor:
+    """Clamp ``rewards`` [B] float to the interval ``source`` and map it to ``target``, linearly."""
+    (low, high), (target_low, target_high) = source, target
+    return target_low + (rewards.clamp(low, high) - low) / (high - low) * (target_high - target_low)

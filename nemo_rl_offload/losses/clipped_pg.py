@@ -9,34 +9,48 @@ from torch import Tensor
 
 from nemo_rl_offload.losses.reduction import Normalizers, sequence_mean, token_mean, valid_tokens
 
-# NeMo-RL's defaults for the KL estimate. Here importance ratios are clamped too: an infinite ratio that the
-# clip discards would still give NaN gradients, from `0 * inf`.
+# An infinite ratio that the clip discards would still give NaN gradients, from `0 * inf`.
 MAX_LOG_RATIO = 20.0
-MAX_KL = 10.0
 
 KLType = Literal["k1", "k2", "k3"]
 
 
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kl_type: KLType) -> Tensor:
+def kl_estimate(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    kl_type: KLType,
+    *,
+    input_clamp: float | None = 20.0,
+    output_clamp: float | None = 10.0,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Estimate KL(policy || reference) per token, from samples of the policy; [...] alike, float, and so is the result.
 
-    With ``d = log p_reference - log p_policy`` of the sampled token, clamped to +-20:
+    With ``d = log p_reference - log p_policy`` of the sampled token, clamped to +-``input_clamp``:
 
-    - k1 = ``-d``: unbiased, of either sign. Useless as a loss: its gradient is 0 on average.
+    - k1 = ``-d``: unbiased, of either sign. Useless as a loss without ``weights``: its gradient is 0 on average.
     - k2 = ``d^2 / 2``: biased, at least 0.
     - k3 = ``exp(d) - 1 - d``: unbiased, at least 0.
 
-    The estimate is clamped to +-10. Source: Schulman, "Approximating KL Divergence", 2020,
+    The estimate, times ``weights`` (of samples that another policy drew; fixed where the clamp binds), is clamped to
+    +-``output_clamp``; None: no clamp. Source: Schulman, "Approximating KL Divergence", 2020,
     http://joschu.net/blog/kl-approx.html.
     """
-    difference = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = reference_logprobs - logprobs
+    if input_clamp is not None:
+        clamped = difference.clamp(-input_clamp, input_clamp)
+        if weights is not None:
+            weights = torch.where(clamped == difference, weights, weights.detach())
+        difference = clamped
     if kl_type == "k1":
         estimate = -difference
     elif kl_type == "k2":
         estimate = difference.square() / 2
     else:
         estimate = difference.expm1() - difference
-    return estimate.clamp(-MAX_KL, MAX_KL)
+    if weights is not None:
+        estimate = weights * estimate
+    return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
 
 
 @dataclass(frozen=True)
@@ -46,39 +60,52 @@ class ClippedPolicyGradient:
     - ``r = exp(logprobs - prev_logprobs)``, with the logarithm clamped to +-20. With
       ``sequence_level_importance_ratios`` the logarithm is averaged over the response first.
     - ``force_on_policy_ratio`` takes the current policy for the previous one: ``r`` is 1, and has its gradient.
+    - ``disable_ppo_ratio`` takes ``-A logprobs`` instead, without a ratio (REINFORCE).
     - ``ratio_clip_c`` bounds the loss by ``-c A`` where ``A < 0`` (dual clip).
     - ``use_cispo`` takes ``-clip(r) A logprobs`` instead, without a gradient through ``clip(r)``.
     - ``w`` is 1, or with ``use_importance_sampling_correction`` ``exp(prev_logprobs - generation_logprobs)``, of the
       whole response with ``sequence_level_importance_ratios``, and at most ``truncated_importance_sampling_ratio``.
-    - KL is ``kl_estimate`` against the reference policy.
+    - KL is ``kl_estimate`` against the reference policy; with ``use_on_policy_kl_approximation`` each token's counts
+      ``exp(logprobs - generation_logprobs)`` times. With ``use_kl_in_reward`` the advantages have it instead.
 
     Averages go over tokens (``token_level_loss``) or over the sequences' token means. Sources: PPO,
     https://arxiv.org/abs/1707.06347; dual clip, https://arxiv.org/abs/1912.09729; GRPO,
     https://arxiv.org/abs/2402.03300; separate clip bounds: DAPO, https://arxiv.org/abs/2503.14476; GSPO,
     https://arxiv.org/abs/2507.18071; CISPO, https://arxiv.org/abs/2506.13585; truncated importance sampling,
-    https://fengyao.notion.site/off-policy-rl.
+    https://fengyao.notion.site/off-policy-rl; RLOO, https://arxiv.org/abs/2402.14740; weighted KL,
+    https://arxiv.org/abs/2506.09477.
     """
 
     ratio_clip_min: float
     ratio_clip_max: float
     ratio_clip_c: float | None
     force_on_policy_ratio: bool
+    disable_ppo_ratio: bool
     use_cispo: bool
     sequence_level_importance_ratios: bool
     use_importance_sampling_correction: bool
     truncated_importance_sampling_ratio: float | None
     reference_policy_kl_penalty: float
     reference_policy_kl_type: KLType
+    kl_input_clamp_value: float | None
+    kl_output_clamp_value: float | None
+    use_kl_in_reward: bool
+    use_on_policy_kl_approximation: bool
     entropy_coeff: float
     token_level_loss: bool
 
     rows_per_sample: ClassVar[int] = 1
 
     @property
+    def _has_kl(self) -> bool:
+        return self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
+
+    @property
     def required(self) -> tuple[str, ...]:
         optional = {
-            "reference_policy_logprobs": self.reference_policy_kl_penalty > 0,
-            "generation_logprobs": self.use_importance_sampling_correction,
+            "reference_policy_logprobs": self._has_kl,
+            "generation_logprobs": self.use_importance_sampling_correction
+            or (self._has_kl and self.use_on_policy_kl_approximation),
             "entropy": self.entropy_coeff > 0,
         }
         keys = ("prev_logprobs", "advantages", "token_mask", "sample_mask")
@@ -110,9 +137,8 @@ class ClippedPolicyGradient:
             per_token = weights * per_token
             metrics["sampling_importance_ratio"] = token_mean(weights, mask, norm)
         loss = mean(per_token, mask, norm)
-        if self.reference_policy_kl_penalty:
-            reference = batch["reference_policy_logprobs"].masked_fill(~mask, 0)
-            kl = mean(kl_estimate(logprobs, reference, self.reference_policy_kl_type), mask, norm)
+        if self._has_kl:
+            kl = mean(self._kl(logprobs, batch, mask), mask, norm)
             loss = loss + self.reference_policy_kl_penalty * kl
             metrics["kl_penalty"] = kl
         if self.entropy_coeff:
@@ -138,9 +164,26 @@ class ClippedPolicyGradient:
             log_ratios_BS = mean_B[:, None].expand_as(log_ratios_BS)
         return log_ratios_BS.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
+    def _kl(self, logprobs_BS: Tensor, batch: Mapping[str, Tensor], mask_BS: Tensor) -> Tensor:
+        reference_BS = batch["reference_policy_logprobs"].masked_fill(~mask_BS, 0)
+        weights_BS = None
+        if self.use_on_policy_kl_approximation:
+            difference_BS = logprobs_BS - batch["generation_logprobs"].masked_fill(~mask_BS, 0)
+            weights_BS = difference_BS.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return kl_estimate(
+            logprobs_BS,
+            reference_BS,
+            self.reference_policy_kl_type,
+            input_clamp=self.kl_input_clamp_value,
+            output_clamp=self.kl_output_clamp_value,
+            weights=weights_BS,
+        )
+
     def _clipped_loss(
         self, logprobs_BS: Tensor, advantages_BS: Tensor, ratios_BS: Tensor, clipped_ratios_BS: Tensor
     ) -> Tensor:
+        if self.disable_ppo_ratio:
+            return -advantages_BS * logprobs_BS
         if self.use_cispo:
             return -clipped_ratios_BS.detach() * advantages_BS * logprobs_BS
         loss_BS = torch.maximum(-advantages_BS * ratios_BS, -advantages_BS * clipped_ratios_BS)

@@ -307,12 +307,6 @@ unified_memory_level            int   none of another engine in Megatron-Core
 use_cuda_graphs_for_non_decode_steps bool  none CUDA graphs are not available yet
 
 [loss_fn]
-disable_ppo_ratio               bool  only false [REINFORCE without a ratio] force_on_policy_ratio: true has the same
-    gradient in a step of one update
-kl_input_clamp_value            num?  only 20.0  [other bounds of the KL estimate] differences are clamped to 20
-kl_output_clamp_value           num?  only 10.0  [other bounds of the KL estimate] estimates are clamped to 10
-use_kl_in_reward                bool  only false [KL in rewards] the penalty is part of the loss
-use_on_policy_kl_approximation  bool  only false [the on-policy KL approximation] the estimate is not weighted
 truncated_importance_sampling_type text? only null|"tis" [other truncations of importance weights] weights are cut at
     truncated_importance_sampling_ratio
 truncated_importance_sampling_ratio_min num?  only null [other truncations of importance weights] weights are cut from
@@ -341,19 +335,13 @@ xtoken_loss                     bool  refused [cross-tokenizer distillation] tea
 
 [grpo]
 val_start_at                    int   only -1    [validation from a later step on] the first is after val_period steps
-val_num_generations_per_prompt  int   only 1     [several responses in validation] one is sampled to each problem
-stop_at_validation_metric       text? only null  [an end by a metric] max_num_steps ends a run
-stop_at_validation_threshold    num?  none read with stop_at_validation_metric alone
 skip_reference_policy_logprobs_calculation bool  honoured true: accepted where loss_fn.reference_policy_kl_penalty is
     0, which leaves the reference model out
-advantage_clip_low              num?  only null  [clipped advantages] advantages are not bounded
-advantage_clip_high             num?  only null  [clipped advantages] advantages are not bounded
 invalid_tool_call_advantage     num?  only null  [NeMo-Gym] this penalty is for its responses
 invalid_tool_call_strategy      text? none read with penalize_invalid_tool_call alone
 malformed_thinking_advantage    num?  only null  [NeMo-Gym] this penalty is for its responses
 penalize_invalid_tool_call      bool  only false [NeMo-Gym] this penalty is for its responses
 penalize_malformed_thinking     bool  only false [NeMo-Gym] this penalty is for its responses
-seq_logprob_error_threshold     num?  only null  [masks by the engines' disagreement] all responses are learned
 calculate_advantages_on_gpu     bool  none where advantages are computed
 deduplicate_multimodal_data     bool  none models read text alone
 debug_payload_metrics           bool  none figures for developers
@@ -366,19 +354,9 @@ in_flight_weight_updates        bool  none read with asynchronous GRPO alone
 recompute_kv_cache_after_weight_updates bool  none read with asynchronous GRPO alone
 
 [grpo.adv_estimator]
-name                            text  only "grpo" [other advantages than GRPO's] rewards are compared within their
-    group
 normalize_rewards               bool  honoured becomes grpo.normalize_rewards
 use_leave_one_out_baseline      bool  honoured becomes grpo.use_leave_one_out_baseline
 reward_weights                  list? none read by gdpo alone
-minus_baseline                  bool  none read by reinforce_plus_plus alone
-
-[grpo.reward_scaling]
-enabled                         bool  only false [scaled rewards] rewards count as the environment gives them
-source_min                      num   none read with enabled alone
-source_max                      num   none read with enabled alone
-target_min                      num   none read with enabled alone
-target_max                      num   none read with enabled alone
 
 [grpo.reward_shaping]
 stop_properly_penalty_coef      num?  only null  [scaled rewards of cut responses] overlong_filtering leaves them out
@@ -446,7 +424,6 @@ artifact_location               text? none nothing but metrics goes there
 run_id                          text? none a run that goes on finds its own
 
 [checkpointing]
-checkpoint_must_save_by         text? only null  [an end by the clock] SIGTERM saves a checkpoint and ends a run
 model_save_format               text? none `nemo-rl-offload export` writes safetensors
 save_consolidated               bool  none `nemo-rl-offload export` writes a Hugging Face folder
 save_optimizer                  bool  only true  [checkpoints without the optimizer] a run could not go on from them

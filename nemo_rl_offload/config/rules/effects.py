@@ -44,8 +44,17 @@ _OF_FILES = ("split", "input_key", "output_key", "split_validation_size", "repea
 """Keys of a data set that is read from files."""
 _TOKENS = ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")
 _COLOCATED, _SHAPING, _OPTIMIZER = "policy.generation.colocated", "grpo.reward_shaping", f"{MEGATRON}.optimizer"
+_ESTIMATOR = "grpo.adv_estimator.name"
 _PRINTED = "logger.num_val_samples_to_print"
 _VALIDATION = tuple(f"policy.generation.val_{key}" for key in ("temperature", "top_p", "top_k"))
+_PENALTY = "loss_fn.reference_policy_kl_penalty"
+_OF_THE_PENALTY = tuple(
+    f"loss_fn.{key}"
+    for key in (
+        *("reference_policy_kl_type", "kl_input_clamp_value", "kl_output_clamp_value"),
+        *("use_kl_in_reward", "use_on_policy_kl_approximation"),
+    )
+)
 _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     (f"{MEGATRON}.scheduler.lr_decay_style", ("linear", "cosine"), (f"{_OPTIMIZER}.min_lr",)),
     (f"{_OPTIMIZER}.optimizer", ("sgd",), (f"{_OPTIMIZER}.sgd_momentum",)),
@@ -69,6 +78,13 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
             f"{_SHAPING}.{key}" for key in ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
         ),
     ),
+    (
+        "grpo.reward_scaling.enabled",
+        (True,),
+        tuple(f"grpo.reward_scaling.{key}" for key in ("source_min", "source_max", "target_min", "target_max")),
+    ),
+    (_ESTIMATOR, ("reinforce_plus_plus",), ("grpo.adv_estimator.minus_baseline",)),
+    ("loss_fn.disable_ppo_ratio", (False,), ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max")),
     *(
         (f"policy.{name}.enabled", (True,), tuple(f"policy.{name}.{key}" for key in keys))
         for name, keys in (("dynamic_batching", _TOKENS), ("sequence_packing", ("algorithm", *_TOKENS)))
@@ -126,6 +142,11 @@ _UNREAD: tuple[tuple[str, Any, str], ...] = (
     (f"{MEGATRON}.cuda_graph_impl", "none", f"{MEGATRON}.cuda_graph_warmup_steps"),
     ("logger.num_samples_to_keep", 0, "logger.sample_period"),
     *((_VALIDATION[0], 0, path) for path in _VALIDATION[1:]),
+    *(
+        (_ESTIMATOR, "reinforce_plus_plus", f"grpo.{key}")
+        for key in ("normalize_rewards", "use_leave_one_out_baseline")
+    ),
+    ("loss_fn.use_kl_in_reward", True, "loss_fn.use_on_policy_kl_approximation"),
     (f"{_OPTIMIZER}.optimizer_cpu_offload", False, f"{_OPTIMIZER}.optimizer_offload_fraction"),
 )
 """A key, its value with which nothing reads the other key, and that; no other value is to be advised for that alone."""
@@ -209,9 +230,10 @@ def _default(path: str, get: Get) -> Any:
 
 
 def _penalty_is_none(get: Get) -> Iterator[str]:
-    path, penalty = "loss_fn.reference_policy_kl_type", "loss_fn.reference_policy_kl_penalty"
-    if _is_read(path, get) and get(path) != defaults()[path] and not get(penalty):
-        yield f"{_no_effect([path], get)} while {penalty} is 0. Raise that, or set this to {defaults()[path]}."
+    paths = [path for path in _OF_THE_PENALTY if _is_read(path, get) and not _is_default(path, get)]
+    if paths and not get(_PENALTY):
+        this = f"set this to {_shown(_default(paths[0], get))}" if len(paths) == 1 else "leave them out"
+        yield f"{_no_effect(paths, get)} while {_PENALTY} is 0. Raise that, or {this}."
 
 
 def _metric_is_not_measured(get: Get) -> Iterator[str]:

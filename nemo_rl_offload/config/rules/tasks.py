@@ -17,7 +17,7 @@ from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.parallel_layout import nearest_multiple
-from nemo_rl_offload.units import parse_bytes
+from nemo_rl_offload.units import parse_bytes, parse_duration
 
 SPLITS = ("data.train", "data.validation")
 FUNCTION, TASK_PARAMS = "env.function", "env.reasoning_gym.params"
@@ -252,9 +252,67 @@ def _sequence_ratios(get: Get) -> Iterator[str]:
         )
 
 
-def _cispo(get: Get) -> Iterator[str]:
-    if get("loss_fn.use_cispo") and get("loss_fn.ratio_clip_c") is not None:
-        yield "loss_fn.ratio_clip_c: bounds a loss that use_cispo does not have. Set it to null."
+def _no_clip(get: Get) -> Iterator[str]:
+    without = [key for key in ("use_cispo", "disable_ppo_ratio") if get(f"loss_fn.{key}")]
+    if without and get("loss_fn.ratio_clip_c") is not None:
+        yield f"loss_fn.ratio_clip_c: bounds a loss that {without[0]} does not have. Set it to null."
+
+
+def _reinforce(get: Get) -> Iterator[str]:
+    path = "loss_fn.disable_ppo_ratio"
+    if get(path):
+        for other in ("use_cispo", "force_on_policy_ratio", "sequence_level_importance_ratios"):
+            if get(f"loss_fn.{other}"):
+                yield f"{path}: excluded by {other}, which is about the ratio. Set one of the two to false."
+
+
+def _kl_in_reward(get: Get) -> Iterator[str]:
+    if not algorithm_has("adv_estimator", get):
+        return
+    path, estimator = "loss_fn.use_kl_in_reward", f"{get('algorithm')}.adv_estimator.name"
+    if get(path) and get(estimator) != "reinforce_plus_plus":
+        yield (
+            f"{path}: true takes the divergence out of the loss, and only {estimator}=reinforce_plus_plus has it in "
+            "its advantages. Set that, or this to false."
+        )
+
+
+def _intervals(get: Get) -> Iterator[str]:
+    """Bounds of which the lower one is not below the upper one."""
+    name = get("algorithm")
+    pairs = []
+    if algorithm_has("reward_scaling", get) and get(f"{name}.reward_scaling.enabled"):
+        pairs.append((f"{name}.reward_scaling.source_min", f"{name}.reward_scaling.source_max"))
+    if algorithm_has("advantage_clip_low", get):
+        pairs.append((f"{name}.advantage_clip_low", f"{name}.advantage_clip_high"))
+    for low, high in pairs:
+        if None not in (get(low), get(high)) and get(low) >= get(high):
+            yield f"{low}: {get(low):g} is not below {high} = {get(high):g}. Set a smaller one."
+
+
+def _end_by_a_metric(get: Get) -> Iterator[str]:
+    name = get("algorithm")
+    if not algorithm_has("stop_at_validation_metric", get):
+        return
+    path, bound = f"{name}.stop_at_validation_metric", f"{name}.stop_at_validation_threshold"
+    metric, value = get(path), get(bound)
+    if (metric is None) != (value is None):
+        given, lacking = (bound, path) if metric is None else (path, bound)
+        yield f"{given}: has no effect without {lacking}. Give both, or set both to null."
+    if metric == "pass_k" and get(f"{name}.val_num_generations_per_prompt") == 1:
+        yield f"{path}: pass_k needs several responses. Set {name}.val_num_generations_per_prompt above 1."
+
+
+def _end_by_the_clock(get: Get) -> Iterator[str]:
+    path = "checkpointing.checkpoint_must_save_by"
+    if (text := get(path)) is None:
+        return
+    try:
+        parse_duration(text)
+    except ConfigError as error:
+        yield f"{path}: {error}"
+    if not get("checkpointing.enabled"):
+        yield f"{path}: has no effect while checkpointing.enabled is false. Set that to true, or this to null."
 
 
 def _teacher(get: Get) -> Iterator[str]:
@@ -328,7 +386,12 @@ TASK_RULES: tuple[Rule, ...] = (
     _batch_multiplier,
     _overlong_buffer,
     _sequence_ratios,
-    _cispo,
+    _no_clip,
+    _reinforce,
+    _kl_in_reward,
+    _intervals,
+    _end_by_a_metric,
+    _end_by_the_clock,
     _teacher,
     _data_paths,
     _metric,

@@ -276,3 +276,117 @@ def test_validation_samples_as_training_by_default(make: Make) -> None:
 def test_progress_of_each_call_for_responses_is_shown(make: Make) -> None:
     loop, policy = make()
     assert run(loop).progress == [(size // 2, size, 3 * size) for size in policy.num_prompts]
+
+
+def test_advantages_are_cut(make: Make, tmp_path: Path) -> None:
+    loop, policy = make("grpo.advantage_clip_low=-0.25", "grpo.advantage_clip_high=0.5")
+    whole, untouched = make(run_dir=tmp_path / "whole")
+    loop.train_step()
+    whole.train_step()
+    batch, uncut = policy.batches[0], untouched.batches[0]["advantages"]
+    assert uncut.min() < -0.25
+    assert uncut.max() > 0.5
+    assert torch.equal(batch["advantages"], uncut.clamp(-0.25, 0.5))
+
+
+def test_responses_that_the_engines_disagree_on_are_not_learned(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, policy = make("grpo.seq_logprob_error_threshold=1.2")
+    get_logprobs = policy.get_logprobs
+
+    def away_in_two_rows(batch: Any) -> torch.Tensor:
+        logprobs = get_logprobs(batch)
+        logprobs[3] -= math.log(1.3)
+        logprobs[7] += math.log(1.25)
+        logprobs[8] -= math.log(1.1)
+        return logprobs
+
+    monkeypatch.setattr(policy, "get_logprobs", away_in_two_rows)
+    metrics = loop.train_step()
+    assert policy.batches[0]["sample_mask"].tolist() == [float(row not in (3, 7)) for row in range(12)]
+    assert metrics["masked_by_logprob_error_fraction"] == pytest.approx(2 / 12)
+    assert metrics["token_mult_prob_error"] > 1, "of all responses"
+
+
+def test_scaled_rewards_are_compared(make: Make, tmp_path: Path) -> None:
+    """Mapping 0..1 to -1..3 makes differences four times as large; what is reported stays as it was given."""
+    scaling = [f"grpo.reward_scaling.{key}" for key in ("enabled=true", "target_min=-1.0", "target_max=3.0")]
+    (loop, policy), (plain, unscaled) = (
+        make(*overrides, "grpo.normalize_rewards=false", run_dir=tmp_path / str(len(overrides)))
+        for overrides in (scaling, [])
+    )
+    metrics = loop.train_step()
+    assert metrics["reward"] == plain.train_step()["reward"]
+    torch.testing.assert_close(policy.batches[0]["advantages"], 4 * unscaled.batches[0]["advantages"])
+
+
+@pytest.mark.parametrize("in_reward", [False, True])
+def test_reinforce_plus_plus(make: Make, tmp_path: Path, in_reward: bool) -> None:
+    """Rewards less their group's mean, less the divergence, are normalized over all tokens."""
+    loop, policy = make(
+        "grpo.adv_estimator.name=reinforce_plus_plus",
+        "loss_fn.reference_policy_kl_penalty=0.5",
+        "loss_fn.reference_policy_kl_type=k2",
+        f"loss_fn.use_kl_in_reward={in_reward}",
+    )
+    whole, _ = make(run_dir=tmp_path / "whole")
+    loop.train_step()
+    (batch,) = policy.batches
+    rewards = whole._sample(_Untimed())[0].rewards.view(3, 4)  # type: ignore[arg-type]
+    centered = (rewards - rewards.mean(dim=1, keepdim=True)).flatten()
+    tokens = [(row, t) for row in rows(batch) for t in batch["token_mask"][row].nonzero().flatten().tolist()]
+    values = []
+    for row, t in tokens:
+        gap = (batch["prev_logprobs"] - batch["reference_policy_logprobs"])[row, t].item()
+        values.append(centered[row].item() - (0.5 * gap**2 / 2 if in_reward else 0))
+    mean = sum(values) / len(values)
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+    for (row, t), value in zip(tokens, values, strict=True):
+        assert batch["advantages"][row, t].item() == pytest.approx((value - mean) / deviation, abs=1e-5)
+    assert (batch["advantages"][batch["token_mask"] == 0] == 0).all()
+
+
+class _Untimed:
+    def time(self, _phase: str, work: Callable[[], Any]) -> Any:
+        return work()
+
+
+def test_several_responses_in_validation(make: Make) -> None:
+    loop, policy = make("grpo.val_num_generations_per_prompt=3")
+    metrics = loop.measure()
+    assert policy.num_prompts == [12, 12, 6]
+    assert metrics["accuracy"] <= metrics["pass_k"] <= 3 * metrics["accuracy"]
+
+
+@pytest.mark.parametrize(("bound", "last_step"), [(0.0, 0), (1.5, 6)])
+def test_a_run_ends_when_validation_is_good_enough(make: Make, tmp_path: Path, bound: float, last_step: int) -> None:
+    goal = ("grpo.stop_at_validation_metric=accuracy", f"grpo.stop_at_validation_threshold={bound}")
+    loop, _ = make(*goal)
+    run(loop)
+    assert loop.step == last_step
+
+
+def test_a_run_that_has_reached_its_goal_saves_and_does_not_go_on(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GRPO, "measure", lambda loop: {"accuracy": loop.step / 6})
+    goal = ("grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=0.5")
+    loop, _ = make(*goal)
+    run(loop)
+    assert loop.step == 4, "validated at 2 and at 4"
+    assert (tmp_path / "checkpoints" / "step_4").is_dir()
+    again, policy = make(*goal)
+    again.resume()
+    run(again)
+    assert (again.step, policy.batches) == (4, [])
+
+
+@pytest.mark.parametrize(("must_save_by", "last_step"), [("00:00:00:00", 1), ("99:00:00:00", 6)])
+def test_a_run_ends_by_the_clock(make: Make, tmp_path: Path, must_save_by: str, last_step: int) -> None:
+    loop, _ = make(f"checkpointing.checkpoint_must_save_by='{must_save_by}'")
+    if last_step == 1:
+        with pytest.raises(SystemExit):
+            run(loop)
+    else:
+        run(loop)
+    assert loop.step == last_step
+    assert (tmp_path / "checkpoints" / f"step_{last_step}").is_dir()

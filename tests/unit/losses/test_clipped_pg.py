@@ -19,12 +19,17 @@ PLAIN: dict[str, Any] = {
     "ratio_clip_max": 0.2,
     "ratio_clip_c": None,
     "force_on_policy_ratio": False,
+    "disable_ppo_ratio": False,
     "use_cispo": False,
     "sequence_level_importance_ratios": False,
     "use_importance_sampling_correction": False,
     "truncated_importance_sampling_ratio": None,
     "reference_policy_kl_penalty": 0.0,
     "reference_policy_kl_type": "k3",
+    "kl_input_clamp_value": 20.0,
+    "kl_output_clamp_value": 10.0,
+    "use_kl_in_reward": False,
+    "use_on_policy_kl_approximation": False,
     "entropy_coeff": 0.0,
     "token_level_loss": True,
 }
@@ -34,12 +39,17 @@ CONFIGS = st.fixed_dictionaries(
         "ratio_clip_max": st.sampled_from([0.2, 0.4]),
         "ratio_clip_c": st.sampled_from([None, 1.2]),
         "force_on_policy_ratio": st.just(False),
+        "disable_ppo_ratio": st.just(False),
         "use_cispo": st.booleans(),
         "sequence_level_importance_ratios": st.booleans(),
         "use_importance_sampling_correction": st.booleans(),
         "truncated_importance_sampling_ratio": st.sampled_from([None, 1.1]),
         "reference_policy_kl_penalty": st.sampled_from([0.0, 0.3]),
         "reference_policy_kl_type": st.sampled_from(["k1", "k2", "k3"]),
+        "kl_input_clamp_value": st.sampled_from([None, 20.0, 0.3]),
+        "kl_output_clamp_value": st.sampled_from([None, 10.0, 0.1]),
+        "use_kl_in_reward": st.booleans(),
+        "use_on_policy_kl_approximation": st.booleans(),
         "entropy_coeff": st.sampled_from([0.0, 0.1]),
         "token_level_loss": st.booleans(),
     }
@@ -79,9 +89,15 @@ def reference(batch: Batch, config: dict[str, Any]) -> dict[str, float]:
             weight = min(weight, config["truncated_importance_sampling_ratio"] or math.inf)
             loss *= weight if config["use_importance_sampling_correction"] else 1
             d = ref[t] - new[t]
+            if (most := config["kl_input_clamp_value"]) is not None:
+                d = max(-most, min(d, most))
             kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config["reference_policy_kl_type"]]
+            kl *= math.exp(new[t] - gen[t]) if config["use_on_policy_kl_approximation"] else 1
+            if (most := config["kl_output_clamp_value"]) is not None:
+                kl = max(-most, min(kl, most))
             entropy = scored["entropy"][i, t].item()
-            values["loss"][i, t] = loss + config["reference_policy_kl_penalty"] * kl - config["entropy_coeff"] * entropy
+            penalty = 0 if config["use_kl_in_reward"] else config["reference_policy_kl_penalty"]
+            values["loss"][i, t] = loss + penalty * kl - config["entropy_coeff"] * entropy
             values["kl_penalty"][i, t], values["entropy"][i, t] = kl, entropy
             values["probs_ratio"][i, t], values["clip_fraction"][i, t] = ratio, float(outside)
             values["approx_kl"][i, t] = math.exp(new[t] - old[t]) - 1 - (new[t] - old[t])
@@ -99,11 +115,17 @@ def test_matches_plain_python(seed: int, config: dict[str, Any]) -> None:
     assert loss == pytest.approx(expected["loss"], rel=1e-9, abs=1e-12)
     for name in expected.keys() & metrics.keys():
         assert metrics[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
-    assert ("kl_penalty" in metrics) == (config["reference_policy_kl_penalty"] > 0)
+    has_kl = config["reference_policy_kl_penalty"] > 0 and not config["use_kl_in_reward"]
+    assert ("kl_penalty" in metrics) == has_kl
     assert ("entropy" in metrics) == (config["entropy_coeff"] > 0)
 
 
-@given(seed=SEEDS, config=CONFIGS.filter(lambda config: not config["use_cispo"]))
+def _is_a_function_of_values(config: dict[str, Any]) -> bool:
+    """Not where a gradient is stopped: at CISPO's ratio, and at weights of clamped differences."""
+    return not (config["use_cispo"] or (config["use_on_policy_kl_approximation"] and config["kl_input_clamp_value"]))
+
+
+@given(seed=SEEDS, config=CONFIGS.filter(_is_a_function_of_values))
 @settings(max_examples=20, deadline=None)
 def test_gradients_match_finite_differences(seed: int, config: dict[str, Any]) -> None:
     check_finite_differences(build_loss("clipped_pg", config), random_batch(seed, num_samples=3, width=4))
@@ -212,6 +234,11 @@ def test_k2_has_the_gradient_of_the_divergence() -> None:
 def test_required_keys_follow_the_configuration() -> None:
     plain = set(build().required)
     assert set(build(reference_policy_kl_penalty=0.1).required) - plain == {"reference_policy_logprobs"}
+    kl = {"reference_policy_kl_penalty": 0.1}
+    assert set(build(use_kl_in_reward=True, **kl).required) == plain
+    weighted = {"reference_policy_logprobs", "generation_logprobs"}
+    assert set(build(use_on_policy_kl_approximation=True, **kl).required) - plain == weighted
+    assert set(build(use_on_policy_kl_approximation=True).required) == plain
     assert set(build(use_importance_sampling_correction=True).required) - plain == {"generation_logprobs"}
     assert set(build(entropy_coeff=0.1).required) - plain == {"entropy"}
 
@@ -227,3 +254,44 @@ def test_a_forced_ratio_is_that_of_the_very_policy(seed: int, sequence_level: bo
     still, _ = build(**levels)(logprobs, {**batch, "prev_logprobs": logprobs.detach()}, normalizers(batch))
     assert torch.equal(forced, still)
     assert torch.equal(*(torch.autograd.grad(loss, logprobs)[0] for loss in (forced, still)))
+
+
+@given(seed=SEEDS, token_level=st.booleans(), corrected=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_reinforce_has_the_gradient_of_a_policy_that_has_not_moved(
+    seed: int, token_level: bool, corrected: bool
+) -> None:
+    batch = random_batch(seed)
+    logprobs = scores(batch["logits"], batch)[0].detach().requires_grad_()
+    still = {**batch, "prev_logprobs": logprobs.detach()}
+    keys = {"token_level_loss": token_level, "use_importance_sampling_correction": corrected}
+    losses = [
+        build(**{key: True}, **keys)(logprobs, still, normalizers(batch))[0]
+        for key in ("disable_ppo_ratio", "force_on_policy_ratio")
+    ]
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logprobs)[0] for loss in losses))
+
+
+def test_reinforce_clips_nothing() -> None:
+    """Where the ratio is far outside of the clip, the gradient is still that of the log-probability."""
+    batch = random_batch(1)
+    logprobs = scores(batch["logits"], batch)[0].detach().requires_grad_()
+    away = {**batch, "prev_logprobs": logprobs.detach() - 3}
+    (gradient,) = torch.autograd.grad(build(disable_ppo_ratio=True)(logprobs, away, normalizers(batch))[0], logprobs)
+    expected = torch.zeros_like(gradient)
+    for i, row in enumerate(counted(batch)):
+        expected[i, row] = -batch["advantages"][i, row] / normalizers(batch).global_valid_tokens
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("kl_type", ["k1", "k3"])
+def test_weighted_estimates_have_the_gradient_of_the_divergence(kl_type: Any) -> None:
+    """On the policy's own samples the weights are 1 and bring the gradient of sampling in."""
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    other = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    logprobs = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - other)).sum(), logits, retain_graph=True)
+    weights = (logprobs - logprobs.detach()).exp()
+    estimate = (logprobs.exp().detach() * kl_estimate(logprobs, other, kl_type, weights=weights)).sum()
+    (gradient,) = torch.autograd.grad(estimate, logits)
+    torch.testing.assert_close(gradient, exact)

@@ -109,6 +109,11 @@ def test_sizes_that_an_algorithm_does_not_read(check: Check, algorithm: str, ove
             f"{SHAPING}.enabled=true",
         ),
         (
+            "grpo.adv_estimator.minus_baseline=false",
+            "while grpo.adv_estimator.name is grpo. Set that to reinforce_plus_plus, or this to true.",
+            "grpo.adv_estimator.name=reinforce_plus_plus",
+        ),
+        (
             "grpo.max_rollout_turns=3",
             "while data.env_name is reasoning_gym. Set that to function, or this to 1.",
             FUNCTION,
@@ -145,6 +150,17 @@ def test_what_another_key_switches_off(check: Check, overrides: str, fix: str, s
         (["logger.wandb.name=x", "logger.wandb.project=y"], "logger.wandb_enabled=true"),
         (["checkpointing.save_period=7", "checkpointing.is_async=true"], "checkpointing.enabled=true"),
         (["loss_fn.reference_policy_kl_type=k1"], "loss_fn.reference_policy_kl_penalty=0.1"),
+        (
+            [
+                *("loss_fn.reference_policy_kl_type=k1", "loss_fn.kl_input_clamp_value=5.0"),
+                *("loss_fn.kl_output_clamp_value=null", "loss_fn.use_on_policy_kl_approximation=true"),
+            ],
+            "loss_fn.reference_policy_kl_penalty=0.1",
+        ),
+        (
+            ["grpo.reward_scaling.source_max=2.0", "grpo.reward_scaling.target_min=-1.0"],
+            "grpo.reward_scaling.enabled=true",
+        ),
         (
             [f"{M}.activation_offload.host_memory_budget=1GiB", f"{M}.activation_offload_fraction=0.5"],
             f"{M}.fine_grained_activation_offloading=true",

@@ -51,6 +51,7 @@ FILES = "data.train.path=README.md data.validation.path=README.md"
 DISTILLATION = "algorithm=distillation distillation.num_prompts_per_step=128"
 
 MATH = "data.env_name=math"
+ONE_UPDATE = "policy.train_global_batch_size=128 grpo.num_prompts_per_step=32 grpo.num_generations_per_prompt=4"
 FUNCTION = "data.env_name=function"
 ALGORITHM_CASES = [
     (
@@ -92,6 +93,72 @@ ALGORITHM_CASES = [
         "loss_fn.token_level_loss=false",
     ),
     ("loss_fn.use_cispo=true loss_fn.ratio_clip_c=3", "loss_fn.ratio_clip_c", "null", "loss_fn.ratio_clip_c=null"),
+    (
+        "loss_fn.disable_ppo_ratio=true loss_fn.ratio_clip_c=3",
+        "loss_fn.ratio_clip_c",
+        "null",
+        "loss_fn.ratio_clip_c=null",
+    ),
+    *(
+        (
+            f"loss_fn.disable_ppo_ratio=true loss_fn.{other}=true loss_fn.token_level_loss=false {ONE_UPDATE}",
+            "loss_fn.disable_ppo_ratio",
+            f"excluded by {other}",
+            f"loss_fn.{other}=false",
+        )
+        for other in ("use_cispo", "force_on_policy_ratio", "sequence_level_importance_ratios")
+    ),
+    (
+        "loss_fn.use_kl_in_reward=true loss_fn.reference_policy_kl_penalty=0.1",
+        "loss_fn.use_kl_in_reward",
+        "only grpo.adv_estimator.name=reinforce_plus_plus has it in its advantages",
+        "grpo.adv_estimator.name=reinforce_plus_plus",
+    ),
+    (
+        "grpo.reward_scaling.enabled=true grpo.reward_scaling.source_min=1",
+        "grpo.reward_scaling.source_min",
+        "1 is not below grpo.reward_scaling.source_max = 1",
+        "grpo.reward_scaling.source_min=-1",
+    ),
+    (
+        "grpo.advantage_clip_low=2 grpo.advantage_clip_high=-2",
+        "grpo.advantage_clip_low",
+        "2 is not below grpo.advantage_clip_high = -2",
+        "grpo.advantage_clip_low=null",
+    ),
+    (
+        "grpo.stop_at_validation_metric=accuracy",
+        "grpo.stop_at_validation_metric",
+        "has no effect without grpo.stop_at_validation_threshold",
+        "grpo.stop_at_validation_threshold=0.5",
+    ),
+    (
+        "grpo.stop_at_validation_threshold=0.5",
+        "grpo.stop_at_validation_threshold",
+        "has no effect without grpo.stop_at_validation_metric",
+        "grpo.stop_at_validation_metric=reward",
+    ),
+    (
+        "grpo.stop_at_validation_metric=pass_k grpo.stop_at_validation_threshold=0.5",
+        "grpo.stop_at_validation_metric",
+        "pass_k needs several responses",
+        "grpo.val_num_generations_per_prompt=2",
+    ),
+    *(
+        (
+            f"checkpointing.checkpoint_must_save_by='{text}'",
+            "checkpointing.checkpoint_must_save_by",
+            "is not a duration. Write days, hours, minutes and seconds, like 00:03:45:00",
+            "checkpointing.checkpoint_must_save_by='00:03:45:00'",
+        )
+        for text in ("03:45:00", "00:24:00:00", "00:03:60:00", "4h")
+    ),
+    (
+        "checkpointing.enabled=false checkpointing.checkpoint_must_save_by='00:03:45:00'",
+        "checkpointing.checkpoint_must_save_by",
+        "has no effect while checkpointing.enabled is false",
+        "checkpointing.enabled=true",
+    ),
     (DISTILLATION, "teacher.model_name", "missing value. Give one", "teacher.model_name=DENSE"),
     ("data.train.path=x", "data.train.path", "takes its problems from env.reasoning_gym", "data.train.path=null"),
     ("data.train.path=x", "data.train.path", "Set it to null, or data.env_name to math or function", f"{MATH} {FILES}"),
