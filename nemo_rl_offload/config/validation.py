@@ -106,6 +106,7 @@ def examine(raw: Mapping[str, Any] | LoadedConfig, *, run_here: bool) -> Finding
     get = _reader(loaded.values, [*reported, *loaded.refused])
     lines = [f"{path}: {text}" for path, text in (_causes(reported, loaded) | {**loaded.refused}).items()]
     lines += [line for rule in RULES for line in _run(rule, get)]
+    lines = [line for line in lines if not _is_lacking_for(line, loaded.refused)]
     here = [line for rule in RULES_OF_THIS_MACHINE for line in _run(rule, get) if line not in lines]
     lines += here if run_here else []
     problems = [Problem("", text, "") for text in loaded.problems] + [problem_at(line, loaded) for line in lines]
@@ -116,6 +117,22 @@ def examine(raw: Mapping[str, Any] | LoadedConfig, *, run_here: bool) -> Finding
     effectless += [f"{path}: {reason}" for path, reason in loaded.without_effect.items()]
     ordered = [problem_at(line, loaded) for line in sorted(effectless)]
     return Findings(None if problems else config, problems, warnings, loaded, ordered)
+
+
+_OF_PROBLEMS = ("data.", "env.")
+_LACKING: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(_OF_PROBLEMS, _OF_PROBLEMS),
+    "teacher.": ("teachers", "loss_fn.", "distillation."),
+}
+"""Sections, and of which ones' refused keys the values would come that are missing there."""
+_NO_SUCH_VALUE = ("missing value", '"Environment variable')
+
+
+def _is_lacking_for(line: str, refused: Iterable[str]) -> bool:
+    """Whether a line says that a value is missing which another one would give that is refused."""
+    path, _, text = line.partition(": ")
+    causes = next((causes for section, causes in _LACKING.items() if path.startswith(section)), ())
+    return bool(causes) and text.startswith(_NO_SUCH_VALUE) and any(each.startswith(causes) for each in refused)
 
 
 def problem_at(line: str, loaded: LoadedConfig) -> Problem:

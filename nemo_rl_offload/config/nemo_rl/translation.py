@@ -256,6 +256,23 @@ def _advantages(translation: Translation) -> None:
             translation.set(f"grpo.{key}", translation.honoured[source], source)
 
 
+_ESTIMATORS = {
+    "gdpo": ("GDPO's advantages", "an environment gives one reward"),
+    "opd": ("on-policy distillation within GRPO", "distillation has an algorithm of its own"),
+    "gae": ("PPO", "there is no value model"),
+    "raw_reward": ("rewards as advantages", "rewards are compared, or normalized"),
+}
+
+
+def _estimator(translation: Translation) -> None:
+    path = "grpo.adv_estimator.name"
+    name = translation.get(path)
+    if isinstance(name, str) and name in _ESTIMATORS:
+        feature, reason = _ESTIMATORS[name]
+        refuse(translation, path, name, feature, reason, "Set it to grpo or reinforce_plus_plus.")
+        translation.set(path, "grpo")
+
+
 def _reference(translation: Translation) -> None:
     path = "grpo.skip_reference_policy_logprobs_calculation"
     if translation.honoured.get(path) and translation.get("loss_fn.reference_policy_kl_penalty"):
@@ -392,6 +409,7 @@ STEPS: tuple[Callable[[Translation], Any], ...] = (
     _validation,
     _all_of_a_validation,
     _advantages,
+    _estimator,
     _reference,
     _asynchronous_checkpoints,
     _overrides_of_the_folder,

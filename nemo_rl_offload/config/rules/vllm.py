@@ -35,14 +35,20 @@ OF_OTHER_KEYS = {
     ),
 }
 """Arguments of the engine that have a key."""
-SET_HERE = (
-    *("generation_config", "logprobs_mode", "worker_extension_cls", "enable_sleep_mode", "worker_cls"),
-    *("distributed_executor_backend", "data_parallel_size", "quantization"),
-    *("speculative_config", "logits_processors", "enable_lora", "moe_backend", "kernel_config"),
-    *("attention_backend", "attention_config", "kv_offloading_size", "kv_transfer_config", "hf_overrides"),
-)
+SET_HERE: Mapping[str, str] = {
+    "speculative_config": "draft models",
+    "quantization": "quantized weights in generation",
+    "enable_lora": "LoRA in the engine",
+    "hf_overrides": "another config.json",
+    **dict.fromkeys(("moe_backend", "kernel_config"), "other kernels of experts"),
+    **dict.fromkeys(("attention_backend", "attention_config"), "other kernels of attention"),
+    **dict.fromkeys(("kv_offloading_size", "kv_transfer_config"), "a key/value cache elsewhere"),
+    **dict.fromkeys(("distributed_executor_backend", "data_parallel_size", "worker_cls"), "engines started otherwise"),
+    **dict.fromkeys(("generation_config", "logprobs_mode", "logits_processors"), "other log-probabilities"),
+    **dict.fromkeys(("worker_extension_cls", "enable_sleep_mode"), "another handing over of weights"),
+}
 """Arguments that this project sets itself, or whose other values its handing over of weights or its log-probabilities
-do not know."""
+do not know; and what they ask for."""
 
 
 def context_length(policy: Mapping[str, Any]) -> int:
@@ -117,7 +123,10 @@ def _own_arguments(get: Get) -> Iterator[str]:
         if name in OF_OTHER_KEYS:
             yield f"{KWARGS}.{name}: {OF_OTHER_KEYS[name]} says it. Set that, and remove this."
         elif name in SET_HERE and (name, value) != ("moe_backend", "triton"):  # which is what is set
-            yield f"{KWARGS}.{name}: is set by this project, or not supported yet. Remove it."
+            yield (
+                f"{KWARGS}.{name}: asks for {SET_HERE[name]}, not supported here: this project sets it, and nothing "
+                f"else has been tried. Remove it: ~{KWARGS}.{name}"
+            )
 
 
 def _context_is_long_enough(get: Get) -> Iterator[str]:
