@@ -11,9 +11,8 @@ from nemo_rl_offload.data.prompts import Prompt
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.data.turns import encode_observation
 from nemo_rl_offload.environments.interface import UNFINISHED, Environment, Episode, Message, Score
-from nemo_rl_offload.generation.interface import Told
+from nemo_rl_offload.generation.interface import Responds, Told
 from nemo_rl_offload.generation.sampling import Sampling
-from nemo_rl_offload.policy.interface import PolicyInterface
 
 SEEDS_OF_A_TURN = 1_000_000_007
 """How far the seeds of successive turns are apart."""
@@ -113,7 +112,7 @@ class _Running:
 
 
 def rollout(
-    policy: PolicyInterface,
+    policy: Responds,
     environment: Environment,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],

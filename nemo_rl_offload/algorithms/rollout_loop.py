@@ -1,7 +1,7 @@
 """What the algorithms share that let the policy answer problems: GRPO and distillation."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -15,6 +15,7 @@ from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool
 from nemo_rl_offload.generation.interface import Generated, Told
 from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.observability.progress import Progress
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.runs.run_files import LoopSummary
 
@@ -111,22 +112,28 @@ class RolloutLoop(TrainingLoop):
             sampling=sampling or self._sampling,
             ends_without_text=self._ends_without_text,
             template=self.config["data"]["prompt_template"],
-            told=self._tells_progress,
+            told=tells(self.progress),
             limits=Limits(self._rollouts["max_rollout_turns"], self.config["policy"]["max_total_sequence_length"]),
         )
         if self.progress is not None:
             self.progress.generated()
         return played
 
-    def _tells_progress(self, num_prompts: int) -> Told:
+
+def tells(progress: Progress | None) -> Callable[[int], Told]:
+    """Makes for a number of prompts what shows how far their responses are."""
+
+    def of_prompts(num_prompts: int) -> Told:
         start_s = time.monotonic()
 
         def told(generated: Generated) -> None:
-            if self.progress is not None:
+            if progress is not None:
                 seconds = time.monotonic() - start_s
-                self.progress.generating(generated.num_responses, num_prompts, generated.num_tokens, seconds)
+                progress.generating(generated.num_responses, num_prompts, generated.num_tokens, seconds)
 
         return told
+
+    return of_prompts
 
 
 def training_and_generation_slots(

@@ -41,26 +41,7 @@ class Samples:
         self._kept += self._records(played, rows, step, prefix)
 
     def _records(self, played: Rollout, rows: Sequence[int], step: int, prefix: str) -> list[SampleRecord]:
-        if not rows:  # of which transformers makes one text
-            return []
-        asked = self._texts([played.prompts[row].token_ids for row in rows])
-        said = self._texts([played.responses[row].tokens for row in rows])
-        return [
-            {
-                "step": step,
-                "prefix": prefix,
-                "prompt": prompt,
-                "response": response,
-                "reward": played.scores[row].reward,
-                "truncated": not played.responses[row].finished,
-                "num_tokens": played.responses[row].num_generated,
-                "num_turns": played.responses[row].num_turns,
-            }
-            for row, prompt, response in zip(rows, asked, said, strict=True)
-        ]
-
-    def _texts(self, sequences: list[list[int]]) -> list[str]:
-        return self._tokenizer.batch_decode(sequences, skip_special_tokens=False)
+        return records_of(played, rows, step, prefix, self._tokenizer)
 
     def forget_after(self, step: int | None) -> None:
         """Forget what was written of later steps; of all without one."""
@@ -76,6 +57,34 @@ class Samples:
         """What the validations since the last call have to show."""
         lines, self._lines = self._lines, []
         return lines
+
+
+def records_of(
+    played: Rollout, rows: Sequence[int], step: int, prefix: str, tokenizer: Tokenizer
+) -> list[SampleRecord]:
+    """What is written down of these responses."""
+    if not rows:  # of which transformers makes one text
+        return []
+    asked, said = (
+        tokenizer.batch_decode(sequences, skip_special_tokens=False)
+        for sequences in (
+            [played.prompts[row].token_ids for row in rows],
+            [played.responses[row].tokens for row in rows],
+        )
+    )
+    return [
+        {
+            "step": step,
+            "prefix": prefix,
+            "prompt": prompt,
+            "response": response,
+            "reward": played.scores[row].reward,
+            "truncated": not played.responses[row].finished,
+            "num_tokens": played.responses[row].num_generated,
+            "num_turns": played.responses[row].num_turns,
+        }
+        for row, prompt, response in zip(rows, asked, said, strict=True)
+    ]
 
 
 def spread(size: int, count: int) -> list[int]:

@@ -6,8 +6,7 @@ import io
 import os
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,7 +108,9 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
         else:
             for warning in _note_inputs(run_dir, checked.config):
                 console.print(f"warning: {warning}", style="yellow", markup=False)
-            with _warnings_as_lines(console):
+            from nemo_rl_offload.cli.warned import warnings_as_lines
+
+            with warnings_as_lines(console):
                 _train(options.algorithm, checked.config, run_dir, console)
             with contextlib.suppress(OSError):
                 (run_dir / ERROR_FILE).unlink(missing_ok=True)  # of a start before this one
@@ -205,6 +206,15 @@ def _export(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: li
     return 0
 
 
+def _eval(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> int:
+    from nemo_rl_offload.cli.evaluate import evaluate
+
+    file = evaluate(options, overrides, run_dirs)
+    if options.format == "json":
+        print(file.read_text(), end="", flush=True)
+    return 0
+
+
 def _report(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     if overrides:
         raise ConfigError(f"report takes no configuration: {' '.join(overrides)}")
@@ -233,18 +243,6 @@ def _train(algorithm: str, config: "MasterConfig", run_dir: Path, console: "Cons
         console.print(f"{line} ...", markup=False)
 
     run(config, run_dir, say, sys.stderr if console.stderr else None)
-
-
-@contextlib.contextmanager
-def _warnings_as_lines(console: "Console") -> Iterator[None]:
-    """Show what is warned of as the command line shows its own warnings, without the place in the source."""
-
-    def show(message: Warning | str, *_: object, **_others: object) -> None:
-        console.print(f"warning: {message}", style="yellow", markup=False)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
 
 
 def _show_summary(path: Path, form: str, console: "Console") -> None:
@@ -322,6 +320,7 @@ _EXECUTE: dict[str, Callable[[argparse.Namespace, Sequence[str], list[Path]], in
     "run": _run,
     "check": _check,
     "plan": _plan,
+    "eval": _eval,
     "doctor": _doctor,
     "export": _export,
     "report": _report,

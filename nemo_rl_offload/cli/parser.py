@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="nemo-rl-offload", description="Post-train language models on Megatron-Core with activation offloading."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_run, _add_check, _add_plan, _add_doctor, _add_export, _add_report, _add_bench):
+    for add in (_add_run, _add_check, _add_plan, _add_eval, _add_doctor, _add_export, _add_report, _add_bench):
         add(commands)
     return parser
 
@@ -92,6 +92,28 @@ def _add_plan(commands: Commands) -> None:
     plan.add_argument("--format", choices=("table", "json"), default="table")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan as one HTML page")
     plan.add_argument("--write", type=Path, metavar="FILE", help="write a configuration with the chosen keys")
+
+
+def _add_eval(commands: Commands) -> None:
+    evaluate = commands.add_parser(
+        "eval",
+        help="measure how many problems a model solves",
+        description="Sample responses to the validation problems, score them, and print pass@k. Without --config and "
+        "--checkpoint, a small example that runs anywhere.",
+        usage="%(prog)s [options] [KEY=VALUE ...]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    evaluate.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML configuration (default: that of the checkpoint's run)"
+    )
+    evaluate.add_argument(
+        "--checkpoint", type=Path, metavar="RUN_DIR/step_N", help="evaluate this, in place of policy.model_name"
+    )
+    evaluate.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="where figures and responses go (default: results/eval_<name>)"
+    )
+    evaluate.add_argument("--format", choices=("table", "json"), default="table", help="how the figures are printed")
 
 
 def _add_doctor(commands: Commands) -> None:

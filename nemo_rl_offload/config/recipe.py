@@ -14,6 +14,7 @@ from nemo_rl_offload.config.full_schema import full_schema
 from nemo_rl_offload.config.loader import read_config
 from nemo_rl_offload.config.nemo_rl.data_sections import translate_data, translate_lists
 from nemo_rl_offload.config.nemo_rl.dtensor import is_override, trains_with_dtensor, translate_dtensor
+from nemo_rl_offload.config.nemo_rl.evaluation import is_evaluation, train_on_the_same, translate_evaluation
 from nemo_rl_offload.config.nemo_rl.translation import STEPS, Translation, read_section
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.sources import LoadedConfig
@@ -31,6 +32,8 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), algorithm: str 
 
 def translated(loaded: LoadedConfig, algorithm: str | None) -> LoadedConfig:
     """What files and overrides say, and defaults, in this project's keys; ``algorithm`` is the command's."""
+    if evaluates := is_evaluation(loaded):
+        loaded = translate_evaluation(loaded)
     values = loaded.values
     problems: dict[str, str] = {}
     if "algorithm" not in loaded.origins:
@@ -57,6 +60,8 @@ def translated(loaded: LoadedConfig, algorithm: str | None) -> LoadedConfig:
                 if key.startswith("policy.dtensor_cfg."):
                     translation.without_effect[key] = "policy.dtensor_cfg.enabled is not true"
         translate_data(translation)
+        if evaluates:
+            train_on_the_same(translation)
         for step in STEPS:
             step(translation)
     return _with_notes(loaded, translation)

@@ -799,6 +799,20 @@ class LoggerConfig(TypedDict):
 
 
 @closed
+class EvalConfig(TypedDict):
+    metric: Annotated[Literal["pass@k"], Default("pass@k")]
+    """What `nemo-rl-offload eval` measures: the chance that one of k_value responses to a problem is right."""
+    num_tests_per_prompt: Annotated[Positive, Default(1)]
+    """Responses to each problem, sampled as in validation."""
+    k_value: Annotated[Positive, Default(1)]
+    """The k of pass@k; at most num_tests_per_prompt."""
+    seed: Annotated[Seed, Default(42)]
+    """Seed of the sampling."""
+    save_path: Annotated[str | None, Default(None)]
+    """Folder for figures and responses, where --out gives none; null: results/eval_<config name>."""
+
+
+@closed
 class CheckpointingConfig(TypedDict):
     enabled: Annotated[bool, Default(True)]
     """Write checkpoints."""
@@ -858,6 +872,8 @@ class MasterConfig(TypedDict):
     """Direct Preference Optimization."""
     distillation: DistillationConfig
     """Distillation of a teacher on the student's own responses."""
+    eval: EvalConfig
+    """Evaluation without training."""
     data: DataConfig
     """Problems, prompts and files."""
     env: EnvConfig

@@ -39,6 +39,15 @@ Told = Callable[[Generated], None]
 """Is told now and then how far a call is."""
 
 
+class Responds(Protocol):
+    """What samples responses: a policy, or a generator alone."""
+
+    def generate(
+        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+    ) -> list[Response]:
+        """As `Generator.generate`."""
+
+
 class Generator(Protocol):
     """Samples responses, with workers of its own or on the training workers."""
 
@@ -116,6 +125,7 @@ class GeneratorSetup:
     """Of the training workers, for workers beside them."""
     slots: ClusterPart | None
     """For workers of its own; None where generation has the devices of the training workers."""
-    training_workers: GenerationWorkers
+    training_workers: GenerationWorkers | None
+    """None where nothing trains, and `slots` are all that there are."""
     start_workers: Callable[[ClusterPart, PolicyConfig], GenerationWorkers]
     """Starts workers with a Megatron model that is never trained."""

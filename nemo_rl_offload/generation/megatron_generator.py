@@ -21,7 +21,9 @@ class MegatronGenerator:
 
     @property
     def _workers(self) -> GenerationWorkers:
-        return self._setup.training_workers if self._own_workers is None else self._own_workers
+        workers = self._own_workers or self._setup.training_workers
+        assert workers is not None, "started, and either has workers"
+        return workers
 
     def start(self) -> None:
         """Start workers of its own where they have slots."""

@@ -49,6 +49,7 @@ from nemo_rl_offload.specs.documents import RUN_BYTES, DocumentError, read_json,
 
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
 FORMER_SUMMARY_FILE = "former_summary.json"
+EVALUATION_FILE = "evaluation.json"
 MANIFEST_FILE, POLICY, CHECKPOINTS = "manifest.json", "policy", "checkpoints"
 MEMORY_FILE = "memory_trace.json"
 ERROR_FILE, RESTARTS_FILE, WARNINGS_FILE, LOCK_FILE = "error.log", "restarts.log", "warnings.log", ".lock"
@@ -57,7 +58,16 @@ SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD, WANDB, WANDB_ID_FILE = "tensorboard", "wandb", ".wandb_run"
 MLFLOW_DATABASE, MLFLOW_ID_FILE = "mlflow.db", ".mlflow_run"
 WRITTEN_WHOLE = (
-    *(CONFIG_FILE, SUMMARY_FILE, FORMER_SUMMARY_FILE, INPUTS_FILE, MEMORY_FILE, ERROR_FILE, REPORT_FILE),
+    *(
+        CONFIG_FILE,
+        SUMMARY_FILE,
+        FORMER_SUMMARY_FILE,
+        EVALUATION_FILE,
+        INPUTS_FILE,
+        MEMORY_FILE,
+        ERROR_FILE,
+        REPORT_FILE,
+    ),
     *(WANDB_ID_FILE, MLFLOW_ID_FILE),
 )
 APPENDED_TO = (

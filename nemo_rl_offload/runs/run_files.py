@@ -67,6 +67,26 @@ class SampleRecord(TypedDict):
     num_turns: Count
 
 
+class Evaluation(TypedDict):
+    """`evaluation.json`: what `nemo-rl-offload eval` found."""
+
+    model: str
+    num_problems: Count
+    num_tests_per_prompt: Count
+    k_value: Count
+    pass_at_k: Amount
+    """Mean over the problems of the chance that one of `k_value` responses is right."""
+    standard_error: Amount | None
+    """Of that mean; None with one problem."""
+    accuracy: Amount
+    """Share of responses that are right."""
+    reward: FiniteFloat
+    mean_gen_tokens_per_sample: Amount
+    unfinished_fraction: Amount
+    scorer_errors: Count
+    wall_seconds: Amount
+
+
 class MemorySample(TypedDict):
     """Memory at a moment of a step."""
 

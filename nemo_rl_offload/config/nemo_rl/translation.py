@@ -256,19 +256,20 @@ def _advantages(translation: Translation) -> None:
             translation.set(f"grpo.{key}", translation.honoured[source], source)
 
 
-_ESTIMATORS = {
+ESTIMATORS = {
     "gdpo": ("GDPO's advantages", "an environment gives one reward"),
     "opd": ("on-policy distillation within GRPO", "distillation has an algorithm of its own"),
     "gae": ("PPO", "there is no value model"),
     "raw_reward": ("rewards as advantages", "rewards are compared, or normalized"),
 }
+"""NeMo-RL's other values of `grpo.adv_estimator.name`: the feature that each is, and why it is not here."""
 
 
 def _estimator(translation: Translation) -> None:
     path = "grpo.adv_estimator.name"
     name = translation.get(path)
-    if isinstance(name, str) and name in _ESTIMATORS:
-        feature, reason = _ESTIMATORS[name]
+    if isinstance(name, str) and name in ESTIMATORS:
+        feature, reason = ESTIMATORS[name]
         refuse(translation, path, name, feature, reason, "Set it to grpo or reinforce_plus_plus.")
         translation.set(path, "grpo")
 

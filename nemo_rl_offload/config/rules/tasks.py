@@ -303,6 +303,15 @@ def _end_by_a_metric(get: Get) -> Iterator[str]:
         yield f"{path}: pass_k needs several responses. Set {name}.val_num_generations_per_prompt above 1."
 
 
+def _responses_of_an_evaluation(get: Get) -> Iterator[str]:
+    path, k = "eval.num_tests_per_prompt", "eval.k_value"
+    if get(path) < get(k):
+        yield f"{k}: {get(k)} of {get(path)} responses cannot be drawn. Set at most {path}, or raise that."
+    temperature = "policy.generation.val_temperature"
+    if get(path) > 1 and get(temperature) == 0:
+        yield f"{path}: {get(path)} responses would all be the same one at {temperature} 0. Raise that, or set 1."
+
+
 def _end_by_the_clock(get: Get) -> Iterator[str]:
     path = "checkpointing.checkpoint_must_save_by"
     if (text := get(path)) is None:
@@ -392,6 +401,7 @@ TASK_RULES: tuple[Rule, ...] = (
     _intervals,
     _end_by_a_metric,
     _end_by_the_clock,
+    _responses_of_an_evaluation,
     _teacher,
     _data_paths,
     _metric,

@@ -1,5 +1,6 @@
 """Rules about generation by vLLM: what is not supported yet, what does not fit, and that it is installed here."""
 
+import json
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -124,8 +125,8 @@ def _own_arguments(get: Get) -> Iterator[str]:
             yield f"{KWARGS}.{name}: {OF_OTHER_KEYS[name]} says it. Set that, and remove this."
         elif name in SET_HERE and (name, value) != ("moe_backend", "triton"):  # which is what is set
             yield (
-                f"{KWARGS}.{name}: asks for {SET_HERE[name]}, not supported here: this project sets it, and nothing "
-                f"else has been tried. Remove it: ~{KWARGS}.{name}"
+                f"{KWARGS}.{name}: {json.dumps(value, default=str)[:60]} asks for {SET_HERE[name]}, not supported "
+                f"here: this project sets it, and nothing else has been tried. Remove it: ~{KWARGS}.{name}"
             )
 
 

@@ -26,7 +26,7 @@ from nemo_rl_offload.specs.devices import DEVICES
 PACKAGE = PROJECT_ROOT / "nemo_rl_offload"
 OF_ALGORITHMS = {
     "config/algorithms.py",
-    *("config/nemo_rl/table.py", "config/nemo_rl/translation.py"),  # names of NeMo-RL's sections
+    *(f"config/nemo_rl/{name}.py" for name in ("table", "translation", "evaluation")),  # names of NeMo-RL's sections
     "config/schema.py",  # the default
     "losses/registry.py",  # names of losses
     *(f"algorithms/{name}.py" for name in ALGORITHMS.built_in),

@@ -18,7 +18,9 @@ import pytest
 from nemo_rl_offload.cli.check import as_text, check_file
 from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 from nemo_rl_offload.config.nemo_rl.table import rows
+from nemo_rl_offload.config.nemo_rl.translation import ESTIMATORS
 from nemo_rl_offload.config.recipe import translated
+from nemo_rl_offload.config.rules.vllm import SET_HERE
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.validation import Findings, examine
 
@@ -27,6 +29,8 @@ NUM_FUZZED = int(os.environ.get("NUM_FUZZED_RECIPES", "30"))
 """2,000 by hand: NUM_FUZZED_RECIPES=2000 pytest tests/unit/config/nemo_rl/test_recipes.py."""
 FEATURES = {
     *(row.feature for row in rows().values() if row.feature),
+    *SET_HERE.values(),
+    *(feature for feature, _ in ESTIMATORS.values()),
     *("generation by SGLang", "generation by TensorRT-LLM", "generation by Dynamo", "NeMo-Gym"),
     *("another config.json", "another optimizer", "another schedule", "another layout for generation", "raw text"),
     *("engines of several devices", "vLLM with multi-latent attention", "stop strings with vLLM"),
@@ -40,7 +44,6 @@ NOT_YET = (
     r"packs of sequences are not split over ranks",
     r"model_type '\w+' of config.json is not trained here",
     r"flex is not available yet",
-    r"is set by this project, or not supported yet",  # of vLLM's own arguments
     r'^"fp8" is not allowed',  # of vLLM's precision
     r"must be true. Megatron-Core is the only training backend",
     r"is less than the longest sample takes",  # of NeMo-RL's own recipes with packs shorter than a sample
@@ -48,11 +51,6 @@ NOT_YET = (
     r"Environment variable '\w+' not found",
 )
 """Messages of rules that hold for any configuration."""
-FOLLOWS = {
-    "NeMo-Gym": ("env.reasoning_gym.task: missing value",),
-    "raw text": ("data.train.path: missing value", "teacher.model_name: missing value"),
-}
-"""What else is said where a feature is refused."""
 
 
 def recipes() -> list[Path]:
@@ -72,17 +70,13 @@ def test_a_recipe_passes_or_is_refused_by_a_feature(path: Path) -> None:
     start = time.process_time()
     found = check_file(path, [])
     assert time.process_time() - start < 3
-    features = set()
     for problem in found.problems:
         if match := re.search(r"^(?:.* asks for )?(.+?), not supported here: ", problem.message):
             assert match[1] in FEATURES, problem
-            features.add(match[1])
-    for problem in found.problems:
         is_named = ", not supported here: " in problem.message or any(
             re.search(text, problem.message) for text in NOT_YET
         )
-        follows = [text for feature in features for text in FOLLOWS.get(feature, ())]
-        assert is_named or str(problem).startswith(tuple(follows)), problem
+        assert is_named, problem
     assert sum("no effect" in line for line in as_text(path, found).splitlines()) <= 1 + len(found.problems)
 
 

@@ -1,0 +1,132 @@
+"""`nemo-rl-offload eval`: several responses to each validation problem, scored, and pass@k of them.
+
+Nothing trains, so no trainer is started: the generation backend has all devices, with the weights of the model's
+folder. A checkpoint is written as such a folder before (`cli`). Problems, prompts, scoring and the sampling of
+validation are those of a run, so that an evaluation of the start model is a run's first validation.
+"""
+
+import math
+import time
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TextIO
+
+from nemo_rl_offload.algorithms.loop import Say
+from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
+from nemo_rl_offload.algorithms.rollout_loop import prompt_data, rollout_section, tells
+from nemo_rl_offload.algorithms.samples import records_of
+from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
+from nemo_rl_offload.config.loader import resolve_model_path
+from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
+from nemo_rl_offload.data.prompts import prompt_sets
+from nemo_rl_offload.environments.pool import make_environment
+from nemo_rl_offload.generation.interface import GeneratorSetup
+from nemo_rl_offload.generation.registry import make_generator
+from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.observability.progress import Progress
+from nemo_rl_offload.policy.model_workers import ModelWorkers, without_offloading
+from nemo_rl_offload.runs.output import write_json_atomic
+from nemo_rl_offload.runs.run_directory import EVALUATION_FILE
+from nemo_rl_offload.runs.run_files import Evaluation
+from nemo_rl_offload.runs.samples import SampleLog
+
+
+def pass_at_k(num_right: int, num_responses: int, k: int) -> float:
+    """Chance that one of ``k`` responses, drawn from these without putting back, is right.
+
+    ``1 - C(n - c, k) / C(n, k)``. Source: Chen et al., "Evaluating Large Language Models Trained on Code", 2021,
+    https://arxiv.org/abs/2107.03374, equation 1.
+    """
+    assert 0 <= num_right <= num_responses
+    assert 1 <= k <= num_responses
+    return 1 - math.comb(num_responses - num_right, k) / math.comb(num_responses, k)
+
+
+def evaluated(played: Rollout, num_responses: int, k: int, model: str, wall_seconds: float) -> Evaluation:
+    """The figures of ``num_responses`` to each problem, next to each other."""
+    num_right = [sum(score.is_correct for score in group.scores) for group in played.groups(num_responses)]
+    chances = [pass_at_k(count, num_responses, k) for count in num_right]
+    found = played.metrics()
+    return {
+        "model": model,
+        "num_problems": len(num_right),
+        "num_tests_per_prompt": num_responses,
+        "k_value": k,
+        "pass_at_k": fmean(chances),
+        "standard_error": stdev(chances) / math.sqrt(len(chances)) if len(chances) > 1 else None,
+        "accuracy": found["accuracy"],
+        "reward": found["reward"],
+        "mean_gen_tokens_per_sample": found["mean_gen_tokens_per_sample"],
+        "unfinished_fraction": found["unfinished_fraction"],
+        "scorer_errors": int(found["scorer_errors"]),
+        "wall_seconds": wall_seconds,
+    }
+
+
+def run_evaluation(
+    config: MasterConfig, folder: Path, model: str, say: Say, progress_stream: TextIO | None
+) -> Evaluation:
+    """Evaluate the model, called `model`, as the section `eval` says; responses and figures go to `folder`.
+
+    `say` shows one line of status to the user; progress goes to `progress_stream`, or to standard output.
+
+    Raises:
+        NemoRLOffloadError: whatever a user can mend.
+    """
+    policy, section, start_s = config["policy"], config["eval"], time.monotonic()
+    tokenizer, end_ids = load_policy_tokenizer(policy, config["data"]["prompt_template"])
+    ends = response_ends(policy, tokenizer, end_ids)
+    say("Preparing problems")
+    rollouts, num_responses = rollout_section(config), section["num_tests_per_prompt"]
+    _, validation = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, section["seed"])
+    prompts, size = validation[: rollouts["max_val_samples"]], rollouts["val_batch_size"]
+    model_path, log = resolve_model_path(policy["model_name"]).resolve(), SampleLog(folder)
+    for line in log.forget_after(None):
+        say(f"warning: {line}")
+    environment = make_environment(config, folder)
+    say("Starting Ray")
+    try:
+        with VirtualCluster(**config["cluster"]) as cluster:
+            say(f"Loading the model on {cluster.world_size} {cluster.device} worker(s)")
+            start_workers = partial(
+                ModelWorkers, model_path=model_path, seed=section["seed"], num_steps=None, keep_reference=False
+            )
+            generator = make_generator(
+                GeneratorSetup(
+                    without_offloading(policy), ends.ids, model_path, cluster, cluster.whole(), None, start_workers
+                )
+            )
+            generator.start()
+            parts: list[Rollout] = []
+            starts = range(0, len(prompts), size)
+            with Progress(len(starts), enabled=True, stream=progress_stream) as progress:
+                for number, start in enumerate(starts, start=1):
+                    played = rollout(
+                        generator,
+                        environment,
+                        tokenizer,
+                        prompts[start : start + size],
+                        num_responses,
+                        section["seed"] * 1_000_003 + 2 * start + 1,
+                        sampling=Sampling.of(policy, validation=True),
+                        ends_without_text=ends.without_text,
+                        template=config["data"]["prompt_template"],
+                        limits=Limits(rollouts["max_rollout_turns"], policy["max_total_sequence_length"]),
+                        told=tells(progress),
+                    )
+                    parts.append(played)
+                    progress.update(number, accuracy=Rollout.join(parts).metrics()["accuracy"])
+                    records = records_of(played, range(len(played.responses)), number, "evaluation", tokenizer)
+                    for line in [*log.append(records), *environment.notices()]:
+                        progress.note(f"warning: {line}")
+            for text in {text for texts in generator.notices() for text in texts}:
+                say(f"warning: {text}")
+            generator.stop()
+    finally:
+        environment.shutdown()
+    played = Rollout.join(parts)
+    result = evaluated(played, num_responses, section["k_value"], model, time.monotonic() - start_s)
+    write_json_atomic(folder / EVALUATION_FILE, result)
+    return result

@@ -1,0 +1,115 @@
+"""The command `eval`: pass@k of a model's folder or of a run's checkpoint."""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from nemo_rl_offload.cli.warned import warnings_as_lines
+from nemo_rl_offload.config.algorithms import ALGORITHMS
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.config.recipe import read_recipe
+from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.validation import check_config
+from nemo_rl_offload.errors import CheckpointError, ConfigError
+from nemo_rl_offload.megatron.build.export import find_checkpoint
+from nemo_rl_offload.runs.run_directory import CONFIG_FILE, EVALUATION_FILE, open_run_directory
+from nemo_rl_offload.runs.run_files import Evaluation
+from nemo_rl_offload.specs.process_limits import widen_limits
+from nemo_rl_offload.units import human_duration
+
+EXAMPLE = "examples/configs/eval_tiny.yaml"
+_EXPORTED = "model"
+"""Folder in the run directory for a checkpoint's weights, while they are evaluated."""
+
+
+def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> Path:
+    """Evaluate, show the figures, and return their file."""
+    checkpoint: Path | None = options.checkpoint
+    source: Path = options.config or PROJECT_ROOT / EXAMPLE
+    name = source.stem if source.stem.startswith("eval") else f"eval_{source.stem}"
+    if checkpoint is not None:
+        run_dir, folder = find_checkpoint(checkpoint)
+        name = f"eval_{run_dir.name}_{folder.name}"
+        source = options.config or run_dir / CONFIG_FILE
+    checked = check_config(read_recipe(source, overrides), str(source))
+    config = checked.config
+    if not ALGORITHMS[config["algorithm"]].generates:
+        names = " or ".join(each for each, spec in ALGORITHMS.items() if spec.generates)
+        raise ConfigError(
+            f"{source}: algorithm {config['algorithm']} scores given answers, and an evaluation the model's own. Give "
+            f"algorithm={names}, problems as data.validation, and their environment as data.env_name."
+        )
+    widen_limits()
+    saved = config["eval"]["save_path"]
+    default = Path("results") / name if saved is None else Path(saved).expanduser()
+    console = Console(stderr=options.format == "json", highlight=False, soft_wrap=True)
+    with open_run_directory(options.run_dir, default, config) as out:
+        run_dirs.append(out)
+        for warning in checked.warnings:
+            console.print(f"warning: {warning}", style="yellow", markup=False)
+        console.print(f"Run directory: {out}", markup=False)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        from nemo_rl_offload.algorithms.evaluation import run_evaluation
+
+        def say(line: str) -> None:
+            console.print(f"{line} ...", markup=False)
+
+        stream = sys.stderr if console.stderr else None
+        with warnings_as_lines(console):
+            if checkpoint is None:
+                found = run_evaluation(config, out, config["policy"]["model_name"], say, stream)
+            else:
+                say(f"Exporting {checkpoint}")
+                with _exported(checkpoint, out / _EXPORTED) as model:
+                    found = run_evaluation(_with_model(config, model), out, str(checkpoint), say, stream)
+        if options.format != "json":
+            console.print(_table(found, out))
+        return out / EVALUATION_FILE
+
+
+@contextmanager
+def _exported(checkpoint: Path, folder: Path) -> Iterator[Path]:
+    """The checkpoint's weights as a Hugging Face folder, as long as the block lasts."""
+    shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+    command = [sys.executable, "-m", "nemo_rl_offload.cli", "export", str(checkpoint), str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # its process has Megatron
+        if done.returncode:
+            raise CheckpointError(done.stderr.strip().removeprefix("error: ") or "the export was interrupted.")
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _with_model(config: MasterConfig, folder: Path) -> MasterConfig:
+    return {**config, "policy": {**config["policy"], "model_name": str(folder)}}
+
+
+def _table(found: Evaluation, out: Path) -> Table:
+    table = Table(title=f"evaluation of {found['model']}", show_header=False, width=80)
+    table.add_column("what", no_wrap=True)
+    table.add_column("value", overflow="fold", ratio=1)
+    error = "" if found["standard_error"] is None else f" +- {found['standard_error']:.3f}"
+    rows = {
+        f"pass@{found['k_value']}": f"{found['pass_at_k']:.3f}{error}",
+        "problems": str(found["num_problems"]),
+        "responses to each": str(found["num_tests_per_prompt"]),
+        "right": f"{found['accuracy']:.3f} of all responses",
+        "mean reward": f"{found['reward']:.3f}",
+        "mean length": f"{found['mean_gen_tokens_per_sample']:.1f} tokens",
+        "without an end": f"{found['unfinished_fraction']:.3f} of all responses",
+        "scorer errors": str(found["scorer_errors"]),
+        "wall time": human_duration(found["wall_seconds"]),
+        "run directory": str(out),
+    }
+    for what, value in rows.items():
+        table.add_row(what, value)
+    return table
