@@ -67,11 +67,38 @@ def may_be_added(key: str, section: Any) -> bool:
     return key in keys_of(section) or section is Any or item_type(section, dict) is not None
 
 
+OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "policy.megatron_cfg.optimizer.lr"),
+    **dict.fromkeys(("beta1", "betas"), "policy.megatron_cfg.optimizer.adam_beta1"),
+    "beta2": "policy.megatron_cfg.optimizer.adam_beta2",
+    **dict.fromkeys(("eps", "epsilon"), "policy.megatron_cfg.optimizer.adam_eps"),
+    **dict.fromkeys(("warmup_steps", "num_warmup_steps"), "policy.megatron_cfg.scheduler.lr_warmup_iters"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "policy.megatron_cfg.optimizer.clip_grad"),
+    **dict.fromkeys(("batch_size", "global_batch_size"), "policy.train_global_batch_size"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "policy.train_micro_batch_size"),
+    **dict.fromkeys(
+        ("max_length", "max_seq_length", "seq_length", "sequence_length"), "policy.max_total_sequence_length"
+    ),
+    **dict.fromkeys(("max_completion_length", "max_tokens"), "policy.generation.max_new_tokens"),
+    **dict.fromkeys(("model", "model_path", "model_name_or_path"), "policy.model_name"),
+    **dict.fromkeys(("dtype", "torch_dtype", "bf16"), "policy.precision"),
+    **dict.fromkeys(("gradient_checkpointing",), "policy.megatron_cfg.activation_checkpointing"),
+    **dict.fromkeys(("tensor_parallel_size", "tp"), "policy.megatron_cfg.tensor_model_parallel_size"),
+    **dict.fromkeys(("pipeline_parallel_size", "pp"), "policy.megatron_cfg.pipeline_model_parallel_size"),
+    **dict.fromkeys(("kl_coef", "beta"), "loss_fn.reference_policy_kl_penalty"),
+    **dict.fromkeys(("output_dir", "save_dir"), "checkpointing.checkpoint_dir"),
+    "save_steps": "checkpointing.save_period",
+    **dict.fromkeys(("num_gpus", "gpus"), "cluster.gpus_per_node"),
+}
+"""Names that other programs give to keys."""
+
+
 def right_place(key: str, section: Any) -> str:
-    """Return the nearest key of the section, else the section of another place that has this very key."""
-    return nearest(key, keys_of(section)) or next(
-        (f" It belongs to {path}." for path, keys in _sections(full_schema(), "") if path and key in keys), ""
-    )
+    """Return the nearest key of the section, else the place that has this very key, or has it by another name."""
+    known = next((path for path, keys in _sections(full_schema(), "") if path and key in keys), "")
+    if key not in OTHER_NAMES:
+        return nearest(key, keys_of(section)) or (f" It belongs to {known}." if known else "")
+    return f" Here it is {OTHER_NAMES[key]}."
 
 
 def _sections(annotation: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:

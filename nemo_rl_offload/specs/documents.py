@@ -55,6 +55,9 @@ MAX_YAML_NODES = 10_000
 YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|[-+0-9_:.eE]+)")
 _TAGS_OF_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_OCTAL = re.compile(r"[-+]?0[0-7_]*[0-7]")
+_SEXAGESIMAL = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_SWITCH = re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
 NOT_PLAIN = ", and no plain file"
 TOO_DEEP = f"is nested over {MAX_DEPTH} levels deep"
 TOO_MANY_DIGITS = f"has an integer of over {MAX_DIGITS} digits"
@@ -224,6 +227,20 @@ def as_document_error(error: Exception, path: Path) -> DocumentError:
     return DocumentError(f"a value is not what its tag says: {str(error).splitlines()[0][:200]}", path)
 
 
+def _two_ways(text: str) -> str:
+    """How to write a value that this loader, of YAML 1.1, reads otherwise than YAML 1.2; "" for any other."""
+    if _OCTAL.fullmatch(text):
+        decimal = int(text.replace("_", ""))
+        return f"{text} is {int(text.replace('_', ''), 8)} in YAML 1.1 and {decimal} in YAML 1.2. Write {decimal}"
+    if _SEXAGESIMAL.fullmatch(text):
+        number = yaml.safe_load(text)
+        return f'{text} is {number} in YAML 1.1 and text in YAML 1.2. Write {number}, or "{text}"'
+    if _SWITCH.fullmatch(text):
+        word = str(yaml.safe_load(text)).lower()
+        return f'{text} is {word} in YAML 1.1 and text in YAML 1.2. Write {word}, or "{text}"'
+    return ""
+
+
 class _Level:
     """A mapping or list that is being read."""
 
@@ -275,7 +292,10 @@ class _Events:
         is_number = event.implicit[0] or event.tag in _TAGS_OF_NUMBERS
         if len(event.value) > MAX_DIGITS and is_number and _NUMBER.fullmatch(event.value):
             self._refuse(TOO_MANY_DIGITS, line)
-        if self._levels and self._levels[-1].is_mapping and self._levels[-1].num_children % 2 == 0:
+        is_key = bool(self._levels) and self._levels[-1].is_mapping and self._levels[-1].num_children % 2 == 0
+        if event.implicit[0] and not is_key and (how := _two_ways(event.value)):
+            self._refuse(how, line)
+        if is_key:
             is_merge = event.implicit[0] and event.value == "<<"
             if event.value in self._levels[-1].keys and not is_merge:
                 self._refuse(f"found duplicate key {event.value[:100]}", line)

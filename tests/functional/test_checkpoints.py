@@ -212,6 +212,8 @@ def test_an_exported_checkpoint_is_a_model_of_transformers(
         assert torch.equal(half.get_parameter(name), weight.bfloat16())
     with pytest.raises(ConfigError, match="exported: exists already"):
         export_checkpoint(folder, tmp_path / "exported")
+    with pytest.raises(CheckpointError, match=f"{run_dir}: is a run, with step_2. Give .* {run_dir}/step_2"):
+        export_checkpoint(run_dir, tmp_path / "out")
     with pytest.raises(CheckpointError, match=f"step_3: there is no such checkpoint. {run_dir} has: step_2"):
         export_checkpoint(run_dir / "step_3", tmp_path / "other")
 

@@ -58,6 +58,9 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
             if what := why_no_folder(place):
                 raise CheckpointError(f"{place} cannot be used: {what}. Name the run directory that it leads to.")
         return run_dir, folder
+    if own := steps_in(path / CHECKPOINTS):
+        steps = ", ".join(f"step_{step}" for step in own)
+        raise CheckpointError(f"{path}: is a run, with {steps}. Give one of them, such as {path}/step_{own[-1]}.")
     there = ", ".join(f"step_{step}" for step in steps_in(run_dir / CHECKPOINTS))
     raise CheckpointError(
         f"{path}: there is no such checkpoint. "

@@ -13,7 +13,7 @@ from nemo_rl_offload.cli.command_line import main
 from nemo_rl_offload.config import plugins, validation
 from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_rl_offload.config.environments import ENVIRONMENTS, EnvironmentSpec
-from nemo_rl_offload.config.full_schema import full_schema
+from nemo_rl_offload.config.full_schema import OTHER_NAMES, full_schema, right_place, section_at
 from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 from nemo_rl_offload.config.plugins import import_object
 from nemo_rl_offload.config.rules import effects
@@ -234,3 +234,10 @@ def test_a_path_that_does_not_import_is_named() -> None:
 def test_without_plugins_nothing_is_added() -> None:
     assert [*ALGORITHMS] == [*ALGORITHMS.built_in]
     assert "toy" not in read_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml").values
+
+
+def test_names_of_other_programs_lead_to_keys() -> None:
+    for name, path in OTHER_NAMES.items():
+        *section, key = path.split(".")
+        assert key in keys_of(section_at(section)), path
+        assert right_place(name, section_at(["policy"])) == f" Here it is {path}."

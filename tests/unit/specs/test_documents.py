@@ -207,3 +207,36 @@ def test_a_long_text_in_quotes_may_have_anything(tmp_path: Path) -> None:
     text = "{% for m in messages %}{{ m['role'] }}, [(" * 300
     quoted = text.replace("'", "\\'")
     assert read_config(write(tmp_path, b"a: 1\n"), [f"a='{quoted}'"]).values == {"a": text}
+
+
+@pytest.mark.parametrize(
+    ("text", "how"),
+    [
+        ("010", "010 is 8 in YAML 1.1 and 10 in YAML 1.2. Write 10"),
+        ("-007", "-007 is -7 in YAML 1.1 and -7 in YAML 1.2. Write -7"),
+        ("1:30", '1:30 is 90 in YAML 1.1 and text in YAML 1.2. Write 90, or "1:30"'),
+        ("10:00:00:00", 'Write 2160000, or "10:00:00:00"'),
+        ("yes", 'yes is true in YAML 1.1 and text in YAML 1.2. Write true, or "yes"'),
+        ("Off", 'Write false, or "Off"'),
+        ("no", 'Write false, or "no"'),
+    ],
+)
+@pytest.mark.parametrize("form", ["a: 1\nb: {}", "a: 1\nb: [{}]", "a: 1\nb: {{c: {}}}"])
+def test_a_value_that_means_two_things_is_refused(tmp_path: Path, form: str, text: str, how: str) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(form.format(text))
+    with pytest.raises(DocumentError) as error:
+        read_yaml(file)
+    assert str(error.value).startswith(f"{file}:2: ")
+    assert how in str(error.value)
+    file.write_text(form.format(f'"{text}"'))
+    assert text in str(read_yaml(file))
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "10", "0.5", "00.5", "1e-5", "0x1F", "true", "null", "00:03:45:00", "a:30", "1:75", "nope", "08"]
+)
+def test_a_value_that_means_one_thing_is_read(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(f"yes: {text}")
+    assert len(read_yaml(file)) == 1

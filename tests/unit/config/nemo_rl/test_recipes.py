@@ -102,9 +102,9 @@ def test_what_is_changed_in_a_recipe_is_named() -> None:
     free = ("env.nemo_gym", "policy.generation.trtllm", "policy.generation.sglang", "env.reasoning_gym.params")
     free += ("policy.tokenizer.chat_template_kwargs", "policy.dtensor_cfg.env_vars.")
     rng = random.Random(1)
-    files = recipes()
-    for number in range(NUM_FUZZED):
-        loaded = _merged(rng.choice(files)) if number % 50 else _merged(files[number // 50])
+    files = [path for path in recipes() if "cannot read the file" not in " ".join(check_file(path, []).loaded.problems)]
+    for _ in range(NUM_FUZZED):
+        loaded = _merged(rng.choice(files))
         values = copy.deepcopy(loaded.values)
         path = rng.choice([each for each in leaves(values) if ".".join(each) in loaded.origins])
         name, section = ".".join(path), values
