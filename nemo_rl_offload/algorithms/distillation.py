@@ -15,14 +15,13 @@ from nemo_rl_offload.algorithms.rollout_loop import (
     RolloutLoop,
     groups_per_slot,
     num_optimizer_steps,
-    prompt_data,
     training_and_generation_slots,
 )
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
 from nemo_rl_offload.data.policy_tokenizer import check_vocabulary, load_policy_tokenizer, response_ends
-from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts, prompt_sets
+from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts, prompt_data, prompt_sets
 from nemo_rl_offload.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
 from nemo_rl_offload.errors import ConfigError

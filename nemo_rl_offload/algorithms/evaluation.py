@@ -14,13 +14,13 @@ from typing import TextIO
 
 from nemo_rl_offload.algorithms.loop import Say
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
-from nemo_rl_offload.algorithms.rollout_loop import prompt_data, rollout_section, tells
+from nemo_rl_offload.algorithms.rollout_loop import rollout_section, tells
 from nemo_rl_offload.algorithms.samples import records_of
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
-from nemo_rl_offload.data.prompts import prompt_sets
+from nemo_rl_offload.data.prompts import prompt_data, prompt_sets
 from nemo_rl_offload.environments.pool import make_environment
 from nemo_rl_offload.generation.interface import GeneratorSetup
 from nemo_rl_offload.generation.registry import make_generator

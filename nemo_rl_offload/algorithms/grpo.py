@@ -18,7 +18,6 @@ from nemo_rl_offload.algorithms.rollout_loop import (
     RolloutLoop,
     groups_per_slot,
     num_optimizer_steps,
-    prompt_data,
     training_and_generation_slots,
 )
 from nemo_rl_offload.batching.batch import Batch
@@ -26,7 +25,7 @@ from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
-from nemo_rl_offload.data.prompts import prompt_sets
+from nemo_rl_offload.data.prompts import prompt_data, prompt_sets
 from nemo_rl_offload.environments.pool import make_environment
 from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.losses.advantages import (

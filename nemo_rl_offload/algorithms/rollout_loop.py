@@ -9,7 +9,7 @@ from nemo_rl_offload.algorithms.loop import TrainingLoop, section_of
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
 from nemo_rl_offload.algorithms.samples import Samples
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
-from nemo_rl_offload.config.schema import DataConfig, DistillationConfig, GRPOConfig, MasterConfig, PolicyConfig
+from nemo_rl_offload.config.schema import DistillationConfig, GRPOConfig, MasterConfig, PolicyConfig
 from nemo_rl_offload.data.prompts import Prompt, TrainingPrompts
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.environments.pool import EnvironmentPool
@@ -148,12 +148,6 @@ def groups_per_slot(policy_config: PolicyConfig) -> int:
     """How many groups of workers share the policy's slots: those that train, and an engine beside each."""
     generation = policy_config["generation"]
     return 2 if generation["backend"] == "vllm" and generation["colocated"]["enabled"] else 1
-
-
-def prompt_data(config: MasterConfig) -> DataConfig:
-    """The section `data`, with prompts that leave room for a response."""
-    data, most = config["data"], config["policy"]["max_total_sequence_length"] - 1
-    return {**data, "max_input_seq_length": min(data["max_input_seq_length"], most)}
 
 
 def num_steps(config: MasterConfig, prompts: TrainingPrompts) -> int:

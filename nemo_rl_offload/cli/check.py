@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.sources import LoadedConfig
-from nemo_rl_offload.config.validation import Findings, Problem, examine, summary
+from nemo_rl_offload.config.validation import Findings, Problem, examine, problem_at, summary
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.activation_memory import resolve_activations
 
@@ -26,6 +26,16 @@ def check_file(file: Path, overrides: Sequence[str]) -> Findings:
         return examine(read_recipe(file, overrides), run_here=False)
     except ConfigError as error:
         return Findings(None, [Problem("", str(error), "")], [], LoadedConfig({}), [])
+
+
+def with_data(found: Findings) -> Findings:
+    """With what is wrong with data that are on this machine, where nothing else is."""
+    if found.config is None:
+        return found
+    from nemo_rl_offload.data.early import data_problems
+
+    problems = [problem_at(line, found.loaded) for line in data_problems(found.config)]
+    return replace(found, config=None if problems else found.config, problems=problems)
 
 
 def offload_settings(megatron_cfg: MegatronConfig) -> dict[str, object]:

@@ -148,9 +148,9 @@ def _for_algorithm(algorithm: str, config: "LoadedConfig") -> "LoadedConfig":
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
-    from nemo_rl_offload.cli.check import as_json, as_text, check_file
+    from nemo_rl_offload.cli.check import as_json, as_text, check_file, with_data
 
-    found = check_file(options.config, overrides)
+    found = with_data(check_file(options.config, overrides))
     if options.megatron:
         from nemo_rl_offload.megatron.runtime.optional_packages import leave_out_broken_packages
         from nemo_rl_offload.megatron.runtime.quiet import quiet

@@ -15,7 +15,7 @@ from itertools import chain
 from random import Random
 
 from nemo_rl_offload.config.environments import ENVIRONMENTS
-from nemo_rl_offload.config.schema import DataConfig, ReasoningGymConfig, ValidationDataConfig
+from nemo_rl_offload.config.schema import DataConfig, MasterConfig, ReasoningGymConfig, ValidationDataConfig
 from nemo_rl_offload.data.columns import read_text_file, records_of, split_off, text_around
 from nemo_rl_offload.data.problem_files import read_problems
 from nemo_rl_offload.data.prompt_tokens import encode_prompt
@@ -133,6 +133,12 @@ class TrainingPrompts:
         if self._shuffle:
             Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
+
+
+def prompt_data(config: MasterConfig) -> DataConfig:
+    """The section `data`, with prompts that leave room for a response."""
+    data, most = config["data"], config["policy"]["max_total_sequence_length"] - 1
+    return {**data, "max_input_seq_length": min(data["max_input_seq_length"], most)}
 
 
 def prompt_sets(

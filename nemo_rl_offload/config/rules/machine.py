@@ -160,6 +160,11 @@ def _params_of_function(function: ast.FunctionDef, get: Get) -> Iterator[str]:
     """What `env.function.params` has that the function does not take, and lacks that it needs."""
     arguments = function.args
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    if len(positional) < 2 and arguments.vararg is None:
+        yield (
+            f"{FUNCTION}.path: {function.name}({ast.unparse(arguments)}) cannot be called as function(messages, entry, "
+            "**params). Give it these two parameters first."
+        )
     needed = positional[2 : len(positional) - len(arguments.defaults)]
     allowed = positional[2:] + [argument.arg for argument in arguments.kwonlyargs]
     needed += [

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_offload.algorithms.rollout_loop import num_steps, prompt_data
+from nemo_rl_offload.algorithms.rollout_loop import num_steps
 from nemo_rl_offload.config.loader import PROJECT_ROOT, resolve_data_path, resolve_model_path
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.validation import check_config
 from nemo_rl_offload.data.columns import records_of, split_off, text_around
-from nemo_rl_offload.data.prompts import prompt_sets
+from nemo_rl_offload.data.prompts import prompt_data, prompt_sets
 from nemo_rl_offload.data.records import Record
 from nemo_rl_offload.data.samples import sample_sets
 from nemo_rl_offload.data.tokenizer import load_tokenizer

@@ -143,6 +143,10 @@ def judge(messages, entry, bonus, *, limit=1): ...
 def wrapped(messages, entry): ...
 
 def anything(messages, entry, **others): ...
+
+def of_one(response): ...
+
+def of_any(*everything): ...
 """
 
 
@@ -182,6 +186,7 @@ def faults(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         ("kit.broken:judge", "{}", "broken.py:1: invalid syntax"),
         ("kit.scores:judge", "{bonus: 1, limt: 2}", "params.limt: not a parameter of judge. Did you mean 'limit'?"),
         ("kit.scores:judge", "{bonus: 1, entry: 2}", "params.entry: not a parameter of judge. It takes: bonus, limit."),
+        ("kit.scores:of_one", "{}", "of_one(response) cannot be called as function(messages, entry, **params)."),
         ("kit.scores:judge", "{}", "params.bonus: missing value: judge has no default for it."),
     ],
 )
@@ -199,6 +204,7 @@ def test_functions(faults: Callable[..., list[str]], path: str, params: str, wor
         ("kit.scores:judge", "{bonus: 1, limit: 2}"),
         ("kit.scores:wrapped", "{whatever: 1}"),
         ("kit.scores:anything", "{whatever: 1}"),
+        ("kit.scores:of_any", "{}"),
         ("kit.made:judge", "{whatever: 1}"),
         ("kit.kit:judge", "{bonus: 1}"),
         ("maker.anything:judge", "{}"),

@@ -1,0 +1,49 @@
+"""What is wrong with the data of a configuration, found by preparing them as a run does.
+
+Only what is on this machine is looked at, and no more than `LIMIT_BYTES` of it: a check takes seconds.
+"""
+
+import warnings
+from collections.abc import Iterator
+
+from nemo_rl_offload.config.algorithms import ALGORITHMS
+from nemo_rl_offload.config.loader import resolve_data_path, resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer
+from nemo_rl_offload.data.prompts import prompt_data, prompt_sets
+from nemo_rl_offload.data.records import files_of
+from nemo_rl_offload.data.samples import sample_sets
+from nemo_rl_offload.errors import ConfigError, DataError
+from nemo_rl_offload.units import MIB
+
+LIMIT_BYTES = 32 * MIB
+"""Of all files together; larger data are left to the run."""
+
+
+def data_problems(config: MasterConfig) -> Iterator[str]:
+    """What a run would end with; nothing where a model, tokenizer or data set is not here, or is too large."""
+    data, policy = config["data"], config["policy"]
+    sections = [(section["path"], section["split"]) for section in (data["train"], data["validation"])]
+    named = [(path, split) for path, split in sections if path is not None]
+    if not named:
+        return
+    try:
+        resolve_model_path(policy["model_name"])
+        resolve_tokenizer_path(policy["tokenizer"]["name"])
+        files = [file for path, split in named for file in files_of(resolve_data_path(path), split)]
+    except (ConfigError, DataError):
+        return
+    if sum(file.stat().st_size for file in files) > LIMIT_BYTES:
+        return
+    seed = 0  # of the order, which is nothing here
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run says them
+            tokenizer, end_ids = load_policy_tokenizer(policy, data["prompt_template"])
+            if ALGORITHMS[config["algorithm"]].generates:
+                training, _ = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, seed)
+                training.next_batch(1)
+            else:
+                sample_sets(config, tokenizer, end_ids, seed)
+    except (ConfigError, DataError) as error:
+        yield str(error)

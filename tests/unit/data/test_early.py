@@ -1,0 +1,68 @@
+"""What `check` finds in data of this machine: whatever the run would end with, and nothing where it would not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.cli.check import check_file, with_data
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.config.validation import Findings
+from nemo_rl_offload.data import early
+
+CONFIGS = PROJECT_ROOT / "examples" / "configs"
+SFT, GRPO, DPO = (CONFIGS / f"{name}_tiny.yaml" for name in ("sft", "grpo", "dpo"))
+CHAT = [
+    {"messages": [{"role": "user", "content": f"hi {i}"}, {"role": "assistant", "content": "a"}]} for i in range(70)
+]
+PROBLEMS = [{"question": f"{i}+1\n", "answer": str(i + 1)} for i in range(70)]
+MATH = ("data.env_name=math",)
+Look = Callable[..., Findings]
+
+
+@pytest.fixture
+def look(tmp_path: Path) -> Look:
+    def look(config: Path, records: list[dict[str, Any]], *overrides: str) -> Findings:
+        train, validation = tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
+        train.write_text("".join(json.dumps(each) + "\n" for each in records))
+        validation.write_text("".join(f"{json.dumps(each)}\n" for each in records[:5]))
+        return with_data(
+            check_file(config, [f"data.train.path={train}", f"data.validation.path={validation}", *overrides])
+        )
+
+    return look
+
+
+@pytest.mark.parametrize(
+    ("config", "records", "overrides", "path", "text"),
+    [
+        (SFT, CHAT[:5], (), "data.train", "5 samples do not fill a batch of policy.train_global_batch_size 64"),
+        (SFT, [{"foo": 1}] * 70, (), "data.train", "it has foo"),
+        (DPO, CHAT, (), "data.train", "cannot be used"),
+        (GRPO, CHAT, MATH, "data.validation", "no question as text"),
+        (GRPO, [{"question": "long " * 200, "answer": "1"}] * 70, MATH, "data.train", "none of 70 problems is usable"),
+    ],
+)
+def test_what_a_run_would_end_with(
+    look: Look, config: Path, records: list[dict[str, Any]], overrides: tuple[str, ...], path: str, text: str
+) -> None:
+    found = look(config, records, *overrides)
+    assert found.config is None
+    assert any(problem.path.startswith(path) and text in str(problem) for problem in found.problems), found.problems
+
+
+@pytest.mark.parametrize(("config", "records", "overrides"), [(SFT, CHAT, ()), (GRPO, PROBLEMS, MATH)])
+def test_sound_data_pass(look: Look, config: Path, records: list[dict[str, Any]], overrides: tuple[str, ...]) -> None:
+    found = look(config, records, *overrides)
+    assert (found.problems, found.config is not None) == ([], True)
+
+
+def test_large_data_and_data_elsewhere_are_left_to_the_run(
+    look: Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert look(SFT, CHAT[:5], "policy.model_name=some/where-else").problems == []
+    assert look(SFT, CHAT[:5], f"data.train.path={tmp_path / 'other.jsonl'}").problems == []
+    monkeypatch.setattr(early, "LIMIT_BYTES", 100)
+    assert look(SFT, CHAT[:5]).problems == []
