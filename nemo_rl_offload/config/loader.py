@@ -110,7 +110,7 @@ def read_config(
     interpolations stay.
     Raises ConfigError for a file that cannot be read, or a cycle.
     """
-    own = _load_file(Path(path), (), count(1))
+    own = _load_file(_inherited(str(path), Path()), (), count(1))
     defaults = _merge(plugin_defaults(), _load_file(BASE, (), count(1)).values if whole else {})
     config = _completed(defaults, own.values) if whole else _merge(defaults, own.values)
     origins = dict(own.origins)
@@ -389,6 +389,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _inherited(name: str, heir: Path) -> Path:
+    """The file of a name in another file, or of one that the user gives: beside it, else a shipped one."""
     beside, shipped = heir.parent / name, PROJECT_ROOT / name
     return shipped if shipped.is_file() and not beside.exists() else beside
 
