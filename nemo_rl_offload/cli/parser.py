@@ -1,18 +1,48 @@
 """The command line's grammar; `cli` executes it."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 
 type Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "run": (
+        "run grpo",
+        "run sft --config examples/configs/sft_chat.yaml data.train.path=chats.jsonl",
+        "run grpo --config my.yaml --run-dir results/mine policy.megatron_cfg.optimizer.lr=1e-6",
+    ),
+    "check": ("check my.yaml", "check recipe.yaml --verbose cluster.gpus_per_node=8"),
+    "plan": ("plan my.yaml --gpu h100-80gb", "plan my.yaml --gpu h100-80gb --memory 72GiB --write planned.yaml"),
+    "eval": (
+        "eval --checkpoint results/mine/step_100",
+        "eval --config my.yaml eval.num_tests_per_prompt=16 eval.k_value=4",
+    ),
+    "doctor": ("doctor", "doctor --write-device mine.yaml"),
+    "export": ("export results/mine/step_100 my-model", "export results/mine/step_100 my-model --dtype bfloat16"),
+    "report": ("report results/mine", "report results/mine --out mine.html"),
+    "bench": ("bench offload --layers 8 --sequence 16384", "bench stash --out results/stash"),
+}
+"""Of each command, shown by its --help."""
 EPILOG = """\
 overrides (Hydra's grammar):
   a.b=value     change a key       policy.megatron_cfg.optimizer.lr=1e-4
   +a.b=value    add a key          +env.reasoning_gym.params.max_word_len=6
   ~a.b          remove a key       ~env.reasoning_gym.params.max_word_len
 """
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wraps text of one line to the terminal, and leaves examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def _examples(command: str) -> str:
+    return "".join(["examples:\n", *(f"  nemo-rl-offload {example}\n" for example in EXAMPLES[command])])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,8 +62,8 @@ def _add_run(commands: Commands) -> None:
         help="train a model",
         description="Train a model. Without --config, a small example that runs anywhere.",
         usage="%(prog)s ALGORITHM [options] [KEY=VALUE ...]",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{_examples('run')}\n{EPILOG}",
+        formatter_class=_Formatter,
     )
     run.add_argument("algorithm", choices=sorted(ALGORITHMS))
     run.add_argument(
@@ -53,8 +83,8 @@ def _add_check(commands: Commands) -> None:
         help="check a configuration",
         description="Check a configuration, offline and in seconds, all problems at once; exit code 2 if there are any",
         usage="%(prog)s FILE [--verbose] [--megatron] [--format text|json] [KEY=VALUE ...]",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{_examples('check')}\n{EPILOG}",
+        formatter_class=_Formatter,
     )
     check.add_argument("config", type=Path, metavar="FILE", help="YAML configuration")
     check.add_argument("--format", choices=("text", "json"), default="text", help="how the findings are printed")
@@ -75,8 +105,8 @@ def _add_plan(commands: Commands) -> None:
         description="Predict memory and time of a configuration on a GPU, offline, and choose what to offload for it. "
         "Exit code 2 if nothing makes it fit.",
         usage="%(prog)s FILE --gpu NAME [options] [KEY=VALUE ...]",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{_examples('plan')}\n{EPILOG}",
+        formatter_class=_Formatter,
     )
     plan.add_argument("config", type=Path, metavar="FILE", help="YAML configuration")
     plan.add_argument("--gpu", required=True, metavar="NAME|FILE", help="device, as h100-80gb, or a YAML file with one")
@@ -101,8 +131,8 @@ def _add_eval(commands: Commands) -> None:
         description="Sample responses to the validation problems, score them, and print pass@k. Without --config and "
         "--checkpoint, a small example that runs anywhere.",
         usage="%(prog)s [options] [KEY=VALUE ...]",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{_examples('eval')}\n{EPILOG}",
+        formatter_class=_Formatter,
     )
     evaluate.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML configuration (default: that of the checkpoint's run)"
@@ -121,6 +151,8 @@ def _add_doctor(commands: Commands) -> None:
         "doctor",
         help="look at this machine",
         description="Look at what offloading needs of this machine. Exit code 2 if something makes it impossible.",
+        epilog=_examples("doctor"),
+        formatter_class=_Formatter,
     )
     doctor.add_argument("--format", choices=("table", "json"), default="table")
     doctor.add_argument("--write-device", type=Path, metavar="FILE", help="write what a GPU has here, for `plan --gpu`")
@@ -132,6 +164,8 @@ def _add_export(commands: Commands) -> None:
         help="write a checkpoint as a Hugging Face folder",
         description="Write the weights of a run's checkpoint as a Hugging Face folder, with the run's tokenizer and "
         "chat template.",
+        epilog=_examples("export"),
+        formatter_class=_Formatter,
     )
     export.add_argument("checkpoint", type=Path, metavar="RUN_DIR/step_N")
     export.add_argument("destination", type=Path, metavar="OUT", help="a new folder")
@@ -147,6 +181,8 @@ def _add_report(commands: Commands) -> None:
         "report",
         help="show a run as one HTML page",
         description="Write a page with a run's curves, memory, timings and configuration, which needs nothing else.",
+        epilog=_examples("report"),
+        formatter_class=_Formatter,
     )
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.add_argument("--out", type=Path, metavar="FILE", help="where it goes (default: RUN_DIR/report.html)")
@@ -159,6 +195,8 @@ def _add_bench(commands: Commands) -> None:
         description="Measure device memory and step time of this engine beside recomputation and other ways to "
         "offload, on layers of Qwen2.5-7B (offload), or of the paged stash, its copies and a stack of MoE layers "
         "(stash); on a CPU, on a small model, to show that it works.",
+        epilog=_examples("bench"),
+        formatter_class=_Formatter,
     )
     bench.add_argument("what", choices=("offload", "stash"))
     bench.add_argument("--layers", type=int, metavar="N")

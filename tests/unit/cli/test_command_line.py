@@ -387,3 +387,22 @@ def test_a_configuration_for_another_algorithm(training: Training, capsys: pytes
     assert "2 problems\nalgorithm: " in (text := capsys.readouterr().err)
     assert "\npolicy.precision: " in text
     assert training.configs == []
+
+
+def test_every_command_has_examples_that_parse(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = command_line.build_parser()
+    (commands,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
+    assert commands.keys() == command_line.EXAMPLES.keys()
+    monkeypatch.setenv("COLUMNS", "80")
+    for command, examples in command_line.EXAMPLES.items():
+        with pytest.raises(SystemExit):
+            parser.parse_args([command, "--help"])
+        shown = capsys.readouterr().out
+        assert max(len(line) for line in shown.splitlines() if "nemo-rl-offload" not in line) <= 80
+        for example in examples:
+            assert f"  nemo-rl-offload {example}\n" in shown
+            options, overrides = parser.parse_known_args(example.split())
+            assert options.command == command
+            assert all("=" in override for override in overrides)
