@@ -22,6 +22,8 @@ from nemo_rl_offload.errors import nearest
 from nemo_rl_offload.specs.catalogue import find_config
 
 MEGATRON = "policy.megatron_cfg"
+NOT_ALLOWED = "is not allowed. Allowed: "
+"""What follows a value of another type."""
 _OF_A_TEACHER = ("FP8", "LoRA", "quantisation-aware training")
 """Features that would change what a teacher says."""
 _OTHER_VALUES = ("generation.backend", "sequence_packing.algorithm")
@@ -105,7 +107,7 @@ def read_key(translation: Translation, path: str, value: Any) -> None:
         if isinstance(value, Mapping):
             read_section(translation, value, path, None)
         elif value is not None:
-            translation.problems[path] = f"{shown(value)} is not allowed. Allowed: a section of keys."
+            translation.problems[path] = f"{shown(value)} {NOT_ALLOWED}a section of keys."
     elif row is None:
         if not any(path.startswith(f"{each.path}.") for each in rows().values() if each.is_open):
             translation.problems[path] = unknown_key(path)
@@ -119,7 +121,7 @@ def read_key(translation: Translation, path: str, value: Any) -> None:
 
 def _apply(translation: Translation, row: Row, value: Any) -> None:
     if not row.fits(value):
-        translation.problems[row.path] = f"{shown(value)} is not allowed. Allowed: {row.allowed}."
+        translation.problems[row.path] = f"{shown(value)} {NOT_ALLOWED}{row.allowed}."
     elif row.verdict == "none":
         translation.without_effect[row.path] = row.reason
     elif row.verdict == "honoured":
@@ -147,7 +149,7 @@ def _read_key_of_teacher(translation: Translation, path: str, value: Any) -> Non
     read = read_section(inner, _nested(own, value), "policy", section_at(["policy"]))
     for place, text in inner.problems.items():
         there = f"teacher.{place.removeprefix('policy.')}"
-        if text.startswith(("unknown", shown(value))) or any(f"{name}, not" in text for name in _OF_A_TEACHER):
+        if text.startswith("unknown") or NOT_ALLOWED in text or any(f"{name}, not" in text for name in _OF_A_TEACHER):
             translation.problems[there] = text
     if own in ("hf_config_overrides", "megatron_cfg.model_overrides") and value:
         how = "Write them into the config.json of the teacher's folder, and set this to null."
@@ -168,7 +170,7 @@ def _wrong_type(path: str, value: Any) -> str | None:
     try:
         _adapter(path).validate_python(value)
     except ValidationError:
-        return f"{shown(value)} is not allowed. Allowed: {describe(annotation)}."
+        return f"{shown(value)} {NOT_ALLOWED}{describe(annotation)}."
     return None
 
 

@@ -226,6 +226,7 @@ def test_other_keys(text: str, wanted: dict[str, Any], read: Callable[..., Loade
         ("sft: {}\ndata: {add_generation_prompt: false}", "data.add_generation_prompt", "Set it to true"),
         ("grpo: {}\npolicy: {model_name: Qwen/Qwen3-8B, megatron_cfg: {mtp_num_layers: 2}}", f"{M}.mtp_num_layers", "Set it to 0"),  # noqa: E501
         ("distillation: {}\nteacher: {megatron_cfg: {fp8_cfg: {enabled: true}}}", "teacher.megatron_cfg.fp8_cfg.enabled", "FP8, not supported"),  # noqa: E501
+        ("distillation: {}\nteacher: {dtensor_cfg: {enabled: true, context_parallel_size: {strange: 1}}}", "teacher.dtensor_cfg.context_parallel_size", "is not allowed. Allowed: a whole number"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_is_refused(text: str, path: str, said: str, read: Callable[..., LoadedConfig]) -> None:
