@@ -4,6 +4,10 @@ The model sees one row of all tokens (a *pack*); losses see the rows as they wer
 two. `unpack` leaves out each sequence's first token: its own sequence has nothing that predicts it, and the logits
 before it belong to another sequence.
 
+With context parallelism each sequence is filled up to a multiple of what cuts it, and a rank holds its pieces of each
+(`context_parts`). What fills a sequence up stands behind its end, where causal attention keeps it from every real
+token, so nothing else has to know of it.
+
 All index tensors are made, and on the device, before the step begins. Made later, or read back from the device, they
 would let the host wait for everything queued there.
 """
@@ -15,17 +19,35 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from nemo_rl_offload.batching.context_parts import gathered_places, own_positions
+
+
+@dataclass(frozen=True)
+class PackPart:
+    """What one of several context-parallel ranks holds of a pack."""
+
+    positions: Tensor
+    """[width / ranks] int64: which positions of the pack, in the rank's order."""
+    places: Tensor
+    """[width] int64: where each position stands once the parts of all ranks are put one behind another."""
+
+    @classmethod
+    def of_pack(cls, lengths: Sequence[int], rank: int, num_ranks: int, device: torch.device | str) -> "PackPart":
+        """The part of a rank, of sequences of `lengths`."""
+        positions = torch.tensor(own_positions(lengths, rank, num_ranks))
+        return cls(positions.to(device), torch.tensor(gathered_places(lengths, num_ranks)).to(device))
+
 
 @dataclass(frozen=True)
 class Packing:
     """Where the tokens of rows [B, S] stand in a pack of `width` positions.
 
-    Rows come in order, each with its real tokens alone; what is left of the width holds copies of the first token, as
-    a sequence of its own.
+    Rows come in order, each with its real tokens, filled up with copies of its first token where sequences are; what is
+    left of the width holds copies of the first token of all, as a sequence of its own.
     """
 
     lengths: tuple[int, ...]
-    """Of all sequences in the pack; they add up to its width."""
+    """Of all sequences in the pack, filled up; they add up to its width."""
     shape: tuple[int, int]
     sources: Tensor
     """[width] int64: place of each position's token among the B x S of the rows."""
@@ -37,17 +59,36 @@ class Packing:
     """[1, width] int64: positions count from 0 in each sequence."""
     bounds: Tensor
     """[sequences + 1] int32: where each begins, and the width."""
+    part: PackPart | None = None
+    """Of this rank; None: it holds the whole pack."""
 
     @classmethod
-    def of_rows(cls, lengths: Sequence[int], row_width: int, width: int, device: torch.device | str) -> "Packing":
-        """Pack rows of `lengths` real tokens on the left, `row_width` wide each."""
-        missing = width - sum(lengths)
+    def of_rows(
+        cls,
+        lengths: Sequence[int],
+        row_width: int,
+        width: int,
+        device: torch.device | str,
+        *,
+        multiple: int = 1,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> "Packing":
+        """Pack rows of `lengths` real tokens on the left, `row_width` wide each.
+
+        Sequences are filled up to multiples of `multiple`, and divided among `num_ranks` context-parallel ranks.
+        """
+        filled = [-(-length // multiple) * multiple for length in lengths]
+        missing = width - sum(filled)
         assert missing >= 0, "the pack is too small"
-        places = [torch.arange(length) + row * row_width for row, length in enumerate(lengths)]
-        sources = torch.cat([*places, torch.zeros(missing, dtype=torch.int64)])
-        everything = (*lengths, missing) if missing else tuple(lengths)
+        everything = (*filled, missing) if missing else tuple(filled)
         positions = torch.cat([torch.arange(length) for length in everything])
-        learnable = positions[: width - missing].nonzero().flatten()
+        num_real = [*lengths, 0][: len(everything)]
+        real = torch.cat([torch.arange(whole) < num for whole, num in zip(everything, num_real, strict=True)])
+        starts = [row * row_width for row in range(len(lengths))]
+        firsts = torch.tensor([*starts, 0][: len(everything)]).repeat_interleave(torch.tensor(everything))
+        sources = firsts + positions * real
+        learnable = (real & (positions > 0)).nonzero().flatten()
         bounds = torch.tensor([0, *accumulate(everything)], dtype=torch.int32)
         return cls(
             everything,
@@ -57,6 +98,7 @@ class Packing:
             sources[learnable].to(device),
             positions[None].to(device),
             bounds.to(device),
+            PackPart.of_pack(everything, rank, num_ranks, device) if num_ranks > 1 else None,
         )
 
     def pack(self, values: Tensor) -> Tensor:

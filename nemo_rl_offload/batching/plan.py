@@ -40,11 +40,17 @@ class TokenBudget:
     group_size: int = 1
     """The number of microbatches of a rank is a multiple of this."""
     one_shape: bool = False
+    sequence_multiple: int = 1
+    """Of the length of each sequence of a pack, which context-parallel ranks divide."""
 
     def width(self, length: int) -> int:
         """The width that a length is filled up to."""
         width = rounded_length(length, self.length_round)
         return -(-width // self.width_multiple) * self.width_multiple
+
+    def packed(self, lengths: Lengths) -> int:
+        """Positions that the rows of a sample take in a pack."""
+        return sum(rounded_length(length, self.sequence_multiple) for length in lengths)
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ def plan_packed(
     algorithm: Literal["concatenative", "first_fit_decreasing", "modified_first_fit_decreasing"],
 ) -> MicrobatchPlan:
     """Plan packing: the filled-up pack is within the budget, with the same exception as in `plan_padded`."""
-    sizes = [sum(lengths) for lengths in samples]
+    sizes = [budget.packed(lengths) for lengths in samples]
     fitting = (size for size in range(budget.num_tokens, 0, -1) if budget.width(size) <= budget.num_tokens)
     capacity = max(next(fitting, 1), *sizes)
 
@@ -121,7 +127,8 @@ def plan_packed(
 
     packs = BINS[algorithm](sizes, capacity)
     packs = _to_multiple(packs, budget, num_tokens, lambda pack: (pack[::2], pack[1::2]))
-    widths = [budget.width(num_tokens(pack) or min(sizes)) for pack in packs]
+    shortest = min(range(len(samples)), key=lambda number: max(samples[number]))  # which fills empty packs
+    widths = [budget.width(num_tokens(pack) or sizes[shortest]) for pack in packs]
     if budget.one_shape:
         widths = [max(widths)] * len(widths)
     return _deal(list(zip(packs, widths, strict=True)), budget, lambda pack, width: num_tokens(pack))

@@ -7,7 +7,7 @@ from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.plan import TokenBudget, plan_packed, plan_padded
 from nemo_rl_offload.batching.sharding import ShardedBatch, shard_by_plan, shard_evenly
 from nemo_rl_offload.config.schema import DynamicBatchingConfig, PolicyConfig
-from nemo_rl_offload.specs.parallel_layout import width_multiple
+from nemo_rl_offload.specs.parallel_layout import sequence_multiple, width_multiple
 
 
 def is_planned(policy: PolicyConfig) -> bool:
@@ -40,13 +40,13 @@ def _budget(
     cfg = policy["megatron_cfg"]
     num_stages = cfg["pipeline_model_parallel_size"]
     gathers = cfg["expert_model_parallel_size"] > 1 and cfg["moe_token_dispatcher_type"] == "allgather"
+    sizes = cfg["tensor_model_parallel_size"] if cfg["sequence_parallel"] else 1, cfg["context_parallel_size"]
     return TokenBudget(
         num_tokens=section["train_mb_tokens"] if phase == "train" else section["logprob_mb_tokens"],
         length_round=section["sequence_length_round"],
-        width_multiple=width_multiple(
-            cfg["tensor_model_parallel_size"] if cfg["sequence_parallel"] else 1, cfg["context_parallel_size"]
-        ),
+        width_multiple=width_multiple(*sizes),
         num_ranks=num_shards,
         group_size=num_stages if cfg["virtual_pipeline_model_parallel_size"] else 1,
         one_shape=num_stages > 1 or gathers,
+        sequence_multiple=sequence_multiple(*sizes),
     )

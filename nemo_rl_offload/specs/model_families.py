@@ -49,6 +49,7 @@ from nemo_rl_offload.specs.model_keys import (
     unknown_rope_keys,
     whole,
 )
+from nemo_rl_offload.specs.model_shape import has_windows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
 
@@ -266,6 +267,19 @@ def needs_torch_layers(content: Content) -> str | None:
     if name in ("deepseek_v2", "deepseek_v3") and content.get("q_lora_rank", 0) is None:
         return "q_lora_rank null"
     return None
+
+
+SPLIT_PACKS = (
+    "{num_ranks} ranks share the sequences of packs, for which Transformer Engine has no attention with {what} "
+    "({path}). Set transformer_impl to torch, this to 1, or sequence_packing.enabled to false."
+)
+
+
+def windows_or_sinks(content: Content) -> str | None:
+    """What a model's attention has beside a causal mask; None for nothing."""
+    if content.get("model_type") == "gpt_oss":
+        return "attention sinks"
+    return "sliding windows" if has_windows(content) else None
 
 
 def unknown_keys(content: Content) -> list[str]:

@@ -71,6 +71,8 @@ class ModelShape:
     mlp_bias: bool
     """Biases in the MLP, experts and router included."""
     attention_sinks: bool
+    sliding_windows: bool
+    """Whether a query of any layer sees only the keys next to it."""
     activation: str
     """Hugging Face's name of the activation in the MLP."""
     max_positions: int
@@ -216,9 +218,24 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         attention_output_bias=reader.flag("attention_bias"),
         mlp_bias=bool(family.get("mlp_bias")) or reader.flag("mlp_bias"),
         attention_sinks=bool(family.get("attention_sinks")),
+        sliding_windows=has_windows(reader.content),
         activation=activation if isinstance(activation, str) else "silu",
         max_positions=max_positions if isinstance(max_positions, int) else 0,
     )
+
+
+def has_windows(content: Mapping[str, Any]) -> bool:
+    """Whether a layer has a sliding window, by transformers' defaults too."""
+    name, layers = content.get("model_type"), content.get("layer_types")
+    if name in ("qwen2", "qwen3", "gpt_oss") and isinstance(layers, list):
+        return "sliding_attention" in layers
+    if name in ("qwen2", "qwen3"):
+        first, num_layers = content.get("max_window_layers", 28), content.get("num_hidden_layers")
+        are_left_out = isinstance(first, int) and isinstance(num_layers, int) and first >= num_layers
+        return bool(content.get("use_sliding_window")) and not are_left_out
+    if name == "qwen3_moe":
+        return bool(content.get("use_sliding_window"))
+    return name == "gpt_oss" or (name == "mistral" and content.get("sliding_window", 4096) is not None)
 
 
 def _latent_attention(reader: _Reader) -> LatentAttention:

@@ -22,6 +22,11 @@ def width_multiple(sequence_parallel_size: int, context_parallel_size: int) -> i
     return sequence_parallel_size * (2 * context_parallel_size if context_parallel_size > 1 else 1)
 
 
+def sequence_multiple(sequence_parallel_size: int, context_parallel_size: int) -> int:
+    """What divides the length of each sequence of a pack; without context parallelism only the pack's width counts."""
+    return width_multiple(sequence_parallel_size, context_parallel_size) if context_parallel_size > 1 else 1
+
+
 @dataclass(frozen=True)
 class Split:
     """How weights are shared within a pipeline stage: numbers of ranks."""

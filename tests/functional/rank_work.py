@@ -17,6 +17,7 @@ from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters,
 from nemo_rl_offload.batching.batch import shard
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.sharding import ShardedBatch
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.generation import weight_sync
 from nemo_rl_offload.generation.megatron_sampling import generate
 from nemo_rl_offload.generation.sampling import Sampling
@@ -29,9 +30,11 @@ from nemo_rl_offload.megatron.build.vocabulary import exported_weights
 from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
 from nemo_rl_offload.megatron.step.fused_head import FusedHeadFactory
 from nemo_rl_offload.megatron.step.head_factory import make_heads
-from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
-from nemo_rl_offload.megatron.step.train_step import train_step
+from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs, compute_topk_logits
+from nemo_rl_offload.megatron.step.microbatches import split_into_microbatches
+from nemo_rl_offload.megatron.step.train_step import accumulate_gradients, evaluate, train_step
 from nemo_rl_offload.paged_stash.kernels import Pool
+from nemo_rl_offload.policy import microbatches as token_microbatches
 from nemo_rl_offload.policy.microbatches import shard_for_ranks
 from nemo_rl_offload.runs.manifest import Manifest
 
@@ -67,10 +70,13 @@ def train(
     overrides: tuple[str, ...],
     steps: tuple[tuple[int, int], ...],
     full_at: tuple[tuple[int, int], ...] = (),
+    *,
+    packs_rows: bool = False,
 ) -> Outcome:
     """Train on batches given by (number for the generator and the lengths, number of samples over all ranks).
 
-    `full_at`: ranks and numbers of steps whose paged stash has no page.
+    `full_at`: ranks and numbers of steps whose paged stash has no page. `packs_rows`: the rows of each microbatch of a
+    fixed number of samples are a pack.
     """
     model, engine = _build(folder, overrides)
     policy = make_policy(*overrides)
@@ -82,6 +88,8 @@ def train(
         batch = make_batch(number, num_samples)
         sharded = _divide(batch, policy)
         mine, microbatches = _share(sharded)
+        if packs_rows:
+            microbatches = _pack_rows(mine["input_lengths"].tolist(), policy)
         metrics.append(train_step(model, mine, build_loss("nll", {}), normalizers(batch), microbatches, heads))
         digests.append(_digest([weight.main_grad for weight in _parameters(model)]))
     digests.append(_digest([weight.detach() for weight in _parameters(model)]))
@@ -104,6 +112,61 @@ def train(
         use_engine(None)
         engine.close()
     return outcome
+
+
+class Learned(NamedTuple):
+    """What a loss says of a batch, and what it would change."""
+
+    evaluated: dict[str, float]
+    metrics: dict[str, float]
+    gradients: Arrays
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "clipped_pg": load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")["loss_fn"]
+    | {"reference_policy_kl_penalty": 0.1, "entropy_coeff": 0.05, "sequence_level_importance_ratios": True},
+    "dpo": {
+        "label_smoothing": 0.1,
+        "reference_policy_kl_penalty": 0.1,
+        "preference_loss_weight": 1.0,
+        "preference_average_log_probs": False,
+        "sft_loss_weight": 0.2,
+        "sft_average_log_probs": False,
+    },
+    "distillation": {"kl_type": "mixed", "mixed_kl_weight": 0.4, "zero_outside_topk": True},
+}
+NUM_TOP = 5
+
+
+def learn(folder: Path, overrides: tuple[str, ...]) -> tuple[dict[str, Learned], list[NDArray[Any]] | None]:
+    """What each loss makes of a batch, whose teacher is the model itself; and the teacher's logits and their tokens."""
+    model, _ = _build(folder, overrides)
+    policy = make_policy(*overrides)
+    heads = make_heads(policy, model)
+    batch = make_batch(0, 8)
+    random = torch.Generator().manual_seed(1)
+    for key in ("prev_logprobs", "reference_policy_logprobs", "advantages"):
+        batch[key] = torch.rand(batch["input_ids"].shape, generator=random) * (1 if key == "advantages" else -6)
+    batch["teacher_topk_logits"] = torch.rand(*batch["input_ids"].shape, NUM_TOP, generator=random)
+    batch["teacher_topk_indices"] = torch.rand(*batch["input_ids"].shape, VOCABULARY_SIZE, generator=random).topk(
+        NUM_TOP
+    )[1]
+    outcomes = {}
+    for name, settings in LOSSES.items():
+        loss, norm = build_loss(name, settings), normalizers(batch)
+        (piece, split), *_ = shard_for_ranks(batch, policy, 1, "train", loss.rows_per_sample).with_splits()
+        how = MICRO_BATCH_SIZE if split is None else split
+        evaluated = evaluate(model, piece, loss, norm, how, heads)
+        outputs = accumulate_gradients(model, split_into_microbatches(piece, how, model.config), loss, norm, heads)
+        metrics = {key: float(sum(output[key] for output in outputs)) for key in (outputs[0] if outputs else ())}
+        outcomes[name] = Learned(evaluated, metrics, _exported(model, gradients=True))
+    sharded = shard_for_ranks(batch, policy, 1, "logprob")
+    (piece, split), *_ = sharded.with_splits()
+    top = compute_topk_logits(model, piece, split or MICRO_BATCH_SIZE, heads, NUM_TOP, VOCABULARY_SIZE)
+    if top is None:
+        return outcomes, None
+    is_real = torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]
+    return outcomes, [(sharded.gather([each]) * is_real[..., None]).numpy() for each in top]
 
 
 def _empty_stash(model: MegatronModel) -> None:
@@ -258,6 +321,14 @@ def _divide(batch: dict[str, torch.Tensor], policy: Any) -> ShardedBatch:
 def _share(sharded: ShardedBatch) -> tuple[dict[str, torch.Tensor], int | MicrobatchSplit]:
     rank = parallel_state.get_data_parallel_rank()
     return sharded.shards[rank], MICRO_BATCH_SIZE if sharded.splits is None else sharded.splits[rank]
+
+
+def _pack_rows(lengths: list[int], policy: Any) -> MicrobatchSplit:
+    """Each two rows a pack, all packs of the width that the largest needs."""
+    budget = token_microbatches._budget(policy["sequence_packing"], policy, 1, "train")
+    pairs = [lengths[start : start + MICRO_BATCH_SIZE] for start in range(0, len(lengths), MICRO_BATCH_SIZE)]
+    width = max(budget.width(budget.packed(pair)) for pair in pairs)
+    return MicrobatchSplit((MICRO_BATCH_SIZE,) * len(pairs), (width,) * len(pairs), is_packed=True)
 
 
 def _shard(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

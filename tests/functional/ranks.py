@@ -38,11 +38,11 @@ class Ranks:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function: str, *args: Any) -> list[Any]:
-        """Return what `rank_work.function(*args)` returns on each rank."""
+    def run(self, function: str, *args: Any, **how: Any) -> list[Any]:
+        """Return what `rank_work.function(*args, **how)` returns on each rank."""
         self.is_whole = False
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((function, args, how))
         results = []
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(TIMEOUT_S), f"rank {rank} hangs in {function}{args}"
@@ -74,9 +74,9 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     work = importlib.import_module("rank_work")
     gc.freeze()  # what a rank collects between two calls is its own, not all that was imported
     while True:
-        function, args = pipe.recv()
+        function, args, how = pipe.recv()
         try:
-            pipe.send((True, getattr(work, function)(*args)))
+            pipe.send((True, getattr(work, function)(*args, **how)))
         except Exception:  # noqa: BLE001 - the test shows it
             pipe.send((False, traceback.format_exc()))
 

@@ -43,10 +43,12 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp2-ep2": (2, (CP, EP)),
     "cp2-tp2-sp": (4, (CP, TP, SP)),
     "pp2-cp2": (4, (PP, CP)),
+    "cp4": (4, ("context_parallel_size=4",)),
+    "dp2-cp2": (4, (CP,)),
 }
 _DENSE = tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
 MODULES = {
-    **dict.fromkeys(("qwen2", "qwen2_odd", "llama_odd"), _DENSE),
+    **dict.fromkeys(("qwen2", "qwen2_odd", "llama", "llama_odd"), _DENSE),
     "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
     **dict.fromkeys(("deepseek_v3_mtp", "deepseek_v3_mtp_odd"), SUPPORTED_MODULES),
     "gpt_oss": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
@@ -54,13 +56,14 @@ MODULES = {
         ("llama_biased", "qwen2_windowed"), tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
     ),
 }
+ALONE = ("one", "tp2", "pp2-tp2", "cp2", "pp2-uneven", "cp4", "dp2-cp2")
 # A loss that is a microbatch's own mean (further tokens; the balance of experts, off here) depends on how a batch is
 # cut: data parallelism cuts it anew, and interleaving fills up nine microbatches with an empty one.
 CASES = [
     *(("qwen2", layout) for layout in ("dp2", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "pp2-tp2", "pp2-vpp2-tp2-sp")),
     *(("qwen2", layout) for layout in ("pp2-uneven", "cp2", "cp2-tp2-sp", "pp2-cp2")),
-    *(("qwen3_moe", layout) for layout in LAYOUTS if layout not in ("one", "tp2", "pp2-tp2", "cp2", "pp2-uneven")),
-    *(("deepseek_v3_mtp", layout) for layout in ("tp2-sp", "pp2", "pp2-vpp2", "tp2-sp-ep2")),
+    *(("qwen3_moe", layout) for layout in LAYOUTS if layout not in ALONE),
+    *(("deepseek_v3_mtp", layout) for layout in ("tp2-sp", "pp2", "pp2-vpp2", "tp2-sp-ep2", "cp2")),
     *(("gpt_oss", layout) for layout in ("tp2-sp-ep2", "pp2")),
     *(("llama_biased", "tp2-sp"), ("qwen2_windowed", "cp2")),
     *(("qwen2_odd", "pp2-tp2"), ("llama_odd", "tp2-sp"), ("deepseek_v3_mtp_odd", "tp2-sp")),
@@ -100,12 +103,42 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "auto_of_large_tensors": (*AUTO, "min_offloaded_tensor_size=1600"),
     "dynamic_batching": (".dynamic_batching.enabled=true", *_tokens("dynamic_batching")),
     "sequence_packing": (".sequence_packing.enabled=true", *_tokens("sequence_packing")),
+    "packed_rows": (),
     "logits": ("use_fused_linear_logprobs=false",),
+    "packs_of_logits": (
+        "use_fused_linear_logprobs=false",
+        ".logprob_chunk_size=3",
+        ".sequence_packing.enabled=true",
+        *_tokens("sequence_packing"),
+    ),
+    "packed_rows_recomputed": (
+        "recompute_granularity=full",
+        "recompute_method=uniform",
+        "recompute_num_layers=1",
+    ),
+    "packed_rows_half_recomputed": ("recompute_granularity=selective", "recompute_modules=[core_attn]"),
+    "packed_rows_logits": ("use_fused_linear_logprobs=false",),
     "head_by_tokens": ("fused_linear_logprobs_chunk_size=7",),
     "half_of_the_groups": ("activation_offload_fraction=0.5", "delta_offload_bytes_across_pp_ranks=1000"),
 }
-NOT_BESIDE = ("plain", "auto_of_large_tensors", "logits", "head_by_tokens")
+NOT_BESIDE = (
+    *("plain", "auto_of_large_tensors", "logits", "head_by_tokens"),
+    *(name for name in SETTINGS if name.startswith("pack")),
+)
 BY_TOKENS = ("dynamic_batching", "sequence_packing")
+# Sequences of packs that ranks share. Packs of the fixed microbatches' rows have those microbatches' means.
+SPLIT_PACKS = [
+    *(("llama", layout, "sequence_packing") for layout in ("cp2", "cp2-tp2-sp", "pp2-cp2")),
+    *(
+        (family, layout, "sequence_packing")
+        for family in ("qwen2", "qwen3_moe")
+        for layout in ("cp2-tp2-sp", "pp2-cp2")
+    ),
+    *(("deepseek_v3_mtp", layout, "packed_rows") for layout in ("cp2", "cp2-tp2-sp", "pp2-cp2")),
+    *(("deepseek_v3_mtp", "cp2", "packed_rows_logits"), ("qwen2", "cp2", "packed_rows_logits")),
+    *(("gpt_oss", "cp2", "sequence_packing"), ("qwen2", "cp4", "sequence_packing")),
+    ("qwen2", "dp2-cp2", "sequence_packing"),
+]
 Train = Callable[..., "list[Outcome]"]
 
 
@@ -113,8 +146,8 @@ Train = Callable[..., "list[Outcome]"]
 def run(ranks: Callable[[int], Ranks]) -> Callable[..., list[Any]]:
     """Call a function of `rank_work` on the ranks of a layout."""
 
-    def on_ranks(layout: str, function: str, *args: Any) -> list[Any]:
-        return ranks(LAYOUTS[layout][0]).run(function, *args)
+    def on_ranks(layout: str, function: str, *args: Any, **how: Any) -> list[Any]:
+        return ranks(LAYOUTS[layout][0]).run(function, *args, **how)
 
     return on_ranks
 
@@ -142,7 +175,8 @@ def train(run: Callable[..., list[Any]], folder: Callable[[str], Path]) -> Train
         if key not in outcomes:
             listed = ("fine_grained_activation_offloading=true", f"offload_modules=[{','.join(modules)}]")
             overrides = (*SGD, *LAYOUTS[layout][1], *(listed if modules else ()), *SETTINGS[setting])
-            outcomes[key] = run(layout, "train", folder(family), overrides, STEPS)
+            how = {"packs_rows": True} if setting.startswith("packed_rows") else {}
+            outcomes[key] = run(layout, "train", folder(family), overrides, STEPS, **how)
         return outcomes[key]
 
     return train_in
@@ -176,14 +210,8 @@ def test_a_layout_trains_as_one_rank_does(family: str, layout: str, train: Train
 # and are left out for their time.
 @pytest.mark.parametrize(
     ("family", "layout", "setting"),
-    [
-        (*case, setting)
-        for case in CASES
-        for setting in BY_TOKENS
-        if "mtp" not in case[0]
-        and LAYOUTS[case[1]][0] == 2
-        and not (setting == "sequence_packing" and CP in LAYOUTS[case[1]][1])
-    ],
+    [(*case, setting) for case in CASES for setting in BY_TOKENS if "mtp" not in case[0] and LAYOUTS[case[1]][0] == 2]
+    + SPLIT_PACKS,
 )
 def test_microbatches_by_tokens_train_as_fixed_ones_do(family: str, layout: str, setting: str, train: Train) -> None:
     (one,), outcomes = train(family, "one"), train(family, layout, setting)
@@ -191,8 +219,30 @@ def test_microbatches_by_tokens_train_as_fixed_ones_do(family: str, layout: str,
         assert metrics == pytest.approx(expected, rel=TOLERANCE, abs=1e-7)
     assert relative_error(outcomes[0].gradients, one.gradients) < TOLERANCE
     assert relative_error(outcomes[0].weights, one.weights) < TOLERANCE
-    if layout != "dp2" and "ep2" not in layout:
+    if "dp2" not in layout and "ep2" not in layout:
         assert outcomes[-1].logprobs == pytest.approx(one.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "setting"),
+    [
+        ("qwen2", "cp2-tp2-sp", "sequence_packing"),
+        ("qwen2", "cp2-tp2-sp", "packs_of_logits"),
+        ("deepseek_v3", "pp2-cp2", "sequence_packing"),
+    ],
+)
+def test_all_losses_and_a_teachers_tokens_of_split_packs(
+    family: str, layout: str, setting: str, run: Callable[..., list[Any]], folder: Callable[[str], Path]
+) -> None:
+    ((expected, expected_top),) = run("one", "learn", folder(family), SGD)
+    outcomes = run(layout, "learn", folder(family), (*SGD, *LAYOUTS[layout][1], *SETTINGS[setting]))
+    (learned, _), (last, top) = outcomes[0], outcomes[-1]
+    for name, wanted in expected.items():
+        assert last[name].evaluated == pytest.approx(wanted.evaluated, rel=TOLERANCE), name
+        assert last[name].metrics == pytest.approx(wanted.metrics, rel=TOLERANCE), name
+        assert relative_error(learned[name].gradients, wanted.gradients) < TOLERANCE, name
+    assert top[0] == pytest.approx(expected_top[0], abs=1e-4)
+    assert (top[1] == expected_top[1]).all()
 
 
 @pytest.mark.parametrize(
@@ -222,6 +272,21 @@ def test_offloading_changes_no_bit(family: str, layout: str, train: Train) -> No
     for name in MODULES[family]:
         assert sum(outcome.bytes_out.get(name, 0) for outcome in outcomes) > 0, name
     assert all(sum(outcome.bytes_out.values()) > 0 for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "setting"),
+    [
+        *(("deepseek_v3_mtp", layout, "packed_rows") for layout in ("cp2", "pp2-cp2")),
+        *(("qwen2", "cp2", setting) for setting in ("packed_rows_recomputed", "packed_rows_half_recomputed")),
+    ],
+)
+def test_offloading_changes_no_bit_of_split_packs(family: str, layout: str, setting: str, train: Train) -> None:
+    modules = ("attn_norm",) if setting == "packed_rows_recomputed" else MODULES[family]
+    outcomes = train(family, layout, setting, modules)
+    assert_same_bits(outcomes, train(family, layout, "packed_rows"))
+    for name in set(modules) - ({"core_attn"} if "half" in setting else set()):
+        assert sum(outcome.bytes_out.get(name, 0) for outcome in outcomes) > 0, name
 
 
 @pytest.mark.parametrize(("family", "layout"), VARIED)

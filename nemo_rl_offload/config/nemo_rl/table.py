@@ -74,7 +74,8 @@ optimizer.*                     map?  honoured becomes megatron_cfg.optimizer wh
 scheduler.*                     seq?  honoured becomes megatron_cfg.scheduler where DTensor trains; Megatron-Core's
     own section counts otherwise
 max_grad_norm                   num?  honoured becomes megatron_cfg.optimizer.clip_grad where DTensor trains
-make_sequence_length_divisible_by int   none rows are padded to what the layout needs, and padding is not learned
+make_sequence_length_divisible_by int   none rows, and sequences of packs that ranks share, are padded to what the
+    layout needs, and padding is not learned
 offload_optimizer_for_logprob   bool  none the optimizer's state stays where it is
 refit_buffer_size_gb            num   none weights go over in buckets of a size of their own
 is_vlm                          bool  only false [images and audio] models read text alone

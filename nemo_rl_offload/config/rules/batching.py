@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec, megatron, model_shape
-from nemo_rl_offload.specs.parallel_layout import rounded_length
+from nemo_rl_offload.specs.parallel_layout import rounded_length, sequence_multiple, width_multiple
 
 BY_TOKENS = ("dynamic_batching", "sequence_packing")
 
@@ -31,18 +31,23 @@ def _one_of_two(get: Get) -> Iterator[str]:
 
 
 def _longest_sample(get: Get) -> Iterator[str]:
-    """Whole samples go into a microbatch: in dpo's training two rows, which packing rounds up together."""
+    """Whole samples go into a microbatch: in dpo's training two rows, which packing rounds up together, and each for
+    itself where context-parallel ranks share it."""
     longest, num_rows = get("policy.max_total_sequence_length"), algorithm_spec(get).rows_per_sample
-    num_ranks = megatron(get, "tensor_model_parallel_size") if megatron(get, "sequence_parallel") else 1
+    sizes = (
+        megatron(get, "tensor_model_parallel_size") if megatron(get, "sequence_parallel") else 1,
+        megatron(get, "context_parallel_size"),
+    )
+    multiple, row = width_multiple(*sizes), rounded_length(longest, sequence_multiple(*sizes))
     for section in (f"policy.{name}" for name in BY_TOKENS):
         if not get(f"{section}.enabled"):
             continue
         rounding = get(f"{section}.sequence_length_round")
 
         def width(length: int, rounding: int = rounding) -> int:
-            return -(-rounded_length(length, rounding) // num_ranks) * num_ranks
+            return rounded_length(rounded_length(length, rounding), multiple)
 
-        pair = width(num_rows * longest) if section.endswith("packing") else num_rows * width(longest)
+        pair = width(num_rows * row) if section.endswith("packing") else num_rows * width(longest)
         for key, needed in (("train_mb_tokens", pair), ("logprob_mb_tokens", width(longest))):
             if (given := get(f"{section}.{key}")) < needed:
                 yield (

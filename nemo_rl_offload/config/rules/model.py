@@ -2,10 +2,17 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_offload.config.rules.rule import Get, algorithm_spec, megatron, read_model_config
+from nemo_rl_offload.config.rules.rule import MEGATRON, Get, algorithm_spec, megatron, read_model_config
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.catalogue import other_family
-from nemo_rl_offload.specs.model_families import TORCH_LAYERS, needs_torch_layers, refusals, unknown_keys
+from nemo_rl_offload.specs.model_families import (
+    SPLIT_PACKS,
+    TORCH_LAYERS,
+    needs_torch_layers,
+    refusals,
+    unknown_keys,
+    windows_or_sinks,
+)
 from nemo_rl_offload.specs.model_keys import Content
 
 
@@ -17,6 +24,16 @@ def model_is_honoured(get: Get) -> Iterator[str]:
         key = needs_torch_layers(content)
         if key is not None and megatron(get, "transformer_impl") == "transformer_engine":
             yield f"{path}: {TORCH_LAYERS.format(key=key)}"
+
+
+def packs_are_split(get: Get) -> Iterator[str]:
+    """A rule: attention is there for packs whose sequences context-parallel ranks share."""
+    num_ranks = megatron(get, "context_parallel_size")
+    if num_ranks == 1 or not get("policy.sequence_packing.enabled"):
+        return
+    for path, content in _models(get):
+        if (what := windows_or_sinks(content)) and megatron(get, "transformer_impl") == "transformer_engine":
+            yield f"{MEGATRON}.context_parallel_size: {SPLIT_PACKS.format(num_ranks=num_ranks, what=what, path=path)}"
 
 
 def model_keys_without_effect(get: Get) -> Iterator[str]:
@@ -43,5 +60,5 @@ def _models(get: Get) -> Iterator[tuple[str, Content]]:
         yield path, content
 
 
-MODEL_RULES = (model_is_honoured,)
+MODEL_RULES = (model_is_honoured, packs_are_split)
 MODEL_WARNINGS = (model_keys_without_effect,)

@@ -43,16 +43,6 @@ def _experts(get: Get) -> Iterator[str]:
         yield f"{MEGATRON}.sequence_parallel: experts need it beside tensor parallelism. Set it to true."
 
 
-def _context(get: Get) -> Iterator[str]:
-    path, num_ranks = f"{MEGATRON}.context_parallel_size", megatron(get, "context_parallel_size")
-    if num_ranks == 1:
-        return
-    if get("policy.sequence_packing.enabled"):
-        yield f"{path}: packs of sequences are not split over ranks. Set it to 1, or use policy.dynamic_batching."
-    if model_shape(get).predicts_further_tokens:
-        yield f"{path}: Megatron averages the loss of further tokens over a rank's own part alone. Set it to 1."
-
-
 def _messages(get: Get) -> Iterator[str]:
     batched = f"{MEGATRON}.batch_p2p_comm"
     if megatron(get, "overlap_p2p_comm") and get(batched):
@@ -149,7 +139,6 @@ def _worker_counts(get: Get) -> Iterator[str]:
 PARALLEL_RULES: tuple[Rule, ...] = (
     _tensor,
     _experts,
-    _context,
     _messages,
     _pipeline_layers,
     _worker_counts,

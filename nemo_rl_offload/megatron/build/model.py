@@ -37,7 +37,7 @@ from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.paged_stash.rerun import StepGuard
 from nemo_rl_offload.runs.output import partial_of
 from nemo_rl_offload.specs.catalogue import read_config_file
-from nemo_rl_offload.specs.model_families import TORCH_LAYERS, needs_torch_layers
+from nemo_rl_offload.specs.model_families import SPLIT_PACKS, TORCH_LAYERS, needs_torch_layers, windows_or_sinks
 from nemo_rl_offload.specs.model_keys import Content
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
@@ -147,6 +147,18 @@ def _listen(host: str, port: int) -> int:
     return socket.create_server(address, family=family).detach()
 
 
+def check_layers(content: Content, policy: PolicyConfig, model_path: Path, transformer_impl: str) -> None:
+    """Raise ConfigError for what Transformer Engine's layers do not do, now that it is known whether they are taken."""
+    if transformer_impl != "transformer_engine":
+        return
+    if (key := needs_torch_layers(content)) is not None:
+        raise ConfigError(f"policy.model_name: {model_path}: {TORCH_LAYERS.format(key=key)}")
+    num_ranks, what = policy["megatron_cfg"]["context_parallel_size"], windows_or_sinks(content)
+    if num_ranks > 1 and policy["sequence_packing"]["enabled"] and what is not None:
+        text = SPLIT_PACKS.format(num_ranks=num_ranks, what=what, path=model_path)
+        raise ConfigError(f"policy.megatron_cfg.context_parallel_size: {text}")
+
+
 def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -> MegatronModel:
     """Build the policy's model, load the weights of a Hugging Face folder into it, and give it an optimizer.
 
@@ -164,8 +176,7 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
         auto_bridge.hf_pretrained.state.source._key_to_filename_map_cache = _files_of_weights(model_path, content)
         pad_vocabulary(provider, policy["megatron_cfg"]["tensor_model_parallel_size"])
         transformer_impl = configure_provider(provider, policy)
-        if (key := needs_torch_layers(content)) is not None and transformer_impl == "transformer_engine":
-            raise ConfigError(f"policy.model_name: {model_path}: {TORCH_LAYERS.format(key=key)}")
+        check_layers(content, policy, model_path, transformer_impl)
         chunks = provider.provide_distributed_model(
             ddp_config=ddp_config(policy),
             wrap_with_ddp=num_steps is not None,

@@ -9,7 +9,6 @@ its part of the softmax (gpt-oss), have no fused operator in torch: there the sc
 written out. Transformer Engine has kernels for both.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +35,8 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from nemo_rl_offload.megatron.step.context_parallel import chunks_of, gather_sequence
+from nemo_rl_offload.batching.context_parts import pieces_of
+from nemo_rl_offload.megatron.step.context_parallel import gather_sequence
 
 
 class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
@@ -52,7 +52,8 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
 
     A pack (`packed_seq_params` with `lengths`) has tokens in the place of sq and no b, and so has the result: [tokens,
     heads / TP * d_v]. Each sequence is a call of its own, which costs exactly what it costs unpacked; one call with a
-    block-causal mask would compute, and mask, the square of the whole pack.
+    block-causal mask would compute, and mask, the square of the whole pack. Context-parallel ranks gather the keys and
+    values of the whole pack, at once, and attend from their chunks of each sequence.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         assert attention_bias is None, "not taken by this backend"
         if packed_seq_params is not None:
-            return self._attend_packed(query, key, value, packed_seq_params.lengths)
+            attend = self._attend_packed if packed_seq_params.part is None else self._attend_packed_split
+            return attend(query, key, value, packed_seq_params)
         mask_type = attn_mask_type or self.attn_mask_type
         if self.config.context_parallel_size > 1:
             assert mask_type == AttnMaskType.causal
@@ -108,16 +110,28 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
         allowed = None if attention_mask is None or mask_type == AttnMaskType.no_mask else ~attention_mask
         return self._attend(query, key, value, allowed, causal)
 
-    def _attend_packed(self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: Sequence[int]) -> Tensor:
-        parts = (torch.split(t.unsqueeze(1), list(lengths)) for t in (query_TND, key_TGD, value_TGD))
+    def _attend_packed(self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, pack: Any) -> Tensor:
+        parts = (torch.split(t.unsqueeze(1), list(pack.lengths)) for t in (query_TND, key_TGD, value_TGD))
         return torch.cat([self._attend(q, k, v, None, True).squeeze(1) for q, k, v in zip(*parts, strict=True)])
 
+    def _attend_packed_split(self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, pack: Any) -> Tensor:
+        lengths, num_ranks = list(pack.lengths), self.config.context_parallel_size
+        queries = torch.split(query_TND.unsqueeze(1), [length // num_ranks for length in lengths])
+        gathered = (gather_sequence(t, sums_gradients=True, part=pack.part) for t in (key_TGD, value_TGD))
+        keys, values = (torch.split(t.unsqueeze(1), lengths) for t in gathered)
+        parts = zip(queries, keys, values, strict=True)
+        return torch.cat([self._attend_chunks(query, key, value).squeeze(1) for query, key, value in parts])
+
     def _attend_split(self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor) -> Tensor:
-        num_ranks, rank = self.config.context_parallel_size, parallel_state.get_context_parallel_rank()
         key, value = (gather_sequence(part, sums_gradients=True) for part in (key_SBGD, value_SBGD))
+        return self._attend_chunks(query_SBND, key, value)
+
+    def _attend_chunks(self, query_SBND: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """From this rank's two chunks of a sequence, whose keys and values are whole."""
+        num_ranks, rank = self.config.context_parallel_size, parallel_state.get_context_parallel_rank()
         length = query_SBND.shape[0] // 2
         parts = []
-        for query, chunk in zip(torch.split(query_SBND, length), chunks_of(rank, num_ranks), strict=True):
+        for query, chunk in zip(torch.split(query_SBND, length), pieces_of(rank, num_ranks), strict=True):
             seen = (chunk + 1) * length
             # The last query sees the last of these keys; torch's `is_causal` aligns the first ones.
             parts.append(self._attend(query, key[:seen], value[:seen], causal_lower_right(length, seen), False))

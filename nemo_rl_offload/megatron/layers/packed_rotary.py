@@ -7,7 +7,7 @@ kernels each. Here the host knows the lengths, and a pack is rotated at once by 
 operations on the same numbers.
 
 Rejected: Transformer Engine's kernel wherever it is there. It rounds otherwise, which is the user's choice.
-Limit: context-parallel ranks, and packs that nobody announced, are Megatron's.
+Limit: packs that nobody announced are Megatron's.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from nemo_rl_offload.batching.context_parts import pieces_of
 
 _megatrons = rope_utils._apply_rotary_pos_emb_thd
 
@@ -33,14 +35,22 @@ def announce_pack(bounds: Tensor, lengths: Sequence[int]) -> None:
 
 
 def rotate_pack(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: dist.ProcessGroup, **how: object) -> Tensor:
-    """Megatron's `_apply_rotary_pos_emb_thd`: `t` [tokens, heads, dim] rotated by `freqs` [longest, 1, 1, dim], from
-    each sequence's start on."""
+    """Megatron's `_apply_rotary_pos_emb_thd`: `t` [tokens, heads, dim], this context-parallel rank's part of the pack,
+    rotated by `freqs` [longest, 1, 1, dim], from each sequence's start on."""
     lengths: tuple[int, ...] | None = _lengths.get(cu_seqlens)  # type: ignore[no-untyped-call]
-    if lengths is None or cp_group.size() > 1 or freqs.shape[0] > max(lengths):
+    if lengths is None or freqs.shape[0] > max(lengths):
         return _megatrons(t, cu_seqlens, freqs, cp_group=cp_group, **how)  # type: ignore[no-any-return]
     angles, table = _tables.get(cu_seqlens, (None, None))  # type: ignore[no-untyped-call]
     if angles is not freqs:
-        table = torch.cat([freqs[:length] for length in lengths])
+        table = torch.cat([piece for length in lengths for piece in _own(freqs[:length], cp_group)])
         _tables.clear()
         _tables[cu_seqlens] = freqs, table
     return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), table, **how).squeeze(1)  # type: ignore[no-any-return]
+
+
+def _own(angles: Tensor, cp_group: dist.ProcessGroup) -> Sequence[Tensor]:
+    """The pieces of a sequence's angles that a context-parallel rank needs."""
+    if cp_group.size() == 1:
+        return [angles]
+    pieces = angles.chunk(2 * cp_group.size())
+    return [pieces[index] for index in pieces_of(cp_group.rank(), cp_group.size())]

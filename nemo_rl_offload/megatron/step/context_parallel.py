@@ -1,8 +1,7 @@
 """Sequences split over context-parallel ranks.
 
-A sequence is cut into twice as many chunks as there are ranks, and rank r of R takes chunk r from the front and chunk
-2R - 1 - r from the back: with causal attention that is the same work for every rank. Megatron's position embeddings,
-its layers that predict further tokens, and Transformer Engine's attention know this order.
+A sequence is cut into twice as many chunks as there are ranks, of which a rank takes two (`context_parts`). Of rows
+[B, S] that is one cut for all; in a pack each sequence has its own, and a `PackPart` says which positions a rank holds.
 
 Inside the model everything has the length of a rank's part. Losses are not split: what they need of each token is one
 number (or a few), which is gathered over the ranks, so that a loss sees whole rows whatever the layout, and each rank
@@ -21,6 +20,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from nemo_rl_offload.batching.context_parts import pieces_of
+from nemo_rl_offload.batching.packing import PackPart
+
 
 def num_ranks() -> int:
     """Ranks that share a sequence."""
@@ -28,29 +30,29 @@ def num_ranks() -> int:
     return size
 
 
-def chunks_of(rank: int, num_ranks: int) -> tuple[int, int]:
-    """The two chunks of a sequence that a rank holds, of 2 x `num_ranks`."""
-    return rank, 2 * num_ranks - 1 - rank
-
-
-def shard_for_cp(values_BS: Tensor) -> Tensor:
-    """This rank's positions of [B, S, ...]; S is a multiple of twice the number of ranks."""
+def shard_for_cp(values_BS: Tensor, part: PackPart | None = None) -> Tensor:
+    """This rank's positions of [B, S, ...], or of a pack [1, S, ...] its `part`; S is a multiple of twice the number of
+    ranks."""
+    if part is not None:
+        return values_BS.index_select(1, part.positions)
     if num_ranks() == 1:
         return values_BS
     chunks = values_BS.chunk(2 * num_ranks(), dim=1)
-    return torch.cat([chunks[index] for index in chunks_of(parallel_state.get_context_parallel_rank(), num_ranks())], 1)
+    return torch.cat([chunks[index] for index in pieces_of(parallel_state.get_context_parallel_rank(), num_ranks())], 1)
 
 
-def gather_sequence(values_SB: Tensor, *, sums_gradients: bool) -> Tensor:
-    """All ranks' positions, in the sequence's order, of this rank's [S / ranks, ...]; the result is [S, ...].
+def gather_sequence(values_SB: Tensor, *, sums_gradients: bool, part: PackPart | None = None) -> Tensor:
+    """All ranks' positions, in the sequence's order or the pack's, of this rank's [S / ranks, ...]: [S, ...].
 
     With `sums_gradients` the ranks use the result for different things and the gradients of all are summed; without,
     they compute the same from it, and each takes its own part of its own gradient.
     """
     group = parallel_state.get_context_parallel_group()
-    gathered = gather_from_sequence_parallel_region(
+    gathered: Tensor = gather_from_sequence_parallel_region(
         values_SB.contiguous(), tensor_parallel_output_grad=sums_gradients, group=group
     )
+    if part is not None:
+        return gathered.index_select(0, part.places)
     chunks = gathered.chunk(2 * group.size())
     return torch.cat([chunks[index] for index in _places(group.size())])
 
@@ -58,7 +60,7 @@ def gather_sequence(values_SB: Tensor, *, sums_gradients: bool) -> Tensor:
 @cache
 def _places(num_ranks: int) -> list[int]:
     """Where each chunk of the sequence stands after the ranks' parts were put together."""
-    gathered = [chunk for rank in range(num_ranks) for chunk in chunks_of(rank, num_ranks)]
+    gathered = [chunk for rank in range(num_ranks) for chunk in pieces_of(rank, num_ranks)]
     return [gathered.index(chunk) for chunk in range(2 * num_ranks)]
 
 
@@ -67,16 +69,17 @@ def shift_logits(logits_BSV: Tensor) -> Tensor:
     return logits_BSV[:, :-1] if num_ranks() == 1 else logits_BSV
 
 
-def shift_targets(values_BS: Tensor) -> Tensor:
+def shift_targets(values_BS: Tensor, part: PackPart | None = None) -> Tensor:
     """Values of tokens [B, S, ...], of those that this rank's logits predict after `shift_logits`."""
     following = values_BS[:, 1:]
     if num_ranks() == 1:
         return following
-    return shard_for_cp(F.pad(following, (0, 0) * (following.ndim - 2) + (0, 1)))
+    return shard_for_cp(F.pad(following, (0, 0) * (following.ndim - 2) + (0, 1)), part)
 
 
-def gather_for_cp(values_BS: Tensor) -> Tensor:
+def gather_for_cp(values_BS: Tensor, part: PackPart | None = None) -> Tensor:
     """What was computed of this rank's shifted logits, as values of whole rows' tokens [B, S, ...]; position 0 is 0."""
     if num_ranks() > 1:
-        values_BS = gather_sequence(values_BS.transpose(0, 1), sums_gradients=False).transpose(0, 1)[:, :-1]
+        values_SB = gather_sequence(values_BS.transpose(0, 1), sums_gradients=False, part=part)
+        values_BS = values_SB.transpose(0, 1)[:, :-1]
     return F.pad(values_BS, (0, 0) * (values_BS.ndim - 2) + (1, 0))

@@ -68,7 +68,7 @@ class FusedHead:
         ids_BSK = ids_BS[..., None]
         if further_ids_BSK is not None:
             ids_BSK = torch.cat([ids_BSK, further_ids_BSK], dim=-1)
-        targets_BSK = shift_targets(self._microbatch.for_model(ids_BSK))
+        targets_BSK = shift_targets(self._microbatch.for_model(ids_BSK), self._microbatch.part)
         hidden_BSH = shift_logits(self._output.whole())
         logprobs, entropies = linear_logprobs(
             hidden_BSH.reshape(-1, hidden_BSH.shape[-1]),
@@ -95,4 +95,4 @@ class FusedHead:
 
     def _for_loss(self, values_BS: Tensor) -> Tensor:
         """Values of shifted tokens, [B, S, ...], as the microbatch's rows."""
-        return self._microbatch.for_loss(gather_for_cp(values_BS))
+        return self._microbatch.for_loss(gather_for_cp(values_BS, self._microbatch.part))

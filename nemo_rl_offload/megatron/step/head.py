@@ -29,8 +29,10 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nemo_rl_offload.batching.packing import PackPart
 from nemo_rl_offload.megatron.step.context_parallel import gather_for_cp, shift_logits, shift_targets
 from nemo_rl_offload.megatron.step.microbatches import Microbatch
+from nemo_rl_offload.megatron.step.mtp_loss import install_mtp_loss
 
 
 class Prediction(NamedTuple):
@@ -84,6 +86,9 @@ class LogitsHeadFactory:
     chunk_size: int | None = None
     """Positions of a row that are computed at a time; None: all."""
 
+    def __post_init__(self) -> None:
+        install_mtp_loss()
+
     @property
     def forward_kwargs(self) -> Mapping[str, object]:
         """Logits stay split over tensor-parallel ranks."""
@@ -118,33 +123,45 @@ class LogitsHead:
         shifted_BSV = shift_logits(self._logits_BSV)
         chunks = torch.split(shifted_BSV, self._chunk_size or max(1, self._logits_BSV.shape[1]), dim=1)
         parts = [topk_logits(chunk.float() / self._temperature, k, num_tokens) for chunk in chunks]
-        values, ids = (gather_for_cp(torch.cat(each, dim=1)) for each in zip(*parts, strict=True))
+        values, ids = (
+            gather_for_cp(torch.cat(each, dim=1), self._microbatch.part) for each in zip(*parts, strict=True)
+        )
         return self._microbatch.for_loss(values), self._microbatch.for_loss(ids)
 
     def _map(self, function: Callable[..., Tensor], *per_token: Tensor) -> Tensor:
         """`function` over chunks; `per_token` in the model's shape, the result [B, S, ...] in the microbatch's."""
         mapped = map_logit_chunks(
-            function, self._logits_BSV, *per_token, temperature=self._temperature, chunk_size=self._chunk_size
+            function,
+            self._logits_BSV,
+            *per_token,
+            temperature=self._temperature,
+            chunk_size=self._chunk_size,
+            part=self._microbatch.part,
         )
         return self._microbatch.for_loss(mapped)
 
 
 def map_logit_chunks(
-    function: Callable[..., Tensor], logits_BSV: Tensor, *per_token: Tensor, temperature: float, chunk_size: int | None
+    function: Callable[..., Tensor],
+    logits_BSV: Tensor,
+    *per_token: Tensor,
+    temperature: float,
+    chunk_size: int | None,
+    part: PackPart | None = None,
 ) -> Tensor:
     """`function` of the logits that predict each token, over temperature in float32, and of the token's own values.
 
     `per_token` and the result are [B, S, ...], of whole rows, and the logits of this context-parallel rank's part;
     position t of the result comes from the logits at t - 1 and from `per_token` at t, and position 0 is 0. `chunk_size`
-    positions are computed at a time; None: all at once.
+    positions are computed at a time; None: all at once. `part`: what this rank holds of a pack, where ranks share it.
     """
     whole = max(1, logits_BSV.shape[1])
     logits = torch.split(shift_logits(logits_BSV), chunk_size or whole, dim=1)
-    others = [torch.split(shift_targets(values), chunk_size or whole, dim=1) for values in per_token]
+    others = [torch.split(shift_targets(values, part), chunk_size or whole, dim=1) for values in per_token]
     of_chunk = partial(_at_temperature, function, temperature)
     if len(logits) > 1 and torch.is_grad_enabled():
         of_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-    return gather_for_cp(torch.cat([of_chunk(*chunk) for chunk in zip(logits, *others, strict=True)], dim=1))
+    return gather_for_cp(torch.cat([of_chunk(*chunk) for chunk in zip(logits, *others, strict=True)], dim=1), part)
 
 
 def _at_temperature(

@@ -5,7 +5,7 @@ for the whole schedule: Megatron can announce shapes as it goes (`variable_seq_l
 the announcements of both directions to the same rank without telling them apart. So all microbatches of a schedule
 have one shape here, and the next schedule may have another. The same holds where the experts' ranks gather their tokens
 as tensors of equal shapes. Sequence parallelism needs widths that the tensor-parallel ranks divide, context parallelism
-such that twice its ranks do.
+such that twice its ranks do; in a pack these cut every sequence, so that each has such a length.
 
 What is filled up counts for nothing: positions behind a row's end are masked, rows repeat the last one with
 `sample_mask` 0. Interleaved schedules want as many microbatches as a multiple of the pipeline's ranks: more such rows.
@@ -17,22 +17,28 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples, select
-from nemo_rl_offload.batching.packing import Packing
+from nemo_rl_offload.batching.packing import Packing, PackPart
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.megatron.layers.packed_rotary import announce_pack
-from nemo_rl_offload.specs.parallel_layout import width_multiple
+from nemo_rl_offload.specs.parallel_layout import sequence_multiple, width_multiple
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of a pack, with its sequences' lengths as numbers, which no device has to be asked for."""
+    """Megatron's description of a pack, with its sequences' lengths as numbers, which no device has to be asked for.
+
+    Lengths and bounds are of whole sequences, also where ranks share them.
+    """
 
     lengths: tuple[int, ...] = ()
+    part: PackPart | None = None
+    """What this context-parallel rank holds; None: everything."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +69,22 @@ class Microbatch:
         return torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand_as(self.input_ids)
 
     @property
+    def part(self) -> PackPart | None:
+        """What this context-parallel rank holds of a pack."""
+        return None if self.packing is None else self.packing.part
+
+    @property
     def packed_seq_params(self) -> PackedSequences | None:
         """What attention must know of a pack."""
         if self.packing is None:
             return None
         bounds, lengths = self.packing.bounds, self.packing.lengths
+        # What fills a sequence up is part of it: `cu_seqlens` without it would bar kernels that take no gaps.
+        of_ranks = (
+            {}
+            if self.part is None
+            else {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds, "pad_between_seqs": False}
+        )
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -75,6 +92,8 @@ class Microbatch:
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
             lengths=lengths,
+            part=self.part,
+            **of_ranks,
         )
 
 
@@ -84,11 +103,10 @@ def split_into_microbatches(batch: Batch, split: int | MicrobatchSplit, config: 
     In order, they hold all rows; with a fixed number of rows, what was filled up follows.
     """
     if isinstance(split, MicrobatchSplit):
-        return _cut_by_plan(batch, split)
+        return _cut_by_plan(batch, split, config)
     num_stages = config.pipeline_model_parallel_size
     gathers = config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather"
-    tensor_size = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    multiple = width_multiple(tensor_size, config.context_parallel_size)
+    multiple = width_multiple(*_sizes(config))
     if num_stages == 1 and not gathers:
         return [Microbatch(_widen(piece, multiple)) for piece in microbatches(batch, split)]
     group_size = split * (num_stages if config.virtual_pipeline_model_parallel_size else 1)
@@ -98,8 +116,19 @@ def split_into_microbatches(batch: Batch, split: int | MicrobatchSplit, config: 
     return [Microbatch(select(whole, slice(i, i + split))) for i in range(0, num_samples(whole), split)]
 
 
-def _cut_by_plan(batch: Batch, split: MicrobatchSplit) -> list[Microbatch]:
+def _sizes(config: TransformerConfig) -> tuple[int, int]:
+    """Ranks that share the tokens of a layer by sequence parallelism, and by context parallelism."""
+    return config.tensor_model_parallel_size if config.sequence_parallel else 1, config.context_parallel_size
+
+
+def _cut_by_plan(batch: Batch, split: MicrobatchSplit, config: TransformerConfig) -> list[Microbatch]:
     pieces = []
+    num_ranks = config.context_parallel_size
+    cut = {
+        "multiple": sequence_multiple(*_sizes(config)),
+        "rank": parallel_state.get_context_parallel_rank() if num_ranks > 1 else 0,
+        "num_ranks": num_ranks,
+    }
     start = 0
     lengths = batch["input_lengths"].tolist()
     for size, width in zip(split.sizes, split.widths, strict=True):
@@ -107,7 +136,7 @@ def _cut_by_plan(batch: Batch, split: MicrobatchSplit) -> list[Microbatch]:
         start += size
         if split.is_packed:
             rows = _trim(rows, max(own))
-            packing = Packing.of_rows(own, rows["input_ids"].shape[1], width, rows["input_ids"].device)
+            packing = Packing.of_rows(own, rows["input_ids"].shape[1], width, rows["input_ids"].device, **cut)
             announce_pack(packing.bounds, packing.lengths)
             pieces.append(Microbatch(rows, packing))
         else:

@@ -88,8 +88,9 @@ def _forward_step(
         batch = microbatch.batch
         is_scored = "token_mask" not in batch
         mask_BS = torch.ones_like(batch["input_ids"]) if is_scored else valid_tokens(batch).long()
-        further["loss_mask"] = shard_for_cp(microbatch.for_model(mask_BS))
-    output = chunk(shard_for_cp(microbatch.input_ids), shard_for_cp(microbatch.position_ids), None, **further)
+        further["loss_mask"] = shard_for_cp(microbatch.for_model(mask_BS), microbatch.part)
+    ids, positions = (shard_for_cp(each, microbatch.part) for each in (microbatch.input_ids, microbatch.position_ids))
+    output = chunk(ids, positions, None, **further)
     return output, partial(_on_output, heads, process, microbatch)
 
 

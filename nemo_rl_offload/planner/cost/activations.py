@@ -109,6 +109,17 @@ class LayerContext:
         return max(1, self.shape.num_key_value_heads // self.layout.tensor)
 
     @property
+    def gathers_keys(self) -> bool:
+        """Whether attention keeps keys and values of whole sequences: plain torch gathers them over context-parallel
+        ranks, and Transformer Engine passes them around."""
+        return self.layout.context > 1 and not self.fused_norm_linear
+
+    @property
+    def key_tokens(self) -> int:
+        """Tokens whose keys and values attention keeps."""
+        return self.tokens.count * (self.layout.context if self.gathers_keys else 1)
+
+    @property
     def expert_tokens(self) -> int:
         """Tokens that this rank's experts take, balanced: each rank receives as many as it sends, whatever EP is."""
         experts = self.shape.experts
@@ -157,6 +168,8 @@ def _attention_output(context: LayerContext) -> Iterator[Storage]:
     yield _tensor("softmax statistics", count * context.heads, 4, "core_attn")
     output = count * context.heads * context.shape.value_head_dim
     yield _tensor("attention output", output, size, "attn_proj")
+    if context.gathers_keys:
+        yield _tensor("attention output, by chunks", output, size, "core_attn")
     if context.numbers.fp8:
         yield _linear_input(context, "attention output in 8 bits", output, "attn_proj")
 
@@ -170,7 +183,9 @@ def _grouped_query(context: LayerContext) -> Iterator[Storage]:
     yield _linear_input(context, "attention norm output", hidden, "qkv_linear")
     yield from (_copied_projection if context.fused_norm_linear else _viewed_projection)(context)
     yield _tensor("queries", count * context.heads * head, size, "core_attn")
-    yield _tensor("keys", count * context.groups * head, size, "core_attn")
+    yield _tensor("keys", context.key_tokens * context.groups * head, size, "core_attn")
+    if context.gathers_keys:
+        yield _tensor("values", context.key_tokens * context.groups * head, size, "core_attn")
     yield from _attention_output(context)
 
 
@@ -184,7 +199,10 @@ def _viewed_projection(context: LayerContext) -> Iterator[Storage]:
             queries = count * context.heads * shape.head_dim
             yield _tensor("queries before their norm", queries, size, "qkv_linear")
         both = replace(both, held_by=("qkv_linear",))
-    yield both
+    if not context.gathers_keys:
+        yield both
+    elif shape.qk_norm:  # gathered values are a copy, and the norms alone read the projection's output
+        yield replace(both, modules=("qkv_linear",))
 
 
 def _copied_projection(context: LayerContext) -> Iterator[Storage]:
@@ -217,9 +235,12 @@ def _latent(context: LayerContext) -> Iterator[Storage]:
     yield _tensor("compressed keys and values", key_value, size, "qkv_linear")
     normed = _linear_input(context, "normed compressed keys and values", tokens * latent.key_value_rank, "qkv_linear")
     yield replace(normed, pinned_by=("mla_up_proj",))
-    for name, width in (("queries", shape.query_head_dim), ("keys", shape.query_head_dim)):
-        yield _tensor(name, count * context.heads * width, size, "core_attn", by=("mla_up_proj",))
-    yield _tensor("values", count * context.heads * latent.value_head_dim, size, "core_attn", by=("mla_up_proj",))
+    for name, num, width in (
+        ("queries", count, shape.query_head_dim),
+        ("keys", context.key_tokens, shape.query_head_dim),
+        ("values", context.key_tokens, latent.value_head_dim),
+    ):
+        yield _tensor(name, num * context.heads * width, size, "core_attn", by=("mla_up_proj",))
     yield from _attention_output(context)
 
 

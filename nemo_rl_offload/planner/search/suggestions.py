@@ -127,7 +127,8 @@ def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
             ),
             f"expert_model_parallel_size={layout.expert * factor}": replace(layout, expert=layout.expert * factor),
         }
-        if not job.is_packed and not job.shape.num_mtp_layers:  # neither is split over ranks
+        has_form = job.shape.attention_sinks or job.shape.sliding_windows
+        if not (job.is_packed and job.transformer_engine and has_form):  # which has no kernel for it
             longer = layout.context * factor
             changes[f"context_parallel_size={longer}"] = replace(layout, context=longer)
         for text, changed in changes.items():

@@ -43,6 +43,7 @@ def num_tokens(samples: list[Lengths], microbatch: PlannedMicrobatch, name: str)
     num_ranks=st.integers(1, 3),
     group_size=st.sampled_from([1, 2]),
     one_shape=st.booleans(),
+    sequence_multiple=st.sampled_from([1, 4]),
 )
 @settings(max_examples=150, deadline=None)
 def test_a_plan_holds_every_sample_once_and_keeps_the_budget(
@@ -54,10 +55,15 @@ def test_a_plan_holds_every_sample_once_and_keeps_the_budget(
     num_ranks: int,
     group_size: int,
     one_shape: bool,
+    sequence_multiple: int,
 ) -> None:
-    budget = TokenBudget(num_tokens_wanted, length_round, width_multiple, num_ranks, group_size, one_shape)
+    width_multiple = max(width_multiple, sequence_multiple)  # where ranks share each sequence, also the whole pack
+    budget = TokenBudget(
+        num_tokens_wanted, length_round, width_multiple, num_ranks, group_size, one_shape, sequence_multiple
+    )
     rows = len(samples[0])
-    longest = max(sum(sample) if name in BINS else max(sample) * rows for sample in samples)
+    packed = [sum(-(-length // sequence_multiple) * sequence_multiple for length in sample) for sample in samples]
+    longest = max(packed) if name in BINS else max(max(sample) * rows for sample in samples)
     largest = budget.width(longest) if name in BINS else rows * budget.width(longest // rows)
     assume(num_tokens_wanted >= largest)  # the configuration's rule
     plan = PLANS[name](samples, budget)
@@ -71,8 +77,11 @@ def test_a_plan_holds_every_sample_once_and_keeps_the_budget(
         assert part.samples or part.num_filled
         assert num_tokens(samples, part, name) <= num_tokens_wanted
         assert part.width % width_multiple == 0
-        lengths = [samples[number] for number in part.samples]
-        assert part.width >= max((sum(s) if name in BINS else max(s) for s in lengths), default=1)
+        if name in BINS:
+            filling = min(range(len(samples)), key=lambda number: max(samples[number]))  # as `shard_by_plan` chooses
+            assert part.width >= (sum(packed[number] for number in part.samples) or packed[filling])
+        else:
+            assert part.width >= max((max(samples[number]) for number in part.samples), default=1)
     if one_shape:
         assert len({part.width for part in parts}) == 1
         assert name in BINS or len({len(part.samples) + part.num_filled for part in parts}) == 1

@@ -6,7 +6,13 @@ import pytest
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from nemo_rl_offload.specs.catalogue import CATALOGUE
-from nemo_rl_offload.specs.model_families import FAMILIES, needs_torch_layers, refusals, unknown_keys
+from nemo_rl_offload.specs.model_families import (
+    FAMILIES,
+    needs_torch_layers,
+    refusals,
+    unknown_keys,
+    windows_or_sinks,
+)
 
 LLAMA3 = {
     "factor": 8.0,
@@ -356,3 +362,46 @@ def test_what_needs_torch_layers() -> None:
     assert needs_torch_layers(PUBLIC["GLM-4.5-Air"]) is None
     assert needs_torch_layers(PUBLIC["DeepSeek-V3"] | {"q_lora_rank": None}) == "q_lora_rank null"
     assert needs_torch_layers(PUBLIC["DeepSeek-V3"]) is None
+
+
+WINDOWS: list[tuple[str, dict[str, Any]]] = [
+    *(("mistral", given) for given in ({}, {"sliding_window": None}, {"sliding_window": 512})),
+    *(
+        (family, given)
+        for family in ("qwen2", "qwen3")
+        for given in (
+            {},
+            {"use_sliding_window": False, "sliding_window": 64},
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 4},
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
+            {"use_sliding_window": True, "sliding_window": 64},
+            {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention"] * 4},
+            {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 4},
+        )
+    ),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}),
+    ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 64}),
+    *((family, {}) for family in ("llama", "deepseek_v3", "gemma", "glm4_moe")),
+]
+
+
+@pytest.mark.parametrize(("family", "given"), WINDOWS)
+def test_windows_are_those_of_transformers(family: str, given: dict[str, Any]) -> None:
+    content = {"model_type": family, "num_hidden_layers": 4, "num_attention_heads": 4} | given
+    config = CONFIG_MAPPING[family](**{key: value for key, value in content.items() if key != "model_type"})
+    layers = getattr(config, "layer_types", None)
+    has_windows = getattr(config, "sliding_window", None) is not None and (
+        layers is None or "sliding_attention" in layers
+    )
+    assert windows_or_sinks(content) == ("sliding windows" if has_windows else None)
+
+
+def test_sinks_are_gpt_osss() -> None:
+    assert windows_or_sinks({"model_type": "gpt_oss", "num_hidden_layers": 4}) == "attention sinks"
+
+
+@pytest.mark.parametrize("value", ["x", None, [], {}])
+@pytest.mark.parametrize("key", ["max_window_layers", "num_hidden_layers", "layer_types"])
+def test_windows_of_a_broken_file_are_no_error(key: str, value: object) -> None:
+    windows_or_sinks({"model_type": "qwen2", "use_sliding_window": True, key: value})

@@ -41,7 +41,6 @@ FEATURES = {
     "a limit for whole records",
 }
 NOT_YET = (
-    r"packs of sequences are not split over ranks",
     r"model_type '\w+' of config.json is not trained here",
     r"flex is not available yet",
     r'^"fp8" is not allowed',  # of vLLM's precision

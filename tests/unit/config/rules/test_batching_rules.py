@@ -73,6 +73,20 @@ CASES = [
         "Set at least 98.",
         f"{DYNAMIC}.train_mb_tokens=98",
     ),
+    (
+        f"{DYNAMIC}.enabled=true {DYNAMIC}.train_mb_tokens=97 {DYNAMIC}.sequence_length_round=97 "
+        "M.context_parallel_size=2",
+        f"{DYNAMIC}.train_mb_tokens",
+        "Set at least 100.",
+        f"{DYNAMIC}.train_mb_tokens=100",
+    ),
+    (  # 97 tokens are 104 for each of the two rows, where ranks share them
+        f"{DPO} {PACKING}.enabled=true {PACKING}.train_mb_tokens=207 {PACKING}.sequence_length_round=1 "
+        "policy.max_total_sequence_length=97 M.context_parallel_size=4 cluster.gpus_per_node=4",
+        f"{PACKING}.train_mb_tokens",
+        "Set at least 208.",
+        f"{PACKING}.train_mb_tokens=208",
+    ),
 ]
 
 

@@ -31,12 +31,6 @@ EXPERTS = "MOE M.offload_modules=[expert_fc1]"
 MEGATRON = "M.activation_offload.engine=megatron"
 
 CASES = [
-    (
-        "M.context_parallel_size=2 policy.sequence_packing.enabled=true",
-        "context_parallel_size",
-        "packs of sequences are not split",
-        "policy.sequence_packing.enabled=false policy.dynamic_batching.enabled=true",
-    ),
     ("M.enabled=false", "enabled", "Megatron-Core is the only", "M.enabled=true"),
     (f"{FULL} M.recompute_method=null", "recompute_method", "Set uniform or block", "M.recompute_method=block"),
     (f"{FULL} M.recompute_num_layers=null", "recompute_num_layers", "full recompute needs", "M.recompute_num_layers=2"),
@@ -353,13 +347,13 @@ def test_recompute_settings_of_the_other_granularity(check: Check, key: str) -> 
     assert warning.startswith(f"{M}.{key.split('=')[0]}: ignored")
 
 
-def test_context_parallelism_excludes_models_that_predict_further_tokens(
-    refusals: Refusals, make_model: MakeModel
+@pytest.mark.parametrize("words", [{}, {"num_nextn_predict_layers": 1}])
+def test_context_parallelism_takes_packs_and_models_that_predict_further_tokens(
+    refusals: Refusals, make_model: MakeModel, words: dict[str, int]
 ) -> None:
-    split = f"policy.model_name={make_model(num_nextn_predict_layers=1)} M.context_parallel_size"
-    (line,) = refusals(f"{split}=2")
-    assert "Set it to 1" in line
-    assert refusals(f"{split}=1") == []
+    split = f"policy.model_name={make_model(**words)} M.context_parallel_size=2"
+    assert refusals(split) == []
+    assert refusals(f"{split} policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens=4096") == []
 
 
 def test_recompute_of_multi_token_prediction(check: Check, refusals: Refusals, make_model: MakeModel) -> None:

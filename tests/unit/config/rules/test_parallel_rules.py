@@ -1,6 +1,8 @@
 """Rules about the number of workers: what breaks each, the essential words, a legal neighbor."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ Refuses = Callable[[str, str, str, str], None]
 WORKERS, SIZES = "cluster.gpus_per_node", "policy.megatron_cfg"
 BATCH, DYNAMIC = "policy.train_global_batch_size", "policy.dynamic_batching.enabled"
 APART = "policy.generation.colocated.enabled=false policy.generation.colocated.resources"
+WHOLE = "M.fine_grained_activation_offloading=false M.offload_modules=null"
 
 CASES = [
     (f"{WORKERS}=3 {SIZES}.tensor_model_parallel_size=2", WORKERS, "= 2 does not divide 3 worker(s)", f"{WORKERS}=4"),
@@ -68,3 +71,35 @@ def test_every_example_runs_on_machines_of_any_usual_size(name: str, num_gpus: i
     number = load_config(EXAMPLES / name, [])["cluster"]["gpus_per_node"]
     overrides = [f"cluster.gpus_per_node={num_gpus}"] if number == "auto" else []
     check_config(load_config(EXAMPLES / name, overrides), run_here=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"model_type": "mistral"}, "sliding windows"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding windows"),
+        (
+            {
+                "model_type": "gpt_oss",
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "sliding_window": 8,
+            },
+            "attention sinks",
+        ),
+    ],
+)
+def test_transformer_engine_has_no_windows_and_sinks_in_packs_that_ranks_share(
+    shape: dict[str, Any], words: str, make_model: Callable[..., Path], refuses: Refuses
+) -> None:
+    packs = "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens=20000"
+    change = f"policy.model_name={make_model(**shape)} {packs} M.transformer_impl=transformer_engine {WHOLE}"
+    path = f"{SIZES}.context_parallel_size"
+    for legal in (f"{path}=1", "M.transformer_impl=torch", "policy.sequence_packing.enabled=false"):
+        refuses(f"{change} {path}=2", path, words, legal)
+
+
+def test_other_packs_may_be_shared(refusals: Refusals) -> None:
+    packs = "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens=20000"
+    assert refusals(f"{packs} M.transformer_impl=transformer_engine {WHOLE} {SIZES}.context_parallel_size=2") == []

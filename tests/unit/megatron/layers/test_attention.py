@@ -100,7 +100,7 @@ def test_a_packs_sequences_do_not_see_each_other(lengths: tuple[int, ...], value
     query, key = (torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2))
     value = torch.randn(sum(lengths), 2, value_width, requires_grad=True)
     attention = make_attention(make_config())
-    output = attention(query, key, value, None, packed_seq_params=SimpleNamespace(lengths=lengths))
+    output = attention(query, key, value, None, packed_seq_params=SimpleNamespace(lengths=lengths, part=None))
     assert output.shape == (sum(lengths), 4 * value_width)
     parts = zip(*(t[:, None].split(lengths) for t in (query, key, value)), strict=True)
     alone = [attention(*part, None)[:, 0] for part in parts]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 
+from nemo_rl_offload.batching.context_parts import own_positions
 from nemo_rl_offload.batching.packing import Packing
 from nemo_rl_offload.megatron.layers import packed_rotary
 from nemo_rl_offload.megatron.layers.packed_rotary import announce_pack, rotate_pack
@@ -30,11 +31,13 @@ def make(lengths: list[int], dim: int, dtype: torch.dtype = torch.float32, rotat
     return t, bounds, torch.randn(max(lengths), 1, 1, rotated, generator=generator)
 
 
-def rotate_both(t: Tensor, bounds: Tensor, angles: Tensor, form: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+def rotate_both(
+    t: Tensor, bounds: Tensor, angles: Tensor, form: dict[str, Any], group: Any = ALONE
+) -> list[tuple[Tensor, Tensor]]:
     """Output and gradient of Megatron's function and of this project's."""
     outcomes = []
     for rotate in (packed_rotary._megatrons, rotate_pack):
-        output = rotate(t, bounds, angles, cp_group=ALONE, **form)
+        output = rotate(t, bounds, angles, cp_group=group, **form)
         (gradient,) = torch.autograd.grad(output, t, torch.arange(output.numel()).view_as(output).to(t))
         outcomes.append((output, gradient))
     return outcomes
@@ -53,6 +56,30 @@ def test_it_is_megatrons_bit_for_bit(lengths: list[int], dim: int, dtype: torch.
     (expected, expected_gradient), (output, gradient) = rotate_both(t, bounds, angles, form)
     assert torch.equal(output, expected)
     assert torch.equal(gradient, expected_gradient)
+
+
+@given(
+    halves=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    num_ranks=st.integers(2, 4),
+    form=st.sampled_from(FORMS),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_context_parallel_ranks_part_is_megatrons_bit_for_bit(
+    halves: list[int], num_ranks: int, form: dict[str, Any], data: st.DataObject
+) -> None:
+    """And what the whole pack's tokens get at those positions."""
+    lengths = [2 * num_ranks * half for half in halves]
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    whole, bounds, angles = make(lengths, 8)
+    own = own_positions(lengths, rank, num_ranks)
+    t = whole.detach()[own].requires_grad_()
+    announce_pack(bounds, lengths)
+    group = SimpleNamespace(size=lambda: num_ranks, rank=lambda: rank)
+    (expected, expected_gradient), (output, gradient) = rotate_both(t, bounds, angles, form, group)
+    assert torch.equal(output, expected)
+    assert torch.equal(gradient, expected_gradient)
+    assert torch.equal(output, rotate_pack(whole, bounds, angles.clone(), cp_group=ALONE, **form)[own])
 
 
 def test_packs_and_angles_that_take_turns_keep_apart() -> None:
@@ -85,17 +112,16 @@ def test_what_is_announced_is_read_from_nowhere_else_and_megatron_uses_it() -> N
     assert torch.equal(rope_utils.apply_rotary_pos_emb(t, angles, config, bounds, cp_group=ALONE), expected)
 
 
-@pytest.mark.parametrize("why", ["not announced", "context-parallel ranks", "an angle a token"])
+@pytest.mark.parametrize("why", ["not announced", "an angle a token"])
 def test_the_rest_is_left_to_megatron(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     t, bounds, angles = make([5, 2], 8)
     taken: list[Tensor] = []
     monkeypatch.setattr(packed_rotary, "_megatrons", lambda t, *_args, **_how: taken.append(t))
-    group = SimpleNamespace(size=lambda: 2) if why == "context-parallel ranks" else ALONE
     if why != "not announced":
         announce_pack(bounds, [5, 2])
     if why == "an angle a token":
         angles = torch.randn(7, 1, 1, 8)
-    rotate_pack(t, bounds, angles, cp_group=group)
+    rotate_pack(t, bounds, angles, cp_group=ALONE)
     assert len(taken) == 1
 
 

@@ -2,11 +2,15 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core import parallel_state
 
 from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples
+from nemo_rl_offload.batching.context_parts import own_positions
+from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.megatron.step.microbatches import split_into_microbatches
 
 
@@ -88,3 +92,29 @@ def test_ranks_that_gather_tokens_are_equally_wide() -> None:
     for lengths in ([1, 2, 3], [9, 4, 4]):
         pieces = split_into_microbatches(make_batch(lengths, 11), 2, layout)
         assert [piece.input_ids.shape for piece in pieces] == [(2, 11)] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_pack_that_ranks_share_is_described_whole_and_filled_up(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron and Transformer Engine read it: bounds are of whole sequences, each a multiple of all pieces."""
+    monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: rank)
+    layout = config(context_parallel_size=3, tensor_model_parallel_size=2, sequence_parallel=True)
+    (piece,) = split_into_microbatches(make_batch([5, 13, 2], 13), MicrobatchSplit((3,), (60,), True), layout)
+    params = piece.packed_seq_params
+    assert params is not None
+    assert params.lengths == (12, 24, 12, 12)
+    for bounds in (params.cu_seqlens_q, params.cu_seqlens_kv, params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded):
+        assert bounds.tolist() == [0, 12, 36, 48, 60]
+        assert bounds.dtype == torch.int32
+    assert params.max_seqlen_q == params.max_seqlen_kv == 24
+    assert params.pad_between_seqs is False
+    assert piece.part is not None
+    assert piece.part.positions.tolist() == own_positions(params.lengths, rank, 3)
+
+
+def test_a_pack_of_one_rank_is_described_as_before() -> None:
+    (piece,) = split_into_microbatches(make_batch([5, 13, 2], 13), MicrobatchSplit((3,), (24,), True), config())
+    params = piece.packed_seq_params
+    assert params is not None
+    assert params.lengths == (5, 13, 2, 4)
+    assert params.part is params.cu_seqlens_q_padded is params.pad_between_seqs is None

@@ -104,6 +104,25 @@ def test_context_parallelism_divides_tokens_and_experts_do_not_matter() -> None:
     assert fused_layer(context_of("Qwen/Qwen3-30B-A3B", world=8, expert=8), has_experts=True) == one
 
 
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B"])
+def test_plain_torch_keeps_the_keys_of_all_context_parallel_ranks(model: str) -> None:
+    """As the engine counts them on two ranks, but for a mask of each chunk."""
+    whole = context_of(model, world=1)
+    split = replace(
+        whole, layout=ParallelLayout(2, context=2), tokens=replace(whole.tokens, count=whole.tokens.count // 2)
+    )
+    shape, count, size = whole.shape, split.tokens.count, whole.numbers.element_bytes
+    queries, keys = (
+        num * shape.head_dim * size
+        for num in (count * shape.num_attention_heads, 2 * count * shape.num_key_value_heads)
+    )
+    in_torch = charged(fused_layer(split, has_experts=False))
+    assert in_torch["core_attn"] == 2 * queries + 2 * keys + 4 * count * shape.num_attention_heads
+    of_engine = charged(fused_layer(replace(split, fused_norm_linear=True), has_experts=False))
+    alone = charged(fused_layer(replace(whole, fused_norm_linear=True), has_experts=False))
+    assert {name: 2 * size for name, size in of_engine.items()} == alone
+
+
 @pytest.mark.parametrize(("fp8", "size"), [("fp8", 1.0), ("mxfp8", 33 / 32)])
 def test_eight_bit_linears_keep_eight_bit_inputs(fp8: str, size: float) -> None:
     context = context_of("Qwen/Qwen3-30B-A3B", world=8)
