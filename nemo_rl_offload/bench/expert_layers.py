@@ -34,7 +34,7 @@ def one_rank() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from nemo_rl_offload.megatron.build.model import join_alone
+    from nemo_rl_offload.megatron.runtime.rendezvous import join_alone
 
     join_alone("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel()

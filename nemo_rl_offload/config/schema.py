@@ -440,11 +440,11 @@ class VllmConfig(TypedDict):
     kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], Default("auto")]
     """Type of the key/value cache; auto: that of activations."""
     tensor_parallel_size: Annotated[Positive, Default(1)]
-    """Devices that share each layer of an engine; more than 1 is not supported yet."""
+    """Devices that share each layer of an engine."""
     pipeline_parallel_size: Annotated[Positive, Default(1)]
-    """Devices that divide an engine's layers; more than 1 is not supported yet."""
+    """Devices that divide an engine's layers."""
     expert_parallel_size: Annotated[Positive, Default(1)]
-    """Devices that divide an engine's experts; more than 1 is not supported yet."""
+    """Devices that divide an engine's experts: tensor_parallel_size, or 1, where they share each expert."""
     gpu_memory_utilization: Annotated[Share, Default(0.6)]
     """The engine's share of a GPU's memory, weights and cache; on a CPU the most of its free memory for the cache."""
     max_model_len: Annotated[Positive | None, Default(None)]

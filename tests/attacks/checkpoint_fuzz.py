@@ -606,7 +606,8 @@ def _run(options: argparse.Namespace) -> tuple[Counter[str], list[str]]:
     from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
 
     install_cpu_support()
-    from nemo_rl_offload.megatron.build.model import init_process_groups, join_alone
+    from nemo_rl_offload.megatron.build.model import init_process_groups
+    from nemo_rl_offload.megatron.runtime.rendezvous import join_alone
 
     join_alone("gloo")
     init_process_groups(load_config(CONFIG)["policy"], seed=0)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from cpu_processes import cpu_cluster, cpu_environment
-from test_generation_workers import laid_out
+from test_generation_workers import TP, laid_out
 from test_grpo_run import interruptible, leftovers, metrics, start_run, wait_for, wait_until_gone
 from transformers import AutoModelForCausalLM
 
@@ -73,17 +73,25 @@ def test_after_each_update_an_engine_answers_like_transformers(family: str) -> N
 
 @pytest.fixture(scope="module")
 def policy(model_folder: Callable[[str], Path]) -> Iterator[tuple[Policy, list[ClusterPart], Path]]:
-    """A policy whose engine is apart, its cluster's slots, and the start model."""
+    """A policy with two tensor-parallel ranks whose engine is apart, its cluster's slots, and the start model."""
     model = model_folder("qwen2", **HEADS_OF_32)  # type: ignore[call-arg]
-    config = laid_out()
+    config = laid_out(TP)
     config["generation"] |= {"backend": "vllm", "top_k": 1, "max_new_tokens": NEW_TOKENS}
     config["model_name"] = str(model)
-    with cpu_cluster(2) as cluster:
-        slots = [ClusterPart(cluster, 0, 1, first, 1) for first in (0, 1)]
+    with cpu_cluster(3) as cluster:
+        slots = [ClusterPart(cluster, 0, 1, *part) for part in ((0, 2), (2, 1))]
         arguments: Any = {"seed": SEED, "num_steps": 4, "keep_reference": False, "generation_slots": slots[1]}
         made = Policy(slots[0], config, model, (END_ID,), **arguments)
         yield made, slots, model
         made.shutdown()
+
+
+def wait_for_none() -> None:
+    """Wait until no engine is left below this process."""
+    end_s = time.monotonic() + 30
+    while engines():
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
 
 
 def greedy(folder: Path, prompt: list[int]) -> list[int]:
@@ -94,8 +102,8 @@ def greedy(folder: Path, prompt: list[int]) -> list[int]:
     return list(answer[0, len(prompt) :].tolist())
 
 
-def test_trained_weights_arrive(policy: tuple[Policy, list[ClusterPart], Path], tmp_path: Path) -> None:
-    made, _, model = policy
+def check_trained_weights(made: Policy, model: Path, scratch: Path) -> None:
+    """Compare greedy responses with those of exported weights, over two steps."""
     prompts = [[number, 40, 41, 42][: 1 + number % 4] for number in range(3, 9)]
     batch = {
         "input_ids": torch.randint(3, 250, (4, 12), generator=torch.Generator().manual_seed(0)),
@@ -107,10 +115,15 @@ def test_trained_weights_arrive(policy: tuple[Policy, list[ClusterPart], Path], 
     assert answers[0] == [greedy(model, prompt) for prompt in prompts]
     for step in range(2):
         made.train(batch, "nll", {})
-        made.export_hf(folder := tmp_path / str(step))
+        made.export_hf(folder := scratch / str(step))
         answers.append([response.tokens for response in made.generate(prompts, SEED, GREEDY)])
         assert answers[-1] == [greedy(folder, prompt) for prompt in prompts]
     assert answers[0] != answers[1] != answers[2], "the steps are large enough to be seen"
+
+
+def test_trained_weights_arrive(policy: tuple[Policy, list[ClusterPart], Path], tmp_path: Path) -> None:
+    made, _, model = policy
+    check_trained_weights(made, model, tmp_path)
 
 
 def test_an_engine_that_dies_is_an_error_that_names_it(policy: tuple[Policy, list[ClusterPart], Path]) -> None:
@@ -136,10 +149,7 @@ def test_an_engine_that_dies_is_an_error_that_names_it(policy: tuple[Policy, lis
     with pytest.raises(WorkerError, match="vLLM engine 0 of 1"):
         another.update_weights(Source())
     assert slots[1].world_size == 1
-    end_s = time.monotonic() + 30
-    while engines():
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
+    wait_for_none()
 
 
 @pytest.mark.usefixtures("interruptible")

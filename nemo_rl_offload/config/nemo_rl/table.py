@@ -246,8 +246,8 @@ _mtp_weights_from_refit         bool  none read by vLLM alone
 
 [policy.generation.vllm_cfg]
 cap_max_tokens_to_context       bool  none a response ends where its context does
-distributed_executor_backend    text? none an engine has one device
-enable_expert_parallel          bool  none an engine has one device
+distributed_executor_backend    text? none an engine's processes are started here
+enable_expert_parallel          bool  none expert_parallel_size says it
 enable_return_routed_experts    bool  only false [router replay] the routers of training choose for themselves
 enable_thinking                 bool  none read by a server of chats alone
 enable_vllm_metrics_logger      bool  none read by a server, or figures for developers

@@ -128,7 +128,7 @@ def _worker_counts(get: Get) -> Iterator[str]:
     whole, micro = get("policy.train_global_batch_size"), get("policy.train_micro_batch_size")
     try:
         num_shards = data_parallel_size(cfg, num_training)
-        if num_generating:
+        if num_generating and get("policy.generation.backend") == "megatron":
             data_parallel_size(cfg, num_generating)
         if whole % micro == 0 and not is_by_tokens(get):
             num_microbatches(whole, micro, num_shards, num_interleaved(cfg))

@@ -26,6 +26,7 @@ from nemo_rl_offload.config.rules.rule import Rule
 from nemo_rl_offload.config.rules.tasks import TASK_RULES, TASK_WARNINGS
 from nemo_rl_offload.config.rules.turns import TURN_RULES, TURN_WARNINGS
 from nemo_rl_offload.config.rules.vllm import VLLM_MACHINE_RULES, VLLM_RULES
+from nemo_rl_offload.config.rules.vllm_devices import VLLM_DEVICE_RULES
 
 RULES: tuple[Rule, ...] = (
     *AVAILABILITY_RULES,
@@ -46,6 +47,7 @@ RULES: tuple[Rule, ...] = (
     *TURN_RULES,
     *GENERATION_RULES,
     *VLLM_RULES,
+    *VLLM_DEVICE_RULES,
 )
 RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (*MACHINE_RULES, *VLLM_MACHINE_RULES)
 """What a run needs here, and a check elsewhere does not."""

@@ -17,7 +17,6 @@ from nemo_rl_offload.specs.generation import (
 
 GENERATION = "policy.generation"
 CFG, KWARGS, BACKEND = (f"{GENERATION}.{key}" for key in ("vllm_cfg", "vllm_kwargs", "backend"))
-ONE_DEVICE = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
 LEAST_TEMPERATURE = 0.01
 """Above 0, which takes the likeliest token (vLLM's `SamplingParams`)."""
 OF_OTHER_KEYS = {
@@ -44,7 +43,14 @@ SET_HERE: Mapping[str, str] = {
     **dict.fromkeys(("moe_backend", "kernel_config"), "other kernels of experts"),
     **dict.fromkeys(("attention_backend", "attention_config"), "other kernels of attention"),
     **dict.fromkeys(("kv_offloading_size", "kv_transfer_config"), "a key/value cache elsewhere"),
-    **dict.fromkeys(("distributed_executor_backend", "data_parallel_size", "worker_cls"), "engines started otherwise"),
+    **dict.fromkeys(
+        (
+            *("distributed_executor_backend", "data_parallel_size", "prefill_context_parallel_size", "nnodes"),
+            "worker_cls",
+        ),
+        "engines started otherwise",
+    ),
+    **dict.fromkeys(("enable_eplb", "enable_elastic_ep"), "experts that move"),
     **dict.fromkeys(("generation_config", "logprobs_mode", "logits_processors"), "other log-probabilities"),
     **dict.fromkeys(("worker_extension_cls", "enable_sleep_mode"), "another handing over of weights"),
 }
@@ -56,6 +62,11 @@ def context_length(policy: Mapping[str, Any]) -> int:
     """Longest prompt and response together that an engine takes, in tokens; no longer than training takes."""
     longest, total = policy["generation"]["vllm_cfg"]["max_model_len"], policy["max_total_sequence_length"]
     return int(total if longest is None else min(longest, total))
+
+
+def devices_of_engine(vllm_cfg: Mapping[str, Any]) -> int:
+    """Of `policy.generation.vllm_cfg`: devices that have one copy of the weights together."""
+    return int(vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"])
 
 
 def is_used(get: Get) -> bool:
@@ -76,12 +87,6 @@ def _not_supported_yet(get: Get) -> Iterator[str]:
             f"{GENERATION}.stop_strings: asks for stop strings with vLLM, not supported here: its engines see tokens "
             "alone. Set it to null, or name tokens in stop_token_ids."
         )
-    for key in ONE_DEVICE:
-        if (size := get(f"{CFG}.{key}")) > 1:
-            yield (
-                f"{CFG}.{key}: {size} asks for engines of several devices, not supported here: an engine has one. Set "
-                "it to 1: more devices are more engines."
-            )
     if model_shape(get).has_latent_attention:
         yield (
             f"{BACKEND}: vllm asks for vLLM with multi-latent attention, not supported here: its engines keep products "

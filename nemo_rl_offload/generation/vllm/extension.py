@@ -1,4 +1,4 @@
-"""What this project adds to vLLM's worker: weights that are replaced where they stand, and log-probabilities.
+"""What this project adds to vLLM's worker: weights replaced in place, log-probabilities, a place in an engine.
 
 vLLM mixes `WeightsInPlace` into its worker (`worker_extension_cls`) and imports this module before it loads a model.
 
@@ -11,7 +11,9 @@ Parameters are written in place on a GPU as well, where its graphs have their ad
 they have loaded is not asked: a name is in it once one of many experts has come. All is filled with NaN instead.
 """
 
+import os
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,38 @@ def keep_weights_plain() -> None:
 
     ops._supports_onednn = False
     CPUFusedMOE.check_grouped_gemm = lambda *_: (False, "none")
+    make_own = CPUFusedMOE.init_moe_torch
+
+    def make_experts(self: Any, layer: Any) -> None:
+        """Let experts of other ranks add nothing: routers choose among all, which vLLM overlooks on a CPU."""
+        make_own(self, layer)
+        if layer.expert_map is None:
+            return
+        for name, weight in (("gate_up_linear", layer.w13_weight), ("down_linear", layer.w2_weight)):
+            own, nothing = getattr(layer, name), partial(_zeros, weight.shape[1])  # of [local experts, out, in]
+            setattr(layer, name, [nothing if place < 0 else own[place] for place in layer.expert_map.tolist()])
+
+    CPUFusedMOE.init_moe_torch = make_experts
+
+
+def take_place(rank: int) -> None:
+    """Let vLLM be this rank of an engine, whose process group is there. To be called before an engine is built.
+
+    vLLM would ask the environment, where the rank among all engines is. It would also give each engine sockets and
+    shared memory for messages from the first rank to the others, to whom nothing is sent here: each knows all requests.
+    On a CPU, sums would go through shared memory with a name that all engines have, and a rank that waits there for one
+    that has died waits for ever. gloo ends; it is taken where the ranks' names of that memory differ.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    own = f"process:{os.getpid()}"
+    ExecutorWithExternalLauncher._distributed_args = lambda _: (own, rank, 0)
+    MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
+
+
+def _zeros(size: int, tokens: Tensor) -> Tensor:
+    return tokens.new_zeros(len(tokens), size)
 
 
 class WeightsInPlace:

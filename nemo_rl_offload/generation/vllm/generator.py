@@ -1,13 +1,15 @@
-"""Generation by vLLM: engines of one device each, which share the prompts.
+"""Generation by vLLM: engines of one or several devices each, which share the prompts.
 
-Each engine is an actor beside a training worker, in its slot, or in a slot of its own (`colocated.enabled: false`).
-Weights come from training by Hugging Face's names, bucket by bucket, and are written in place: an engine holds its own
-weights, a bucket, and one weight on its way. Buckets go through Ray's store; on a GPU that both have they stay there,
-and the engine beside each rank opens that rank's bucket by CUDA IPC. After each update it forgets its prefix cache.
+Each device has an actor beside a training worker, in its slot, or in a slot of its own (`colocated.enabled: false`).
+Neighbours make an engine, and are told the same (`worker`).
+
+Weights come from training by Hugging Face's names, bucket by bucket, and are written in place: a device holds its own
+part, a bucket, and one weight on its way. Buckets go through Ray's store; on a GPU that both have they stay there, and
+the actor beside each rank opens that rank's bucket by CUDA IPC. After each update an engine forgets its prefix cache.
 
 Colocated on a GPU an engine sleeps while the trainer works, and gives up weights and cache alike (vLLM's level 2): the
 next update brings the weights. On a CPU nobody sleeps. Rejected: level 1, which keeps a copy of weights in host memory
-that the next update replaces. Limits: one engine has one device; a step waits for its longest response.
+that the next update replaces. Limit: a step waits for its longest response.
 
 A request's random numbers are a function of the seed and of its place among all prompts, so that two engines draw what
 one draws. On a CPU prompts are read whole: vLLM cannot read them in pieces there beside seeds of their own.
@@ -19,6 +21,7 @@ from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
 from nemo_rl_offload.cluster.worker_group import WorkerGroup
 from nemo_rl_offload.config.rules.vllm import context_length
+from nemo_rl_offload.config.rules.vllm_devices import num_engines
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.interface import Generated, GeneratorSetup, Told
 from nemo_rl_offload.generation.sampling import Sampling
@@ -34,6 +37,7 @@ class VllmGenerator:
         self._setup = setup
         self._engines: WorkerGroup[VllmWorker] | None = None
         self._sleeps = False
+        self._num_engines = 0
         self.has_weights = True
 
     @property
@@ -42,9 +46,15 @@ class VllmGenerator:
         return self._engines
 
     def start(self) -> None:
-        """Start an engine in each slot, with the start model's weights."""
+        """Start the engines in the slots, with the start model's weights.
+
+        Raises:
+            ConfigError: the slots cannot be shared among engines.
+        """
         setup = self._setup
         slots = setup.slots or setup.training_slots
+        vllm_cfg = setup.config["generation"]["vllm_cfg"]
+        self._num_engines = num_engines(vllm_cfg, slots.world_size, slots.workers_per_node)
         device = slots.cluster.device if isinstance(slots, ClusterPart) else slots.device
         self._sleeps = setup.slots is None and device == "cuda"
         self._engines = WorkerGroup(
@@ -54,7 +64,7 @@ class VllmGenerator:
             setup.model_path,
             setup.end_ids,
             env=engine_env(setup.config["generation"], device),
-            name="vLLM engine",
+            name="vLLM engine" if self._num_engines == slots.world_size else "device of the vLLM engines",
             can_sleep=self._sleeps,
         )
 
@@ -76,7 +86,9 @@ class VllmGenerator:
                 f"response. Set at least {most + sampling.max_new_tokens}."
             )
         costs = [min(len(prompt) + sampling.max_new_tokens, longest) for prompt in prompts]
-        shards = divide(costs, self._group.world_size)
+        shards = divide(costs, self._num_engines)
+        # Each device of an engine is told the same, and the first returns the responses.
+        shards = [shard for shard in shards for _ in range(self._group.world_size // self._num_engines)]
         calls = [(list(prompts[shard]), seed, shard.start, sampling) for shard in shards]
         responses = [response for part in self._group.run_sharded(VllmWorker.generate, calls) for response in part]
         if told is not None:

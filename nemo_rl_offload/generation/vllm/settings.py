@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_offload.config.rules.vllm import context_length
+from nemo_rl_offload.config.rules.vllm import context_length, devices_of_engine
 from nemo_rl_offload.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_offload.generation.sampling import Sampling
 
@@ -16,12 +16,18 @@ MAX_NUM_SEQS = 256
 """Responses that an engine works on at a time, vLLM's own default; others wait for a place."""
 CPU_BLOCK_SIZE = 128
 """Tokens of a block of the key/value cache on a CPU."""
+PEER_TIMEOUT_S = 600
+"""How long one device of an engine waits for another; they work in step."""
 
 _ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the actor: no process of its own, none to be left
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
+}
+_ENV_OF_SEVERAL_DEVICES = {
+    "PYTHONHASHSEED": "0",  # every process of an engine goes through the same sets, in one order
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # by NVLink's multicast, which not every machine gives
 }
 _ENV_OF_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # `enforce_eager` alone still compiles while it warms up
@@ -39,11 +45,12 @@ _ENV_OF_CUDA = {
 
 def engine_env(config: GenerationConfig, device: str) -> dict[str, str]:
     """Environment variables of the engines' processes, of no others; `device` is "cuda" or "cpu"."""
+    env = _ENV | (_ENV_OF_SEVERAL_DEVICES if devices_of_engine(config["vllm_cfg"]) > 1 else {})
     if device == "cpu":
-        return _ENV | _ENV_OF_CPU
+        return env | _ENV_OF_CPU
     # The second runner draws with one seed a request in one kernel, the first in one each. But the first alone can be
     # told what log-probabilities to return where top-k or top-p cut the distribution.
-    return _ENV | _ENV_OF_CUDA | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_truncated(config) else {})
+    return env | _ENV_OF_CUDA | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_truncated(config) else {})
 
 
 def is_truncated(config: GenerationConfig) -> bool:
@@ -77,6 +84,12 @@ def engine_arguments(
         "seed": 0,
         "worker_extension_cls": "nemo_rl_offload.generation.vllm.extension.WeightsInPlace",
     }
+    if devices_of_engine(cfg) > 1:
+        arguments["distributed_executor_backend"] = "external_launcher"
+        # Its own sums open memory of the other devices, by numbers that processes which see one device do not share.
+        arguments["disable_custom_all_reduce"] = True
+        for group in ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"):
+            arguments[group] = PEER_TIMEOUT_S
     if is_cpu:
         # Random numbers of one request cannot be taken back there, which a prompt in pieces would need.
         pieces = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, longest)}

@@ -1,13 +1,21 @@
-"""One vLLM engine, in a process of its own.
+"""One vLLM engine, or one device of an engine of several, in a process of its own.
 
-vLLM is imported when the worker is built. By then its process group exists, a group of one whose store is in memory:
-vLLM would open a port for it.
+vLLM is imported when the worker is built. By then the engine's process group exists: vLLM would open a port for it on
+every interface.
+
+Of an engine of several devices each has a worker with an engine's whole scheduler (vLLM's `external_launcher`). All get
+the same requests in the same order, schedule alike, draw with the same seeds, and meet in the collectives of the model
+alone. Only the first one's responses count; the others' are compared with them. So a device is slept, woken and handed
+weights by the process beside its training rank, as where it is an engine of its own. Rejected: a worker that commands
+the others (vLLM's own way), which starts processes that would not be where the training ranks' weights are.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +24,9 @@ import psutil
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.worker_group import Stored
 from nemo_rl_offload.config.rules.rule import read_shape
-from nemo_rl_offload.config.rules.vllm import context_length
+from nemo_rl_offload.config.rules.vllm import context_length, devices_of_engine
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.errors import ConfigError, ResourceError
+from nemo_rl_offload.errors import ConfigError, ResourceError, WorkerError
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.settings import (
     CPU_BLOCK_SIZE,
@@ -29,6 +37,7 @@ from nemo_rl_offload.generation.vllm.settings import (
     sampling_arguments,
 )
 from nemo_rl_offload.generation.weight_sync import Assembler, DeviceBucket, WeightBucket
+from nemo_rl_offload.megatron.runtime.rendezvous import join
 from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.specs.generation import HOW_TO_INSTALL, VLLM_VERSION, is_tested
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
@@ -37,16 +46,16 @@ CFG = "policy.generation.vllm_cfg"
 
 
 class VllmWorker:
-    """Samples with one engine; `can_sleep` where training has the same device.
+    """Samples with one engine, or with others of neighbouring ranks; `can_sleep` where training has the same device.
 
     Raises:
         ConfigError: vLLM is not here, is another version, or refuses the model or its arguments.
         ResourceError: there is no memory for it.
+        WorkerError: the workers of an engine cannot meet.
     """
 
     def __init__(self, config: PolicyConfig, model_path: Path, end_ids: Sequence[int], *, can_sleep: bool) -> None:
         import torch
-        import torch.distributed as dist
 
         self._notices = Notices()
         self._config, self._end_ids = config, end_ids
@@ -56,14 +65,18 @@ class VllmWorker:
         self._assembler = Assembler()
         self._is_updating = False
         _import_vllm(is_cpu=self._is_cpu)
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo" if self._is_cpu else "nccl", store=store, rank=0, world_size=1)
+        self._num_devices = devices_of_engine(config["generation"]["vllm_cfg"])
+        self._rank_of_engine = int(os.environ["RANK"]) % self._num_devices
+        join("gloo" if self._is_cpu else "nccl", self._num_devices)
         from vllm import LLM, SamplingParams
+        from vllm.distributed.parallel_state import get_world_group
+
+        from nemo_rl_offload.generation.vllm.extension import keep_weights_plain, take_place
 
         if self._is_cpu:
-            from nemo_rl_offload.generation.vllm.extension import keep_weights_plain
-
             keep_weights_plain()
+        if self._num_devices > 1:
+            take_place(self._rank_of_engine)
         arguments = engine_arguments(
             config,
             model_path,
@@ -77,6 +90,7 @@ class VllmWorker:
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise _refusal(error) from error
         self._sampling_params = SamplingParams
+        self._peers = get_world_group().cpu_group
         if is_truncated(config["generation"]):
             self._on_the_model("return_whole_logprobs")
 
@@ -84,7 +98,13 @@ class VllmWorker:
         return self._llm.collective_rpc(method, args=args)[0]
 
     def generate(self, prompts: Sequence[list[int]], seed: int, first: int, sampling: Sampling) -> list[Response]:
-        """Sample one response for each prompt (token ids), of which the first has number `first` among all."""
+        """Sample one response for each prompt (token ids), of which the first has number `first` among all.
+
+        All workers of an engine are called alike; the first returns the responses, the others return none.
+
+        Raises:
+            WorkerError: they disagree.
+        """
         self._wake("kv_cache")  # also without prompts: an engine that is half asleep does not go to sleep
         if not prompts:
             return []
@@ -98,7 +118,23 @@ class VllmWorker:
         ]
         with _explained("generating"):
             outputs = self._llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
-        return [_response(output.outputs[0]) for output in outputs]
+        return self._of_the_engine([_response(output.outputs[0]) for output in outputs])
+
+    def _of_the_engine(self, responses: list[Response]) -> list[Response]:
+        """The responses on the engine's first worker, none on the others; all have the same tokens."""
+        if self._num_devices == 1:
+            return responses
+        import torch.distributed as dist
+
+        own = blake2b(repr([response.tokens for response in responses]).encode()).hexdigest()
+        found = [""] * self._num_devices
+        dist.all_gather_object(found, own, group=self._peers)
+        if len(set(found)) > 1:
+            raise WorkerError(
+                f"{CFG}.tensor_parallel_size: the devices of one engine have sampled different responses, whose "
+                "log-probabilities would be wrong. Set it and pipeline_parallel_size to 1, and report this."
+            )
+        return responses if self._rank_of_engine == 0 else []
 
     def load_weight_bucket(self, bucket: Stored[WeightBucket]) -> None:
         """Take over the next weights, one at a time."""
@@ -178,22 +214,32 @@ def _import_vllm(*, is_cpu: bool) -> None:
 
 
 def _cpu_cache_bytes(config: PolicyConfig) -> int:
-    """A cache for as many of the longest sequences as an engine has places, if `gpu_memory_utilization` allows it."""
+    """A cache for as many of the longest sequences as an engine has places, if `gpu_memory_utilization` allows it.
+
+    Of one process; an engine of several takes the least of theirs.
+    """
     shape = read_shape(config["model_name"])
     cfg = config["generation"]["vllm_cfg"]
     itemsize = 4 if (cfg["precision"] or config["precision"]) == "float32" else 2
     num_blocks = -(-context_length(config) // CPU_BLOCK_SIZE)
-    per_token = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * itemsize
+    num_layers = shape.num_layers // cfg["pipeline_parallel_size"]
+    num_heads = max(1, shape.num_key_value_heads // cfg["tensor_parallel_size"])
+    per_token = 2 * num_layers * num_heads * shape.head_dim * itemsize
     of_one = num_blocks * CPU_BLOCK_SIZE * per_token
     return int(min(MAX_NUM_SEQS * of_one, cfg["gpu_memory_utilization"] * psutil.virtual_memory().available))
 
 
 @contextmanager
 def _explained(phase: str) -> Iterator[None]:
-    """Raise ResourceError, which says what to change, where this phase finds no memory."""
+    """Raise ResourceError, which says what to change, where this phase finds no memory; WorkerError without peers."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
+        if any(words in str(error) for words in ("Timed out waiting", "Connection closed by peer")):  # gloo's
+            raise WorkerError(
+                f"while {phase} with vLLM, another device of the same engine has ended or does not answer: "
+                f"{_first_line(error)}"
+            ) from error
         lacks_room = any(words in str(error) for words in ("Free memory on device", "No available memory", "KV cache"))
         if isinstance(error, ConfigError) or not (lacks_room or is_out_of_memory(error)):
             raise

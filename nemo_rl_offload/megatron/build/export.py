@@ -106,8 +106,9 @@ def export_checkpoint(checkpoint: Path, destination: Path, dtype: Dtype | None =
     from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
 
     install_cpu_support()
-    from nemo_rl_offload.megatron.build.model import build_model, export_hf, init_process_groups, join_alone
+    from nemo_rl_offload.megatron.build.model import build_model, export_hf, init_process_groups
     from nemo_rl_offload.megatron.checkpoint.distributed import load, verify
+    from nemo_rl_offload.megatron.runtime.rendezvous import join_alone
 
     if not dist.is_initialized():
         join_alone("gloo")

@@ -1,13 +1,10 @@
 """Builds the Megatron-Core model of a policy from a Hugging Face folder, and writes one back."""
 
-import os
 import shutil
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors import SafetensorError
 
 from nemo_rl_offload.config.schema import PolicyConfig
-from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, WorkerError, where_else
+from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, where_else
 from nemo_rl_offload.megatron.build.bridge import bridge
 from nemo_rl_offload.megatron.build.export_files import copy_model_files, write_dtype
 from nemo_rl_offload.megatron.build.hf_files import weight_files
@@ -34,6 +31,7 @@ from nemo_rl_offload.megatron.build.transformer_config import configure_provider
 from nemo_rl_offload.megatron.build.vocabulary import exported_weights, mask_padding, pad_vocabulary
 from nemo_rl_offload.megatron.protocols import ModelChunk, Optimizer, Scheduler
 from nemo_rl_offload.megatron.runtime.quiet import quiet
+from nemo_rl_offload.megatron.runtime.rendezvous import join
 from nemo_rl_offload.paged_stash.rerun import StepGuard
 from nemo_rl_offload.runs.output import partial_of
 from nemo_rl_offload.specs.catalogue import read_config_file
@@ -97,7 +95,7 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(0)  # Ray shows each worker its own device only
     if not dist.is_initialized():
-        _join("nccl" if torch.cuda.is_available() else "gloo")
+        join("nccl" if torch.cuda.is_available() else "gloo")
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=cfg["tensor_model_parallel_size"],
@@ -109,42 +107,6 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
         )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-
-
-def join_alone(backend: str) -> None:
-    """Make a process group of this process, which meets nobody: no port to lose to another process.
-
-    gloo opens one nevertheless, and where the environment (GLOO_SOCKET_IFNAME) does not say, on loopback.
-    """
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-
-
-def _join(backend: str) -> None:
-    if int(os.environ["WORLD_SIZE"]) == 1:
-        join_alone(backend)
-        return
-    rank, world_size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(minutes=30)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        # torch's own `env://` would take writes from every interface.
-        listener = _listen(host, port) if rank == 0 else None
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, world_size, rank == 0, timeout, master_listen_fd=listener
-        )
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except (dist.DistNetworkError, OSError) as error:
-        raise WorkerError(
-            f"the workers cannot meet at {host}:{port}: {str(error).splitlines()[0]} Another process may have taken "
-            "the port since it was found free: start the run again (fault_tolerance.max_restarts does so by itself)."
-        ) from error
-
-
-def _listen(host: str, port: int) -> int:
-    """A socket's file descriptor, which belongs to the caller."""
-    (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return socket.create_server(address, family=family).detach()
 
 
 def check_layers(content: Content, policy: PolicyConfig, model_path: Path, transformer_impl: str) -> None:

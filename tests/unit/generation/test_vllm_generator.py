@@ -18,15 +18,16 @@ SAMPLING = Sampling(8)
 
 
 class Engine:
-    """Answers a prompt with its number among all."""
+    """Answers a prompt with its number among all, if it is the first device of an engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_first: bool = True) -> None:
+        self.is_first = is_first
         self.calls: list[Any] = []
 
     def generate(self, prompts: list[list[int]], seed: int, first: int, sampling: Sampling) -> list[Response]:
         assert sampling == SAMPLING
         self.calls.append(("generate", len(prompts), seed, first))
-        return [Response([first + row], [0.0], True) for row in range(len(prompts))]
+        return [Response([first + row], [0.0], True) for row in range(len(prompts))] if self.is_first else []
 
     def load_weight_bucket(self, bucket: str) -> None:
         self.calls.append(bucket)
@@ -40,8 +41,11 @@ class Engine:
 
 class Group:
     def __init__(self, slots: Any, worker_cls: type, *args: Any, **kwargs: Any) -> None:
-        self.slots, self.env, self.can_sleep, self.world_size = slots, kwargs["env"], kwargs["can_sleep"], 2
-        self.engines = [Engine(), Engine()]
+        self.slots, self.env, self.can_sleep, self.name = slots, kwargs["env"], kwargs["can_sleep"], kwargs["name"]
+        self.world_size = slots.world_size
+        vllm_cfg = args[0]["generation"]["vllm_cfg"]
+        size = vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"]
+        self.engines = [Engine(is_first=rank % size == 0) for rank in range(self.world_size)]
 
     def run_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         return [getattr(engine, method.__name__)(*args) for engine in self.engines]
@@ -56,11 +60,13 @@ class Group:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VllmGenerator, list[Engine]]]:
-    def start(device: str = "cpu", *, apart: bool = False) -> tuple[VllmGenerator, list[Engine]]:
+    def start(
+        device: str = "cpu", *overrides: str, apart: bool = False, world_size: int = 2
+    ) -> tuple[VllmGenerator, list[Engine]]:
         monkeypatch.setattr(module, "WorkerGroup", Group)
-        config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")["policy"]
-        slots: Any = SimpleNamespace(device=device)
-        own: Any = SimpleNamespace(device=device) if apart else None
+        config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", overrides)["policy"]
+        slots: Any = SimpleNamespace(device=device, world_size=world_size, workers_per_node=world_size)
+        own: Any = SimpleNamespace(**vars(slots)) if apart else None
         training: Any = None
         setup = GeneratorSetup(config, (9,), PROJECT_ROOT, slots, own, training, training)
         generator = VllmGenerator(setup)
@@ -85,6 +91,22 @@ def test_responses_come_in_the_order_of_the_prompts(started: Any) -> None:
     assert [response.tokens for response in responses] == [[0], [1], [2], [3], [4]]
     assert [engine.calls for engine in engines] == [[("generate", 1, 4, 0)], [("generate", 4, 4, 1)]]
     assert told == [Generated(5, 5)]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_the_devices_of_an_engine_are_asked_alike_and_answer_once(started: Any, kind: str) -> None:
+    generator, devices = started("cpu", f"policy.generation.vllm_cfg.{kind}_parallel_size=2", world_size=4)
+    assert generator._group.name == "device of the vLLM engines"
+    responses = generator.generate([[3]] * 5, 4, SAMPLING)
+    assert [response.tokens for response in responses] == [[0], [1], [2], [3], [4]]
+    calls = [device.calls for device in devices]
+    assert calls[0] == calls[1] == [("generate", 2, 4, 0)]
+    assert calls[2] == calls[3] == [("generate", 3, 4, 2)]
+
+
+def test_devices_that_are_found_at_the_start_may_not_make_whole_engines(started: Any) -> None:
+    with pytest.raises(ConfigError, match="do not divide the 3 that generate"):
+        started("cpu", "policy.generation.vllm_cfg.tensor_parallel_size=2", world_size=3)
 
 
 def test_a_prompt_that_leaves_no_room_is_named_before_an_engine_is_asked(started: Any) -> None:

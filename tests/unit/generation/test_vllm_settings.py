@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.rules.vllm import OF_OTHER_KEYS, SET_HERE
 from nemo_rl_offload.config.schema import VllmConfig
 from nemo_rl_offload.config.types import keys_of
+from nemo_rl_offload.errors import WorkerError
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.settings import (
     divide,
@@ -149,3 +151,49 @@ def test_an_engine_without_prompts_wakes_up_whole() -> None:
     worker._asleep, worker._llm = {"kv_cache"}, SimpleNamespace(wake_up=lambda tags: woken.append(tags))
     assert worker.generate([], 0, 0, Sampling(8)) == []
     assert woken == [["kv_cache"]]
+
+
+def test_an_engine_of_several_devices_is_started_by_its_workers() -> None:
+    assert "distributed_executor_backend" not in arguments()
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        found = arguments(f"{GENERATION}.vllm_cfg.{key}=2")
+        assert found["distributed_executor_backend"] == "external_launcher"
+        assert found[key] == 2
+        env = engine_env(policy(f"{GENERATION}.vllm_cfg.{key}=2")["generation"], "cuda")
+        assert env["PYTHONHASHSEED"] == "0"
+    assert "PYTHONHASHSEED" not in engine_env(policy()["generation"], "cuda")
+
+
+def test_experts_are_whole_where_they_are_divided_among_devices() -> None:
+    assert not arguments(f"{GENERATION}.vllm_cfg.tensor_parallel_size=2")["enable_expert_parallel"]
+    both = (f"{GENERATION}.vllm_cfg.{kind}_parallel_size=2" for kind in ("tensor", "expert"))
+    assert arguments(*both)["enable_expert_parallel"]
+
+
+@pytest.mark.parametrize("others", [[5, 6], [5, 7]])
+def test_devices_of_an_engine_that_disagree_end_the_run(others: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = VllmWorker.__new__(VllmWorker)
+    worker._num_devices, worker._peers = 2, "both"
+    digests: list[str] = []
+
+    def gather(found: list[str], own: str, group: str) -> None:
+        assert group == "both"
+        found[:] = [*digests, own] if digests else [own, own]
+        digests.append(own)
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    worker._rank_of_engine = 0
+    own = [Response([5, 6], [-1.0, -1.0], False)]
+    assert worker._of_the_engine(own) == own
+    worker._rank_of_engine = 1
+    if others == [5, 6]:
+        assert worker._of_the_engine(own) == []
+    else:
+        with pytest.raises(WorkerError, match="sampled different responses"):
+            worker._of_the_engine([Response(others, [-1.0, -1.0], False)])
+
+
+def test_one_device_asks_nobody() -> None:
+    worker = VllmWorker.__new__(VllmWorker)
+    worker._num_devices = 1
+    assert worker._of_the_engine(responses := [Response([5], [-1.0], True)]) is responses

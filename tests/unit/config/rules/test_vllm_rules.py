@@ -69,9 +69,6 @@ def test_another_version_is_refused_with_the_tested_one(installed: Any, version:
     ("override", "path"),
     [
         (f"{CFG}.async_engine=true", f"{CFG}.async_engine"),
-        (f"{CFG}.tensor_parallel_size=2", f"{CFG}.tensor_parallel_size"),
-        (f"{CFG}.pipeline_parallel_size=2", f"{CFG}.pipeline_parallel_size"),
-        (f"{CFG}.expert_parallel_size=2", f"{CFG}.expert_parallel_size"),
         (f"{CFG}.max_model_len=87", f"{CFG}.max_model_len"),
         (f"{CFG}.load_format=dummy", f"{CFG}.load_format"),
         (f"{CFG}.precision=int8", f"{CFG}.precision"),

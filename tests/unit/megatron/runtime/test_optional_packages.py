@@ -137,7 +137,8 @@ install_cpu_support()
 from pathlib import Path
 import torch
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.megatron.build.model import build_model, init_process_groups, join_alone
+from nemo_rl_offload.megatron.build.model import build_model, init_process_groups
+from nemo_rl_offload.megatron.runtime.rendezvous import join_alone
 from nemo_rl_offload.megatron.build.transformer_config import resolve_transformer_impl
 policy = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml")["policy"]
 policy["megatron_cfg"] |= {"transformer_impl": "auto", "fine_grained_activation_offloading": False}

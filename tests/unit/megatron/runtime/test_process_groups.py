@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupMember
 
 from nemo_rl_offload.errors import WorkerError
-from nemo_rl_offload.megatron.build import model
+from nemo_rl_offload.megatron.runtime import rendezvous
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_a_port_that_is_taken(taken_port: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(model.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(rendezvous.dist, "is_initialized", lambda: False)
     before, GroupMember.WORLD = GroupMember.WORLD, None  # what other tests of this process have joined
     request.addfinalizer(lambda: setattr(GroupMember, "WORLD", before))
     message = rf"cannot meet at 127\.0\.0\.1:{taken_port}: .*Address already in use.*start the run again"
     with pytest.raises(WorkerError, match=message):
-        model._join("gloo")
+        rendezvous.join("gloo")
 
 
 def test_workers_meet_where_only_they_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +53,33 @@ def test_workers_meet_where_only_they_can_come(monkeypatch: pytest.MonkeyPatch) 
             stores.append((host, port, *rest, listener.getsockname()))
         return "store"
 
-    monkeypatch.setattr(model.dist, "TCPStore", make_store)
-    monkeypatch.setattr(model.dist, "init_process_group", lambda backend, **given: stores.append((given["store"],)))
-    model._join("gloo")
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", make_store)
+    monkeypatch.setattr(
+        rendezvous.dist, "init_process_group", lambda backend, **given: stores.append((given["store"],))
+    )
+    rendezvous.join("gloo")
     assert stores == [("127.0.0.1", port, 2, True, timedelta(minutes=30), ("127.0.0.1", port)), ("store",)]
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, ("0", 0)), (1, ("0", 1)), (2, ("1", 0)), (3, ("1", 1))])
+def test_neighbours_make_a_group_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, rank: int, expected: tuple[str, int]
+) -> None:
+    here = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    groups: list[tuple[str, int]] = []
+
+    def init(backend: str, *, store: str, rank: int, world_size: int, timeout: timedelta) -> None:
+        assert world_size == 2
+        groups.append((store, rank))
+
+    monkeypatch.setattr(rendezvous, "_listen", lambda host, port: 0)
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", lambda *_, **__: "of all")
+    monkeypatch.setattr(rendezvous.dist, "PrefixStore", lambda prefix, store: prefix)
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", init)
+    rendezvous.join("gloo", 2)
+    assert groups == [expected]
 
 
 @pytest.mark.usefixtures("taken_port")
@@ -68,7 +91,7 @@ def test_one_worker_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _join_and_sum() -> float:
-    model._join("gloo")
+    rendezvous.join("gloo")
     ones = torch.ones(1)
     dist.all_reduce(ones)
     listeners = [each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == "LISTEN"]
