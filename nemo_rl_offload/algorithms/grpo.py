@@ -4,14 +4,17 @@ Each step samples several responses to each of a few prompts, compares every rew
 takes clipped policy-gradient steps on the differences.
 """
 
+import copy
 import math
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
+from nemo_rl_offload.algorithms.collector import Collector
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop, spec_of
 from nemo_rl_offload.algorithms.rollout import Rollout
 from nemo_rl_offload.algorithms.rollout_loop import (
@@ -25,7 +28,7 @@ from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
-from nemo_rl_offload.data.prompts import prompt_data, prompt_sets
+from nemo_rl_offload.data.prompts import Prompt, prompt_data, prompt_sets
 from nemo_rl_offload.environments.pool import make_environment
 from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.losses.advantages import (
@@ -49,6 +52,37 @@ class GRPO(RolloutLoop):
 
     _disagreement: str | None = None
     _has_disagreed = False
+    _collector: Collector | None = None
+    _is_on_policy = True
+    _dropped: str | None = None
+
+    def __init__(self, config: MasterConfig, *others: Any) -> None:
+        super().__init__(config, *others)
+        section = config["grpo"]["async_grpo"]
+        if section["enabled"]:
+            self._collector = Collector(
+                self._train_prompts,
+                config["grpo"]["num_prompts_per_step"],
+                self._play_ahead,
+                max_age=section["max_trajectory_age_steps"],
+                in_flight=section["in_flight_weight_updates"],
+            )
+            self._data = self._collector
+            self._own_tokenizer, self._scoring = copy.deepcopy(self._tokenizer), threading.Lock()
+
+    def _play_ahead(self, step: int, prompts: list[Prompt]) -> Rollout:
+        """In a thread: a tokenizer is of use to one at a time."""
+        num_generations = self.config["grpo"]["num_generations_per_prompt"]
+        return self._play(prompts, num_generations, 2 * step, self._own_tokenizer, scoring=self._scoring)
+
+    def resume(self) -> Path | None:
+        """As every loop; says what is not in a checkpoint."""
+        folder = super().resume()
+        if folder is not None and self.config["grpo"]["async_grpo"]["enabled"]:
+            self._dropped = (
+                f"what had been generated ahead of step {self.step + 1} was not saved: its prompts are answered again."
+            )
+        return folder
 
     @property
     def _num_validation_generations(self) -> int:
@@ -87,6 +121,9 @@ class GRPO(RolloutLoop):
             "token_mult_prob_error": error,
             "advantages_zero_fraction": float((batch["advantages"] == 0).all(dim=1).float().mean()),
         }
+        if self._collector is not None and self.step < self.num_steps:
+            collector = self._collector
+            watch.time("refit", lambda: collector.renew(self.policy.refit))
         return metrics, int(batch["input_lengths"].sum())
 
     def _sample(self, watch: Stopwatch) -> tuple[Rollout, dict[str, float]]:
@@ -95,6 +132,8 @@ class GRPO(RolloutLoop):
         With dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476), prompts whose responses all have the same
         reward are replaced by others; rewards are compared before they are shaped.
         """
+        if self._collector is not None:
+            return self._take_ahead(self._collector, watch)
         grpo = self.config["grpo"]
         num_prompts, num_generations = grpo["num_prompts_per_step"], grpo["num_generations_per_prompt"]
         if not grpo["use_dynamic_sampling"]:
@@ -121,8 +160,25 @@ class GRPO(RolloutLoop):
         metrics = {"num_gen_batches": float(len(sampled)), "kept_prompts_fraction": len(kept) / num_sampled}
         return Rollout.join(kept[:num_prompts]), everything.metrics() | metrics
 
+    def _take_ahead(self, collector: Collector, watch: Stopwatch) -> tuple[Rollout, dict[str, float]]:
+        """What was generated for this step ahead of it, and metrics under NeMo-RL's names where it has them."""
+        self.policy.refit()  # of the first step; later ones have done it
+        played, age, waiting = watch.time("exposed_generation", lambda: collector.take(self.step, self.num_steps))
+        newest = self.policy.num_refits
+        ages = [newest - version for response in played.responses for version in response.versions]
+        oldest = [newest - min(response.versions, default=newest) for response in played.responses]
+        self._is_on_policy = not any(ages)
+        return played, played.metrics() | {
+            "avg_trajectory_age": sum(oldest) / len(oldest),
+            "max_trajectory_age": float(age),
+            "avg_token_age": sum(ages) / max(len(ages), 1),
+            "buffer_size": float(sum(len(each.responses) for each in waiting)),
+        }
+
     def _watch_agreement(self, error: float) -> None:
         """Warn once where generation gives tokens other probabilities than training, which learns from them."""
+        if not self._is_on_policy:
+            return  # older weights give others
         policy = self.config["policy"]
         bound = DISAGREEMENT[policy["precision"]]
         if error <= bound or self._has_disagreed:
@@ -138,9 +194,10 @@ class GRPO(RolloutLoop):
         )
 
     def notices(self) -> list[str]:
-        """With a disagreement of generation and training, once."""
-        found, self._disagreement = self._disagreement, None
-        return [*super().notices(), *([found] if found else [])]
+        """With a disagreement of generation and training, and what a resumed run has dropped, once."""
+        found = [text for text in (self._dropped, self._disagreement) if text]
+        self._dropped = self._disagreement = None
+        return [*super().notices(), *found]
 
     def _shaped_rewards(self, played: Rollout) -> Tensor:
         scaling, shaping = self.config["grpo"]["reward_scaling"], self.config["grpo"]["reward_shaping"]
@@ -215,6 +272,7 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
             num_steps=num_optimizer_steps(config, prompts[0]) * grpo["ppo_epochs"],
             keep_reference=spec_of(config).keeps_reference(config),
             generation_slots=generation_slots,
+            recomputes_cache=grpo["async_grpo"]["recompute_kv_cache_after_weight_updates"],
         )
         return GRPO(config, policy, environment, tokenizer, ends.without_text, prompts, run_dir)
 

@@ -1,6 +1,7 @@
 """Responses to prompts, and what an environment thinks of them."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from nemo_rl_offload.data.prompts import Prompt
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.data.turns import encode_observation
 from nemo_rl_offload.environments.interface import UNFINISHED, Environment, Episode, Message, Score
-from nemo_rl_offload.generation.interface import Responds, Told
+from nemo_rl_offload.generation.interface import Generated, Responds, Told
 from nemo_rl_offload.generation.sampling import Sampling
 
 SEEDS_OF_A_TURN = 1_000_000_007
@@ -87,15 +88,18 @@ class Limits:
     """Of prompt, all turns and observations."""
 
 
+NOTHING = Response([], [], finished=False, num_turns=0)
+
+
 @dataclass
 class _Running:
     """One episode on its way."""
 
     prompt: Prompt
     messages: list[Message]
-    response: Response
+    response: Response = NOTHING
     """All turns so far."""
-    last: Response
+    last: Response = NOTHING
     """This turn."""
     score: Score = UNFINISHED
     observation: list[int] | None = None
@@ -124,36 +128,68 @@ def rollout(
     template: str | None,
     limits: Limits,
     told: Callable[[int], Told] | None = None,
+    scoring: AbstractContextManager[object] | None = None,
 ) -> Rollout:
     """Sample `num_generations` responses to each prompt, next to each other, and have them scored.
 
-    Where the environment answers with an observation, the conversation goes on with another turn, all episodes in
-    step: until the environment ends an episode, a turn has no end, or a limit is reached. The reward is the sum over
-    turns. A last token of `ends_without_text` is left out of what a response says. `template` is
-    `data.prompt_template`, as observations are encoded. `told` makes for a number of prompts what hears of the
-    progress.
+    Where the environment answers with an observation, the conversation goes on with another turn: until the environment
+    ends an episode, a turn has no end, or a limit is reached. Episodes go on each by itself where the policy gives
+    responses one by one (`policy.open_stream`), and else all in step; what is drawn for an episode's turn is a function
+    of `seed`, the episode's number and the turn's. The reward is the sum over turns. A last token of
+    `ends_without_text` is left out of what a response says. `template` is `data.prompt_template`, as observations are
+    encoded. `told` makes for a number of prompts what hears of the progress.
+    Tokenizer and environment are used within `scoring`, such as a lock.
     """
     repeated = [prompt for prompt in prompts for _ in range(num_generations)]
-
-    def generate(prompts: list[list[int]], seed: int) -> list[Response]:
-        return policy.generate(prompts, seed, sampling, told and told(len(prompts)))
-
-    responses = generate([prompt.token_ids for prompt in repeated], seed)
-    episodes = [
-        _Running(prompt, [{"role": "user", "content": prompt.problem.question}], response, response)
-        for prompt, response in zip(repeated, responses, strict=True)
-    ]
-    active = episodes
-    for turn in range(1, limits.max_rollout_turns + 1):
-        _score(active, environment, tokenizer, template, ends_without_text)
-        longest = limits.max_total_sequence_length - sampling.max_new_tokens
-        active = [each for each in active if each.observation is not None and len(each.token_ids) <= longest]
-        if turn == limits.max_rollout_turns or not active:
-            break
-        replies = generate([each.token_ids for each in active], seed + turn * SEEDS_OF_A_TURN)
-        for each, reply in zip(active, replies, strict=True):
+    stream = policy.open_stream(sampling) or _Batches(policy, sampling, told)
+    episodes = [_Running(prompt, [{"role": "user", "content": prompt.problem.question}]) for prompt in repeated]
+    longest = limits.max_total_sequence_length - sampling.max_new_tokens
+    hear = None if told is None else told(len(repeated))
+    num_responses = num_tokens = 0
+    stream.submit(range(len(episodes)), [each.token_ids for each in episodes], seed)
+    while ended := stream.take():
+        replied = [episodes[place] for place, _ in ended]
+        for each, (_, reply) in zip(replied, ended, strict=True):
             each.go_on(reply)
+        with scoring or nullcontext():
+            _score(replied, environment, tokenizer, template, ends_without_text)
+        by_turn: dict[int, list[int]] = {}
+        for place, reply in ended:
+            each, num_tokens = episodes[place], num_tokens + len(reply.tokens)
+            if (
+                each.observation is None
+                or len(each.token_ids) > longest
+                or each.response.num_turns == limits.max_rollout_turns
+            ):
+                num_responses += 1
+            else:
+                by_turn.setdefault(each.response.num_turns, []).append(place)
+        if hear is not None and not isinstance(stream, _Batches):
+            hear(Generated(num_responses, num_tokens))
+        for turn, places in by_turn.items():
+            stream.submit(places, [episodes[place].token_ids for place in places], seed + turn * SEEDS_OF_A_TURN)
     return Rollout(repeated, [each.response for each in episodes], [each.score for each in episodes])
+
+
+class _Batches:
+    """Implements `ResponseStream` by a policy that answers all that was submitted as one batch."""
+
+    def __init__(self, policy: Responds, sampling: Sampling, told: Callable[[int], Told] | None) -> None:
+        self._policy, self._sampling, self._told = policy, sampling, told
+        self._submitted: tuple[Sequence[int], Sequence[list[int]], int] | None = None
+
+    def submit(self, places: Sequence[int], prompts: Sequence[list[int]], seed: int) -> None:
+        assert self._submitted is None, "all episodes are in step"
+        self._submitted = places, prompts, seed
+
+    def take(self) -> list[tuple[int, Response]]:
+        if self._submitted is None:
+            return []
+        places, prompts, seed = self._submitted
+        self._submitted = None
+        told = self._told and self._told(len(prompts))
+        responses = self._policy.generate(prompts, seed, self._sampling, told, places)
+        return list(zip(places, responses, strict=True))
 
 
 def _score(

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -100,24 +101,41 @@ class RolloutLoop(TrainingLoop):
     def _rollout(
         self, prompts: list[Prompt], num_generations: int, stream: int, sampling: Sampling | None = None
     ) -> Rollout:
-        """Even streams are for training, odd ones for validation: neither draws the other's random numbers."""
-        seed = self.seed * 1_000_003 + stream
-        played = rollout(
-            self.policy,
-            self._environment,
-            self._tokenizer,
-            prompts,
-            num_generations,
-            seed,
-            sampling=sampling or self._sampling,
-            ends_without_text=self._ends_without_text,
-            template=self.config["data"]["prompt_template"],
-            told=tells(self.progress),
-            limits=Limits(self._rollouts["max_rollout_turns"], self.config["policy"]["max_total_sequence_length"]),
+        """By the trained weights. Streams are as for `_play`."""
+        self.policy.refit()
+        played = self._play(
+            prompts, num_generations, stream, self._tokenizer, sampling=sampling, told=tells(self.progress)
         )
         if self.progress is not None:
             self.progress.generated()
         return played
+
+    def _play(
+        self,
+        prompts: list[Prompt],
+        num_generations: int,
+        stream: int,
+        tokenizer: Tokenizer,
+        *,
+        sampling: Sampling | None = None,
+        told: Callable[[int], Told] | None = None,
+        scoring: AbstractContextManager[object] | None = None,
+    ) -> Rollout:
+        """Even streams are for training, odd ones for validation: neither draws the other's random numbers."""
+        return rollout(
+            self.policy,
+            self._environment,
+            tokenizer,
+            prompts,
+            num_generations,
+            self.seed * 1_000_003 + stream,
+            sampling=sampling or self._sampling,
+            ends_without_text=self._ends_without_text,
+            template=self.config["data"]["prompt_template"],
+            told=told,
+            limits=Limits(self._rollouts["max_rollout_turns"], self.config["policy"]["max_total_sequence_length"]),
+            scoring=scoring,
+        )
 
 
 def tells(progress: Progress | None) -> Callable[[int], Told]:

@@ -1,6 +1,6 @@
 """What a policy generates for one prompt, and what it is told in between."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,8 @@ class Response:
     observed: frozenset[int] = frozenset()
     """Positions of tokens that an environment wrote between turns; their log-probabilities are 0."""
     num_turns: int = 1
+    versions: list[int] = field(default_factory=list)
+    """By token, how often its engine's weights had been updated; nothing where no update comes in between."""
 
     @property
     def num_generated(self) -> int:
@@ -32,4 +34,5 @@ class Response:
             response.finished,
             self.observed | frozenset(range(begin, end)) | {end + place for place in response.observed},
             self.num_turns + response.num_turns,
+            self.versions + response.versions[:1] * len(observation) + response.versions,
         )

@@ -247,6 +247,27 @@ class WorkerGroup[W]:
             self._fail(failures)
         return [results[rank] for rank in range(self.world_size)]
 
+    def begin[*Ts, R](self, rank: int, method: Callable[[W, *Ts], R], *args: *Ts) -> "ray.ObjectRef[R]":
+        """Call ``method`` on one rank, whose result `ended` waits for."""
+        assert self._actors, "the worker group was shut down"
+        ref: ray.ObjectRef[R] = self._actors[rank].call.remote(method.__name__, args, {})
+        return ref
+
+    def ended[R](self, calls: Mapping["ray.ObjectRef[R]", int]) -> dict["ray.ObjectRef[R]", R]:
+        """Wait, but not for long, until one of the ``calls`` has ended; the results of those that have.
+
+        Each call has the rank that `begin` gave it to.
+
+        Raises:
+            WorkerError: as for `run_all`.
+        """
+        done, _ = ray.wait(list(calls), timeout=LOOK_S)
+        self._head.check()
+        outcomes: dict[Any, Any] = {ref: self._outcome(calls[ref], ref) for ref in done}
+        if failures := [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]:
+            self._fail(failures)
+        return outcomes
+
     def shutdown(self) -> None:
         """Kill every rank. May be called twice."""
         for actor in self._actors:

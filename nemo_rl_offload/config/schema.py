@@ -434,7 +434,7 @@ class ColocatedConfig(TypedDict):
 @closed
 class VllmConfig(TypedDict):
     async_engine: Annotated[bool, Default(False)]
-    """vLLM's asynchronous engine; not supported yet."""
+    """Responses and episodes go on each by itself (true), or a batch of them in step (false)."""
     precision: Annotated[Literal["float32", "bfloat16", "float16"] | None, Default(None)]
     """Type of the engine's weights and activations; null: policy.precision."""
     kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], Default("auto")]
@@ -580,8 +580,12 @@ class LossConfig(TypedDict):
     """GSPO: one probability ratio for each response, the geometric mean over its tokens."""
     use_importance_sampling_correction: Annotated[bool, Default(False)]
     """Weigh each token by how much likelier it is to the training model than to the generation engine."""
+    truncated_importance_sampling_type: Annotated[Literal["tis", "icepop", "seq-mask-tis"] | None, Default(None)]
+    """Beyond the bounds: cut the weight (tis, null), drop the token (icepop), or responses by mean (seq-mask-tis)."""
     truncated_importance_sampling_ratio: Annotated[Annotated[float, Gt(0)] | None, Default(None)]
     """Largest such weight; null: no bound."""
+    truncated_importance_sampling_ratio_min: Annotated[NonNegative | None, Default(None)]
+    """Least such weight; null: no bound."""
     entropy_coeff: Annotated[NonNegative, Default(0.0)]
     """Weight of the entropy bonus."""
     token_level_loss: Annotated[bool, Default(True)]
@@ -629,6 +633,18 @@ class AdvEstimatorConfig(TypedDict):
 
 
 @closed
+class AsyncGRPOConfig(TypedDict):
+    enabled: Annotated[bool, Default(False)]
+    """Generate for later steps while a step trains, on devices of their own."""
+    max_trajectory_age_steps: Annotated[Count, Default(1)]
+    """Steps by which the weights that begin a response may be older than those it trains; 0: none."""
+    in_flight_weight_updates: Annotated[bool, Default(False)]
+    """Change the weights under responses that are under way (true), or when none is (false)."""
+    recompute_kv_cache_after_weight_updates: Annotated[bool, Default(False)]
+    """Compute keys and values of responses under way anew by new weights (true), or keep those they have (false)."""
+
+
+@closed
 class GRPOConfig(TypedDict):
     num_prompts_per_step: Annotated[Positive, Default(32)]
     """Prompts per step."""
@@ -654,6 +670,8 @@ class GRPOConfig(TypedDict):
     """Dynamic sampling generates for num_prompts_per_step times this at a time."""
     dynamic_sampling_max_gen_batches: Annotated[Positive, Default(10)]
     """Dynamic sampling gives up after this many such batches."""
+    async_grpo: AsyncGRPOConfig
+    """Generation ahead of training."""
     reward_shaping: RewardShapingConfig
     """Penalty for long responses."""
     reward_scaling: RewardScalingConfig

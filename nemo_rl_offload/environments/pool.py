@@ -8,6 +8,7 @@ A process that ends, or has no memory left, may suffer from what earlier respons
 second try in a fresh process, and fails only there.
 """
 
+import threading
 import time
 import weakref
 from collections import deque
@@ -112,17 +113,19 @@ class EnvironmentPool:
         self._told: set[str] = set()
         self._notices = self._failures.append("")
         self._workers = [_Worker(setup, log) for _ in range(num_workers)]
+        self._one_at_a_time = threading.Lock()
         self._kill_all = weakref.finalize(self, _kill_all, self._workers)
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
-        """As `Environment.step`, which is asked about finished responses alone.
+        """As `Environment.step`, which is asked about finished responses alone; from any thread, one call at a time.
 
         Raises:
             ConfigError: the environment cannot be made as configured.
             WorkerError: its processes do not start, or the environment raised one.
         """
         finished = [episode for episode in episodes if episode.finished]
-        scores = iter(self._score(finished))
+        with self._one_at_a_time:
+            scores = iter(self._score(finished))
         return [next(scores) if episode.finished else UNFINISHED for episode in episodes]
 
     def notices(self) -> list[str]:
@@ -242,7 +245,7 @@ class EnvironmentPool:
         if kind not in self._told:
             self._told.add(kind)
             self._notices.append(f"{self._section}: {text}")
-            self._notices += self._failures.append(f"{self._notices[-1]}\n{details}\n")
+            self._notices.extend(self._failures.append(f"{self._section}: {text}\n{details}\n"))
 
 
 def _with_details[E: (ConfigError, WorkerError)](error: E, message: Mapping[str, Any]) -> E:

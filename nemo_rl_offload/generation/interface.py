@@ -4,6 +4,9 @@ The driver of a policy holds one generator and knows no backend. It says when th
 are, and whose turn on the devices it is: `wake` before generating, `sleep` before it trains or scores again, which a
 backend that has the same devices needs in order to give up its weights and cache, and others ignore.
 
+A backend answers a batch of prompts (`generate`). One whose engines work continuously also takes requests one by one,
+from several threads, and gives each response as it ends (`open_stream`); its weights can change in between.
+
 A backend gets the slots of its workers and starts them itself. Megatron's workers alone are made by the policy:
 colocated they are the training workers, and apart they are such workers without an optimizer. Their class stands above
 this layer (it trains), so the policy hands in a function that starts them, and `GenerationWorkers` says what is asked
@@ -39,13 +42,34 @@ Told = Callable[[Generated], None]
 """Is told now and then how far a call is."""
 
 
+class ResponseStream(Protocol):
+    """Requests that are under way, and their responses as they end. For one thread."""
+
+    def submit(self, places: Sequence[int], prompts: Sequence[list[int]], seed: int) -> None:
+        """Ask for one response to each prompt (token ids).
+
+        A response is a function of weights, prompt, `seed`, its place, and the stream's sampling.
+        """
+
+    def take(self) -> list[tuple[int, Response]]:
+        """Wait until a response has ended; those that have, with their places. Nothing where none is under way."""
+
+
 class Responds(Protocol):
     """What samples responses: a policy, or a generator alone."""
 
     def generate(
-        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+        self,
+        prompts: Sequence[list[int]],
+        seed: int,
+        sampling: Sampling,
+        told: Told | None = None,
+        places: Sequence[int] | None = None,
     ) -> list[Response]:
         """As `Generator.generate`."""
+
+    def open_stream(self, sampling: Sampling) -> ResponseStream | None:
+        """As `Generator.open_stream`."""
 
 
 class Generator(Protocol):
@@ -62,15 +86,24 @@ class Generator(Protocol):
         """
 
     def generate(
-        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+        self,
+        prompts: Sequence[list[int]],
+        seed: int,
+        sampling: Sampling,
+        told: Told | None = None,
+        places: Sequence[int] | None = None,
     ) -> list[Response]:
         """Sample one response for each prompt (token ids); a function of weights, prompts, `seed` and `sampling`.
 
-        `told` hears of the progress; a backend that knows of none need not call it.
+        `told` hears of the progress; a backend that knows of none need not call it. `places` are the prompts' numbers
+        among all that `seed` is for, without which they are counted; a backend that draws by batch need not read them.
         """
 
+    def open_stream(self, sampling: Sampling) -> ResponseStream | None:
+        """A stream of requests and responses; None where batches are answered as a whole."""
+
     def update_weights(self, source: WeightSource) -> None:
-        """Take over the weights; nothing that was computed with the old ones is used again."""
+        """Take over the weights; new requests use nothing that was computed with the old ones."""
 
     def sleep(self) -> None:
         """Free the devices that training shares. May be called twice."""
@@ -129,3 +162,5 @@ class GeneratorSetup:
     """None where nothing trains, and `slots` are all that there are."""
     start_workers: Callable[[ClusterPart, PolicyConfig], GenerationWorkers]
     """Starts workers with a Megatron model that is never trained."""
+    recomputes_cache: bool = False
+    """Whether responses that are under way at an update go on from keys and values of the new weights."""

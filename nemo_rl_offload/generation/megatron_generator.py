@@ -32,10 +32,18 @@ class MegatronGenerator:
             self._own_workers.prepare_weight_update()
 
     def generate(
-        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+        self,
+        prompts: Sequence[list[int]],
+        seed: int,
+        sampling: Sampling,
+        told: Told | None = None,
+        places: Sequence[int] | None = None,
     ) -> list[Response]:
         """Sample one response for each prompt; a function of weights, arguments and number of shards."""
         return self._workers.generate(prompts, seed, self._setup.end_ids, sampling, told)
+
+    def open_stream(self, sampling: Sampling) -> None:
+        """None: it answers batches."""
 
     def update_weights(self, source: WeightSource) -> None:
         """Take over the weights, bucket by bucket."""

@@ -13,6 +13,7 @@ from nemo_rl_offload.losses.reduction import Normalizers, sequence_mean, token_m
 MAX_LOG_RATIO = 20.0
 
 KLType = Literal["k1", "k2", "k3"]
+TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 
 
 def kl_estimate(
@@ -64,7 +65,9 @@ class ClippedPolicyGradient:
     - ``ratio_clip_c`` bounds the loss by ``-c A`` where ``A < 0`` (dual clip).
     - ``use_cispo`` takes ``-clip(r) A logprobs`` instead, without a gradient through ``clip(r)``.
     - ``w`` is 1, or with ``use_importance_sampling_correction`` ``exp(prev_logprobs - generation_logprobs)``, of the
-      whole response with ``sequence_level_importance_ratios``, and at most ``truncated_importance_sampling_ratio``.
+      whole response with ``sequence_level_importance_ratios``. ``truncated_importance_sampling_ratio_min`` and
+      ``truncated_importance_sampling_ratio`` bound it: type ``tis`` or None cuts it there, ``icepop`` takes 0 for one
+      that is beyond, and ``seq-mask-tis`` 0 for all of a response whose geometric mean is.
     - KL is ``kl_estimate`` against the reference policy; with ``use_on_policy_kl_approximation`` each token's counts
       ``exp(logprobs - generation_logprobs)`` times. With ``use_kl_in_reward`` the advantages have it instead.
 
@@ -84,7 +87,9 @@ class ClippedPolicyGradient:
     use_cispo: bool
     sequence_level_importance_ratios: bool
     use_importance_sampling_correction: bool
+    truncated_importance_sampling_type: TruncationType | None
     truncated_importance_sampling_ratio: float | None
+    truncated_importance_sampling_ratio_min: float | None
     reference_policy_kl_penalty: float
     reference_policy_kl_type: KLType
     kl_input_clamp_value: float | None
@@ -133,9 +138,11 @@ class ClippedPolicyGradient:
         per_token = self._clipped_loss(logprobs, advantages, ratios, clipped_ratios)
         metrics: dict[str, Tensor] = {}
         if self.use_importance_sampling_correction:
-            weights = self._sampling_weights(previous, batch["generation_logprobs"], mask)
+            weights, is_beyond = self._sampling_weights(previous, batch["generation_logprobs"], mask)
             per_token = weights * per_token
             metrics["sampling_importance_ratio"] = token_mean(weights, mask, norm)
+            if is_beyond is not None:
+                metrics["is_oob_ratio"] = token_mean(is_beyond.to(weights.dtype), mask, norm)
         loss = mean(per_token, mask, norm)
         if self._has_kl:
             kl = mean(self._kl(logprobs, batch, mask), mask, norm)
@@ -191,10 +198,27 @@ class ClippedPolicyGradient:
             return loss_BS
         return torch.where(advantages_BS < 0, torch.minimum(loss_BS, -advantages_BS * self.ratio_clip_c), loss_BS)
 
-    def _sampling_weights(self, previous_BS: Tensor, generation_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    def _sampling_weights(
+        self, previous_BS: Tensor, generation_BS: Tensor, mask_BS: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weights, and which tokens are beyond the bounds where there are any."""
         difference_BS = previous_BS - generation_BS.masked_fill(~mask_BS, 0)
+        mean_B = difference_BS.sum(dim=1) / mask_BS.sum(dim=1).clamp(min=1)
         if self.sequence_level_importance_ratios:
             difference_BS = difference_BS.sum(dim=1, keepdim=True).expand_as(difference_BS)
         weights_BS = difference_BS.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        limit = self.truncated_importance_sampling_ratio
-        return weights_BS if limit is None else weights_BS.clamp(max=limit)
+        most, least = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
+        if most is None and least is None:
+            return weights_BS, None
+        if self.truncated_importance_sampling_type == "seq-mask-tis":
+            bounded_BS = mean_B.exp()[:, None].expand_as(weights_BS)
+        else:
+            bounded_BS = weights_BS
+        is_beyond_BS = torch.zeros_like(mask_BS)
+        if most is not None:
+            is_beyond_BS = is_beyond_BS | (bounded_BS > most)
+        if least is not None:
+            is_beyond_BS = is_beyond_BS | (bounded_BS < least)
+        if self.truncated_importance_sampling_type in ("icepop", "seq-mask-tis"):
+            return weights_BS.masked_fill(is_beyond_BS, 0), is_beyond_BS
+        return weights_BS.clamp(least, most), is_beyond_BS

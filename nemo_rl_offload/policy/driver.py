@@ -18,7 +18,7 @@ from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.config.rules.parallel import data_parallel_size, num_interleaved
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.generation.interface import GeneratorSetup, Told
+from nemo_rl_offload.generation.interface import GeneratorSetup, ResponseStream, Told
 from nemo_rl_offload.generation.registry import make_generator
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.losses.reduction import Normalizers, normalizers
@@ -48,6 +48,7 @@ class Policy:
     Any of `end_ids` ends a response. `num_steps` is the number of optimizer steps that the learning-rate schedule
     spans; None for a policy that is never trained. With `keep_reference` each rank keeps a copy of the start weights in
     host memory. `generation_slots` are for workers that only generate; without any the training workers do it.
+    `recomputes_cache` as in `GeneratorSetup`.
 
     Raises ConfigError when a global batch cannot be cut into whole micro batches over the ranks, or when Megatron
     refuses the configuration; WorkerError when a worker fails.
@@ -64,6 +65,7 @@ class Policy:
         num_steps: int | None,
         keep_reference: bool,
         generation_slots: ClusterPart | None = None,
+        recomputes_cache: bool = False,
     ) -> None:
         self._config = config
         num_shards = data_parallel_size(config["megatron_cfg"], cluster.world_size)
@@ -83,10 +85,12 @@ class Policy:
             generation_slots,
             self._trainers,
             untrained,
+            recomputes_cache,
         )
         self._generator = make_generator(setup)
         self._generator.start()
         self._generator_is_behind = False
+        self.num_refits = 0
         self._trained_flops = 0.0
         self._shape: ModelShape | None = None
         with suppress(ConfigError):  # of a family that the planner does not know
@@ -152,14 +156,28 @@ class Policy:
         return sharded.gather(list(map(torch.tensor, values))), sharded.gather(list(map(torch.tensor, ids)))
 
     def generate(
-        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+        self,
+        prompts: Sequence[list[int]],
+        seed: int,
+        sampling: Sampling,
+        told: Told | None = None,
+        places: Sequence[int] | None = None,
     ) -> list[Response]:
         """Sample one response for each prompt; a function of weights, arguments and the backend's layout."""
+        self.refit()
+        return self._generator.generate(prompts, seed, sampling, told, places)
+
+    def refit(self) -> None:
+        """Give the trained weights to the generator, where it does not have them."""
         self._generator.wake()
         if self._generator_is_behind or not self._generator.has_weights:
             self._generator.update_weights(self._trainers)
             self._generator_is_behind = False
-        return self._generator.generate(prompts, seed, sampling, told)
+            self.num_refits += 1
+
+    def open_stream(self, sampling: Sampling) -> ResponseStream | None:
+        """Responses one by one, by the weights of the last `refit`; None where the generator answers batches alone."""
+        return self._generator.open_stream(sampling)
 
     def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write weights, optimizer, schedule and random numbers into a new folder, which all nodes share."""

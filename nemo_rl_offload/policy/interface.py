@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.generation.interface import Told
+from nemo_rl_offload.generation.interface import ResponseStream, Told
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.paged_stash.stats import StashStats
 from nemo_rl_offload.runs.manifest import Manifest
@@ -17,6 +17,9 @@ from nemo_rl_offload.runs.run_files import MemorySample, OffloadTotals
 
 class PolicyInterface(Protocol):
     """A language model spread over workers."""
+
+    num_refits: int
+    """How often the generator has been given weights: the newest of `Response.versions`."""
 
     def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics."""
@@ -37,9 +40,20 @@ class PolicyInterface(Protocol):
         """
 
     def generate(
-        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+        self,
+        prompts: Sequence[list[int]],
+        seed: int,
+        sampling: Sampling,
+        told: Told | None = None,
+        places: Sequence[int] | None = None,
     ) -> list[Response]:
-        """Sample one response for each prompt; `told` hears of the progress."""
+        """Sample one response for each prompt; `told` and `places` as in `Generator.generate`."""
+
+    def refit(self) -> None:
+        """Give the trained weights to the generator, where it does not have them."""
+
+    def open_stream(self, sampling: Sampling) -> ResponseStream | None:
+        """Responses one by one, by the weights of the last `refit`; None where the generator answers batches alone."""
 
     def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write weights, optimizer, schedule and random numbers into a new folder.

@@ -46,6 +46,7 @@ BUCKET_BYTES = 10_000
 PREFIX = [3 + (7 * place) % 250 for place in range(2 * BLOCK_SIZE)]
 PROMPTS = [[*PREFIX, 5 + row][: None if row % 2 else row + 3] for row in range(12)]
 """Half of them begin with two blocks in common."""
+EACH = range(len(PROMPTS))
 Weights = dict[str, Tensor]
 
 
@@ -94,7 +95,7 @@ class Reference:
 
 
 def num_different(worker: VllmWorker, reference: Reference) -> int:
-    found = worker.generate(PROMPTS, 0, 0, Sampling(NEW_TOKENS, top_k=1))
+    found = worker.generate(PROMPTS, 0, EACH, Sampling(NEW_TOKENS, top_k=1))
     return sum(each.tokens != reference.greedy(prompt) for prompt, each in zip(PROMPTS, found, strict=True))
 
 
@@ -110,12 +111,14 @@ def largest_error(responses: list[Response], reference: Reference, temperature: 
 
 def sampled(worker: VllmWorker, reference: Reference) -> Iterator[tuple[str, Any]]:
     for name, sampling in (("plain", Sampling(NEW_TOKENS, 0.7)), ("truncated", Sampling(NEW_TOKENS, 0.7, 0.9, 20))):
-        whole = worker.generate(PROMPTS, 5, 0, sampling)
+        whole = worker.generate(PROMPTS, 5, EACH, sampling)
         yield f"logprob_error_{name}", largest_error(whole, reference, sampling.temperature)
-        yield f"repeats_{name}", worker.generate(PROMPTS, 5, 0, sampling) == whole
-        pieces = worker.generate(PROMPTS[:5], 5, 0, sampling) + worker.generate(PROMPTS[5:], 5, 5, sampling)
+        yield f"repeats_{name}", worker.generate(PROMPTS, 5, EACH, sampling) == whole
+        pieces = worker.generate(PROMPTS[:5], 5, EACH[:5], sampling) + worker.generate(
+            PROMPTS[5:], 5, EACH[5:], sampling
+        )
         yield f"pieces_equal_whole_{name}", [each.tokens for each in pieces] == [each.tokens for each in whole]
-        yield f"seeds_differ_{name}", worker.generate(PROMPTS, 6, 0, sampling) != whole
+        yield f"seeds_differ_{name}", worker.generate(PROMPTS, 6, EACH, sampling) != whole
         responses_end = [
             each.tokens[-1] == END_ID if each.finished else len(each.tokens) == NEW_TOKENS for each in whole
         ]

@@ -32,15 +32,15 @@ reward_penalties                map?  honoured its keys say
 data_plane                      map?  honoured its keys say
 on_policy_distillation          map?  refused [on-policy distillation within GRPO] distillation has an algorithm of
     its own
-async_rl.*                      map?  refused [asynchronous GRPO] steps generate and train by turns
+async_rl.*                      map?  refused [the single controller] grpo.async_grpo generates ahead of training
 teachers                        list? refused [cross-tokenizer distillation] there is one teacher, with the student's
     vocabulary
 rm.*                            map?  refused [reward models] none is trained here
 ppo.*                           map?  refused [PPO] there is no value model
 value.*                         map?  refused [PPO] there is no value model
 value_loss_fn.*                 map?  refused [PPO] there is no value model
-rollout_checkpointing.*         map?  refused [asynchronous GRPO] steps generate and train by turns
-rollout_recovery.*              map?  refused [asynchronous GRPO] steps generate and train by turns
+rollout_checkpointing.*         map?  refused [the single controller] what was generated ahead is not saved
+rollout_recovery.*              map?  refused [the single controller] what was generated ahead is not saved
 token_capture.*                 map?  none how responses are recorded for another program
 
 [reward_penalties]
@@ -220,7 +220,7 @@ force_clear_fp8_caches          bool  none read with FP8 alone
 [policy.generation]
 model_name                      text  none it is policy.model_name
 bad_words                       list? only null  [forbidden words] any token may be sampled
-use_async_rollouts              bool  only false [the asynchronous engine] a batch is generated as a whole
+use_async_rollouts              bool  only false [the asynchronous engine's older key] vllm_cfg.async_engine says it
 port_range_low                  int   none ports are free ones
 port_range_high                 int   none ports are free ones
 refit_transport                 text? none weights go over by Ray, or stay where they are
@@ -308,10 +308,6 @@ unified_memory_level            int   none of another engine in Megatron-Core
 use_cuda_graphs_for_non_decode_steps bool  none CUDA graphs are not available yet
 
 [loss_fn]
-truncated_importance_sampling_type text? only null|"tis" [other truncations of importance weights] weights are cut at
-    truncated_importance_sampling_ratio
-truncated_importance_sampling_ratio_min num?  only null [other truncations of importance weights] weights are cut from
-    above alone
 positive_example_nll_weight     num   only 0.0   [a likelihood term for correct responses] the loss has none
 alpha                           num   refused [cross-tokenizer distillation] teacher and student share a vocabulary
 ce_loss_scale                   num   refused [cross-tokenizer distillation] teacher and student share a vocabulary
@@ -348,11 +344,8 @@ deduplicate_multimodal_data     bool  none models read text alone
 debug_payload_metrics           bool  none figures for developers
 
 [grpo.async_grpo]
-enabled                         bool  only false [asynchronous GRPO] steps generate and train by turns
-max_trajectory_age_steps        int   none read with asynchronous GRPO alone
-max_generation_failures         int   none read with asynchronous GRPO alone
-in_flight_weight_updates        bool  none read with asynchronous GRPO alone
-recompute_kv_cache_after_weight_updates bool  none read with asynchronous GRPO alone
+max_generation_failures         int   none an engine that fails ends the run, or starts it again:
+    fault_tolerance.max_restarts
 
 [grpo.adv_estimator]
 normalize_rewards               bool  honoured becomes grpo.normalize_rewards

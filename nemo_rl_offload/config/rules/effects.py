@@ -18,7 +18,7 @@ from nemo_rl_offload.config.loader import BASE
 from nemo_rl_offload.config.rules.batching import BY_TOKENS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_has, algorithm_spec
 from nemo_rl_offload.config.rules.tasks import SPLITS, takes_problems, validates
-from nemo_rl_offload.config.schema import VllmConfig
+from nemo_rl_offload.config.schema import AsyncGRPOConfig, VllmConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.specs.documents import read_yaml
 
@@ -67,7 +67,12 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     (
         "loss_fn.use_importance_sampling_correction",
         (True,),
-        ("loss_fn.truncated_importance_sampling_ratio",),
+        tuple(f"loss_fn.truncated_importance_sampling_{key}" for key in ("type", "ratio", "ratio_min")),
+    ),
+    (
+        "grpo.async_grpo.enabled",
+        (True,),
+        tuple(f"grpo.async_grpo.{key}" for key in keys_of(AsyncGRPOConfig) if key != "enabled"),
     ),
     ("loss_fn.kl_type", ("mixed",), ("loss_fn.mixed_kl_weight",)),
     ("grpo.use_dynamic_sampling", (True,), ("grpo.batch_multiplier", "grpo.dynamic_sampling_max_gen_batches")),

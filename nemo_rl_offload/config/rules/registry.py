@@ -1,5 +1,6 @@
 """All rules, in the order in which `check` prints what they say."""
 
+from nemo_rl_offload.config.rules.async_grpo import ASYNC_RULES, ASYNC_WARNINGS
 from nemo_rl_offload.config.rules.batching import BATCHING_RULES, BATCHING_WARNINGS
 from nemo_rl_offload.config.rules.effects import EFFECT_WARNINGS
 from nemo_rl_offload.config.rules.generation import GENERATION_RULES
@@ -48,6 +49,7 @@ RULES: tuple[Rule, ...] = (
     *GENERATION_RULES,
     *VLLM_RULES,
     *VLLM_DEVICE_RULES,
+    *ASYNC_RULES,
 )
 RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (*MACHINE_RULES, *VLLM_MACHINE_RULES)
 """What a run needs here, and a check elsewhere does not."""
@@ -59,5 +61,6 @@ WARNINGS: tuple[Rule, ...] = (
     *BATCHING_WARNINGS,
     *TASK_WARNINGS,
     *TURN_WARNINGS,
+    *ASYNC_WARNINGS,
     *EFFECT_WARNINGS,
 )

@@ -77,11 +77,6 @@ def is_used(get: Get) -> bool:
 def _not_supported_yet(get: Get) -> Iterator[str]:
     if not is_used(get):
         return
-    if get(f"{CFG}.async_engine"):
-        yield (
-            f"{CFG}.async_engine: true asks for the asynchronous engine, not supported here: steps generate and train "
-            "by turns. Set it to false."
-        )
     if get(f"{GENERATION}.stop_strings"):
         yield (
             f"{GENERATION}.stop_strings: asks for stop strings with vLLM, not supported here: its engines see tokens "

@@ -16,16 +16,17 @@ one draws. On a CPU prompts are read whole: vLLM cannot read them in pieces ther
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
 from nemo_rl_offload.cluster.worker_group import WorkerGroup
 from nemo_rl_offload.config.rules.vllm import context_length
 from nemo_rl_offload.config.rules.vllm_devices import num_engines
-from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.generation.interface import Generated, GeneratorSetup, Told
+from nemo_rl_offload.generation.interface import Generated, GeneratorSetup, ResponseStream, Told
 from nemo_rl_offload.generation.sampling import Sampling
-from nemo_rl_offload.generation.vllm.settings import divide, engine_env
+from nemo_rl_offload.generation.vllm.continuous import ContinuousEngines, VllmStream
+from nemo_rl_offload.generation.vllm.settings import check_room, divide, engine_env
 from nemo_rl_offload.generation.vllm.worker import VllmWorker
 from nemo_rl_offload.generation.weight_sync import WeightSource
 
@@ -36,6 +37,7 @@ class VllmGenerator:
     def __init__(self, setup: GeneratorSetup) -> None:
         self._setup = setup
         self._engines: WorkerGroup[VllmWorker] | None = None
+        self._continuous: ContinuousEngines | None = None
         self._sleeps = False
         self._num_engines = 0
         self.has_weights = True
@@ -43,6 +45,8 @@ class VllmGenerator:
     @property
     def _group(self) -> WorkerGroup[VllmWorker]:
         assert self._engines is not None, "start comes first"
+        if self._continuous is not None:
+            self._continuous.check()  # which says why the engines are gone
         return self._engines
 
     def start(self) -> None:
@@ -67,9 +71,16 @@ class VllmGenerator:
             name="vLLM engine" if self._num_engines == slots.world_size else "device of the vLLM engines",
             can_sleep=self._sleeps,
         )
+        if setup.config["generation"]["vllm_cfg"]["async_engine"]:
+            self._continuous = ContinuousEngines(self._engines, slots.world_size // self._num_engines)
 
     def generate(
-        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Told | None = None
+        self,
+        prompts: Sequence[list[int]],
+        seed: int,
+        sampling: Sampling,
+        told: Told | None = None,
+        places: Sequence[int] | None = None,
     ) -> list[Response]:
         """Sample one response for each prompt; a function of weights and arguments, not of the engines' number.
 
@@ -79,32 +90,41 @@ class VllmGenerator:
             ConfigError: a prompt leaves no room for a response in the engine's context.
         """
         assert not sampling.stop_strings, "refused before the run"
+        places = range(len(prompts)) if places is None else places
+        if (stream := self.open_stream(sampling)) is not None:
+            return _all_of(stream, places, prompts, seed)
         longest = context_length(self._setup.config)
-        if (most := max(map(len, prompts), default=0)) >= longest:
-            raise ConfigError(
-                f"policy.generation.vllm_cfg.max_model_len: {longest} tokens are too few for a prompt of {most} and a "
-                f"response. Set at least {most + sampling.max_new_tokens}."
-            )
+        check_room(prompts, sampling, longest)
         costs = [min(len(prompt) + sampling.max_new_tokens, longest) for prompt in prompts]
         shards = divide(costs, self._num_engines)
         # Each device of an engine is told the same, and the first returns the responses.
         shards = [shard for shard in shards for _ in range(self._group.world_size // self._num_engines)]
-        calls = [(list(prompts[shard]), seed, shard.start, sampling) for shard in shards]
+        calls = [(list(prompts[shard]), seed, places[shard], sampling) for shard in shards]
         responses = [response for part in self._group.run_sharded(VllmWorker.generate, calls) for response in part]
         if told is not None:
             told(Generated(len(responses), sum(len(response.tokens) for response in responses)))
         return responses
 
+    def open_stream(self, sampling: Sampling) -> VllmStream | None:
+        """A stream of requests and responses with `vllm_cfg.async_engine`; None without."""
+        if self._continuous is None:
+            return None
+        return VllmStream(self._continuous, sampling, context_length(self._setup.config))
+
     def update_weights(self, source: WeightSource) -> None:
-        """Take over the weights, bucket by bucket; on the GPUs where training has the same."""
+        """Take over the weights, bucket by bucket, on the GPUs where training has the same; between engines' steps."""
+        with nullcontext() if self._continuous is None else self._continuous.between_steps():
+            self._update_weights(source)
+        self.has_weights = True
+
+    def _update_weights(self, source: WeightSource) -> None:
         if self._sleeps:
             for buckets in source.device_weight_buckets():
                 self._group.run_sharded(VllmWorker.load_device_bucket, [(bucket,) for bucket in buckets])
         else:
             for bucket in source.weight_buckets():
                 self._group.run_all(VllmWorker.load_weight_bucket, bucket)
-        self._group.run_all(VllmWorker.finish_weight_update)
-        self.has_weights = True
+        self._group.run_all(VllmWorker.finish_weight_update, recompute=self._setup.recomputes_cache)
 
     def sleep(self) -> None:
         """Give up weights and cache where training has the same GPUs."""
@@ -119,9 +139,19 @@ class VllmGenerator:
 
     def notices(self) -> list[list[str]]:
         """What the engines have warned of since the last call, by rank."""
-        return [] if self._engines is None else self._engines.run_all(VllmWorker.take_notices)
+        return [] if self._engines is None else self._group.run_all(VllmWorker.take_notices)
 
     def stop(self) -> None:
         """Kill the engines."""
+        if self._continuous is not None:
+            self._continuous.stop()
         if self._engines is not None:
             self._engines.shutdown()
+
+
+def _all_of(stream: ResponseStream, places: Sequence[int], prompts: Sequence[list[int]], seed: int) -> list[Response]:
+    stream.submit(places, prompts, seed)
+    responses: dict[int, Response] = {}
+    while ended := stream.take():
+        responses |= ended
+    return [responses[place] for place in places]

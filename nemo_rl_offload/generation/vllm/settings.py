@@ -6,10 +6,11 @@ Imports nothing of vLLM, so that the driver and a test without it can ask.
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_rl_offload.config.rules.vllm import context_length, devices_of_engine
 from nemo_rl_offload.config.schema import GenerationConfig, PolicyConfig
+from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.sampling import Sampling
 
 MAX_NUM_SEQS = 256
@@ -41,6 +42,18 @@ _ENV_OF_CUDA = {
     "PYTORCH_CUDA_ALLOC_CONF": "",
     "PYTORCH_ALLOC_CONF": "",
 }
+
+
+class Request(NamedTuple):
+    """One response that an engine is asked for, by itself."""
+
+    number: int
+    """Its name between driver and engine."""
+    prompt: list[int]
+    seed: int
+    place: int
+    """Among all that `seed` is for."""
+    sampling: Sampling
 
 
 def engine_env(config: GenerationConfig, device: str) -> dict[str, str]:
@@ -124,6 +137,15 @@ def sampling_arguments(sampling: Sampling, end_ids: Sequence[int], num_left: int
 def request_seed(seed: int, number: int) -> int:
     """The seed of a request, by its place among all prompts: who answers it makes no difference."""
     return int.from_bytes(blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()) >> 1
+
+
+def check_room(prompts: Sequence[Sequence[int]], sampling: Sampling, longest: int) -> None:
+    """Raise ConfigError where a prompt leaves no room for a response in `longest` tokens."""
+    if (most := max(map(len, prompts), default=0)) >= longest:
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.max_model_len: {longest} tokens are too few for a prompt of {most} and a "
+            f"response. Set at least {most + sampling.max_new_tokens}."
+        )
 
 
 def divide(num_tokens: Sequence[int], num_engines: int) -> list[slice]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.settings import (
     CPU_BLOCK_SIZE,
     MAX_NUM_SEQS,
+    Request,
     engine_arguments,
     is_truncated,
     request_seed,
@@ -43,6 +45,8 @@ from nemo_rl_offload.specs.generation import HOW_TO_INSTALL, VLLM_VERSION, is_te
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 CFG = "policy.generation.vllm_cfg"
+STEPS_OF_A_CALL = 8
+"""Of an engine, between two looks for new requests: a call takes a millisecond or two."""
 
 
 class VllmWorker:
@@ -64,12 +68,17 @@ class VllmWorker:
         self._asleep: set[str] = set()
         self._assembler = Assembler()
         self._is_updating = False
+        self._num_updates = 0
+        self._under_way: dict[int, tuple[str, list[int]]] = {}
+        """By request: the engine's name for it, how often the weights had been updated when it came, and then, for each
+        update since, how many tokens it had."""
         _import_vllm(is_cpu=self._is_cpu)
         self._num_devices = devices_of_engine(config["generation"]["vllm_cfg"])
         self._rank_of_engine = int(os.environ["RANK"]) % self._num_devices
         join("gloo" if self._is_cpu else "nccl", self._num_devices)
         from vllm import LLM, SamplingParams
         from vllm.distributed.parallel_state import get_world_group
+        from vllm.sampling_params import RequestOutputKind
 
         from nemo_rl_offload.generation.vllm.extension import keep_weights_plain, take_place
 
@@ -89,7 +98,7 @@ class VllmWorker:
                 self._llm = LLM(**arguments)
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise _refusal(error) from error
-        self._sampling_params = SamplingParams
+        self._sampling_params, self._at_the_end = SamplingParams, RequestOutputKind.FINAL_ONLY
         self._peers = get_world_group().cpu_group
         if is_truncated(config["generation"]):
             self._on_the_model("return_whole_logprobs")
@@ -97,8 +106,10 @@ class VllmWorker:
     def _on_the_model(self, method: str, *args: object) -> Any:
         return self._llm.collective_rpc(method, args=args)[0]
 
-    def generate(self, prompts: Sequence[list[int]], seed: int, first: int, sampling: Sampling) -> list[Response]:
-        """Sample one response for each prompt (token ids), of which the first has number `first` among all.
+    def generate(
+        self, prompts: Sequence[list[int]], seed: int, places: Sequence[int], sampling: Sampling
+    ) -> list[Response]:
+        """Sample one response for each prompt (token ids), which have these numbers among all.
 
         All workers of an engine are called alike; the first returns the responses, the others return none.
 
@@ -108,14 +119,7 @@ class VllmWorker:
         self._wake("kv_cache")  # also without prompts: an engine that is half asleep does not go to sleep
         if not prompts:
             return []
-        longest = context_length(self._config)
-        params = [
-            self._sampling_params(
-                **sampling_arguments(sampling, self._end_ids, longest - len(prompt)),
-                seed=request_seed(seed, first + row),
-            )
-            for row, prompt in enumerate(prompts)
-        ]
+        params = [self._params(prompt, seed, place, sampling) for prompt, place in zip(prompts, places, strict=True)]
         with _explained("generating"):
             outputs = self._llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
         return self._of_the_engine([_response(output.outputs[0]) for output in outputs])
@@ -136,6 +140,47 @@ class VllmWorker:
             )
         return responses if self._rank_of_engine == 0 else []
 
+    def advance(self, requests: Sequence[Request]) -> list[tuple[int, Response]]:
+        """Add requests to those under way, take some steps; the numbers and responses of those that ended.
+
+        Workers of an engine, and errors, as for `generate`.
+        """
+        self._wake("kv_cache")
+        engine, ended = self._llm.llm_engine, list[tuple[int, Response]]()
+        with _explained("generating"):
+            for request in requests:
+                # What an engine keeps of a prompt is found again by requests of the same weights alone.
+                prompt = {"prompt_token_ids": request.prompt, "cache_salt": str(self._num_updates)}
+                params = self._params(request.prompt, request.seed, request.place, request.sampling)
+                name = engine.add_request(str(request.number), prompt, params)
+                self._under_way[request.number] = name, [self._num_updates]
+            for _ in range(STEPS_OF_A_CALL):
+                if not engine.has_unfinished_requests():
+                    break
+                for output in engine.step():
+                    number = int(output.request_id)
+                    response = _response(output.outputs[0])
+                    _, updates = self._under_way.pop(number)
+                    versions = versions_of(len(response.tokens), updates)
+                    ended.append((number, replace(response, versions=versions)))
+        responses = self._of_the_engine([response for _, response in ended])
+        return [(number, response) for (number, _), response in zip(ended, responses, strict=False)]
+
+    def _params(self, prompt: Sequence[int], seed: int, place: int, sampling: Sampling) -> Any:
+        num_left = context_length(self._config) - len(prompt)
+        return self._sampling_params(
+            **sampling_arguments(sampling, self._end_ids, num_left),
+            seed=request_seed(seed, place),
+            output_kind=self._at_the_end,
+        )
+
+    def _note_update(self) -> None:
+        for name, updates in self._under_way.values():
+            request = self._llm.llm_engine.engine_core.engine_core.scheduler.requests[name]
+            # A step may be under way whose tokens have a place already.
+            updates.append(request.num_output_tokens + request.num_output_placeholders)
+        self._num_updates += 1
+
     def load_weight_bucket(self, bucket: Stored[WeightBucket]) -> None:
         """Take over the next weights, one at a time."""
         self._load(bucket.get())
@@ -154,8 +199,10 @@ class VllmWorker:
                 self._is_updating = True
             self._on_the_model("load_named_weights", self._assembler.add(bucket))
 
-    def finish_weight_update(self) -> None:
+    def finish_weight_update(self, *, recompute: bool = False) -> None:
         """End an update, all of whose buckets have been loaded, and forget what was computed with the old weights.
+
+        Requests under way go on from the keys and values that they have, or with `recompute` from new ones.
 
         Raises:
             ConfigError: a parameter of vLLM's has not got its weight.
@@ -167,7 +214,11 @@ class VllmWorker:
                 f"policy.generation.backend: {len(missing)} of vLLM's parameters do not get their whole weight from "
                 f"training, the first of them {', '.join(missing[:3])}. Set megatron."
             )
-        assert self._llm.reset_prefix_cache(), "a request is under way"
+        self._note_update()
+        if not self._under_way:
+            assert self._llm.reset_prefix_cache(), "no request is under way"
+        elif recompute:
+            assert self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True), "they begin anew"
 
     def sleep(self) -> None:
         """Give up weights and cache, where training has the same device."""
@@ -188,6 +239,12 @@ class VllmWorker:
     def take_notices(self) -> list[str]:
         """What this process has warned of since the last call."""
         return self._notices.take()
+
+
+def versions_of(num_tokens: int, updates: Sequence[int]) -> list[int]:
+    """By token, how often the weights had been updated: `updates` as in `VllmWorker`."""
+    first, ends = updates[0], updates[1:]
+    return [first + sum(end <= place for end in ends) for place in range(num_tokens)]
 
 
 def _response(output: Any) -> Response:

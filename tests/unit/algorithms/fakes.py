@@ -25,7 +25,7 @@ class FakePolicy:
     """Its one weight is the number of steps taken; its samples and log-probabilities depend on that weight."""
 
     def __init__(self) -> None:
-        self.weight = self.loaded_weight = 0
+        self.weight = self.loaded_weight = self.num_refits = 0
         self.batches: list[Batch] = []
         self.seeds: list[int] = []
         self.samplings: list[Sampling] = []
@@ -68,7 +68,16 @@ class FakePolicy:
         self.num_reference_calls += 1
         return -0.2 * torch.ones_like(batch["input_ids"], dtype=torch.float32)
 
-    def generate(self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Any) -> list[Response]:
+    def refit(self) -> None:
+        self.num_refits += 1
+
+    def open_stream(self, sampling: Sampling) -> None:
+        """It answers batches."""
+
+    def generate(
+        self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Any, places: Sequence[int]
+    ) -> list[Response]:
+        assert list(places) == list(range(len(prompts)))
         told(Generated(len(prompts) // 2, 3 * len(prompts)))
         self.seeds.append(seed)
         self.samplings.append(sampling)

@@ -48,9 +48,16 @@ def test_batch(pairs: list[tuple[list[int], list[int]]]) -> None:
         assert batch["generation_logprobs"][row].tolist() == [0] * len(prompt) + logprobs + padding
 
 
+class InBatches:
+    def open_stream(self, sampling: Sampling) -> None:
+        """It answers batches."""
+
+
 def test_rollout_repeats_prompts_side_by_side() -> None:
-    class Policy:
-        def generate(self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None) -> list[Response]:
+    class Policy(InBatches):
+        def generate(
+            self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None, places: Any
+        ) -> list[Response]:
             assert seed == 11
             return [make_response([prompt[0] + 1, index], index % 2 == 0) for index, prompt in enumerate(prompts)]
 
@@ -100,14 +107,16 @@ def test_rollout_repeats_prompts_side_by_side() -> None:
     }
 
 
-class Countdown:
+class Countdown(InBatches):
     """A game: the model says a number, the environment answers until it is 0. Rewards and replies are noted."""
 
     def __init__(self) -> None:
         self.inputs: list[list[list[int]]] = []
         self.seeds: list[int] = []
 
-    def generate(self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None) -> list[Response]:
+    def generate(
+        self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None, places: Any
+    ) -> list[Response]:
         self.inputs.append(prompts)
         self.seeds.append(seed)
         return [Response([prompt[-1] - 1, END], [-1.0, -2.0], prompt[-1] != 42) for prompt in prompts]
@@ -125,11 +134,36 @@ class Countdown:
         return [Score(1.0, number == 0, number == 7, str(number) if number else None) for number in said]
 
 
+class OneByOne(Countdown):
+    """Gives one response at a time, the last that was asked for first; notes which turns were under way together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[tuple[int, list[int]]] = []
+        self.turns: list[set[int]] = []
+        self.draws: dict[int, list[int]] = {}
+
+    def open_stream(self, sampling: Sampling) -> Any:
+        return self
+
+    def submit(self, places: list[int], prompts: list[list[int]], seed: int) -> None:
+        for place in places:
+            self.draws.setdefault(place, []).append(seed)
+        self.waiting += zip(places, prompts, strict=True)
+
+    def take(self) -> list[tuple[int, Response]]:
+        if not self.waiting:
+            return []
+        self.turns.append({len(self.draws[place]) for place, _ in self.waiting})
+        place, prompt = self.waiting.pop()
+        return [(place, self.generate([prompt], 0, Sampling(4), None, [place])[0])]
+
+
 END, OBSERVED = 98, 99
 
 
-def play(starts: list[int], max_turns: int, max_length: int = 50) -> tuple[Rollout, Countdown]:
-    game: Any = Countdown()
+def play(starts: list[int], max_turns: int, max_length: int = 50, game: Any = None) -> tuple[Rollout, Countdown]:
+    game = game or Countdown()
     prompts = [make_prompt([start]) for start in starts]
     limits = Limits(max_turns, max_length)
     return rollout(
@@ -169,6 +203,20 @@ def test_turns_follow_each_other_until_the_environment_ends_the_episode() -> Non
     assert metrics["mean_gen_tokens_per_sample"] == pytest.approx(16 / 3)
 
 
+@pytest.mark.parametrize("max_length", [9, 50])
+@pytest.mark.parametrize("max_turns", [1, 2, 4])
+def test_episodes_that_go_on_by_themselves_are_the_same(max_turns: int, max_length: int) -> None:
+    starts = [1, 3, 8, 43, 2, 3]
+    in_step, batches = play(starts, max_turns, max_length)
+    by_itself, game = play(starts, max_turns, max_length, OneByOne())
+    assert by_itself == in_step
+    assert isinstance(game, OneByOne)
+    for place, seeds in game.draws.items():
+        assert seeds == batches.seeds[: in_step.responses[place].num_turns], "of the seed, the place and the turn"
+    if max_turns > 1:
+        assert any(len(turns) > 1 for turns in game.turns), "turns of different number are under way together"
+
+
 def test_only_sampled_tokens_are_learned() -> None:
     played, _ = play([3, 1], max_turns=2)
     batch = played.batch(PAD_ID)
@@ -194,14 +242,16 @@ def test_join_keeps_the_order() -> None:
     assert joined.metrics()["scorer_errors"] == 1.0
 
 
-class Speaker:
+class Speaker(InBatches):
     """Says "yo" and an end token; notes what it was given."""
 
     def __init__(self, end_id: int) -> None:
         self.end_id = end_id
         self.prompts: list[list[int]] = []
 
-    def generate(self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None) -> list[Response]:
+    def generate(
+        self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None, places: Any
+    ) -> list[Response]:
         self.prompts += prompts
         return [Response([*b"yo", self.end_id], [0.0] * 3, True) for _ in prompts]
 
@@ -267,8 +317,10 @@ def test_what_ended_a_turn_is_text_or_closes_it(tokenizer: Any, reply: str, hear
     tokenizer.add_tokens(["<over>"])  # no special token
     ids = tokenizer.encode(reply)
 
-    class Says:
-        def generate(self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None) -> list[Response]:
+    class Says(InBatches):
+        def generate(
+            self, prompts: list[list[int]], seed: int, sampling: Sampling, told: None, places: Any
+        ) -> list[Response]:
             return [Response(ids, [-0.5] * len(ids), True) for _ in prompts]
 
     says: Any = Says()

@@ -24,10 +24,10 @@ class Engine:
         self.is_first = is_first
         self.calls: list[Any] = []
 
-    def generate(self, prompts: list[list[int]], seed: int, first: int, sampling: Sampling) -> list[Response]:
+    def generate(self, prompts: list[list[int]], seed: int, places: range, sampling: Sampling) -> list[Response]:
         assert sampling == SAMPLING
-        self.calls.append(("generate", len(prompts), seed, first))
-        return [Response([first + row], [0.0], True) for row in range(len(prompts))] if self.is_first else []
+        self.calls.append(("generate", len(prompts), seed, places.start))
+        return [Response([place], [0.0], True) for place in places] if self.is_first else []
 
     def load_weight_bucket(self, bucket: str) -> None:
         self.calls.append(bucket)
@@ -35,8 +35,8 @@ class Engine:
     def load_device_bucket(self, bucket: str) -> None:
         self.calls.append(bucket)
 
-    def __getattr__(self, name: str) -> Callable[[], None]:
-        return lambda: self.calls.append(name)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda **_: self.calls.append(name)
 
 
 class Group:
@@ -47,8 +47,8 @@ class Group:
         size = vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"]
         self.engines = [Engine(is_first=rank % size == 0) for rank in range(self.world_size)]
 
-    def run_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        return [getattr(engine, method.__name__)(*args) for engine in self.engines]
+    def run_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return [getattr(engine, method.__name__)(*args, **kwargs) for engine in self.engines]
 
     def run_sharded(self, method: Callable[..., Any], shards: list[tuple[Any, ...]]) -> list[Any]:
         pairs = zip(self.engines, shards, strict=True)

@@ -149,7 +149,7 @@ def test_an_engine_without_prompts_wakes_up_whole() -> None:
     worker = VllmWorker.__new__(VllmWorker)
     woken: list[list[str]] = []
     worker._asleep, worker._llm = {"kv_cache"}, SimpleNamespace(wake_up=lambda tags: woken.append(tags))
-    assert worker.generate([], 0, 0, Sampling(8)) == []
+    assert worker.generate([], 0, [], Sampling(8)) == []
     assert woken == [["kv_cache"]]
 
 

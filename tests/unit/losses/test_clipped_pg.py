@@ -23,7 +23,9 @@ PLAIN: dict[str, Any] = {
     "use_cispo": False,
     "sequence_level_importance_ratios": False,
     "use_importance_sampling_correction": False,
+    "truncated_importance_sampling_type": None,
     "truncated_importance_sampling_ratio": None,
+    "truncated_importance_sampling_ratio_min": None,
     "reference_policy_kl_penalty": 0.0,
     "reference_policy_kl_type": "k3",
     "kl_input_clamp_value": 20.0,
@@ -43,7 +45,9 @@ CONFIGS = st.fixed_dictionaries(
         "use_cispo": st.booleans(),
         "sequence_level_importance_ratios": st.booleans(),
         "use_importance_sampling_correction": st.booleans(),
+        "truncated_importance_sampling_type": st.sampled_from([None, "tis", "icepop", "seq-mask-tis"]),
         "truncated_importance_sampling_ratio": st.sampled_from([None, 1.1]),
+        "truncated_importance_sampling_ratio_min": st.sampled_from([None, 0.7]),
         "reference_policy_kl_penalty": st.sampled_from([0.0, 0.3]),
         "reference_policy_kl_type": st.sampled_from(["k1", "k2", "k3"]),
         "kl_input_clamp_value": st.sampled_from([None, 20.0, 0.3]),
@@ -61,10 +65,25 @@ def build(**changes: Any) -> Loss:
     return build_loss("clipped_pg", PLAIN | changes)
 
 
+def bounded(weight: float, gaps: list[float], config: dict[str, Any]) -> tuple[float, bool]:
+    """An importance weight within the bounds, and whether it was beyond; `gaps` are those of the response's tokens."""
+    kind = config["truncated_importance_sampling_type"]
+    most = config["truncated_importance_sampling_ratio"] or math.inf
+    least = config["truncated_importance_sampling_ratio_min"] or 0.0
+    if kind == "seq-mask-tis":
+        is_beyond = not least <= math.prod(map(math.exp, gaps)) ** (1 / len(gaps)) <= most
+        return (0.0 if is_beyond else weight), is_beyond
+    is_beyond = not least <= weight <= most
+    if kind == "icepop":
+        return (0.0 if is_beyond else weight), is_beyond
+    return min(max(weight, least), most), is_beyond
+
+
 def reference(batch: Batch, config: dict[str, Any]) -> dict[str, float]:
     """Loss and metrics, one token after the other."""
     logprobs, scored = scores(batch["logits"], batch)
-    names = ("loss", "kl_penalty", "entropy", "probs_ratio", "clip_fraction", "approx_kl", "sampling_importance_ratio")
+    names = ("loss", "kl_penalty", "entropy", "probs_ratio", "clip_fraction", "approx_kl")
+    names += ("sampling_importance_ratio", "is_oob_ratio")
     values: dict[str, dict[tuple[int, int], float]] = {name: {} for name in names}
     for i, row in enumerate(counted(batch)):
         new = {t: logprobs[i, t].item() for t in row}
@@ -86,7 +105,7 @@ def reference(batch: Batch, config: dict[str, Any]) -> dict[str, float]:
                 loss = -(min(max(ratio, low), high) if outside else ratio) * advantage
                 if advantage < 0 and config["ratio_clip_c"]:
                     loss = min(loss, -advantage * config["ratio_clip_c"])
-            weight = min(weight, config["truncated_importance_sampling_ratio"] or math.inf)
+            weight, is_beyond = bounded(weight, [old[u] - gen[u] for u in row], config)
             loss *= weight if config["use_importance_sampling_correction"] else 1
             d = ref[t] - new[t]
             if (most := config["kl_input_clamp_value"]) is not None:
@@ -101,7 +120,7 @@ def reference(batch: Batch, config: dict[str, Any]) -> dict[str, float]:
             values["kl_penalty"][i, t], values["entropy"][i, t] = kl, entropy
             values["probs_ratio"][i, t], values["clip_fraction"][i, t] = ratio, float(outside)
             values["approx_kl"][i, t] = math.exp(new[t] - old[t]) - 1 - (new[t] - old[t])
-            values["sampling_importance_ratio"][i, t] = weight
+            values["sampling_importance_ratio"][i, t], values["is_oob_ratio"][i, t] = weight, float(is_beyond)
     level = dict.fromkeys(("loss", "kl_penalty", "entropy"), config["token_level_loss"])
     return {name: average(value, batch, level.get(name, True)) for name, value in values.items()}
 
@@ -149,7 +168,7 @@ def test_cispo_is_reinforce_with_fixed_weights(seed: int, config: dict[str, Any]
             if config["use_importance_sampling_correction"]:
                 gaps = [(batch["prev_logprobs"] - batch["generation_logprobs"])[i, u].item() for u in row]
                 gap = sum(gaps) if config["sequence_level_importance_ratios"] else gaps[row.index(t)]
-                weight *= min(math.exp(gap), config["truncated_importance_sampling_ratio"] or math.inf)
+                weight *= bounded(math.exp(gap), gaps, config)[0]
             count = norm.global_valid_tokens if config["token_level_loss"] else norm.global_valid_seqs * len(row)
             expected = -weight * batch["advantages"][i, t].item() / count.item()
             assert gradient[i, t].item() == pytest.approx(expected, rel=1e-6)

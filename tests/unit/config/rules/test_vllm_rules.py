@@ -68,7 +68,6 @@ def test_another_version_is_refused_with_the_tested_one(installed: Any, version:
 @pytest.mark.parametrize(
     ("override", "path"),
     [
-        (f"{CFG}.async_engine=true", f"{CFG}.async_engine"),
         (f"{CFG}.max_model_len=87", f"{CFG}.max_model_len"),
         (f"{CFG}.load_format=dummy", f"{CFG}.load_format"),
         (f"{CFG}.precision=int8", f"{CFG}.precision"),
