@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from nemo_rl_offload.errors import NemoRLOffloadError, ResourceError, WorkerError
 
@@ -68,7 +68,7 @@ class OwnHead(Head):
     """Of a private Ray.
 
     Args:
-        daemons: its processes, by name.
+        daemons: its processes, by name; those that are there already, while it starts.
         logs: the folder with their logs.
     """
 
@@ -78,7 +78,7 @@ class OwnHead(Head):
 
     def check(self) -> None:
         """Raise WorkerError where one of the processes has ended: new ones can be started."""
-        for name, process in self._daemons.items():
+        for name, process in list(self._daemons.items()):  # it grows while Ray starts
             if (code := process.poll()) is not None:
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
                 raise WorkerError(
@@ -115,8 +115,3 @@ class JoinedHead(Head):
             except OSError:
                 continue
             self._heard_s = time.monotonic()
-
-
-def daemons_of(processes: Mapping[str, Sequence[object]], names: Sequence[str]) -> dict[str, "subprocess.Popen[bytes]"]:
-    """The first process of each name, of what Ray has started here."""
-    return {name: processes[name][0].process for name in names if processes.get(name)}  # type: ignore[attr-defined]

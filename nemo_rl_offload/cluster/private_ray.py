@@ -6,6 +6,8 @@
   removed when the run ends. Where a run fails, or its driver is killed, logs are needed: the newest `NUM_KEPT` of such
   folders stay, and the next start removes the others. A lock says which are in use; the kernel gives it back with the
   process, whatever became of that.
+- **The start.** It runs in a thread, for it does not heed anything while a daemon is awaited that is gone. The thread
+  stays until the end: the kernel ends Ray's daemons with the thread that has started them.
 - **The end.** A process of its own, `watchdog`, ends what outlives a driver that was killed.
 
 Rejected: `_node_ip_address="127.0.0.1"`, which Ray turns into the machine's address; the environment variable
@@ -22,23 +24,27 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray._common.utils import get_default_system_temp_dir
 from ray._private import ray_constants
 from ray._private import services as ray_services
-from ray._private import worker as ray_worker
 
-from nemo_rl_offload.cluster.head import OwnHead, daemons_of
+from nemo_rl_offload.cluster.head import OwnHead
 from nemo_rl_offload.cluster.limits import available_cores, object_store_bytes
-from nemo_rl_offload.cluster.signals import interrupted_afterwards
+from nemo_rl_offload.cluster.signals import Held
+from nemo_rl_offload.specs.plain_file import open_plain_file
 
 RECONNECT_S = 600
 """What Ray's processes wait for a gcs_server that is gone, before they exit without a word: `OwnHead` sees it first."""
+DAEMONS = ("gcs_server", "raylet")
+"""Ray's processes that all others depend on."""
+START_LOOK_S = 0.2
 PREFIX = "nemo_rl_offload-"
 NUM_KEPT = 3
 UNLOCKED_S = 60
@@ -64,6 +70,7 @@ class PrivateRay:
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self._lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._is_closed = threading.Event()
         script = Path(__file__).with_name("watchdog.py")
         self._watchdog = subprocess.Popen(
             [sys.executable, "-I", "-S", str(script), str(os.getpid()), str(self.folder)],
@@ -74,35 +81,62 @@ class PrivateRay:
         )
 
     def start(self) -> OwnHead:
-        """Start Ray. Raises what Ray raises."""
+        """Start Ray. Raises what Ray raises, and WorkerError where a process of it ends meanwhile."""
         provide_token()
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it would miss the main thread, for handlers that we set
+        daemons: dict[str, subprocess.Popen[bytes]] = {}
+        head = OwnHead(daemons, str(self.folder / "ray/session_latest/logs"))
+        errors: list[BaseException] = []
+        is_done = threading.Event()
+
+        def work() -> None:
+            try:
+                self._init(daemons)
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                errors.append(error)
+            is_done.set()
+            self._is_closed.wait()
+
+        # Ray's C++ part does not survive an exception while it is set up, and Python drops one in a `__del__`.
+        with Held("Ray's start"):
+            threading.Thread(target=work, daemon=True).start()
+            while not is_done.wait(START_LOOK_S):
+                head.check()
+        if errors:
+            raise errors[0]
+        return head
+
+    def _init(self, daemons: dict[str, "subprocess.Popen[bytes]"]) -> None:
         popen, is_cluster = ray_services.ConsolePopen, ray_constants.ENABLE_RAY_CLUSTER
-        # A signal to this process's group (from `timeout`, Slurm, a supervisor) would end Ray's daemons first, and the
-        # run could not save.
-        ray_services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
+
+        def started(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+            # A signal to this process's group (from `timeout`, Slurm, a supervisor) would end Ray's daemons first, and
+            # the run could not save.
+            process: subprocess.Popen[bytes] = popen(command, **{**options, "process_group": 0})
+            if (name := Path(command[0]).name) in DAEMONS:
+                daemons[name] = process
+            return process
+
+        ray_services.ConsolePopen = started  # type: ignore[misc,assignment]
         ray_constants.ENABLE_RAY_CLUSTER = False
         try:
-            # Ray's C++ part does not survive an exception while it is set up, and Python drops one in a `__del__`.
-            with interrupted_afterwards("Ray's start"):
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    num_cpus=available_cores(),
-                    object_store_memory=object_store_bytes(),
-                    _temp_dir=str(self.folder / "ray"),
-                    _system_config={"gcs_rpc_server_reconnect_timeout_s": RECONNECT_S},
-                )
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                num_cpus=available_cores(),
+                object_store_memory=object_store_bytes(),
+                _temp_dir=str(self.folder / "ray"),
+                _system_config={"gcs_rpc_server_reconnect_timeout_s": RECONNECT_S},
+            )
         finally:
             ray_services.ConsolePopen = popen  # type: ignore[misc]
             ray_constants.ENABLE_RAY_CLUSTER = is_cluster
-        node = ray_worker._global_node
-        names = (ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET)
-        return OwnHead(daemons_of(node.all_processes if node else {}, names), node.get_logs_dir_path() if node else "")
 
     def close(self, *, keep: bool) -> None:
         """When Ray has ended: remove the folder, or keep it for its logs. May be called twice."""
+        self._is_closed.set()
         self._watchdog.kill()
         self._watchdog.wait()
         if not keep:
@@ -139,7 +173,7 @@ def _own_folders(parent: Path) -> Iterator[tuple[float, Path]]:
 def _locked(written_s: float, folder: Path) -> Iterator[bool]:
     """Whether nobody else has the folder's lock, which is held meanwhile."""
     try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        lock = open_plain_file(folder / "lock", os.O_RDWR)
     except OSError:
         yield time.time() - written_s > UNLOCKED_S
         return

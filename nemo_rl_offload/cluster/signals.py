@@ -6,9 +6,13 @@ throughout. SIGTERM has another handler in each phase, and the later ones give w
 | phase | SIGTERM | set by |
 |---|---|---|
 | from the start of the command on | unwinds like Ctrl-C | `terminated_like_interrupted` |
-| while Ray starts | waits until it has started; a second one unwinds at once | `interrupted_afterwards` |
+| while Ray starts | waits until it has started; a second one unwinds at once | `Held` |
 | from then on | SystemExit(143); Ray's own handler would end without unwinding | `exit_on_sigterm` |
 | while a run trains | a checkpoint after the step, then SystemExit(143); at once for a second one | `Termination` |
+| while Ray ends | waits until it has ended, with all that follow within `END_PATIENCE_S` | `Held` |
+
+Ray's end is to be had only whole: half ended, its C++ part ends this process with code 1 as soon as it misses its
+daemons. That part also takes our handlers away, somewhere on its way; they are set again every 2 ms (`Held.again`).
 
 SystemExit(143) never reaches the shell: the command line takes it for an interruption, so that whoever sent the signal
 sees one code. An exception that Python could only print, because it met a `__del__`, is raised again (`never_unheard`).
@@ -20,6 +24,7 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Self
@@ -27,6 +32,8 @@ from typing import Self
 type Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 EXIT_CODE = 128 + signal.SIGTERM
 REPEAT_INTERRUPT_S = 0.1
+END_PATIENCE_S = 30.0
+"""How long Ray may take to end, a few seconds as a rule, until a signal ends the wait for it."""
 
 
 @contextlib.contextmanager
@@ -77,36 +84,51 @@ def forget_rays_alarm() -> None:
     signal.alarm(0)
 
 
-@contextlib.contextmanager
-def interrupted_afterwards(what: str) -> Iterator[None]:
-    """SIGINT and SIGTERM take effect when the block has ended; a second one takes effect at once.
+class Held:
+    """SIGINT and SIGTERM take effect when the block has ended; a second one takes effect at once. A context manager.
 
     Outside the main thread, which is where signals arrive, nothing changes.
 
     Args:
         what: what is waited for, for the user.
+        patience_s: how long the second one waits as well, and all that follow.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
 
-    def remember(number: int, _frame: FrameType | None) -> None:
-        forget_rays_alarm()
-        if arrived:
-            raise KeyboardInterrupt
-        arrived.append(number)
-        sys.stderr.write(f"Ending as soon as {what} is done; a second time, at once ...\n")
+    def __init__(self, what: str, patience_s: float = 0.0) -> None:
+        self._what = what
+        self._patience_s = patience_s
+        self._arrived: list[int] = []
+        self._previous: dict[int, Handler] = {}
 
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, remember) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
+    def __enter__(self) -> Self:
+        self._end_s = time.monotonic() + self._patience_s
+        if threading.current_thread() is threading.main_thread():
+            numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._remember) for number in numbers}
+        return self
+
+    def again(self) -> None:
+        """Hear signals again where something else may have set handlers."""
+        for number in self._previous:
+            signal.signal(number, self._remember)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if arrived:
-            signal.raise_signal(arrived[0])
+        if self._arrived:
+            signal.raise_signal(self._arrived[0])
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        forget_rays_alarm()
+        is_patient = time.monotonic() < self._end_s
+        if self._arrived and not is_patient:
+            raise KeyboardInterrupt
+        if not self._arrived:
+            at_once = "" if is_patient else "; a second time, at once"
+            sys.stderr.write(f"Ending as soon as {self._what} is done{at_once} ...\n")
+        self._arrived.append(number)
 
 
 class Termination:

@@ -37,13 +37,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from nemo_rl_offload.cluster.head import Head, JoinedHead
 from nemo_rl_offload.cluster.listening import AUTO
 from nemo_rl_offload.cluster.private_ray import PrivateRay
-from nemo_rl_offload.cluster.signals import exit_on_sigterm, forget_rays_alarm
+from nemo_rl_offload.cluster.signals import END_PATIENCE_S, Held, exit_on_sigterm, forget_rays_alarm
 from nemo_rl_offload.errors import NemoRLOffloadError, ResourceError
 
 logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60
 EXIT_TIMEOUT_S = 10
+HEAR_AGAIN_S = 0.002
 START_EXIT_TIMEOUT_S = 1  # one of the daemons does not heed SIGTERM
 
 
@@ -250,18 +251,22 @@ class VirtualCluster:
                 self._give_back()
         finally:
             if self._connected_here:
-                processes, is_up = _processes_of_ray(), ray.is_initialized()
-                if self._private_ray and self.head.is_lost:
-                    _signal(processes, psutil.Process.kill)
-                ray.shutdown(wait_for_processes=True)
-                if not is_up:  # Ray ended what it knew: of a start that was interrupted, nothing
-                    _signal(processes, psutil.Process.terminate)
-                _see_off(processes, EXIT_TIMEOUT_S if is_up else START_EXIT_TIMEOUT_S)
-                self.head.close()
-                self.head = Head()
-                if self._private_ray:
-                    self._private_ray.close(keep=keep_logs)
-                    self._private_ray = None
+                with Held("Ray's end", END_PATIENCE_S) as held:
+                    self._end(held, keep_logs)
+
+    def _end(self, held: Held, keep_logs: bool) -> None:
+        processes, is_up = _processes_of_ray(), ray.is_initialized()
+        if self._private_ray and self.head.is_lost:
+            _signal(processes, psutil.Process.kill)
+        _shut_ray_down(held)
+        if not is_up:  # Ray ended what it knew: of a start that was interrupted, nothing
+            _signal(processes, psutil.Process.terminate)
+        _see_off(processes, EXIT_TIMEOUT_S if is_up else START_EXIT_TIMEOUT_S)
+        self.head.close()
+        self.head = Head()
+        if self._private_ray:
+            self._private_ray.close(keep=keep_logs)
+            self._private_ray = None
 
     def _give_back(self) -> None:
         groups, self.placement_groups = self.placement_groups, ()
@@ -348,6 +353,25 @@ def _connect(private_ray: PrivateRay | None) -> Head:
         # Ray's own handler prints a native stack and exits without running `VirtualCluster.__exit__`.
         signal.signal(signal.SIGTERM, exit_on_sigterm)
     return head
+
+
+def _shut_ray_down(held: Held) -> None:
+    """In a thread: on the way Ray sets SIGTERM to what kills this process, for as long as nobody sets it again."""
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            ray.shutdown(wait_for_processes=True)
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(HEAR_AGAIN_S)
+        held.again()
+    if errors:
+        raise errors[0]
 
 
 def _processes_of_ray() -> list[psutil.Process]:

@@ -3,6 +3,11 @@
 Everything is read at once, into plain dictionaries: simple, and exact counts of what is bad are known before training.
 The limit is host memory: about twice the files' text. A line that is longer than any record, or that would become many
 times its text, is a bad record and never held.
+
+Files may be packed, and kilobytes become terabytes: by gzip, by Parquet's and Arrow's compression, by Parquet's
+dictionaries. What a Parquet file says of its size is compared before it is read, but leaves out the dictionaries, and
+may be a lie. So the kernel refuses this process more than a share of the free memory while it reads, whatever the kind;
+and Parquet and Arrow are read in batches.
 """
 
 import codecs
@@ -17,9 +22,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.offload.host_memory import free_host_bytes
 from nemo_rl_offload.specs.documents import (
     TOO_LONG_A_LINE,
     DocumentError,
@@ -28,13 +34,22 @@ from nemo_rl_offload.specs.documents import (
     parse_json,
     read_text,
 )
-from nemo_rl_offload.units import GIB
+from nemo_rl_offload.specs.process_limits import memory_at_most
+from nemo_rl_offload.units import GIB, human_bytes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 PACKED_LINES = ".jsonl.gz"
 SUFFIXES = (*LINE_SUFFIXES, PACKED_LINES, ".json", ".parquet", ".arrow")
 JSON_BYTES = 1 * GIB
 """Of a `.json` file, which is read as a whole."""
+SHARE_OF_MEMORY = 0.5
+"""What records may take of the free memory; the samples that are made of them need the rest."""
+ROW_BYTES = 200
+"""Of a record without anything in it, at least."""
+BATCH_ROWS = 1000
 NUM_SHOWN = 5
 _SAVED = "state.json"
 """In a folder that `datasets` saved."""
@@ -63,9 +78,14 @@ def read_records(path: Path, split: str | None) -> list[Record]:
         DataError: nothing to read there, or a file that cannot be read at all.
     """
     files = files_of(path, split)
-    if path.is_dir() and files[0].name == _SAVED:
-        return list(_read_saved(files[0].parent))
-    return [record for file in files for record in _read_file(file)]
+    allowed_bytes = int(free_host_bytes() * SHARE_OF_MEMORY)
+    try:
+        with memory_at_most(allowed_bytes):
+            if path.is_dir() and files[0].name == _SAVED:
+                return list(_read_saved(files[0].parent))
+            return [record for file in files for record in _read_file(file, allowed_bytes)]
+    except MemoryError as error:
+        raise DataError(_too_large(path, allowed_bytes)) from error
 
 
 def files_of(path: Path, split: str | None) -> list[Path]:
@@ -167,14 +187,21 @@ def _kind(file: Path) -> str:
     return PACKED_LINES if file.name.endswith(PACKED_LINES) else file.suffix
 
 
-def _read_file(file: Path) -> Iterator[Record]:
+def _too_large(path: Path, allowed_bytes: int) -> str:
+    return (
+        f"{path} cannot be read: its records take more than {human_bytes(allowed_bytes)}, half of the memory that is "
+        "free here. Give fewer records, or a machine with more memory."
+    )
+
+
+def _read_file(file: Path, allowed_bytes: int) -> Iterator[Record]:
     try:
         if _kind(file) in (*LINE_SUFFIXES, PACKED_LINES):
             yield from _read_lines(file)
         elif file.suffix == ".json":
             yield from _read_json(file)
         elif file.suffix in (".parquet", ".arrow"):
-            yield from _read_table(file)
+            yield from _read_table(file, allowed_bytes)
         else:
             raise DataError(f"{file}: unknown kind of file. It must end in one of {', '.join(SUFFIXES)}.")
     except DocumentError as error:
@@ -243,20 +270,34 @@ def _read_json(file: Path) -> Iterator[Record]:
         yield Record(f"{file}: item {number}", _checked(item, may_be_cut=may_be_cut))
 
 
-def _read_table(file: Path) -> Iterator[Record]:
-    import pyarrow as pa
+def _read_table(file: Path, allowed_bytes: int) -> Iterator[Record]:
+    with open_plain(file) as opened:
+        batches = _parquet_batches(opened, allowed_bytes) if file.suffix == ".parquet" else _arrow_batches(opened)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, content in enumerate(rows, start=1):
+            yield Record(f"{file}: row {number}", content)
+
+
+def _parquet_batches(opened: BinaryIO, allowed_bytes: int) -> "Iterator[pa.RecordBatch]":
     import pyarrow.parquet as pq
 
-    if file.suffix == ".parquet":
-        table = pq.read_table(file)
+    parquet = pq.ParquetFile(opened)
+    groups = [parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups)]
+    if sum(max(group.total_byte_size, group.num_rows * ROW_BYTES) for group in groups) > allowed_bytes:
+        raise MemoryError
+    yield from parquet.iter_batches(BATCH_ROWS)
+
+
+def _arrow_batches(opened: BinaryIO) -> "Iterator[pa.RecordBatch]":
+    import pyarrow as pa
+
+    is_file = opened.read(6) == b"ARROW1"
+    opened.seek(0)
+    if is_file:
+        reader = pa.ipc.open_file(opened)
+        yield from map(reader.get_batch, range(reader.num_record_batches))
     else:
-        with pa.memory_map(str(file)) as source:
-            magic = source.read(6)
-            source.seek(0)
-            opened = pa.ipc.open_file(source) if magic == b"ARROW1" else pa.ipc.open_stream(source)
-            table = opened.read_all()
-    for number, content in enumerate(table.to_pylist(), start=1):
-        yield Record(f"{file}: row {number}", content)
+        yield from pa.ipc.open_stream(opened)
 
 
 def _read_saved(folder: Path) -> Iterator[Record]:

@@ -13,7 +13,6 @@ import errno
 import hashlib
 import io
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, TypedDict
@@ -21,12 +20,11 @@ from typing import Annotated, TypedDict
 from pydantic import Field, TypeAdapter, ValidationError
 
 from nemo_rl_offload.errors import CheckpointError
-from nemo_rl_offload.runs.plain_files import KINDS
 from nemo_rl_offload.specs.documents import RUN_BYTES, DocumentError, parse_json
+from nemo_rl_offload.specs.plain_file import open_plain_file
 from nemo_rl_offload.units import human_bytes
 
 _NAME = r"^[^/\x00-\x1f]{1,255}(/[^/\x00-\x1f]{1,255})?$"
-_NO_FOLLOW = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class FileDigest(TypedDict):
@@ -52,26 +50,14 @@ def open_inside(folder: Path, name: str) -> io.BufferedReader:
         raise OSError(errno.EINVAL, "it names no file inside of the folder")
     where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for part in parts:
-            inner = _open_part(where, part, is_folder=part is not parts[-1])
+        for depth, part in enumerate(parts, start=1):
+            inner = open_plain_file(part, folder=where, wants_folder=depth < len(parts))
             os.close(where)
             where = inner
     except BaseException:
         os.close(where)
         raise
     return open(where, "rb")
-
-
-def _open_part(where: int, part: str, *, is_folder: bool) -> int:
-    wanted = stat.S_IFDIR if is_folder else stat.S_IFREG
-    kind = stat.S_IFMT(os.stat(part, dir_fd=where, follow_symlinks=False).st_mode)
-    if kind == wanted:  # to open a device may have an effect
-        opened = os.open(part, _NO_FOLLOW, dir_fd=where)
-        if (kind := stat.S_IFMT(os.fstat(opened).st_mode)) == wanted:
-            return opened
-        os.close(opened)
-    what = KINDS.get(kind, "a file")
-    raise OSError(errno.EINVAL, f"it is {what}, and no {'folder' if is_folder else 'plain file'} of the checkpoint")
 
 
 def read_checkpoint_json[T](folder: Path, name: str, kind: TypeAdapter[T]) -> T:

@@ -15,39 +15,20 @@ The limits: only the last part of a path is looked at, since a run directory may
 user's; and whoever exchanges folders while the run is at work is not kept out.
 """
 
-import errno
 import os
-import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
-_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-KINDS = {
-    stat.S_IFLNK: "a link",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFREG: "a file",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-"""By the type of a file's mode."""
-
-
-class NotPlainError(OSError):
-    """What stands at a name is not what a run writes there; `strerror` says what it is."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        super().__init__(errno.EINVAL, what, str(path))
+from nemo_rl_offload.specs.plain_file import NotPlainError, fault_of, open_plain_file
 
 
 def why_not_plain(path: Path, *, may_have_other_names: bool) -> str | None:
     """Why no file can be written at `path`; None where there is a plain one, or nothing. Raises OSError."""
     try:
-        return _fault(os.lstat(path), stat.S_IFREG, may_have_other_names)
+        return fault_of(os.lstat(path), may_have_other_names=may_have_other_names)
     except FileNotFoundError:
         return None
 
@@ -55,7 +36,7 @@ def why_not_plain(path: Path, *, may_have_other_names: bool) -> str | None:
 def why_no_folder(path: Path) -> str | None:
     """Why no folder can be made use of at `path`; None where there is one, or nothing. Raises OSError."""
     try:
-        return _fault(os.lstat(path), stat.S_IFDIR)
+        return fault_of(os.lstat(path), wants_folder=True)
     except FileNotFoundError:
         return None
 
@@ -65,38 +46,15 @@ def is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _fault(found: os.stat_result, wanted: int, may_have_other_names: bool = True) -> str | None:
-    if (kind := stat.S_IFMT(found.st_mode)) != wanted:
-        return f"it is {KINDS.get(kind, 'a device')}, and no {'plain file' if wanted == stat.S_IFREG else 'folder'}"
-    if wanted == stat.S_IFREG and found.st_nlink > 1 and not may_have_other_names:
-        return "it is a hard link, through which another file would be written"
-    return None
-
-
 def read_plain(path: Path) -> bytes:
     """The content of a file. Raises OSError, and NotPlainError where it is none."""
-    with _opened(path, os.O_RDONLY, "rb") as file:
+    with open(open_plain_file(path), "rb") as file:
         return file.read()
 
 
 def open_to_append(path: Path) -> BinaryIO:
     """A file to append to, made where there is none. Raises OSError, NotPlainError."""
-    return _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, "ab", may_have_other_names=False)
-
-
-def _opened(path: Path, flags: int, mode: str, *, may_have_other_names: bool = True) -> BinaryIO:
-    try:
-        descriptor = os.open(path, flags | _SAFELY, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) and (
-            what := why_not_plain(path, may_have_other_names=True)
-        ):
-            raise NotPlainError(path, what) from error
-        raise
-    if what := _fault(os.fstat(descriptor), stat.S_IFREG, may_have_other_names):
-        os.close(descriptor)
-        raise NotPlainError(path, what)
-    return cast(BinaryIO, open(descriptor, mode))
+    return open(open_plain_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, may_have_other_names=False), "ab")
 
 
 def aside_of(path: Path) -> Path:
@@ -123,7 +81,7 @@ def written_anew(path: Path, *, replaces_links: bool = False, is_durable: bool =
         raise NotPlainError(aside, f"it is first written as {aside.name}, which is a folder")
     aside.unlink(missing_ok=True)  # of a process that was killed, or what somebody has put there
     try:
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, 0o666), "wb") as file:
+        with open(open_plain_file(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             yield file
             if is_durable:
                 file.flush()

@@ -35,7 +35,6 @@ from nemo_rl_offload.runs.manifest import (
 )
 from nemo_rl_offload.runs.output import write_json_atomic
 from nemo_rl_offload.runs.plain_files import (
-    NotPlainError,
     aside_of,
     is_folder,
     make_folder,
@@ -46,6 +45,7 @@ from nemo_rl_offload.runs.plain_files import (
 )
 from nemo_rl_offload.runs.run_files import Count, LoopState, TrainingInfo
 from nemo_rl_offload.specs.documents import RUN_BYTES, DocumentError, read_json, read_yaml
+from nemo_rl_offload.specs.plain_file import NotPlainError
 
 CONFIG_FILE, SUMMARY_FILE, STATE_FILE = "config.yaml", "summary.json", "training_info.json"
 FORMER_SUMMARY_FILE = "former_summary.json"

@@ -16,7 +16,6 @@ from nemo_rl_offload.paged_stash.stats import StashStats
 from nemo_rl_offload.specs import documents
 from nemo_rl_offload.specs.documents import (
     CONFIG_BYTES,
-    NOT_PLAIN,
     RUN_BYTES,
     TOO_LONG_A_LINE,
     DocumentError,
@@ -27,6 +26,7 @@ from nemo_rl_offload.specs.documents import (
     read_text,
     read_yaml,
 )
+from nemo_rl_offload.specs.plain_file import NotPlainError
 
 _MEASURABLE = Field(ge=0, lt=1 << 63)
 Amount = Annotated[float, _MEASURABLE]
@@ -282,8 +282,7 @@ def _named(path: Path, recovery_hint: str, place: str = "") -> Iterator[None]:
             f"{path}: cannot be read: {error.strerror}. Give the folder of a run with logger.jsonl_enabled=true."
         ) from error
     except ValueError as error:
-        is_other = isinstance(error, DocumentError) and error.reason.endswith(NOT_PLAIN)
-        damaged = "" if is_other else "is damaged: "
+        damaged = "" if isinstance(error.__cause__, NotPlainError) else "is damaged: "
         raise ConfigError(f"{path}: {damaged}{place}{_what_is_wrong(error)}. {recovery_hint}") from error
 
 

@@ -15,11 +15,9 @@ can be read raise in whatever walks over them later. What is written twice is re
 `tests/unit/specs/test_documents.py` keeps that nothing else in the package reads such files.
 """
 
-import errno
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import Any, BinaryIO, NoReturn
 import yaml
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.plain_file import NotPlainError, open_plain_file
 from nemo_rl_offload.units import MIB, human_bytes
 
 CONFIG_BYTES = 1 * MIB
@@ -58,7 +57,6 @@ _TAGS_OF_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _OCTAL = re.compile(r"[-+]?0[0-7_]*[0-7]")
 _SEXAGESIMAL = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _SWITCH = re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
-NOT_PLAIN = ", and no plain file"
 TOO_DEEP = f"is nested over {MAX_DEPTH} levels deep"
 TOO_MANY_DIGITS = f"has an integer of over {MAX_DIGITS} digits"
 CONTAINS_ITSELF = "a value contains itself by an alias (*name)"
@@ -78,20 +76,10 @@ def open_plain(path: Path, *, follows_links: bool = True) -> BufferedReader:
 
     In a run directory a link at the file's name is not followed: it may have come with an archive.
     """
-    safely = os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
     try:
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | safely))  # noqa: SIM115
-    except IsADirectoryError as error:
-        raise DocumentError(f"is a folder{NOT_PLAIN}", path) from error
-    except OSError as error:
-        if error.errno == errno.ELOOP and path.is_symlink() and not follows_links:
-            raise DocumentError(f"is a link{NOT_PLAIN}", path) from error
-        raise
-    mode = os.fstat(file.fileno()).st_mode
-    if stat.S_ISREG(mode):
-        return file
-    file.close()
-    raise DocumentError(f"is {'a pipe' if stat.S_ISFIFO(mode) else 'a device'}{NOT_PLAIN}", path)
+        return open(open_plain_file(path, follows_links=follows_links), "rb")
+    except NotPlainError as error:
+        raise DocumentError(error.what.removeprefix("it "), path) from error
 
 
 def read_bytes(path: Path, limit_bytes: int, *, follows_links: bool = True) -> bytes:

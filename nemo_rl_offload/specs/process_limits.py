@@ -5,8 +5,11 @@ limit stops them, they end by a C++ exception, or tell an error number; neither 
 looked at before anything is started.
 """
 
+import contextlib
 import errno
 import resource
+from collections.abc import Iterator
+from pathlib import Path
 
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.units import GIB, human_bytes
@@ -50,6 +53,22 @@ def widen_limits() -> None:
     ]
     if problems:
         raise ResourceError("\n".join(problems))
+
+
+@contextlib.contextmanager
+def memory_at_most(num_bytes: int) -> Iterator[None]:
+    """Let this process take so much more memory within the block, beyond which MemoryError is raised.
+
+    What is mapped from files is not counted. Other threads meet the limit too.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    used_pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = used_pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == _UNLIMITED else min(limit, soft), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def explained(error: BaseException) -> str | None:

@@ -167,3 +167,40 @@ def test_sigterm_that_meets_rays_native_part(tmp_path: Path) -> None:
     done = run_python("-c", TERMINATED_IN_RAYS_START, "run", "grpo", *SMALL, "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 130, done.stderr
     assert "Interrupted." in done.stderr
+
+
+TERMINATED_WHILE_RAY_ENDS = """
+import os, signal, sys, threading, time
+import ray
+from nemo_rl_offload import cli
+from nemo_rl_offload.cli import command_line
+from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
+
+has_ended = threading.Event()
+shutdown = ray.shutdown
+
+def terminate():
+    while not has_ended.wait(0.02):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def interrupted(**options):
+    threading.Thread(target=terminate, daemon=True).start()
+    shutdown(**options)
+    has_ended.set()
+
+def begin(*_):
+    with VirtualCluster(1, 1):
+        ray.shutdown = interrupted
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+command_line._EXECUTE = {"doctor": begin}
+sys.exit(cli.main(["doctor"]))
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_again_and_again_while_ray_ends() -> None:
+    """Half ended, Ray ends the process with code 1; and it sets SIGTERM to its default, which is 143."""
+    done = run_python("-c", TERMINATED_WHILE_RAY_ENDS)
+    assert (done.returncode, done.stderr) == (130, "Ending as soon as Ray's end is done ...\nInterrupted.\n")

@@ -3,6 +3,8 @@
 import fcntl
 import os
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from nemo_rl_offload.cluster import private_ray
 from nemo_rl_offload.cluster.private_ray import NUM_KEPT, PREFIX, PrivateRay, remove_old
+from nemo_rl_offload.errors import WorkerError
 
 NUM_OLD = NUM_KEPT + 2
 
@@ -98,3 +101,46 @@ def test_names_of_sockets_are_not_too_long(tmp_path: Path, monkeypatch: pytest.M
         assert len(str(socket)) <= 107
     finally:
         ray.close(keep=False)
+
+
+@pytest.fixture
+def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateRay]:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "kept from the environment of this process")
+    ray = PrivateRay(tmp_path)
+    yield ray
+    ray.close(keep=False)
+
+
+def test_a_process_that_ends_while_ray_starts(ray: PrivateRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray waits for it for a minute."""
+    program, release = tmp_path / "gcs_server", threading.Event()
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o700)
+    popen = private_ray.ray_services.ConsolePopen
+
+    def init(**_: object) -> None:
+        private_ray.ray_services.ConsolePopen([str(program)], env=None)
+        release.wait(20)
+
+    monkeypatch.setattr(private_ray.ray, "init", init)
+    begin_s = time.monotonic()
+    try:
+        with pytest.raises(WorkerError, match=r"Ray's process gcs_server \(pid \d+\), .* ended with code 3"):
+            ray.start()
+        assert time.monotonic() - begin_s < 10
+    finally:
+        release.set()
+    while private_ray.ray_services.ConsolePopen is not popen:
+        time.sleep(0.01)
+
+
+def test_the_thread_that_starts_rays_processes_stays(ray: PrivateRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it they would end: the kernel is asked to see to that."""
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(private_ray.ray, "init", lambda **_: threads.append(threading.current_thread()))
+    ray.start()
+    threads[0].join(0.3)
+    assert threads[0].is_alive()
+    ray.close(keep=False)
+    threads[0].join(10)
+    assert not threads[0].is_alive()

@@ -27,7 +27,7 @@ def test_a_call_that_is_stuck_when_a_process_dies(monkeypatch: pytest.MonkeyPatc
         threading.Timer(0.1, processes["raylet"].kill).start()
         message = rf"Ray's process raylet \(pid {processes['raylet'].pid}\).* killed by signal 9\. .* /logs/raylet\.out"
         with pytest.raises(WorkerError, match=message):
-            watched.ask(release.wait)
+            watched.ask(lambda: release.wait(20))
         assert watched.is_lost
         with pytest.raises(WorkerError):
             watched.ask(lambda: pytest.fail("asked in vain"))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nemo_rl_offload.cluster.signals import interrupted_afterwards
+from nemo_rl_offload.cluster.signals import Held
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_takes_effect_afterwards(
     done = []
 
     def start() -> None:
-        with interrupted_afterwards("the start"):
+        with Held("the start"):
             signal.raise_signal(number)
             done.append("went on")
             if fails:
@@ -44,7 +44,7 @@ def test_takes_effect_afterwards(
 
 def test_rays_alarm_is_forgotten() -> None:
     def start() -> None:
-        with interrupted_afterwards("the start"):
+        with Held("the start"):
             signal.alarm(3)
             signal.raise_signal(signal.SIGTERM)
 
@@ -57,7 +57,7 @@ def test_a_second_one_takes_effect_at_once() -> None:
     done = []
 
     def start() -> None:
-        with interrupted_afterwards("the start"):
+        with Held("the start"):
             signal.raise_signal(signal.SIGINT)
             done.append("went on")
             signal.raise_signal(signal.SIGTERM)
@@ -70,7 +70,7 @@ def test_a_second_one_takes_effect_at_once() -> None:
 
 def test_what_is_ignored_stays_so(capsys: pytest.CaptureFixture[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interrupted_afterwards("the start"):
+    with Held("the start"):
         signal.raise_signal(signal.SIGINT)
     assert capsys.readouterr().err == ""
 
@@ -79,10 +79,28 @@ def test_nothing_happens_in_other_threads() -> None:
     done = []
 
     def start() -> None:
-        with interrupted_afterwards("the start"):
+        with Held("the start"):
             done.append("started")
 
     thread = threading.Thread(target=start)
     thread.start()
     thread.join()
     assert done == ["started"]
+
+
+def test_all_wait_while_there_is_patience(capsys: pytest.CaptureFixture[str]) -> None:
+    done = []
+
+    def end(patience_s: float) -> None:
+        with Held("the end", patience_s):
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+                done.append(number)
+
+    with pytest.raises(SystemExit):
+        end(60)
+    assert len(done) == 3
+    assert capsys.readouterr().err == "Ending as soon as the end is done ...\n"
+    with pytest.raises(SystemExit):
+        end(0)
+    assert len(done) == 4

@@ -1,3 +1,7 @@
+import ctypes
+import os
+import signal
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
@@ -8,7 +12,9 @@ from hypothesis import strategies as st
 from ray._private import ray_constants
 
 from nemo_rl_offload.cluster import virtual_cluster
+from nemo_rl_offload.cluster.head import Head
 from nemo_rl_offload.cluster.private_ray import PrivateRay
+from nemo_rl_offload.cluster.signals import Held, exit_on_sigterm
 from nemo_rl_offload.cluster.virtual_cluster import Layout, Node, VirtualCluster, choose_layout
 from nemo_rl_offload.errors import ResourceError
 
@@ -143,3 +149,38 @@ def test_ray_gets_a_second_chance_on_a_busy_machine(
     assert tries == ["local"] * num_tries
     assert ray_constants.ENABLE_RAY_CLUSTER  # for one that is joined later
     assert not list(tmp_path.iterdir())
+
+
+def test_signals_wait_until_ray_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On the way Ray's C++ part sets SIGTERM to its default, past Python; here, so that it is lost."""
+    libc, ignore, ended = ctypes.CDLL(None), ctypes.c_void_p(1), list[str]()
+
+    def shutdown(**_: bool) -> None:
+        libc.signal(signal.SIGTERM, ignore)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        ended.append("Ray")
+
+    whole = VirtualCluster.__new__(VirtualCluster)  # its constructor starts Ray
+    whole.placement_groups, whole.head, whole._connected_here = (), Head(), True
+    whole._private_ray = PrivateRay(tmp_path)
+    monkeypatch.setattr(virtual_cluster.ray, "shutdown", shutdown)
+    before = signal.signal(signal.SIGTERM, exit_on_sigterm)
+    try:
+        with pytest.raises(SystemExit):
+            whole.shutdown()
+        assert signal.getsignal(signal.SIGTERM) is exit_on_sigterm
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == ["Ray"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_exception_as_ray_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shutdown(**_: bool) -> None:
+        raise ValueError("Ray's own words")
+
+    monkeypatch.setattr(virtual_cluster.ray, "shutdown", shutdown)
+    with pytest.raises(ValueError, match="own words"), Held("the end") as held:
+        virtual_cluster._shut_ray_down(held)

@@ -1,7 +1,10 @@
 """Records of files and folders, the places they are named by, and what cannot be read."""
 
+import gzip
 import json
 import os
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nemo_rl_offload.data import records
 from nemo_rl_offload.data.records import files_of, read_records, read_section
 from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.units import MIB
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"question {n}", "messages": [{"role": "user", "content": "a\nb"}]} for n in range(5)
@@ -206,3 +211,73 @@ def test_a_split_of_one_file_has_no_effect(tmp_path: Path) -> None:
     assert len(read_section("data.train", tmp_path, "train")) == 5
     with pytest.raises(DataError, match=r"data\.train\.path: .* and no 'foo'"):
         read_section("data.train", tmp_path, "foo")
+
+
+def gzip_bomb(file: Path) -> None:
+    with gzip.open(file, "wb", compresslevel=1) as lines:
+        lines.write((json.dumps({"prompt": "x" * MIB}) + "\n").encode() * 200)
+
+
+def dictionary_bomb(file: Path) -> None:
+    """Its footer tells of one value."""
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), ["x" * MIB])
+    pq.write_table(pa.table({"prompt": values}), file, store_schema=False)
+    assert pq.read_metadata(file).row_group(0).total_byte_size < 2 * MIB
+
+
+def footer_bomb(file: Path) -> None:
+    with pq.ParquetWriter(
+        file, pa.schema([("prompt", pa.string())]), compression="zstd", use_dictionary=False
+    ) as writer:
+        writer.write_table(pa.table({"prompt": ["x" * 200 * MIB]}))
+
+
+def rows_bomb(file: Path) -> None:
+    with pq.ParquetWriter(file, pa.schema([("prompt", pa.null())])) as writer:
+        writer.write_table(pa.table({"prompt": pa.nulls(1_000_000)}))
+
+
+def arrow_bomb(file: Path) -> None:
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(file, pa.schema([("prompt", pa.string())]), options=options) as writer:
+        writer.write_batch(pa.record_batch({"prompt": ["x" * 200 * MIB]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("a.jsonl.gz", gzip_bomb),
+        ("a.parquet", dictionary_bomb),
+        ("a.parquet", footer_bomb),
+        ("a.parquet", rows_bomb),
+        ("a.arrow", arrow_bomb),
+    ],
+)
+def test_kilobytes_that_become_much(
+    name: str, make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / name)
+    assert (tmp_path / name).stat().st_size < 8 * MIB
+    monkeypatch.setattr(records, "free_host_bytes", lambda: 64 * MIB)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(DataError, match=r"its records take more than 32.0 MiB, half of the memory that is free here"):
+        read_records(tmp_path, None)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_what_a_footer_tells_is_known_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (footer_bomb, rows_bomb):
+        make(tmp_path / "a.parquet")
+        monkeypatch.setattr(records, "free_host_bytes", lambda: 64 * MIB)
+        monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *_: pytest.fail("it is read"))
+        with pytest.raises(DataError, match="its records take more than 32"):
+            read_records(tmp_path, None)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_batches_make_one_row_of_records(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "BATCH_ROWS", 2)
+    file = write(tmp_path / f"a.{suffix}", ROWS)
+    assert [(record.place, record.content) for record in read_records(file, None)] == [
+        (f"{file}: row {number}", row) for number, row in enumerate(ROWS, start=1)
+    ]

@@ -160,7 +160,7 @@ def test_only_plain_files_are_opened(
     if (name, what) == ("policy", "a folder"):
         refused(folder, "policy/weights is missing")
     else:
-        refused(folder, f"{name}.* cannot be read: it is {what}, and no (plain file|folder) of the checkpoint")
+        refused(folder, f"{name}.* cannot be read: it is {what}, and no (plain file|folder)")
 
 
 def test_a_folder_may_be_reached_by_a_link(folder: Path, tmp_path: Path) -> None:
@@ -175,6 +175,13 @@ def test_a_name_is_one_of_a_file_inside(tmp_path: Path) -> None:
     for name in ("../precious", str(tmp_path / "precious"), "", ".", "a/../../precious", "a//b"):
         with pytest.raises(OSError, match=r"names no file inside|No such file"):
             open_inside(tmp_path / "inside", name)
+
+
+def test_a_folder_and_a_file_in_it_may_have_one_name(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "a").write_text("it")
+    with open_inside(tmp_path, "a/a") as file:
+        assert file.read() == b"it"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_offload.runs.plain_files import (
-    NotPlainError,
     Place,
     aside_of,
     make_folder,
@@ -16,6 +15,7 @@ from nemo_rl_offload.runs.plain_files import (
     read_plain,
     written_anew,
 )
+from nemo_rl_offload.specs.plain_file import NotPlainError
 
 VICTIM = "somebody's"
 
