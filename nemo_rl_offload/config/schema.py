@@ -455,6 +455,8 @@ class VllmConfig(TypedDict):
     """Decode without CUDA graphs; a CPU always does."""
     load_format: Annotated[Literal["auto", "safetensors"], Default("auto")]
     """How the engine reads the start model's files."""
+    env_vars: Annotated[dict[str, str] | None, Default(None)]
+    """Environment variables of the engines' processes, {NAME: "value"}; null: none."""
     skip_tokenizer_init: Annotated[bool, Default(True)]
     """Load no tokenizer into the engine, which gets and gives token ids."""
 

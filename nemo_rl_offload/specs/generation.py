@@ -30,3 +30,28 @@ def installed_vllm() -> tuple[str, str] | None:
 def is_tested(version: str) -> bool:
     """Whether a version of vLLM is the tested one, whatever its build."""
     return version.partition("+")[0] == VLLM_VERSION
+
+
+ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the actor: no process of its own, none to be left
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+ENV_OF_SEVERAL_DEVICES = {
+    "PYTHONHASHSEED": "0",  # every process of an engine goes through the same sets, in one order
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # by NVLink's multicast, which not every machine gives
+}
+ENV_OF_CPU = {
+    "TORCHDYNAMO_DISABLE": "1",  # `enforce_eager` alone still compiles while it warms up
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are limited by OMP_NUM_THREADS already
+    "VLLM_CPU_SGL_KERNEL": "0",  # packs weights: see `extension`
+}
+ENV_OF_CUDA = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it returns no log-probabilities
+    "VLLM_USE_DEEP_GEMM": "0",
+    # Expandable segments exclude the allocator that lets an engine sleep.
+    "PYTORCH_CUDA_ALLOC_CONF": "",
+    "PYTORCH_ALLOC_CONF": "",
+}
+"""Environment variables of vLLM's engines: of all, of those of several devices, on CPUs and on GPUs."""

@@ -252,7 +252,6 @@ enable_return_routed_experts    bool  only false [router replay] the routers of 
 enable_thinking                 bool  none read by a server of chats alone
 enable_vllm_metrics_logger      bool  none read by a server, or figures for developers
 enforce_monotonicity            bool  none read by a server, or figures for developers
-env_vars                        map?  refused [an environment for engines] theirs is set here
 expose_http_server              bool  only false [NeMo-Gym] nothing is served
 http_refit_api_key_env_var      text? none read by a server, or figures for developers
 http_refit_server_port          int?  none read by a server, or figures for developers

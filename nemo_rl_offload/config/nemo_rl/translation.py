@@ -209,6 +209,18 @@ def _backend(translation: Translation) -> None:
         translation.set(path, "megatron")
 
 
+def _engines(translation: Translation) -> None:
+    path = "policy.generation.vllm_cfg.precision"
+    if (value := translation.get(path)) == "fp8":
+        reason = "an engine has the weights that are trained"
+        refuse(translation, path, value, "FP8", reason, "Set it to bfloat16, or null.")
+        translation.set(path, None)
+    variables = "policy.generation.vllm_cfg.env_vars"
+    if isinstance(given := translation.get(variables), Mapping):
+        as_text = {name: str(each) if type(each) in (int, float) else each for name, each in given.items()}
+        translation.set(variables, as_text, variables)
+
+
 def _metric(translation: Translation) -> None:
     path = "checkpointing.metric_name"
     if (metric := _METRICS.get(str(translation.get(path)))) is not None:
@@ -408,6 +420,7 @@ def _limits(translation: Translation) -> None:
 
 STEPS: tuple[Callable[[Translation], Any], ...] = (
     _backend,
+    _engines,
     _metric,
     _validation,
     _all_of_a_validation,

@@ -12,6 +12,7 @@ from nemo_rl_offload.config.rules.vllm import context_length, devices_of_engine
 from nemo_rl_offload.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_SEVERAL_DEVICES
 
 MAX_NUM_SEQS = 256
 """Responses that an engine works on at a time, vLLM's own default; others wait for a place."""
@@ -19,29 +20,6 @@ CPU_BLOCK_SIZE = 128
 """Tokens of a block of the key/value cache on a CPU."""
 PEER_TIMEOUT_S = 600
 """How long one device of an engine waits for another; they work in step."""
-
-_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the actor: no process of its own, none to be left
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
-_ENV_OF_SEVERAL_DEVICES = {
-    "PYTHONHASHSEED": "0",  # every process of an engine goes through the same sets, in one order
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # by NVLink's multicast, which not every machine gives
-}
-_ENV_OF_CPU = {
-    "TORCHDYNAMO_DISABLE": "1",  # `enforce_eager` alone still compiles while it warms up
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are limited by OMP_NUM_THREADS already
-    "VLLM_CPU_SGL_KERNEL": "0",  # packs weights: see `extension`
-}
-_ENV_OF_CUDA = {
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it returns no log-probabilities
-    "VLLM_USE_DEEP_GEMM": "0",
-    # Expandable segments exclude the allocator that lets an engine sleep.
-    "PYTORCH_CUDA_ALLOC_CONF": "",
-    "PYTORCH_ALLOC_CONF": "",
-}
 
 
 class Request(NamedTuple):
@@ -58,12 +36,14 @@ class Request(NamedTuple):
 
 def engine_env(config: GenerationConfig, device: str) -> dict[str, str]:
     """Environment variables of the engines' processes, of no others; `device` is "cuda" or "cpu"."""
-    env = _ENV | (_ENV_OF_SEVERAL_DEVICES if devices_of_engine(config["vllm_cfg"]) > 1 else {})
+    env = ENV | (ENV_OF_SEVERAL_DEVICES if devices_of_engine(config["vllm_cfg"]) > 1 else {})
     if device == "cpu":
-        return env | _ENV_OF_CPU
-    # The second runner draws with one seed a request in one kernel, the first in one each. But the first alone can be
-    # told what log-probabilities to return where top-k or top-p cut the distribution.
-    return env | _ENV_OF_CUDA | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_truncated(config) else {})
+        env |= ENV_OF_CPU
+    else:
+        # The second runner draws with one seed a request in one kernel, the first in one each. But the first alone can
+        # be told what log-probabilities to return where top-k or top-p cut the distribution.
+        env |= ENV_OF_CUDA | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_truncated(config) else {})
+    return (config["vllm_cfg"]["env_vars"] or {}) | env
 
 
 def is_truncated(config: GenerationConfig) -> bool:

@@ -106,7 +106,7 @@ def test_each_key_reaches_the_engine() -> None:
         "precision": "bfloat16",
         "expert_parallel_size": 2,
     }
-    assert changed.keys() | {"async_engine"} == keys_of(VllmConfig).keys()
+    assert changed.keys() | {"async_engine", "env_vars"} == keys_of(VllmConfig).keys()
     before = arguments(is_cpu=False)
     for key, value in changed.items():
         assert arguments(f"{GENERATION}.vllm_cfg.{key}={value}", is_cpu=False) != before, key
@@ -142,6 +142,12 @@ def test_truncated_sampling_has_the_runner_that_returns_whole_log_probabilities(
     assert key not in engine_env(policy()["generation"], "cuda")
     for override in ("top_k=5", "top_p=0.9"):
         assert engine_env(policy(f"{GENERATION}.{override}")["generation"], "cuda")[key] == "0"
+
+
+def test_the_users_variables_are_there_too() -> None:
+    section = policy(f"{GENERATION}.vllm_cfg.env_vars={{NCCL_DEBUG: INFO}}")["generation"]
+    for device in ("cpu", "cuda"):
+        assert engine_env(section, device) == {"NCCL_DEBUG": "INFO"} | engine_env(policy()["generation"], device)
 
 
 def test_an_engine_without_prompts_wakes_up_whole() -> None:

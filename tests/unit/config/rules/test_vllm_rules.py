@@ -168,3 +168,12 @@ def test_arguments_that_weights_or_caches_do_not_survive_are_refused(installed: 
 def test_no_sequence_is_longer_than_training_takes() -> None:
     generation = {"vllm_cfg": {"max_model_len": 200}}
     assert rules.context_length({"generation": generation, "max_total_sequence_length": 96}) == 96
+
+
+@pytest.mark.parametrize("setting", ["RANK: '1'", "VLLM_USE_DEEP_GEMM: '1'", "HF_HUB_OFFLINE: '0'"])
+def test_variables_that_are_set_for_engines_are_refused(installed: Any, setting: str) -> None:
+    installed(("vllm", VLLM_VERSION))
+    name = setting.partition(":")[0]
+    said = problems(BACKEND, f"{CFG}.env_vars={{{setting}}}")
+    assert "is set for each engine by this project" in said[f"{CFG}.env_vars.{name}"]
+    assert problems(BACKEND, f"{CFG}.env_vars={{NCCL_DEBUG: INFO, VLLM_USE_DEEP_GEMM: '0'}}") == {}
