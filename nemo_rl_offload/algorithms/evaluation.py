@@ -22,6 +22,7 @@ from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
 from nemo_rl_offload.data.prompts import prompt_data, prompt_sets
 from nemo_rl_offload.environments.pool import make_environment
+from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.generation.interface import GeneratorSetup
 from nemo_rl_offload.generation.registry import make_generator
 from nemo_rl_offload.generation.sampling import Sampling
@@ -82,6 +83,8 @@ def run_evaluation(
     rollouts, num_responses = rollout_section(config), section["num_tests_per_prompt"]
     _, validation = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, section["seed"])
     prompts, size = validation[: rollouts["max_val_samples"]], rollouts["val_batch_size"]
+    if not prompts:
+        raise DataError("data.validation: there is no problem to evaluate. Give some, as data.validation.path.")
     model_path, log = resolve_model_path(policy["model_name"]).resolve(), SampleLog(folder)
     for line in log.forget_after(None):
         say(f"warning: {line}")
