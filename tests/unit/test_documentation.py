@@ -86,7 +86,9 @@ def test_a_command_can_be_given(words: list[str]) -> None:
         if words[0] in ("--group", "--extra"):
             assert words[1] in (GROUPS if words[0] == "--group" else EXTRAS)
             words = words[2:]
-    if words[0] == "nemo-rl-offload":
+    if words[:2] == ["uv", "export"]:
+        assert words[words.index("--extra") + 1] in EXTRAS
+    elif words[0] == "nemo-rl-offload":
         check_ours(words[1:])
     elif script := re.fullmatch(r"examples/run_(\w+)\.py", words[1] if words[1:] else ""):
         check_ours(["run", script[1], *words[2:]])
