@@ -829,7 +829,7 @@ class EvalConfig(TypedDict):
     seed: Annotated[Seed, Default(42)]
     """Seed of the sampling."""
     save_path: Annotated[str | None, Default(None)]
-    """Folder for figures and responses, where --out gives none; null: results/eval_<config name>."""
+    """Folder for figures and responses, where --run-dir gives none; null: results/eval_<config name>."""
 
 
 @closed

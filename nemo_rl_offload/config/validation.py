@@ -120,19 +120,17 @@ def examine(raw: Mapping[str, Any] | LoadedConfig, *, run_here: bool) -> Finding
 
 
 _OF_PROBLEMS = ("data.", "env.")
-_LACKING: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(_OF_PROBLEMS, _OF_PROBLEMS),
-    "teacher.": ("teachers", "loss_fn.", "distillation."),
-}
-"""Sections, and of which ones' refused keys the values would come that are missing there."""
 _NO_SUCH_VALUE = ("missing value", '"Environment variable')
 
 
-def _is_lacking_for(line: str, refused: Iterable[str]) -> bool:
+def _is_lacking_for(line: str, refused: Mapping[str, str]) -> bool:
     """Whether a line says that a value is missing which another one would give that is refused."""
     path, _, text = line.partition(": ")
-    causes = next((causes for section, causes in _LACKING.items() if path.startswith(section)), ())
-    return bool(causes) and text.startswith(_NO_SUCH_VALUE) and any(each.startswith(causes) for each in refused)
+    if not text.startswith(_NO_SUCH_VALUE):
+        return False
+    if path.startswith("teacher."):
+        return any("cross-tokenizer distillation" in why for why in refused.values())
+    return path.startswith(_OF_PROBLEMS) and any(each.startswith(_OF_PROBLEMS) for each in refused)
 
 
 def problem_at(line: str, loaded: LoadedConfig) -> Problem:
