@@ -41,7 +41,7 @@ SET_HERE: Mapping[str, str] = {
     "enable_lora": "LoRA in the engine",
     "hf_overrides": "another config.json",
     **dict.fromkeys(("moe_backend", "kernel_config"), "other kernels of experts"),
-    **dict.fromkeys(("attention_backend", "attention_config"), "other kernels of attention"),
+    "attention_config": "other kernels of attention",
     **dict.fromkeys(("kv_offloading_size", "kv_transfer_config"), "a key/value cache elsewhere"),
     **dict.fromkeys(
         (
