@@ -226,7 +226,7 @@ class GRPO(RolloutLoop):
             )
             return advantages[:, None].expand(mask.shape)
         kl = None
-        if loss["use_kl_in_reward"]:
+        if loss["use_kl_in_reward"] and loss["reference_policy_kl_penalty"]:
             kl = loss["reference_policy_kl_penalty"] * kl_estimate(
                 batch["prev_logprobs"].masked_fill(~mask, 0),
                 batch["reference_policy_logprobs"].masked_fill(~mask, 0),
@@ -238,9 +238,12 @@ class GRPO(RolloutLoop):
 
 
 def _token_mult_prob_error(batch: Batch) -> float:
-    """Mean of exp(|log p_generation - log p_training|) over response tokens: 1 when generation and training agree."""
-    difference = (batch["generation_logprobs"] - batch["prev_logprobs"]).abs()
-    return float(difference[valid_tokens(batch)].exp().mean())
+    """Mean of exp(|log p_generation - log p_training|) over response tokens: 1 when generation and training agree.
+
+    And 1 where no token counts, all responses being filtered.
+    """
+    difference = (batch["generation_logprobs"] - batch["prev_logprobs"]).abs()[valid_tokens(batch)]
+    return float(difference.exp().mean()) if difference.numel() else 1.0
 
 
 def _mask_disagreement(batch: Batch, bound: float) -> float:

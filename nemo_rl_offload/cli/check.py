@@ -34,7 +34,9 @@ def with_data(found: Findings) -> Findings:
         return found
     from nemo_rl_offload.data.early import data_problems
 
-    problems = [problem_at(line, found.loaded) for line in data_problems(found.config)]
+    problems = [
+        problem_at(line, found.loaded) for line in data_problems(found.config, trains=not found.loaded.is_evaluation)
+    ]
     return replace(found, config=None if problems else found.config, problems=problems)
 
 

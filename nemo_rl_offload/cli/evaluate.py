@@ -20,7 +20,7 @@ from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.config.validation import check_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.megatron.build.export import find_checkpoint
-from nemo_rl_offload.runs.run_directory import CONFIG_FILE, EVALUATION_FILE, open_run_directory
+from nemo_rl_offload.runs.run_directory import CONFIG_FILE, EVALUATION_FILE, check_no_run_in, open_run_directory
 from nemo_rl_offload.runs.run_files import Evaluation
 from nemo_rl_offload.specs.process_limits import widen_limits
 from nemo_rl_offload.units import human_duration
@@ -50,6 +50,7 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
     widen_limits()
     saved = config["eval"]["save_path"]
     default = Path("results") / name if saved is None else Path(saved).expanduser()
+    check_no_run_in(options.run_dir or default)
     console = Console(stderr=options.format == "json", highlight=False, soft_wrap=True)
     with open_run_directory(options.run_dir, default, config) as out:
         run_dirs.append(out)

@@ -14,7 +14,12 @@ from nemo_rl_offload.config.full_schema import full_schema
 from nemo_rl_offload.config.loader import read_config
 from nemo_rl_offload.config.nemo_rl.data_sections import translate_data, translate_lists
 from nemo_rl_offload.config.nemo_rl.dtensor import is_override, trains_with_dtensor, translate_dtensor
-from nemo_rl_offload.config.nemo_rl.evaluation import is_evaluation, train_on_the_same, translate_evaluation
+from nemo_rl_offload.config.nemo_rl.evaluation import (
+    NOT_TO_TRAIN,
+    is_evaluation,
+    train_on_the_same,
+    translate_evaluation,
+)
 from nemo_rl_offload.config.nemo_rl.translation import STEPS, Translation, read_section
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.sources import LoadedConfig
@@ -35,7 +40,7 @@ def translated(loaded: LoadedConfig, algorithm: str | None) -> LoadedConfig:
     if evaluates := is_evaluation(loaded):
         loaded = translate_evaluation(loaded)
     values = loaded.values
-    problems: dict[str, str] = {}
+    problems: dict[str, str] = {"generation": NOT_TO_TRAIN} if evaluates and algorithm is not None else {}
     if "algorithm" not in loaded.origins:
         values = {**values, "algorithm": _algorithm_of(loaded, algorithm, problems)}
     values = translate_lists(values, problems)

@@ -43,6 +43,8 @@ class LoadedConfig:
     """Warnings of the translation; each begins with a path."""
     is_recipe: bool = False
     """Whether it has keys that only NeMo-RL knows."""
+    is_evaluation: bool = False
+    """Whether it is one of NeMo-RL's `run_eval`, which trains nothing."""
 
     def origin(self, path: str) -> str:
         """Where the value was written; of a missing one, its section; ``""`` where neither is known."""

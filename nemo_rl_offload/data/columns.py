@@ -11,6 +11,7 @@ from nemo_rl_offload.config.schema import TrainingDataConfig, ValidationDataConf
 from nemo_rl_offload.data.records import Record, read_section
 from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.specs.data_sets import columns_of
+from nemo_rl_offload.specs.documents import TEMPLATE_BYTES, DocumentError, read_text
 
 
 def records_of(section: TrainingDataConfig | ValidationDataConfig, name: str, answer: str) -> list[Record]:
@@ -58,24 +59,31 @@ def text_around(path: str | None) -> str:
     """
     if path is None:
         return "{}"
-    text = read_text_file(path)
+    key = "data.prompt_file"
+    text, question = read_text_file(key, path), "\0question\0"
     try:
-        text.format("")
+        has_place = question in text.format(question)
     except (IndexError, KeyError, ValueError, AttributeError) as error:
         raise DataError(
-            f"data.prompt_file: {path} has braces that are not the question's place, {{}}: {error}. Double them."
+            f"{key}: {path} has braces that are not the question's place, {{}}: {error}. Double them."
         ) from error
+    if not has_place:
+        raise DataError(
+            f"{key}: {path} has no place for the question, so that all prompts would be alike. Put {{}} there."
+        )
     return text
 
 
-def read_text_file(path: str) -> str:
+def read_text_file(key: str, path: str) -> str:
     """The text of a small file that a key names. Raises DataError where it cannot be read."""
     file: Path = resolve_data_path(path)
     try:
-        with file.open(encoding="utf-8") as opened:
-            return opened.read(1 << 20)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
+        text = read_text(file, TEMPLATE_BYTES)
+    except OSError as error:
+        raise DataError(f"{key}: {file} cannot be read: {error.strerror}") from error
+    except DocumentError as error:
+        raise DataError(f"{key}: {error}. Give a text file.") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _renamed(record: Record, columns: Mapping[str, str]) -> Record:

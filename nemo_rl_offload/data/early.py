@@ -5,6 +5,7 @@ Only what is on this machine is looked at, and no more than `LIMIT_BYTES` of it:
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.loader import resolve_data_path, resolve_model_path, resolve_tokenizer_path
@@ -20,19 +21,29 @@ LIMIT_BYTES = 32 * MIB
 """Of all files together; larger data are left to the run."""
 
 
-def data_problems(config: MasterConfig) -> Iterator[str]:
-    """What a run would end with; nothing where a model, tokenizer or data set is not here, or is too large."""
+def data_problems(config: MasterConfig, *, trains: bool = True) -> Iterator[str]:
+    """What a run would end with; nothing where a model, tokenizer or data set is not here, or is too large.
+
+    Without ``trains`` it is an evaluation's, which takes no problem to train on.
+    """
     data, policy = config["data"], config["policy"]
-    sections = [(section["path"], section["split"]) for section in (data["train"], data["validation"])]
-    named = [(path, split) for path, split in sections if path is not None]
+    sections = {"data.train": data["train"], "data.validation": data["validation"]}
+    named = {name: section for name, section in sections.items() if section["path"] is not None}
     if not named:
         return
     try:
         resolve_model_path(policy["model_name"])
         resolve_tokenizer_path(policy["tokenizer"]["name"])
-        files = [file for path, split in named for file in files_of(resolve_data_path(path), split)]
-    except (ConfigError, DataError):
+        paths = {name: resolve_data_path(str(section["path"])) for name, section in named.items()}
+    except ConfigError:
         return
+    files: list[Path] = []
+    for name, path in paths.items():
+        try:
+            files += files_of(path, named[name]["split"])
+        except DataError as error:
+            yield f"{name}.path: {error}"
+            return
     if sum(file.stat().st_size for file in files) > LIMIT_BYTES:
         return
     seed = 0  # of the order, which is nothing here
@@ -42,7 +53,8 @@ def data_problems(config: MasterConfig) -> Iterator[str]:
             tokenizer, end_ids = load_policy_tokenizer(policy, data["prompt_template"])
             if ALGORITHMS[config["algorithm"]].generates:
                 training, _ = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, seed)
-                training.next_batch(1)
+                if trains:
+                    training.next_batch(1)
             else:
                 sample_sets(config, tokenizer, end_ids, seed)
     except (ConfigError, DataError) as error:

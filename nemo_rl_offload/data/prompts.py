@@ -125,7 +125,7 @@ class TrainingPrompts:
         raise DataError(
             f"data.train: none of {len(self._order)} problems is usable: each is a validation problem or "
             f"longer than data.max_input_seq_length ({self._encoder.num_too_long} were too long so far). "
-            "Give a larger data.train.size or data.max_input_seq_length."
+            "Give further problems, or a larger data.max_input_seq_length."
         )
 
     def _epoch_order(self) -> "array[int]":
@@ -163,7 +163,7 @@ def prompt_sets(
         data["prompt_template"],
         data["max_input_seq_length"],
         around=text_around(data["prompt_file"]),
-        system=None if system is None else read_text_file(system),
+        system=None if system is None else read_text_file("data.system_prompt_file", system),
     )
     problems: Sequence[Problem] | ReasoningGymProblems
     if data["train"]["path"] is None:

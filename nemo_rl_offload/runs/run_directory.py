@@ -87,7 +87,10 @@ _LAYOUT_AND_MEMORY = """
 RESUME_MAY_CHANGE = (
     *("cluster", "fault_tolerance", "logger", "policy.generation.colocated", "policy.logprob_chunk_size"),
     *(f"policy.megatron_cfg.{key}" for key in _LAYOUT_AND_MEMORY.split()),
-    *(f"checkpointing.{key}" for key in ("checkpoint_dir", "save_period", "keep_top_k", "is_async")),
+    *(
+        f"checkpointing.{key}"
+        for key in ("checkpoint_dir", "save_period", "keep_top_k", "is_async", "checkpoint_must_save_by")
+    ),
 )
 """Keys that say by what means a run computes, not what: a run may go on with others."""
 NUM_SHOWN = 3
@@ -136,10 +139,19 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
     raise ConfigError(f"--run-dir {explicit}: {obstacle}. Choose another folder.")
 
 
+def check_no_run_in(folder: Path) -> None:
+    """Raise ConfigError where a run trains in a folder: an evaluation's responses would take the place of its own."""
+    if any((folder / name).exists() for name in (CHECKPOINTS, SUMMARY_FILE, METRICS_FILE)):
+        raise ConfigError(
+            f"{folder}: holds a run that trains, whose responses would be lost. Choose another folder with --run-dir."
+        )
+
+
 def _numbered(default: Path) -> Iterator[Path]:
+    default = default if default.name else default.absolute()
     yield default
     for number in count(2):
-        yield default.with_name(f"{default.name}-{number}")
+        yield default.parent / f"{default.name or 'run'}-{number}"
 
 
 def _obstacle(folder: Path, config: Mapping[str, object], unfinished: bool) -> str | None:

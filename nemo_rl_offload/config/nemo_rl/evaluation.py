@@ -5,13 +5,12 @@ validation. What samples in validation are NeMo-RL's `val_*` keys, or those for 
 """
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.nemo_rl.translation import ALL_SAMPLES, Translation
-from nemo_rl_offload.config.sources import LoadedConfig, nodes
+from nemo_rl_offload.config.sources import OVERRIDE, LoadedConfig
 from nemo_rl_offload.specs.data_sets import DATA_SETS, HUB, OF_FILES
 
 _SAMPLED = ("temperature", "top_p", "top_k")
@@ -40,50 +39,51 @@ _MOVES: Mapping[str, str] = {
 
 
 def is_evaluation(loaded: LoadedConfig) -> bool:
-    """Whether it is one: it says how a model generates, and has no policy."""
-    return "generation" in loaded.origins and isinstance(loaded.values.get("generation"), Mapping)
+    """Whether it is one: it says how a model generates, and its files have no policy."""
+    has_policy = loaded.origins.get("policy", OVERRIDE) != OVERRIDE
+    return "generation" in loaded.origins and isinstance(loaded.values.get("generation"), Mapping) and not has_policy
 
 
 def translate_evaluation(loaded: LoadedConfig) -> LoadedConfig:
     """The same as a recipe has it."""
-    values: dict[str, Any] = deepcopy({key: value for key, value in loaded.values.items() if key not in _MOVES})
+    moved = Translation({key: value for key, value in loaded.values.items() if key not in _MOVES}, loaded.origins)
     given: dict[str, Any] = {}
     for path, value in _leaves(loaded.values):
-        if (place := _moved(path)) != path:
+        if (place := _moved(path)) != path and (value not in ({}, None) or not isinstance(moved.get(place), Mapping)):
             given[place] = value
-            _set(values, place, value)
-            if path.startswith("data."):
-                values["data"].pop(path.removeprefix("data."), None)
-    _set(values, "algorithm", "grpo")
-    generation = values["policy"]["generation"]
+            moved.set(place, value)
+    if isinstance(data := moved.get("data"), Mapping):
+        moved.set("data", {key: value for key, value in data.items() if f"data.{key}" not in _MOVES})
+    moved.set("algorithm", "grpo")
     for key in _SAMPLED:
         path = f"policy.generation.{key}"
         for each in (path, f"policy.generation.val_{key}"):
             if key == "top_k" and given.get(each) == -1:
                 given[each] = None
         if path in given:
-            generation[f"val_{key}"] = given.get(f"policy.generation.val_{key}", given[path])
-            generation[key] = given[path]
-    if not generation["temperature"]:
-        generation["temperature"] = 1.0  # nothing is sampled for training
+            moved.set(f"policy.generation.val_{key}", given.get(f"policy.generation.val_{key}", given[path]))
+            moved.set(path, given[path])
+    if not moved.get("policy.generation.temperature"):
+        moved.set("policy.generation.temperature", 1.0)  # nothing is sampled for training
     longest, precision = (given.get(f"policy.generation.vllm_cfg.{key}") for key in ("max_model_len", "precision"))
     if longest is not None:
-        values["policy"]["max_total_sequence_length"] = longest
+        moved.set("policy.max_total_sequence_length", longest)
     if precision is not None:
-        values["policy"]["precision"] = precision
+        moved.set("policy.precision", precision)
     if "policy.tokenizer.name" not in given:
-        values["policy"]["tokenizer"]["name"] = values["policy"]["model_name"]
-    values["loss_fn"]["reference_policy_kl_penalty"] = 0.0
-    values["grpo"]["max_val_samples"] = ALL_SAMPLES
-    if values["grpo"]["val_batch_size"] == -1:
-        values["grpo"]["val_batch_size"] = ALL_SAMPLES
+        moved.set("policy.tokenizer.name", moved.get("policy.model_name"))
+    moved.set("loss_fn.reference_policy_kl_penalty", 0.0)
+    moved.set("grpo.max_val_samples", ALL_SAMPLES)
+    if moved.get("grpo.val_batch_size") == -1:
+        moved.set("grpo.val_batch_size", ALL_SAMPLES)
     named = [name for name in ENVIRONMENTS if f"env.{name}" in loaded.origins]
     if named and "data.env_name" not in loaded.origins:
-        values["data"]["env_name"] = named[0]
-    _data_set(values["data"])
+        moved.set("data.env_name", named[0])
+    if isinstance(validation := moved.get("data.validation"), Mapping):
+        moved.set("data.validation", _data_set(validation))
     return replace(
         loaded,
-        values=values,
+        values=moved.values,
         origins={_moved(path): origin for path, origin in loaded.origins.items()},
         unresolved={
             _moved(path): text
@@ -91,18 +91,26 @@ def translate_evaluation(loaded: LoadedConfig) -> LoadedConfig:
             if path != _moved(path) or path not in (*given, "policy.tokenizer.name")
         },
         references={_moved(path): [*map(_moved, paths)] for path, paths in loaded.references.items()},
+        is_evaluation=True,
     )
 
 
-def _data_set(data: dict[str, Any]) -> None:
+def _data_set(validation: Mapping[str, Any]) -> dict[str, Any]:
     """A name that is none of NeMo-RL's is that of a file, a folder, or a data set of the hub."""
-    validation = data["validation"]
-    name = validation.get("dataset_name")
+    found = {key: value for key, value in validation.items() if key != "file_format"}  # a file's name says it
+    name = found.get("dataset_name")
     if isinstance(name, str) and name not in (*DATA_SETS, *OF_FILES) and "/" in name and "://" not in name:
         is_file = name.startswith(("/", ".", "~")) or "." in name.rpartition("/")[2] or name.count("/") > 1
-        validation["path"] = name if is_file else f"{HUB}{name}"
-        del validation["dataset_name"]
-    validation.pop("file_format", None)  # a file's name says it
+        found["path"] = name if is_file else f"{HUB}{name}"
+        del found["dataset_name"]
+    return found
+
+
+NOT_TO_TRAIN = (
+    "is how NeMo-RL's run_eval says it, and a file without policy is no configuration of training. Evaluate it by "
+    "`nemo-rl-offload eval --config FILE`, or write policy.generation."
+)
+"""What is wrong with such a file in `run`."""
 
 
 def train_on_the_same(translation: Translation) -> None:
@@ -121,14 +129,10 @@ def _moved(path: str) -> str:
     return path if target is None else f"{target}{path[len(section) :]}"
 
 
-def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for path, value in nodes(values):
-        if not (isinstance(value, Mapping) and value):
-            yield path, value
-
-
-def _set(values: dict[str, Any], path: str, value: Any) -> None:
-    *parents, key = path.split(".")
-    for part in parents:
-        values = values.setdefault(part, {})
-    values[key] = value
+def _leaves(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Values that are no sections, lists as a whole; and empty sections."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{section}{key}.")
+        else:
+            yield f"{section}{key}", value

@@ -63,12 +63,14 @@ class Translation:
         return node
 
     def set(self, path: str, value: Any, source: str = "") -> None:
-        """Put a value at a path, made of that at ``source``."""
+        """Put a value at a path, made of that at ``source``; nothing below a value that is no section."""
         *parents, key = path.split(".")
         node = self.values
         for part in parents:
-            inner = node.get(part)
-            node[part] = node = dict(inner) if isinstance(inner, Mapping) else {}
+            inner = {} if (found := node.get(part)) is None else found
+            if not isinstance(inner, Mapping):
+                return
+            node[part] = node = dict(inner)
         node[key] = value
         if source:
             self.became[path] = source

@@ -48,6 +48,15 @@ def _older_than_it_can_be(get: Get) -> Iterator[str]:
         )
 
 
+def _nothing_is_under_way(get: Get) -> Iterator[str]:
+    path, other = (f"{ASYNC}.{key}" for key in ("recompute_kv_cache_after_weight_updates", "in_flight_weight_updates"))
+    if is_ahead(get) and get(path) and not get(other):
+        yield (
+            f"{path}: true has no effect while {other} is false: weights change where no response is under way. Set "
+            "that to true, or this to false."
+        )
+
+
 def _bounds(get: Get) -> Iterator[str]:
     if not algorithm_spec(get).loss_fn_keys or not get(CORRECTION):
         return
@@ -66,4 +75,4 @@ def _bounds(get: Get) -> Iterator[str]:
 
 
 ASYNC_RULES: tuple[Rule, ...] = (_ahead, _bounds)
-ASYNC_WARNINGS: tuple[Rule, ...] = (_older_than_it_can_be,)
+ASYNC_WARNINGS: tuple[Rule, ...] = (_older_than_it_can_be, _nothing_is_under_way)

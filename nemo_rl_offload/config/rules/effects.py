@@ -252,7 +252,11 @@ def _metric_is_not_measured(get: Get) -> Iterator[str]:
 
 
 def _validation_is_not_sampled(get: Get) -> Iterator[str]:
-    paths = [path for path in _VALIDATION if _is_read(path, get) and not _is_default(path, get)]
+    keys = [
+        *_VALIDATION,
+        *(path for path in (f"{get('algorithm')}.val_num_generations_per_prompt",) if path in defaults()),
+    ]
+    paths = [path for path in keys if _is_read(path, get) and not _is_default(path, get)]
     if paths and not validates(get):
         yield (
             f"{_no_effect(paths, get)} while validation is off. Set {get('algorithm')}.val_at_end=true, or leave "

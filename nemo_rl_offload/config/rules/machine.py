@@ -38,6 +38,8 @@ LOCAL_PATHS = (
     "teacher.model_name",
     "data.train.path",
     "data.validation.path",
+    "eval.save_path",
+    "checkpointing.checkpoint_dir",
 )
 LOOPBACK = "lo"
 SET_BY_GROUP = (

@@ -160,14 +160,16 @@ def _samples_per_step(get: Get) -> Iterator[str]:
 
 def _groups(get: Get) -> Iterator[str]:
     algorithm = get("algorithm")
-    for key in ("use_leave_one_out_baseline", "use_dynamic_sampling"):
-        if not algorithm_has(key, get) or get(f"{algorithm}.num_generations_per_prompt") > 1:
-            continue
-        if get(f"{algorithm}.{key}"):
-            yield (
-                f"{algorithm}.num_generations_per_prompt: must be at least 2 while {key} is true. Raise it, or turn "
-                "that off."
-            )
+    path, estimator = f"{algorithm}.num_generations_per_prompt", f"{algorithm}.adv_estimator"
+    is_alone = algorithm_has("adv_estimator", get) and get(path) == 1
+    if is_alone and (get(f"{estimator}.name") != "reinforce_plus_plus" or get(f"{estimator}.minus_baseline")):
+        yield (
+            f"{path}: must be at least 2: rewards are compared within their group, and one alone has the advantage 0. "
+            f"Raise it, or set {estimator}.name=reinforce_plus_plus and {estimator}.minus_baseline=false."
+        )
+        return
+    if algorithm_has("use_dynamic_sampling", get) and get(path) == 1 and get(f"{algorithm}.use_dynamic_sampling"):
+        yield f"{path}: must be at least 2 while use_dynamic_sampling is true. Raise it, or turn that off."
 
 
 def _batch_multiplier(get: Get) -> Iterator[str]:
@@ -288,6 +290,10 @@ def _intervals(get: Get) -> Iterator[str]:
     for low, high in pairs:
         if None not in (get(low), get(high)) and get(low) >= get(high):
             yield f"{low}: {get(low):g} is not below {high} = {get(high):g}. Set a smaller one."
+    low, high = (f"{name}.reward_scaling.target_{end}" for end in ("min", "max"))
+    scales = algorithm_has("reward_scaling", get) and get(f"{name}.reward_scaling.enabled")
+    if scales and get(low) == get(high):
+        yield f"{low}: {get(low):g} is {high} as well: all rewards become the same. Change one."
 
 
 def _end_by_a_metric(get: Get) -> Iterator[str]:
@@ -299,6 +305,11 @@ def _end_by_a_metric(get: Get) -> Iterator[str]:
     if (metric is None) != (value is None):
         given, lacking = (bound, path) if metric is None else (path, bound)
         yield f"{given}: has no effect without {lacking}. Give both, or set both to null."
+    elif metric is not None and not (get(f"{name}.val_period") or get(f"{name}.val_at_start")):
+        yield (
+            f"{path}: has no effect without a validation before the end. Set {name}.val_period above 0, or this and "
+            f"{bound} to null."
+        )
     if metric == "pass_k" and get(f"{name}.val_num_generations_per_prompt") == 1:
         yield f"{path}: pass_k needs several responses. Set {name}.val_num_generations_per_prompt above 1."
 
@@ -307,6 +318,15 @@ def _responses_of_an_evaluation(get: Get) -> Iterator[str]:
     path, k = "eval.num_tests_per_prompt", "eval.k_value"
     if get(path) < get(k):
         yield f"{k}: {get(k)} of {get(path)} responses cannot be drawn. Set at most {path}, or raise that."
+    yield from _responses_differ(path, get)
+
+
+def _responses_of_a_validation(get: Get) -> Iterator[str]:
+    if algorithm_has("val_num_generations_per_prompt", get):
+        yield from _responses_differ(f"{get('algorithm')}.val_num_generations_per_prompt", get)
+
+
+def _responses_differ(path: str, get: Get) -> Iterator[str]:
     temperature = "policy.generation.val_temperature"
     if get(path) > 1 and get(temperature) == 0:
         yield f"{path}: {get(path)} responses would all be the same one at {temperature} 0. Raise that, or set 1."
@@ -402,6 +422,7 @@ TASK_RULES: tuple[Rule, ...] = (
     _end_by_a_metric,
     _end_by_the_clock,
     _responses_of_an_evaluation,
+    _responses_of_a_validation,
     _teacher,
     _data_paths,
     _metric,

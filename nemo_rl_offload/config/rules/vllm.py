@@ -39,19 +39,22 @@ SET_HERE: Mapping[str, str] = {
     "speculative_config": "draft models",
     "quantization": "quantized weights in generation",
     "enable_lora": "LoRA in the engine",
-    "hf_overrides": "another config.json",
+    **dict.fromkeys(("hf_overrides", "hf_config_path"), "another config.json"),
     **dict.fromkeys(("moe_backend", "kernel_config"), "other kernels of experts"),
     "attention_config": "other kernels of attention",
     **dict.fromkeys(("kv_offloading_size", "kv_transfer_config"), "a key/value cache elsewhere"),
     **dict.fromkeys(
         (
             *("distributed_executor_backend", "data_parallel_size", "prefill_context_parallel_size", "nnodes"),
-            "worker_cls",
+            *("decode_context_parallel_size", "worker_cls"),
         ),
         "engines started otherwise",
     ),
     **dict.fromkeys(("enable_eplb", "enable_elastic_ep"), "experts that move"),
-    **dict.fromkeys(("generation_config", "logprobs_mode", "logits_processors"), "other log-probabilities"),
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config", "logprobs_mode", "logits_processors"),
+        "other log-probabilities",
+    ),
     **dict.fromkeys(("worker_extension_cls", "enable_sleep_mode"), "another handing over of weights"),
 }
 """Arguments that this project sets itself, or whose other values its handing over of weights or its log-probabilities

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,31 @@ def test_reinforce_plus_plus(make: Make, tmp_path: Path, in_reward: bool) -> Non
     for (row, t), value in zip(tokens, values, strict=True):
         assert batch["advantages"][row, t].item() == pytest.approx((value - mean) / deviation, abs=1e-5)
     assert (batch["advantages"][batch["token_mask"] == 0] == 0).all()
+
+
+def test_a_divergence_of_no_weight_needs_no_reference(make: Make) -> None:
+    loop, policy = make(
+        "grpo.adv_estimator.name=reinforce_plus_plus",
+        "loss_fn.reference_policy_kl_penalty=0.0",
+        "loss_fn.use_kl_in_reward=true",
+    )
+    loop.train_step()
+    assert policy.num_reference_calls == 0
+    assert policy.batches[0]["advantages"].abs().max() > 0
+
+
+def test_a_step_whose_responses_are_all_filtered_says_nothing_of_engines(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, policy = make("grpo.overlong_filtering=true")
+    generate = policy.generate
+    cut = lambda *given: [replace(response, finished=False) for response in generate(*given)]  # noqa: E731
+    monkeypatch.setattr(policy, "generate", cut)
+    before = set(loop.notices())
+    metrics = loop.train_step()
+    assert not policy.batches[0]["sample_mask"].any()
+    assert metrics["token_mult_prob_error"] == 1
+    assert set(loop.notices()) <= before
 
 
 class _Untimed:

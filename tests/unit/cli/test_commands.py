@@ -47,3 +47,11 @@ def test_the_usage_of_check_has_its_options(capsys: pytest.CaptureFixture[str]) 
         cli.main(["check", "--help"])
     usage = capsys.readouterr().out.partition("\n\n")[0]
     assert all(option in usage for option in ("--verbose", "--megatron", "--format"))
+
+
+def test_an_evaluation_leaves_the_folder_of_a_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "samples.jsonl").write_text("{}\n")
+    assert cli.main(["eval", "--run-dir", str(tmp_path)]) == cli.EXIT_USER_ERROR
+    assert "holds a run that trains" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "samples.jsonl"}

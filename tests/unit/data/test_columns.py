@@ -174,6 +174,23 @@ data:
         text_around(str(tmp_path / "around.txt"))
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"Think.", "has no place for the question"),
+        (b"{{}}", "has no place for the question"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (None, "is a folder"),
+    ],
+)
+def test_prompt_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, why: str) -> None:
+    """Without the question's place every prompt would be the same text."""
+    path = tmp_path / "around.txt"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(DataError, match=f"^data.prompt_file: .*{why}"):
+        text_around(str(path))
+
+
 def test_a_beginning_token_stands_once(tmp_path: Path, recipe: Callable[..., Any]) -> None:
     (tmp_path / "data.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n' * 16)
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

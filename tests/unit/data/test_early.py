@@ -66,3 +66,30 @@ def test_large_data_and_data_elsewhere_are_left_to_the_run(
     assert look(SFT, CHAT[:5], f"data.train.path={tmp_path / 'other.jsonl'}").problems == []
     monkeypatch.setattr(early, "LIMIT_BYTES", 100)
     assert look(SFT, CHAT[:5]).problems == []
+
+
+def test_folders_that_hold_no_data_are_found(look: Look, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "part.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "dataset_dict.json").write_text("{}")
+    for name, text in (("empty", "holds no data"), ("broken", "neither a file"), ("splits", "holds the splits")):
+        (problem,) = look(SFT, CHAT, f"data.validation.path={tmp_path / name}").problems
+        assert problem.path == "data.validation.path"
+        assert text in problem.message
+
+
+def test_an_evaluation_needs_no_problems_to_train_on(tmp_path: Path) -> None:
+    """NeMo-RL's file names one data set, all of whose problems are held out."""
+    data, file = tmp_path / "problems.jsonl", tmp_path / "eval.yaml"
+    data.write_text("".join(json.dumps(each) + "\n" for each in PROBLEMS))
+    model = PROJECT_ROOT / "examples" / "models" / "tiny_speller"
+    file.write_text(
+        f"generation: {{model_name: {model}, max_new_tokens: 8, vllm_cfg: {{max_model_len: 96}}}}\n"
+        f'data: {{prompt_template: "{{question}}", dataset_name: {data}, max_input_seq_length: 80}}\n'
+        "env: {math: {num_workers: 1}}\n"
+    )
+    assert with_data(check_file(file, ())).problems == []
+    (problem,) = with_data(check_file(file, ["+data.problem_key=other"])).problems
+    assert "has nothing under other" in problem.message

@@ -29,6 +29,7 @@ from nemo_rl_offload.runs.run_directory import (
     RESUME_MAY_CHANGE,
     Checkpoints,
     changed_on_resume,
+    check_no_run_in,
     open_run_directory,
     read_checkpoint,
 )
@@ -283,6 +284,24 @@ def test_default_folder_is_numbered(tmp_path: Path) -> None:
     (tmp_path / "run-5" / "metrics.jsonl").touch()
     assert enter(None, default, CONFIG).name == "run-6"
     assert enter(None, default, OTHER).name == "run-5"
+
+
+def test_a_default_folder_without_a_name_is_numbered_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").touch()
+    monkeypatch.chdir(tmp_path / "run")
+    assert enter(None, Path(), CONFIG) == tmp_path / "run-2"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "checkpoints"])
+def test_an_evaluation_takes_no_folder_of_a_run(tmp_path: Path, name: str) -> None:
+    check_no_run_in(tmp_path / "none")
+    for own in ("evaluation.json", "samples.jsonl", "config.yaml"):
+        (tmp_path / own).touch()
+    check_no_run_in(tmp_path)
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="holds a run that trains"):
+        check_no_run_in(tmp_path)
 
 
 def test_explicit_folder_is_refused_or_entered(tmp_path: Path) -> None:

@@ -112,3 +112,62 @@ def test_other_values(tmp_path: Path, overrides: list[str], path: str, expected:
 def test_what_is_refused(tmp_path: Path, overrides: list[str], path: str, text: str) -> None:
     found = problems(read(tmp_path, *overrides))
     assert any(line.startswith(f"{path}: ") and text in line for line in found), found
+
+
+def read_text(folder: Path, text: str, algorithm: str | None = None) -> LoadedConfig:
+    file = folder / "eval.yaml"
+    file.write_text(text)
+    return read_recipe(file, (), algorithm)
+
+
+OF_A_FILE = "data: {dataset_name: AIME2024}\nenv: {math: {num_workers: 1}}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "expected"),
+    [
+        ("stop_token_ids: [1, 2]", "policy.generation.stop_token_ids", [1, 2]),
+        ("stop_strings: [x]", "policy.generation.stop_strings", ["x"]),
+        ("vllm_cfg: {}", "policy.generation.vllm_cfg.tensor_parallel_size", 1),
+        ("vllm_cfg: null", "policy.generation.vllm_cfg.tensor_parallel_size", 1),
+    ],
+)
+def test_lists_and_sections_without_keys(tmp_path: Path, given: str, path: str, expected: object) -> None:
+    loaded = read_text(tmp_path, f"generation: {{model_name: some/model, {given}}}\n{OF_A_FILE}")
+    assert problems(loaded) == []
+    assert value(loaded, path) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("generation: {}", ["policy.model_name"]),
+        ("generation: {model_name: m, top_p: [1], temperature: hot}", ["policy.generation.top_p", "temperature: "]),
+        ("generation: {model_name: m, vllm_cfg: 3}", ["policy.generation.vllm_cfg: 3 is not allowed"]),
+        ("generation: {model_name: m}\ntokenizer: 3", ["policy.tokenizer: 3 is not allowed"]),
+        ("generation: {model_name: m}\ndata: 3", ["data: 3 is not allowed"]),
+        ("generation: {model_name: m}\ndata: {validation: 3}", ["data.validation: 3 is not allowed"]),
+        ("generation: {model_name: m}\ndata: {dataset_name: [1]}", ["data.validation.dataset_name: [1] is not"]),
+        ("generation: {model_name: m}\ngrpo: x\nloss_fn: 4", ["grpo: ", "loss_fn: 4 is not allowed"]),
+    ],
+)
+def test_values_of_wrong_types_are_named(tmp_path: Path, text: str, wrong: list[str]) -> None:
+    found = problems(read_text(tmp_path, text))
+    assert all(any(each in line for line in found) for each in wrong), found
+
+
+def test_a_policy_beside_it_makes_it_no_evaluation(tmp_path: Path) -> None:
+    """A section of `policy` that was written beside it would turn training into something else."""
+    others = "policy: {model_name: m}\nloss_fn: {reference_policy_kl_penalty: 0.1}\n"
+    text = f"generation: {{temperature: 0.5}}\n{others}{OF_A_FILE}"
+    loaded = read_text(tmp_path, text)
+    assert any(line.startswith("generation: unknown key. It belongs to policy") for line in problems(loaded))
+    assert value(loaded, "loss_fn.reference_policy_kl_penalty") == 0.1
+
+
+def test_it_is_not_trained(tmp_path: Path) -> None:
+    text = f"generation: {{model_name: m}}\n{OF_A_FILE}"
+    assert problems(read_text(tmp_path, text)) == []
+    (line,) = problems(read_text(tmp_path, text, "grpo"))
+    assert line.startswith("generation: ")
+    assert "nemo-rl-offload eval" in line

@@ -78,6 +78,12 @@ def test_ages_without_a_use_are_said() -> None:
         assert f"{ASYNC}.{key}" in warnings(f"{ASYNC}.{key}={value}"), "not read while it is off"
 
 
+def test_a_cache_is_computed_anew_where_something_is_under_way() -> None:
+    path = f"{ASYNC}.recompute_kv_cache_after_weight_updates"
+    assert path in warnings(*AHEAD, f"{path}=true", f"{ASYNC}.in_flight_weight_updates=false")
+    assert path not in warnings(*AHEAD, f"{path}=true", f"{ASYNC}.in_flight_weight_updates=true")
+
+
 @pytest.mark.parametrize(
     ("overrides", "path"),
     [

@@ -29,7 +29,11 @@ def test_folders_must_exist(check: Check, dense_model: Path, path: str, file: st
 
 @pytest.mark.parametrize("run_here", [True, False])
 @pytest.mark.parametrize(
-    "path", ["policy.model_name", "policy.tokenizer.name", "teacher.model_name", "data.train.path"]
+    "path",
+    [
+        *("policy.model_name", "policy.tokenizer.name", "teacher.model_name", "data.train.path"),
+        *("eval.save_path", "checkpointing.checkpoint_dir"),
+    ],
 )
 def test_no_name_is_a_problem_wherever_it_runs(check: Check, dense_model: Path, path: str, run_here: bool) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -53,6 +53,7 @@ DISTILLATION = "algorithm=distillation distillation.num_prompts_per_step=128"
 MATH = "data.env_name=math"
 ONE_UPDATE = "policy.train_global_batch_size=128 grpo.num_prompts_per_step=32 grpo.num_generations_per_prompt=4"
 FUNCTION = "data.env_name=function"
+ALONE = "grpo.num_generations_per_prompt=1 grpo.num_prompts_per_step=128"
 ALGORITHM_CASES = [
     (
         "policy.train_global_batch_size=256",
@@ -67,13 +68,19 @@ ALGORITHM_CASES = [
         "distillation.num_prompts_per_step=256",
     ),
     (
-        "grpo.num_generations_per_prompt=1 grpo.num_prompts_per_step=128",
+        f"{ALONE} grpo.use_leave_one_out_baseline=false",
         "grpo.num_generations_per_prompt",
-        "at least 2 while use_leave_one_out_baseline",
-        "grpo.use_leave_one_out_baseline=false",
+        "one alone has the advantage 0",
+        "grpo.num_generations_per_prompt=2 grpo.num_prompts_per_step=64",
     ),
     (
-        "grpo.num_generations_per_prompt=1 grpo.num_prompts_per_step=128 grpo.use_leave_one_out_baseline=false "
+        f"{ALONE} grpo.adv_estimator.name=reinforce_plus_plus",
+        "grpo.num_generations_per_prompt",
+        "one alone has the advantage 0",
+        "grpo.adv_estimator.minus_baseline=false",
+    ),
+    (
+        f"{ALONE} grpo.adv_estimator.name=reinforce_plus_plus grpo.adv_estimator.minus_baseline=false "
         "grpo.use_dynamic_sampling=true",
         "grpo.num_generations_per_prompt",
         "at least 2 while use_dynamic_sampling",
@@ -121,6 +128,12 @@ ALGORITHM_CASES = [
         "grpo.reward_scaling.source_min=-1",
     ),
     (
+        "grpo.reward_scaling.enabled=true grpo.reward_scaling.target_min=1",
+        "grpo.reward_scaling.target_min",
+        "all rewards become the same",
+        "grpo.reward_scaling.target_min=2",
+    ),
+    (
         "grpo.advantage_clip_low=2 grpo.advantage_clip_high=-2",
         "grpo.advantage_clip_low",
         "2 is not below grpo.advantage_clip_high = -2",
@@ -143,6 +156,19 @@ ALGORITHM_CASES = [
         "grpo.stop_at_validation_metric",
         "pass_k needs several responses",
         "grpo.val_num_generations_per_prompt=2",
+    ),
+    (
+        "grpo.stop_at_validation_metric=accuracy grpo.stop_at_validation_threshold=0.5 grpo.val_period=0 "
+        "grpo.val_at_start=false",
+        "grpo.stop_at_validation_metric",
+        "has no effect without a validation before the end",
+        "grpo.val_period=5",
+    ),
+    (
+        "grpo.val_num_generations_per_prompt=4 policy.generation.val_temperature=0",
+        "grpo.val_num_generations_per_prompt",
+        "4 responses would all be the same one",
+        "policy.generation.val_temperature=0.5",
     ),
     *(
         (

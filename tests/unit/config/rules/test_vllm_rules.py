@@ -72,6 +72,15 @@ def test_another_version_is_refused_with_the_tested_one(installed: Any, version:
         (f"{CFG}.load_format=dummy", f"{CFG}.load_format"),
         (f"{CFG}.precision=int8", f"{CFG}.precision"),
         ("+policy.generation.vllm_kwargs.dtype=half", "policy.generation.vllm_kwargs.dtype"),
+        ("+policy.generation.vllm_kwargs.hf_config_path=mine", "policy.generation.vllm_kwargs.hf_config_path"),
+        (
+            "+policy.generation.vllm_kwargs.override_generation_config={temperature: 2}",
+            "policy.generation.vllm_kwargs.override_generation_config",
+        ),
+        (
+            "+policy.generation.vllm_kwargs.decode_context_parallel_size=2",
+            "policy.generation.vllm_kwargs.decode_context_parallel_size",
+        ),
         ("+policy.generation.vllm_kwargs.quantization=fp8", "policy.generation.vllm_kwargs.quantization"),
         ("+policy.generation.vllm_kwargs.logprobs_mode=raw_logprobs", "policy.generation.vllm_kwargs.logprobs_mode"),
     ],
