@@ -21,7 +21,7 @@ from nemo_rl_offload.config.validation import check_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.megatron.build.export import find_checkpoint
 from nemo_rl_offload.runs.run_directory import CONFIG_FILE, EVALUATION_FILE, check_no_run_in, open_run_directory
-from nemo_rl_offload.runs.run_files import Evaluation
+from nemo_rl_offload.runs.run_files import Evaluation, read_json
 from nemo_rl_offload.specs.process_limits import widen_limits
 from nemo_rl_offload.units import human_duration
 
@@ -54,6 +54,10 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
     console = Console(stderr=options.format == "json", highlight=False, soft_wrap=True)
     with open_run_directory(options.run_dir, default, config) as out:
         run_dirs.append(out)
+        model = config["policy"]["model_name"] if checkpoint is None else str(checkpoint)
+        there = read_json(out / EVALUATION_FILE, Evaluation, "Name another --run-dir.")
+        if there is not None and there["model"] != model:
+            raise ConfigError(f"{out}: has the evaluation of {there['model']}. Name another --run-dir.")
         for warning in checked.warnings:
             console.print(f"warning: {warning}", style="yellow", markup=False)
         console.print(f"Run directory: {out}", markup=False)
@@ -66,11 +70,11 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
         stream = sys.stderr if console.stderr else None
         with warnings_as_lines(console):
             if checkpoint is None:
-                found = run_evaluation(config, out, config["policy"]["model_name"], say, stream)
+                found = run_evaluation(config, out, model, say, stream)
             else:
                 say(f"Exporting {checkpoint}")
-                with _exported(checkpoint, out / _EXPORTED) as model:
-                    found = run_evaluation(_with_model(config, model), out, str(checkpoint), say, stream)
+                with _exported(checkpoint, out / _EXPORTED) as folder:
+                    found = run_evaluation(_with_model(config, folder), out, model, say, stream)
         if options.format != "json":
             console.print(_table(found, out))
         return out / EVALUATION_FILE

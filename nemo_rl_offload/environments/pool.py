@@ -145,7 +145,7 @@ class EnvironmentPool:
         turn = _Turn(episodes)
         for worker in self._workers:
             if worker.index is not None:  # an exception ended the turn before
-                worker.restart()
+                self._start_anew(worker)
         while not turn.is_done:
             for worker in self._workers:
                 if worker.is_idle and turn.waiting:
@@ -207,14 +207,14 @@ class EnvironmentPool:
         worker.index, worker.num_starts = None, 0
         worker.num_answers += 1
         if message["is_spent"]:
-            worker.restart()
+            self._start_anew(worker)
 
     def _interrupt(self, worker: _Worker, turn: _Turn) -> None:
         if worker.index is None:
             raise WorkerError(f"{self._section}: a scorer's process did not start in {START_TIMEOUT_S:g} s.")
         self._fail("late", f"took longer than timeout_s {self._timeout_s:g}", worker.index, turn)
         worker.num_starts = 0
-        worker.restart()
+        self._start_anew(worker)
 
     def _lose(self, worker: _Worker, turn: _Turn, how: str) -> None:
         """Go on after a process has ended."""
@@ -231,6 +231,12 @@ class EnvironmentPool:
                 f"{self._section}: a scorer's process {how}, {NUM_STARTS} times in a row before its first answer. "
                 f"{self._log} may say why."
             )
+        self._start_anew(worker)
+
+    def _start_anew(self, worker: _Worker) -> None:
+        """Raises WorkerError after `shutdown`, which a thread that still scores has missed."""
+        if not self._kill_all.alive:
+            raise WorkerError(f"{self._section}: its processes have been ended.")
         worker.restart()
 
     def _fail(self, kind: str, what: str, index: int, turn: _Turn, details: str = "") -> None:

@@ -55,7 +55,8 @@ YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|[-+0-9_:.eE]+)")
 _TAGS_OF_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _OCTAL = re.compile(r"[-+]?0[0-7_]*[0-7]")
-_SEXAGESIMAL = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_SEXAGESIMAL = re.compile(r"[-+]?([1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*)")
+_BINARY = re.compile(r"[-+]?0b[01_]+")
 _SWITCH = re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
 TOO_DEEP = f"is nested over {MAX_DEPTH} levels deep"
 TOO_MANY_DIGITS = f"has an integer of over {MAX_DIGITS} digits"
@@ -218,9 +219,10 @@ def as_document_error(error: Exception, path: Path) -> DocumentError:
 def _two_ways(text: str) -> str:
     """How to write a value that this loader, of YAML 1.1, reads otherwise than YAML 1.2; "" for any other."""
     if _OCTAL.fullmatch(text):
-        decimal = int(text.replace("_", ""))
-        return f"{text} is {int(text.replace('_', ''), 8)} in YAML 1.1 and {decimal} in YAML 1.2. Write {decimal}"
-    if _SEXAGESIMAL.fullmatch(text):
+        octal, decimal = (int(text.replace("_", ""), base) for base in (8, 10))
+        if octal != decimal:
+            return f"{text} is {octal} in YAML 1.1 and {decimal} in YAML 1.2. Write {decimal}"
+    if _SEXAGESIMAL.fullmatch(text) or _BINARY.fullmatch(text):
         number = yaml.safe_load(text)
         return f'{text} is {number} in YAML 1.1 and text in YAML 1.2. Write {number}, or "{text}"'
     if _SWITCH.fullmatch(text):

@@ -30,7 +30,7 @@ from nemo_rl_offload.config.rules.rule import (
 from nemo_rl_offload.config.rules.tasks import FUNCTION, SPLITS, function_path, is_scored_by_function, takes_problems
 from nemo_rl_offload.config.rules.turns import template_is_here
 from nemo_rl_offload.errors import ConfigError, nearest
-from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_SEVERAL_DEVICES
+from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_SEVERAL_DEVICES, ENV_OF_TRUNCATED
 
 LOCAL_PATHS = (
     "policy.model_name",
@@ -95,7 +95,10 @@ def env_vars(get: Get) -> Iterator[str]:
     for name in megatron(get, "env_vars") or {}:
         if name in SET_BY_GROUP:
             yield f"{MEGATRON}.env_vars.{name}: is set for each worker by this project. Remove it."
-    path, set_here = "policy.generation.vllm_cfg.env_vars", ENV | ENV_OF_SEVERAL_DEVICES | ENV_OF_CPU | ENV_OF_CUDA
+    path, set_here = (
+        "policy.generation.vllm_cfg.env_vars",
+        ENV | ENV_OF_SEVERAL_DEVICES | ENV_OF_CPU | ENV_OF_CUDA | ENV_OF_TRUNCATED,
+    )
     for name, value in (get(path) or {}).items():
         if name in SET_BY_GROUP or value != set_here.get(name, value):
             yield f"{path}.{name}: is set for each engine by this project. Remove it."

@@ -12,7 +12,7 @@ from nemo_rl_offload.config.rules.vllm import context_length, devices_of_engine
 from nemo_rl_offload.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.sampling import Sampling
-from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_SEVERAL_DEVICES
+from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_SEVERAL_DEVICES, ENV_OF_TRUNCATED
 
 MAX_NUM_SEQS = 256
 """Responses that an engine works on at a time, vLLM's own default; others wait for a place."""
@@ -42,7 +42,7 @@ def engine_env(config: GenerationConfig, device: str) -> dict[str, str]:
     else:
         # The second runner draws with one seed a request in one kernel, the first in one each. But the first alone can
         # be told what log-probabilities to return where top-k or top-p cut the distribution.
-        env |= ENV_OF_CUDA | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_truncated(config) else {})
+        env |= ENV_OF_CUDA | (ENV_OF_TRUNCATED if is_truncated(config) else {})
     return (config["vllm_cfg"]["env_vars"] or {}) | env
 
 

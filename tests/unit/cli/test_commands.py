@@ -55,3 +55,37 @@ def test_an_evaluation_leaves_the_folder_of_a_run_alone(tmp_path: Path, capsys: 
     assert cli.main(["eval", "--run-dir", str(tmp_path)]) == cli.EXIT_USER_ERROR
     assert "holds a run that trains" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "samples.jsonl"}
+
+
+def test_an_evaluation_does_not_take_the_place_of_another_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_rl_offload.algorithms import evaluation
+
+    def stand_in(_config: object, folder: Path, model: str, *_: object) -> dict[str, object]:
+        found = {
+            "model": model,
+            "num_problems": 1,
+            "num_tests_per_prompt": 1,
+            "k_value": 1,
+            "pass_at_k": 1.0,
+            "standard_error": None,
+            "accuracy": 1.0,
+            "reward": 1.0,
+            "mean_gen_tokens_per_sample": 1.0,
+            "unfinished_fraction": 0.0,
+            "scorer_errors": 0,
+            "wall_seconds": 1.0,
+        }
+        (folder / "evaluation.json").write_text(json.dumps(found))
+        return found
+
+    monkeypatch.setattr(evaluation, "run_evaluation", stand_in)
+    words = ["eval", "--run-dir", str(tmp_path / "out")]
+    assert cli.main(words) == 0
+    assert cli.main(words) == 0, "the same again"
+    file = tmp_path / "out" / "evaluation.json"
+    file.write_text(file.read_text().replace("tiny_speller", "another"))
+    capsys.readouterr()
+    assert cli.main(words) == cli.EXIT_USER_ERROR
+    assert "has the evaluation of examples/models/another. Name another --run-dir." in capsys.readouterr().err

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -301,3 +302,26 @@ def test_what_ends_the_run(scorer: str, error: type[Exception], words: str, tmp_
     with pytest.raises(error, match=words):
         pool.step(episodes("x"))
     pool.shutdown()
+
+
+def test_shutdown_while_another_thread_scores_starts_nothing_again(make_pool: Callable[..., EnvironmentPool]) -> None:
+    pool = make_pool(*function("misbehaves", "env.function.timeout_s=60"))
+    pool.step(episodes("right"))
+    (pid,) = processes(pool)
+    raised: list[BaseException] = []
+
+    def score() -> None:
+        try:
+            pool.step(episodes("a hang in C"))
+        except WorkerError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    time.sleep(0.5)
+    pool.shutdown()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert "have been ended" in str(raised[0])
+    assert processes(pool) == [pid]
+    assert not is_running(pid)

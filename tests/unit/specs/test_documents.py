@@ -213,7 +213,9 @@ def test_a_long_text_in_quotes_may_have_anything(tmp_path: Path) -> None:
     ("text", "how"),
     [
         ("010", "010 is 8 in YAML 1.1 and 10 in YAML 1.2. Write 10"),
-        ("-007", "-007 is -7 in YAML 1.1 and -7 in YAML 1.2. Write -7"),
+        ("-011", "-011 is -9 in YAML 1.1 and -11 in YAML 1.2. Write -11"),
+        ("0:30.5", "0:30.5 is 30.5 in YAML 1.1 and text in YAML 1.2"),
+        ("0b101", "0b101 is 5 in YAML 1.1 and text in YAML 1.2"),
         ("1:30", '1:30 is 90 in YAML 1.1 and text in YAML 1.2. Write 90, or "1:30"'),
         ("10:00:00:00", 'Write 2160000, or "10:00:00:00"'),
         ("yes", 'yes is true in YAML 1.1 and text in YAML 1.2. Write true, or "yes"'),
@@ -234,7 +236,24 @@ def test_a_value_that_means_two_things_is_refused(tmp_path: Path, form: str, tex
 
 
 @pytest.mark.parametrize(
-    "text", ["0", "10", "0.5", "00.5", "1e-5", "0x1F", "true", "null", "00:03:45:00", "a:30", "1:75", "nope", "08"]
+    "text",
+    [
+        "0",
+        "10",
+        "0.5",
+        "00.5",
+        "1e-5",
+        "0x1F",
+        "true",
+        "null",
+        "00:03:45:00",
+        "00",
+        "-007",
+        "a:30",
+        "1:75",
+        "nope",
+        "08",
+    ],
 )
 def test_a_value_that_means_one_thing_is_read(tmp_path: Path, text: str) -> None:
     file = tmp_path / "x.yaml"

@@ -179,7 +179,9 @@ def test_no_sequence_is_longer_than_training_takes() -> None:
     assert rules.context_length({"generation": generation, "max_total_sequence_length": 96}) == 96
 
 
-@pytest.mark.parametrize("setting", ["RANK: '1'", "VLLM_USE_DEEP_GEMM: '1'", "HF_HUB_OFFLINE: '0'"])
+@pytest.mark.parametrize(
+    "setting", ["RANK: '1'", "VLLM_USE_DEEP_GEMM: '1'", "HF_HUB_OFFLINE: '0'", "VLLM_USE_V2_MODEL_RUNNER: '1'"]
+)
 def test_variables_that_are_set_for_engines_are_refused(installed: Any, setting: str) -> None:
     installed(("vllm", VLLM_VERSION))
     name = setting.partition(":")[0]
