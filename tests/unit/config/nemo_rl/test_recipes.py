@@ -38,7 +38,7 @@ FEATURES = {
     *("further multi-token prediction", "cross-tokenizer distillation"),
     *("several data sets", "another processor of records", "a learned opening of turns"),
     *("a data set class of one's own", "another value for each data set", "repeated records"),
-    "a limit for whole records",
+    *("a limit for whole records", "asynchronous GRPO by Megatron-Core"),
 }
 NOT_YET = (
     r"model_type '\w+' of config.json is not trained here",
