@@ -21,8 +21,8 @@ def _ahead(get: Get) -> Iterator[str]:
     path = f"{ASYNC}.enabled: true"
     if get(BACKEND) != "vllm":
         yield (
-            f"{BACKEND}: megatron asks for asynchronous GRPO by Megatron-Core, not supported here: it does not generate "
-            f"while a step trains. Set it to vllm, or {ASYNC}.enabled to false."
+            f"{BACKEND}: megatron asks for asynchronous GRPO by Megatron-Core, not supported here: it does not "
+            f"generate while a step trains. Set it to vllm, or {ASYNC}.enabled to false."
         )
     elif not get(f"{CFG}.async_engine"):
         yield f"{CFG}.async_engine: {path} needs an engine that goes on between batches. Set it to true."
