@@ -68,6 +68,12 @@ def translate_evaluation(loaded: LoadedConfig) -> LoadedConfig:
     longest, precision = (given.get(f"policy.generation.vllm_cfg.{key}") for key in ("max_model_len", "precision"))
     if longest is not None:
         moved.set("policy.max_total_sequence_length", longest)
+        for path, written in (
+            ("data.max_input_seq_length", "data.max_input_seq_length"),
+            ("policy.generation.max_new_tokens", "generation.max_new_tokens"),
+        ):
+            if written not in loaded.origins:
+                moved.set(path, longest)
     if precision is not None:
         moved.set("policy.precision", precision)
     if "policy.tokenizer.name" not in given:

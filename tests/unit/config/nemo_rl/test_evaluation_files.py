@@ -49,6 +49,17 @@ def value(loaded: LoadedConfig, path: str) -> Any:
     return node
 
 
+def test_lengths_that_a_file_lacks_are_the_engines(tmp_path: Path) -> None:
+    file = tmp_path / "eval.yaml"
+    lengths = [line for line in FILE.splitlines() if "max_input_seq_length" in line or "max_new_tokens" in line]
+    assert len(lengths) == 2
+    file.write_text("\n".join(line for line in FILE.splitlines() if line not in lengths))
+    loaded = read_recipe(file, [])
+    assert problems(loaded) == []
+    for path in ("data.max_input_seq_length", "policy.generation.max_new_tokens"):
+        assert value(loaded, path) == 2048
+
+
 def problems(loaded: LoadedConfig) -> list[str]:
     return [str(problem) for problem in examine(loaded, run_here=False).problems]
 
@@ -83,6 +94,7 @@ def test_keys_are_where_a_run_has_them(tmp_path: Path) -> None:
     [
         (["generation.temperature=0.6"], "policy.generation.val_temperature", 0.6),
         (["generation.temperature=0.6", "+generation.val_temperature=0.2"], "policy.generation.val_temperature", 0.2),
+        (["generation.max_new_tokens=100"], "policy.generation.max_new_tokens", 100),
         (["generation.top_k=20"], "policy.generation.val_top_k", 20),
         (["generation.num_prompts_per_step=16"], "grpo.val_batch_size", 16),
         (["data.dataset_name=/data/mine.jsonl", "+data.problem_key=Q"], "data.validation.path", "/data/mine.jsonl"),
