@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
@@ -78,6 +79,7 @@ def read_records(path: Path, split: str | None) -> list[Record]:
         DataError: nothing to read there, or a file that cannot be read at all.
     """
     files = files_of(path, split)
+    _import_readers(files)
     allowed_bytes = int(free_host_bytes() * SHARE_OF_MEMORY)
     try:
         with memory_at_most(allowed_bytes):
@@ -86,6 +88,14 @@ def read_records(path: Path, split: str | None) -> list[Record]:
             return [record for file in files for record in _read_file(file, allowed_bytes)]
     except MemoryError as error:
         raise DataError(_too_large(path, allowed_bytes)) from error
+
+
+def _import_readers(files: Sequence[Path]) -> None:
+    """Before memory is limited: libraries that find none as they start end the process."""
+    if any(file.name == _SAVED for file in files):
+        import_module("datasets")
+    elif any(file.suffix in (".parquet", ".arrow") for file in files):
+        import_module("pyarrow.parquet")
 
 
 def files_of(path: Path, split: str | None) -> list[Path]:
