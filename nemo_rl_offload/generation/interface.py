@@ -66,13 +66,17 @@ class Responds(Protocol):
         told: Told | None = None,
         places: Sequence[int] | None = None,
     ) -> list[Response]:
-        """As `Generator.generate`."""
+        """Sample one response for each prompt (token ids); a function of weights, prompts, `seed` and `sampling`.
+
+        `told` hears of the progress; a backend that knows of none need not call it. `places` are the prompts' numbers
+        among all that `seed` is for, without which they are counted; a backend that draws by batch need not read them.
+        """
 
     def open_stream(self, sampling: Sampling) -> ResponseStream | None:
-        """As `Generator.open_stream`."""
+        """A stream of requests and responses; None where batches are answered as a whole."""
 
 
-class Generator(Protocol):
+class Generator(Responds, Protocol):
     """Samples responses, with workers of its own or on the training workers."""
 
     has_weights: bool
@@ -84,23 +88,6 @@ class Generator(Protocol):
         Raises:
             ConfigError: the model's weights cannot be handed over to it.
         """
-
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        seed: int,
-        sampling: Sampling,
-        told: Told | None = None,
-        places: Sequence[int] | None = None,
-    ) -> list[Response]:
-        """Sample one response for each prompt (token ids); a function of weights, prompts, `seed` and `sampling`.
-
-        `told` hears of the progress; a backend that knows of none need not call it. `places` are the prompts' numbers
-        among all that `seed` is for, without which they are counted; a backend that draws by batch need not read them.
-        """
-
-    def open_stream(self, sampling: Sampling) -> ResponseStream | None:
-        """A stream of requests and responses; None where batches are answered as a whole."""
 
     def update_weights(self, source: WeightSource) -> None:
         """Take over the weights; new requests use nothing that was computed with the old ones."""

@@ -1,22 +1,20 @@
 """What an algorithm asks of a policy. Batches are dictionaries of CPU tensors, as in `batching.batch`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch
-from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.generation.interface import ResponseStream, Told
-from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.interface import Responds
 from nemo_rl_offload.paged_stash.stats import StashStats
 from nemo_rl_offload.runs.manifest import Manifest
 from nemo_rl_offload.runs.run_files import MemorySample, OffloadTotals
 
 
-class PolicyInterface(Protocol):
-    """A language model spread over workers."""
+class PolicyInterface(Responds, Protocol):
+    """A language model spread over workers. Streams of responses are by the weights of the last `refit`."""
 
     num_refits: int
     """How often the generator has been given weights: the newest of `Response.versions`."""
@@ -39,21 +37,8 @@ class PolicyInterface(Protocol):
         Only the first `num_tokens` of the vocabulary count.
         """
 
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        seed: int,
-        sampling: Sampling,
-        told: Told | None = None,
-        places: Sequence[int] | None = None,
-    ) -> list[Response]:
-        """Sample one response for each prompt; `told` and `places` as in `Generator.generate`."""
-
     def refit(self) -> None:
         """Give the trained weights to the generator, where it does not have them."""
-
-    def open_stream(self, sampling: Sampling) -> ResponseStream | None:
-        """Responses one by one, by the weights of the last `refit`; None where the generator answers batches alone."""
 
     def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write weights, optimizer, schedule and random numbers into a new folder.
