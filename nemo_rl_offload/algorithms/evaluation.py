@@ -7,6 +7,7 @@ validation are those of a run, so that an evaluation of the start model is a run
 
 import math
 import time
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -20,10 +21,11 @@ from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
-from nemo_rl_offload.data.prompts import prompt_data, prompt_sets
-from nemo_rl_offload.environments.pool import make_environment
+from nemo_rl_offload.data.prompts import Prompt, prompt_data, prompt_sets
+from nemo_rl_offload.data.tokenizer import Tokenizer
+from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
 from nemo_rl_offload.errors import DataError
-from nemo_rl_offload.generation.interface import GeneratorSetup
+from nemo_rl_offload.generation.interface import Generator, GeneratorSetup
 from nemo_rl_offload.generation.registry import make_generator
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.observability.progress import Progress
@@ -102,34 +104,48 @@ def run_evaluation(
                 )
             )
             generator.start()
-            parts: list[Rollout] = []
-            starts = range(0, len(prompts), size)
-            with Progress(len(starts), enabled=True, stream=progress_stream) as progress:
-                for number, start in enumerate(starts, start=1):
-                    played = rollout(
-                        generator,
-                        environment,
-                        tokenizer,
-                        prompts[start : start + size],
-                        num_responses,
-                        section["seed"] * 1_000_003 + 2 * start + 1,
-                        sampling=Sampling.of(policy, validation=True),
-                        ends_without_text=ends.without_text,
-                        template=config["data"]["prompt_template"],
-                        limits=Limits(rollouts["max_rollout_turns"], policy["max_total_sequence_length"]),
-                        told=tells(progress),
-                    )
-                    parts.append(played)
-                    progress.update(number, accuracy=Rollout.join(parts).metrics()["accuracy"])
-                    records = records_of(played, range(len(played.responses)), number, "evaluation", tokenizer)
-                    for line in [*log.append(records), *environment.notices()]:
-                        progress.note(f"warning: {line}")
+            with Progress(-(-len(prompts) // size), enabled=True, stream=progress_stream) as progress:
+                played = _play(config, generator, environment, tokenizer, ends.without_text, prompts, log, progress)
             for text in {text for texts in generator.notices() for text in texts}:
                 say(f"warning: {text}")
             generator.stop()
     finally:
         environment.shutdown()
-    played = Rollout.join(parts)
     result = evaluated(played, num_responses, section["k_value"], model, time.monotonic() - start_s)
     write_json_atomic(folder / EVALUATION_FILE, result)
     return result
+
+
+def _play(
+    config: MasterConfig,
+    generator: Generator,
+    environment: EnvironmentPool,
+    tokenizer: Tokenizer,
+    ends_without_text: Collection[int],
+    prompts: list[Prompt],
+    log: SampleLog,
+    progress: Progress,
+) -> Rollout:
+    """Responses to all prompts, batch by batch, each written down as it ends."""
+    policy, section, rollouts = config["policy"], config["eval"], rollout_section(config)
+    size, parts = rollouts["val_batch_size"], list[Rollout]()
+    for number, start in enumerate(range(0, len(prompts), size), start=1):
+        played = rollout(
+            generator,
+            environment,
+            tokenizer,
+            prompts[start : start + size],
+            section["num_tests_per_prompt"],
+            section["seed"] * 1_000_003 + 2 * start + 1,
+            sampling=Sampling.of(policy, validation=True),
+            ends_without_text=ends_without_text,
+            template=config["data"]["prompt_template"],
+            limits=Limits(rollouts["max_rollout_turns"], policy["max_total_sequence_length"]),
+            told=tells(progress),
+        )
+        parts.append(played)
+        progress.update(number, accuracy=Rollout.join(parts).metrics()["accuracy"])
+        records = records_of(played, range(len(played.responses)), number, "evaluation", tokenizer)
+        for line in [*log.append(records), *environment.notices()]:
+            progress.note(f"warning: {line}")
+    return Rollout.join(parts)
