@@ -97,6 +97,7 @@ class GRPO(RolloutLoop):
     def update(self, watch: Stopwatch) -> tuple[dict[str, float], int]:
         """Responses, advantages, log-probabilities, updates."""
         grpo = self.config["grpo"]
+        watch.time("refit", self.policy.refit)
         played, metrics = self._sample(watch)
         self._samples.take_training(played, self.step)
         batch = played.batch(self._tokenizer.pad_token_id)
@@ -162,7 +163,6 @@ class GRPO(RolloutLoop):
 
     def _take_ahead(self, collector: Collector, watch: Stopwatch) -> tuple[Rollout, dict[str, float]]:
         """What was generated for this step ahead of it, and metrics under NeMo-RL's names where it has them."""
-        self.policy.refit()  # of the first step; later ones have done it
         played, age, waiting = watch.time("exposed_generation", lambda: collector.take(self.step, self.num_steps))
         newest = self.policy.num_refits
         ages = [newest - version for response in played.responses for version in response.versions]

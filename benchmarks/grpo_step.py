@@ -1,0 +1,235 @@
+"""A whole GRPO step by phase, with vLLM on the same GPU, beside vLLM alone.
+
+    python benchmarks/grpo_step.py --out benchmarks/results/DEVICE
+    python benchmarks/grpo_step.py --out benchmarks/results/DEVICE --part engine
+
+A model of Qwen2.5-1.5B's shape with random weights and its own vocabulary. Part `alone` is vLLM as a user would call it,
+with the same graphs and 256 requests at once. Part `engine` asks this project's policy for as many responses, and times
+what surrounds them: handing over weights, sleep and wake. Part `step` is `nemo-rl-offload run grpo`: what `metrics.jsonl`
+says of each phase, of steps after the first two. Each part is a process of its own, one after another.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import HAS_GPU, environment, say
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+
+EXEMPLAR = PROJECT_ROOT / "examples/configs" / ("grpo_math_1B_vllm.yaml" if HAS_GPU else "grpo_tiny_vllm.yaml")
+TOKENIZER = PROJECT_ROOT / "examples/models/tiny_speller"
+SHAPE: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "eos_token_id": 256,
+    "bos_token_id": None,
+    "dtype": "bfloat16",
+}
+SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2} | {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "dtype": "float32",
+}
+NUM_PROMPTS = 16 if HAS_GPU else 4
+NUM_REQUESTS, PROMPT_TOKENS, NEW_TOKENS = (256, 40, 512) if HAS_GPU else (8, 16, 8)
+STEP_TOKENS = 128 if HAS_GPU else 8
+ROUNDS = 4
+NUM_STEPS = 7
+WARMUP_STEPS = 2
+PARTS = ("alone", "engine", "step")
+
+
+def write_model(folder: Path) -> None:
+    """Random weights beside a tokenizer for bytes."""
+    import shutil
+
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(**SHAPE if HAS_GPU else {**SHAPE, **SMALL})
+    dtype = getattr(torch, "bfloat16" if HAS_GPU else "float32")
+    torch.manual_seed(0)
+    with torch.device("cuda" if HAS_GPU else "cpu"):
+        model = Qwen2ForCausalLM(config).to(dtype)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+
+
+def overrides(model: Path, options: argparse.Namespace) -> list[str]:
+    """Of the exemplar: the shape's batches, and nothing that depends on what random weights answer."""
+    size = NUM_REQUESTS if HAS_GPU else 16
+    longest = PROMPT_TOKENS + max(NEW_TOKENS, STEP_TOKENS) + 64
+    found = [
+        f"policy.model_name={model}",
+        f"policy.tokenizer.name={model}",
+        f"policy.max_total_sequence_length={longest}",
+        f"policy.train_global_batch_size={size}",
+        "data.max_input_seq_length=100",
+        "data.validation.size=4",
+        f"grpo.num_prompts_per_step={NUM_PROMPTS}",
+        f"grpo.num_generations_per_prompt={size // NUM_PROMPTS}",
+        "grpo.val_period=1000",
+        "grpo.val_at_start=false",
+        f"grpo.max_num_steps={NUM_STEPS}",
+        "env.reasoning_gym.task=spell_backward",
+        "env.reasoning_gym.params={min_word_len: 3, max_word_len: 5}",
+        "checkpointing.enabled=false",
+        "cluster.gpus_per_node=1",
+    ]
+    small = [] if HAS_GPU else [f"policy.{key}=16" for key in ("train_micro_batch_size", "logprob_batch_size")]
+    return [*found, *small, *options.set]
+
+
+def tokens_per_s(generate: Callable[[int], int]) -> list[float]:
+    """Of some rounds after a first one."""
+    rates = []
+    for number in range(ROUNDS):
+        begin = time.perf_counter()
+        num_tokens = generate(number)
+        rates.append(num_tokens / (time.perf_counter() - begin))
+    return rates[1:]
+
+
+def prompts() -> list[list[int]]:
+    return [[(7 * place + 13 * number) % 255 for place in range(PROMPT_TOKENS)] for number in range(NUM_REQUESTS)]
+
+
+def measure_alone(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """vLLM with its defaults, the same graphs, and sampling without seeds or log-probabilities; and with them."""
+    config = load_config(EXEMPLAR, overrides(model, options))["policy"]
+    from nemo_rl_offload.generation.vllm.settings import engine_arguments, engine_env
+
+    os.environ |= engine_env(config["generation"], "cuda" if HAS_GPU else "cpu")
+    arguments = engine_arguments(config, model, is_cpu=not HAS_GPU, can_sleep=False, cache_bytes=1 << 28)
+    for name in ("worker_extension_cls", "logprobs_mode"):
+        del arguments[name]
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**arguments)
+    inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts()]
+
+    def generate(how: dict[str, Any]) -> int:
+        params = SamplingParams(temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, **how)
+        return sum(len(each.outputs[0].token_ids) for each in llm.generate(inputs, params, use_tqdm=False))
+
+    return {
+        "tokens_per_s": tokens_per_s(lambda _: generate({})),
+        "tokens_per_s_with_seeds_and_logprobs": tokens_per_s(
+            lambda number: generate({"seed": number, "logprobs": 0, "flat_logprobs": True})
+        ),
+    }
+
+
+def measure_engine(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The policy that trains, and its generator; what a step asks of them."""
+    from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
+    from nemo_rl_offload.generation.sampling import Sampling
+    from nemo_rl_offload.policy.driver import Policy
+
+    whole = load_config(EXEMPLAR, [*overrides(model, options), f"policy.generation.max_new_tokens={NEW_TOKENS}"])
+    config = whole["policy"]
+    times: dict[str, list[float]] = {name: [] for name in ("sleep", "wake_weights", "update_weights", "wake_cache")}
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        begin = time.perf_counter()
+        work()
+        times[name].append(time.perf_counter() - begin)
+
+    with VirtualCluster(**whole["cluster"], groups_per_slot=2) as cluster:
+        policy = Policy(cluster, config, model, (256,), seed=0, num_steps=10, keep_reference=False)
+        sampling, generator, trainers = Sampling.of(config), policy._generator, policy._trainers
+        few = prompts()[:1]
+
+        def generate(number: int) -> int:
+            responses = policy.generate(prompts(), number, sampling)
+            return sum(len(response.tokens) for response in responses)
+
+        try:
+            rates = tokens_per_s(generate)
+            for number in range(ROUNDS):
+                timed("sleep", generator.sleep)
+                timed("wake_weights", generator.wake)
+                timed("update_weights", lambda: generator.update_weights(trainers))
+                timed("wake_cache", lambda n=number: policy.generate(few, n, Sampling(1)))  # type: ignore[misc]
+        finally:
+            policy.shutdown()
+    return {"tokens_per_s": rates, "seconds": times}
+
+
+def measure_step(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """By the command line."""
+    run_dir = model.parent / "run"
+    more = [f"policy.generation.max_new_tokens={STEP_TOKENS}"]
+    command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", "grpo", "--config", str(EXEMPLAR)]
+    command += ["--run-dir", str(run_dir), "--format", "json", *overrides(model, options), *more]
+    begin = time.time()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    wall_s = time.time() - begin
+    if done.returncode:
+        raise SystemExit(f"the run ended with {done.returncode}")
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["metrics"] for record in records if record["prefix"] == "train"]
+    steady = steps[WARMUP_STEPS:]
+    kept = ("token_mult_prob_error", "tokens_per_s", "mfu")
+    names = [name for name in steady[0] if name.startswith("timing/") or name in kept]
+    return {
+        "wall_s": wall_s,
+        "first_step_s": steps[0]["timing/step_s"],
+        "medians": {name: statistics.median(step[name] for step in steady) for name in names},
+        "steps": [{name: step.get(name) for name in names} for step in steps],
+        "summary": json.loads(done.stdout),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--name", default="vllm", help="of the result's file: grpo_step_NAME.json")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more overrides of the exemplar")
+    parser.add_argument("--model", type=Path, help="a folder; one is written otherwise")
+    parser.add_argument("--inner", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    measures = {"alone": measure_alone, "engine": measure_engine, "step": measure_step}
+    if options.inner:
+        options.inner.write_text(json.dumps(measures[options.part[0]](options.model, options)))
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    result = {"environment": environment(), "overrides": options.set, "parts": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or Path(folder) / "model"
+        if not model.exists():
+            say("writing a model")
+            write_model(model)
+        for part in options.part:
+            say(f"part {part}")
+            inner = Path(folder) / f"{part}.json"
+            command = [sys.executable, __file__, "--out", str(options.out), "--part", part, "--model", str(model)]
+            command += ["--inner", str(inner), *(["--set", *options.set] if options.set else [])]
+            done = subprocess.run(command, check=False)
+            found = json.loads(inner.read_text()) if inner.exists() else {"failed": done.returncode}
+            result["parts"][part] = found
+            say(json.dumps({key: value for key, value in found.items() if key not in ("steps", "summary")}))
+            (options.out / f"grpo_step_{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
