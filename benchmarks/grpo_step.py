@@ -3,10 +3,11 @@
     python benchmarks/grpo_step.py --out benchmarks/results/DEVICE
     python benchmarks/grpo_step.py --out benchmarks/results/DEVICE --part engine
 
-A model of Qwen2.5-1.5B's shape with random weights and its own vocabulary. Part `alone` is vLLM as a user would call it,
-with the same graphs and 256 requests at once. Part `engine` asks this project's policy for as many responses, and times
-what surrounds them: handing over weights, sleep and wake. Part `step` is `nemo-rl-offload run grpo`: what `metrics.jsonl`
-says of each phase, of steps after the first two. Each part is a process of its own, one after another.
+A model of Qwen2.5-1.5B's shape with random weights and its own vocabulary. Part `alone` is vLLM as a user would call
+it, with the same graphs and 256 requests at once, with what training asks for (seeds, log-probabilities) and without.
+Part `engine` asks this project's policy for as many responses, and times what surrounds them: handing over weights,
+sleep and wake. Part `step` is `nemo-rl-offload run grpo`: what `metrics.jsonl` says of each phase, of steps after the
+first two. Each part is a process of its own, one after another.
 """
 
 import argparse
@@ -129,11 +130,12 @@ def measure_alone(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         params = SamplingParams(temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, **how)
         return sum(len(each.outputs[0].token_ids) for each in llm.generate(inputs, params, use_tqdm=False))
 
+    logprobs = {"logprobs": 0, "flat_logprobs": True}
     return {
         "tokens_per_s": tokens_per_s(lambda _: generate({})),
-        "tokens_per_s_with_seeds_and_logprobs": tokens_per_s(
-            lambda number: generate({"seed": number, "logprobs": 0, "flat_logprobs": True})
-        ),
+        "tokens_per_s_with_seeds": tokens_per_s(lambda number: generate({"seed": number})),
+        "tokens_per_s_with_logprobs": tokens_per_s(lambda _: generate(logprobs)),
+        "tokens_per_s_with_both": tokens_per_s(lambda number: generate({"seed": number, **logprobs})),
     }
 
 

@@ -100,10 +100,11 @@ def run_evaluation(
             )
             generator = make_generator(
                 GeneratorSetup(
-                    without_offloading(policy), ends.ids, model_path, cluster, cluster.whole(), None, start_workers
+                    without_offloading(policy), ends.ids, model_path, cluster, cluster.whole(), start_workers
                 )
             )
-            generator.start()
+            generator.prepare()
+            generator.start(None)
             with Progress(-(-len(prompts) // size), enabled=True, stream=progress_stream) as progress:
                 played = _play(config, generator, environment, tokenizer, ends.without_text, prompts, log, progress)
             for text in {text for texts in generator.notices() for text in texts}:

@@ -27,8 +27,10 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Concatenate, NoReturn
@@ -126,6 +128,11 @@ class RankActor:
             return _failure(error)
         return None
 
+    def preload(self, module: str) -> None:
+        """Import a module; one that cannot be imported is an error of the constructor that needs it."""
+        with suppress(Exception):
+            import_module(module)
+
     def call(self, method: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Return the method's result, or a `Failure`."""
         try:
@@ -155,7 +162,9 @@ def _failure(error: Exception) -> Failure:
 class WorkerGroup[W]:
     """One ``worker_cls(*args, **kwargs)`` in its own process per slot of ``cluster``, or of a part of it.
 
-    ``env`` are environment variables for all of them, and ``name`` is what errors call a rank. Besides, each process
+    ``env`` are environment variables for all of them, and ``name`` is what errors call a rank. With ``preloads``, a
+    module that takes long to import, the processes import it while the caller goes on, and `construct` builds the
+    workers; without, they are built at once. Besides, each process
     has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and (on CPU) OMP_NUM_THREADS in its environment before the module
     of ``worker_cls`` is imported, and MASTER_ADDR and MASTER_PORT before its constructor runs. Ray sets
     CUDA_VISIBLE_DEVICES to the one GPU of the rank, so its device is ``cuda:0``.
@@ -172,6 +181,7 @@ class WorkerGroup[W]:
         *args: object,
         env: Mapping[str, str] = MappingProxyType({}),
         name: str = "rank",
+        preloads: str | None = None,
         **kwargs: object,
     ) -> None:
         self._name = name
@@ -185,8 +195,21 @@ class WorkerGroup[W]:
         bind, addresses = self._slots.cluster.bind, [self._slots.node_of(rank).address for rank in ranks]
         calls = zip(self._actors, addresses, strict=True)
         self._places = self._gather([actor.locate.remote(bind, address) for actor, address in calls])
+        self._arguments = worker_cls, args, kwargs
+        if preloads is None:
+            self.construct()
+        else:
+            for actor in self._actors:
+                actor.preload.remote(preloads)
+
+    def construct(self) -> None:
+        """Build the workers, where that has been put off.
+
+        Raises:
+            WorkerError: as for the class.
+        """
         master = self._places[0].address, self._places[0].free_port
-        self._gather([actor.construct.remote(master, worker_cls, args, kwargs) for actor in self._actors])
+        self._gather([actor.construct.remote(master, *self._arguments) for actor in self._actors])
 
     def run_all[**P, R](self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call ``method`` with the same arguments on every rank and return the results in rank order.

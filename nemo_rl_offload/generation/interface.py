@@ -76,35 +76,6 @@ class Responds(Protocol):
         """A stream of requests and responses; None where batches are answered as a whole."""
 
 
-class Generator(Responds, Protocol):
-    """Samples responses, with workers of its own or on the training workers."""
-
-    has_weights: bool
-    """Whether it holds weights; none that were given up in sleep. Without any, an update comes before prompts."""
-
-    def start(self) -> None:
-        """Start what runs beside the training workers, with the start model's weights.
-
-        Raises:
-            ConfigError: the model's weights cannot be handed over to it.
-        """
-
-    def update_weights(self, source: WeightSource) -> None:
-        """Take over the weights; new requests use nothing that was computed with the old ones."""
-
-    def sleep(self) -> None:
-        """Free the devices that training shares. May be called twice."""
-
-    def wake(self) -> None:
-        """Take them again. May be called twice."""
-
-    def notices(self) -> list[list[str]]:
-        """What the workers of its own have warned of since the last call, by rank; none without any."""
-
-    def stop(self) -> None:
-        """End the workers of its own. May be called twice."""
-
-
 class GenerationWorkers(Protocol):
     """Workers with a model that they sample from."""
 
@@ -131,6 +102,40 @@ class GenerationWorkers(Protocol):
         """Kill the workers. May be called twice."""
 
 
+class Generator(Responds, Protocol):
+    """Samples responses, with workers of its own or on the training workers."""
+
+    has_weights: bool
+    """Whether it holds weights; none that were given up in sleep. Without any, an update comes before prompts."""
+
+    def prepare(self) -> None:
+        """Begin what takes long and needs no training workers; goes on while they are built."""
+
+    def start(self, training_workers: GenerationWorkers | None) -> None:
+        """Start what runs beside the training workers, with the start model's weights.
+
+        `training_workers` are None where nothing trains, and the setup's `slots` are all that there are.
+
+        Raises:
+            ConfigError: the model's weights cannot be handed over to it.
+        """
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Take over the weights; new requests use nothing that was computed with the old ones."""
+
+    def sleep(self) -> None:
+        """Free the devices that training shares. May be called twice."""
+
+    def wake(self) -> None:
+        """Take them again. May be called twice."""
+
+    def notices(self) -> list[list[str]]:
+        """What the workers of its own have warned of since the last call, by rank; none without any."""
+
+    def stop(self) -> None:
+        """End the workers of its own. May be called twice."""
+
+
 @dataclass(frozen=True)
 class GeneratorSetup:
     """What a backend is made of."""
@@ -145,8 +150,6 @@ class GeneratorSetup:
     """Of the training workers, for workers beside them."""
     slots: ClusterPart | None
     """For workers of its own; None where generation has the devices of the training workers."""
-    training_workers: GenerationWorkers | None
-    """None where nothing trains, and `slots` are all that there are."""
     start_workers: Callable[[ClusterPart, PolicyConfig], GenerationWorkers]
     """Starts workers with a Megatron model that is never trained."""
     recomputes_cache: bool = False

@@ -17,16 +17,21 @@ class MegatronGenerator:
     def __init__(self, setup: GeneratorSetup) -> None:
         self._setup = setup
         self._own_workers: GenerationWorkers | None = None
+        self._training_workers: GenerationWorkers | None = None
         self.has_weights = True
 
     @property
     def _workers(self) -> GenerationWorkers:
-        workers = self._own_workers or self._setup.training_workers
+        workers = self._own_workers or self._training_workers
         assert workers is not None, "started, and either has workers"
         return workers
 
-    def start(self) -> None:
+    def prepare(self) -> None:
+        """Nothing."""
+
+    def start(self, training_workers: GenerationWorkers | None) -> None:
         """Start workers of its own where they have slots."""
+        self._training_workers = training_workers
         if self._setup.slots is not None:
             self._own_workers = self._setup.start_workers(self._setup.slots, self._setup.config)
             self._own_workers.prepare_weight_update()

@@ -72,10 +72,6 @@ class Policy:
         if not is_planned(config):
             whole, micro = config["train_global_batch_size"], config["train_micro_batch_size"]
             num_microbatches(whole, micro, num_shards, num_interleaved(config["megatron_cfg"]))
-        self._trainers = ModelWorkers(
-            cluster, config, model_path, seed=seed, num_steps=num_steps, keep_reference=keep_reference
-        )
-        self._workers = self._trainers.workers
         untrained = partial(ModelWorkers, model_path=model_path, seed=seed, num_steps=None, keep_reference=False)
         setup = GeneratorSetup(
             without_offloading(config),
@@ -83,12 +79,16 @@ class Policy:
             model_path.resolve(),
             cluster,
             generation_slots,
-            self._trainers,
             untrained,
             recomputes_cache,
         )
         self._generator = make_generator(setup)
-        self._generator.start()
+        self._generator.prepare()
+        self._trainers = ModelWorkers(
+            cluster, config, model_path, seed=seed, num_steps=num_steps, keep_reference=keep_reference
+        )
+        self._workers = self._trainers.workers
+        self._generator.start(self._trainers)
         self._generator_is_behind = False
         self.num_refits = 0
         self._trained_flops = 0.0

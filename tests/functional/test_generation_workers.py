@@ -78,9 +78,10 @@ def test_a_group_of_another_layout_samples_with_the_trained_weights(
         slots = [ClusterPart(cluster, 0, 1, *part) for part in ((0, 2), (2, 1), (3, 1))]
         policy = Policy(slots[0], laid_out(layout), model, (END_ID,), seed=SEED, num_steps=2, keep_reference=False)
         start_here = partial(start, model_path=model)
-        setup = GeneratorSetup(laid_out(), (END_ID,), model, slots[0], slots[1], policy._trainers, start_here)
+        setup = GeneratorSetup(laid_out(), (END_ID,), model, slots[0], slots[1], start_here)
         generator = MegatronGenerator(setup)
-        generator.start()
+        generator.prepare()
+        generator.start(policy._trainers)
         with_start_weights = generator.generate(prompts, SEED, SAMPLING)
         policy.train(batch, "nll", {})
         generator.update_weights(policy._trainers)

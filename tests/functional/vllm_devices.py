@@ -60,8 +60,9 @@ def start(folder: Path, kind: str, cluster: VirtualCluster) -> VllmGenerator:
     ]
     config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", overrides)["policy"]
     nobody: Any = None
-    generator = VllmGenerator(GeneratorSetup(config, (vllm_agreement.END_ID,), folder, cluster, None, nobody, nobody))
-    generator.start()
+    generator = VllmGenerator(GeneratorSetup(config, (vllm_agreement.END_ID,), folder, cluster, None, nobody))
+    generator.prepare()
+    generator.start(nobody)
     return generator
 
 

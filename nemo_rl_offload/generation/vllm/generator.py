@@ -49,8 +49,8 @@ class VllmGenerator:
             self._continuous.check()  # which says why the engines are gone
         return self._engines
 
-    def start(self) -> None:
-        """Start the engines in the slots, with the start model's weights.
+    def prepare(self) -> None:
+        """Start the engines' processes, which import vLLM: that takes as long as to build an engine.
 
         Raises:
             ConfigError: the slots cannot be shared among engines.
@@ -69,8 +69,15 @@ class VllmGenerator:
             setup.end_ids,
             env=engine_env(setup.config["generation"], device),
             name="vLLM engine" if self._num_engines == slots.world_size else "device of the vLLM engines",
+            preloads="vllm",
             can_sleep=self._sleeps,
         )
+
+    def start(self, training_workers: object) -> None:
+        """Build the engines with the start model's weights, beside what training holds by now."""
+        assert self._engines is not None, "prepare comes first"
+        self._engines.construct()
+        setup, slots = self._setup, self._setup.slots or self._setup.training_slots
         if setup.config["generation"]["vllm_cfg"]["async_engine"]:
             self._continuous = ContinuousEngines(self._engines, slots.world_size // self._num_engines)
 

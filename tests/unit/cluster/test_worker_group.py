@@ -1,6 +1,7 @@
 import importlib.util
 import os
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,19 @@ def test_actor_runs_the_workers_methods() -> None:
     assert actor.construct(MASTER, Worker, (10,), {}) is None
     assert actor.call("add", (2,), {"right": 4}) == 518
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_a_module_that_cannot_be_imported_ahead_is_an_error_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "imported_ahead.py").write_text("")
+    (tmp_path / "broken_ahead.py").write_text("raise OSError('no such library')")
+    actor = RankActor()
+    for module in ("imported_ahead", "broken_ahead", "missing_ahead"):
+        actor.preload(module)
+    assert "imported_ahead" in sys.modules
+    assert actor.construct(MASTER, Worker, (10,), {}) is None
 
 
 def test_actor_offers_a_port_that_can_be_bound() -> None:

@@ -51,7 +51,7 @@ def make_setup(slots: Any) -> tuple[GeneratorSetup, Workers, list[tuple[Any, Wor
         return started[-1][1]
 
     everything: Any = object()
-    setup = GeneratorSetup(config, (9,), PROJECT_ROOT, everything, slots, training, start)
+    setup = GeneratorSetup(config, (9,), PROJECT_ROOT, everything, slots, start)
     return setup, training, started
 
 
@@ -76,7 +76,8 @@ def test_another_backend_is_refused_with_those_that_there_are() -> None:
 def test_colocated_the_training_workers_generate() -> None:
     setup, training, started = make_setup(None)
     generator = MegatronGenerator(setup)
-    generator.start()
+    generator.prepare()
+    generator.start(training)  # type: ignore[arg-type]
     generator.wake()
     generator.update_weights(training)
     generator.generate([[1]], 3, Sampling(4, 0.5))
@@ -91,7 +92,8 @@ def test_apart_workers_of_its_own_take_the_weights_over() -> None:
     slots: Any = object()
     setup, training, started = make_setup(slots)
     generator = MegatronGenerator(setup)
-    generator.start()
+    generator.prepare()
+    generator.start(training)  # type: ignore[arg-type]
     ((given, own),) = started
     assert given is slots
     generator.update_weights(training)

@@ -42,10 +42,13 @@ class Engine:
 class Group:
     def __init__(self, slots: Any, worker_cls: type, *args: Any, **kwargs: Any) -> None:
         self.slots, self.env, self.can_sleep, self.name = slots, kwargs["env"], kwargs["can_sleep"], kwargs["name"]
-        self.world_size = slots.world_size
+        self.world_size, self.is_built = slots.world_size, kwargs["preloads"] is None
         vllm_cfg = args[0]["generation"]["vllm_cfg"]
         size = vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"]
         self.engines = [Engine(is_first=rank % size == 0) for rank in range(self.world_size)]
+
+    def construct(self) -> None:
+        self.is_built = True
 
     def run_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return [getattr(engine, method.__name__)(*args, **kwargs) for engine in self.engines]
@@ -68,9 +71,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VllmGenerato
         slots: Any = SimpleNamespace(device=device, world_size=world_size, workers_per_node=world_size)
         own: Any = SimpleNamespace(**vars(slots)) if apart else None
         training: Any = None
-        setup = GeneratorSetup(config, (9,), PROJECT_ROOT, slots, own, training, training)
+        setup = GeneratorSetup(config, (9,), PROJECT_ROOT, slots, own, training)
         generator = VllmGenerator(setup)
-        generator.start()
+        generator.prepare()
+        assert not generator._group.is_built, "training comes first on a device that both have"  # type: ignore[attr-defined]
+        generator.start(training)
         group: Any = generator._group
         assert group.slots is (own if apart else slots)
         return generator, group.engines
