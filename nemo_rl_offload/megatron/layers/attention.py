@@ -7,8 +7,13 @@ a sliding window and a causal mask have one meaning, by the distance of a query 
 Fused operators take a window as a mask that all heads share. Attention sinks, a learned logit of each head that takes
 its part of the softmax (gpt-oss), have no fused operator in torch: there the scores of each head, query and key are
 written out. Transformer Engine has kernels for both.
+
+A pack on a GPU is one call of torch's kernel for sequences of any lengths, windows among them, where that takes the
+types and widths. Elsewhere each sequence is a call of its own, which computes no more, but whose host time is that of
+28 layers and 50 short responses: more than the device needs for the whole pack.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +39,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 
 from nemo_rl_offload.batching.context_parts import pieces_of
 from nemo_rl_offload.megatron.step.context_parallel import gather_sequence
@@ -51,8 +57,8 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
     sends no more than passing them around in a ring would, in one piece; the price is that a layer holds them whole.
 
     A pack (`packed_seq_params` with `lengths`) has tokens in the place of sq and no b, and so has the result: [tokens,
-    heads / TP * d_v]. Each sequence is a call of its own, which costs exactly what it costs unpacked; one call with a
-    block-causal mask would compute, and mask, the square of the whole pack. Context-parallel ranks gather the keys and
+    heads / TP * d_v]. One call with a block-causal mask would compute, and mask, the square of the whole pack.
+    Context-parallel ranks gather the keys and
     values of the whole pack, at once, and attend from their chunks of each sequence.
     """
 
@@ -111,8 +117,21 @@ class TorchDotProductAttention(MegatronModule):  # type: ignore[misc]
         return self._attend(query, key, value, allowed, causal)
 
     def _attend_packed(self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, pack: Any) -> Tensor:
+        if self._takes_whole_packs(query_TND, value_TGD):
+            bounds, longest = pack.cu_seqlens_q, max(pack.lengths)
+            window = -1 if self.window is None else self.window - 1, 0  # keys before and after a query's own
+            attend = partial(varlen_attn, scale=self.softmax_scale, window_size=window)
+            attended = attend(query_TND, key_TGD, value_TGD, bounds, bounds, longest, longest)
+            assert isinstance(attended, Tensor), "nothing else is asked for"
+            return attended.flatten(1)
         parts = (torch.split(t.unsqueeze(1), list(pack.lengths)) for t in (query_TND, key_TGD, value_TGD))
         return torch.cat([self._attend(q, k, v, None, True).squeeze(1) for q, k, v in zip(*parts, strict=True)])
+
+    def _takes_whole_packs(self, query: Tensor, value: Tensor) -> bool:
+        """What torch's flash attention asks for; it has no dropout here, and no sinks."""
+        width, is_plain = query.shape[-1], self.softmax_offset is None and not (self.training and self.dropout)
+        is_half = query.dtype in (torch.bfloat16, torch.float16)
+        return query.is_cuda and is_half and is_plain and width == value.shape[-1] and width <= 256 and width % 8 == 0
 
     def _attend_packed_split(self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, pack: Any) -> Tensor:
         lengths, num_ranks = list(pack.lengths), self.config.context_parallel_size

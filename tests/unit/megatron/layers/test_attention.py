@@ -1,6 +1,8 @@
 """SDPA in Megatron's layout against attention written out."""
 
+from itertools import accumulate
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from nemo_rl_offload.megatron.layers import attention as attention_module
 from nemo_rl_offload.megatron.layers.attention import TorchDotProductAttention
 
 
@@ -110,6 +113,63 @@ def test_a_packs_sequences_do_not_see_each_other(lengths: tuple[int, ...], value
     assert all(
         map(torch.equal, gradients, torch.autograd.grad((torch.cat(alone) * weights).sum(), (query, key, value)))
     )
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize(("num_groups", "width"), [(4, 64), (2, 128), (1, 8)])
+def test_a_pack_in_one_call_is_as_near_as_its_sequences(
+    num_groups: int, width: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients in bfloat16, against float64: no further than calls of their own, half as much again."""
+    lengths = (7, 1, 130, 64, 2)
+    torch.manual_seed(0)
+    shapes = [(sum(lengths), heads, width) for heads in (4, num_groups, num_groups)]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    factors = torch.randn(sum(lengths), 4 * width, device="cuda")
+    attention = make_attention(make_config(kv_channels=width))
+    attention.window = window
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    pack = SimpleNamespace(lengths=lengths, cu_seqlens_q=bounds, part=None)
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        typed = [t.to(dtype) for t in inputs]
+        output = attention(*typed, None, packed_seq_params=pack)
+        return [output.double(), *(t.double() for t in torch.autograd.grad((output * factors).sum(), typed))]
+
+    calls = []
+    varlen = attention_module.varlen_attn
+    monkeypatch.setattr(attention_module, "varlen_attn", lambda *args, **how: calls.append(1) or varlen(*args, **how))
+    in_one, exact = run(torch.bfloat16), run(torch.float64)
+    assert calls == [1], "and none in float64"
+    monkeypatch.setattr(TorchDotProductAttention, "_takes_whole_packs", lambda *_: False)
+    apart = run(torch.bfloat16)
+    for one, each, true in zip(in_one, apart, exact, strict=True):
+        assert (one - true).norm() <= 1.5 * (each - true).norm() + 1e-6 * true.norm()
+
+
+def test_what_goes_to_the_kernel_for_packs() -> None:
+    """By what torch's flash attention takes; everything else is attended sequence by sequence."""
+
+    def tensor(width: int, dtype: torch.dtype, *, is_cuda: bool) -> Any:
+        return SimpleNamespace(shape=(5, 4, width), dtype=dtype, is_cuda=is_cuda)
+
+    attention = make_attention(make_config())
+    of_gpu = tensor(64, torch.bfloat16, is_cuda=True)
+    assert attention._takes_whole_packs(of_gpu, of_gpu)
+    for width, dtype, is_cuda in (
+        (64, torch.bfloat16, False),
+        (64, torch.float32, True),
+        (264, torch.bfloat16, True),
+        (60, torch.float16, True),
+    ):
+        other = tensor(width, dtype, is_cuda=is_cuda)
+        assert not attention._takes_whole_packs(other, other)
+    assert not attention._takes_whole_packs(of_gpu, tensor(48, torch.bfloat16, is_cuda=True))
+    attention.dropout = 0.5
+    assert not attention._takes_whole_packs(of_gpu, of_gpu)
+    assert attention.eval()._takes_whole_packs(of_gpu, of_gpu)
 
 
 def test_dropout_only_in_training() -> None:
