@@ -187,12 +187,14 @@ def measure_step(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"the run ended with {done.returncode}")
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [record["metrics"] for record in records if record["prefix"] == "train"]
+    records = [record for record in records if record["prefix"] == "train"]
+    steps = [record["metrics"] for record in records]
     steady = steps[WARMUP_STEPS:]
     kept = ("token_mult_prob_error", "tokens_per_s", "mfu")
     names = [name for name in steady[0] if name.startswith("timing/") or name in kept]
     return {
         "wall_s": wall_s,
+        "until_first_step_s": records[0]["time"] - begin,
         "first_step_s": steps[0]["timing/step_s"],
         "medians": {name: statistics.median(step[name] for step in steady) for name in names},
         "steps": [{name: step.get(name) for name in names} for step in steps],
@@ -214,7 +216,7 @@ def main() -> int:
         options.inner.write_text(json.dumps(measures[options.part[0]](options.model, options)))
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    result = {"environment": environment(), "overrides": options.set, "parts": {}}
+    result: dict[str, Any] = {"experiment": "grpo_step", "name": options.name, "overrides": options.set, "parts": {}}
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or Path(folder) / "model"
         if not model.exists():
@@ -228,6 +230,7 @@ def main() -> int:
             done = subprocess.run(command, check=False)
             found = json.loads(inner.read_text()) if inner.exists() else {"failed": done.returncode}
             result["parts"][part] = found
+            result |= environment()  # after the first part: to ask for the device takes some of its memory
             say(json.dumps({key: value for key, value in found.items() if key not in ("steps", "summary")}))
             (options.out / f"grpo_step_{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -11,6 +11,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import planned_choices
 from bars import MET, NO_BAR, NOT_YET, Result, Row, load, of, rows
@@ -308,6 +310,48 @@ def training_rate(name: str, result: Result) -> Iterator[str]:
     yield ""
 
 
+PHASES = ("refit", "generation", "logprobs", "reference_logprobs", "train", "step")
+
+
+def grpo_steps(results: Mapping[str, Result], folder: str) -> Iterator[str]:
+    """Whole steps by phase, and what the engine does by itself."""
+    steps = {
+        name: each["parts"]["step"] for name, each in results.items() if "medians" in each["parts"].get("step", {})
+    }
+    yield "## A whole GRPO step of a 1.5B model with its own vocabulary, by phase\n"
+    yield "256 responses of 128 tokens to 16 prompts of about 70, by `nemo-rl-offload run grpo`: medians.\n"
+    yield f"| result | {' | '.join(PHASES)} | tokens/s | first step | from command to end of it | set besides |"
+    yield "|" + "---|" * (len(PHASES) + 5)
+    for name, step in steps.items():
+        found = step["medians"]
+        seconds = [f"{found[key]:.2f} s" if (key := f"timing/{phase}_s") in found else "-" for phase in PHASES]
+        until_first_s = step["until_first_step_s"]
+        own = ", ".join(f"`{text.removeprefix('policy.')}`" for text in results[name]["overrides"]) or "-"
+        yield (
+            f"| `{name}.json` | {' | '.join(seconds)} | {found['tokens_per_s']:,.0f} | {step['first_step_s']:.1f} s "
+            f"| {until_first_s:.0f} s | {own} |"
+        )
+    yield f"\n![phases of a step](../benchmarks/results/{folder}/grpo_step.png)\n"
+    for name, each in results.items():
+        for part in ("alone", "engine"):
+            if "tokens_per_s" in (found := each["parts"].get(part, {})):
+                yield from _of_the_engine(name, part, found)
+
+
+def _of_the_engine(name: str, part: str, found: Mapping[str, Any]) -> Iterator[str]:
+    what = "vLLM alone" if part == "alone" else "vLLM beside the policy that trains"
+    yield f"{what}, 256 requests of 512 tokens (`{name}.json`):\n"
+    for key, rates in found.items():
+        if key.startswith("tokens_per_s"):
+            how = key.removeprefix("tokens_per_s").replace("_", " ").strip() or (
+                "asked for tokens" if part == "alone" else "in all"
+            )
+            yield f"- {median(rates):,.0f} tokens/s {how}"
+    for key, seconds in found.get("seconds", {}).items():
+        yield f"- {key.replace('_', ' ')}: {median(seconds):.2f} s"
+    yield ""
+
+
 def folder_name(result: Result) -> str:
     return str(result["device"]).lower().replace(" ", "-")
 
@@ -348,6 +392,8 @@ def device_page(folder: Path) -> Iterator[str]:
         yield "## Training steps of whole models, the optimizer's step left out of the rate\n"
         for name, result in rates.items():
             yield from training_rate(name, result)
+    if steps := of(results, "grpo_step"):
+        yield from grpo_steps(steps, folder.name)
     for name, result in results.items():
         if name.startswith("offload_"):
             yield from offload_bench(name, result)
@@ -406,6 +452,8 @@ def draw_pictures(folders: Sequence[Path]) -> None:
         for experiment, draw in drawers.items():
             for name, result in of(results, experiment).items():
                 draw(folder / f"{name}.png", result)
+        if steps := of(results, "grpo_step"):
+            plots.draw_phases(folder / "grpo_step.png", steps)
         if "link" in results:
             plots.draw_link(folder / "link.png", results["link"])
         if found := predictions(folder):

@@ -82,6 +82,28 @@ def draw_lanes(path: Path, result: Any) -> None:
     _save(figure, path)
 
 
+def draw_phases(path: Path, results: Mapping[str, Any]) -> None:
+    """Whole RL steps, one bar each, with the seconds of every phase."""
+    steps = {name: each["parts"]["step"]["medians"] for name, each in results.items() if "step" in each["parts"]}
+    device = next(iter(results.values()))["device"]
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.5 * len(steps)), layout="constrained")
+    labels = [name.removeprefix("grpo_step_") for name in steps]
+    phases = dict.fromkeys(key for found in steps.values() for key in found if key.startswith("timing/"))
+    left = [0.0] * len(steps)
+    for phase in (each for each in phases if each != "timing/step_s"):
+        seconds = [found.get(phase, 0.0) for found in steps.values()]
+        bars = axes.barh(labels, seconds, left=left, label=phase.removeprefix("timing/").removesuffix("_s"))
+        axes.bar_label(
+            bars, [f"{each:.1f}" if each >= 0.3 else "" for each in seconds], label_type="center", fontsize=7
+        )
+        left = [begin + each for begin, each in zip(left, seconds, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a steady step")
+    axes.set_title(f"{device}: a GRPO step of a 1.5B model, 256 responses of 128 tokens", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=6, fontsize=8)
+    _save(figure, path)
+
+
 def draw_ways(path: Path, result: Any) -> None:
     """E1: step times, each sample a point and the median a bar, and the peak of each way."""
     figure, (times, peaks) = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")

@@ -10,6 +10,7 @@ from bars import MET, MISSED, NOT_YET, Row, load, rows
 from frontier import figures as e2_figures
 from make_docs import DIGEST, DOCUMENT, device_page, digest, digest_page, document, draw_pictures
 from make_docs import e4 as page_of_e4
+from make_docs import grpo_steps
 
 from nemo_rl_offload.specs.catalogue import CATALOGUE
 
@@ -312,3 +313,26 @@ def test_a_search_that_has_not_ended_says_so() -> None:
     rows = list(page_of_e4("reach", result))
     assert "| recompute: full | 50176 | 31 |" in rows
     assert "| ours: full recompute | 92160 | at least 30 |" in rows
+
+
+def test_a_step_by_phase_and_the_engine_beside_it() -> None:
+    medians = {"timing/refit_s": 0.3, "timing/train_s": 1.25, "timing/step_s": 2.0, "tokens_per_s": 9216.4}
+    step = {"medians": medians, "first_step_s": 15.0, "until_first_step_s": 99.6}
+    engine = {"tokens_per_s": [1.0, 3000.0, 4000.0], "seconds": {"wake_cache": [0.5, 0.1, 0.2]}}
+    about = {"experiment": "grpo_step", **ABOUT, "overrides": ["policy.precision=bfloat16"]}
+    results = {
+        "grpo_step_a": {**about, "parts": {"step": step}},
+        "grpo_step_b": {**about, "overrides": [], "parts": {"engine": engine, "step": {"failed": 2}}},
+    }
+    lines = list(grpo_steps(results, "card"))
+    row = (
+        "| `grpo_step_a.json` | 0.30 s | - | - | - | 1.25 s | 2.00 s | 9,216 | 15.0 s | 100 s | `precision=bfloat16` |"
+    )
+    assert [line for line in lines if "grpo_step_a" in line] == [row]
+    assert not [line for line in lines if "grpo_step_b" in line and "| - |" in line], "a run that failed has no row"
+    assert lines[-4:-1] == [
+        "vLLM beside the policy that trains, 256 requests of 512 tokens (`grpo_step_b.json`):\n"
+    ] + [
+        "- 3,000 tokens/s in all",
+        "- wake cache: 0.20 s",
+    ]
