@@ -84,7 +84,8 @@ def draw_lanes(path: Path, result: Any) -> None:
 
 def draw_phases(path: Path, results: Mapping[str, Any]) -> None:
     """Whole RL steps, one bar each, with the seconds of every phase."""
-    steps = {name: each["parts"]["step"]["medians"] for name, each in results.items() if "step" in each["parts"]}
+    parts = {name: each["parts"].get("step", {}) for name, each in results.items()}
+    steps = {name: each["medians"] for name, each in parts.items() if "medians" in each}
     device = next(iter(results.values()))["device"]
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.5 * len(steps)), layout="constrained")
     labels = [name.removeprefix("grpo_step_") for name in steps]

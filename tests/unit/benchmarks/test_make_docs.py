@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from bars import MET, MISSED, NOT_YET, Row, load, rows
 from frontier import figures as e2_figures
-from make_docs import DIGEST, DOCUMENT, device_page, digest, digest_page, document, draw_pictures
+from make_docs import DIGEST, DOCUMENT, device_page, digest, digest_page, document, draw_pictures, grpo_steps
 from make_docs import e4 as page_of_e4
-from make_docs import grpo_steps
 
 from nemo_rl_offload.specs.catalogue import CATALOGUE
 
@@ -331,8 +330,7 @@ def test_a_step_by_phase_and_the_engine_beside_it() -> None:
     assert [line for line in lines if "grpo_step_a" in line] == [row]
     assert not [line for line in lines if "grpo_step_b" in line and "| - |" in line], "a run that failed has no row"
     assert lines[-4:-1] == [
-        "vLLM beside the policy that trains, 256 requests of 512 tokens (`grpo_step_b.json`):\n"
-    ] + [
+        "vLLM beside the policy that trains, 256 requests of 512 tokens (`grpo_step_b.json`):\n",
         "- 3,000 tokens/s in all",
         "- wake cache: 0.20 s",
     ]
