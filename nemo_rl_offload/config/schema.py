@@ -146,6 +146,8 @@ class MegatronConfig(TypedDict):
     """Layers of the first pipeline rank; null: an even share."""
     num_layers_in_last_pipeline_stage: Annotated[Positive | None, Default(None), Forwarded()]
     """Layers of the last pipeline rank; null: an even share."""
+    pipeline_model_parallel_layout: Annotated[str | None, Default(None), Forwarded()]
+    """Stages as Megatron-Core writes them, like `Et*3|(tt|)*28L`; null: by the keys above."""
     overlap_p2p_comm: Annotated[bool, Default(False), Forwarded()]
     """Send between pipeline ranks during computation."""
     batch_p2p_comm: Annotated[bool, Default(True), Forwarded()]

@@ -267,6 +267,7 @@ def _layout(megatron_cfg: Mapping[str, Any], world: int) -> ParallelLayout:
         sequence_parallel=megatron_cfg["sequence_parallel"],
         num_layers_first=megatron_cfg["num_layers_in_first_pipeline_stage"],
         num_layers_last=megatron_cfg["num_layers_in_last_pipeline_stage"],
+        stages=megatron_cfg["pipeline_model_parallel_layout"],
         **ranks,
     )
 

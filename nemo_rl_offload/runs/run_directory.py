@@ -78,7 +78,8 @@ FOLDERS = (CHECKPOINTS, TENSORBOARD, WANDB)
 _LAYOUT_AND_MEMORY = """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size sequence_parallel num_layers_in_first_pipeline_stage
-    num_layers_in_last_pipeline_stage fine_grained_activation_offloading offload_modules activation_offload
+    num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
+    fine_grained_activation_offloading offload_modules activation_offload
     min_offloaded_tensor_size activation_offload_fraction delta_offload_bytes_across_pp_ranks
     fine_grained_offloading_max_inflight_offloads activation_checkpointing recompute_granularity recompute_modules
     recompute_method recompute_num_layers empty_unused_memory_level cpu_affinity env_vars use_fused_linear_logprobs

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.specs.pipeline_layout import KEY as STAGES
+from nemo_rl_offload.specs.pipeline_layout import layers_of_stages, layout_problems
 
 LengthRound = int | Literal["power_of_two"]
 
@@ -55,6 +58,8 @@ class ParallelLayout:
     num_layers_first: int | None = None
     """Layers of the first pipeline rank; None: an even share."""
     num_layers_last: int | None = None
+    stages: str | None = None
+    """`pipeline_model_parallel_layout`, which then says all about layers."""
 
     @property
     def split(self) -> Split:
@@ -127,7 +132,12 @@ def _problems(layout: ParallelLayout, shape: ModelShape, sequence: int) -> Itera
         yield f"{KEYS['context']}: twice it must divide the sequence of {sequence} tokens. Change one of the two."
     if layout.sequence_parallel and sequence // layout.context % tensor:
         yield f"sequence_parallel: {KEYS['tensor']} {tensor} does not divide the {sequence // layout.context} tokens."
-    yield from _stage_problems(layout, shape.num_layers)
+    if layout.stages is None:
+        yield from _stage_problems(layout, shape.num_layers)
+    else:
+        how = {"num_layers": shape.num_layers, "num_mtp_layers": shape.num_mtp_layers, "pipeline": layout.pipeline}
+        virtual = layout.virtual if layout.virtual > 1 else None
+        yield from (f"{STAGES}: {problem}" for problem in layout_problems(layout.stages, **how, virtual=virtual))
 
 
 def _expert_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
@@ -172,10 +182,10 @@ def _stage_fix(num_layers: int, layout: ParallelLayout) -> str:
     share = max(layout.virtual, round(num_layers / layout.pipeline / layout.virtual) * layout.virtual)
     last = num_layers - share * (layout.pipeline - 1)
     if last > 0 and last % layout.virtual == 0:
-        return f"With num_layers_in_last_pipeline_stage={last} the others take {share} each."
+        return f"With num_layers_in_last_pipeline_stage={last} the others take {share} each. {STAGES} takes any stages."
     fitting = [n for n in range(1, num_layers + 1) if num_layers % (n * layout.virtual) == 0]
     nearest = min(fitting, key=lambda n: abs(n - layout.pipeline), default=1)
-    return f"The nearest size that divides evenly is {nearest}."
+    return f"The nearest size that divides evenly is {nearest}. {STAGES} takes any stages."
 
 
 def _divisors(size: int, near: int) -> str:
@@ -188,6 +198,10 @@ def stage_layers(layout: ParallelLayout, num_layers: int) -> list[list[range]]:
     first, last, ranks = layout.num_layers_first, layout.num_layers_last, layout.pipeline
     if ranks == 1:
         return [[range(num_layers)]]
+    if layout.stages is not None:
+        ends = list(accumulate(layers_of_stages(layout.stages), initial=0))
+        chunks = [range(begin, end) for begin, end in pairwise(ends)]
+        return [chunks[rank::ranks] for rank in range(ranks)]
     others = ranks - (first is not None) - (last is not None)
     share = (num_layers - (first or 0) - (last or 0)) // others if others else 0
     sizes = [share] * ranks

@@ -39,6 +39,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2-ep2": (4, (PP, EP)),
     "pp2-vpp2-tp2-sp": (4, (*VPP, TP, SP)),
     "pp2-uneven": (2, (PP, "num_layers_in_first_pipeline_stage=1")),
+    "pp2-stages": (2, (PP, 'pipeline_model_parallel_layout="Ettt|t(m)*1L"')),
+    "pp2-vpp2-stages": (2, (*VPP, 'pipeline_model_parallel_layout="E|t*3|t|L"')),
     "cp2": (2, (CP,)),
     "cp2-ep2": (2, (CP, EP)),
     "cp2-tp2-sp": (4, (CP, TP, SP)),
@@ -56,11 +58,12 @@ MODULES = {
         ("llama_biased", "qwen2_windowed"), tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
     ),
 }
-ALONE = ("one", "tp2", "pp2-tp2", "cp2", "pp2-uneven", "cp4", "dp2-cp2")
+ALONE = ("one", "tp2", "pp2-tp2", "cp2", "pp2-uneven", "pp2-stages", "pp2-vpp2-stages", "cp4", "dp2-cp2")
 # A loss that is a microbatch's own mean (further tokens; the balance of experts, off here) depends on how a batch is
 # cut: data parallelism cuts it anew, and interleaving fills up nine microbatches with an empty one.
 CASES = [
     *(("qwen2", layout) for layout in ("dp2", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "pp2-tp2", "pp2-vpp2-tp2-sp")),
+    *(("qwen2", "pp2-vpp2-stages"), ("deepseek_v3_mtp", "pp2-stages")),
     *(("qwen2", layout) for layout in ("pp2-uneven", "cp2", "cp2-tp2-sp", "pp2-cp2")),
     *(("qwen3_moe", layout) for layout in LAYOUTS if layout not in ALONE),
     *(("deepseek_v3_mtp", layout) for layout in ("tp2-sp", "pp2", "pp2-vpp2", "tp2-sp-ep2", "cp2")),

@@ -11,8 +11,9 @@ from nemo_rl_offload.config.rules.batching import is_by_tokens
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_spec, megatron, model_shape
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.parallel_layout import nearest_multiple, num_microbatches
+from nemo_rl_offload.specs.pipeline_layout import KEY as STAGES
+from nemo_rl_offload.specs.pipeline_layout import VIRTUAL, layout_problems
 
-VIRTUAL = "virtual_pipeline_model_parallel_size"
 SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -59,9 +60,12 @@ def _pipeline_layers(get: Get) -> Iterator[str]:
     num_ranks, num_parts = megatron(get, "pipeline_model_parallel_size"), megatron(get, VIRTUAL)
     ends = {f"num_layers_in_{end}_pipeline_stage": end for end in ("first", "last")}
     if num_ranks == 1:
-        for key in (VIRTUAL, *ends):
+        for key in (VIRTUAL, *ends, STAGES):
             if megatron(get, key) is not None:
                 yield f"{MEGATRON}.{key}: needs pipeline_model_parallel_size above 1. Raise that, or set this to null."
+        return
+    if (text := megatron(get, STAGES)) is not None:
+        yield from _stages(get, text, [key for key in ends if megatron(get, key) is not None])
         return
     given = {key: num for key in ends if (num := megatron(get, key)) is not None}
     if uneven := {key: num for key, num in given.items() if num % (num_parts or 1)}:
@@ -73,8 +77,23 @@ def _pipeline_layers(get: Get) -> Iterator[str]:
     if num_layers < others or (num_layers and not others) or (stages and num_layers % stages):
         yield (
             f"{MEGATRON}.pipeline_model_parallel_size: {num_layers} layers cannot be divided among {others} ranks"
-            f"{f' and {num_parts} virtual stages' if num_parts else ''}. Change the sizes of the pipeline."
+            f"{f' and {num_parts} virtual stages' if num_parts else ''}. Change the sizes of the pipeline, "
+            f"num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage, or write {STAGES}."
         )
+
+
+def _stages(get: Get, text: str, others: list[str]) -> Iterator[str]:
+    path, shape = f"{MEGATRON}.{STAGES}", model_shape(get)
+    for key in others:
+        yield f"{MEGATRON}.{key}: excluded by {STAGES}, which says it. Set it to null."
+    problems = layout_problems(
+        text,
+        num_layers=len(shape.layers_with_experts),
+        num_mtp_layers=shape.num_mtp_layers,
+        pipeline=megatron(get, "pipeline_model_parallel_size"),
+        virtual=megatron(get, VIRTUAL),
+    )
+    yield from (f"{path}: {problem}" for problem in problems)
 
 
 def data_parallel_size(cfg: Mapping[str, Any], world_size: int) -> int:

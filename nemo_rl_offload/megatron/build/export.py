@@ -34,6 +34,8 @@ ONE_RANK: dict[str, object] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
+    **dict.fromkeys(("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")),
+    "pipeline_model_parallel_layout": None,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,

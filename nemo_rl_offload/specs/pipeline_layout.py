@@ -1,0 +1,73 @@
+"""Which layers stand in which stage of a pipeline, in Megatron-Core's notation: `pipeline_model_parallel_layout`.
+
+`Et*3|(tt|)*28L` lists the stages in the order of the forward pass, with `|` between them: `E` is the embedding, `t` a
+layer, `m` a head that predicts a further token, `L` the loss. `x*n` and `(...)*n` repeat; commas are for the eye. With
+virtual stages a rank takes every `pipeline_model_parallel_size`-th one. The notation is that of
+`megatron.core.transformer.pipeline_parallel_layer_layout`, which a test compares with this.
+"""
+
+import re
+from collections.abc import Iterator
+
+from nemo_rl_offload.errors import ConfigError
+
+KEY = "pipeline_model_parallel_layout"
+PIPELINE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+MEANINGS = {"E": "embedding", "t": "layer", "m": "head that predicts a further token", "L": "loss"}
+MAX_REPEATS = 10_000
+_REPEATS = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
+
+
+def stages_of(text: str) -> tuple[str, ...]:
+    """The letters of each stage.
+
+    Raises:
+        ConfigError: a letter that there is not, or parentheses that do not fit; without the key's path.
+    """
+
+    def repeat(found: re.Match[str]) -> str:
+        number = int(found.group(2)) if len(found.group(2)) < len(str(MAX_REPEATS)) else MAX_REPEATS
+        if number >= MAX_REPEATS:
+            raise ConfigError(f"repeats {found.group(1)!r} {found.group(2)[:12]} times. Write fewer.")
+        return found.group(1) * number
+
+    expanded = text.replace(",", "")
+    for pattern in _REPEATS:
+        expanded = re.sub(pattern, repeat, expanded)
+    if unknown := sorted(set(expanded) - {*MEANINGS, "|"}):
+        known = ", ".join(f"{letter} ({meaning})" for letter, meaning in MEANINGS.items())
+        raise ConfigError(f"{''.join(unknown)!r} stands for nothing. Write stages of {known}, like 'Et*3|(tt|)*4L'.")
+    return tuple(expanded.split("|"))
+
+
+def layers_of_stages(text: str) -> tuple[int, ...]:
+    """Layers of each stage, in the order of the forward pass."""
+    return tuple(stage.count("t") for stage in stages_of(text))
+
+
+def layout_problems(
+    text: str, *, num_layers: int, num_mtp_layers: int, pipeline: int, virtual: int | None
+) -> Iterator[str]:
+    """What is wrong with a layout, without the key's path."""
+    try:
+        stages = stages_of(text)
+    except ConfigError as error:
+        yield str(error)
+        return
+    letters = "".join(stages)
+    for letter, number, place in (("E", 1, 0), ("L", 1, -1)):
+        if letters.count(letter) != number or letters[place] != letter:
+            where = "begin" if place == 0 else "end"
+            yield f"{letter}, the {MEANINGS[letter]}, stands once, and the layout must {where} with it."
+    for letter, number in (("t", num_layers), ("m", num_mtp_layers)):
+        if (found := letters.count(letter)) != number:
+            yield f"has {found} of {letter} ({MEANINGS[letter]}), and the model has {number}. Write {number}."
+    if "m" in "".join(stages[:-1]):
+        yield "heads (m) in a stage without the loss are not supported here. Write them before L in the last stage."
+    elif "t" in letters.partition("m")[2]:
+        yield "layers (t) come before the heads (m). Write them so."
+    if len(stages) != pipeline * (virtual or 1):
+        of_virtual = f" x {VIRTUAL} {virtual}" if virtual else ""
+        fitting = len(stages) // pipeline if len(stages) % pipeline == 0 else 0
+        fix = f"Set {VIRTUAL}={fitting if fitting > 1 else 'null'}." if fitting else "Change one of them."
+        yield f"has {len(stages)} stages, and {PIPELINE} is {pipeline}{of_virtual}. {fix}"
