@@ -36,6 +36,19 @@ def test_a_checked_layout_gives_every_layer_to_one_stage(
     assert last is None or sum(map(len, stages[-1])) == last
 
 
+def test_61_layers_by_stages_that_are_written_down() -> None:
+    shape = replace(load_model_shape("deepseek-ai/DeepSeek-V3", None), num_mtp_layers=0)
+    text = "E|" + "|".join(["tt"] * 29) + "|ttt|L"
+    layout = ParallelLayout(256, pipeline=8, virtual=4, expert=32, stages=text)
+    check_layout(layout, shape, 4096)
+    stages = stage_layers(layout, 61)
+    assert stages[0] == [range(0), range(14, 16), range(30, 32), range(46, 48)]
+    assert stages[7] == [range(12, 14), range(28, 30), range(44, 46), range(61, 61)]
+    assert sorted(layer for chunks in stages for chunk in chunks for layer in chunk) == list(range(61))
+    with pytest.raises(ConfigError, match="pipeline_model_parallel_layout: has 32 stages"):
+        check_layout(replace(layout, virtual=2), shape, 4096)
+
+
 @pytest.mark.parametrize("name", SENSIBLE)
 def test_sensible_layouts_are_accepted(name: str) -> None:
     check_layout(SENSIBLE[name], load_model_shape(name, None), 4096)

@@ -161,6 +161,24 @@ CASES = [
         "M.virtual_pipeline_model_parallel_size=null",
     ),
     (
+        "M.pipeline_model_parallel_layout=Ett|ttL",
+        "pipeline_model_parallel_layout",
+        "needs pipeline_model_parallel_size above 1",
+        "M.pipeline_model_parallel_layout=null",
+    ),
+    (
+        f"{PIPELINE} M.pipeline_model_parallel_layout=Ett|ttL M.num_layers_in_first_pipeline_stage=2",
+        "num_layers_in_first_pipeline_stage",
+        "excluded by pipeline_model_parallel_layout",
+        "M.num_layers_in_first_pipeline_stage=null",
+    ),
+    (
+        f"{PIPELINE} M.pipeline_model_parallel_layout=Ett|tttL",
+        "pipeline_model_parallel_layout",
+        "has 5 of t (layer), and the model has 4. Write 4.",
+        "M.pipeline_model_parallel_layout=Et|tttL",
+    ),
+    (
         "M.tensor_model_parallel_size=3",
         "tensor_model_parallel_size",
         "does not divide the model's 4 attention heads",
