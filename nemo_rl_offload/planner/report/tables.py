@@ -149,7 +149,7 @@ def _said(choice: ChoiceAsConfig) -> str:
 
 def stage_lines(stage: StageData) -> list[str]:
     """What stands above a stage's table."""
-    layers = ", ".join(f"{start}-{stop - 1}" for start, stop in stage["layers"])
+    layers = ", ".join(f"{start}-{stop - 1}" for start, stop in stage["layers"] if stop > start) or "none"
     static = ", ".join(f"{name} {size / GIB:.1f}" for name, size in stage["static_bytes"].items())
     return [
         f"stage {stage['stage']}: layers {layers}; peak {gib(stage['peak_bytes_before'])} -> "
