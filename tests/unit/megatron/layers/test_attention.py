@@ -119,10 +119,10 @@ def test_a_packs_sequences_do_not_see_each_other(lengths: tuple[int, ...], value
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize(("num_groups", "width"), [(4, 64), (2, 128), (1, 8)])
-def test_a_pack_in_one_call_is_as_near_as_its_sequences(
+def test_a_pack_in_one_call_is_as_near_as_eight_bits(
     num_groups: int, width: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients in bfloat16, against float64: no further than calls of their own, half as much again."""
+    """Values and gradients in bfloat16, against sequence by sequence in float64."""
     lengths = (7, 1, 130, 64, 2)
     torch.manual_seed(0)
     shapes = [(sum(lengths), heads, width) for heads in (4, num_groups, num_groups)]
@@ -143,10 +143,9 @@ def test_a_pack_in_one_call_is_as_near_as_its_sequences(
     monkeypatch.setattr(attention_module, "varlen_attn", lambda *args, **how: calls.append(1) or varlen(*args, **how))
     in_one, exact = run(torch.bfloat16), run(torch.float64)
     assert calls == [1], "and none in float64"
-    monkeypatch.setattr(TorchDotProductAttention, "_takes_whole_packs", lambda *_: False)
-    apart = run(torch.bfloat16)
-    for one, each, true in zip(in_one, apart, exact, strict=True):
-        assert (one - true).norm() <= 1.5 * (each - true).norm() + 1e-6 * true.norm()
+    # Weights of keys, their gradients and the result are rounded to 8 bits each: 2^-9 three times, and a little.
+    for one, true in zip(in_one, exact, strict=True):
+        assert (one - true).norm() <= 2**-7 * true.norm()
 
 
 def test_what_goes_to_the_kernel_for_packs() -> None:
