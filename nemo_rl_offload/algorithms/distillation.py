@@ -3,12 +3,14 @@
 Each step lets the student answer a few prompts, asks the teacher for its most likely tokens at every position of the
 answers, and takes a step on the divergence of the student from the teacher there. The teacher is a second policy with
 its own workers on the same slots, since it may have another architecture; swapping weights inside one set of workers
-would take only a twin. The price is that its weights stay on the device beside the student's.
+would take only a twin. On GPUs its weights wait in host memory while the student generates and trains.
 """
 
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TextIO
+
+from torch import Tensor
 
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop
 from nemo_rl_offload.algorithms.rollout_loop import (
@@ -17,6 +19,7 @@ from nemo_rl_offload.algorithms.rollout_loop import (
     num_optimizer_steps,
     training_and_generation_slots,
 )
+from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
@@ -58,10 +61,15 @@ class Distillation(RolloutLoop):
         batch = played.batch(self._tokenizer.pad_token_id)
         k, num_tokens = section["topk_logits_k"], len(self._tokenizer)
         batch["teacher_topk_logits"], batch["teacher_topk_indices"] = watch.time(
-            "teacher_logits", lambda: self._teacher.get_topk_logits(batch, k, num_tokens)
+            "teacher_logits", lambda: self._ask_teacher(batch, k, num_tokens)
         )
         updates = watch.time("train", lambda: self.policy.train(batch, *self.loss))
         return updates | played.metrics(), int(batch["input_lengths"].sum())
+
+    def _ask_teacher(self, batch: Batch, k: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Its weights come to the device for this, where torch keeps what the student's steps have used."""
+        self.policy.hand_back_memory()
+        return self._teacher.get_topk_logits(batch, k, num_tokens)
 
     def notices(self) -> list[str]:
         """What the workers of both models have warned of since the last call, each text once."""
@@ -102,6 +110,7 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
         shared: dict[str, Any] = {"seed": section["seed"], "keep_reference": False}
         slots, generation_slots = training_and_generation_slots(cluster, policy_config)
         teacher = Policy(slots, teacher_policy, teacher_path, ends.ids, num_steps=None, **shared)
+        teacher.leave_device()
         student_path = resolve_model_path(policy_config["model_name"])
         num_steps = num_optimizer_steps(config, prompts[0])
         policy = Policy(

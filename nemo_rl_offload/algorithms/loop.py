@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -118,6 +119,7 @@ class TrainingLoop(ABC):
         self._validation_metrics: dict[str, float] = {}
         self._totals_before: RunTotals | None = None
         self.elapsed = Elapsed()
+        self._phase_seconds = Counter[str]()
         self.progress: Progress | None = None
         """Of the run, while there is one."""
 
@@ -258,6 +260,7 @@ class TrainingLoop(ABC):
         watch = Stopwatch()
         before, flops_before = self.policy.offload_stats(), self.policy.trained_flops()
         metrics, num_tokens = self.update(watch)
+        self._phase_seconds.update(watch.phases_s)
         tokens_per_s = num_tokens / watch.total_s
         return {
             **metrics,
@@ -279,7 +282,7 @@ class TrainingLoop(ABC):
         return metrics if self._peak_flops_per_s is None else metrics | {"train_mfu": rate / self._peak_flops_per_s}
 
     def _memory(self, before: OffloadTotals) -> dict[str, float]:
-        after, device_bytes = self.policy.offload_stats(), self.policy.peak_device_bytes()
+        after, memory = self.policy.offload_stats(), self.policy.memory()
         metrics: dict[str, float] = {}  # none of what is not counted
         if (bytes_out := after["bytes_out"]) is not None:
             metrics["offloaded_bytes"] = float(bytes_out - (before["bytes_out"] or 0))
@@ -288,6 +291,11 @@ class TrainingLoop(ABC):
                 metrics[f"offload/{name}"] = float(count - (before[name] or 0))
         if after["peak_host_bytes"] is not None:
             metrics["offload/peak_host_bytes"] = float(after["peak_host_bytes"])
+        for phase, peak_bytes in memory.get("peak_device_bytes_by_phase", {}).items():
+            metrics[f"memory/peak_device_bytes/{phase}"] = float(peak_bytes)
+        for what, host_bytes in memory.get("host_bytes", {}).items():
+            metrics[f"memory/host_bytes/{what}"] = float(host_bytes)
+        device_bytes = memory["peak_device_bytes"]
         return metrics if device_bytes is None else metrics | {"memory/peak_device_bytes": float(device_bytes)}
 
     def validate(self, logger: MetricLogger) -> None:
@@ -310,7 +318,7 @@ class TrainingLoop(ABC):
             "train": self.train_metrics,
             "validation_metrics": self._validation_metrics,
             "num_skipped": self.num_skipped,
-            "totals": run_totals(self.policy, self._totals_before),
+            "totals": run_totals(self.policy, self._totals_before, self._phase_seconds),
             "wall_seconds": self.elapsed.seconds,
         }
         in_background = self.config["checkpointing"]["is_async"]
@@ -333,7 +341,7 @@ class TrainingLoop(ABC):
 
     def summary(self) -> LoopSummary:
         """What the loop itself knows of a finished run, of which others may have run a part."""
-        totals = run_totals(self.policy, self._totals_before)
+        totals = run_totals(self.policy, self._totals_before, self._phase_seconds)
         return {
             "algorithm": self.config["algorithm"],
             "steps": self.step,
@@ -345,6 +353,7 @@ class TrainingLoop(ABC):
             "offload": totals["offload"],
             "paged_stash": totals["paged_stash"],
             "memory": totals["memory"],
+            "phase_seconds": totals.get("phase_seconds", {}),
             "wall_seconds": self.elapsed.seconds,
         }
 
@@ -380,6 +389,11 @@ class Stopwatch:
         result = work()
         self._phases_s[phase] = self._phases_s.get(phase, 0.0) + time.perf_counter() - start_s
         return result
+
+    @property
+    def phases_s(self) -> Mapping[str, float]:
+        """Seconds of each phase so far."""
+        return self._phases_s
 
     def seconds(self, phase: str) -> float:
         """Seconds of a phase so far."""

@@ -9,7 +9,8 @@ from nemo_rl_offload.runs.run_files import RunTotals
 
 _HIGHEST = {
     *("peak_host_bytes", "host_capacity_bytes", "peak_device_bytes"),
-    *("peak_bytes", "device_bytes", "host_bytes"),  # of a paged stash
+    "peak_device_bytes_by_phase",
+    *("peak_bytes", "device_bytes", "host_bytes"),  # of a paged stash; the last of a worker too
 }
 
 
@@ -36,12 +37,14 @@ class Elapsed:
         return time.monotonic() - self._start_s
 
 
-def run_totals(policy: PolicyInterface, before: RunTotals | None) -> RunTotals:
-    """Counters of `policy`'s workers beside what the checkpoint that the run was taken up from held of these."""
+def run_totals(policy: PolicyInterface, before: RunTotals | None, phase_seconds: Mapping[str, float]) -> RunTotals:
+    """Counters of `policy`'s workers, and seconds of this process by phase, beside what the checkpoint that the run was
+    taken up from held of these."""
     now: RunTotals = {
         "offload": policy.offload_stats(),
         "paged_stash": policy.paged_stash_stats(),
-        "memory": {"peak_device_bytes": policy.peak_device_bytes()},
+        "memory": policy.memory(),
+        "phase_seconds": dict(phase_seconds),
     }
     whole: RunTotals = added(before, now)
     return whole
@@ -52,7 +55,8 @@ def added(before: Any, now: Any, name: str = "") -> Any:
     if before is None or now is None:
         return before if now is None else now
     if isinstance(now, Mapping):
-        whole = {key: added(before.get(key), now.get(key), key) for key in [*now, *(before.keys() - now.keys())]}
+        names = {key: name if name in _HIGHEST else key for key in [*now, *(before.keys() - now.keys())]}
+        whole = {key: added(before.get(key), now.get(key), called) for key, called in names.items()}
         if before.get("overlap") is not None and now.get("overlap") is not None:
             parts = [part["overlap"] * part["copy_ms"] for part in (before, now)]
             whole["overlap"] = sum(parts) / whole["copy_ms"]

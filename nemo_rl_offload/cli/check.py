@@ -29,14 +29,16 @@ def check_file(file: Path, overrides: Sequence[str]) -> Findings:
 
 
 def with_data(found: Findings) -> Findings:
-    """With what is wrong with data that are on this machine, where nothing else is."""
+    """With what is wrong with data that are on this machine, and with what is to wait in host memory, where nothing
+    else is."""
     if found.config is None:
         return found
     from nemo_rl_offload.data.early import data_problems
+    from nemo_rl_offload.planner.host_budget import host_problems
 
-    problems = [
-        problem_at(line, found.loaded) for line in data_problems(found.config, trains=not found.loaded.is_evaluation)
-    ]
+    trains = not found.loaded.is_evaluation
+    lines = [*data_problems(found.config, trains=trains), *(host_problems(found.config) if trains else ())]
+    problems = [problem_at(line, found.loaded) for line in lines]
     return replace(found, config=None if problems else found.config, problems=problems)
 
 

@@ -73,11 +73,14 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
     from nemo_rl_offload.config.loader import PROJECT_ROOT
     from nemo_rl_offload.config.recipe import read_recipe
     from nemo_rl_offload.config.validation import check_config
+    from nemo_rl_offload.planner.host_budget import host_problems
     from nemo_rl_offload.specs.process_limits import widen_limits
 
     source: Path = options.config or PROJECT_ROOT / ALGORITHMS[options.algorithm].example
     config = read_recipe(source, overrides, options.algorithm)
     checked = check_config(_for_algorithm(options.algorithm, config), str(source))
+    if problems := list(host_problems(checked.config)):
+        raise ConfigError(f"{source}: {problems[0]}")
     widen_limits()
     from nemo_rl_offload.runs.run_directory import (
         ERROR_FILE,
@@ -172,7 +175,8 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
 def _plan(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     from nemo_rl_offload.cli.plan import plan
 
-    return EXIT_USER_ERROR if plan(options, overrides).shortfall_bytes else 0
+    found = plan(options, overrides)
+    return EXIT_USER_ERROR if found.shortfall_bytes or found.lacking else 0
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:

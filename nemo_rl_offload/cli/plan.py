@@ -20,7 +20,7 @@ from nemo_rl_offload.config.validation import check_to_plan
 from nemo_rl_offload.errors import ConfigError, all_or_none
 from nemo_rl_offload.planner.cost.experts import Skew, recorded_skew
 from nemo_rl_offload.planner.cost.memory import allowance_bytes
-from nemo_rl_offload.planner.job import Job, read_job
+from nemo_rl_offload.planner.job import Job, Passes, read_job
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.report.data import plan_data
 from nemo_rl_offload.planner.report.html import plan_html
@@ -56,8 +56,6 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
         console = Console(highlight=False, soft_wrap=True, markup=False)
         console.width = max(console.width, WIDTH)
         console.print(plan_tables(found))
-        if _has_engines_beside(loaded.values):
-            console.print(_not_counted(loaded.values))
     return found
 
 
@@ -71,22 +69,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _has_engines_beside(config: Mapping[str, Any]) -> bool:
-    """Whether a run starts vLLM's engines on GPUs that train."""
-    generation = config["policy"]["generation"]
-    beside = generation["backend"] == "vllm" and generation["colocated"]["enabled"]
-    return bool(beside and ALGORITHMS[config["algorithm"]].generates)
-
-
-def _not_counted(config: Mapping[str, Any]) -> str:
-    """What a plan leaves out where vLLM generates on the same GPUs."""
-    share = config["policy"]["generation"]["vllm_cfg"]["gpu_memory_utilization"]
-    return (
-        f"not counted: vLLM's engine takes {share:g} of each GPU (policy.generation.vllm_cfg.gpu_memory_utilization) "
-        "while it generates, beside training's weights, gradients and optimizer; in a training step it sleeps."
-    )
 
 
 def _check_targets(options: argparse.Namespace) -> None:
@@ -146,7 +128,30 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         teacher=_shape(config["teacher"]["model_name"]) if algorithm.needs_teacher else None,
         teacher_element_bytes=4 if (config["teacher"]["precision"] or policy["precision"]) == "float32" else 2,
         ranks_per_node=per_node,
+        passes=_passes(config),
     )
+
+
+def _passes(config: Mapping[str, Any]) -> Passes:
+    """What a step does beside training, on the GPUs that train."""
+    algorithm, policy = ALGORITHMS[config["algorithm"]], config["policy"]
+    generation, longest = policy["generation"], policy["max_total_sequence_length"]
+    found = Passes()
+    if algorithm.generates and generation["colocated"]["enabled"]:
+        if generation["backend"] == "vllm":
+            found = replace(found, engine_share=generation["vllm_cfg"]["gpu_memory_utilization"])
+        else:
+            found = replace(
+                found,
+                generation_rows=policy["generation_batch_size"],
+                generation_length=longest,
+                prompt_length=min(config["data"]["max_input_seq_length"], longest),
+            )
+    if algorithm.has_logprob_passes:
+        sections = (policy["dynamic_batching"], policy["sequence_packing"])
+        tokens = next((section["logprob_mb_tokens"] for section in sections if section["enabled"]), None)
+        found = replace(found, logprob_tokens=max(tokens or policy["logprob_batch_size"] * longest, longest))
+    return found
 
 
 def _check(config: dict[str, Any], options: argparse.Namespace, loaded: LoadedConfig) -> None:

@@ -87,9 +87,9 @@ class OptimizerConfig(TypedDict):
     use_precision_aware_optimizer: Annotated[bool, Default(False)]
     """Let Transformer Engine's Adam keep the main weights; needs adam and the distributed optimizer."""
     optimizer_cpu_offload: Annotated[bool, Default(False)]
-    """Keep and step the optimizer's state in host memory; only false so far."""
+    """Keep the optimizer's state and main weights in host memory; they pass through the GPU in each step."""
     optimizer_offload_fraction: Annotated[Fraction, Default(1.0)]
-    """Share of the state that optimizer_cpu_offload keeps there."""
+    """Share of their bytes that optimizer_cpu_offload keeps there."""
 
 
 @closed

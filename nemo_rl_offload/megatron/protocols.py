@@ -19,6 +19,10 @@ class GradientBuffer(Protocol):
     numel: int
     buckets: Sequence["Bucket"]
 
+    def offload_to_cpu(self, *, move_params: bool, move_grads: bool) -> None: ...
+
+    def reload_from_cpu(self, *, move_params: bool, move_grads: bool) -> None: ...
+
 
 class Bucket(Protocol):
     """A part of a `GradientBuffer` that is reduced at once; `numel_unpadded` elements from `offset` on."""

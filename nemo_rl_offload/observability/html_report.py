@@ -7,7 +7,7 @@ from statistics import mean, median
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.sample_text import outcome, visible
-from nemo_rl_offload.observability.summary_table import offload_figures
+from nemo_rl_offload.observability.summary_table import host_rows, offload_figures, phase_rows
 from nemo_rl_offload.observability.svg import bar, line_chart
 from nemo_rl_offload.runs.output import write_text, written_aside
 from nemo_rl_offload.runs.run_directory import (
@@ -102,6 +102,7 @@ def _page(run_dir: Path) -> Iterator[str]:
     if summary:
         yield "<h2>Where the bytes went</h2>"
         yield from _bytes(summary["offload"], summary["memory"])
+        yield from _phases(summary)
     if "train" in curves.get("timing/step_s", {}):  # not before the first step has ended
         yield "<h2>Timings</h2>"
         yield from _timings(curves)
@@ -239,6 +240,15 @@ def _bytes(offload: OffloadTotals, memory: MemoryTotals) -> Iterator[str]:
     else:
         yield "<p>Nothing was offloaded.</p>"
     yield _table(offload_figures(offload) | {"peak device memory": human_bytes(memory["peak_device_bytes"])})
+
+
+def _phases(summary: Summary) -> Iterator[str]:
+    """Device memory and seconds of each phase, and the host's memory by what waits there."""
+    if rows := phase_rows(summary):
+        yield f"<h3>Phases of all steps</h3>{_table(rows)}"
+    if sizes := summary["memory"].get("host_bytes"):
+        yield f"<h3>Host memory of all workers</h3>{bar({name: size for name, size in sizes.items() if size})}"
+        yield _table(host_rows(summary["memory"]))
 
 
 def _timings(curves: Curves) -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from rich.table import Table
 
 from nemo_rl_offload.paged_stash.stats import StashStats
-from nemo_rl_offload.runs.run_files import ModuleTotals, OffloadTotals, Summary
+from nemo_rl_offload.runs.run_files import MemoryTotals, ModuleTotals, OffloadTotals, Summary
 from nemo_rl_offload.units import human_bytes, human_duration
 
 
@@ -21,8 +21,11 @@ def summary_table(summary: Summary) -> Table:
     _add_group(table, _offload_rows(summary["offload"]))
     if summary["paged_stash"] is not None:
         _add_group(table, _stash_rows(summary["paged_stash"]))
+    _add_group(
+        table, {"peak device memory": human_bytes(summary["memory"]["peak_device_bytes"]), **phase_rows(summary)}
+    )
+    _add_group(table, host_rows(summary["memory"]))
     table.add_section()
-    table.add_row("peak device memory", human_bytes(summary["memory"]["peak_device_bytes"]))
     table.add_row("run directory", str(summary["run_dir"]))
     return table
 
@@ -60,6 +63,26 @@ def offload_figures(offload: OffloadTotals) -> dict[str, str]:
         "waits for copies": "-" if out is None or back is None else f"{out / 1000:.3g} s out, {back / 1000:.3g} s in",
         "copies behind compute": "-" if overlap is None else f"{overlap:.1%}",
     }
+
+
+def phase_rows(summary: Summary) -> dict[str, str]:
+    """Seconds of each phase of all steps, and its highest device memory where there is a device."""
+    seconds, peaks = summary.get("phase_seconds", {}), summary["memory"].get("peak_device_bytes_by_phase", {})
+    return {
+        f"phase {phase}": ", ".join(
+            [
+                *([f"{seconds[phase]:,.1f} s"] if phase in seconds else []),
+                *([f"peak {human_bytes(peaks[phase])}"] if phase in peaks else []),
+            ]
+        )
+        for phase in [*seconds, *(peaks.keys() - seconds.keys() - {"between phases"})]
+    }
+
+
+def host_rows(memory: MemoryTotals) -> dict[str, str]:
+    """Host memory of all workers by what waits there."""
+    sizes = memory.get("host_bytes", {})
+    return {f"host memory of {name.replace('_', ' ')}": human_bytes(size) for name, size in sizes.items()}
 
 
 def _stash_rows(stash: StashStats) -> dict[str, str]:

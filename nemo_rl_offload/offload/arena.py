@@ -8,6 +8,10 @@ free extents. A pool keyed by tensor shape, the usual choice, never gives a shap
 grows with every new sequence length. Slabs are powers of two, because allocators of
 pinned memory round up to one anyway. A free extent carries the events of the copies that may still touch it as
 fences: the host never waits for them, the next owner's first copy does. Limit: slabs stay until `close`.
+
+What lives as long as the run (an optimizer's state, reference weights) is `hold`'s: a slab of its own, in one piece and
+of its own size, which counts against the same budget. So tensors can be views of it, and what comes and goes every step
+finds no long-lived blocks in its way.
 """
 
 import warnings
@@ -89,13 +93,47 @@ class HostArena:
     def __init__(self, backend: Backend, budget_bytes: int) -> None:
         self._backend = backend
         self._budget_bytes = budget_bytes
+        self._held: set[Block] = set()
         self._slabs: list[HostSlab] = []
         self._free = FreeExtents(backend.done)
         self._waiting: defaultdict[int, deque[Block]] = defaultdict(deque)  # by `num_bytes`; the oldest first
         self._is_closed = False
         self.capacity_bytes = 0
+        """Of slabs, but for those of `hold`."""
         self.used_bytes = 0
         self.peak_bytes = 0
+        self.held_bytes = 0
+
+    @property
+    def backend(self) -> Backend:
+        """Whose host memory this is."""
+        return self._backend
+
+    @property
+    def budget_bytes(self) -> int:
+        """The most that may be taken; less than at the beginning where the system has refused more."""
+        return self._budget_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What `hold` can still give."""
+        return self._budget_bytes - self.capacity_bytes - self.held_bytes
+
+    def hold(self, num_bytes: int) -> Block | None:
+        """A block in one piece, of memory that nothing else shares, until `release`; None where the budget has no room.
+
+        Raises MemoryError when the system refuses. Pinned memory is rounded up by its allocator: ask for a power of two
+        or a little less.
+        """
+        assert num_bytes > 0
+        assert not self._is_closed
+        if num_bytes > self.free_bytes:
+            return None
+        slab = self._backend.allocate_host(num_bytes)
+        block = Block((Extent(slab, -1, 0, num_bytes),), num_bytes)
+        self._held.add(block)
+        self.held_bytes += num_bytes
+        return block
 
     def reserve(self, num_bytes: int) -> Block | None:
         """A block of `num_bytes`, or None when neither the free memory nor the budget has room for it."""
@@ -115,7 +153,7 @@ class HostArena:
         """A block of memory that is free, or new."""
         assert num_bytes > 0
         size = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if size > self._budget_bytes - self.used_bytes:
+        if size > self._budget_bytes - self.held_bytes - self.used_bytes:
             return None
         extent = self._free.take(size, in_part=False)
         if extent is None and self._waiting:
@@ -144,11 +182,16 @@ class HostArena:
         return Block(tuple(pieces), num_bytes, tuple(dict.fromkeys(fences)))
 
     def release(self, block: Block) -> None:
-        """Give a block back; its last copy becomes a fence of the next owner."""
+        """Give a block back; its last copy becomes a fence of the next owner. One of `hold` goes back to the system
+        with whoever uses it last: its copies must have ended."""
         if self._is_closed:
             return
         if block.last_event is not None:
             block.fences, block.last_event = (block.last_event,), None
+        if block in self._held:
+            self._held.remove(block)
+            self.held_bytes -= block.num_bytes
+            return
         self.used_bytes -= block.reserved_bytes
         self._waiting[block.num_bytes].append(block)
 
@@ -160,7 +203,7 @@ class HostArena:
         self._waiting.clear()
 
     def rebuild(self, used: Sequence[Block]) -> None:
-        """Give everything back but the blocks in `used`. No copy is under way."""
+        """Give everything back but the blocks in `used` and those of `hold`. No copy is under way."""
         if self._is_closed:
             return
         taken: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -182,14 +225,15 @@ class HostArena:
         """Drop every slab; a slab's memory goes back to the system with the last block that uses it."""
         self._is_closed = True
         self._slabs.clear()
+        self._held.clear()
         self._waiting.clear()
         self._free = FreeExtents(self._backend.done)
-        self.capacity_bytes = self.used_bytes = 0
+        self.capacity_bytes = self.used_bytes = self.held_bytes = 0
 
     def _add_slab(self, missing_bytes: int) -> bool:
         """A slab is about 1/16 of what is there already: neither many of them nor much unused memory."""
         usual = min(max(_floor_power_of_two(self.capacity_bytes // 16), MIN_SLAB_BYTES), MAX_SLAB_BYTES)
-        remaining = _floor_power_of_two(self._budget_bytes - self.capacity_bytes)
+        remaining = _floor_power_of_two(self.free_bytes)
         slab_bytes = min(max(_floor_power_of_two(missing_bytes), usual), remaining)
         if slab_bytes < ALIGNMENT_BYTES:
             return False
@@ -197,7 +241,7 @@ class HostArena:
             slab = self._backend.allocate_host(slab_bytes)
         except MemoryError as error:
             warnings.warn(f"Host memory for offloading stays at {self.capacity_bytes} bytes: {error}", stacklevel=2)
-            self._budget_bytes = self.capacity_bytes
+            self._budget_bytes = self.capacity_bytes + self.held_bytes
             return False
         self._slabs.append(slab)
         self.capacity_bytes += slab_bytes

@@ -83,6 +83,11 @@ class Copies:
             self._peak_resident_bytes = self.resident_bytes
 
     @property
+    def held_host_bytes(self) -> int:
+        """Host memory that others hold for as long as they are there."""
+        return self._arena.held_bytes
+
+    @property
     def staying_bytes(self) -> int:
         """`resident_bytes` but for what is on its way out."""
         return self.resident_bytes - self._inflight_bytes

@@ -147,6 +147,7 @@ class OffloadEngine:
     Args:
         backend: the device; tensors on other devices are left alone.
         host_memory_budget_bytes: the most host memory taken; what does not fit stays on the device.
+        arena: that memory, where others of `backend` use it too; its owner closes it. None: one of the engine's own.
         min_tensor_bytes: a tensor below it is not worth a copy. A smaller view of a storage that is offloaded anyway
             goes with it.
         min_tensor_elements: the same as a number of elements; a tensor is moved where it reaches both.
@@ -165,6 +166,7 @@ class OffloadEngine:
         backend: Backend,
         *,
         host_memory_budget_bytes: int,
+        arena: HostArena | None = None,
         min_tensor_bytes: int = 1 << 20,
         min_tensor_elements: int = 0,
         max_inflight_bytes: int | None = None,
@@ -186,7 +188,8 @@ class OffloadEngine:
         self._exclusions = Exclusions()
         self._empty = torch.empty(0, dtype=torch.uint8, device=backend.device)
         self._stats = OffloadStats()
-        self._arena = HostArena(backend, host_memory_budget_bytes)
+        self._owns_arena = arena is None
+        self._arena = HostArena(backend, host_memory_budget_bytes) if arena is None else arena
         self._selection = selection or Selection()
         self._auto = auto
         self._timing = Timing(backend, self._stats, self._learn)
@@ -303,7 +306,8 @@ class OffloadEngine:
         with self._changes.lock, self._changes:
             self._closed = True
             self._copies.drain()
-            self._arena.close()
+            if self._owns_arena:
+                self._arena.close()
 
     def _pack_hook(self, region: Region) -> Callable[[Tensor], Handle | Kept]:
         if _current_graph_task_id() != -1:

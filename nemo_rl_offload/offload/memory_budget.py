@@ -56,7 +56,8 @@ class Measured(NamedTuple):
     """One rank's measurements."""
 
     step: tuple[float, ...]
-    """Bytes at the peak, resident ones, those of them that are to move, ms a byte out and in."""
+    """Bytes at the peak, resident ones, those of them that are to move, ms a byte out and in; bytes that others hold on
+    the host."""
     groups: dict[Key, tuple[float, ...]]
     """In the order of first commits: bytes, forward's and backward's ms, how many are alive at the peak."""
 
@@ -136,7 +137,8 @@ class MemoryBudgetController:
         backend.synchronize()
         timing.end_step()
         resident_bytes = copies.take_peak_resident_bytes()
-        self._make_plan(self._peak_bytes or resident_bytes, resident_bytes, timing, selection)
+        peak_bytes = self._peak_bytes or resident_bytes
+        self._make_plan(peak_bytes, resident_bytes, copies.held_host_bytes, timing, selection)
         if self.plan is not None:
             self._limit(selection)
         self._largest, self._largest_bytes, self._peak_bytes = [], 0, 0
@@ -160,12 +162,14 @@ class MemoryBudgetController:
         assert self.plan is not None
         return self.plan.shortfall_bytes > 0 and limit_bytes < 2 * max(self._group_bytes.values())
 
-    def _make_plan(self, peak_bytes: int, resident_bytes: int, timing: Timing, selection: Selection) -> None:
+    def _make_plan(
+        self, peak_bytes: int, resident_bytes: int, held_host_bytes: int, timing: Timing, selection: Selection
+    ) -> None:
         rates = [timing.copy_ms(1, out) or 1 / NOMINAL_BYTES_PER_MS for out in (True, False)]
         groups = self._groups(timing)
         kept_bytes = sum(size * alive for key, (size, _, _, alive) in groups.items() if not selection.eligible(key))
-        step = (peak_bytes, resident_bytes, resident_bytes - kept_bytes, *rates)
-        (peak, resident, on_its_way, out_ms, in_ms), shared = self._reduce_max(Measured(step, groups))
+        step = (peak_bytes, resident_bytes, resident_bytes - kept_bytes, *rates, held_host_bytes)
+        (peak, resident, on_its_way, out_ms, in_ms, held_host), shared = self._reduce_max(Measured(step, groups))
         if not shared:
             return
         peak_bytes, resident_bytes = int(peak), int(resident)
@@ -190,7 +194,8 @@ class MemoryBudgetController:
                 excess_bytes = peak_bytes - self._budget_bytes - (fixed_bytes - former_fixed_bytes)
                 moving_bytes = max(moving_bytes, self._moving_bytes + max(0, excess_bytes))
         self._moving_bytes, self._planned_bytes = moving_bytes if is_alike else 0, num_bytes
-        budget = MemoryBudget(self._budget_bytes, fixed_bytes + moving_bytes, self._host_budget_bytes)
+        host_bytes = max(0, self._host_budget_bytes - int(held_host))
+        budget = MemoryBudget(self._budget_bytes, fixed_bytes + moving_bytes, host_bytes)
         was_tried, self.plan = self.plan is not None, solve(records, budget, Link(1 / out_ms, 1 / in_ms))
         actions = zip(keys, self.plan.actions, strict=True)
         selection.keep([key for key, action in actions if action is Action.KEEP])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.engine import OffloadEngine
 from nemo_rl_offload.offload.memory_budget import MemoryBudgetController, ReduceOverRanks
@@ -67,6 +68,7 @@ def build_engine(
     options: OffloadOptions,
     backend: Backend,
     *,
+    arena: HostArena | None = None,
     reduce_max_over_ranks: ReduceOverRanks | None = None,
     steps_are_told: bool = False,
 ) -> OffloadEngine:
@@ -75,6 +77,7 @@ def build_engine(
     Args:
         options: of them, `modules` is the adapter's: the engine takes what is in its regions.
         backend: how to copy.
+        arena: host memory that others use too; None: the engine's own.
         reduce_max_over_ranks: with auto, the maximum of measurements over the ranks that must plan alike.
         steps_are_told: the adapter calls `end_step` after each step, from the first on.
     """
@@ -86,6 +89,7 @@ def build_engine(
     return OffloadEngine(
         backend,
         host_memory_budget_bytes=options.host_memory_budget_bytes,
+        arena=arena,
         min_tensor_bytes=options.min_tensor_bytes,
         min_tensor_elements=options.min_tensor_elements,
         max_inflight_bytes=options.max_inflight_bytes,

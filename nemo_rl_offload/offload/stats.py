@@ -28,7 +28,7 @@ class OffloadStats:
     """Copied back; less than `bytes_out` when a graph was dropped without its backward, or backward came so early
     that the source was still there."""
     host_bytes: int = 0
-    """Now held in the arena, each block rounded up to 512 bytes: 0 when no graph is alive."""
+    """Now in the arena, each block rounded up to 512 bytes: 0 when no graph is alive."""
     peak_host_bytes: int = 0
     """Highest `host_bytes`."""
     host_capacity_bytes: int = 0

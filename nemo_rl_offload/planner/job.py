@@ -2,19 +2,32 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Tokens
 from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew
-from nemo_rl_offload.planner.cost.memory import Optimizer, allowance_bytes
+from nemo_rl_offload.planner.cost.memory import (
+    Optimizer,
+    allowance_bytes,
+    optimizer_host_bytes,
+    stage_parameters,
+)
 from nemo_rl_offload.specs.activation_memory import resolve_activations
 from nemo_rl_offload.specs.devices import Device
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE
-from nemo_rl_offload.specs.parallel_layout import KEYS, ParallelLayout, check_layout, num_microbatches, rounded_length
+from nemo_rl_offload.specs.parallel_layout import (
+    KEYS,
+    ParallelLayout,
+    check_layout,
+    num_microbatches,
+    rounded_length,
+    stage_layers,
+)
 from nemo_rl_offload.specs.recompute import RecomputeKeys, ResolvedRecompute
 from nemo_rl_offload.units import GIB, MIB
 
@@ -44,6 +57,21 @@ class Recompute:
         is_counted = not self.modules.isdisjoint(COUNTED_RECOMPUTE)
         num_layers = self.num_counted_layers if is_counted else None
         return ResolvedRecompute("selective", tuple(sorted(self.modules)), None, num_layers).keys
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a step does beside training, on the ranks that train; 0 where it does not."""
+
+    generation_rows: int = 0
+    """Responses at a time that the training workers sample themselves."""
+    generation_length: int = 0
+    """Of the longest, its prompt included."""
+    prompt_length: int = 0
+    engine_share: float = 0.0
+    """Of the device, which an engine beside training takes while it generates."""
+    logprob_tokens: int = 0
+    """At a time in passes for log-probabilities, the reference's and the teacher's."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +131,9 @@ class Job:
     that both have."""
     rows_per_sample: int = 1
     """Two where a sample is a pair, as in DPO: `train_micro_batch_size` counts samples."""
+    passes: Passes = field(default_factory=Passes)
+    frees_gradients: bool = False
+    """Whether they are on the device in training alone."""
 
     @property
     def context(self) -> LayerContext:
@@ -140,9 +171,37 @@ class Job:
 
     @property
     def host_budget_bytes(self) -> int:
-        """Host memory that one rank may use for activations: no more than there is."""
+        """Host memory that one rank may use: no more than there is."""
         present = int(self.device.host_memory_gib * GIB)
         return min(self.host_budget, present) if isinstance(self.host_budget, int) else int(present * self.host_budget)
+
+    @property
+    def activations_host_budget_bytes(self) -> int:
+        """What of it is left for activations beside what stays there."""
+        return max(0, self.host_budget_bytes - max(sum(each.values()) for each in self.resident_host_bytes))
+
+    @cached_property
+    def resident_host_bytes(self) -> tuple[dict[str, int], ...]:
+        """By stage, what stands in a rank's pinned memory throughout, within the budget."""
+        found = []
+        for rank, chunks in enumerate(stage_layers(self.layout, self.shape.num_layers)):
+            parameters = stage_parameters(self.shape, self.layout, chunks, rank)
+            sizes = {"optimizer": optimizer_host_bytes(parameters, self.layout, self.optimizer)}
+            if self.reference_on_host:
+                sizes["reference weights"] = parameters.total * self.numbers.element_bytes
+            found.append({name: size for name, size in sizes.items() if size})
+        return tuple(found)
+
+    @property
+    def teacher_bytes(self) -> tuple[int, ...]:
+        """By stage, the teacher's weights, over the same ranks."""
+        if self.teacher is None:
+            return (0,) * self.layout.pipeline
+        layout = replace(self.layout, num_layers_first=None, num_layers_last=None, stages=None, virtual=1)
+        return tuple(
+            stage_parameters(self.teacher, layout, chunks, rank).total * self.teacher_element_bytes
+            for rank, chunks in enumerate(stage_layers(layout, self.teacher.num_layers))
+        )
 
     @property
     def node_ranks(self) -> int:
@@ -171,7 +230,7 @@ def read_job(
         raise ConfigError(
             f"--memory, gpu_memory_budget: {device.name} has {device.memory_gib:g} GiB. Give at most that."
         )
-    layout = _layout(megatron_cfg, world)
+    layout = read_layout(megatron_cfg, world)
     sequence = layout.padded(_longest(policy))
     check_layout(layout, shape, sequence)
     microbatches = _microbatches(policy, sequence, layout, rows_per_sample)
@@ -198,7 +257,7 @@ def read_job(
         any_implementation=transformer_impl == "auto",
         min_elements=megatron_cfg["min_offloaded_tensor_size"],
         numbers=Numbers(element_bytes, fp8),
-        optimizer=_optimizer(megatron_cfg, element_bytes),
+        optimizer=read_optimizer(megatron_cfg, element_bytes),
         recompute=_recompute(activations.recompute),
         logprob_chunk_size=policy["logprob_chunk_size"],
         makes_logits=not megatron_cfg["use_fused_linear_logprobs"],
@@ -206,6 +265,7 @@ def read_job(
         memory_bytes=memory_bytes,
         expert_buffers=_expert_buffers(megatron_cfg, skew),
         rows_per_sample=rows_per_sample,
+        frees_gradients=megatron_cfg["empty_unused_memory_level"] >= 1,
         **other,
     )
 
@@ -260,7 +320,8 @@ def _expert_buffers(megatron_cfg: MegatronConfig, skew: Skew | None) -> ExpertBu
     )
 
 
-def _layout(megatron_cfg: Mapping[str, Any], world: int) -> ParallelLayout:
+def read_layout(megatron_cfg: Mapping[str, Any], world: int) -> ParallelLayout:
+    """The layout of `world` ranks, which need not divide."""
     ranks = {name: megatron_cfg[key] or 1 for name, key in KEYS.items()}
     return ParallelLayout(
         world=world,
@@ -281,7 +342,8 @@ def _fp8(overrides: Mapping[str, Any], device: Device) -> str | None:
     return "mxfp8" if overrides.get("fp8_recipe") == "mxfp8" else "fp8"
 
 
-def _optimizer(megatron_cfg: MegatronConfig, element_bytes: int) -> Optimizer:
+def read_optimizer(megatron_cfg: MegatronConfig, element_bytes: int) -> Optimizer:
+    """What an optimizer of weights of so many bytes keeps for each."""
     section = megatron_cfg["optimizer"]
     is_adam = section["optimizer"] == "adam"
     master = 0 if element_bytes == 4 else 4

@@ -1,10 +1,12 @@
 """The plan of a job: what to offload and to recompute on each stage for a memory budget, what it costs, and what else
 would fit."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, Required, TypedDict
 
 from nemo_rl_offload.planner.job import Job, Recompute
+from nemo_rl_offload.planner.phases import UPDATE_BYTES, PhasesOfStage, lacking
 from nemo_rl_offload.planner.search.choice import best_tried, can_be_auto, choose, run_auto, surely_fits, surely_lacks
 from nemo_rl_offload.planner.search.frontier import frontier
 from nemo_rl_offload.planner.search.suggestions import suggest
@@ -69,6 +71,29 @@ class JobPlan:
     @property
     def shortfall_bytes(self) -> int:
         return max(self.shortfalls)
+
+    @property
+    def lacking(self) -> list[str]:
+        """What is missing beside the training step, in a sentence for each."""
+        return list(lacking(self.chosen_job, self.chosen))
+
+    @property
+    def least_optimizer_share(self) -> float | None:
+        """Where the optimizer's state waits in host memory, the share of it, in twentieths, with which the choice fits
+        too: less crosses the link. None where that is not less."""
+        given = self.job.optimizer.share_on_host
+        if not given or self.shortfall_bytes:
+            return None
+        each_bytes = self.job.optimizer.state_bytes + self.job.optimizer.master_bytes
+        shares = [0.0]
+        for rank, sizes in enumerate(self.job.resident_host_bytes):
+            for phase in PhasesOfStage(self.job, self.chosen, rank).phases() if "optimizer" in sizes else ():
+                growth = sizes["optimizer"] / given
+                if phase.name == "optimizer step":
+                    growth *= 1 + UPDATE_BYTES / each_bytes
+                shares.append(given - (self.job.budget_bytes - phase.peak_bytes) / growth)
+        share = math.ceil(20 * max(shares)) / 20
+        return share if share < given else None
 
     @property
     def keys(self) -> PlannedKeys:

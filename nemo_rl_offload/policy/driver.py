@@ -1,5 +1,6 @@
 """The driver's handle on a policy: cuts batches into shards for the ranks and puts results together."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -30,7 +31,7 @@ from nemo_rl_offload.policy.model_workers import ModelWorkers, without_offloadin
 from nemo_rl_offload.policy.offload_totals import idle_modules, offload_totals
 from nemo_rl_offload.policy.worker import PolicyWorker
 from nemo_rl_offload.runs.manifest import Manifest
-from nemo_rl_offload.runs.run_files import MemorySample, OffloadTotals
+from nemo_rl_offload.runs.run_files import MemorySample, MemoryTotals, OffloadTotals
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
 from nemo_rl_offload.specs.model_shape import ModelShape
@@ -167,6 +168,14 @@ class Policy:
         self.refit()
         return self._generator.generate(prompts, seed, sampling, told, places)
 
+    def leave_device(self) -> None:
+        """Let the weights of a policy that is never trained wait in host memory but for `get_topk_logits`, on GPUs."""
+        self._workers.run_all(PolicyWorker.leave_device)
+
+    def hand_back_memory(self) -> None:
+        """Leave what the workers do not use of their devices to others."""
+        self._workers.run_all(PolicyWorker.hand_back_memory)
+
     def refit(self) -> None:
         """Give the trained weights to the generator, where it does not have them."""
         self._generator.wake()
@@ -230,10 +239,20 @@ class Policy:
         per_rank = [stats for stats in self._workers.run_all(PolicyWorker.paged_stash_stats) if stats is not None]
         return stash_totals(per_rank) if per_rank else None
 
-    def peak_device_bytes(self) -> int | None:
-        """Highest device memory of any rank; None on a CPU."""
-        peaks = [peak for peak in self._workers.run_all(PolicyWorker.peak_device_bytes) if peak is not None]
-        return max(peaks, default=None)
+    def memory(self) -> MemoryTotals:
+        """Highest device memory of any rank, and host memory of all, by what waits there."""
+        peaks = [each for peaks in self._workers.run_all(PolicyWorker.peak_device_bytes) for each in peaks.items()]
+        by_phase: dict[str, int] = {}
+        for phase, peak in peaks:
+            by_phase[phase] = max(peak, by_phase.get(phase, 0))
+        host_bytes: Counter[str] = Counter()
+        for sizes in self._workers.run_all(PolicyWorker.host_bytes):
+            host_bytes.update(sizes)
+        return {
+            "peak_device_bytes": max(by_phase.values(), default=None),
+            "peak_device_bytes_by_phase": by_phase,
+            "host_bytes": dict(host_bytes),
+        }
 
     @property
     def world_size(self) -> int:

@@ -10,7 +10,7 @@ from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.generation.interface import Responds
 from nemo_rl_offload.paged_stash.stats import StashStats
 from nemo_rl_offload.runs.manifest import Manifest
-from nemo_rl_offload.runs.run_files import MemorySample, OffloadTotals
+from nemo_rl_offload.runs.run_files import MemorySample, MemoryTotals, OffloadTotals
 
 
 class PolicyInterface(Responds, Protocol):
@@ -36,6 +36,9 @@ class PolicyInterface(Responds, Protocol):
 
         Only the first `num_tokens` of the vocabulary count.
         """
+
+    def hand_back_memory(self) -> None:
+        """Leave what the workers do not use of their devices to others."""
 
     def refit(self) -> None:
         """Give the trained weights to the generator, where it does not have them."""
@@ -67,8 +70,8 @@ class PolicyInterface(Responds, Protocol):
     def paged_stash_stats(self) -> StashStats | None:
         """Steps that ran again because the experts' buffers or stash were too small, and sizes; None without limits."""
 
-    def peak_device_bytes(self) -> int | None:
-        """Highest device memory of any rank; None on a CPU."""
+    def memory(self) -> MemoryTotals:
+        """Highest device memory of any rank, and host memory of all, by what waits there."""
 
     @property
     def world_size(self) -> int:

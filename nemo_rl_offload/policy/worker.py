@@ -7,6 +7,7 @@ paying for the import.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,11 +26,11 @@ from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.offload.host_memory import give_back_free_memory
 from nemo_rl_offload.policy.garbage import freeze_gc
 from nemo_rl_offload.policy.out_of_memory import CHECKPOINTING, device_use, explained, out_of_memory
+from nemo_rl_offload.policy.residency.phases import PhasePeaks, cuda_counter
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
     from nemo_rl_offload.losses.reduction import Normalizers
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from nemo_rl_offload.megatron.checkpoint.distributed import Save
     from nemo_rl_offload.megatron.step.head import HeadFactory
     from nemo_rl_offload.offload.stats import OffloadStats
+    from nemo_rl_offload.offload.waiting_weights import DepartingWeights, WaitingWeights
     from nemo_rl_offload.paged_stash.stats import StashStats
     from nemo_rl_offload.runs.manifest import Manifest
     from nemo_rl_offload.runs.run_files import MemorySample
@@ -75,23 +77,32 @@ class PolicyWorker:
         install_cpu_support()
         from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters
         from nemo_rl_offload.megatron.build.model import build_model, init_process_groups
-        from nemo_rl_offload.megatron.build.offload import install_offloading
+        from nemo_rl_offload.megatron.build.offload import install_offloading, make_arena
+        from nemo_rl_offload.offload.waiting_weights import WaitingWeights
+        from nemo_rl_offload.policy.residency.kept_weights import keep_weights
+        from nemo_rl_offload.policy.residency.megatron_optimizer import keep_what_waits_on_host
 
         self._policy = policy
         self._model_path = model_path
+        self._phases = PhasePeaks(cuda_counter())
         with explained("loading the model", policy):
             init_process_groups(policy, seed)
-            self._engine = install_offloading(policy)
+            self._arena = make_arena(policy)
+            self._engine = install_offloading(policy, self._arena)
             self._model = build_model(policy, model_path, num_steps)
+            keep_what_waits_on_host(policy, self._model, self._arena)
         if self._engine is not None:
             exclude_parameters(self._engine, self._model.modules)
+        self._departed: DepartingWeights | None = None
+        self._model.measure = self._phases.phase
+        self._free_gradients()
         self._save: Save | None = None
         self._export: WeightExport | None = None
         self._loader: WeightLoader | None = None
         self._has_trained = False
-        self._reference: list[torch.Tensor] | None = None
+        self._reference: WaitingWeights | None = None
         if keep_reference:
-            self._reference = [weight.detach().cpu().clone() for weight in self._parameters()]
+            self._reference = keep_weights(WaitingWeights, self._arena, self._whole_model().modules, "reference's")
 
     def placement(self) -> Placement:
         """Where this rank stands in Megatron's groups."""
@@ -102,9 +113,6 @@ class PolicyWorker:
             parallel_state.get_data_parallel_rank(),
             is_first and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [weight for module in self._whole_model().modules for weight in module.parameters()]
 
     def _whole_model(self) -> MegatronModel:
         """The model with the last step's weights on every rank, for everything but the next step."""
@@ -124,14 +132,17 @@ class PolicyWorker:
         `split` says what the microbatches are; without one they have the configured number of samples.
         """
         from nemo_rl_offload.megatron.step.train_step import train_step
+        from nemo_rl_offload.policy.residency.gradients import restore_gradients
 
-        try:
-            metrics = self._with_loss(train_step, batch, loss_name, loss_config, norm, split)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self._out_of_memory(loss_name) from error
-        self._empty_cache(from_level=1)
+        with self._phases.phase("train"):
+            try:
+                restore_gradients(self._model)
+                metrics = self._with_loss(train_step, batch, loss_name, loss_config, norm, split)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise self._out_of_memory(loss_name) from error
+        self._free_gradients()
         give_back_free_memory()
         if not self._has_trained:
             self._has_trained = True
@@ -158,7 +169,7 @@ class PolicyWorker:
         from nemo_rl_offload.megatron.step.train_step import evaluate
 
         self._model.gather_weights()
-        with explained("evaluating", self._policy):
+        with self._phases.phase("validation"), explained("evaluating", self._policy):
             return self._with_loss(evaluate, batch, loss_name, loss_config, norm, split)
 
     def _with_loss(
@@ -186,6 +197,10 @@ class PolicyWorker:
 
         Megatron changes how tensors are pickled, such that unpickling one imports Megatron: an array travels instead.
         """
+        with self._phases.phase("logprobs"):
+            return self._logprobs(batch, split)
+
+    def _logprobs(self, batch: Batch, split: MicrobatchSplit | None) -> NDArray[np.float32] | None:
         from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 
         microbatches = split or self._policy["logprob_batch_size"]
@@ -199,12 +214,10 @@ class PolicyWorker:
     ) -> NDArray[np.float32] | None:
         """The same with the start weights, which take the place of the current ones meanwhile."""
         assert self._reference is not None, "built with keep_reference=False"
-        current = [weight.detach().cpu().clone() for weight in self._parameters()]
-        self._write_weights(self._reference)
-        try:
-            return self.get_logprobs(batch, split)
-        finally:
-            self._write_weights(current)
+        self._model.gather_weights()
+        room_bytes = self._phases.room_bytes(within="train", beside="logprobs")
+        with self._phases.phase("reference_logprobs"), self._reference.in_place(room_bytes):
+            return self._logprobs(batch, split)
 
     def get_topk_logits(
         self, batch: Batch, k: int, num_tokens: int, split: MicrobatchSplit | None = None
@@ -213,14 +226,29 @@ class PolicyWorker:
         from nemo_rl_offload.megatron.step.log_probabilities import compute_topk_logits
 
         microbatches = split or self._policy["logprob_batch_size"]
-        with explained("computing log-probabilities", self._policy):
+        presence = nullcontext() if self._departed is None else self._departed.on_device()
+        with self._phases.phase("teacher_logits"), explained("computing log-probabilities", self._policy), presence:
             top = compute_topk_logits(self._whole_model(), batch, microbatches, self._heads(), k, num_tokens)
-        self._empty_cache(from_level=2)
+        self._empty_cache(from_level=2 if self._departed is None else 0)
         return None if top is None else (top[0].numpy(), top[1].numpy())
 
-    def _write_weights(self, values: list[torch.Tensor]) -> None:
-        for weight, value in zip(self._parameters(), values, strict=True):
-            weight.data.copy_(value)
+    def leave_device(self) -> None:
+        """Let weights that are never trained wait in host memory but for `get_topk_logits`, where there is a GPU.
+
+        Raises ConfigError where the host's budget has no room for them.
+        """
+        import torch
+
+        from nemo_rl_offload.offload.waiting_weights import DepartingWeights
+        from nemo_rl_offload.policy.residency.kept_weights import keep_weights
+
+        if torch.cuda.is_available():
+            self._departed = keep_weights(DepartingWeights, self._arena, self._model.modules, "teacher's")
+            self._empty_cache(from_level=0)
+
+    def hand_back_memory(self) -> None:
+        """Leave what this process does not use of the device to others."""
+        self._empty_cache(from_level=0)
 
     def start_weight_export(self, *, on_device: bool = False) -> None:
         """Begin to read out the current weights, into host memory or to where an engine on the same GPU reads them."""
@@ -263,7 +291,7 @@ class PolicyWorker:
         """Sample one response for each prompt; yields now and then how far that is."""
         from nemo_rl_offload.generation.megatron_sampling import generating
 
-        with explained("generating", self._policy):
+        with self._phases.phase("generation"), explained("generating", self._policy):
             responses = yield from generating(
                 self._whole_model().modules,
                 prompts,
@@ -275,6 +303,15 @@ class PolicyWorker:
             )
         self._empty_cache(from_level=2)
         return responses
+
+    def _free_gradients(self) -> None:
+        import torch
+
+        from nemo_rl_offload.policy.residency.gradients import free_gradients
+
+        if torch.cuda.is_available() and self._policy["megatron_cfg"]["empty_unused_memory_level"] >= 1:
+            free_gradients(self._model)
+        self._empty_cache(from_level=1)
 
     def _empty_cache(self, from_level: int) -> None:
         import torch
@@ -326,11 +363,22 @@ class PolicyWorker:
         """Counts of steps that ran again, and the stash's sizes, on this rank; None where experts have no limits."""
         return None if self._model.guard is None else self._model.guard.stats()
 
-    def peak_device_bytes(self) -> int | None:
-        """Highest device memory that torch has allocated; None on a CPU."""
-        import torch
+    def peak_device_bytes(self) -> dict[str, int]:
+        """Highest device memory that torch has allocated, by phase; none on a CPU."""
+        return self._phases.peaks
 
-        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    def host_bytes(self) -> dict[str, int]:
+        """Of the arena, by what waits there: held all the time, but for the most that activations have taken."""
+        reference_bytes, teacher_bytes = (
+            0 if each is None else each.num_bytes for each in (self._reference, self._departed)
+        )
+        sizes = {
+            "activations": self._arena.peak_bytes,
+            "optimizer": self._arena.held_bytes - reference_bytes - teacher_bytes,
+            "reference_weights": reference_bytes,
+            "teacher": teacher_bytes,
+        }
+        return {name: size for name, size in sizes.items() if size}
 
     def device(self) -> tuple[str, int]:
         """The driver's name for the device, and its memory in bytes; "cpu" and 0 without one."""
@@ -364,4 +412,5 @@ class PolicyWorker:
         self._notices.close()
         if self._engine is not None:
             self._engine.close()
+        self._arena.close()
         dist.destroy_process_group()

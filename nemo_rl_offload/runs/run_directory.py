@@ -83,7 +83,7 @@ _LAYOUT_AND_MEMORY = """
     min_offloaded_tensor_size activation_offload_fraction delta_offload_bytes_across_pp_ranks
     fine_grained_offloading_max_inflight_offloads activation_checkpointing recompute_granularity recompute_modules
     recompute_method recompute_num_layers empty_unused_memory_level cpu_affinity env_vars use_fused_linear_logprobs
-    fused_linear_logprobs_chunk_size
+    fused_linear_logprobs_chunk_size optimizer.optimizer_cpu_offload optimizer.optimizer_offload_fraction
 """
 RESUME_MAY_CHANGE = (
     *("cluster", "fault_tolerance", "logger", "policy.generation.colocated", "policy.logprob_chunk_size"),

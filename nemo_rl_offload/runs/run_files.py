@@ -137,9 +137,13 @@ class OffloadTotals(TypedDict):
 
 
 class MemoryTotals(TypedDict):
-    """Null where there is no device."""
+    """Of the device of the rank with most, and of all ranks' host memory."""
 
     peak_device_bytes: Count | None
+    """Null where there is no device."""
+    peak_device_bytes_by_phase: NotRequired[dict[str, Count]]
+    host_bytes: NotRequired[dict[str, Count]]
+    """By what waits there; of activations, the most."""
 
 
 class RunTotals(TypedDict):
@@ -149,6 +153,8 @@ class RunTotals(TypedDict):
     paged_stash: StashStats | None
     """Null where the experts have no limits."""
     memory: MemoryTotals
+    phase_seconds: NotRequired[dict[str, Amount]]
+    """Of all steps of training."""
 
 
 class Validation(TypedDict):

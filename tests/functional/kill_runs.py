@@ -41,7 +41,7 @@ def start(run_dir: Path, num_steps: int, *overrides: str) -> "subprocess.Popen[s
     for _ in range(5):
         process = start_run(run_dir, *settings(num_steps), *overrides, mark=str(run_dir))
         while process.poll() is None:
-            if any(_is_rank(child) for child in psutil.Process(process.pid).children(recursive=True)):
+            if any(is_rank(child) for child in psutil.Process(process.pid).children(recursive=True)):
                 return process
             time.sleep(0.2)
         _, errors = process.communicate()
@@ -64,7 +64,7 @@ def kill_workers(run_dir: Path, num_steps: int, num_kills: int, rng: random.Rand
         target = seen + rng.randint(1, SAVE_PERIOD + 1)
         wait_for(lambda target=target: _num_lines(run_dir) >= target, process)
         time.sleep(rng.uniform(0, 0.5))
-        (rank,) = [child for child in psutil.Process(process.pid).children(recursive=True) if _is_rank(child)]
+        (rank,) = [child for child in psutil.Process(process.pid).children(recursive=True) if is_rank(child)]
         os.kill(rank.pid, signal.SIGKILL)
         kills.append({"killed": "worker", "step": _last_step(run_dir), "saved": _last_saved(run_dir)})
     errors = _finish(process)
@@ -130,7 +130,7 @@ def _finish(process: "subprocess.Popen[str]") -> str:
     return errors
 
 
-def _is_rank(process: psutil.Process) -> bool:
+def is_rank(process: psutil.Process) -> bool:
     try:
         return any(part.startswith("ray::RankActor") for part in process.cmdline())
     except psutil.Error:  # it has ended meanwhile

@@ -25,7 +25,7 @@ from nemo_rl_offload.generation.weight_sync import WeightBucket, WeightExport, W
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model, init_process_groups
-from nemo_rl_offload.megatron.build.offload import install_offloading
+from nemo_rl_offload.megatron.build.offload import install_offloading, make_arena
 from nemo_rl_offload.megatron.build.vocabulary import exported_weights
 from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
 from nemo_rl_offload.megatron.step.fused_head import FusedHeadFactory
@@ -33,9 +33,14 @@ from nemo_rl_offload.megatron.step.head_factory import make_heads
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs, compute_topk_logits
 from nemo_rl_offload.megatron.step.microbatches import split_into_microbatches
 from nemo_rl_offload.megatron.step.train_step import accumulate_gradients, evaluate, train_step
+from nemo_rl_offload.offload.arena import HostArena
+from nemo_rl_offload.offload.backends.host import HostBackend
+from nemo_rl_offload.offload.waiting_weights import WaitingWeights
 from nemo_rl_offload.paged_stash.kernels import Pool
 from nemo_rl_offload.policy import microbatches as token_microbatches
 from nemo_rl_offload.policy.microbatches import shard_for_ranks
+from nemo_rl_offload.policy.residency.kept_weights import keep_weights, lasting_tensors
+from nemo_rl_offload.policy.residency.megatron_optimizer import keep_on_host
 from nemo_rl_offload.runs.manifest import Manifest
 
 Arrays = dict[str, NDArray[np.float32]]
@@ -227,6 +232,31 @@ def take_over(folder: Path, overrides: tuple[str, ...], buckets: list[WeightBuck
     return _bytes(model)
 
 
+def pass_of_reference(folder: Path, overrides: tuple[str, ...], rooms: tuple[int, ...]) -> dict[str, bool]:
+    """Train, with passes of the start weights in between; whether they say what they said, and leave every bit."""
+    model, _ = _build(folder, overrides)
+    batch, heads = make_batch(0, 4), _heads(model)
+
+    def logprobs() -> torch.Tensor:
+        model.gather_weights()
+        found = compute_logprobs(model, batch, MICRO_BATCH_SIZE, heads)
+        return torch.zeros(0) if found is None else found
+
+    arena = make_arena(make_policy(*overrides))
+    start, waiting = logprobs(), keep_weights(WaitingWeights, arena, model.modules, "reference's")
+    is_start, is_kept, has_moved = [], [], []
+    for number, room_bytes in enumerate(rooms):
+        _steps(model, (number,))
+        present = logprobs()
+        digest = _digest(lasting_tensors(model.modules))
+        with waiting.in_place(room_bytes):
+            is_start.append(torch.equal(logprobs(), start))
+        is_kept.append(_digest(lasting_tensors(model.modules)) == digest and torch.equal(logprobs(), present))
+        has_moved.append(not torch.equal(present, start) or not start.numel())
+    arena.close()
+    return {"start": all(is_start), "kept": all(is_kept), "trained": all(has_moved)}
+
+
 def _named(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
     return exported_weights(model.auto_bridge, model.modules, model.config.vocab_size, cpu=True)
 
@@ -294,6 +324,11 @@ def _build(folder: Path, overrides: tuple[str, ...], num_steps: int | None = 10)
     model = build_model(policy, folder, num_steps)
     if engine is not None:
         exclude_parameters(engine, model.modules)
+    section = policy["megatron_cfg"]["optimizer"]
+    if section["optimizer_cpu_offload"] and model.optimizer is not None:
+        arena, share = HostArena(HostBackend(), 1 << 28), section["optimizer_offload_fraction"]
+        streamed = keep_on_host(model.optimizer, arena, share, bucket_bytes=1 << 14)
+        assert arena.held_bytes == sum(each.host_bytes for each in streamed) > 0
     return model, engine
 
 

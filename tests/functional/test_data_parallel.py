@@ -53,8 +53,7 @@ class OpenWorker(PolicyWorker):
         return {name: weight.detach().numpy().copy() for name, weight in self._named_parameters()}
 
     def _named_parameters(self) -> list[tuple[str, Any]]:
-        names = [name for module in self._model.modules for name, _ in module.named_parameters()]
-        return list(zip(names, self._parameters(), strict=True))
+        return [named for module in self._whole_model().modules for named in module.named_parameters()]
 
 
 def make_policy(*overrides: str) -> Any:

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_rl_offload.adapters.megatron_core.interface import use_engine
+from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.backends.base import Backend
 from nemo_rl_offload.offload.backends.cuda import MAX_PIECE_BYTES, CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
@@ -14,16 +15,20 @@ from nemo_rl_offload.offload.options import OffloadOptions, build_engine
 from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES
 
 
-def install(options: OffloadOptions | None) -> OffloadEngine | None:
+def install(options: OffloadOptions | None, arena: HostArena | None = None) -> OffloadEngine | None:
     """Build this process's engine and hand it to Megatron's layers; None turns their offloading into a no-op.
 
     Call it before the model is built, in every process. With `modules="auto"` Megatron's `offload_modules` lists all
     that may be chosen from. Tell the engine of the model's parameters afterwards (`interface.exclude_parameters`).
+    `arena` is host memory that others of this process use too.
     """
     if options is None:
         use_engine(None)
         return None
-    engine = build_engine(options, make_backend(), reduce_max_over_ranks=_reduce_max_over_stage, steps_are_told=True)
+    backend = make_backend() if arena is None else arena.backend
+    engine = build_engine(
+        options, backend, arena=arena, reduce_max_over_ranks=_reduce_max_over_stage, steps_are_told=True
+    )
     use_engine(engine, NATIVE_MODULES if options.modules == "auto" else options.modules)
     return engine
 

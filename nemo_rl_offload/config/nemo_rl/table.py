@@ -76,7 +76,8 @@ scheduler.*                     seq?  honoured becomes megatron_cfg.scheduler wh
 max_grad_norm                   num?  honoured becomes megatron_cfg.optimizer.clip_grad where DTensor trains
 make_sequence_length_divisible_by int   none rows, and sequences of packs that ranks share, are padded to what the
     layout needs, and padding is not learned
-offload_optimizer_for_logprob   bool  none the optimizer's state stays where it is
+offload_optimizer_for_logprob   bool  none log-probabilities take less than training; megatron_cfg.optimizer has
+    optimizer_cpu_offload for all phases
 refit_buffer_size_gb            num   none weights go over in buckets of a size of their own
 is_vlm                          bool  only false [images and audio] models read text alone
 activation_checkpointing_enabled bool  none NeMo-RL does not read it either
@@ -180,7 +181,7 @@ linear_ce_fusion_chunk_size     int   none fused_linear_logprobs_chunk_size is t
 bf16                            bool  none it follows policy.precision
 fp16                            bool  only false [float16] precision is float32 or bfloat16
 params_dtype                    text  none it follows policy.precision
-overlap_cpu_optimizer_d2h_h2d   bool  none the optimizer's state stays on the device
+overlap_cpu_optimizer_d2h_h2d   bool  none both directions are always busy at once where optimizer_cpu_offload is on
 
 [policy.megatron_cfg.scheduler]
 override_opt_param_scheduler    bool  none a run that goes on keeps the schedule of its configuration

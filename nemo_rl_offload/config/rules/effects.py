@@ -44,6 +44,7 @@ _OF_FILES = ("split", "input_key", "output_key", "split_validation_size", "repea
 """Keys of a data set that is read from files."""
 _TOKENS = ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")
 _COLOCATED, _SHAPING, _OPTIMIZER = "policy.generation.colocated", "grpo.reward_shaping", f"{MEGATRON}.optimizer"
+_HOST_BUDGET = f"{MEGATRON}.activation_offload.host_memory_budget"
 _ESTIMATOR = "grpo.adv_estimator.name"
 _PRINTED = "logger.num_val_samples_to_print"
 _VALIDATION = tuple(f"policy.generation.val_{key}" for key in ("temperature", "top_p", "top_k"))
@@ -106,12 +107,13 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
         f"{MEGATRON}.fine_grained_activation_offloading",
         (True,),
         (
-            *(f"{MEGATRON}.activation_offload.{key}" for key in ("engine", "host_memory_budget")),
+            f"{MEGATRON}.activation_offload.engine",
+            _HOST_BUDGET,
             *(f"{MEGATRON}.{key}" for key in ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")),
             f"{MEGATRON}.fine_grained_offloading_max_inflight_offloads",
         ),
     ),
-    (f"{MEGATRON}.activation_offload.engine", ("native",), (f"{MEGATRON}.activation_offload.host_memory_budget",)),
+    (f"{MEGATRON}.activation_offload.engine", ("native",), (_HOST_BUDGET,)),
     (f"{MEGATRON}.cpu_offloading", (True,), (f"{MEGATRON}.cpu_offloading_num_layers",)),
     (
         f"{MEGATRON}.cpu_affinity.enabled",
@@ -206,6 +208,8 @@ def _is_read(path: str, get: Get) -> bool:
 
 def _switched_off(switch: str, values: tuple[Any, ...], paths: tuple[str, ...], get: Get) -> Iterator[str]:
     unread = [path for path in paths if _is_read(path, get) and not _is_default(path, get)]
+    if _HOST_BUDGET in unread and _waits_on_host(get):
+        unread.remove(_HOST_BUDGET)
     if not unread or get(switch) in values:
         return
     this = f", or this to {_shown(_default(unread[0], get))}" if len(unread) == 1 else ""
@@ -213,6 +217,13 @@ def _switched_off(switch: str, values: tuple[Any, ...], paths: tuple[str, ...], 
         f"{_no_effect(unread, get)} while {switch} is {_shown(get(switch))}. "
         f"Set that to {' or '.join(map(_shown, values))}{this}."
     )
+
+
+def _waits_on_host(get: Get) -> bool:
+    """Whether anything else than activations does, so that the budget is read."""
+    spec = algorithm_spec(get)
+    sections = {name: get(name) for name in ("policy", "loss_fn", spec.name)}
+    return spec.needs_teacher or spec.keeps_reference(sections) or bool(get(f"{_OPTIMIZER}.optimizer_cpu_offload"))
 
 
 def _has_one_turn(get: Get) -> Iterator[str]:

@@ -39,7 +39,6 @@ from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 NOT_YET: dict[str, Any] = {
     "expert_tensor_parallel_size": 1,
     "cuda_graph_impl": "none",
-    "optimizer.optimizer_cpu_offload": False,
 }
 """Keys of `policy.megatron_cfg` whose only value so far is this one."""
 
@@ -260,6 +259,15 @@ def _precision_aware_optimizer(get: Get) -> Iterator[str]:
     path = f"{MEGATRON}.optimizer"
     if get(f"{path}.use_precision_aware_optimizer") and not get(f"{path}.use_distributed_optimizer"):
         yield f"{path}.use_precision_aware_optimizer: needs use_distributed_optimizer. Turn that on, or this off."
+
+
+def _nothing_on_the_host(get: Get) -> Iterator[str]:
+    path = f"{MEGATRON}.optimizer"
+    if get(f"{path}.optimizer_cpu_offload") and get(f"{path}.optimizer_offload_fraction") == 0:
+        yield (
+            f"{path}.optimizer_cpu_offload: optimizer_offload_fraction is 0, so nothing of the optimizer waits in host "
+            "memory. Raise that, or set this to false."
+        )
 
 
 def _overlap(get: Get) -> Iterator[str]:
@@ -496,6 +504,7 @@ MEGATRON_WARNINGS: tuple[Rule, ...] = (
     _recompute_is_off,
     _recompute_skips_further_tokens,
     _warmup_never_ends,
+    _nothing_on_the_host,
     _no_experts,
     _left_to_megatron,
 )

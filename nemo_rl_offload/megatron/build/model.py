@@ -3,7 +3,7 @@
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 
+def _not_measured(_what: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass
 class MegatronModel:
     """A policy's model with everything that trains it; one object in each worker."""
@@ -59,6 +63,8 @@ class MegatronModel:
     """None, like the optimizer, for a model that is never trained."""
     guard: StepGuard | None = None
     """Runs a step again whose experts' buffers or stash did not suffice; None where they have no limits."""
+    measure: Callable[[str], AbstractContextManager[None]] = _not_measured
+    """Opens a part of a step whose device memory is counted for itself."""
     weights_are_whole: bool = True
     """False after a step with `overlap_param_gather`, which leaves each rank its own part until the next forward."""
 

@@ -2,8 +2,9 @@
 
 from megatron.core import parallel_state
 
-from nemo_rl_offload.adapters.megatron_core.installation import install
+from nemo_rl_offload.adapters.megatron_core.installation import install, make_backend
 from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
+from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.engine import OffloadEngine
 from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
 from nemo_rl_offload.offload.options import OffloadOptions
@@ -11,16 +12,22 @@ from nemo_rl_offload.specs.activation_memory import ResolvedActivations, resolve
 from nemo_rl_offload.units import parse_bytes
 
 
-def install_offloading(policy: PolicyConfig) -> OffloadEngine | None:
+def make_arena(policy: PolicyConfig) -> HostArena:
+    """This worker's host memory, for activations and whatever else waits there; takes none before it is asked for."""
+    budget = policy["megatron_cfg"]["activation_offload"]["host_memory_budget"]
+    return HostArena(make_backend(), host_memory_budget_bytes(budget))
+
+
+def install_offloading(policy: PolicyConfig, arena: HostArena | None = None) -> OffloadEngine | None:
     """Build this worker's engine and hand it to Megatron's layers; None, and no-ops, when offloading is off.
 
     None too with `engine: megatron`, whose own class then stays where it is. Must run before the model is built, and
-    after process groups are there.
+    after process groups are there. `arena` is host memory that others use too; None: the engine's own.
     """
     activations = resolve_activations(policy["megatron_cfg"])
     if not activations.offloads:
         return install(None)
-    return install(_options(activations, policy["megatron_cfg"])) if activations.is_native else None
+    return install(_options(activations, policy["megatron_cfg"]), arena) if activations.is_native else None
 
 
 def _options(activations: ResolvedActivations, megatron_cfg: MegatronConfig) -> OffloadOptions:

@@ -9,10 +9,16 @@ from nemo_rl_offload.config.schema import OptimizerConfig as OptimizerKeys
 from nemo_rl_offload.config.schema import PolicyConfig, SchedulerConfig
 from nemo_rl_offload.megatron.build.refusal import refused
 
+KEYS_ON_HOST = ("optimizer_cpu_offload", "optimizer_offload_fraction")
+
 
 def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
-    """`policy.megatron_cfg.optimizer` as Megatron's OptimizerConfig."""
-    section = policy["megatron_cfg"]["optimizer"]
+    """`policy.megatron_cfg.optimizer` as Megatron's OptimizerConfig.
+
+    What is to be on the host is not Megatron's matter: its own HybridDeviceOptimizer would update it on the CPU, with
+    other bits (`policy.residency` streams it through the device).
+    """
+    section = {key: value for key, value in policy["megatron_cfg"]["optimizer"].items() if key not in KEYS_ON_HOST}
     dtype = getattr(torch, policy["precision"])
     try:
         return OptimizerConfig(**section, params_dtype=dtype, bf16=dtype == torch.bfloat16)

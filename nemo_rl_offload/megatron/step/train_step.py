@@ -65,7 +65,8 @@ def train_step(
     learning_rate = float(model.optimizer.param_groups[0]["lr"])
     grad_norm = None
     if is_finite := all_finite(model, outputs):
-        _, grad_norm, _ = model.optimizer.step()
+        with model.measure("optimizer_step"):
+            _, grad_norm, _ = model.optimizer.step()
         model.weights_are_whole = not model.chunks[0].ddp_config.overlap_param_gather
         model.scheduler.step(increment=1)
     return {

@@ -76,8 +76,9 @@ class Backend(Protocol):
         self, blocks: Sequence[Block], started: list[torch.UntypedStorage | Tensor]
     ) -> tuple[list[Tensor], Event]:
         """Copy each block, one after another, into a new device tensor (uint8, of its `num_bytes`) from the compute
-        stream's pool, after the blocks' `last_event`s. The event is one for all; the caller lets the compute stream
-        wait for it before it reads, or frees, any of them. They are put into `started` before the first copy begins."""
+        stream's pool, after the blocks' `last_event`s; what the host itself has written has none. The event is one for
+        all; the caller lets the compute stream wait for it before it reads, or frees, any of them. They are put into
+        `started` before the first copy begins."""
 
     def compute_wait(self, event: Event) -> None:
         """Let the compute stream wait for `event`; the host goes on."""

@@ -176,7 +176,8 @@ class CudaBackend:
         device = self.device
         destinations = [torch.empty(block.num_bytes, dtype=torch.uint8, device=device) for block in blocks]
         started += destinations
-        self._in.after(self._compute_stream(), dict.fromkeys(block.last_event for block in blocks))
+        events = (block.last_event for block in blocks if block.last_event is not None)
+        self._in.after(self._compute_stream(), dict.fromkeys(events))
         for destination, block in zip(destinations, blocks, strict=True):
             address = destination.data_ptr()
             for host_address, num_bytes in block.parts:

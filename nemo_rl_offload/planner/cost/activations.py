@@ -272,3 +272,21 @@ def _experts(context: LayerContext) -> Iterator[Storage]:
         by = ("shared_experts", "moe")
         yield _tensor("shared experts' activation input", 2 * shared, size, "shared_experts", by=by)
         yield _linear_input(context, "shared experts' activation output", shared, "shared_experts", by=by)
+
+
+def forward_bytes(context: LayerContext, has_experts: bool) -> int:
+    """The most that a layer's forward holds at a time where nothing is saved: what it is given, and what the wider of
+    its halves makes of that."""
+    attention = _latent(context) if context.shape.latent_attention else _grouped_query(context)
+    mlp = _experts(context) if has_experts else _dense(context)
+    halves = (sum(storage.num_bytes for storage in half if not storage.only_with) for half in (attention, mlp))
+    return context.hidden_bytes + max(halves)
+
+
+def key_value_bytes(context: LayerContext, num_layers: int) -> int:
+    """Keys and values of the context's tokens, as layers keep them while they generate."""
+    shape, latent = context.shape, context.shape.latent_attention
+    width = context.groups * 2 * shape.head_dim
+    if latent:
+        width = context.heads * (shape.query_head_dim + latent.value_head_dim)
+    return num_layers * context.tokens.count * width * context.numbers.element_bytes

@@ -37,3 +37,25 @@ def fused_head_bytes(
     num_copies = 2 + layout.sequence_parallel
     of_tokens = hidden * (num_copies * num_tokens * element_bytes + 4 * tokens)
     return block + of_tokens + vocabulary * hidden * (element_bytes if tokens == num_tokens else 4 + element_bytes)
+
+
+def forward_logits_bytes(
+    shape: ModelShape, layout: ParallelLayout, num_tokens: int, element_bytes: int, chunk_tokens: int | None = None
+) -> int:
+    """Most memory that logits take in a pass without gradients, on the last stage.
+
+    The logits themselves, and of a chunk their float32 copy and that over temperature.
+    """
+    copies = 2 * 4 if element_bytes < 4 else 4
+    return shape.vocabulary_rows(layout.tensor) * (
+        num_tokens * element_bytes + min(num_tokens, chunk_tokens or num_tokens) * copies
+    )
+
+
+def fused_head_forward_bytes(
+    shape: ModelShape, layout: ParallelLayout, num_tokens: int, element_bytes: int, chunk_tokens: int | None = None
+) -> int:
+    """The same without logits: a block of the vocabulary in float32, and the hidden states of all tokens."""
+    tokens = chunk_size(num_tokens, chunk_tokens)
+    width = min(shape.vocabulary_rows(layout.tensor), block_width(tokens, element_bytes))
+    return tokens * width * 4 + (1 + layout.sequence_parallel) * num_tokens * shape.hidden_size * element_bytes

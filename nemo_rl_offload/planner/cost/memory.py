@@ -56,17 +56,33 @@ def stage_parameters(shape: ModelShape, layout: ParallelLayout, chunks: Sequence
 def state_bytes(
     parameters: ParameterCount, layout: ParallelLayout, optimizer: Optimizer, element_bytes: int
 ) -> dict[str, int]:
-    """Weights, gradients and optimizer state of one rank, in bytes."""
-    each = optimizer.state_bytes + optimizer.master_bytes
-    data, expert_data = layout.data * layout.context, layout.expert_data
-    if not optimizer.distributed:
-        data = expert_data = 1
-    state = -(-parameters.shared * each // data) + -(-parameters.expert * each // expert_data)
+    """Weights, gradients and optimizer state of one rank, in bytes of the device."""
     return {
         "weights": parameters.total * element_bytes,
         "gradients": parameters.total * optimizer.gradient_bytes,
-        "optimizer": round(state * (1 - optimizer.share_on_host)),
+        "optimizer": round(_optimizer_bytes(parameters, layout, optimizer) * (1 - optimizer.share_on_host)),
     }
+
+
+def optimizer_host_bytes(parameters: ParameterCount, layout: ParallelLayout, optimizer: Optimizer) -> int:
+    """State and main weights of one rank that stay in host memory."""
+    return round(_optimizer_bytes(parameters, layout, optimizer) * optimizer.share_on_host)
+
+
+def optimizer_parameters(parameters: ParameterCount, layout: ParallelLayout, optimizer: Optimizer) -> int:
+    """How many parameters one rank's optimizer updates."""
+    return _share_of_rank(parameters, layout, optimizer, 1)
+
+
+def _optimizer_bytes(parameters: ParameterCount, layout: ParallelLayout, optimizer: Optimizer) -> int:
+    return _share_of_rank(parameters, layout, optimizer, optimizer.state_bytes + optimizer.master_bytes)
+
+
+def _share_of_rank(parameters: ParameterCount, layout: ParallelLayout, optimizer: Optimizer, each: int) -> int:
+    data, expert_data = layout.data * layout.context, layout.expert_data
+    if not optimizer.distributed:
+        data = expert_data = 1
+    return -(-parameters.shared * each // data) + -(-parameters.expert * each // expert_data)
 
 
 def allowance_bytes(device: Device) -> dict[str, int]:

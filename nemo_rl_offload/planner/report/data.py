@@ -3,10 +3,10 @@
 from typing import TypedDict
 
 from nemo_rl_offload.offload.solver import Action
+from nemo_rl_offload.planner.phases import PhasesOfStage, fullest, host_use
 from nemo_rl_offload.planner.plan import JobPlan, PlannedKeys, planned_keys
 from nemo_rl_offload.planner.simulate.simulated_step import ModuleRow, SimulatedStep, module_rows
 from nemo_rl_offload.planner.simulate.stages import job_link
-from nemo_rl_offload.units import GIB
 
 
 class StepData(TypedDict):
@@ -21,12 +21,38 @@ class StepData(TypedDict):
 class HostData(TypedDict):
     """Host memory that the choice needs, and that there is."""
 
+    parts: dict[str, int]
+    """Of a rank's pinned memory, what waits there."""
+    beside: dict[str, int]
+    """Of a rank, beside its budget."""
+    budget_per_rank_bytes: int
     per_rank_bytes: int
+    """For activations."""
     per_node_bytes: int
     of_it_start_model_bytes: int
     pinned_limit_per_rank_bytes: int
+    """For activations, beside what stays there."""
     memory_per_node_bytes: int
     stash_per_rank_bytes: int
+
+
+class MoveData(TypedDict):
+    """What crosses the link in a phase of a step."""
+
+    what: str
+    out_bytes: int
+    in_bytes: int
+    ms: float
+
+
+class PhaseData(TypedDict):
+    """A phase of a step, on the stage where it takes most."""
+
+    phase: str
+    stage: int
+    peak_bytes: int
+    parts: dict[str, int]
+    moves: list[MoveData]
 
 
 class ModuleData(TypedDict):
@@ -73,7 +99,13 @@ class PlanData(TypedDict):
     world: int
     microbatches: int
     fits: bool
+    """Everything."""
+    training_fits: bool
+    lacking: list[str]
+    """What is missing beside the training step."""
+    phases: list[PhaseData]
     shortfall_bytes: int
+    """Of the training step."""
     changes: list[str]
     """What would make it fit."""
     outcomes: dict[str, StepData]
@@ -82,6 +114,8 @@ class PlanData(TypedDict):
     """Nothing offloaded or recomputed, where recomputation is configured and this fits."""
     megatron_cfg: PlannedKeys
     host: HostData
+    least_optimizer_offload_fraction: float | None
+    """With which the choice fits too, where that is less than is configured."""
     recommended_factors: dict[str, float]
     stages: list[StageData]
     frontier: list[PointData]
@@ -93,12 +127,16 @@ def plan_data(plan: JobPlan) -> PlanData:
     """Everything in a plan; bytes and milliseconds, by names that say so."""
     job, layout = plan.job, plan.job.layout
     hosts = [plan.chosen.host_bytes(rank) for rank in range(layout.pipeline)]
+    host, missing = host_use(plan.chosen_job, plan.chosen), plan.lacking
     return {
         "device": job.device.name,
         "budget_bytes": job.budget_bytes,
         "world": layout.world,
         "microbatches": job.num_microbatches,
-        "fits": plan.shortfall_bytes == 0,
+        "fits": plan.shortfall_bytes == 0 and not missing,
+        "training_fits": plan.shortfall_bytes == 0,
+        "lacking": missing,
+        "phases": _phases(plan),
         "shortfall_bytes": plan.shortfall_bytes,
         "changes": list(plan.suggestions),
         "outcomes": {
@@ -114,13 +152,17 @@ def plan_data(plan: JobPlan) -> PlanData:
         "without_recomputation": None if (without := plan.without_recomputation) is None else _step_data(without.step),
         "megatron_cfg": plan.keys,
         "host": {
+            "parts": host.parts,
+            "beside": host.beside,
+            "budget_per_rank_bytes": host.budget_bytes,
             "per_rank_bytes": max(hosts),
-            "per_node_bytes": (max(hosts) + _reference_bytes(plan)) * job.node_ranks,
-            "of_it_start_model_bytes": _reference_bytes(plan) * job.node_ranks,
-            "pinned_limit_per_rank_bytes": job.host_budget_bytes,
-            "memory_per_node_bytes": int(job.device.host_memory_gib * GIB) * job.node_ranks,
+            "per_node_bytes": host.used_node_bytes,
+            "of_it_start_model_bytes": host.parts.get("reference weights", 0) * job.node_ranks,
+            "pinned_limit_per_rank_bytes": job.activations_host_budget_bytes,
+            "memory_per_node_bytes": host.node_bytes,
             "stash_per_rank_bytes": max(stage.stash_host_bytes for stage in plan.chosen.stages),
         },
+        "least_optimizer_offload_fraction": plan.least_optimizer_share,
         "recommended_factors": job.expert_buffers.recommended(),
         "stages": [_stage_data(plan, rank) for rank in range(layout.pipeline)],
         "frontier": [{"peak_bytes": point.peak_bytes, "step_ms": point.step_ms} for point in plan.frontier],
@@ -128,10 +170,25 @@ def plan_data(plan: JobPlan) -> PlanData:
     }
 
 
-def _reference_bytes(plan: JobPlan) -> int:
-    if not plan.job.reference_on_host:
-        return 0
-    return max(stage.static_bytes["weights"] for stage in plan.baseline.stages)
+def _phases(plan: JobPlan) -> list[PhaseData]:
+    job, step = plan.chosen_job, plan.chosen
+    found: list[PhaseData] = []
+    for rank, phase in fullest(job, step):
+        moves: list[MoveData] = [
+            {"what": move.what, "out_bytes": move.out_bytes, "in_bytes": move.in_bytes, "ms": round(move.ms, 3)}
+            for move in PhasesOfStage(job, step, rank).moves()
+            if move.phase == phase.name
+        ]
+        found.append(
+            {
+                "phase": phase.name,
+                "stage": rank,
+                "peak_bytes": phase.peak_bytes,
+                "parts": phase.parts,
+                "moves": moves,
+            }
+        )
+    return found
 
 
 def _step_data(step: SimulatedStep) -> StepData:

@@ -1,23 +1,28 @@
 """A plan as one HTML page that needs nothing else."""
 
 import html
+from collections.abc import Iterable, Sequence
 
 from nemo_rl_offload.planner.plan import JobPlan
 from nemo_rl_offload.planner.report.data import plan_data
-from nemo_rl_offload.planner.report.tables import COLUMNS, stage_cells, stage_lines, summary_lines
+from nemo_rl_offload.planner.report.phases_svg import phases_svg
+from nemo_rl_offload.planner.report.tables import (
+    COLUMNS,
+    PHASE_COLUMNS,
+    phase_cells,
+    stage_cells,
+    stage_lines,
+    summary_lines,
+)
 from nemo_rl_offload.units import GIB
 
 
 def plan_html(plan: JobPlan) -> str:
     """The page."""
-    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    stages = ""
-    for stage in plan_data(plan)["stages"]:
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>\n" for cells in stage_cells(stage)
-        )
+    data, stages = plan_data(plan), ""
+    for stage in data["stages"]:
         lines = "".join(f"<p>{html.escape(line)}</p>" for line in stage_lines(stage))
-        stages += f"{lines}\n<table><tr>{head}</tr>\n{rows}</table>\n"
+        stages += f"{lines}\n{_table(COLUMNS, stage_cells(stage))}"
     said = "".join(f"<p>{html.escape(line)}</p>\n" for line in summary_lines(plan))
     style = (
         "body{font:15px sans-serif;margin:2em;max-width:70em}table{border-collapse:collapse}p{white-space:pre-line}"
@@ -25,9 +30,17 @@ def plan_html(plan: JobPlan) -> str:
     )
     return (
         f"<!doctype html>\n<html lang='en'><meta charset='utf-8'><title>Offloading plan</title><style>{style}</style>\n"
-        f"<h1>Offloading plan</h1>\n{said}<h2>Memory against step time</h2>\n{_frontier_svg(plan)}\n"
+        f"<h1>Offloading plan</h1>\n{said}<h2>Device memory by phase</h2>\n{phases_svg(data)}\n"
+        f"{_table(PHASE_COLUMNS, phase_cells(data['phases']))}"
+        f"<h2>Memory against step time</h2>\n{_frontier_svg(plan)}\n"
         f"<h2>By pipeline stage</h2>\n{stages}</html>\n"
     )
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>\n" for cells in rows)
+    return f"<table><tr>{head}</tr>\n{body}</table>\n"
 
 
 def _frontier_svg(plan: JobPlan) -> str:

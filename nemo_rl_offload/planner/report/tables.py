@@ -8,12 +8,13 @@ from rich.table import Table
 
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.plan import JobPlan
-from nemo_rl_offload.planner.report.data import StageData, plan_data
+from nemo_rl_offload.planner.report.data import PhaseData, StageData, plan_data
 from nemo_rl_offload.planner.search.to_config import ChoiceAsConfig, excess_bytes
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 from nemo_rl_offload.units import GIB, MIB, gib
 
 COLUMNS = ("module", "microbatch", "at peak", "goes", "link", "recompute", "copies")
+PHASE_COLUMNS = ("phase", "peak", "link", "GiB")
 
 
 def summary_lines(plan: JobPlan) -> list[str]:
@@ -24,7 +25,8 @@ def summary_lines(plan: JobPlan) -> list[str]:
     size = f"{job.micro_batch} x {job.sequence}" if job.micro_batch_tokens is None else f"{job.micro_batch_tokens}"
     lines = [
         f"{job.device.name}, {job.layout.world} devices, {job.num_microbatches} microbatches of {size} tokens; "
-        f"{gib(job.budget_bytes)} each"
+        f"{gib(job.budget_bytes)} each",
+        *(f"not enough: {text}" for text in data["lacking"]),
     ]
     titles = {
         "nothing_offloaded": "nothing offloaded",
@@ -40,11 +42,14 @@ def summary_lines(plan: JobPlan) -> list[str]:
             f"{titles[name]}: peak {gib(outcome['peak_bytes'])}, step {outcome['step_ms'] / 1e3:.2f} s "
             f"({change:+.1f} %), host {gib(outcome['host_bytes'])} per rank{recompute and f'; {recompute}'}"
         )
+    parts = {name: size for name, size in host["parts"].items() if name != "activations"}
     lines.append(
-        f"host memory per node: {gib(host['per_node_bytes'])} of {gib(host['memory_per_node_bytes'])}"
-        + (f", {gib(host['of_it_start_model_bytes'])} of it the start model" if job.reference_on_host else "")
-        + f"; pinned {gib(host['per_rank_bytes'])} per rank, at most {gib(host['pinned_limit_per_rank_bytes'])}"
+        f"host memory per node: {gib(host['per_node_bytes'])} of {gib(host['memory_per_node_bytes'])}; per rank "
+        + "".join(f"{name} {gib(size)}, " for name, size in parts.items())
+        + f"activations {gib(host['per_rank_bytes'])} of at most {gib(host['pinned_limit_per_rank_bytes'])}"
     )
+    if teacher_bytes := host["beside"].get("teacher"):
+        lines.append(f"teacher: {gib(teacher_bytes)} of pinned memory per rank besides")
     if host["stash_per_rank_bytes"]:
         lines.append(f"paged stash: {gib(host['stash_per_rank_bytes'])} of pinned pages per rank besides")
     if factors := data["recommended_factors"]:
@@ -91,6 +96,8 @@ def _verdict(plan: JobPlan) -> list[str]:
         share = whole.step_ms / plan.chosen.step_ms - 1
         times = f"take {abs(share):.0%} {'longer' if share >= 0 else 'less time'}"
         said.append(f"whole modules ({_yaml(plan.written.offload_modules)}) would {missing} and {times}")
+    if (least := plan.least_optimizer_share) is not None:
+        said.append(f"fits with optimizer_offload_fraction: {least:g} too")
     if without := plan.without_recomputation:
         said.append(
             f"fits without recomputation too: nothing offloaded, peak {gib(without.peak_bytes)}, step "
@@ -110,7 +117,7 @@ def _yaml(value: object) -> str:
 
 def plan_tables(plan: JobPlan) -> RenderableType:
     """What the terminal shows."""
-    shown: list[RenderableType] = [*summary_lines(plan), *_frontier_table(plan)]
+    shown: list[RenderableType] = [*summary_lines(plan), *_phase_table(plan), *_frontier_table(plan)]
     for stage in plan_data(plan)["stages"]:
         table = _table(COLUMNS, right=(1, 2, 4, 5))
         for cells in stage_cells(stage):
@@ -124,6 +131,24 @@ def _table(columns: Sequence[str], right: Sequence[int]) -> Table:
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number in right else "left", no_wrap=True)
     return table
+
+
+def _phase_table(plan: JobPlan) -> Iterator[RenderableType]:
+    """Each phase of a step on the stage where it takes most."""
+    table = _table(PHASE_COLUMNS[:-1], right=(1, 2))
+    table.add_column(PHASE_COLUMNS[-1], overflow="fold")
+    for cells in phase_cells(plan_data(plan)["phases"]):
+        table.add_row(*cells)
+    yield "\ndevice memory by phase, of the fullest stage"
+    yield table
+
+
+def phase_cells(phases: Sequence[PhaseData]) -> Iterator[tuple[str, ...]]:
+    """The rows of the table of phases, in `PHASE_COLUMNS`."""
+    for phase in phases:
+        ms = sum(move["ms"] for move in phase["moves"])
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in phase["parts"].items())
+        yield phase["phase"], gib(phase["peak_bytes"]), f"{ms / 1e3:.2f} s" if ms else "", parts
 
 
 def _frontier_table(plan: JobPlan) -> Iterator[RenderableType]:

@@ -20,7 +20,7 @@ LOGPROB_CHUNKS = 8
 def stage_budget(job: Job, stage: Stage, less_bytes: int = 0) -> MemoryBudget:
     """What the chooser may use on a stage."""
     fixed = sum(stage.static_bytes.values()) + stage.kept_bytes()
-    return MemoryBudget(job.budget_bytes - less_bytes, fixed, job.host_budget_bytes)
+    return MemoryBudget(job.budget_bytes - less_bytes, fixed, job.activations_host_budget_bytes)
 
 
 def on_their_way(stage: Stage) -> int:
@@ -41,7 +41,7 @@ def least_shortfall(job: Job, with_copies: bool = True) -> int:
                 moved += live_bytes
             elif record.recompute_ms is None:
                 kept += live_bytes
-        homeless = max(0, moved - job.host_budget_bytes)
+        homeless = max(0, moved - job.activations_host_budget_bytes)
         peak = budget.fixed_bytes + kept + homeless + (on_their_way(stage) if with_copies else 0)
         shortfall = max(shortfall, peak - budget.peak_bytes)
     return shortfall
@@ -77,6 +77,7 @@ def _single(job: Job) -> Iterator[tuple[str, Job]]:
         yield f"logprob_chunk_size={chunk}", replace(job, logprob_chunk_size=chunk)
     if not job.optimizer.distributed and job.layout.data > 1:
         yield "use_distributed_optimizer=true", replace(job, optimizer=replace(job.optimizer, distributed=True))
+    yield from _optimizer_on_host(job)
     yield from islice(smaller_microbatches(job), 2)
     for divisor in (2, 4):
         if job.sequence // divisor < job.least_sequence:
@@ -88,6 +89,18 @@ def _single(job: Job) -> Iterator[tuple[str, Job]]:
         if _is_sound(changed):
             yield f"max_total_sequence_length={changed.sequence}{text}", changed
     yield from _layouts(job)
+
+
+def _optimizer_on_host(job: Job) -> Iterator[tuple[str, Job]]:
+    """With as much of the optimizer's state in host memory as every choice lacks, in quarters."""
+    given = job.optimizer.share_on_host
+    whole_bytes = max(stage.static_bytes["optimizer"] for stage in build_stages(job, ())) / (1 - given or 1)
+    if given == 1 or not whole_bytes:
+        return
+    share = min(1.0, math.ceil(4 * (given + least_shortfall(job) / whole_bytes)) / 4)
+    changed = replace(job, optimizer=replace(job.optimizer, share_on_host=share))
+    if max(sum(sizes.values()) for sizes in changed.resident_host_bytes) <= job.host_budget_bytes:
+        yield f"optimizer_cpu_offload=true with optimizer_offload_fraction={share:g}", changed
 
 
 def smaller_microbatches(job: Job) -> Iterator[tuple[str, Job]]:

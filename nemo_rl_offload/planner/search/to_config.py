@@ -52,7 +52,8 @@ class ChoiceAsConfig:
 
     def host_excess(self, job: Job) -> int:
         """How far it is above the host's budget."""
-        return max(0, *(self.step.host_bytes(rank) - job.host_budget_bytes for rank in range(len(self.step.stages))))
+        allowed = job.activations_host_budget_bytes
+        return max(0, *(self.step.host_bytes(rank) - allowed for rank in range(len(self.step.stages))))
 
     def order(self, job: Job) -> tuple[int, int, float, int]:
         """Smaller is better: what is above the budgets of host and device, then time, then memory."""
@@ -187,7 +188,7 @@ class _Search:
 def excess_bytes(job: Job, step: SimulatedStep) -> int:
     """How far a step is above the budget of the device, or that of the host where it is further."""
     host_bytes = max(step.host_bytes(rank) for rank in range(len(step.stages)))
-    return max(0, highest_peak(step) - job.budget_bytes, host_bytes - job.host_budget_bytes)
+    return max(0, highest_peak(step) - job.budget_bytes, host_bytes - job.activations_host_budget_bytes)
 
 
 def offloaded_bytes(step: SimulatedStep) -> Counter[str]:

@@ -15,7 +15,6 @@ from nemo_rl_offload.planner.cost.memory import allowance_bytes, stage_parameter
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.pipeline_schedule import PipelinePass, pipeline_schedule
 from nemo_rl_offload.planner.simulate.simulator import Segment
-from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import counted_layers, stage_layers
 
 
@@ -253,19 +252,11 @@ class _Builder:
         num_expert_layers = [sum(job.shape.layers_with_experts[layer] for layer in chunk) for chunk in chunks]
         if self.alive_bytes and any(num_expert_layers):
             static["experts' buffers"] = self.alive_bytes
-        if job.teacher is not None:
-            static["teacher"] = self._teacher_bytes(job.teacher, rank)
         static |= allowance_bytes(job.device)
         sizes = [sum(p.kept_bytes + sum(g.num_bytes for g in p.groups) for p in chunk) for chunk in parts]
         live = live_at_peak(passes, sizes)
         host_bytes = self.host_bytes * sum(count * each for count, each in zip(live, num_expert_layers, strict=True))
         return Stage(rank, tuple(chunks), tuple(parts), static, live, host_bytes)
-
-    def _teacher_bytes(self, teacher: ModelShape, rank: int) -> int:
-        """Weights alone, over the same ranks."""
-        layout = replace(self.job.layout, num_layers_first=None, num_layers_last=None, virtual=1)
-        chunks = stage_layers(layout, teacher.num_layers)[rank]
-        return stage_parameters(teacher, layout, chunks, rank).total * self.job.teacher_element_bytes
 
     def _recomputation_bytes(self, chunks: Sequence[range]) -> int:
         """What is recomputed at a time: some of a layer, or a group of layers, with its output instead of its input,

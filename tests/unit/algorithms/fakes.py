@@ -15,7 +15,7 @@ from nemo_rl_offload.environments.interface import Episode, Score
 from nemo_rl_offload.generation.interface import Generated
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.runs.manifest import Manifest, check_contents, file_digest
-from nemo_rl_offload.runs.run_files import MemorySample
+from nemo_rl_offload.runs.run_files import MemorySample, MemoryTotals
 
 END_ID = 2
 PROGRESS = {"loss", "tokens_per_s", "offloaded_bytes", "reward", "accuracy"}
@@ -140,8 +140,11 @@ class FakePolicy:
     def paged_stash_stats(self) -> None:
         return None
 
-    def peak_device_bytes(self) -> None:
-        return None
+    def hand_back_memory(self) -> None:
+        """There is no device."""
+
+    def memory(self) -> MemoryTotals:
+        return {"peak_device_bytes": None}
 
 
 class FakeEnvironment:

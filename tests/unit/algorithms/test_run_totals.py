@@ -59,11 +59,31 @@ def test_what_was_not_counted_counts_nothing() -> None:
 def test_totals_of_a_policy_beside_those_of_a_checkpoint() -> None:
     policy = FakePolicy()
     policy.weight = 3
-    first = run_totals(policy, {})
+    first = run_totals(policy, {}, {"train": 2.0})
     assert (first["offload"]["bytes_out"], first["paged_stash"]) == (3000, None)
     assert first["memory"] == {"peak_device_bytes": None}
-    assert run_totals(policy, first)["offload"]["bytes_out"] == 6000
-    assert run_totals(policy, {"memory": {"peak_device_bytes": 5}})["memory"] == {"peak_device_bytes": 5}
+    later = run_totals(policy, first, {"train": 3.0, "generation": 1.0})
+    assert later["offload"]["bytes_out"] == 6000
+    assert later["phase_seconds"] == {"train": 5.0, "generation": 1.0}
+    assert run_totals(policy, {"memory": {"peak_device_bytes": 5}}, {})["memory"] == {"peak_device_bytes": 5}
+
+
+def test_peaks_by_phase_and_host_memory_are_the_most() -> None:
+    """The workers of a later process hold what those of an earlier one held."""
+    before = {
+        "peak_device_bytes_by_phase": {"train": 9, "logprobs": 2},
+        "host_bytes": {"activations": 4, "optimizer": 7},
+    }
+    now = {
+        "peak_device_bytes_by_phase": {"train": 8, "generation": 3},
+        "host_bytes": {"activations": 5, "optimizer": 7},
+    }
+    assert added({"memory": before}, {"memory": now}) == {
+        "memory": {
+            "peak_device_bytes_by_phase": {"train": 9, "generation": 3, "logprobs": 2},
+            "host_bytes": {"activations": 5, "optimizer": 7},
+        }
+    }
 
 
 @pytest.mark.parametrize("starts", [[7.0], [0.0, 7.0], [7.0, 9.0]])

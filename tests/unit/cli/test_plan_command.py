@@ -1,6 +1,7 @@
 """`nemo-rl-offload plan` as a user meets it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,13 +35,26 @@ def test_an_exemplar_is_planned_from_the_catalogue(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_an_engine_on_the_same_gpus_is_said_not_to_be_counted(capsys: pytest.CaptureFixture[str], apart: bool) -> None:
+def test_an_engine_on_the_same_gpus_has_its_share_while_it_generates(
+    capsys: pytest.CaptureFixture[str], apart: bool
+) -> None:
     engine = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.gpu_memory_utilization=0.45"]
     colocated = "policy.generation.colocated"
     slots = [f"{colocated}.enabled=false", f"{colocated}.resources.gpus_per_node=1", "cluster.gpus_per_node=2"]
-    text = plan(capsys, SMALL, "--gpu", "h100-80gb", *engine, *(slots if apart else []))
-    assert ("not counted: vLLM's engine takes 0.45 of each GPU" in text) is not apart
-    assert "not counted" not in plan(capsys, SMALL, "--gpu", "h100-80gb")
+    words = ("--gpu", "h100-80gb", "--format", "json", *engine, *(slots if apart else []))
+    phases = {each["phase"]: each for each in json.loads(plan(capsys, SMALL, *words))["phases"]}
+    assert ("generation" in phases) is not apart
+    if not apart:
+        assert phases["generation"]["parts"]["vLLM's engine"] == pytest.approx(0.45 * 79.1 * 2**30)
+
+
+def test_an_engine_that_leaves_training_no_room_is_told_its_share(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (SMALL, "--gpu", "h100-80gb", "policy.generation.backend=vllm")
+    share = "policy.generation.vllm_cfg.gpu_memory_utilization"
+    text = plan(capsys, *words, f"{share}=0.95", code=EXIT_USER_ERROR)
+    (said,) = re.findall(rf"not enough: generation on stage 0: .* more than there is\. {share} may be ([\d.]+)\.", text)
+    assert "not enough" not in plan(capsys, *words, f"{share}={said}")
+    plan(capsys, *words, f"{share}={float(said) + 0.02}", code=EXIT_USER_ERROR)
 
 
 def test_a_local_folder_is_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,11 +161,19 @@ def test_the_start_model_waits_on_the_host_where_its_loss_needs_it(
     assert (data["host"]["of_it_start_model_bytes"] > 0) == is_kept
 
 
-def test_the_teacher_stays_beside_the_student(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_teacher_is_on_the_device_while_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     words = (str(EXAMPLES / "distillation_math.yaml"), "--gpu", "h200", "--gpus-per-node", "4", "--format", "json")
-    (stage,) = json.loads(plan(capsys, *words))["stages"]
-    assert stage["static_bytes"]["teacher"] == pytest.approx(7.616e9 * 2, rel=1e-3)
-    assert stage["peak_bytes"] > stage["static_bytes"]["teacher"] + stage["static_bytes"]["weights"]
+    data = json.loads(plan(capsys, *words))
+    teacher = pytest.approx(7.616e9 * 2, rel=1e-3)
+    assert {each["phase"]: each["parts"].get("teacher") for each in data["phases"]} == {
+        "generation": None,
+        "teacher's logits": teacher,
+        "training": None,
+        "optimizer step": None,
+    }
+    assert data["host"]["beside"]["teacher"] == teacher
+    (move,) = next(each["moves"] for each in data["phases"] if each["phase"] == "teacher's logits")
+    assert move["ms"] == pytest.approx(7.616e9 * 2 / 55e6, rel=1e-3)
 
 
 def test_an_override_may_give_what_a_file_leaves_open(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

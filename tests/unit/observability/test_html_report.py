@@ -108,6 +108,16 @@ def test_a_finished_run(run_dir: Path) -> None:
     assert "other 62.5%" in text
 
 
+def test_phases_and_host_memory_are_shown_where_they_were_counted(run_dir: Path) -> None:
+    memory = {"peak_device_bytes": 7, "peak_device_bytes_by_phase": {"train": 7}, "host_bytes": {"activations": 2048}}
+    counted = {"memory": memory, "phase_seconds": {"train": 1.5}}
+    for more in ({}, counted):
+        (run_dir / "summary.json").write_text(json.dumps(SUMMARY | more))
+        text = report(run_dir).text
+        for part in ("phase train1.5 s, peak 7 B", "host memory of activations2.00 KiB"):
+            assert (part in text) == bool(more), part
+
+
 def test_warnings_and_an_engine_that_counts_nothing(run_dir: Path) -> None:
     counts = dict.fromkeys(SUMMARY["offload"]) | {"engine": "megatron", "modules": [], "per_module": {}, "overlap": 0.5}
     (run_dir / "summary.json").write_text(json.dumps(SUMMARY | {"offload": counts}))

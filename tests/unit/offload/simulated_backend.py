@@ -93,7 +93,8 @@ class SimulatedBackend:
         destinations = [torch.full((block.num_bytes,), POISON, dtype=torch.uint8) for block in blocks]
         started += destinations
         for destination, block in zip(destinations, blocks, strict=True):
-            operation = self._enqueue(IN, destination.untyped_storage(), block, [_operation(block.last_event)])
+            needs = [] if block.last_event is None else [_operation(block.last_event)]
+            operation = self._enqueue(IN, destination.untyped_storage(), block, needs)
             self._access(operation, block, writes=False)
         return destinations, operation
 

@@ -269,3 +269,32 @@ class UnbackedBackend(HostBackend):
 
     def allocate_host(self, num_bytes: int) -> HostSlab:
         return HostSlab(torch.empty(0, dtype=torch.uint8), num_bytes)
+
+
+def test_held_blocks_count_against_the_budget_and_stay_whatever_else_moves() -> None:
+    arena = HostArena(HostBackend(), 48 << 20)
+    held = arena.hold(20 << 20)
+    assert held is not None
+    assert len(held.pieces) == 1
+    write(held, 9)
+    assert arena.hold(30 << 20) is None
+    assert (arena.held_bytes, arena.free_bytes) == (20 << 20, 28 << 20)
+    passing = arena.reserve(16 << 20)
+    assert passing is not None
+    write(passing, 1)
+    assert arena.reserve(14 << 20) is None  # 48 - 20 - 16 are left
+    arena.rebuild([])
+    assert arena.used_bytes == 0
+    assert holds(held, 9)
+    assert arena.held_bytes == 20 << 20
+    slab = StorageWeakRef(held.pieces[0].slab.data.untyped_storage())
+    arena.release(held)
+    assert arena.held_bytes == 0
+    assert not slab.expired()
+    del held
+    assert slab.expired()
+
+
+def test_memory_that_the_system_refuses_is_no_held_block() -> None:
+    with pytest.raises(MemoryError, match="refused"):
+        HostArena(RefusingBackend(), 1 << 20).hold(1000)

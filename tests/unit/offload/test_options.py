@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.offload import HostBackend, OffloadEngine
+from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.memory_budget import Measured
 from nemo_rl_offload.offload.options import OffloadOptions, build_engine
 from nemo_rl_offload.offload.selection import Selection
@@ -78,3 +80,22 @@ def test_auto_has_both_budgets_and_asks_the_other_ranks() -> None:
 def test_mistakes_are_told(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         built(**options)
+
+
+def test_an_arena_that_others_use_too_outlives_the_engine() -> None:
+    arena = HostArena(HostBackend(), 8 << 20)
+    assert arena.hold(6 << 20) is not None
+    options = OffloadOptions(modules=["core_attn"], host_memory_budget_bytes=8 << 20, min_tensor_bytes=0)
+    engine = build_engine(options, arena.backend, arena=arena)
+    weight = torch.ones(1 << 19, requires_grad=True)
+    region = engine.region("core_attn", 0)
+    with region:
+        result = (weight * weight).exp()  # saves 2 MiB twice
+    engine.commit(region, result)
+    assert (engine.stats().host_bytes, engine.stats().denied_bytes) == (2 << 20, 2 << 20)
+    result.sum().backward()
+    del result, region
+    engine.close()
+    assert arena.held_bytes == 6 << 20
+    assert arena.used_bytes == 0
+    assert arena.reserve(1 << 20) is not None

@@ -207,11 +207,11 @@ def _minimum(found: Planned) -> Iterator[str]:
     """Nothing that is shown takes less memory than what is said to be needed, or fits where nothing is said to."""
     data = found.data
     chosen, budget, host = data["outcomes"]["chosen"], data["budget_bytes"], data["host"]["pinned_limit_per_rank_bytes"]
-    if data["fits"] != (chosen["peak_bytes"] <= budget):
+    if data["training_fits"] != (chosen["peak_bytes"] <= budget):
         yield f"minimum: fits is {data['fits']}, with a peak of {chosen['peak_bytes']} of {budget}"
     if chosen["host_bytes"] > host:
         yield f"minimum: the choice takes {chosen['host_bytes']} of the host, which has {host}"
-    if data["fits"]:
+    if data["training_fits"]:
         return
     for name, peak, _, host_bytes in _rows(data):
         if peak < chosen["peak_bytes"] and (host_bytes or 0) <= host:
@@ -223,7 +223,7 @@ def _other_budgets(case: Case, found: Planned) -> Iterator[str]:
     free = case.plan(options=case.options[: case.options.index("--memory")]).data
     budget, host = found.data["budget_bytes"], found.data["host"]["pinned_limit_per_rank_bytes"]
     for name, peak, ms, host_bytes in _rows(free):
-        if peak <= budget and (host_bytes or 0) <= host and not found.data["fits"]:
+        if peak <= budget and (host_bytes or 0) <= host and not found.data["training_fits"]:
             yield f"budgets: {name} of a plan with more memory takes {peak} and {ms} ms, and nothing is said to fit"
     for point in free["frontier"]:
         if point["peak_bytes"] > budget:
@@ -238,7 +238,7 @@ def _choice(found: Planned) -> Iterator[str]:
     chosen, budget, host = data["outcomes"]["chosen"], data["budget_bytes"], data["host"]["pinned_limit_per_rank_bytes"]
     for name, peak, ms, host_bytes in _rows(data):
         if peak <= budget and (host_bytes or 0) <= host:
-            if not data["fits"]:
+            if not data["training_fits"]:
                 yield f"choice: {name} fits, and the choice does not"
             elif ms < chosen["step_ms"] - CLOSE_MS:
                 yield f"choice: {name} fits and takes {ms} ms, less than the choice's {chosen['step_ms']}"
@@ -286,10 +286,10 @@ def _text(found: Planned) -> Iterator[str]:
             if said not in line:
                 yield f"text: {line!r} is not {said}"
     does_fit, does_not = "\nfits with" in text or "\nfits without" in text, "does not fit: " in text
-    if does_fit != data["fits"] or does_not == data["fits"]:
+    if does_fit != data["training_fits"] or does_not == data["training_fits"]:
         yield f"text: fits is {data['fits']}, and the text says something else"
     keys = data["megatron_cfg"]
-    if data["fits"] and ("fits without offloading" in text) != (
+    if data["training_fits"] and ("fits without offloading" in text) != (
         not keys["offload_modules"] and not keys.get("recompute_granularity")
     ):
         yield f"text: 'fits without offloading' with {keys}"
@@ -331,7 +331,7 @@ def _rows_can_be_asked_for(case: Case, found: Planned) -> Iterator[str]:
         came = again.data["outcomes"]["as_configured" if keys["offload_modules"] else "nothing_offloaded"]
         if _differs(row, came):
             yield f"rows: {name} is {row}, and came back as {came} with {keys}"
-        if name == "chosen" and data["fits"] and not again.data["fits"]:
+        if name == "chosen" and data["training_fits"] and not again.data["training_fits"]:
             yield f"rows: the choice fits, and does not when it is asked for, with {keys}"
 
 
@@ -367,14 +367,16 @@ _WHERE = {
     "max_total_sequence_length": "policy",
     "logprob_chunk_size": "policy",
     "train_mb_tokens": "policy.sequence_packing",
-    "use_distributed_optimizer": f"{CFG}.optimizer",
+    **dict.fromkeys(
+        ("use_distributed_optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction"), f"{CFG}.optimizer"
+    ),
 }
 
 
 def _changes_do(case: Case, found: Planned) -> Iterator[str]:
     """Changes that would do make it fit; the nearest is as near as it is said to be."""
     changes = found.data["changes"]
-    if found.data["fits"]:
+    if found.data["training_fits"]:
         if changes:
             yield f"changes: it fits, and {changes}"
         return
@@ -382,14 +384,14 @@ def _changes_do(case: Case, found: Planned) -> Iterator[str]:
         if text == "none that was tried":
             continue
         nearest = re.fullmatch(r"none that was tried; (.+) comes nearest, ([\d.]+) GiB short", text)
-        words = re.findall(r"(\w+)=(\w+)", nearest[1] if nearest else text)
+        words = re.findall(r"(\w+)=([\w.]+)", nearest[1] if nearest else text)
         overrides = [f"{_WHERE.get(key, CFG)}.{key}={value}" for key, value in words]
         try:
             again = case.plan(*overrides)
         except ConfigError as error:
             yield f"changes: '{text}' is refused: {error}"
             continue
-        if not nearest and not again.data["fits"]:
+        if not nearest and not again.data["training_fits"]:
             yield f"changes: '{text}' is {again.data['shortfall_bytes'] / GIB:.2f} GiB short"
         if nearest and abs(again.data["shortfall_bytes"] / GIB - float(nearest[2])) > 0.051:
             yield f"changes: '{text}' is {again.data['shortfall_bytes'] / GIB:.2f} GiB short"
@@ -405,7 +407,7 @@ def run_cases(seeds: Iterable[int], say: Callable[[str], None] | None = None) ->
             faults = list(find_faults(case))
             data = case.plan().data
             auto = data["megatron_cfg"]["offload_modules"] == "auto"
-            seen["fits" if data["fits"] else "does not fit"] += 1
+            seen["fits" if data["training_fits"] else "does not fit"] += 1
             seen["auto"] += auto
             seen["recomputes"] += bool(data["megatron_cfg"].get("recompute_granularity"))
             seen["rows"] += len(data["frontier"])

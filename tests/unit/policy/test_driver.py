@@ -113,8 +113,11 @@ class FakeWorker:
         sizes = {"device_bytes": 100 + self.rank, "host_bytes": self.rank, "peak_bytes": 9}
         return {"steps": 7, "reruns": 2, **factors, **sizes}
 
-    def peak_device_bytes(self) -> int | None:
-        return 100 + self.rank
+    def peak_device_bytes(self) -> dict[str, int]:
+        return {"train": 100 + self.rank}
+
+    def host_bytes(self) -> dict[str, int]:
+        return {"activations": 10 + self.rank, "reference_weights": 5}
 
 
 SAMPLING = Sampling(4)
@@ -387,13 +390,27 @@ def test_notices_name_their_ranks(world_size: int, expected: list[str], make: Ma
     assert make(world_size)[0].notices() == expected
 
 
-@pytest.mark.parametrize(("peaks", "expected"), [([3, 8], 8), ([None, None], None)])
-def test_peak_device_bytes(
-    peaks: list[int | None], expected: int | None, make: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("peaks", "expected", "by_phase"),
+    [
+        (({"train": 3, "logprobs": 2}, {"train": 1, "logprobs": 8}), 8, {"train": 3, "logprobs": 8}),
+        (({}, {}), None, {}),
+    ],
+)
+def test_memory_of_all_ranks(
+    peaks: tuple[dict[str, int], ...],
+    expected: int | None,
+    by_phase: dict[str, int],
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy, _ = make(2)
     monkeypatch.setattr(FakeWorker, "peak_device_bytes", lambda self: peaks[self.rank])
-    assert policy.peak_device_bytes() == expected
+    assert policy.memory() == {
+        "peak_device_bytes": expected,
+        "peak_device_bytes_by_phase": by_phase,
+        "host_bytes": {"activations": 21, "reference_weights": 10},
+    }
 
 
 def test_paged_stash_stats_of_all_ranks(make: Make) -> None:

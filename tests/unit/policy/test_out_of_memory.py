@@ -26,6 +26,7 @@ from nemo_rl_offload.policy.out_of_memory import (
     out_of_memory,
     out_of_memory_while,
 )
+from nemo_rl_offload.policy.residency.phases import Counter, PhasePeaks
 from nemo_rl_offload.policy.worker import PolicyWorker
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import find_device
@@ -327,8 +328,14 @@ def error(request: pytest.FixtureRequest) -> RuntimeError:
 def worker(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> PolicyWorker:
     """One on a full H100, where everything that needs memory fails."""
 
+    peak = [0]
+
     def fail(*_: Any, **__: Any) -> None:
+        peak[0] = H100.peak_bytes
         raise error
+
+    def forget() -> None:
+        peak[0] = 0
 
     for name in ("train_step", "evaluate"):
         monkeypatch.setattr(train_step_module, name, fail)
@@ -336,13 +343,15 @@ def worker(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> PolicyWorker
         monkeypatch.setattr(log_probabilities_module, name, fail)
     monkeypatch.setattr(generation_module, "generating", fail)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, H100.total_bytes))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: H100.peak_bytes)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100.name)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     found = PolicyWorker.__new__(PolicyWorker)
     found._policy, found._model_path = policy(), Path("nowhere")
+    found._phases = PhasePeaks(Counter(lambda: 0, torch.cuda.max_memory_allocated, forget))
+    found._departed = None
     found._model = types.SimpleNamespace(
-        gather_weights=lambda: None, modules=[], config=types.SimpleNamespace(vocab_size=8)
+        gather_weights=lambda: None, modules=[], config=types.SimpleNamespace(vocab_size=8), optimizer=None
     )  # type: ignore[assignment]
     found._export = types.SimpleNamespace(next_bucket=fail)  # type: ignore[assignment]
     found._loader = types.SimpleNamespace(load=fail)  # type: ignore[assignment]

@@ -489,3 +489,10 @@ def test_fields_that_megatron_checks_itself_are_warned_about(check: Check) -> No
     found = examine(read_config(TINY, [f"{M}.model_overrides={{num_layers:3}}"]), run_here=False)
     assert [problem.path for problem in found.problems] == [f"{M}.model_overrides.num_layers"]
     assert found.warnings == [], "it is refused, and nothing else is to be said about it"
+
+
+def test_an_optimizer_of_which_nothing_goes_to_the_host(check: Check) -> None:
+    path = f"{M}.optimizer.optimizer_cpu_offload"
+    assert check(f"{path}=true").warnings == []
+    (warning,) = check(f"{path}=true", f"{M}.optimizer.optimizer_offload_fraction=0").warnings
+    assert warning.startswith(f"{path}: optimizer_offload_fraction is 0")

@@ -23,9 +23,8 @@ OPTIMIZER = {
     "sgd_momentum": 0.375,
     "clip_grad": 2.5,
     "use_distributed_optimizer": True,
-    "optimizer_cpu_offload": True,
-    "optimizer_offload_fraction": 0.5,
 }
+OF_RESIDENCY = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 NEEDS_TRANSFORMER_ENGINE = {"use_precision_aware_optimizer"}
 
 
@@ -33,8 +32,16 @@ NEEDS_TRANSFORMER_ENGINE = {"use_precision_aware_optimizer"}
 def test_optimizer_keys(key: str, value: object, make_policy: MakePolicy) -> None:
     policy = make_policy(f"optimizer.{key}={str(value).lower()}")
     assert getattr(optimizer_setup.optimizer_config(policy), key) == value
-    assert policy["megatron_cfg"]["optimizer"].keys() == OPTIMIZER.keys() | NEEDS_TRANSFORMER_ENGINE
+    assert (
+        policy["megatron_cfg"]["optimizer"].keys() == OPTIMIZER.keys() | OF_RESIDENCY.keys() | NEEDS_TRANSFORMER_ENGINE
+    )
     assert optimizer_setup.optimizer_config(policy | {"precision": "bfloat16"}).bf16
+
+
+def test_megatron_is_told_nothing_of_an_optimizer_on_the_host(make_policy: MakePolicy) -> None:
+    policy = make_policy(*(f"optimizer.{key}={str(value).lower()}" for key, value in OF_RESIDENCY.items()))
+    config = optimizer_setup.optimizer_config(policy)
+    assert (config.optimizer_cpu_offload, config.optimizer_offload_fraction) == (False, 0.0)
 
 
 @pytest.mark.parametrize("key", ["grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"])

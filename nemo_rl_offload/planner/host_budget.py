@@ -1,0 +1,82 @@
+"""Whether what waits in host memory throughout a run has room in its budget, as far as a configuration says it.
+
+A budget that is a share of a machine's memory is the machine's to say; a worker looks at that when it has built its
+model, before anything moves.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nemo_rl_offload.config.algorithms import ALGORITHMS
+from nemo_rl_offload.config.rules.parallel import training_and_generating
+from nemo_rl_offload.config.rules.rule import read_shape
+from nemo_rl_offload.config.schema import MasterConfig, MegatronConfig
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.planner.cost.memory import stage_parameters, state_bytes
+from nemo_rl_offload.planner.job import read_layout, read_optimizer
+from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
+from nemo_rl_offload.units import human_bytes, parse_bytes
+
+KEY = "policy.megatron_cfg.activation_offload.host_memory_budget"
+
+
+def host_problems(config: MasterConfig) -> Iterator[str]:
+    """A problem where the optimizer's part on the host and the reference's weights are above the budget of a rank.
+    `config` has no other problem."""
+    policy = config["policy"]
+    megatron_cfg = policy["megatron_cfg"]
+    budget, optimizer = megatron_cfg["activation_offload"]["host_memory_budget"], megatron_cfg["optimizer"]
+    keeps_reference = ALGORITHMS[config["algorithm"]].keeps_reference(config)
+    if not isinstance(budget, str) or not (optimizer["optimizer_cpu_offload"] or keeps_reference):
+        return
+    try:
+        shape = read_shape(policy["model_name"])
+    except ConfigError:  # a warning says that rules about it were not checked
+        return
+    element_bytes = 4 if policy["precision"] == "float32" else 2
+    needed: dict[str, int] = {}
+    if optimizer["optimizer_cpu_offload"] and (layout := _layout(config)) is not None:
+        needed["what optimizer_cpu_offload keeps there"] = max(_optimizer_bytes(config, shape, layout, element_bytes))
+    if keeps_reference:
+        needed["the reference's weights"] = max(_weights_bytes(shape, _least_layout(megatron_cfg), element_bytes))
+    if sum(needed.values()) > parse_bytes(budget):
+        parts = " and ".join(f"{what} ({human_bytes(size)})" for what, size in needed.items())
+        other = "or divide the model over more ranks"
+        if optimizer["optimizer_cpu_offload"]:
+            other = "lower optimizer.optimizer_offload_fraction, or take more ranks"
+        yield f"{KEY}: {budget} a rank has no room for {parts}. Raise it, {other}."
+
+
+def _layout(config: MasterConfig) -> ParallelLayout | None:
+    """None where the number of workers is the machine's to say, and decides."""
+    megatron_cfg, per_node = config["policy"]["megatron_cfg"], config["cluster"]["gpus_per_node"]
+    if per_node != "auto":
+        generates = ALGORITHMS[config["algorithm"]].generates
+        colocated = config["policy"]["generation"]["colocated"] if generates else {"enabled": True}
+        num_training, _ = training_and_generating(colocated, config["cluster"]["num_nodes"], per_node)
+        return read_layout(megatron_cfg, num_training)
+    return None if megatron_cfg["optimizer"]["use_distributed_optimizer"] else _least_layout(megatron_cfg)
+
+
+def _least_layout(megatron_cfg: MegatronConfig) -> ParallelLayout:
+    """Of one copy of the model."""
+    layout = read_layout(megatron_cfg, 1)
+    return replace(layout, world=layout.tensor * layout.pipeline * layout.context)
+
+
+def _weights_bytes(shape: ModelShape, layout: ParallelLayout, element_bytes: int) -> Iterator[int]:
+    """Of each pipeline stage."""
+    for rank, chunks in enumerate(stage_layers(layout, shape.num_layers)):
+        yield stage_parameters(shape, layout, chunks, rank).total * element_bytes
+
+
+def _optimizer_bytes(
+    config: MasterConfig, shape: ModelShape, layout: ParallelLayout, element_bytes: int
+) -> Iterator[int]:
+    """Of each pipeline stage."""
+    optimizer = read_optimizer(config["policy"]["megatron_cfg"], element_bytes)
+    for rank, chunks in enumerate(stage_layers(layout, shape.num_layers)):
+        parameters = stage_parameters(shape, layout, chunks, rank)
+        whole = state_bytes(parameters, layout, replace(optimizer, share_on_host=0.0), element_bytes)["optimizer"]
+        yield round(whole * optimizer.share_on_host)

@@ -1,0 +1,247 @@
+"""What a step's phases take of the device, what of the job waits in host memory, and what crosses the link for it.
+
+A training step's peak is the simulation's. The other phases run without gradients: what is there throughout, one
+layer's forward, and the output head. Sizes are of one rank of a pipeline stage.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_rl_offload.planner.cost.activations import LayerContext, Tokens, forward_bytes, key_value_bytes
+from nemo_rl_offload.planner.cost.head import forward_logits_bytes, fused_head_forward_bytes
+from nemo_rl_offload.planner.cost.memory import optimizer_host_bytes, optimizer_parameters, stage_parameters
+from nemo_rl_offload.planner.job import Job
+from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep
+from nemo_rl_offload.planner.simulate.stages import job_link
+from nemo_rl_offload.units import GIB, MIB, gib
+
+EXCHANGE_BYTES = 128 * MIB
+"""Device memory that holds pieces of weights on their way: `offload.waiting_weights`."""
+UPDATE_BYTES = 4
+"""That torch's Adam needs for each parameter while it updates all of them at once."""
+BUCKETS_BYTES = 1024 * MIB
+"""Likewise for an optimizer on the host: `policy.residency.streamed_optimizer`."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a step on one rank."""
+
+    name: str
+    parts: dict[str, int]
+    """Device memory at its peak, in bytes, by what it is for."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """Host memory of one rank, in bytes: at each place that of the fullest stage."""
+
+    parts: dict[str, int]
+    """Pinned, within the budget, by what waits there."""
+    beside: dict[str, int]
+    """Beside the budget: the stash's pages, and the teacher's weights in workers of their own."""
+    budget_bytes: int
+    node_ranks: int
+    node_bytes: int
+    """That a machine has."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Within the budget."""
+        return sum(self.parts.values())
+
+    @property
+    def used_node_bytes(self) -> int:
+        """Of all ranks of a machine."""
+        return (self.pinned_bytes + sum(self.beside.values())) * self.node_ranks
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bytes that cross the link in one phase of a step."""
+
+    phase: str
+    what: str
+    out_bytes: int
+    in_bytes: int
+    ms: float
+    """With both directions busy at once."""
+
+
+class PhasesOfStage:
+    """The phases of one pipeline stage's rank under a simulated step."""
+
+    def __init__(self, job: Job, step: SimulatedStep, rank: int) -> None:
+        self._job, self._step, self._rank = job, step, rank
+        self._static = step.stages[rank].static_bytes
+        self._is_last = rank == job.layout.pipeline - 1
+        self._num_layers = sum(map(len, step.stages[rank].layers))
+        names = ("weights", "gradients", "optimizer", "runtime", "fragmentation")
+        self._resident = {name: self._static[name] for name in names if self._static.get(name)}
+        self._asleep = dict(self._resident)
+        if job.frees_gradients:
+            del self._asleep["gradients"]
+
+    def phases(self) -> list[Phase]:
+        """In the order of a step."""
+        job, passes = self._job, self._job.passes
+        found = []
+        if passes.generation_rows:
+            found.append(Phase("generation", self._asleep | self._generation()))
+        elif passes.engine_share:
+            engine = {"vLLM's engine": int(passes.engine_share * job.device.memory_bytes)}
+            found.append(Phase("generation", self._asleep | engine))
+        if passes.logprob_tokens and job.teacher is not None:
+            teacher = {"teacher": job.teacher_bytes[self._rank], **self._forward(passes.logprob_tokens)}
+            found.append(Phase("teacher's logits", self._asleep | teacher))
+        elif passes.logprob_tokens:
+            forward = self._forward(passes.logprob_tokens)
+            found.append(Phase("log-probabilities", self._asleep | forward))
+            if job.reference_on_host:
+                exchanged = {"weights on their way": min(EXCHANGE_BYTES, self._static["weights"])}
+                found.append(Phase("reference log-probabilities", self._asleep | forward | exchanged))
+        others = {name: size for name, size in self._static.items() if name not in self._resident and size}
+        activations = {"activations": self._step.times[self._rank].peak_bytes}
+        found.append(Phase("training", self._resident | others | activations))
+        found.append(Phase("optimizer step", self._resident | self._update()))
+        return found
+
+    def _context(self, tokens: int) -> LayerContext:
+        context = self._job.context
+        return replace(context, tokens=Tokens(max(1, tokens // self._job.layout.context), self._job.sequence))
+
+    def _forward(self, tokens: int) -> dict[str, int]:
+        job, context = self._job, self._context(tokens)
+        found = {"one layer's forward": self._one_layer(context)}
+        if self._is_last:
+            head_bytes = forward_logits_bytes if job.makes_logits else fused_head_forward_bytes
+            element_bytes, chunk = job.numbers.element_bytes, job.head_chunk_tokens
+            head = head_bytes(job.shape, job.layout, context.tokens.count, element_bytes, chunk)
+            return {job.head_name: max(head, *found.values())}  # one after the other
+        return found
+
+    def _one_layer(self, context: LayerContext) -> int:
+        kinds = {
+            self._job.shape.layers_with_experts[min(layer, len(self._job.shape.layers_with_experts) - 1)]
+            for chunk in self._step.stages[self._rank].layers
+            for layer in chunk
+        }
+        return max((forward_bytes(context, kind) for kind in kinds), default=0)
+
+    def _generation(self) -> dict[str, int]:
+        job, passes = self._job, self._job.passes
+        layout = replace(job.layout, sequence_parallel=False, context=1)  # a step has one position of each row
+        tokens = passes.generation_rows * passes.generation_length
+        whole = replace(job.context, layout=layout, tokens=Tokens(tokens, passes.generation_length))
+        prompts = replace(whole, tokens=Tokens(passes.generation_rows * passes.prompt_length, passes.prompt_length))
+        found = {
+            "keys and values": key_value_bytes(whole, self._num_layers),
+            "one layer's forward": self._one_layer(prompts),
+        }
+        if self._is_last:
+            rows, element_bytes = passes.generation_rows, job.numbers.element_bytes
+            found["logits"] = forward_logits_bytes(job.shape, layout, rows, element_bytes)
+        return found
+
+    def _update(self) -> dict[str, int]:
+        """torch's own optimizers make square roots of all second moments at once; Transformer Engine's make none."""
+        job = self._job
+        parameters = stage_parameters(job.shape, job.layout, self._step.stages[self._rank].layers, self._rank)
+        on_host = optimizer_host_bytes(parameters, job.layout, job.optimizer)
+        found = {"buckets on their way": min(BUCKETS_BYTES, on_host)} if on_host else {}
+        if job.transformer_engine or job.optimizer.state_bytes < 8:
+            return found
+        number = optimizer_parameters(parameters, job.layout, job.optimizer) * (1 - job.optimizer.share_on_host)
+        return found | {"the update's own": round(UPDATE_BYTES * number)}
+
+    def moves(self) -> list[Move]:
+        """What crosses the link in a step, but for activations, which the simulation times."""
+        found, host = [], self._job.resident_host_bytes[self._rank]
+        if size := host.get("reference weights"):
+            found.append(self._move("reference log-probabilities", "reference weights in and out", 2 * size, 2 * size))
+        if size := self._job.teacher_bytes[self._rank]:
+            found.append(self._move("teacher's logits", "teacher's weights in", 0, size))
+        if size := host.get("optimizer"):
+            found.append(self._move("optimizer step", "optimizer through the device", size, size))
+        return found
+
+    def _move(self, phase: str, what: str, out_bytes: int, in_bytes: int) -> Move:
+        link = job_link(self._job)
+        ms = max(out_bytes / link.out_bytes_per_ms, in_bytes / link.in_bytes_per_ms)
+        return Move(phase, what, out_bytes, in_bytes, ms)
+
+
+def host_use(job: Job, step: SimulatedStep) -> HostUse:
+    """What a job needs of the host under a simulated step."""
+    ranks = range(len(step.stages))
+    parts = {"activations": max(map(step.host_bytes, ranks))}
+    for each in job.resident_host_bytes:
+        for name, size in each.items():
+            parts[name] = max(size, parts.get(name, 0))
+    beside = {
+        "paged stash": max(stage.stash_host_bytes for stage in step.stages),
+        "teacher": max(job.teacher_bytes),
+    }
+    node_bytes = int(job.device.host_memory_gib * GIB) * job.node_ranks
+    parts, beside = ({name: size for name, size in sizes.items() if size} for sizes in (parts, beside))
+    return HostUse(parts, beside, job.host_budget_bytes, job.node_ranks, node_bytes)
+
+
+def lacking(job: Job, step: SimulatedStep) -> Iterator[str]:
+    """What is missing beside the training step: on the host, and in phases that no choice of modules changes."""
+    yield from _lacking_on_host(job, host_use(job, step))
+    for rank, phase in fullest(job, step):
+        if phase.name != "training" and phase.peak_bytes > job.budget_bytes:
+            yield (
+                f"{phase.name} on stage {rank}: {gib(phase.peak_bytes)}, {gib(phase.peak_bytes - job.budget_bytes)} "
+                f"more than there is. {_remedy(job, phase)}"
+            )
+
+
+def _lacking_on_host(job: Job, host: HostUse) -> Iterator[str]:
+    resident = {name: size for name, size in host.parts.items() if name != "activations"}
+    less = ", or lower optimizer_offload_fraction" if "optimizer" in resident else ""
+    if (needed_bytes := sum(resident.values())) > host.budget_bytes:
+        yield (
+            f"host memory: {_listed(resident)} per rank, {gib(needed_bytes - host.budget_bytes)} more than the "
+            f"{gib(host.budget_bytes)} of activation_offload.host_memory_budget. Raise that{less}."
+        )
+    if host.used_node_bytes > host.node_bytes:
+        yield (
+            f"host memory: {host.node_ranks} ranks take {gib(host.used_node_bytes)}, a machine has "
+            f"{gib(host.node_bytes)}: {_listed(host.parts | host.beside)} each. Lower "
+            f"activation_offload.host_memory_budget{less.replace(', or lower', ' or')}."
+        )
+
+
+def _listed(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
+
+
+def _remedy(job: Job, phase: Phase) -> str:
+    if "vLLM's engine" in phase.parts:
+        left = job.budget_bytes - phase.peak_bytes + phase.parts["vLLM's engine"]
+        share = max(0.0, left / job.device.memory_bytes)
+        return f"policy.generation.vllm_cfg.gpu_memory_utilization may be {int(share * 100) / 100:g}."
+    if phase.name == "generation":
+        return "Lower policy.generation_batch_size."
+    if phase.name == "optimizer step":
+        return "Set optimizer_cpu_offload with an optimizer_offload_fraction, or more ranks."
+    if job.micro_batch_tokens is not None:
+        return "Lower logprob_mb_tokens."
+    return "Lower policy.logprob_batch_size, or set use_fused_linear_logprobs."
+
+
+def fullest(job: Job, step: SimulatedStep) -> Sequence[tuple[int, Phase]]:
+    """Each phase on the stage where it takes most, and that stage's number."""
+    found: dict[str, tuple[int, Phase]] = {}
+    for rank in range(len(step.stages)):
+        for phase in PhasesOfStage(job, step, rank).phases():
+            if phase.name not in found or phase.peak_bytes > found[phase.name][1].peak_bytes:
+                found[phase.name] = (rank, phase)
+    return list(found.values())

@@ -1,0 +1,1 @@
+"""What of a model waits in host memory, and how it comes back."""

@@ -1,0 +1,195 @@
+"""Phases of a step: what they hold, what the host holds, and what is refused with the numbers."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from jobs import make_job
+
+from nemo_rl_offload.planner.cost.memory import Optimizer
+from nemo_rl_offload.planner.cost.parameters import model_parameters
+from nemo_rl_offload.planner.job import Job, Passes
+from nemo_rl_offload.planner.phases import Phase, PhasesOfStage, fullest, host_use, lacking
+from nemo_rl_offload.planner.plan import make_plan
+from nemo_rl_offload.planner.report.data import plan_data
+from nemo_rl_offload.planner.report.phases_svg import phases_svg
+from nemo_rl_offload.planner.search.to_config import run_nothing
+from nemo_rl_offload.planner.simulate.simulated_step import highest_peak
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
+from nemo_rl_offload.units import GIB
+
+GRPO = Passes(generation_rows=32, generation_length=1024, prompt_length=256, logprob_tokens=4096)
+ALONE = ParallelLayout(1)
+ON_HOST = Optimizer(share_on_host=1.0)
+
+
+def seven_billion(**changes: object) -> Job:
+    """Qwen2.5-7B on one card, as the largest model that one trains."""
+    job = make_job("Qwen/Qwen2.5-7B", layout=ALONE, num_microbatches=4, makes_logits=False, passes=GRPO)
+    given: dict[str, Any] = {"optimizer": ON_HOST, "reference_on_host": True} | changes
+    return replace(job, **given)
+
+
+def phases_of(job: Job, rank: int = 0) -> dict[str, Phase]:
+    return {phase.name: phase for phase in PhasesOfStage(job, run_nothing(job), rank).phases()}
+
+
+def test_a_training_phase_is_the_simulated_peak() -> None:
+    job = make_job("Qwen/Qwen3-8B", layout=ParallelLayout(8, pipeline=2), passes=GRPO)
+    step = run_nothing(job)
+    for rank in range(2):
+        assert phases_of(job, rank)["training"].peak_bytes == step.peak_bytes(rank)
+
+
+def test_each_algorithm_has_its_phases_in_the_order_of_a_step() -> None:
+    sft = make_job("Qwen/Qwen2.5-1.5B")
+    assert list(phases_of(sft)) == ["training", "optimizer step"]
+    dpo = replace(sft, passes=Passes(logprob_tokens=4096), reference_on_host=True)
+    assert list(phases_of(dpo))[:2] == ["log-probabilities", "reference log-probabilities"]
+    grpo = replace(sft, passes=GRPO)
+    assert list(phases_of(grpo)) == ["generation", "log-probabilities", "training", "optimizer step"]
+    distilled = replace(grpo, teacher=sft.shape)
+    assert list(phases_of(distilled))[1] == "teacher's logits"
+
+
+def test_gradients_are_where_they_are_needed_alone() -> None:
+    job = replace(make_job("Qwen/Qwen2.5-1.5B"), passes=GRPO, reference_on_host=True)
+    kept, freed = phases_of(job), phases_of(replace(job, frees_gradients=True))
+    for name, phase in kept.items():
+        is_training = name in ("training", "optimizer step")
+        assert ("gradients" in freed[name].parts) == is_training
+        assert phase.peak_bytes - freed[name].peak_bytes == (0 if is_training else phase.parts["gradients"])
+
+
+def test_host_bytes_are_those_of_the_published_count() -> None:
+    """7.6 G parameters: 12 bytes each of state and main weights, 2 of the reference."""
+    job = seven_billion()
+    count = model_parameters(job.shape)
+    assert count == pytest.approx(7.616e9, rel=1e-3)
+    host = host_use(job, run_nothing(job))
+    assert host.parts["optimizer"] == pytest.approx(12 * count, rel=1e-3)
+    assert host.parts["reference weights"] == pytest.approx(2 * count, rel=1e-3)
+    assert host.pinned_bytes / GIB == pytest.approx(99.3, rel=0.01)
+    moves = {move.what: move for move in PhasesOfStage(job, run_nothing(job), 0).moves()}
+    assert moves["optimizer through the device"].ms == pytest.approx(12 * count / 55e6, rel=1e-3)
+    assert moves["reference weights in and out"].ms == pytest.approx(4 * count / 55e6, rel=1e-3)
+
+
+def test_ranks_share_the_optimizer_and_each_has_the_reference() -> None:
+    job = seven_billion()
+    shared = replace(job, layout=ParallelLayout(8))
+    alone, eighth = (host_use(each, run_nothing(each)) for each in (job, shared))
+    assert eighth.parts["optimizer"] == pytest.approx(alone.parts["optimizer"] / 8, rel=1e-6)
+    assert eighth.parts["reference weights"] == alone.parts["reference weights"]
+    assert eighth.used_node_bytes == 8 * eighth.pinned_bytes
+
+
+def test_what_waits_on_the_host_leaves_activations_the_rest_of_the_budget() -> None:
+    job = make_job("Qwen/Qwen3-8B", num_layers=10, micro_batch=2)
+    job = replace(job, memory_bytes=highest_peak(make_plan(job).baseline) - 2 * GIB)
+    activations = make_plan(job).chosen.host_bytes(0)
+    assert activations > GIB
+    reference = replace(job, reference_on_host=True)
+    weights = host_use(reference, run_nothing(reference)).parts["reference weights"]
+    tight = make_plan(replace(reference, host_budget=weights + activations // 2))
+    assert 0 <= tight.chosen.host_bytes(0) <= activations // 2
+    roomy = make_plan(replace(reference, host_budget=weights + activations))
+    assert roomy.chosen.host_bytes(0) == activations
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ""),
+        (
+            {"host_budget": 64 * GIB},
+            r"host memory: optimizer 85\.\d GiB, reference weights 14\.\d GiB per rank, 35\.\d GiB more than the 64\.0 "
+            r"GiB of activation_offload\.host_memory_budget\. Raise that, or lower optimizer_offload_fraction\.",
+        ),
+        (
+            {"host_budget": 10 * GIB, "optimizer": Optimizer()},
+            r"host memory: reference weights 14\.\d GiB per rank, 4\.\d GiB more than the 10\.0 GiB of .* Raise that\.",
+        ),
+        (
+            {"passes": Passes(engine_share=0.6)},
+            r"generation on stage 0: .* more than there is\. .*gpu_memory_utilization may be 0\.\d+\.",
+        ),
+        (
+            {"passes": replace(GRPO, generation_rows=4096)},
+            r"generation on stage 0: .* Lower policy\.generation_batch_size\.",
+        ),
+        (
+            {"passes": replace(GRPO, logprob_tokens=1 << 18), "makes_logits": True},
+            r"log-probabilities on stage 0: .* Lower policy\.logprob_batch_size, or set use_fused_linear_logprobs\.",
+        ),
+        ({"optimizer": Optimizer()}, r"optimizer step on stage 0: .* Set optimizer_cpu_offload"),
+    ],
+)
+def test_what_lacks_is_said_with_the_numbers(changes: dict[str, object], expected: str) -> None:
+    job = seven_billion(**changes)
+    found = list(lacking(job, run_nothing(job)))
+    assert re.search(expected, "\n".join(found)), found
+    assert bool(found) == bool(expected)
+
+
+def test_a_host_of_less_memory_than_its_ranks_take_is_refused() -> None:
+    job = seven_billion(host_budget=0.9)
+    small = replace(job, device=replace(job.device, host_memory_gib=96.0, devices_per_node=1))
+    assert any("a machine has 96.0 GiB" in text for text in lacking(small, run_nothing(small)))
+    enough = replace(job, device=replace(job.device, host_memory_gib=128.0, devices_per_node=1))
+    assert not list(lacking(enough, run_nothing(enough)))
+
+
+def test_the_optimizer_on_the_host_is_proposed_where_it_would_do() -> None:
+    """7B and Adam's state are more than one card; what is proposed fits."""
+    job = replace(seven_billion(), optimizer=Optimizer(), num_microbatches=2)
+    plan = make_plan(job)
+    assert plan.shortfall_bytes > 0
+    (share,) = [
+        float(found[1])
+        for text in plan.suggestions
+        if (found := re.fullmatch(r"optimizer_cpu_offload=true with optimizer_offload_fraction=([\d.]+)", text))
+    ]
+    assert make_plan(replace(job, optimizer=Optimizer(share_on_host=share))).shortfall_bytes == 0
+    starved = make_plan(replace(job, host_budget=20 * GIB))
+    assert not any("optimizer_offload_fraction" in text for text in starved.suggestions)
+
+
+def test_less_of_the_optimizer_on_the_host_is_said_to_fit_too() -> None:
+    job = make_job("Qwen/Qwen2.5-1.5B", layout=ALONE, passes=GRPO, makes_logits=False)
+    most = highest_peak(run_nothing(job))
+    tight = replace(job, optimizer=ON_HOST, memory_bytes=most - 8 * GIB)
+    share = make_plan(tight).least_optimizer_share
+    assert share is not None
+    assert 0 < share < 1
+
+    def fits(share: float) -> bool:
+        changed = replace(tight, optimizer=Optimizer(share_on_host=share))
+        step = run_nothing(changed)
+        return highest_peak(step) <= changed.budget_bytes and not list(lacking(changed, step))
+
+    assert fits(share)
+    assert not fits(share - 0.06)
+    assert make_plan(replace(tight, optimizer=Optimizer(share_on_host=share))).least_optimizer_share is None
+    assert make_plan(job).least_optimizer_share is None
+
+
+def test_keys_and_values_are_those_of_the_cache() -> None:
+    """Of 7B: 28 layers, 4 key heads of 128, two bytes."""
+    parts = phases_of(seven_billion())["generation"].parts
+    assert parts["keys and values"] == 32 * 1024 * 28 * 2 * 4 * 128 * 2
+
+
+def test_the_picture_has_a_bar_for_each_phase_and_each_part() -> None:
+    plan = make_plan(seven_billion())
+    data = plan_data(plan)
+    text = phases_svg(data)
+    for rank, phase in fullest(plan.chosen_job, plan.chosen):
+        assert rank == 0
+        assert f">{phase.name}</text>" in text
+    num_parts = sum(len(phase["parts"]) for phase in data["phases"]) + len(data["host"]["parts"])
+    names = {name for phase in data["phases"] for name in phase["parts"]} | set(data["host"]["parts"])
+    assert text.count("<rect") == num_parts + len(names)
+    ends = [float(x) + float(width) for x, width in re.findall(r"<rect x='([\d.]+)' y='[\d.]+' width='([\d.]+)'", text)]
+    assert max(ends) <= 190 + 640 + 1
