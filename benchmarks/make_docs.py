@@ -364,10 +364,12 @@ SECTIONS = {
 }
 
 
-def device_page(folder: Path) -> Iterator[str]:
-    """Everything that was measured on one device."""
-    results = load(folder)
-    yield f"# {next((str(each['device']) for each in results.values() if 'device' in each), folder.name)}\n"
+def has_bars(results: Mapping[str, Result]) -> bool:
+    """Whether one of E1 to E6 was measured there."""
+    return any(str(each.get("experiment", "")).startswith("E") for each in results.values())
+
+
+def _experiments(results: Mapping[str, Result], folder: Path) -> Iterator[str]:
     yield from bars_table(rows(results, folder))
     yield ""
     for experiment, (title, section) in SECTIONS.items():
@@ -386,6 +388,14 @@ def device_page(folder: Path) -> Iterator[str]:
         yield from planned(folder)
     else:
         yield "Nothing to compare yet: no result of E1 to E4.\n"
+
+
+def device_page(folder: Path) -> Iterator[str]:
+    """Everything that was measured on one device."""
+    results = load(folder)
+    yield f"# {next((str(each['device']) for each in results.values() if 'device' in each), folder.name)}\n"
+    if has_bars(results):
+        yield from _experiments(results, folder)
     for name, result in of(results, "profile").items():
         yield f"## A steady step\n\n![lanes](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
     if rates := of(results, "training_rate"):
@@ -422,7 +432,7 @@ def digest_page() -> str:
     text = DIGEST.read_text(encoding="utf-8")
     own = re.search(re.escape(BEGIN) + ".*" + re.escape(END), text, re.DOTALL)
     assert own, f"{DIGEST} has lost the lines {BEGIN} and {END}"
-    found = [row for folder in device_folders() for row in rows(load(folder), folder)]
+    found = [row for folder in device_folders() if has_bars(each := load(folder)) for row in rows(each, folder)]
     measured = [row for row in found if row.state != NOT_YET]
     lines = [*digest(measured)]
     if others := len(found) - len(measured):
