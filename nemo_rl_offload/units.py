@@ -21,7 +21,7 @@ def parse_bytes(text: str) -> int:
 
 def parse_duration(text: str) -> int:
     """Return the seconds of ``"DD:HH:MM:SS"``. Raises ConfigError if it is none."""
-    match = re.fullmatch(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)", text.strip(), re.ASCII)
+    match = re.fullmatch(r"(\d+):(\d\d):([0-5]\d):([0-5]\d)", text.strip(), re.ASCII)
     if match is None:
         raise ConfigError(f"'{text}' is not a duration. Write days, hours, minutes and seconds, like 00:03:45:00.")
     days, hours, minutes, seconds = map(int, match.groups())

@@ -87,6 +87,7 @@ def teacher_config(config: MasterConfig) -> PolicyConfig:
     student, teacher = config["policy"], config["teacher"]
     assert teacher["model_name"] is not None, "checked with the configuration"
     merged: Any = {**without_offloading(student), **{key: value for key, value in teacher.items() if value is not None}}
+    merged["hf_config_overrides"] = {}  # of the student alone
     return {**merged, "generation": {**merged["generation"], "backend": "megatron"}}  # type: ignore[typeddict-item]
 
 

@@ -30,8 +30,9 @@ from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
 from nemo_rl_offload.data.prompts import Prompt, prompt_data, prompt_sets
 from nemo_rl_offload.environments.pool import make_environment
-from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.errors import DataError, WorkerError
 from nemo_rl_offload.losses.advantages import (
+    decoupled_advantages,
     group_advantages,
     has_signal,
     overlong_penalty,
@@ -111,7 +112,7 @@ class GRPO(RolloutLoop):
         self._watch_agreement(error := _token_mult_prob_error(batch))
         if (bound := grpo["seq_logprob_error_threshold"]) is not None:
             metrics["masked_by_logprob_error_fraction"] = _mask_disagreement(batch, bound)
-        advantages = self._advantages(self._shaped_rewards(played), batch)
+        advantages = self._advantages(played, batch)
         low, high = grpo["advantage_clip_low"], grpo["advantage_clip_high"]
         if low is not None or high is not None:
             advantages = advantages.clamp(low, high)
@@ -212,9 +213,12 @@ class GRPO(RolloutLoop):
         buffer, penalty = shaping["overlong_buffer_length"], shaping["overlong_buffer_penalty"]
         return rewards - overlong_penalty(lengths, longest, buffer, penalty)
 
-    def _advantages(self, rewards: Tensor, batch: Batch) -> Tensor:
-        """[B,S], of rewards [B]."""
+    def _advantages(self, played: Rollout, batch: Batch) -> Tensor:
+        """[B,S]"""
         grpo, loss = self.config["grpo"], self.config["loss_fn"]
+        if grpo["adv_estimator"]["name"] == "gdpo":
+            return self._decoupled_advantages(played)[:, None].expand(batch["token_mask"].shape)
+        rewards = self._shaped_rewards(played)
         num_generations, estimator = grpo["num_generations_per_prompt"], grpo["adv_estimator"]
         mask = valid_tokens(batch)
         if estimator["name"] == "grpo":
@@ -235,6 +239,31 @@ class GRPO(RolloutLoop):
                 output_clamp=loss["kl_output_clamp_value"],
             )
         return token_advantages(rewards, num_generations, mask, minus_baseline=estimator["minus_baseline"], kl=kl)
+
+    def _decoupled_advantages(self, played: Rollout) -> Tensor:
+        """[B]"""
+        grpo, parts = self.config["grpo"], played.parts
+        weights = grpo["adv_estimator"]["reward_weights"]
+        if not parts and not any(response.finished for response in played.responses):
+            return torch.zeros(len(played.scores))  # no response was scored
+        names = ", ".join(parts) or "none by name"
+        if len(parts) < 2:
+            raise WorkerError(
+                f"grpo.adv_estimator.name: gdpo compares several rewards, and the environment "
+                f"{self.config['data']['env_name']} returned {names}. Return them under `rewards`, or set grpo."
+            )
+        if weights is not None and len(weights) != len(parts):
+            raise WorkerError(
+                f"grpo.adv_estimator.reward_weights: {len(weights)} weights for {len(parts)} rewards ({names}). Give "
+                "one each, in this order."
+            )
+        return decoupled_advantages(
+            torch.stack([*parts.values()], dim=1),
+            torch.tensor(weights or [1.0] * len(parts)),
+            grpo["num_generations_per_prompt"],
+            normalize=grpo["normalize_rewards"],
+            leave_one_out=grpo["use_leave_one_out_baseline"],
+        )
 
 
 def _token_mult_prob_error(batch: Batch) -> float:

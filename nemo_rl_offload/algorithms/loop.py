@@ -194,7 +194,9 @@ class TrainingLoop(ABC):
             # An optimizer that has never taken a step has no state, which Megatron cannot load again.
             with self.folder.written_to():
                 if saving["enabled"] and is_due and self.num_skipped < self.step:
+                    deadline.save_begins()
                     self.save()
+                    deadline.save_ends()
                 if self._pending and (at_end or ends_early or self.policy.checkpoint_is_written()):
                     self._finish_save()
             self._warn(self._checkpoints.notices(), progress)
@@ -365,15 +367,24 @@ class Deadline:
         self._must_save_by_s = math.inf if must_save_by is None else parse_duration(must_save_by)
         self._elapsed = elapsed
         self._begins_s: list[float] = []
+        self._save_begins_s = self._save_s = 0.0
+
+    def save_begins(self) -> None:
+        """A checkpoint begins."""
+        self._save_begins_s = self._elapsed.of_this_process_s
+
+    def save_ends(self) -> None:
+        """It is written, or being written beside the next step."""
+        self._save_s = self._elapsed.of_this_process_s - self._save_begins_s
 
     def step_begins(self) -> None:
         """A step begins."""
         self._begins_s.append(self._elapsed.of_this_process_s)
 
     def is_before_next_step(self) -> bool:
-        """Whether another step of average length would end too late."""
+        """Whether another step of average length, and a checkpoint as the last, would end too late."""
         now_s = self._elapsed.of_this_process_s
-        return now_s + (now_s - self._begins_s[0]) / len(self._begins_s) >= self._must_save_by_s
+        return now_s + (now_s - self._begins_s[0]) / len(self._begins_s) + self._save_s >= self._must_save_by_s
 
 
 class Stopwatch:

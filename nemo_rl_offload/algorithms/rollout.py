@@ -1,6 +1,6 @@
 """Responses to prompts, and what an environment thinks of them."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -46,6 +46,12 @@ class Rollout:
         """float32 [B]."""
         return torch.tensor([score.reward for score in self.scores])
 
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Several rewards by name, in the order of the alphabet: float32 [B], 0 where a response has none."""
+        names = sorted({name for score in self.scores for name in score.parts or ()})
+        return {name: torch.tensor([(score.parts or {}).get(name, 0.0) for score in self.scores]) for name in names}
+
     def metrics(self) -> dict[str, float]:
         """Means over the responses, under NeMo-RL's names where it has them."""
         count = len(self.scores)
@@ -57,6 +63,7 @@ class Rollout:
             "avg_turns_per_sample": sum(response.num_turns for response in self.responses) / count,
             "unfinished_fraction": sum(not response.finished for response in self.responses) / count,
             "scorer_errors": float(sum(score.scorer_error for score in self.scores)),
+            **{f"reward/{name}": float(part.mean()) for name, part in self.parts.items()},
         }
 
     def pass_at(self, size: int) -> dict[str, float]:
@@ -209,8 +216,19 @@ def _score(
     turns = [Episode(each.prompt.problem.entry, each.messages, each.last.finished) for each in episodes]
     for each, end, answer in zip(episodes, ends, environment.step(turns), strict=True):
         before = each.score
-        each.score = Score(before.reward + answer.reward, answer.is_correct, before.scorer_error or answer.scorer_error)
+        each.score = Score(
+            before.reward + answer.reward,
+            answer.is_correct,
+            before.scorer_error or answer.scorer_error,
+            parts=_sum(before.parts, answer.parts),
+        )
         each.observation = None
         if answer.observation is not None:
             each.messages.append({"role": "user", "content": answer.observation})
             each.observation = encode_observation(tokenizer, template, each.messages, end)
+
+
+def _sum(before: Mapping[str, float] | None, now: Mapping[str, float] | None) -> Mapping[str, float] | None:
+    if before is None or now is None:
+        return before if now is None else now
+    return {name: before.get(name, 0.0) + now.get(name, 0.0) for name in {**before, **now}}

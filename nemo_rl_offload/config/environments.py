@@ -30,6 +30,8 @@ class EnvironmentSpec(Spec):
     """Whether each record of a file must have an answer."""
     several_turns: bool = False
     """Whether it may answer a response, and the episode goes on."""
+    reward_names: tuple[str, ...] | None = ()
+    """Of several rewards, in the order of the alphabet; empty: there is one; None: what it returns says."""
 
 
 ENVIRONMENTS = Registry(
@@ -39,6 +41,17 @@ ENVIRONMENTS = Registry(
             name=PROBLEMS, scorer=f"{_PACKAGE}.reasoning_gym:ReasoningGymEnvironment", problems="generated"
         ),
         EnvironmentSpec(name="math", scorer=f"{_PACKAGE}.mathematics:MathEnvironment", needs_answer=True),
-        EnvironmentSpec(name="function", scorer=f"{_PACKAGE}.function:FunctionEnvironment", several_turns=True),
+        EnvironmentSpec(
+            name="math_multi_reward",
+            scorer=f"{_PACKAGE}.multi_reward:MathMultiReward",
+            needs_answer=True,
+            reward_names=("correctness", "format", "integer"),
+        ),
+        EnvironmentSpec(
+            name="function",
+            scorer=f"{_PACKAGE}.function:FunctionEnvironment",
+            several_turns=True,
+            reward_names=None,
+        ),
     ),
 )

@@ -12,7 +12,12 @@ from typing import Any
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.full_schema import full_schema
 from nemo_rl_offload.config.loader import read_config
-from nemo_rl_offload.config.nemo_rl.data_sections import translate_data, translate_lists
+from nemo_rl_offload.config.nemo_rl.data_sections import (
+    add_data_set,
+    further_data_sets,
+    translate_data,
+    translate_lists,
+)
 from nemo_rl_offload.config.nemo_rl.dtensor import is_override, trains_with_dtensor, translate_dtensor
 from nemo_rl_offload.config.nemo_rl.evaluation import (
     NOT_TO_TRAIN,
@@ -20,7 +25,8 @@ from nemo_rl_offload.config.nemo_rl.evaluation import (
     train_on_the_same,
     translate_evaluation,
 )
-from nemo_rl_offload.config.nemo_rl.translation import STEPS, Translation, read_section
+from nemo_rl_offload.config.nemo_rl.grpo import GRPO_STEPS
+from nemo_rl_offload.config.nemo_rl.translation import STEPS, Translation, is_known, read_section
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.types import defaults_of
@@ -37,14 +43,21 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), algorithm: str 
 
 def translated(loaded: LoadedConfig, algorithm: str | None) -> LoadedConfig:
     """What files and overrides say, and defaults, in this project's keys; ``algorithm`` is the command's."""
+    return _with_notes(*_translation(loaded, algorithm))
+
+
+def _translation(loaded: LoadedConfig, algorithm: str | None) -> tuple[LoadedConfig, Translation]:
+    """With what was loaded as a recipe has it."""
     if evaluates := is_evaluation(loaded):
         loaded = translate_evaluation(loaded)
     values = loaded.values
     problems: dict[str, str] = {"generation": NOT_TO_TRAIN} if evaluates and algorithm is not None else {}
     if "algorithm" not in loaded.origins:
         values = {**values, "algorithm": _algorithm_of(loaded, algorithm, problems)}
-    values = translate_lists(values, problems)
+    written, values = values, translate_lists(values, problems)
     translation = Translation({}, loaded.origins, problems)
+    translation.without_effect |= dict.fromkeys(variables := _variables(loaded), "a value that others refer to")
+    values = {key: value for key, value in values.items() if key not in variables}
     translation.values = read_section(translation, values, "", full_schema())
     if isinstance(values["algorithm"], str) and values["algorithm"] in ALGORITHMS:
         by_dtensor = trains_with_dtensor(translation)
@@ -65,11 +78,20 @@ def translated(loaded: LoadedConfig, algorithm: str | None) -> LoadedConfig:
                 if key.startswith("policy.dtensor_cfg."):
                     translation.without_effect[key] = "policy.dtensor_cfg.enabled is not true"
         translate_data(translation)
+        for split, number, other in further_data_sets(written):
+            _, inner = _translation(replace(loaded, values=other), algorithm)
+            add_data_set(translation, split, number, inner)
         if evaluates:
             train_on_the_same(translation)
-        for step in STEPS:
+        for step in (*GRPO_STEPS, *STEPS):
             step(translation)
-    return _with_notes(loaded, translation)
+    return loaded, translation
+
+
+def _variables(loaded: LoadedConfig) -> set[str]:
+    """Keys beside the sections that nothing knows, and that other values are made of."""
+    referred = {path.partition(".")[0] for paths in loaded.references.values() for path in paths}
+    return {key for key in loaded.values if key in referred and not is_known(key)}
 
 
 def _algorithm_of(loaded: LoadedConfig, algorithm: str | None, problems: dict[str, str]) -> Any:

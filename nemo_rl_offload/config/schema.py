@@ -288,6 +288,42 @@ class ProblemsConfig(TypedDict):
 
 
 @closed
+class FurtherTrainingDataConfig(TypedDict):
+    path: str
+    """File, folder or hf://datasets/OWNER/NAME."""
+    split: Annotated[str | None, Default(None)]
+    """Split to take from a folder that holds several."""
+    input_key: Annotated[str | None, Default(None)]
+    """Where a record has its prompt."""
+    output_key: Annotated[str | None, Default(None)]
+    """Where a record has its answer."""
+    max_samples: Annotated[Positive | None, Default(None)]
+    """Records that are drawn from it; null: all."""
+    split_validation_size: Annotated[NonNegative, Default(0.0)]
+    """Records of it that are taken for validation: below 1 a share, else a number."""
+    seed: Annotated[Seed, Default(1_000_000)]
+    """Seed of both choices."""
+
+
+@closed
+class FurtherValidationDataConfig(TypedDict):
+    path: str
+    """File, folder or hf://datasets/OWNER/NAME."""
+    split: Annotated[str | None, Default(None)]
+    """Split to take from a folder that holds several."""
+    input_key: Annotated[str | None, Default(None)]
+    """Where a record has its prompt."""
+    output_key: Annotated[str | None, Default(None)]
+    """Where a record has its answer."""
+    max_samples: Annotated[Positive | None, Default(None)]
+    """Records that are drawn from it; null: all."""
+    repeat: Annotated[Positive, Default(1)]
+    """Times that each record is taken."""
+    seed: Annotated[Seed, Default(10_000_000)]
+    """Seed of the choice."""
+
+
+@closed
 class TrainingDataConfig(TypedDict):
     path: Annotated[str | None, Default(None)]
     """File, folder or hf://datasets/OWNER/NAME: conversations (sft), pairs (dpo), problems; null: reasoning-gym's."""
@@ -297,10 +333,14 @@ class TrainingDataConfig(TypedDict):
     """Where a record has its prompt, such as question or prompt.0.content; null: under one of the usual names."""
     output_key: Annotated[str | None, Default(None)]
     """Where a record has its answer; null: under one of the usual names."""
+    max_samples: Annotated[Positive | None, Default(None)]
+    """Records that are drawn from it, before any are taken for validation; null: all."""
     split_validation_size: Annotated[NonNegative, Default(0.0)]
     """Records that are taken for validation, besides data.validation: below 1 a share, else a number."""
+    further: Annotated[list[FurtherTrainingDataConfig], Default([])]
+    """Further data sets, with keys as these but for size. A list in data.train's place says the same."""
     seed: Annotated[Seed, Default(1_000_000)]
-    """Seed of that choice, and of the problem generator; problem i uses seed + i."""
+    """Seed of these choices, and of the problem generator; problem i uses seed + i."""
     size: Annotated[NumProblems, Default(20_000)]
     """Number of problems, whose order is held in memory."""
 
@@ -315,10 +355,14 @@ class ValidationDataConfig(TypedDict):
     """The same for validation."""
     output_key: Annotated[str | None, Default(None)]
     """The same for validation."""
+    max_samples: Annotated[Positive | None, Default(None)]
+    """The same for validation."""
     repeat: Annotated[Positive, Default(1)]
     """Times that each record is taken."""
+    further: Annotated[list[FurtherValidationDataConfig], Default([])]
+    """The same for validation."""
     seed: Annotated[Seed, Default(10_000_000)]
-    """Seed of the problem generator; problem i uses seed + i."""
+    """Seed of that choice, and of the problem generator; problem i uses seed + i."""
     size: Annotated[NumProblems, Default(256)]
     """Number of problems, whose order is held in memory."""
     exclude: Annotated[list[ProblemsConfig], Default([])]
@@ -373,14 +417,22 @@ class ReasoningGymConfig(TypedDict):
 class MathConfig(TypedDict):
     num_workers: Annotated[Positive, Default(1)]
     """Processes that score responses."""
-    comparison: Annotated[Literal["symbolic", "exact"], Default("symbolic")]
-    """Answers are equal by value (math-verify), or as text."""
+    comparison: Annotated[
+        Literal["symbolic", "exact", "dapo", "english_multichoice", "multilingual_multichoice"], Default("symbolic")
+    ]
+    """Answers are equal by value (math-verify), as text; dapo: what follows "Answer:"; the others: a letter there."""
     thinking_tags: Annotated[list[str] | None, Default(["<think>", "</think>"])]
     """Begin and end of thinking, in which no answer is looked for; null: everywhere."""
     timeout_s: Annotated[Seconds | None, Default(10.0)]
     """Seconds that the scoring of one response may take; a longer one counts 0. null: no limit."""
     memory_limit: Annotated[Size | None, Default("4GiB")]
     """Memory that the scoring of one response may take; one that needs more counts 0. null: no limit."""
+
+
+@closed
+class MathMultiRewardConfig(TypedDict):
+    num_workers: Annotated[Positive, Default(1)]
+    """Processes that score responses."""
 
 
 @closed
@@ -403,6 +455,8 @@ class EnvConfig(TypedDict):
     """Problems and their verification by reasoning-gym."""
     math: MathConfig
     """Verification of mathematical answers."""
+    math_multi_reward: MathMultiRewardConfig
+    """Several rewards for an answer between tags: correctness, format, integer."""
     function: FunctionConfig
     """Verification by a Python function."""
 
@@ -524,6 +578,8 @@ class SequencePackingConfig(DynamicBatchingConfig):
 class PolicyConfig(TypedDict):
     model_name: Annotated[str, Default("???")]
     """Local folder with the start model in Hugging Face format."""
+    hf_config_overrides: Annotated[dict[str, Any], Default({})]
+    """What the folder's config.json should say of positions: rope_scaling, rope_theta, max_position_embeddings."""
     tokenizer: TokenizerConfig
     """The tokenizer."""
     precision: Annotated[Literal["float32", "bfloat16"], Default("bfloat16")]
@@ -630,8 +686,10 @@ class RewardScalingConfig(TypedDict):
 
 @closed
 class AdvEstimatorConfig(TypedDict):
-    name: Annotated[Literal["grpo", "reinforce_plus_plus"], Default("grpo")]
-    """Rewards are compared within their group (grpo), or normalized over all tokens (reinforce_plus_plus)."""
+    name: Annotated[Literal["grpo", "gdpo", "reinforce_plus_plus"], Default("grpo")]
+    """Rewards are compared within their group, each of several by itself (gdpo), or normalized over all tokens."""
+    reward_weights: Annotated[list[float] | None, Default(None)]
+    """With gdpo: the weights of the rewards, in the order of their names; null: 1 each."""
     minus_baseline: Annotated[bool, Default(True)]
     """With reinforce_plus_plus: subtract the mean reward of the group first."""
 

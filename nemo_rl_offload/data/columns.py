@@ -1,21 +1,57 @@
 """Prompts and answers of records whose keys are named: by the configuration, or since the data set is a known one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from random import Random
 from typing import cast
 
 from nemo_rl_offload.config.loader import resolve_data_path
-from nemo_rl_offload.config.schema import TrainingDataConfig, ValidationDataConfig
+from nemo_rl_offload.config.schema import (
+    FurtherTrainingDataConfig,
+    FurtherValidationDataConfig,
+    TrainingDataConfig,
+    ValidationDataConfig,
+)
 from nemo_rl_offload.data.records import Record, read_section
 from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.specs.data_sets import columns_of
 from nemo_rl_offload.specs.documents import TEMPLATE_BYTES, DocumentError, read_text
 
+type _OneTraining = TrainingDataConfig | FurtherTrainingDataConfig
+type _OneValidation = ValidationDataConfig | FurtherValidationDataConfig
 
-def records_of(section: TrainingDataConfig | ValidationDataConfig, name: str, answer: str) -> list[Record]:
-    """Read the records of a section, with prompt and answer under `prompt` and ``answer`` where their keys are named.
+
+def training_records(section: TrainingDataConfig, answer: str) -> tuple[list[Record], list[Record]]:
+    """The records of `data.train`, and those of them that are for validation; ``answer`` as in `records_of`.
+
+    Of several data sets they stand one after the other. Raises DataError as `records_of` and `split_off` do.
+    """
+    kept, drawn = list[Record](), list[Record]()
+    for name, one in _each(section, "data.train"):
+        records = records_of(one, name, answer)
+        if size := one["split_validation_size"]:
+            records, held = split_off(records, size, one["seed"], name)
+            drawn += held
+        kept += records
+    return kept, drawn
+
+
+def validation_records(section: ValidationDataConfig, answer: str) -> list[Record]:
+    """The records of `data.validation`; none without a path. Raises DataError as `records_of` does."""
+    if section["path"] is None:
+        return []
+    return [record for name, one in _each(section, "data.validation") for record in records_of(one, name, answer)]
+
+
+def _each[S: (_OneTraining, _OneValidation)](section: S, name: str) -> Iterator[tuple[str, S]]:
+    yield name, section
+    for number, further in enumerate(section["further"]):  # type: ignore[typeddict-item]
+        yield f"{name}.further.{number}", further
+
+
+def records_of(section: _OneTraining | _OneValidation, name: str, answer: str) -> list[Record]:
+    """Read the records of one data set, prompt and answer under `prompt` and ``answer`` where their keys are named.
 
     ``name`` is the section's path. Raises DataError as `read_section` does.
     """
@@ -30,10 +66,15 @@ def records_of(section: TrainingDataConfig | ValidationDataConfig, name: str, an
         records = [
             _renamed(record, {names[target]: source for target, source in columns.items()}) for record in records
         ]
+    if (most := section["max_samples"]) is not None and most < len(records):
+        chosen = sorted(Random(f"{section['seed']}/max_samples").sample(range(len(records)), most))
+        records = [records[place] for place in chosen]
     return records * int(cast("ValidationDataConfig", section).get("repeat", 1))
 
 
-def split_off(records: Sequence[Record], size: float, seed: int) -> tuple[list[Record], list[Record]]:
+def split_off(
+    records: Sequence[Record], size: float, seed: int, name: str = "data.train"
+) -> tuple[list[Record], list[Record]]:
     """Cut records into those for training and those for validation: a share below 1, else a number, drawn by `seed`.
 
     Raises:
@@ -42,7 +83,7 @@ def split_off(records: Sequence[Record], size: float, seed: int) -> tuple[list[R
     num = int(size) if size >= 1 else ceil(size * len(records))
     if num >= len(records):
         raise DataError(
-            f"data.train.split_validation_size: {size:g} of {len(records)} records leaves none to train on. Lower it."
+            f"{name}.split_validation_size: {size:g} of {len(records)} records leaves none to train on. Lower it."
         )
     chosen = set(Random(f"{seed}").sample(range(len(records)), num))
     return (

@@ -6,6 +6,7 @@ Only what is on this machine is looked at, and no more than `LIMIT_BYTES` of it:
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.loader import resolve_data_path, resolve_model_path, resolve_tokenizer_path
@@ -27,7 +28,9 @@ def data_problems(config: MasterConfig, *, trains: bool = True) -> Iterator[str]
     Without ``trains`` it is an evaluation's, which takes no problem to train on.
     """
     data, policy = config["data"], config["policy"]
-    sections = {"data.train": data["train"], "data.validation": data["validation"]}
+    sections: dict[str, Any] = {"data.train": data["train"], "data.validation": data["validation"]}
+    for name, section in list(sections.items()):
+        sections |= {f"{name}.further.{number}": each for number, each in enumerate(section["further"])}
     named = {name: section for name, section in sections.items() if section["path"] is not None}
     if not named:
         return

@@ -108,14 +108,17 @@ def _data(get: Get) -> Iterator[_Source]:
         path = get(f"{split}.path")
         if path is None or takes_problems(get):
             continue
-        base = resolve_data_path(path)
         meaning = (
             "The run keeps its place in the data and goes on there in what they are now: some may be learned twice, "
             "and others never."
             if split == "data.train"
             else "Validation before and after cannot be compared."
         )
-        yield _Source(f"{split}.path", base, files_of(base, get(f"{split}.split")), meaning)
+        sections = [(split, get(split))]
+        sections += [(f"{split}.further.{number}", each) for number, each in enumerate(get(split).get("further", ()))]
+        for name, section in sections:
+            base = resolve_data_path(section["path"])
+            yield _Source(f"{name}.path", base, files_of(base, section["split"]), meaning)
 
 
 def _model(get: Get, *, keeps_reference: bool) -> Iterator[_Source]:

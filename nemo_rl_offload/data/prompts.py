@@ -16,7 +16,7 @@ from random import Random
 
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.schema import DataConfig, MasterConfig, ReasoningGymConfig, ValidationDataConfig
-from nemo_rl_offload.data.columns import read_text_file, records_of, split_off, text_around
+from nemo_rl_offload.data.columns import read_text_file, text_around, training_records, validation_records
 from nemo_rl_offload.data.problem_files import read_problems
 from nemo_rl_offload.data.prompt_tokens import encode_prompt
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
@@ -184,18 +184,15 @@ def _from_files(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
 
 def _training_problems(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
     """Those of `data.train`, and of these the ones for validation."""
-    train, drawn = data["train"], list[Problem]()
-    records = records_of(train, "data.train", "answer")
-    if train["split_validation_size"]:
-        records, others = split_off(records, train["split_validation_size"], train["seed"])
-        drawn = _problems(others, "data.train", data)
+    records, others = training_records(data["train"], "answer")
+    drawn = _problems(others, "data.train", data) if others else []
     return _problems(records, "data.train", data), drawn
 
 
 def _validation_problems(data: DataConfig) -> list[Problem]:
     if data["validation"]["path"] is None:
         return []
-    return _problems(records_of(data["validation"], "data.validation", "answer"), "data.validation", data)
+    return _problems(validation_records(data["validation"], "answer"), "data.validation", data)
 
 
 def _problems(records: list[Record], name: str, data: DataConfig) -> list[Problem]:

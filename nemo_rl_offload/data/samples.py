@@ -4,7 +4,7 @@ A sample is a tuple of rows: one for supervised data, chosen and rejected for pr
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -16,7 +16,7 @@ import torch
 from nemo_rl_offload.batching.batch import Batch, pad_sequences
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.schema import DataConfig, MasterConfig
-from nemo_rl_offload.data.columns import records_of, split_off, text_around
+from nemo_rl_offload.data.columns import text_around, training_records, validation_records
 from nemo_rl_offload.data.forms import (
     REPEATS_PROMPT,
     BadRecordError,
@@ -102,25 +102,26 @@ class _Reader:
 
     def files(self, data: DataConfig) -> tuple[list[Sample], list[Sample]]:
         """Samples of files: for training and for validation."""
-        size = data["train"]["split_validation_size"]
-        if not size:
-            return cast(
-                "tuple[list[Sample], list[Sample]]", all_or_none(*(partial(self._file, data, n) for n in SPLITS))
+        parts: Sequence[Callable[[], list[Sample]]]
+        sections = (data["train"], *data["train"]["further"])
+        if not any(section["split_validation_size"] for section in sections):
+            parts = (partial(self._training, data), partial(self._validation, data, ()))
+        else:
+            (records, drawn), _ = all_or_none(
+                partial(training_records, data["train"], "completion"),
+                partial(validation_records, data["validation"], "completion"),
             )
-        records, held = all_or_none(*(partial(self._records, data, name) for name in SPLITS))
-        records, drawn = split_off(records, size, data["train"]["seed"])
-        parts = (
-            partial(self._samples, records, "data.train"),
-            partial(self._samples, [*drawn, *held], "data.validation"),
-        )
+            parts = (partial(self._samples, records, "data.train"), partial(self._validation, data, drawn))
         return cast("tuple[list[Sample], list[Sample]]", all_or_none(*parts))
 
-    def _file(self, data: DataConfig, name: Literal["train", "validation"]) -> list[Sample]:
-        records = self._records(data, name)
-        return self._samples(records, f"data.{name}") if data[name]["path"] is not None else []
+    def _training(self, data: DataConfig) -> list[Sample]:
+        return self._samples(training_records(data["train"], "completion")[0], "data.train")
 
-    def _records(self, data: DataConfig, name: Literal["train", "validation"]) -> list[Record]:
-        return [] if data[name]["path"] is None else records_of(data[name], f"data.{name}", "completion")
+    def _validation(self, data: DataConfig, drawn: Sequence[Record]) -> list[Sample]:
+        """Of those `drawn` from training, and of `data.validation`."""
+        if not drawn and data["validation"]["path"] is None:
+            return []
+        return self._samples([*drawn, *validation_records(data["validation"], "completion")], "data.validation")
 
     def problems(self, data: DataConfig, config: MasterConfig) -> tuple[list[Sample], list[Sample]]:
         """Samples of reasoning-gym's problems and their answers; no question is in both sets."""

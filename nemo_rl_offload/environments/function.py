@@ -1,10 +1,10 @@
 """Rewards, and what a model is told next, from a Python function of the user's, named by its path.
 
 The function is called as ``function(messages, entry, **params)`` with the conversation, whose last message is the
-response, and the record of the data set. It returns the reward, which ends the episode, or a mapping with ``reward``
-and any of ``observation`` (text that the model reads next), ``done`` (default: there is no observation) and
-``is_correct`` (default: the reward is above 0). What it keeps between calls is its own affair; each of several
-processes has its own, and a process may be replaced.
+response, and the record of the data set. It returns the reward, which ends the episode, or a mapping with ``reward``,
+or ``rewards``, several by name of which ``reward`` is the sum where it is not given; and any of ``observation`` (text
+that the model reads next), ``done`` (default: there is no observation) and ``is_correct`` (default: the reward is above
+0). What it keeps between calls is its own affair; each of several processes has its own, and a process may be replaced.
 
 A response on which the function raises an exception, or which takes it too long, counts 0, is counted, and the run goes
 on (`pool.py`): what models write can be anything. What is a mistake whatever they write ends the run: a function that
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # which a scorer's process need not wait for
     from nemo_rl_offload.config.schema import FunctionConfig
 
 KEY = "env.function.path"
-RETURNED = ("reward", "observation", "done", "is_correct")
+RETURNED = ("reward", "rewards", "observation", "done", "is_correct")
 
 
 class FunctionEnvironment:
@@ -110,10 +110,16 @@ def _as_score(returned: Any) -> Score:
     values = returned if isinstance(returned, Mapping) else {"reward": returned}
     if unknown := [key for key in values if key not in RETURNED]:
         raise ValueError(f"unknown keys {unknown}; allowed: {', '.join(RETURNED)}")
-    if "reward" not in values:
+    if "reward" not in values and "rewards" not in values:
         raise ValueError("the key reward is missing")
-    reward, observation = float(values["reward"]), values.get("observation")
-    if not math.isfinite(reward):
+    parts: dict[str, float] | None = None
+    if (several := values.get("rewards")) is not None:
+        if not isinstance(several, Mapping) or not several:
+            raise TypeError("rewards must be a mapping of names to numbers")
+        parts = {str(name): float(value) for name, value in several.items()}
+    reward = float(values["reward"] if "reward" in values else sum((parts or {}).values()))
+    observation = values.get("observation")
+    if not all(map(math.isfinite, (reward, *(parts or {}).values()))):
         raise ValueError("the reward must be finite")
     if not isinstance(observation, str | None):
         raise TypeError("observation must be text or None")
@@ -121,4 +127,5 @@ def _as_score(returned: Any) -> Score:
         observation = None
     elif not observation:
         raise ValueError("an episode that goes on needs an observation")
-    return Score(reward, bool(values.get("is_correct", reward > 0)), scorer_error=False, observation=observation)
+    is_correct = bool(values.get("is_correct", reward > 0))
+    return Score(reward, is_correct, scorer_error=False, observation=observation, parts=parts)

@@ -27,6 +27,8 @@ class Score(NamedTuple):
     """The scorer failed on the response, which then counts as wrong."""
     observation: str | None = None
     """What the model is told next; None ends the episode."""
+    parts: Mapping[str, float] | None = None
+    """Several rewards by name, which `reward` is made of; None: there is one. The same names for every response."""
 
 
 UNFINISHED = Score(0.0, is_correct=False, scorer_error=False)

@@ -1,4 +1,4 @@
-"""Rewards for mathematical answers, compared by value (`math-verify`) or by text.
+"""Rewards for mathematical answers, compared by value (`math-verify`), by text, or as a benchmark does (`answers.py`).
 
 The last box counts, `\\boxed{...}`, wherever it stands but in thinking. In a response without one, `math-verify` looks
 for an answer itself: `$...$`, "the answer is ...", a number or expression in plain text. It turns answer and reference
@@ -8,11 +8,11 @@ leaves much that cannot be interrupted; here the process has limits instead (`pr
 
 import logging
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
 
 from math_verify import parse, verify
 
+from nemo_rl_offload.environments.answers import is_dapo_answer, is_english_choice, is_multilingual_choice
 from nemo_rl_offload.environments.interface import Episode, Score
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limit of time
@@ -21,8 +21,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has
 class MathEnvironment:
     """Reward 1 for a right answer, 0 for a wrong one; the arguments are those of the section `env.math`."""
 
-    def __init__(self, comparison: Literal["symbolic", "exact"], thinking_tags: Sequence[str] | None) -> None:
-        self._is_right = _is_same_value if comparison == "symbolic" else _is_same_text
+    def __init__(self, comparison: str, thinking_tags: Sequence[str] | None) -> None:
+        self._is_right = _COMPARISONS[comparison]
         self._thinking_tags = thinking_tags
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
@@ -80,3 +80,12 @@ def _last_box(text: str) -> str | None:
         if depth == 0:
             return text[begins[-1] : match.start()].strip(" $\n")
     return text[begins[-1] :].strip(" $\n")
+
+
+_COMPARISONS: Mapping[str, Callable[[str, str], bool]] = {
+    "symbolic": _is_same_value,
+    "exact": _is_same_text,
+    "dapo": is_dapo_answer,
+    "english_multichoice": is_english_choice,
+    "multilingual_multichoice": is_multilingual_choice,
+}

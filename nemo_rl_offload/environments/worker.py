@@ -97,14 +97,15 @@ def _answer(environment: Environment, episode: Episode) -> dict[str, Any]:
         name = type(environment).__name__
         if len(scores) != 1:
             raise WorkerError(f"{name}: returned {len(scores)} scores for one response.")
-        reward, is_correct, scorer_error, observation = scores[0]
+        reward, is_correct, scorer_error, observation, parts = scores[0]
         if not math.isfinite(reward):
             raise WorkerError(f"{name}: returned the reward {reward}, which must be finite.")
         if not isinstance(observation, str | None):
             raise WorkerError(f"{name}: returned an observation that is neither text nor None.")
         if observation is not None:
             observation.encode()  # raises for half of a character, which no tokenizer takes
-        return {"score": [float(reward), bool(is_correct), bool(scorer_error), observation]}
+        named = None if parts is None else {str(name): float(value) for name, value in parts.items()}
+        return {"score": [float(reward), bool(is_correct), bool(scorer_error), observation, named]}
     except NemoRLOffloadError as error:
         return {"fatal": str(error), "details": error.details or traceback.format_exc()}
     except BaseException as error:  # noqa: BLE001 - whatever it is, the run goes on

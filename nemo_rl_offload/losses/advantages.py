@@ -45,6 +45,32 @@ def group_advantages(
     return advantages_GN.flatten().float(), baseline_GN.flatten().float(), std_GN.flatten().float()
 
 
+def decoupled_advantages(
+    parts: Tensor, weights: Tensor, num_generations: int, *, normalize: bool, leave_one_out: bool
+) -> Tensor:
+    """Compare each of several rewards by itself, as `group_advantages`, and add them up by weight.
+
+    The sum has its mean over the batch taken off, and is divided by its unbiased standard deviation there (GDPO,
+    https://arxiv.org/abs/2601.05242, section 3). A sum that rewards of one kind dominate would hide the others: groups
+    whose totals are equal have no signal, and those of their parts have.
+
+    Args:
+        parts: [B, K] float, the generations of one prompt next to each other; K rewards.
+        weights: [K] float.
+        num_generations: generations per prompt; divides B.
+
+    Returns:
+        advantages: [B] float32.
+    """
+    sums_B = torch.zeros(len(parts), dtype=torch.float64)
+    for part_B, weight in zip(parts.T, weights.tolist(), strict=True):
+        compared_B, _, _ = group_advantages(part_B, num_generations, normalize=normalize, leave_one_out=leave_one_out)
+        sums_B += weight * compared_B.double()
+    centered_B = sums_B - sums_B.mean()
+    std = (centered_B.square().sum() / max(len(parts) - 1, 1)).sqrt()
+    return (centered_B / std if std > EPSILON else centered_B).float()
+
+
 def has_signal(rewards_N: Tensor) -> bool:
     """Whether the rewards of one group differ by more than rounding, so that its advantages are not all 0."""
     return bool(_has_signal(_double(rewards_N)))

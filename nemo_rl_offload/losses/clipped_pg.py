@@ -154,12 +154,13 @@ class ClippedPolicyGradient:
             metrics["entropy"] = entropy
 
         with torch.no_grad():
-            clip_binds = -advantages * clipped_ratios > -advantages * ratios
+            if not self.disable_ppo_ratio:
+                clip_binds = -advantages * clipped_ratios > -advantages * ratios
+                metrics["probs_ratio_clamped"] = token_mean(clipped_ratios, mask, norm)
+                metrics["clip_fraction"] = token_mean(clip_binds.to(ratios.dtype), mask, norm)
             metrics |= {
                 "loss": loss,
                 "probs_ratio": token_mean(ratios, mask, norm),
-                "probs_ratio_clamped": token_mean(clipped_ratios, mask, norm),
-                "clip_fraction": token_mean(clip_binds.to(ratios.dtype), mask, norm),
                 "approx_kl": token_mean(kl_estimate(previous, logprobs, "k3"), mask, norm),
                 "approx_entropy": token_mean(-ratios * logprobs, mask, norm),
             }

@@ -130,6 +130,7 @@ _FURTHER: Mapping[str, Mapping[str, Any]] = {
 """Models that a check knows besides."""
 _OTHER_FAMILIES = {
     r"nvidia/.*nemotron-(3|nano)": "nemotron_h",
+    r"google/gemma-4": "gemma4",
     r"google/gemma-3n": "gemma3n",
     r"google/gemma-3": "gemma3",
     r"google/gemma-2": "gemma2",
@@ -139,6 +140,9 @@ _OTHER_FAMILIES = {
     r"zai-org/glm-4\.7-flash": "glm4_moe_lite",
     r"zai-org/glm-4\.[567]": "glm4_moe",
     r"qwen/qwen[\d.]+-vl": "qwen_vl",
+    r"qwen/qwen2\.5-omni": "qwen2_5_omni",
+    r"qwen/qwen3-omni": "qwen3_omni_moe",
+    r"minimaxai/minimax-m2": "minimax_m2",
     r"huggingfacetb/smolvlm": "smolvlm",
 }
 """How names of models begin whose families are not trained here, and their `model_type`."""

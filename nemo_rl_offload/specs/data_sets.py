@@ -41,6 +41,7 @@ DATA_SETS: Mapping[str, DataSet] = {
     "DAPOMathAIME2024": DataSet("BytedTsinghua-SIA/AIME-2024", _DAPO),
     "AIME2024": DataSet("HuggingFaceH4/aime_2024", _PROBLEM, "train"),
     "AIME2026": DataSet("MathArena/aime_2026", _PROBLEM, "train"),
+    "math500": DataSet("HuggingFaceH4/MATH-500", _PROBLEM, "test"),
     "OpenR1-Math-220k": DataSet("open-r1/OpenR1-Math-220k/data", _PROBLEM, "train"),
     "gsm8k": _GSM8K,
     "GSM8K": _GSM8K,

@@ -130,11 +130,20 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "longrope": (),
 }
 """The types of rotary positions, and what numbers each cannot do without."""
+POSITION_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
+"""Keys of a `config.json` about positions."""
 _ROPE_OPTIONS = (
     *("rope_theta", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "partial_rotary_factor", "factor"),
 )
 """Further numbers; which type reads them is transformers' business."""
+ROPE_KEYS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("rope_type", "type"), (str,)),
+    "truncate": (bool,),
+    **dict.fromkeys(("short_factor", "long_factor"), (list,)),
+    **dict.fromkeys((*_ROPE_OPTIONS, *ROPE_NUMBERS["llama3"]), (int, float, type(None))),
+}
+"""Keys of a section about rotary positions, and the types of their values."""
 LENGTH_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 """Types that turn positions otherwise in longer sequences: how long the longest of a batch is decides for all. Shorter
 ones are honoured."""
@@ -154,15 +163,48 @@ def rope_type(content: Content) -> str:
 
 def unknown_rope_keys(content: Content) -> list[str]:
     """Paths of what transformers reads for no type of rotary positions, such as `rope_scaling.attn_factor`."""
-    known = {"rope_type", "type", "truncate", "short_factor", "long_factor", *_ROPE_OPTIONS, *ROPE_NUMBERS["llama3"]}
     sections = {name: content.get(name) for name in ("rope_parameters", "rope_scaling")}
     return [
         f"{name}.{key}"
         for name, section in sections.items()
         if isinstance(section, Mapping)
         for key in section
-        if key not in known
+        if key not in ROPE_KEYS
     ]
+
+
+def with_overrides(content: Content, overrides: Content) -> Content:
+    """`content` of a `config.json` with keys of `POSITION_KEYS` as `overrides` say, in the file's own form.
+
+    The base of the frequencies stays, where nothing else is said; so does the share of a head that has positions.
+    """
+    if not overrides:
+        return content
+    found = {**content, **{key: value for key, value in overrides.items() if not key.startswith("rope_")}}
+    if not any(key.startswith("rope_") for key in overrides):
+        return found
+    before = rope_section(content)
+    named = [overrides[key] for key in ("rope_scaling", "rope_parameters") if key in overrides]
+    if not all(isinstance(section, Mapping | None) for section in named):
+        return {**found, **overrides}  # which `refusals` and the rules name
+    section = dict((named[0] or {}) if named else before)
+    theta = overrides.get("rope_theta", section.pop("rope_theta", before.get("rope_theta", content.get("rope_theta"))))
+    if "partial_rotary_factor" in before:
+        section.setdefault("partial_rotary_factor", before["partial_rotary_factor"])
+    is_new = "rope_parameters" in content and not content.get("rope_scaling")
+    base = {} if theta is None else {"rope_theta": theta}
+    for key in ("rope_parameters", "rope_scaling", "rope_theta"):
+        found.pop(key, None)
+    if is_new:
+        return {**found, "rope_parameters": {"rope_type": "default", **section, **base}}
+    return {**found, "rope_scaling": section or None, **base}
+
+
+def positions_of(content: Content) -> int:
+    """How many positions a stretched rotation says that it is for; 0 where it does not say."""
+    section = rope_section(content)
+    factor, original = section.get("factor"), section.get("original_max_position_embeddings")
+    return int(factor * original) if is_number(factor) and is_number(original) else 0
 
 
 def rope(

@@ -4,14 +4,14 @@ A name becomes the path of the data set on the hub (`specs/data_sets.py`), a loc
 says for each data set and there is one of here, as the prompt's file, has to be the same for both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.full_schema import section_at
 from nemo_rl_offload.config.nemo_rl.translation import Translation, refuse, shown
-from nemo_rl_offload.config.types import defaults_of, keys_of
+from nemo_rl_offload.config.types import defaults_of, item_type, keys_of
 from nemo_rl_offload.errors import nearest
 from nemo_rl_offload.specs.data_sets import DATA_SETS, OF_FILES, DataSet
 
@@ -28,7 +28,7 @@ _NOT_HERE = {"multichoice_qa": "multiple choice", "code": "execution of code", "
 
 
 def translate_lists(values: dict[str, Any], problems: dict[str, str]) -> dict[str, Any]:
-    """A list of one data set as that; of several, a problem."""
+    """The first of a list of data sets as the section; `further_data_sets` are the others."""
     data = values.get("data")
     if not isinstance(data, Mapping):
         return values
@@ -37,14 +37,46 @@ def translate_lists(values: dict[str, Any], problems: dict[str, str]) -> dict[st
         path, section = f"data.{split}", data.get(split)
         if not isinstance(section, list):
             continue
-        if len(section) != 1 or not isinstance(section[0], Mapping):
-            problems[path] = (
-                f"a list of {len(section)} asks for several data sets, not supported here: there is one for "
-                "each. Give one section of keys, or write the records of all into one file."
-            )
+        if not section or not all(isinstance(each, Mapping) for each in section):
+            problems[path] = f"{shown(section)} is not allowed. Allowed: a section of keys, or a list of such sections."
         given = section[0] if section and isinstance(section[0], Mapping) else {}
         changed[split] = defaults_of(section_at(["data", split])) | dict(given)
     return {**values, "data": changed}
+
+
+def further_data_sets(values: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Split, number and whole configuration of each data set behind the first of a list, as if it were the first."""
+    if not isinstance(data := values.get("data"), Mapping):
+        return
+    for split in SPLITS:
+        section = data.get(split)
+        if isinstance(section, list) and all(isinstance(each, Mapping) for each in section):
+            for number, each in enumerate(section[1:], start=1):
+                yield split, number, {**values, "data": {**data, **dict.fromkeys(SPLITS), split: [each]}}
+
+
+def add_data_set(translation: Translation, split: str, number: int, inner: Translation) -> None:
+    """Put a further data set, of a configuration that was translated by itself, behind those that there are."""
+    place, own = f"data.{split}.{number}", inner.get(f"data.{split}")
+    allowed = keys_of(item_type(section_at(["data", split, "further"]), list))
+    for path, text in inner.problems.items():
+        if path.startswith(f"data.{split}."):
+            translation.problems[f"{place}{path.removeprefix(f'data.{split}')}"] = text
+    for key in ("prompt_file", "system_prompt_file", "env_name"):
+        mine, others = inner.get(f"data.{key}"), translation.get(f"data.{key}")
+        if mine != others:
+            reason = f"the first has {shown(others)}"
+            refuse(translation, f"{place}.{key}", mine, "another value for each data set", reason, "Give all the same.")
+    if not isinstance(own, Mapping):
+        return
+    defaults = defaults_of(section_at(["data", split]))
+    for key in own.keys() - allowed.keys():
+        if own[key] != defaults.get(key):
+            translation.problems[f"{place}.{key}"] = f"unknown key in a list. Allowed: {', '.join(allowed)}."
+    if own.get("path") is None and not any(path.startswith(f"{place}.") for path in translation.problems):
+        translation.problems[f"{place}.path"] = f"missing value. Give one: data.{split}.{number}.path=..."
+    further = [*(translation.get(f"data.{split}.further") or []), {key: own.get(key) for key in allowed}]
+    translation.set(f"data.{split}.further", [each for each in further if each["path"] is not None])
 
 
 def translate_data(translation: Translation) -> None:
@@ -52,6 +84,7 @@ def translate_data(translation: Translation) -> None:
     honoured = translation.honoured
     files: dict[str, list[Any]] = {"prompt_file": [], "system_prompt_file": []}
     _bounds(translation)
+    _all_records(translation)
     _generation_prompt(translation)
     for split in SPLITS:
         default = {
@@ -89,6 +122,14 @@ def _bounds(translation: Translation) -> None:
         translation.set("data.max_input_seq_length", translation.get("policy.max_total_sequence_length"))
 
 
+def _all_records(translation: Translation) -> None:
+    for split in SPLITS:
+        path = f"data.{split}.max_samples"
+        most = translation.get(path)
+        if type(most) is int and most <= 0:
+            translation.set(path, None, path)
+
+
 def _generation_prompt(translation: Translation) -> None:
     path = "data.add_generation_prompt"
     template = translation.get("policy.tokenizer.chat_template")
@@ -114,6 +155,8 @@ def _for_both(translation: Translation, split: str, key: str, value: Any, *, is_
             there = ", ".join(ENVIRONMENTS)
             how = f"Set it to one of them.{nearest(str(value), ENVIRONMENTS)}"
             refuse(translation, source, value, feature, f"environments are {there}", how)
+            of_files = (name for name, spec in ENVIRONMENTS.items() if spec.problems == "file")
+            translation.set("data.env_name", next(of_files))  # as all that NeMo-RL has
             return
     before = translation.became.get(path)
     if before is not None and translation.get(path) != value:
@@ -170,7 +213,7 @@ def _source(translation: Translation, split: str, keys: Mapping[str, Any], of_de
             f"there are {there}; and local files as {', '.join(OF_FILES)}",
             f"Give one of them.{nearest(str(name), [*DATA_SETS, *OF_FILES])}",
         )
-    for key in ("input_key", "output_key", "split_validation_size", "seed", "repeat"):
+    for key in ("input_key", "output_key", "split_validation_size", "seed", "repeat", "max_samples"):
         if key in of_default and key not in given and f"{section}.{key}" in _paths(section):
             translation.set(f"{section}.{key}", keys[key], place(key))
 
@@ -184,4 +227,6 @@ def _feature_of(name: str) -> str:
         return "NeMo-Gym"
     if name == "arrow_text":
         return "raw text"
+    if "://" in name:
+        return "data behind an address"
     return "a data set class of one's own" if "." in name else "a data set of this name"

@@ -32,13 +32,24 @@ _ABOUT_MEMORY = (
     *("moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
 )
 """Keys of `policy.megatron_cfg` that do not change what is learned."""
+_FUSED_ADAM = {"lr": 1e-3, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8}
 _OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "torch.optim.AdamW": ("adam", {"lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}),
     "torch.optim.SGD": ("sgd", {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0}),
+    "transformer_engine.pytorch.optimizers.FusedAdam": ("adam", _FUSED_ADAM),
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": ("adam", _FUSED_ADAM),
 }
-"""PyTorch's optimizers with Megatron-Core's names and PyTorch's own defaults."""
-_KERNELS = ("foreach", "fused", "capturable", "differentiable")
-"""Arguments of PyTorch's optimizers that choose among ways to compute the same."""
+"""Optimizers of PyTorch and Transformer Engine with Megatron-Core's names and their own defaults."""
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    **dict.fromkeys(("foreach", "fused", "capturable", "differentiable", "set_grad_none"), "a way to compute the same"),
+    **dict.fromkeys(
+        ("master_weights", "master_weight_dtype", "store_param_remainders", "exp_avg_dtype", "exp_avg_sq_dtype"),
+        "weights and their averages are float32 in the optimizer",
+    ),
+}
+"""Arguments of optimizers that choose among ways to compute or keep the same, and why they do not count."""
+_AS_HERE = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False, "nesterov": False}
+"""Further arguments, with the value that Megatron-Core's optimizers have."""
 _PREFIX = "torch.optim.lr_scheduler."
 
 
@@ -148,8 +159,10 @@ def _optimizer(translation: Translation) -> Iterator[tuple[str, Any]]:
         return
     megatrons_name, defaults = _OPTIMIZERS[name]
     for key, value in given.items():
-        if key in _KERNELS:
-            translation.without_effect[f"{path}.kwargs.{key}"] = "a way to compute the same step"
+        if key in _WITHOUT_EFFECT:
+            translation.without_effect[f"{path}.kwargs.{key}"] = _WITHOUT_EFFECT[key]
+        elif _AS_HERE.get(key) is value:
+            continue
         elif key not in defaults:
             translation.problems[f"{path}.kwargs.{key}"] = (
                 f"has nothing that it could become. Allowed: {', '.join(defaults)}. Remove it: ~{path}.kwargs.{key}"

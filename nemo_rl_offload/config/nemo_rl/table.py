@@ -32,7 +32,7 @@ reward_penalties                map?  honoured its keys say
 data_plane                      map?  honoured its keys say
 on_policy_distillation          map?  refused [on-policy distillation within GRPO] distillation has an algorithm of
     its own
-async_rl.*                      map?  refused [the single controller] grpo.async_grpo generates ahead of training
+async_rl                        map?  honoured its keys say
 teachers                        list? refused [cross-tokenizer distillation] there is one teacher, with the student's
     vocabulary
 rm.*                            map?  refused [reward models] none is trained here
@@ -42,6 +42,27 @@ value_loss_fn.*                 map?  refused [PPO] there is no value model
 rollout_checkpointing.*         map?  refused [the single controller] what was generated ahead is not saved
 rollout_recovery.*              map?  refused [the single controller] what was generated ahead is not saved
 token_capture.*                 map?  none how responses are recorded for another program
+
+[async_rl]
+sampler.*                       map   honoured the bound on versions becomes grpo.async_grpo; 0 generates and trains
+    by turns
+recompute_kv_cache_after_weight_updates bool honoured becomes grpo.async_grpo's key of this name
+min_groups_for_streaming_train  int   none a step trains once all of its responses are there; the sum is the same
+max_inflight_prompts            int   none the sampler's bound says what is under way
+max_buffered_rollouts           int   none the sampler's bound says what waits
+diagnostics                     bool  none figures for developers
+rollout_failure.*               map   none an engine that fails ends the run, or starts it again:
+    fault_tolerance.max_restarts
+stall_watchdog.*                map   none an engine that fails ends the run, or starts it again:
+    fault_tolerance.max_restarts
+generation_fleet_health.*       map   none an engine that fails ends the run, or starts it again:
+    fault_tolerance.max_restarts
+generation_router.enabled       bool  only false [NeMo-Gym] nothing is served
+generation_router.port_range_low int  none read by a server for other programs
+generation_router.port_range_high int none read by a server for other programs
+generation_router.backend_timeout_s num none read by a server for other programs
+generation_router.connect_timeout_s num none read by a server for other programs
+generation_router.no_healthy_backend_status int none read by a server for other programs
 
 [reward_penalties]
 penalize_duplicated_reasoning   bool  only false [NeMo-Gym] these penalties are for its responses
@@ -67,8 +88,6 @@ observability.*                 map   none of another way for batches to travel
 reward_model_cfg.enabled        bool  only false [reward models] none is trained here
 reward_model_cfg.reward_model_type text  none read with reward models alone
 pretrained_checkpoint.*         map?  refused [checkpoints of other programs] runs start from a Hugging Face folder
-hf_config_overrides.*           map?  honoured router_aux_loss_coef becomes megatron_cfg.moe_aux_loss_coeff; the rest
-    is refused
 optimizer.*                     map?  honoured becomes megatron_cfg.optimizer where DTensor trains; Megatron-Core's
     own section counts otherwise
 scheduler.*                     seq?  honoured becomes megatron_cfg.scheduler where DTensor trains; Megatron-Core's
@@ -81,6 +100,7 @@ offload_optimizer_for_logprob   bool  none log-probabilities take less than trai
 refit_buffer_size_gb            num   none weights go over in buckets of a size of their own
 is_vlm                          bool  only false [images and audio] models read text alone
 activation_checkpointing_enabled bool  none NeMo-RL does not read it either
+dequantize_base_checkpoint      bool  none quantized weights become those of policy.precision as they are read
 quant_cfg                       text? refused [quantisation-aware training] weights are float32 or bfloat16
 quant_calib_data                text? none read with quant_cfg alone
 quant_calib_size                int?  none read with quant_cfg alone
@@ -176,6 +196,13 @@ freeze_config.*                 map   refused [frozen parts of a model] all weig
     freeze_moe_router's
 use_linear_ce_fusion_loss       bool  none use_fused_linear_logprobs is this switch now
 linear_ce_fusion_chunk_size     int   none fused_linear_logprobs_chunk_size is this number now
+calculate_per_token_loss        bool  none how a loss is divided is said by loss_fn
+do_not_average_loss             bool  none how a loss is divided is said by loss_fn
+cp_normalize                    bool  none how a loss is divided is said by loss_fn
+scale_loss_by_dp_cp_size        bool  none how a loss is divided is said by loss_fn
+first_last_layers_bf16          bool  none read with FP8 alone
+num_layers_at_start_in_bf16     int   none read with FP8 alone
+num_layers_at_end_in_bf16       int   none read with FP8 alone
 
 [policy.megatron_cfg.optimizer]
 bf16                            bool  none it follows policy.precision
@@ -197,6 +224,9 @@ ckpt_assume_constant_structure  bool  none checkpoints are planned anew each tim
 ckpt_fully_parallel_save_process_group text  none how ranks share the writing
 ckpt_fully_parallel_load_process_group text  none how ranks share the reading
 ckpt_fully_parallel_load_exchange_algo text  none how ranks share the reading
+fully_parallel_save_process_group text none how ranks share the writing
+fully_parallel_load_process_group text none how ranks share the reading
+fully_parallel_load_exchange_algo text none how ranks share the reading
 
 [policy.megatron_cfg.peft]
 enabled                         bool  only false [LoRA] all weights are trained
@@ -256,7 +286,7 @@ enforce_monotonicity            bool  none read by a server, or figures for deve
 expose_http_server              bool  only false [NeMo-Gym] nothing is served
 http_refit_api_key_env_var      text? none read by a server, or figures for developers
 http_refit_server_port          int?  none read by a server, or figures for developers
-http_server_serving_chat_kwargs.* map   none read by a server, or figures for developers
+http_server_serving_chat_kwargs.* map?  none read by a server, or figures for developers
 is_mx                           bool  none read with FP8 alone
 logprobs_mode                   text  none log-probabilities are those of the
     distribution that is sampled
@@ -269,6 +299,8 @@ reset_encoder_cache_after_weight_update bool  none models read text alone
 tool_parser_plugin              text? none read by a server, or figures for developers
 use_deep_gemm                   bool  none read with FP8 alone
 use_tqdm                        bool  none read by a server, or figures for developers
+limit_mm_per_prompt.*           map   none models read text alone
+max_num_seqs                    int   none NeMo-RL does not read it either; vllm_kwargs.max_num_seqs is the engine's
 video.*                         map   none models read text alone
 vllm_metrics_logger_interval    num   none read by a server, or figures for developers
 zmq_refit_server_port           int?  none read by a server, or figures for developers
@@ -290,6 +322,8 @@ parsers                         list  none read by a server for other programs
 num_speculative_tokens          int   none responses have the same distribution
 block_size_tokens               int   none of another cache of keys and values
 buffer_size_gb                  num   none of another cache of keys and values
+buffer_guaranteed_fraction      num   none of another cache of keys and values
+inference_moe_token_dispatcher_type text none of another engine in Megatron-Core
 cuda_graph_impl                 text  none CUDA graphs are not available yet
 enable_chunked_prefill          bool  none of another engine in Megatron-Core
 enable_prefix_caching           bool  none of another engine in Megatron-Core
@@ -342,6 +376,16 @@ penalize_malformed_thinking     bool  only false [NeMo-Gym] this penalty is for 
 calculate_advantages_on_gpu     bool  none where advantages are computed
 deduplicate_multimodal_data     bool  none models read text alone
 debug_payload_metrics           bool  none figures for developers
+best_at_k_k                     int   none NeMo-RL does not read it either
+best_at_k_m                     int   none NeMo-RL does not read it either
+use_best_at_k                   bool  none NeMo-RL does not read it either
+use_combined_training           bool  none NeMo-RL does not read it either
+combined_training_weight_mode   text  none NeMo-RL does not read it either
+combined_training_best_at_k_weight num none NeMo-RL does not read it either
+combined_training_pass_at_1_weight num none NeMo-RL does not read it either
+dynamic_sampling_oversample_ratio num none NeMo-RL does not read it either
+zero_variance_prompt_filtering  bool  none NeMo-RL does not read it either
+num_val_generations_per_prompt  int   none NeMo-RL does not read it either; val_num_generations_per_prompt says it
 
 [grpo.async_grpo]
 max_generation_failures         int   none an engine that fails ends the run, or starts it again:
@@ -350,10 +394,10 @@ max_generation_failures         int   none an engine that fails ends the run, or
 [grpo.adv_estimator]
 normalize_rewards               bool  honoured becomes grpo.normalize_rewards
 use_leave_one_out_baseline      bool  honoured becomes grpo.use_leave_one_out_baseline
-reward_weights                  list? none read by gdpo alone
 
 [grpo.reward_shaping]
-stop_properly_penalty_coef      num?  only null  [scaled rewards of cut responses] overlong_filtering leaves them out
+stop_properly_penalty_coef      num?  honoured 0: responses without an end have the reward 0 and no other penalty; any
+    other value is refused
 
 [sft]
 val_batches                     int   honoured times val_global_batch_size it becomes max_val_samples
@@ -374,10 +418,11 @@ add_generation_prompt           bool  honoured what the template opens an assist
     learned: true, or a template without it
 add_system_prompt               bool  only true  [dropped system prompts] conversations are taken as they are
 num_workers                     int   none data is read before training
-use_multiple_dataloader         bool  only false [several data sets] there is one data set for training
+use_multiple_dataloader         bool  only false [batches by data set] they are drawn from all data sets together
 num_prompts_per_dataloader      int   none read with use_multiple_dataloader alone
 custom_dataloader               text? none read with use_multiple_dataloader alone
 default                         map?  honoured keys that data.train and data.validation lack
+dataset_name                    text? none NeMo-RL does not read it either; data.train.dataset_name says it
 
 [env]
 should_use_nemo_gym             bool  only false [NeMo-Gym] environments are those of docs/algorithms.md
@@ -386,18 +431,25 @@ should_mask_flagged_samples     bool  none read by NeMo-Gym alone
 nemo_gym.*                      map?  refused [NeMo-Gym] environments are those of docs/algorithms.md
 reward_model.*                  map?  none read where an environment of that name scores
 code.*                          map?  none read where an environment of that name scores
+dapo.*                          map?  none read where an environment of that name scores
+vlm.*                           map?  none read where an environment of that name scores
+mmpr-tiny.*                     map?  none read where an environment of that name scores
 code_jaccard.*                  map?  none read where an environment of that name scores
 multichoice_qa.*                map?  none read where an environment of that name scores
-sliding_puzzle_game.*           map?  none read where an environment of that name scores
+sliding_puzzle_game.*           map?  refused [games] environments are those of docs/algorithms.md
 clevr-cogent.*                  map?  none read where an environment of that name scores
 geometry3k.*                    map?  none read where an environment of that name scores
 refcoco.*                       map?  none read where an environment of that name scores
 
 [env.math]
-math_verify_impl                text? only null|"hf_math_verify" [other verifiers of mathematics] answers are compared
-    by math-verify
-verifier_type                   text? only null|"math" [other verifiers of mathematics] answers are compared by math-
-    verify
+math_verify_impl                text? honoured dapo_math_verify becomes env.math.comparison dapo
+verifier_type                   text? honoured english_multichoice and multilingual_multichoice become
+    env.math.comparison
+stop_strings                    list? only null  [stop strings] a response ends at the tokenizer's end tokens
+
+[env.math_multi_reward]
+math_verify_impl                text? none its rewards are compared as text
+verifier_type                   text? none its rewards are compared as text
 stop_strings                    list? only null  [stop strings] a response ends at the tokenizer's end tokens
 
 [logger]
@@ -463,7 +515,6 @@ processor                       text  honoured the algorithm and the environment
 download_dir                    text? none the hub's cache is where HF_HOME says
 split_validation_size           num   honoured becomes split_validation_size
 repeat                          int   honoured becomes repeat
-max_samples                     int?  only null  [parts of data sets] data sets are taken as a whole
 num_samples                     int?  only null  [parts of data sets] data sets are taken as a whole
 data_files                      text? refused [raw text] records are conversations, pairs or problems
 text_key                        text? refused [raw text] records are conversations, pairs or problems
@@ -533,7 +584,8 @@ def rows() -> Mapping[str, Row]:
     parts = re.split(r"^\[([\w.]*)\]$", _ROWS, flags=re.MULTILINE)[1:]
     found = [row for section, text in zip(parts[::2], parts[1::2], strict=True) for row in _parse(section, text)]
     found += [row for section in DATA_SETS for row in _parse(section, _OF_A_DATA_SET)]
-    found += _parse("data.default", "split text? honoured as in data.train\nseed int honoured as in data.train")
+    for each in ("split text?", "seed int", "max_samples int?"):
+        found += _parse("data.default", f"{each} honoured as in data.train")
     return {row.path: row for row in found if not _is_in_schema(row.path)}
 
 

@@ -121,6 +121,11 @@ def read_key(translation: Translation, path: str, value: Any) -> None:
         _apply(translation, row, value)
 
 
+def is_known(section: str) -> bool:
+    """Whether the schema or the table has a key beside the sections."""
+    return section in keys_of(full_schema()) or section in rows() or section in sections()
+
+
 def _apply(translation: Translation, row: Row, value: Any) -> None:
     if not row.fits(value):
         translation.problems[row.path] = f"{shown(value)} {NOT_ALLOWED}{row.allowed}."
@@ -261,6 +266,15 @@ def _all_of_a_validation(translation: Translation) -> None:
                 translation.set(path, ALL_SAMPLES, path)
 
 
+_VERIFIED, _CHOICES = "env.math", ("english_multichoice", "multilingual_multichoice")
+_VERIFIERS: Mapping[str, Mapping[str, str]] = {
+    "verifier_type": {
+        _VERIFIED.partition(".")[2]: "symbolic",
+        **{name: name for name in _CHOICES},
+    },
+    "math_verify_impl": {"hf_math_verify": "symbolic", "dapo_math_verify": "dapo"},
+}
+"""NeMo-RL's names, by its keys, for values of `env.math.comparison`."""
 ALL_SAMPLES = 1 << 40
 """More than there are."""
 
@@ -273,7 +287,6 @@ def _advantages(translation: Translation) -> None:
 
 
 ESTIMATORS = {
-    "gdpo": ("GDPO's advantages", "an environment gives one reward"),
     "opd": ("on-policy distillation within GRPO", "distillation has an algorithm of its own"),
     "gae": ("PPO", "there is no value model"),
     "raw_reward": ("rewards as advantages", "rewards are compared, or normalized"),
@@ -286,8 +299,24 @@ def _estimator(translation: Translation) -> None:
     name = translation.get(path)
     if isinstance(name, str) and name in ESTIMATORS:
         feature, reason = ESTIMATORS[name]
-        refuse(translation, path, name, feature, reason, "Set it to grpo or reinforce_plus_plus.")
-        translation.set(path, "grpo")
+        refuse(translation, path, name, feature, reason, "Set it to grpo, gdpo or reinforce_plus_plus.")
+    is_refused = isinstance(name, str) and name in ESTIMATORS
+    if is_refused or any(problem.endswith(".env_name") for problem in translation.problems):
+        translation.set(path, "grpo")  # of another environment's rewards nothing is known
+
+
+def _verifier(translation: Translation) -> None:
+    given = {key: translation.honoured.get(f"env.math.{key}") for key in ("verifier_type", "math_verify_impl")}
+    for key, value in given.items():
+        path, known = f"env.math.{key}", _VERIFIERS[key]
+        if value is None:
+            continue
+        if value not in known:
+            translation.problems[path] = f"{shown(value)} {NOT_ALLOWED}{', '.join(known)}.{nearest(value, known)}"
+        elif key == "math_verify_impl" and given["verifier_type"] in _CHOICES:
+            translation.without_effect[path] = "env.math.verifier_type says it"
+        elif _is_default(translation, "env.math.comparison"):
+            translation.set("env.math.comparison", known[value], path)
 
 
 def _reference(translation: Translation) -> None:
@@ -373,18 +402,12 @@ def _overrides_of_the_model(translation: Translation) -> None:
 
 def _overrides_of_the_folder(translation: Translation) -> None:
     source = "policy.hf_config_overrides"
-    for key, value in (translation.honoured.get(source) or {}).items():
-        if key == "router_aux_loss_coef" and isinstance(value, int | float):
-            translation.set(f"{MEGATRON}.moe_aux_loss_coeff", value, source)
-        else:
-            refuse(
-                translation,
-                f"{source}.{key}",
-                value,
-                "another config.json",
-                "a model is what its folder says",
-                f"Change the folder's config.json, and remove this: ~{source}.{key}",
-            )
+    given = translation.get(source)
+    if given is None:
+        translation.set(source, {})
+    elif isinstance(given, Mapping) and isinstance(loss := given.get("router_aux_loss_coef"), int | float):
+        translation.set(f"{MEGATRON}.moe_aux_loss_coeff", loss, source)
+        translation.set(source, {key: value for key, value in given.items() if key != "router_aux_loss_coef"})
 
 
 def _layout_of_generation(translation: Translation) -> None:
@@ -408,6 +431,21 @@ def _packing(translation: Translation) -> None:
         translation.set(path, defaults_of(section_at(["policy", "sequence_packing"]))["algorithm"])
 
 
+def _of_other_switches(translation: Translation) -> None:
+    """Values that NeMo-RL does not read, or that mean nothing, while another key has its value."""
+    if not translation.is_recipe:
+        return
+    ddp = f"{MEGATRON}.distributed_data_parallel_config"
+    for path, idle, other, needed in (
+        (f"{ddp}.overlap_param_gather", False, f"{ddp}.overlap_grad_reduce", True),
+        (f"{MEGATRON}.moe_flex_dispatcher_backend", None, f"{MEGATRON}.moe_token_dispatcher_type", "flex"),
+        ("checkpointing.checkpoint_must_save_by", None, "checkpointing.enabled", True),
+    ):
+        if translation.get(path) not in (None, idle) and translation.get(other) != needed:
+            translation.set(path, idle)
+            translation.without_effect[path] = f"{other} is {shown(translation.get(other))}"
+
+
 def _limits(translation: Translation) -> None:
     path = "policy.megatron_cfg.optimizer.clip_grad"
     if translation.get(path) is None:  # no limit
@@ -428,12 +466,14 @@ STEPS: tuple[Callable[[Translation], Any], ...] = (
     _all_of_a_validation,
     _advantages,
     _estimator,
+    _verifier,
     _reference,
     _asynchronous_checkpoints,
     _overrides_of_the_folder,
     _overrides_of_the_model,
     _layout_of_generation,
     _packing,
+    _of_other_switches,
     _limits,
     _lengths_of_records,
     _differences,

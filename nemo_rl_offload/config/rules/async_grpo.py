@@ -31,8 +31,6 @@ def _ahead(get: Get) -> Iterator[str]:
             f"{GENERATION}.colocated.enabled: {path} generates while a step trains, on devices of their own. Set it to "
             f"false, and {GENERATION}.colocated.resources."
         )
-    if not get(CORRECTION):
-        yield f"{CORRECTION}: {path} trains on responses of older weights, which it corrects for. Set it to true."
     if get("grpo.use_dynamic_sampling"):
         yield f"grpo.use_dynamic_sampling: {path} does not sample again what it drops. Set it to false."
 
@@ -48,6 +46,14 @@ def _older_than_it_can_be(get: Get) -> Iterator[str]:
         yield (
             f"{ASYNC}.max_trajectory_age_steps: above 1 while in_flight_weight_updates is false, each update waits for "
             "all that is under way: responses are older, and no step is faster."
+        )
+
+
+def _older_responses_as_new(get: Get) -> Iterator[str]:
+    if is_ahead(get) and not get(CORRECTION):
+        yield (
+            f"{CORRECTION}: false while {ASYNC}.enabled is true: responses of older weights are trained on as if they "
+            "were of the newest. true corrects for it."
         )
 
 
@@ -78,4 +84,4 @@ def _bounds(get: Get) -> Iterator[str]:
 
 
 ASYNC_RULES: tuple[Rule, ...] = (_ahead, _bounds)
-ASYNC_WARNINGS: tuple[Rule, ...] = (_older_than_it_can_be, _nothing_is_under_way)
+ASYNC_WARNINGS: tuple[Rule, ...] = (_older_than_it_can_be, _older_responses_as_new, _nothing_is_under_way)

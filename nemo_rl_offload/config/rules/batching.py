@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec, megatron, model_shape
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec, megatron, model_content, model_shape
+from nemo_rl_offload.specs.model_keys import positions_of
 from nemo_rl_offload.specs.parallel_layout import rounded_length, sequence_multiple, width_multiple
 
 BY_TOKENS = ("dynamic_batching", "sequence_packing")
@@ -78,6 +79,8 @@ def _without_effect(get: Get) -> Iterator[str]:
 
 def _beyond_the_models_positions(get: Get) -> Iterator[str]:
     longest, made_for = get("policy.max_total_sequence_length"), model_shape(get).max_positions
+    if made_for:
+        made_for = max(made_for, positions_of(model_content(get)))
     if 0 < made_for < longest:
         yield (
             f"policy.max_total_sequence_length: {longest} is more than the {made_for} positions that the model is made "

@@ -40,7 +40,7 @@ _IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
 }
 """Whether an algorithm reads a key, or a section where the key itself is not listed; all do where neither is."""
 
-_OF_FILES = ("split", "input_key", "output_key", "split_validation_size", "repeat")
+_OF_FILES = ("split", "input_key", "output_key", "max_samples", "split_validation_size", "repeat", "further")
 """Keys of a data set that is read from files."""
 _TOKENS = ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")
 _COLOCATED, _SHAPING, _OPTIMIZER = "policy.generation.colocated", "grpo.reward_shaping", f"{MEGATRON}.optimizer"
@@ -90,6 +90,7 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
         tuple(f"grpo.reward_scaling.{key}" for key in ("source_min", "source_max", "target_min", "target_max")),
     ),
     (_ESTIMATOR, ("reinforce_plus_plus",), ("grpo.adv_estimator.minus_baseline",)),
+    (_ESTIMATOR, ("gdpo",), ("grpo.adv_estimator.reward_weights",)),
     ("loss_fn.disable_ppo_ratio", (False,), ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max")),
     *(
         (f"policy.{name}.enabled", (True,), tuple(f"policy.{name}.{key}" for key in keys))
@@ -195,6 +196,9 @@ def _is_read(path: str, get: Get) -> bool:
         return not takes_problems(get)
     if section == "env" and not key.startswith(f"{PROBLEMS}."):
         return bool(spec.generates and key.startswith(f"{get('data.env_name')}."))
+    if path in [f"{split}.seed" for split in SPLITS] and not takes_problems(get):
+        split = path.removesuffix(".seed")
+        return bool(get(f"{split}.max_samples") or (split == SPLITS[0] and get(f"{split}.split_validation_size")))
     if section == "env" or path in [f"{split}.{name}" for split in SPLITS for name in ("seed", "size", "exclude")]:
         return takes_problems(get)
     if section in ALGORITHMS:

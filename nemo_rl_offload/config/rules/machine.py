@@ -133,8 +133,10 @@ def _teacher_is_here(get: Get) -> Iterator[str]:
 
 def _data_is_here(get: Get) -> Iterator[str]:
     files = () if takes_problems(get) else tuple(f"{split}.path" for split in SPLITS)
-    for key in (*files, "data.prompt_file", "data.system_prompt_file"):
-        path = get(key)
+    paths = {key: get(key) for key in (*files, "data.prompt_file", "data.system_prompt_file")}
+    for split in SPLITS if files else ():
+        paths |= {f"{split}.further.{number}.path": each["path"] for number, each in enumerate(get(f"{split}.further"))}
+    for key, path in paths.items():
         if path is not None:
             try:
                 resolve_data_path(path)
@@ -164,6 +166,42 @@ def _function_is_here(get: Get) -> Iterator[str]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
             yield from _params_of_function(node, get)
+    if (what := _no_function(tree, name)) is not None:
+        yield f"{FUNCTION}.path: {path} is {what}, and not a function that returns a reward. Write it with def."
+
+
+def _no_function(tree: ast.Module, name: str) -> str | None:
+    """What a name of a module is that cannot be called for a reward; None where it can, or that is not plain."""
+    found: str | None = None
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef() if node.name == name:
+                gives = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in _own_nodes(node))
+                found = "a generator" if gives and not node.decorator_list else None
+            case ast.AsyncFunctionDef() if node.name == name:
+                found = None if node.decorator_list else "a coroutine (async def)"
+            case ast.ClassDef() if node.name == name:
+                found = None if node.decorator_list or node.keywords else "a class"
+            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
+                is_plain = isinstance(value, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set | ast.JoinedStr)
+                found = f"the value {ast.unparse(value)[:40]}" if is_plain else None
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                continue
+            case ast.AnnAssign() | ast.Assign() | ast.Import() | ast.ImportFrom() | ast.Expr():
+                continue
+            case _:  # which may change anything
+                return None
+    return found
+
+
+def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """What a function has in itself, without the functions in it."""
+    left: list[ast.AST] = [*function.body]
+    while left:
+        node = left.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            left += ast.iter_child_nodes(node)
 
 
 def _params_of_function(function: ast.FunctionDef, get: Get) -> Iterator[str]:

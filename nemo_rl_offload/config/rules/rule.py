@@ -15,6 +15,7 @@ from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.activation_memory import listed_modules
 from nemo_rl_offload.specs.catalogue import find_config, read_config_file
+from nemo_rl_offload.specs.model_keys import with_overrides
 from nemo_rl_offload.specs.model_shape import ModelShape, parse_model_shape
 from nemo_rl_offload.specs.offload_modules import MEGATRON_MODULES
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, RecomputeKeys, ResolvedRecompute
@@ -62,10 +63,15 @@ def read_shape(model_name: str) -> ModelShape:
     return parse_model_shape(read_model_config(model_name)).shape
 
 
+def model_content(get: Get) -> Mapping[str, Any]:
+    """What `config.json` of the policy's model holds, and `hf_config_overrides` say. Raises as `read_model_config`."""
+    return with_overrides(read_model_config(get("policy.model_name")), get("policy.hf_config_overrides"))
+
+
 def model_shape(get: Get) -> ModelShape:
     """The model's shape; ends the rule where the folder is missing or broken, which another rule reports."""
     try:
-        return read_shape(get("policy.model_name"))
+        return parse_model_shape(model_content(get)).shape
     except ConfigError as error:
         raise ReportedError from error
 

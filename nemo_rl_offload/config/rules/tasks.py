@@ -268,6 +268,26 @@ def _reinforce(get: Get) -> Iterator[str]:
                 yield f"{path}: excluded by {other}, which is about the ratio. Set one of the two to false."
 
 
+def _several_rewards(get: Get) -> Iterator[str]:
+    if not algorithm_has("adv_estimator", get):
+        return
+    section = f"{get('algorithm')}.adv_estimator"
+    if get(f"{section}.name") != "gdpo":
+        return
+    names, weights = ENVIRONMENTS[get("data.env_name")].reward_names, get(f"{section}.reward_weights")
+    if names == ():
+        there = ", ".join(name for name, spec in ENVIRONMENTS.items() if spec.reward_names != ())
+        yield (
+            f"{section}.name: gdpo compares several rewards, and data.env_name {get('data.env_name')} gives one. Set "
+            f"this to grpo, or that to one of {there}."
+        )
+    elif weights is not None and (len(weights) < 2 or (names is not None and len(weights) != len(names))):
+        wanted = f"{len(names)}, of {', '.join(names)}" if names else "two or more"
+        yield f"{section}.reward_weights: {len(weights)} of them. Give {wanted}."
+    if weights is not None and not any(weights):
+        yield f"{section}.reward_weights: all are 0, and nothing would be learned. Give one above 0, or null."
+
+
 def _kl_in_reward(get: Get) -> Iterator[str]:
     if not algorithm_has("adv_estimator", get):
         return
@@ -310,6 +330,8 @@ def _end_by_a_metric(get: Get) -> Iterator[str]:
             f"{path}: has no effect without a validation before the end. Set {name}.val_period above 0, or this and "
             f"{bound} to null."
         )
+    if metric in ("accuracy", "pass_k") and isinstance(value, int | float) and value > 1:
+        yield f"{bound}: {value:g} is never reached, for {metric} is a share, at most 1. Lower it."
     if metric == "pass_k" and get(f"{name}.val_num_generations_per_prompt") == 1:
         yield f"{path}: pass_k needs several responses. Set {name}.val_num_generations_per_prompt above 1."
 
@@ -370,7 +392,7 @@ def _data_paths(get: Get) -> Iterator[str]:
             f"data.train.path: missing value; {algorithm} takes preference pairs from a file. "
             "Give one: data.train.path=..."
         )
-    elif train is not None and validation is None and get("data.train.split_validation_size"):
+    elif train is not None and validation is None and _takes_from_training(get):
         return
     elif (train is None) != (validation is None) and validates(get):
         there, missing = SPLITS if validation is None else reversed(SPLITS)
@@ -378,6 +400,11 @@ def _data_paths(get: Get) -> Iterator[str]:
             f"{missing}.path: missing value, while {there}.path is given. Give one, or turn validation off: "
             f"{algorithm}.val_period=0 {algorithm}.val_at_start=false {algorithm}.val_at_end=false"
         )
+
+
+def _takes_from_training(get: Get) -> bool:
+    further = [each["split_validation_size"] for each in get("data.train.further")]
+    return any([get("data.train.split_validation_size"), *further])
 
 
 def validates(get: Get) -> bool:
@@ -398,7 +425,18 @@ def _metric(get: Get) -> Iterator[str]:
         yield f"checkpointing.higher_is_better: keeps the worst checkpoints by {metric}. Set it to {wanted}."
 
 
-TASK_WARNINGS: tuple[Rule, ...] = (_lengths,)
+def _rewards_as_they_are(get: Get) -> Iterator[str]:
+    name = get("algorithm")
+    if algorithm_has("adv_estimator", get) and get(f"{name}.adv_estimator.name") == "gdpo":
+        for key in ("reward_shaping", "reward_scaling"):
+            if get(f"{name}.{key}.enabled"):
+                yield (
+                    f"{name}.{key}.enabled: true has no effect with {name}.adv_estimator.name gdpo, which compares "
+                    "each reward as it is."
+                )
+
+
+TASK_WARNINGS: tuple[Rule, ...] = (_lengths, _rewards_as_they_are)
 TASK_RULES: tuple[Rule, ...] = (
     _prompt_template,
     _generation_workers,
@@ -417,6 +455,7 @@ TASK_RULES: tuple[Rule, ...] = (
     _sequence_ratios,
     _no_clip,
     _reinforce,
+    _several_rewards,
     _kl_in_reward,
     _intervals,
     _end_by_a_metric,

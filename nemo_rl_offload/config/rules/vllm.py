@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec, model_shape, read_model_config
-from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec, model_content, model_shape
+from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.generation import (
     CPU_HEAD_SIZES,
     HOW_TO_INSTALL,
@@ -14,6 +14,8 @@ from nemo_rl_offload.specs.generation import (
     installed_vllm,
     is_tested,
 )
+from nemo_rl_offload.specs.model_keys import rope_section
+from nemo_rl_offload.specs.vllm_arguments import KINDS, allowed, fits
 
 GENERATION = "policy.generation"
 CFG, KWARGS, BACKEND = (f"{GENERATION}.{key}" for key in ("vllm_cfg", "vllm_kwargs", "backend"))
@@ -36,8 +38,9 @@ OF_OTHER_KEYS = {
 }
 """Arguments of the engine that have a key."""
 SET_HERE: Mapping[str, str] = {
-    "speculative_config": "draft models",
-    "quantization": "quantized weights in generation",
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "draft models"),
+    **dict.fromkeys(("quantization", "quantization_config"), "quantized weights in generation"),
+    **dict.fromkeys(("model_weights", "model_impl", "model_class_overrides"), "another model in generation"),
     "enable_lora": "LoRA in the engine",
     **dict.fromkeys(("hf_overrides", "hf_config_path"), "another config.json"),
     **dict.fromkeys(("moe_backend", "kernel_config"), "other kernels of experts"),
@@ -97,7 +100,7 @@ def _engines_compute_the_same(get: Get) -> Iterator[str]:
     if not is_used(get):
         return
     try:
-        content = read_model_config(get("policy.model_name"))
+        content = model_content(get)
     except ConfigError:  # which another rule reports
         content = {}
     for feature, why in _read_otherwise(content):
@@ -117,8 +120,10 @@ def _read_otherwise(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         has_windows = content.get("use_sliding_window") or "sliding_attention" in layers
     if has_windows:
         yield "sliding windows in some layers", "its engines put them into other layers"
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    if isinstance(rope, Mapping) and any(rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")):
+    rope = rope_section(content)
+    if isinstance(rope, Mapping) and (
+        rope.get("attention_factor") or (rope.get("mscale") and rope.get("mscale_all_dim"))
+    ):
         yield "scaled scores of YaRN", "its engines do not read attention_factor, mscale and mscale_all_dim"
 
 
@@ -131,6 +136,14 @@ def _own_arguments(get: Get) -> Iterator[str]:
                 f"{KWARGS}.{name}: {json.dumps(value, default=str)[:60]} asks for {SET_HERE[name]}, not supported "
                 f"here: this project sets it, and nothing else has been tried. Remove it: ~{KWARGS}.{name}"
             )
+        elif name not in KINDS:
+            yield (
+                f"{KWARGS}.{name}: vLLM {VLLM_VERSION} has no such argument.{nearest(name, KINDS)} Remove it: "
+                f"~{KWARGS}.{name}"
+            )
+        elif not fits(name, value):
+            shown = json.dumps(value, default=str)[:60]
+            yield f"{KWARGS}.{name}: {shown} is not allowed. Allowed: {allowed(name)}."
 
 
 def _context_is_long_enough(get: Get) -> Iterator[str]:

@@ -12,7 +12,9 @@ from nemo_rl_offload.config.rules.vllm import context_length, devices_of_engine
 from nemo_rl_offload.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.specs.catalogue import read_config_file
 from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_SEVERAL_DEVICES, ENV_OF_TRUNCATED
+from nemo_rl_offload.specs.model_keys import Content, rope_section, rope_type, with_overrides
 
 MAX_NUM_SEQS = 256
 """Responses that an engine works on at a time, vLLM's own default; others wait for a place."""
@@ -77,6 +79,8 @@ def engine_arguments(
         "seed": 0,
         "worker_extension_cls": "nemo_rl_offload.generation.vllm.extension.WeightsInPlace",
     }
+    if config["hf_config_overrides"]:
+        arguments["hf_overrides"] = _positions(model_path, config["hf_config_overrides"])
     if devices_of_engine(cfg) > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
         # Its own sums open memory of the other devices, by numbers that processes which see one device do not share.
@@ -94,6 +98,15 @@ def engine_arguments(
             # Graphs of decoding without a compiler: as fast as with it, and built in a fifth of the time.
             arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return arguments | generation["vllm_kwargs"]
+
+
+def _positions(model_path: Path, overrides: Content) -> dict[str, Any]:
+    """What `policy.hf_config_overrides` make of the model's positions, as transformers' newer files say it."""
+    content = with_overrides(read_config_file(model_path / "config.json"), overrides)
+    theta = {key: content[key] for key in ("rope_theta",) if key in content}
+    section = {"rope_type": rope_type(content), **theta, **rope_section(content)}
+    longest = {key: content[key] for key in ("max_position_embeddings",) if key in content}
+    return {"rope_parameters": {key: value for key, value in section.items() if key != "type"}, **longest}
 
 
 def sampling_arguments(sampling: Sampling, end_ids: Sequence[int], num_left: int) -> dict[str, Any]:

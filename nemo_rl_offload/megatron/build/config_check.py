@@ -18,6 +18,7 @@ from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engin
 from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.specs.model_families import refusals
+from nemo_rl_offload.specs.model_keys import with_overrides
 
 if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -40,7 +41,8 @@ def ask_megatron(found: Findings) -> Findings:
     refusals: list[str] = []
     untold: list[str] = []
     try:
-        model = read_model_config(config["policy"]["model_name"])
+        named = read_model_config(config["policy"]["model_name"])
+        model = with_overrides(named, config["policy"]["hf_config_overrides"])
     except ConfigError:
         model = None
         untold.append("policy.model_name: Megatron-Core was not asked about the model, without its config.json.")

@@ -21,6 +21,7 @@ from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.documents import MODEL_BYTES, DocumentError, read_json_object
 from nemo_rl_offload.specs.end_tokens import GENERATION_CONFIG
+from nemo_rl_offload.specs.model_keys import Content, with_overrides
 
 MODEL_CONFIG, TOKENIZER_CONFIG, CHAT_TEMPLATE = "config.json", "tokenizer_config.json", "chat_template.jinja"
 PROBES = (
@@ -38,6 +39,13 @@ def copy_model_files(source: Path, folder: Path) -> None:
     for file in source.iterdir():
         if file.suffix in (".json", ".txt", ".jinja", ".model", ".tiktoken") and "index" not in file.name:
             shutil.copyfile(file, folder / file.name)  # not its mode: caches are often read-only
+
+
+def write_overrides(folder: Path, overrides: Content) -> None:
+    """Say in config.json what the run said of positions. Raises OSError, DocumentError."""
+    if overrides:
+        path = folder / MODEL_CONFIG
+        _write_json(path, with_overrides(read_json_object(path, MODEL_BYTES), overrides))
 
 
 def write_dtype(folder: Path, dtype: str) -> None:

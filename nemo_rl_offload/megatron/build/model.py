@@ -4,7 +4,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, where_else
 from nemo_rl_offload.megatron.build.bridge import bridge
-from nemo_rl_offload.megatron.build.export_files import copy_model_files, write_dtype
+from nemo_rl_offload.megatron.build.export_files import copy_model_files, write_dtype, write_overrides
 from nemo_rl_offload.megatron.build.hf_files import weight_files
 from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
 from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read, repeated_names
@@ -36,7 +36,7 @@ from nemo_rl_offload.paged_stash.rerun import StepGuard
 from nemo_rl_offload.runs.output import partial_of
 from nemo_rl_offload.specs.catalogue import read_config_file
 from nemo_rl_offload.specs.model_families import SPLIT_PACKS, TORCH_LAYERS, needs_torch_layers, windows_or_sinks
-from nemo_rl_offload.specs.model_keys import Content
+from nemo_rl_offload.specs.model_keys import Content, with_overrides
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class MegatronModel:
     """Runs a step again whose experts' buffers or stash did not suffice; None where they have no limits."""
     measure: Callable[[str], AbstractContextManager[None]] = _not_measured
     """Opens a part of a step whose device memory is counted for itself."""
+    overrides: Content = field(default_factory=dict)
+    """`policy.hf_config_overrides`."""
     weights_are_whole: bool = True
     """False after a step with `overlap_param_gather`, which leaves each rank its own part until the next forward."""
 
@@ -137,9 +139,14 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
     folder's weights do not fit, or when Megatron refuses the configuration.
     """
     with quiet():
-        content = read_config_file(model_path / "config.json")
+        overrides = policy["hf_config_overrides"]
+        content = with_overrides(read_config_file(model_path / "config.json"), overrides)
         with _named(model_path):
             auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path), **class_of(content))
+            if overrides:
+                from transformers import AutoConfig
+
+                auto_bridge.hf_pretrained.config = AutoConfig.for_model(**{**content, **class_of(content)})
             provider = make_provider(auto_bridge, content, model_path, policy["max_total_sequence_length"])
         auto_bridge.hf_pretrained.state.source._key_to_filename_map_cache = _files_of_weights(model_path, content)
         pad_vocabulary(provider, policy["megatron_cfg"]["tensor_model_parallel_size"])
@@ -157,13 +164,15 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
             layer.register_forward_hook(forget_probabilities, always_call=True)
         guard = install_paged_stash(policy, [unwrap(chunk) for chunk in chunks])
         if num_steps is None:
-            return MegatronModel(chunks, provider, auto_bridge, transformer_impl, None, None)
+            return MegatronModel(chunks, provider, auto_bridge, transformer_impl, None, None, overrides=overrides)
         try:
             optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
         except AssertionError as error:
             raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
     scheduler = learning_rate_scheduler(policy, optimizer, num_steps)
-    return MegatronModel(chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler, guard)
+    return MegatronModel(
+        chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler, guard, overrides=overrides
+    )
 
 
 def _files_of_weights(model_path: Path, content: Content) -> dict[str, str]:
@@ -238,6 +247,7 @@ def export_hf(
         with _absent_on_failure(partial, destination):
             partial.mkdir(parents=True)
             copy_model_files(source, partial)
+            write_overrides(partial, model.overrides)
     dist.barrier()
     with quiet():
         weights = {

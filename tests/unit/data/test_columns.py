@@ -12,7 +12,8 @@ from nemo_rl_offload.algorithms.rollout_loop import num_steps
 from nemo_rl_offload.config.loader import PROJECT_ROOT, resolve_data_path, resolve_model_path
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.validation import check_config
-from nemo_rl_offload.data.columns import records_of, split_off, text_around
+from nemo_rl_offload.data.columns import records_of, split_off, text_around, training_records, validation_records
+from nemo_rl_offload.data.inputs import _sources
 from nemo_rl_offload.data.prompts import prompt_data, prompt_sets
 from nemo_rl_offload.data.records import Record
 from nemo_rl_offload.data.samples import sample_sets
@@ -30,6 +31,7 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "DAPOMath17K": [{"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}}],
     "DAPOMathAIME2024": [{"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}}],
     "AIME2024": [{"problem": "2+2?", "answer": 4}],
+    "math500": [{"problem": "2+2?", "answer": "4", "solution": "..."}],
     "AIME2026": [{"problem": "2+2?", "answer": 4}],
     "OpenR1-Math-220k": [{"problem": "2+2?", "answer": "4"}],
     "gsm8k": [{"question": "2+2?", "answer": "Two and two\n#### 4"}],
@@ -131,6 +133,59 @@ def test_split_off(size: float, num: int) -> None:
     assert split_off(records, size, seed=3) == (train, validation)
     with pytest.raises(DataError, match="leaves none to train on"):
         split_off(records, 10, seed=3)
+
+
+def numbered(path: Path, name: str, num: int) -> Path:
+    path.write_text("".join(json.dumps({"prompt": f"{name}{n}?", "answer": str(n)}) + "\n" for n in range(num)))
+    return path
+
+
+def test_several_data_sets_are_read_one_after_the_other(tmp_path: Path, recipe: Callable[..., Any]) -> None:
+    a, b = (numbered(tmp_path / f"{name}.jsonl", name, 10) for name in "ab")
+    config = recipe(
+        f"""
+data:
+  env_name: math
+  train:
+    - {{path: {a}, split_validation_size: 3, seed: 1}}
+    - {{path: {b}, max_samples: 4, split_validation_size: 0.25, seed: 2}}
+  validation:
+    - {{path: {a}, max_samples: 2, repeat: 3}}
+    - {{path: {b}, max_samples: 100}}
+"""
+    )
+    data = config["data"]
+    kept, drawn = training_records(data["train"], "answer")
+    assert [str(r.content["prompt"])[0] for r in kept] == [*"a" * 7, *"b" * 3]  # type: ignore[index]
+    assert [str(r.content["prompt"])[0] for r in drawn] == [*"aaa", "b"]  # type: ignore[index]
+    assert len({record.place for record in [*kept, *drawn]}) == 14
+    assert training_records(data["train"], "answer") == (kept, drawn)
+    held = validation_records(data["validation"], "answer")
+    assert len(held) == 2 * 3 + 10
+    assert len({record.place for record in held[:6]}) == 2
+    stream, validation = prompt_sets(data, config["env"]["reasoning_gym"], load_tokenizer(MODEL), seed=1)
+    assert (stream.num_problems, len(validation)) == (10, 4 + 16)
+    assert {each.key for each in _sources(config)} >= {
+        "data.train.path",
+        "data.train.further.0.path",
+        "data.validation.further.0.path",
+    }
+
+
+def test_a_data_set_of_a_list_that_is_not_there_is_named(tmp_path: Path, recipe: Callable[..., Any]) -> None:
+    a = numbered(tmp_path / "a.jsonl", "a", 3)
+    text = f"data: {{env_name: math, train: [{{path: {a}}}, {{path: {tmp_path}/c.jsonl}}], validation: {{path: {a}}}}}"
+    with pytest.raises(ConfigError, match=r"data.train.further.0.path: .*c.jsonl"):
+        recipe(text)
+
+
+def test_records_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    path = str(numbered(tmp_path / "a.jsonl", "a", 50))
+    section: Any = {"path": path, "split": None, "input_key": None, "output_key": None, "max_samples": 5, "seed": 1}
+    first, again, other = (records_of({**section, "seed": seed}, "data.train", "answer") for seed in (1, 1, 2))
+    assert first == again != other
+    assert len({record.place for record in first}) == 5
+    assert len(records_of({**section, "max_samples": None}, "data.train", "answer")) == 50
 
 
 def test_a_record_without_the_named_key_is_bad(tmp_path: Path, recipe: Callable[..., Any]) -> None:

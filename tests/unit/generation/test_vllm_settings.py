@@ -1,5 +1,6 @@
 """What is said to a vLLM engine, without vLLM."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,17 @@ def policy(*overrides: str) -> Any:
 
 def arguments(*overrides: str, is_cpu: bool = True) -> dict[str, Any]:
     return engine_arguments(policy(*overrides), Path("model"), is_cpu=is_cpu, can_sleep=True, cache_bytes=1 << 20)
+
+
+def test_engines_are_told_of_other_positions(tmp_path: Path) -> None:
+    """In transformers' newer form whatever the file's is: vLLM puts them over what it has read."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for content in ({"rope_theta": 9.0, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 9.0}}):
+        (tmp_path / "config.json").write_text(json.dumps({**content, "max_position_embeddings": 64}))
+        section = policy() | {"hf_config_overrides": {"rope_scaling": yarn}}
+        said = engine_arguments(section, tmp_path, is_cpu=True, can_sleep=True, cache_bytes=1 << 20)
+        assert said["hf_overrides"] == {"rope_parameters": {**yarn, "rope_theta": 9.0}, "max_position_embeddings": 64}
+    assert "hf_overrides" not in arguments()
 
 
 @pytest.mark.parametrize(

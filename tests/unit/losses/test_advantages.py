@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.losses.advantages import EPSILON, group_advantages, has_signal, overlong_penalty
+from nemo_rl_offload.losses.advantages import (
+    EPSILON,
+    decoupled_advantages,
+    group_advantages,
+    has_signal,
+    overlong_penalty,
+)
 
 GROUPS = st.integers(2, 6).flatmap(
     lambda size: st.lists(
@@ -173,3 +179,44 @@ def test_has_signal(rewards: list[float], expected: bool) -> None:
     assert has_signal(values) is expected
     advantages, _, _ = group_advantages(values, len(rewards), normalize=False, leave_one_out=True)
     assert bool((advantages != 0).any()) is expected
+
+
+@given(
+    parts=st.integers(2, 5).flatmap(
+        lambda size: st.lists(
+            st.lists(
+                st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=size, max_size=size), min_size=2, max_size=2
+            ),
+            min_size=2,
+            max_size=3,
+        )
+    ),
+    normalize=st.booleans(),
+    leave_one_out=st.booleans(),
+)
+@settings(max_examples=30, deadline=None)
+def test_several_rewards_against_numpy(parts: list[list[list[float]]], normalize: bool, leave_one_out: bool) -> None:
+    """Each compared in its groups, added up by weight, then mean 0 and deviation 1 over the batch."""
+    weights, size = [0.5, 2.0, 1.0][: len(parts)], len(parts[0][0])
+    sums = np.zeros(2 * size)
+    for weight, groups in zip(weights, parts, strict=True):
+        for number, group in enumerate(groups):
+            for i, reward in enumerate(group):
+                others = [r for j, r in enumerate(group) if j != i or not leave_one_out]
+                deviation = np.std(group, ddof=1) + 1e-6 if normalize and len(set(group)) > 1 else 1.0
+                sums[number * size + i] += weight * (reward - np.mean(others)) / deviation
+    deviation = np.std(sums, ddof=1)
+    expected = (sums - sums.mean()) / (deviation if deviation > 1e-6 else 1.0)
+    got = decoupled_advantages(
+        torch.tensor(parts).flatten(1).T, torch.tensor(weights), size, normalize=normalize, leave_one_out=leave_one_out
+    )
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got.numpy(), expected, atol=2e-4)
+
+
+def test_rewards_whose_totals_are_equal_still_have_a_signal() -> None:
+    """Right but long, and wrong but short: the total is the same, and GRPO learns nothing."""
+    parts = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    assert not has_signal(parts.sum(dim=1))
+    advantages = decoupled_advantages(parts, torch.tensor([2.0, 1.0]), 4, normalize=True, leave_one_out=False)
+    assert advantages[1] < 0 < advantages[0]

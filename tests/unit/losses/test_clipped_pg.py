@@ -296,7 +296,9 @@ def test_reinforce_clips_nothing() -> None:
     batch = random_batch(1)
     logprobs = scores(batch["logits"], batch)[0].detach().requires_grad_()
     away = {**batch, "prev_logprobs": logprobs.detach() - 3}
-    (gradient,) = torch.autograd.grad(build(disable_ppo_ratio=True)(logprobs, away, normalizers(batch))[0], logprobs)
+    loss, metrics = build(disable_ppo_ratio=True)(logprobs, away, normalizers(batch))
+    assert not {"clip_fraction", "probs_ratio_clamped"} & metrics.keys()
+    (gradient,) = torch.autograd.grad(loss, logprobs)
     expected = torch.zeros_like(gradient)
     for i, row in enumerate(counted(batch)):
         expected[i, row] = -batch["advantages"][i, row] / normalizers(batch).global_valid_tokens

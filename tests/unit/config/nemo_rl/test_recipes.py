@@ -37,6 +37,7 @@ FEATURES = {
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
     *("further multi-token prediction", "cross-tokenizer distillation"),
     *("several data sets", "another processor of records", "a learned opening of turns"),
+    *("data behind an address", "a sampler of one's own", "batches by data set"),
     *("a data set class of one's own", "another value for each data set", "repeated records"),
     *("a limit for whole records", "asynchronous GRPO by Megatron-Core"),
 }

@@ -164,6 +164,21 @@ def test_schedules_are_pytorchs(name: str, read: Callable[..., LoadedConfig]) ->
         ours.step(1)
 
 
+def test_transformer_engines_adam(read: Callable[..., LoadedConfig]) -> None:
+    """Its own defaults; how it keeps weights and averages does not count."""
+    recipe = yaml.safe_load(BY_DTENSOR)
+    name = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+    kept = {"master_weights": True, "store_param_remainders": True, "exp_avg_dtype": "torch.bfloat16"}
+    recipe["policy"]["optimizer"] = {"name": name, "kwargs": {"lr": 2e-6, "adam_w_mode": True, **kept}}
+    loaded = read(yaml.safe_dump(recipe))
+    assert loaded.refused == {}
+    keys = ("optimizer", "lr", "weight_decay", "adam_beta2", "adam_eps")
+    assert [value(loaded, f"{M}.optimizer.{key}") for key in keys] == ["adam", 2e-6, 0.0, 0.999, 1e-8]
+    assert {f"policy.optimizer.kwargs.{key}" for key in kept} <= loaded.without_effect.keys()
+    recipe["policy"]["optimizer"]["kwargs"]["adam_w_mode"] = False
+    assert "policy.optimizer.kwargs.adam_w_mode" in read(yaml.safe_dump(recipe)).refused
+
+
 @pytest.mark.parametrize(
     ("change", "path", "text"),
     [
@@ -192,7 +207,7 @@ def test_what_cannot_be_translated_is_refused(
         ("grpo: {}\npolicy: {megatron_cfg: {checkpoint: {async_save: true}}}", {"checkpointing.is_async": True}),
         (
             "grpo: {}\npolicy: {hf_config_overrides: {router_aux_loss_coef: 0.0}}",
-            {f"{M}.moe_aux_loss_coeff": 0.0},
+            {f"{M}.moe_aux_loss_coeff": 0.0, "policy.hf_config_overrides": {}},
         ),
         (
             "grpo: {}\npolicy: {model_name: deepseek-ai/DeepSeek-V3, megatron_cfg: {mtp_num_layers: 0}}",
@@ -200,8 +215,13 @@ def test_what_cannot_be_translated_is_refused(
         ),
         ("dpo: {val_batches: -1, val_global_batch_size: 8}", {"algorithm": "dpo", "dpo.max_val_samples": 1 << 40}),
         ("grpo: {}\ndata: {max_input_seq_length: null}", {"data.max_input_seq_length": 512}),
+        ("grpo: {}\npolicy: {hf_config_overrides: null}", {"policy.hf_config_overrides": {}}),
         ("grpo: {}\nteacher: null", {"teacher.model_name": None}),
         ("grpo: {}\ndata: {train: [{path: x}]}", {"data.train.path": "x"}),
+        (
+            "grpo: {}\ndata: {train: {dataset_name: Tulu3Preference, max_samples: 5}, validation: {path: x, max_samples: 0}}",  # noqa: E501
+            {"data.train.max_samples": 5, "data.validation.max_samples": None},
+        ),
         ("grpo: {}\npolicy: {megatron_cfg: {optimizer: {clip_grad: null}}}", {f"{M}.optimizer.clip_grad": 0.0}),
     ],
 )
@@ -218,8 +238,14 @@ def test_other_keys(text: str, wanted: dict[str, Any], read: Callable[..., Loade
         ("grpo: {skip_reference_policy_logprobs_calculation: true}", "grpo.skip_reference_policy_logprobs_calculation", "Set that to 0"),  # noqa: E501
         ("grpo: {}\npolicy: {generation: {backend: sglang}}", "policy.generation.backend", "generation by SGLang, not"),
         ("grpo: {}\npolicy: {dtensor_cfg: {enabled: true}, megatron_cfg: {enabled: true}}", "policy.dtensor_cfg.enabled", "one of the two trains"),  # noqa: E501
-        ("grpo: {}\npolicy: {hf_config_overrides: {rope_scaling: {factor: 2}}}", "policy.hf_config_overrides.rope_scaling", "another config.json, not"),  # noqa: E501
-        ("grpo: {}\ndata: {train: [{path: x}, {path: y}]}", "data.train", "a list of 2 asks for several data sets"),
+        ("grpo: {}\ndata: {train: []}", "data.train", "Allowed: a section of keys, or a list of such sections"),
+        ("grpo: {}\ndata: {train: [{path: x}, 3]}", "data.train", "Allowed: a section of keys, or a list"),
+        ("grpo: {}\ndata: {train: [{path: x}, {pth: y}]}", "data.train.1.pth", "Did you mean 'path'?"),
+        ("grpo: {}\ndata: {train: [{path: x}, {split: y}]}", "data.train.1.path", "missing value"),
+        ("grpo: {}\ndata: {train: [{path: x}, {path: y, size: 3}]}", "data.train.1.size", "unknown key in a list"),
+        ("grpo: {}\ndata: {train: [{path: x}, {dataset_name: gsm9k}]}", "data.train.1.dataset_name", "Did you mean 'gsm8k'?"),  # noqa: E501
+        ("grpo: {}\ndata: {train: [{path: x, prompt_file: a}, {path: y, prompt_file: b}]}", "data.train.1.prompt_file", "Give all the same"),  # noqa: E501
+        ("grpo: {}\ndata: {train: [{path: x}, {path: y, repeat: 2}]}", "data.train.1.repeat", "repeated records, not"),
         ("grpo: {}\ndata: {default: {env_name: code}}", "data.default.env_name", "execution of code, not"),
         ("grpo: {}\ndata: {train: {prompt_file: a}, validation: {prompt_file: b}}", "data.validation.prompt_file", "Give both the same"),  # noqa: E501
         ("sft: {}\ndata: {default: {processor: mine}}", "data.default.processor", "Set it to sft_processor or default"),
@@ -231,6 +257,36 @@ def test_other_keys(text: str, wanted: dict[str, Any], read: Callable[..., Loade
 )  # fmt: skip
 def test_what_is_refused(text: str, path: str, said: str, read: Callable[..., LoadedConfig]) -> None:
     assert said in read(text).refused[path]
+
+
+def test_a_list_of_data_sets(read: Callable[..., LoadedConfig]) -> None:
+    loaded = read(
+        """
+grpo: {}
+data:
+  train:
+    - {dataset_name: OpenMathInstruct-2, split_validation_size: 0.1, seed: 3}
+    - {dataset_name: DeepScaler, max_samples: 7}
+    - {data_path: mine.jsonl, input_key: q, output_key: a}
+  validation:
+    - {dataset_name: AIME2024, repeat: 16}
+    - {dataset_name: DAPOMathAIME2024}
+  default: {env_name: math, prompt_file: cot.txt, seed: 5}
+"""
+    )
+    assert loaded.refused == {}
+    train, validation = loaded.values["data"]["train"], loaded.values["data"]["validation"]
+    assert [train["path"], train["split_validation_size"], train["seed"]] == [
+        "hf://datasets/nvidia/OpenMathInstruct-2", 0.1, 3,
+    ]  # fmt: skip
+    assert [each["path"] for each in train["further"]] == [
+        "hf://datasets/agentica-org/DeepScaleR-Preview-Dataset", "mine.jsonl",
+    ]  # fmt: skip
+    assert [each["max_samples"] for each in train["further"]] == [7, None]
+    assert [each["seed"] for each in train["further"]] == [5, 5]
+    assert train["further"][1]["input_key"] == "q"
+    assert [validation["repeat"], [each["repeat"] for each in validation["further"]]] == [16, [1]]
+    assert loaded.values["data"]["prompt_file"] == "cot.txt"
 
 
 def test_keys_without_effect_are_one_line_or_named(

@@ -53,7 +53,6 @@ def test_what_it_needs_is_enough() -> None:
         (f"{GENERATION}.backend=megatron", f"{GENERATION}.backend"),
         (f"{GENERATION}.vllm_cfg.async_engine=false", f"{GENERATION}.vllm_cfg.async_engine"),
         (f"{GENERATION}.colocated.enabled=true", f"{GENERATION}.colocated.enabled"),
-        (f"{CORRECTED}=false", CORRECTED),
         ("grpo.use_dynamic_sampling=true", "grpo.use_dynamic_sampling"),
         (f"{ASYNC}.max_trajectory_age_steps=-1", f"{ASYNC}.max_trajectory_age_steps"),
     ],
@@ -64,9 +63,7 @@ def test_each_missing_part_is_named(override: str, path: str) -> None:
 
 
 def test_all_that_is_missing_is_said_at_once() -> None:
-    assert set(problems(f"{ASYNC}.enabled=true")) == {
-        f"{GENERATION}.backend", f"{GENERATION}.colocated.enabled", CORRECTED,
-    }  # fmt: skip
+    assert set(problems(f"{ASYNC}.enabled=true")) == {f"{GENERATION}.backend", f"{GENERATION}.colocated.enabled"}
 
 
 def test_ages_without_a_use_are_said() -> None:
@@ -76,6 +73,11 @@ def test_ages_without_a_use_are_said() -> None:
     assert age not in warnings(*AHEAD, f"{age}=2", f"{ASYNC}.in_flight_weight_updates=true")
     for key, value in (("max_trajectory_age_steps", 3), ("in_flight_weight_updates", "true")):
         assert f"{ASYNC}.{key}" in warnings(f"{ASYNC}.{key}={value}"), "not read while it is off"
+
+
+def test_responses_of_older_weights_are_corrected_for_or_it_is_said() -> None:
+    assert CORRECTED in warnings(*AHEAD, f"{CORRECTED}=false")
+    assert CORRECTED not in warnings(*AHEAD)
 
 
 def test_a_cache_is_computed_anew_where_something_is_under_way() -> None:

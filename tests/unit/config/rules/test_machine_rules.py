@@ -151,6 +151,23 @@ def anything(messages, entry, **others): ...
 def of_one(response): ...
 
 def of_any(*everything): ...
+
+number = 3
+
+async def later(messages, entry): ...
+
+def one_by_one(messages, entry):
+    for message in messages:
+        yield message
+
+class Kind: ...
+
+made = print
+
+def with_inner(messages, entry):
+    def inner():
+        yield 1
+    return len(list(inner()))
 """
 
 
@@ -192,6 +209,10 @@ def faults(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         ("kit.scores:judge", "{bonus: 1, entry: 2}", "params.entry: not a parameter of judge. It takes: bonus, limit."),
         ("kit.scores:of_one", "{}", "of_one(response) cannot be called as function(messages, entry, **params)."),
         ("kit.scores:judge", "{}", "params.bonus: missing value: judge has no default for it."),
+        ("kit.scores:number", "{}", "path: kit.scores:number is the value 3, and not a function that returns a reward"),
+        ("kit.scores:later", "{}", "is a coroutine (async def)"),
+        ("kit.scores:one_by_one", "{}", "is a generator"),
+        ("kit.scores:Kind", "{}", "is a class"),
     ],
 )
 def test_functions(faults: Callable[..., list[str]], path: str, params: str, words: str) -> None:
@@ -209,6 +230,8 @@ def test_functions(faults: Callable[..., list[str]], path: str, params: str, wor
         ("kit.scores:wrapped", "{whatever: 1}"),
         ("kit.scores:anything", "{whatever: 1}"),
         ("kit.scores:of_any", "{}"),
+        ("kit.scores:made", "{}"),
+        ("kit.scores:with_inner", "{}"),
         ("kit.made:judge", "{whatever: 1}"),
         ("kit.kit:judge", "{bonus: 1}"),
         ("maker.anything:judge", "{}"),

@@ -152,6 +152,18 @@ ALGORITHM_CASES = [
         "grpo.stop_at_validation_metric=reward",
     ),
     (
+        "grpo.adv_estimator.name=gdpo",
+        "grpo.adv_estimator.name",
+        "gdpo compares several rewards, and data.env_name reasoning_gym gives one",
+        "grpo.adv_estimator.name=grpo",
+    ),
+    (
+        "grpo.stop_at_validation_metric=accuracy grpo.stop_at_validation_threshold=80",
+        "grpo.stop_at_validation_threshold",
+        "80 is never reached, for accuracy is a share",
+        "grpo.stop_at_validation_threshold=0.8",
+    ),
+    (
         "grpo.stop_at_validation_metric=pass_k grpo.stop_at_validation_threshold=0.5",
         "grpo.stop_at_validation_metric",
         "pass_k needs several responses",
@@ -177,7 +189,7 @@ ALGORITHM_CASES = [
             "is not a duration. Write days, hours, minutes and seconds, like 00:03:45:00",
             "checkpointing.checkpoint_must_save_by='00:03:45:00'",
         )
-        for text in ("03:45:00", "00:24:00:00", "00:03:60:00", "4h")
+        for text in ("03:45:00", "00:03:60:00", "4h")
     ),
     (
         "checkpointing.enabled=false checkpointing.checkpoint_must_save_by='00:03:45:00'",
@@ -187,7 +199,12 @@ ALGORITHM_CASES = [
     ),
     (DISTILLATION, "teacher.model_name", "missing value. Give one", "teacher.model_name=DENSE"),
     ("data.train.path=x", "data.train.path", "takes its problems from env.reasoning_gym", "data.train.path=null"),
-    ("data.train.path=x", "data.train.path", "Set it to null, or data.env_name to math or function", f"{MATH} {FILES}"),
+    (
+        "data.train.path=x",
+        "data.train.path",
+        "data.env_name to math or math_multi_reward or function",
+        f"{MATH} {FILES}",
+    ),
     (MATH, "data.train.path", "data.env_name math takes problems from a file", FILES),
     (f"{MATH} data.train.path=x", "data.validation.path", "turn validation off", FILES),
     (f"{FUNCTION} {FILES}", "env.function.path", "missing value. Give one", "env.function.path=my.scores:by_length"),

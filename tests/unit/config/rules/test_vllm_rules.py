@@ -83,11 +83,37 @@ def test_another_version_is_refused_with_the_tested_one(installed: Any, version:
         ),
         ("+policy.generation.vllm_kwargs.quantization=fp8", "policy.generation.vllm_kwargs.quantization"),
         ("+policy.generation.vllm_kwargs.logprobs_mode=raw_logprobs", "policy.generation.vllm_kwargs.logprobs_mode"),
+        ("+policy.generation.vllm_kwargs.spec_method=ngram", "policy.generation.vllm_kwargs.spec_method"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(installed: Any, override: str, path: str) -> None:
     installed(("vllm", VLLM_VERSION))
     assert list(problems(BACKEND, override)) == [path]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("max_num_seq: 3", "has no such argument. Did you mean 'max_num_seqs'?"),
+        ("strange: 3", "has no such argument. Remove it: ~policy.generation.vllm_kwargs.strange"),
+        ("max_num_seqs: many", '"many" is not allowed. Allowed: null, or a whole number.'),
+        ("max_num_seqs: true", "true is not allowed. Allowed: null, or a whole number."),
+        ("disable_log_stats: 1", "1 is not allowed. Allowed: true or false."),
+        ("mm_processor_cache_gb: [1]", "[1] is not allowed. Allowed: a number."),
+        ("max_num_seqs: 3", None),
+        ("max_num_seqs: null", None),
+        ("mm_processor_cache_gb: 1", None),
+        ("compilation_config: {mode: 0}", None),
+        ("attention_backend: FLASH_ATTN", None),
+    ],
+)
+def test_arguments_are_those_of_the_engine(installed: Any, given: str, said: str | None) -> None:
+    installed(("vllm", VLLM_VERSION))
+    name, _, value = given.partition(": ")
+    found = problems(BACKEND, f"+policy.generation.vllm_kwargs.{name}={value}")
+    path = f"policy.generation.vllm_kwargs.{name}"
+    assert list(found) == ([] if said is None else [path])
+    assert said is None or said in found[path]
 
 
 def test_a_context_of_prompt_and_response_is_enough(installed: Any) -> None:
@@ -141,7 +167,9 @@ def test_the_error_is_one_of_the_configuration(installed: Any) -> None:
         ({"model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"]}, "sliding windows in some"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}}, "scaled scores of YaRN"),
-        ({"rope_parameters": {"rope_type": "yarn", "mscale": 1.0}}, "scaled scores of YaRN"),
+        ({"rope_parameters": {"rope_type": "yarn", "mscale": 1.0}}, None),  # transformers reads both or none
+        ({"rope_parameters": {"rope_type": "yarn", "mscale": 1, "mscale_all_dim": 0}}, None),
+        ({"rope_parameters": {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7}}, "scaled scores of YaRN"),
     ],
 )
 def test_what_engines_read_otherwise_is_refused(content: dict[str, Any], said: str | None) -> None:
