@@ -123,13 +123,15 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
 
 def _note_inputs(run_dir: Path, config: "MasterConfig") -> list[str]:
     """Keep which files the run reads; returns what changed since a run that goes on was last started."""
-    from nemo_rl_offload.data.inputs import changed_inputs, read_inputs_of
+    from nemo_rl_offload.data.inputs import changed_frozen_weights, changed_inputs, read_inputs_of
     from nemo_rl_offload.runs.inputs import read_inputs, write_inputs
     from nemo_rl_offload.runs.output import OptionalLog
     from nemo_rl_offload.runs.run_directory import CHECKPOINTS, WARNINGS_FILE, steps_in
 
     there, here = read_inputs(run_dir), read_inputs_of(config)
     steps = steps_in(run_dir / CHECKPOINTS)
+    if steps and (changed := changed_frozen_weights(config, there or {})):
+        raise ConfigError(changed)
     found = list(changed_inputs(config, there, here)) if steps and there is not None else []
     if found:
         lines = "".join(f"step {steps[-1]}: warning: {line}\n" for line in found)
@@ -203,7 +205,7 @@ def _export(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: li
     with quiet(), contextlib.redirect_stdout(io.StringIO()):  # Bridge and Megatron-Core print what they load
         from nemo_rl_offload.megatron.build.export import export_checkpoint
 
-        notes = export_checkpoint(options.checkpoint, options.destination, options.dtype)
+        notes = export_checkpoint(options.checkpoint, options.destination, options.dtype, adapter_alone=options.adapter)
     for note in notes:
         print(f"warning: {note}", file=sys.stderr)
     print(f"Wrote {options.destination}")

@@ -174,6 +174,9 @@ def _add_export(commands: Commands) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="type of the weights (default: as they were trained)",
     )
+    export.add_argument(
+        "--adapter", action="store_true", help="of a run with LoRA: its adapter alone, as peft reads it"
+    )
 
 
 def _add_report(commands: Commands) -> None:

@@ -121,6 +121,34 @@ class DistributedDataParallelConfig(TypedDict):
 
 
 @closed
+class PeftConfig(TypedDict):
+    enabled: Annotated[bool, Default(False)]
+    """Freeze the model's weights and train low-rank adapters beside its linears (LoRA)."""
+    # linear_qkv, linear_proj, linear_fc1, linear_fc2, or patterns of whole paths such as "*.layers.0.*.linear_proj".
+    # An adapter for each projection, as peft has them: linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up.
+    target_modules: Annotated[list[str], Default([])]
+    """Linears that get an adapter; empty: all but exclude_modules."""
+    exclude_modules: Annotated[list[str], Default([])]
+    """Linears that get none, where target_modules is empty."""
+    dim: Annotated[Positive, Default(8)]
+    """Rank of the adapters."""
+    alpha: Annotated[Positive, Default(32)]
+    """An adapter's output is multiplied by alpha / dim."""
+    dropout: Annotated[Beta, Default(0.0)]
+    """Share of an adapter's input or output that is dropped in training."""
+    dropout_position: Annotated[Literal["pre", "post"], Default("post")]
+    """Drop of the input (pre) or of the output (post)."""
+    lora_A_init_method: Annotated[Literal["xavier", "kaiming", "normal", "zero"], Default("xavier")]
+    """How an adapter's first matrix begins."""
+    lora_B_init_method: Annotated[Literal["xavier", "kaiming", "normal", "zero"], Default("zero")]
+    """How its second matrix begins; with zero, the model begins as it is."""
+    a2a_experimental: Annotated[bool, Default(False)]
+    """With sequence parallelism, exchange an adapter's output all-to-all instead of gathering it."""
+    lora_dtype: Annotated[Literal["float32", "bfloat16", "None"] | None, Default(None)]
+    """Type of the adapters: policy.precision, as null says, too."""
+
+
+@closed
 class MegatronConfig(TypedDict):
     enabled: Annotated[bool, Default(True)]
     """Train with Megatron-Core, the only backend."""
@@ -250,6 +278,9 @@ class MegatronConfig(TypedDict):
     """Sort tokens for their experts with Transformer Engine's kernels."""
     moe_shared_expert_overlap: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
     """Compute the shared experts while tokens travel; needs the alltoall or flex dispatcher."""
+
+    peft: PeftConfig
+    """Adapters that are trained in place of the weights."""
 
     # The output head.
     use_fused_linear_logprobs: Annotated[bool, Default(True)]

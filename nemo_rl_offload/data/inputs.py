@@ -82,6 +82,19 @@ def changed_beside_weights(config: MasterConfig, there: Inputs) -> Iterator[str]
             )
 
 
+def changed_frozen_weights(config: MasterConfig, there: Inputs) -> str:
+    """A line where a run has adapters, and the weights that they belong to are not what they were; else empty."""
+    if not config["policy"]["megatron_cfg"]["peft"]["enabled"]:
+        return ""
+    for source in _model(_reader(config), keeps_reference=False):
+        if source.are_weights and (found := _changed(source, there, source.marks())):
+            return (
+                f"{source.key}: changed since this run was last started: {told(source.base, found)}. Its checkpoints "
+                "have adapters alone, which belong to the weights that were there. Bring those back."
+            )
+    return ""
+
+
 def _changed(source: _Source, there: Inputs, here: Mapping[str, FileMark]) -> dict[str, str]:
     """Files of a source that differ; none where it is not known what they were."""
     return changes(there[source.name], here, source.base) if source.name in there else {}

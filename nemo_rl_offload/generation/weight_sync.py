@@ -37,6 +37,7 @@ from nemo_rl_offload.cluster.worker_group import Stored
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build.vocabulary import exported_weights
 from nemo_rl_offload.megatron.runtime.quiet import quiet
+from nemo_rl_offload.specs.lora import is_adapter
 
 if TYPE_CHECKING:
     from nemo_rl_offload.megatron.build.model import MegatronModel  # the driver does not import Megatron
@@ -274,9 +275,12 @@ def _conversion(model: MegatronModel) -> tuple[Any, list[Any]]:
 
 
 def _goes_without_saying(name: str, model: MegatronModel) -> bool:
-    """What Bridge leaves out with reason: Transformer Engine's state, and an output layer tied to the embeddings."""
-    return "_extra_state" in name or (
-        model.config.share_embeddings_and_output_weights and name.startswith("output_layer.")
+    """What Bridge leaves out with reason: Transformer Engine's state, an output layer tied to the embeddings, and
+    adapters, which it merges into the weights."""
+    return (
+        "_extra_state" in name
+        or is_adapter(name)
+        or (model.config.share_embeddings_and_output_weights and name.startswith("output_layer."))
     )
 
 

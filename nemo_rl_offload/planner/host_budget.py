@@ -12,8 +12,8 @@ from nemo_rl_offload.config.rules.parallel import training_and_generating
 from nemo_rl_offload.config.rules.rule import read_shape
 from nemo_rl_offload.config.schema import MasterConfig, MegatronConfig
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.cost.memory import stage_parameters, state_bytes
-from nemo_rl_offload.planner.job import read_layout, read_optimizer
+from nemo_rl_offload.planner.cost.memory import stage_parameters, state_bytes, trained_parameters
+from nemo_rl_offload.planner.job import read_adapters, read_layout, read_optimizer
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 from nemo_rl_offload.units import human_bytes, parse_bytes
@@ -27,7 +27,7 @@ def host_problems(config: MasterConfig) -> Iterator[str]:
     policy = config["policy"]
     megatron_cfg = policy["megatron_cfg"]
     budget, optimizer = megatron_cfg["activation_offload"]["host_memory_budget"], megatron_cfg["optimizer"]
-    keeps_reference = ALGORITHMS[config["algorithm"]].keeps_reference(config)
+    keeps_reference = ALGORITHMS[config["algorithm"]].keeps_reference(config) and not megatron_cfg["peft"]["enabled"]
     if not isinstance(budget, str) or not (optimizer["optimizer_cpu_offload"] or keeps_reference):
         return
     try:
@@ -75,8 +75,9 @@ def _optimizer_bytes(
     config: MasterConfig, shape: ModelShape, layout: ParallelLayout, element_bytes: int
 ) -> Iterator[int]:
     """Of each pipeline stage."""
-    optimizer = read_optimizer(config["policy"]["megatron_cfg"], element_bytes)
+    megatron_cfg = config["policy"]["megatron_cfg"]
+    optimizer, adapters = read_optimizer(megatron_cfg, element_bytes), read_adapters(megatron_cfg)
     for rank, chunks in enumerate(stage_layers(layout, shape.num_layers)):
-        parameters = stage_parameters(shape, layout, chunks, rank)
+        parameters = trained_parameters(shape, layout, chunks, rank, adapters)
         whole = state_bytes(parameters, layout, replace(optimizer, share_on_host=0.0), element_bytes)["optimizer"]
         yield round(whole * optimizer.share_on_host)

@@ -15,9 +15,11 @@ from nemo_rl_offload.planner.cost.memory import (
     allowance_bytes,
     optimizer_host_bytes,
     stage_parameters,
+    trained_parameters,
 )
 from nemo_rl_offload.specs.activation_memory import resolve_activations
 from nemo_rl_offload.specs.devices import Device
+from nemo_rl_offload.specs.lora import Adapters
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE
 from nemo_rl_offload.specs.parallel_layout import (
@@ -113,6 +115,8 @@ class Job:
     host_budget: float | int = 0.5
     """A share of the host memory per device, or bytes per rank."""
     expert_buffers: ExpertBuffers = field(default_factory=ExpertBuffers)
+    adapters: Adapters | None = None
+    """What is trained beside frozen weights; None: all weights are trained."""
     reference_on_host: bool = False
     """Whether the start model's weights wait in host memory, for the KL penalty."""
     micro_batch_tokens: int | None = None
@@ -186,7 +190,8 @@ class Job:
         found = []
         for rank, chunks in enumerate(stage_layers(self.layout, self.shape.num_layers)):
             parameters = stage_parameters(self.shape, self.layout, chunks, rank)
-            sizes = {"optimizer": optimizer_host_bytes(parameters, self.layout, self.optimizer)}
+            trained = trained_parameters(self.shape, self.layout, chunks, rank, self.adapters)
+            sizes = {"optimizer": optimizer_host_bytes(trained, self.layout, self.optimizer)}
             if self.reference_on_host:
                 sizes["reference weights"] = parameters.total * self.numbers.element_bytes
             found.append({name: size for name, size in sizes.items() if size})
@@ -259,6 +264,7 @@ def read_job(
         numbers=Numbers(element_bytes, fp8),
         optimizer=read_optimizer(megatron_cfg, element_bytes),
         recompute=_recompute(activations.recompute),
+        adapters=read_adapters(megatron_cfg),
         logprob_chunk_size=policy["logprob_chunk_size"],
         makes_logits=not megatron_cfg["use_fused_linear_logprobs"],
         fused_chunk_tokens=megatron_cfg["fused_linear_logprobs_chunk_size"],
@@ -356,6 +362,14 @@ def read_optimizer(megatron_cfg: MegatronConfig, element_bytes: int) -> Optimize
         master_bytes=master,
         share_on_host=section["optimizer_offload_fraction"] if section["optimizer_cpu_offload"] else 0.0,
     )
+
+
+def read_adapters(megatron_cfg: MegatronConfig) -> Adapters | None:
+    """`megatron_cfg.peft`; None where it is off."""
+    peft = megatron_cfg["peft"]
+    if not peft["enabled"]:
+        return None
+    return Adapters(tuple(peft["target_modules"]), tuple(peft["exclude_modules"]), peft["dim"])
 
 
 def _recompute(resolved: ResolvedRecompute) -> Recompute:

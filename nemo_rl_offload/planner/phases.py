@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from nemo_rl_offload.planner.cost.activations import LayerContext, Tokens, forward_bytes, key_value_bytes
 from nemo_rl_offload.planner.cost.head import forward_logits_bytes, fused_head_forward_bytes
-from nemo_rl_offload.planner.cost.memory import optimizer_host_bytes, optimizer_parameters, stage_parameters
+from nemo_rl_offload.planner.cost.memory import optimizer_host_bytes, optimizer_parameters, trained_parameters
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep
 from nemo_rl_offload.planner.simulate.stages import job_link
@@ -151,7 +151,8 @@ class PhasesOfStage:
     def _update(self) -> dict[str, int]:
         """torch's own optimizers make square roots of all second moments at once; Transformer Engine's make none."""
         job = self._job
-        parameters = stage_parameters(job.shape, job.layout, self._step.stages[self._rank].layers, self._rank)
+        layers = self._step.stages[self._rank].layers
+        parameters = trained_parameters(job.shape, job.layout, layers, self._rank, job.adapters)
         on_host = optimizer_host_bytes(parameters, job.layout, job.optimizer)
         found = {"buckets on their way": min(BUCKETS_BYTES, on_host)} if on_host else {}
         if job.transformer_engine or job.optimizer.state_bytes < 8:

@@ -103,7 +103,11 @@ class Policy:
         size = self._config["train_global_batch_size"] * rows
         assert num_samples(batch) % size == 0, "checked with the configuration"
         if self._shape is not None:
-            self._trained_flops += training_flops(self._shape, batch["input_lengths"].tolist())
+            self._trained_flops += training_flops(
+                self._shape,
+                batch["input_lengths"].tolist(),
+                is_frozen=self._config["megatron_cfg"]["peft"]["enabled"],
+            )
         steps: list[dict[str, float]] = []
         for start in range(0, num_samples(batch), size):
             global_batch = select(batch, slice(start, start + size))

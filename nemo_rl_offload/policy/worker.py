@@ -101,7 +101,7 @@ class PolicyWorker:
         self._loader: WeightLoader | None = None
         self._has_trained = False
         self._reference: WaitingWeights | None = None
-        if keep_reference:
+        if keep_reference and not self._model.has_adapters:
             self._reference = keep_weights(WaitingWeights, self._arena, self._whole_model().modules, "reference's")
 
     def placement(self) -> Placement:
@@ -212,7 +212,15 @@ class PolicyWorker:
     def get_reference_policy_logprobs(
         self, batch: Batch, split: MicrobatchSplit | None = None
     ) -> NDArray[np.float32] | None:
-        """The same with the start weights, which take the place of the current ones meanwhile."""
+        """The same with the start weights, which take the place of the current ones meanwhile.
+
+        They are those beside the adapters where there are any.
+        """
+        if self._model.has_adapters:
+            from nemo_rl_offload.megatron.build.lora import adapters_off
+
+            with self._phases.phase("reference_logprobs"), adapters_off(self._model.modules):
+                return self._logprobs(batch, split)
         assert self._reference is not None, "built with keep_reference=False"
         self._model.gather_weights()
         room_bytes = self._phases.room_bytes(within="train", beside="logprobs")

@@ -24,7 +24,14 @@ from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.weight_sync import WeightBucket, WeightExport, WeightLoader, cut_into_buckets
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
-from nemo_rl_offload.megatron.build.model import MegatronModel, build_model, init_process_groups
+from nemo_rl_offload.megatron.build.lora import adapters_off
+from nemo_rl_offload.megatron.build.model import (
+    MegatronModel,
+    build_model,
+    export_adapter,
+    export_hf,
+    init_process_groups,
+)
 from nemo_rl_offload.megatron.build.offload import install_offloading, make_arena
 from nemo_rl_offload.megatron.build.vocabulary import exported_weights
 from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
@@ -42,6 +49,7 @@ from nemo_rl_offload.policy.microbatches import shard_for_ranks
 from nemo_rl_offload.policy.residency.kept_weights import keep_weights, lasting_tensors
 from nemo_rl_offload.policy.residency.megatron_optimizer import keep_on_host
 from nemo_rl_offload.runs.manifest import Manifest
+from nemo_rl_offload.specs.lora import is_adapter
 
 Arrays = dict[str, NDArray[np.float32]]
 MICRO_BATCH_SIZE = 2
@@ -96,7 +104,7 @@ def train(
         if packs_rows:
             microbatches = _pack_rows(mine["input_lengths"].tolist(), policy)
         metrics.append(train_step(model, mine, build_loss("nll", {}), normalizers(batch), microbatches, heads))
-        digests.append(_digest([weight.main_grad for weight in _parameters(model)]))
+        digests.append(_digest([weight.main_grad for weight in _parameters(model) if weight.requires_grad]))
     digests.append(_digest([weight.detach() for weight in _parameters(model)]))
     logprobs = compute_logprobs(model, mine, microbatches, heads)
     if logprobs is not None:
@@ -269,6 +277,56 @@ def _bytes(model: MegatronModel) -> Weights:
     return exported if torch.distributed.get_rank() == 0 else {}
 
 
+def follow(folder: Path, overrides: tuple[str, ...], out: Path, num_steps: int) -> list[float]:
+    """Write the adapters as they begin, train, and write them and the merged model; the losses."""
+    model, _ = _build(folder, overrides, num_steps)
+    peft = make_policy(*overrides)["megatron_cfg"]["peft"]
+    export_adapter(model, peft, str(folder), out / "first")
+    losses = [metrics.get("loss", 0.0) for metrics in _steps(model, tuple(range(num_steps)))]
+    export_adapter(model, peft, str(folder), out / "last")
+    export_hf(model, folder, out / "merged")
+    return losses
+
+
+def count_adapters(folder: Path, overrides: tuple[str, ...]) -> tuple[int, int]:
+    """Elements of adapters on this rank that are trained: those of experts, and others."""
+    model, _ = _build(folder, overrides)
+    named = [pair for module in model.modules for pair in module.named_parameters() if pair[1].requires_grad]
+    of_experts = sum(weight.numel() for name, weight in named if ".experts." in name)
+    return of_experts, sum(weight.numel() for _, weight in named) - of_experts
+
+
+class Scored(NamedTuple):
+    """Log-probabilities of a batch on the last pipeline stage."""
+
+    first: Any
+    trained: Any
+    without: Any
+    """Of the trained model with its adapters off."""
+    again: Any
+    """With the adapters on again."""
+    frozen: str
+    """Digest of the frozen weights that changed; empty where none did."""
+
+
+def score(folder: Path, overrides: tuple[str, ...]) -> Scored:
+    """Train adapters for two steps, and ask for log-probabilities before and after, with and without them."""
+    model, _ = _build(folder, overrides)
+    heads, batch = _heads(model), make_batch(7, 4)
+    frozen = {name: weight.clone() for module in model.modules for name, weight in module.named_parameters()}
+    first = compute_logprobs(model, batch, MICRO_BATCH_SIZE, heads)
+    _steps(model, (0, 1))
+    trained = compute_logprobs(model, batch, MICRO_BATCH_SIZE, heads)
+    with adapters_off(model.modules):
+        without = compute_logprobs(model, batch, MICRO_BATCH_SIZE, heads)
+    again = compute_logprobs(model, batch, MICRO_BATCH_SIZE, heads)
+    named = [pair for module in model.modules for pair in module.named_parameters()]
+    assert all(weight.requires_grad == is_adapter(name) for name, weight in named)
+    assert all(hasattr(weight, "main_grad") == is_adapter(name) for name, weight in named)
+    changed = [name for name, weight in named if not is_adapter(name) and not torch.equal(weight, frozen[name])]
+    return Scored(*(None if x is None else x.numpy() for x in (first, trained, without, again)), " ".join(changed))
+
+
 class Resumed(NamedTuple):
     """What a run leaves on one rank from a checkpoint on."""
 
@@ -383,11 +441,15 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 
 def _exported(model: MegatronModel, *, gradients: bool) -> Arrays:
-    own = [weight.data for weight in _parameters(model)]
+    trained = [weight for weight in _parameters(model) if weight.requires_grad]
+    own = [weight.data for weight in trained]
     if gradients:
-        for weight in _parameters(model):
+        for weight in trained:
             weight.data = weight.main_grad.to(weight.dtype).clone()
-    arrays = {name: weight.detach().float().numpy().copy() for name, weight in _named(model)}
-    for weight, data in zip(_parameters(model), own, strict=True):
+    named = [] if gradients and model.has_adapters else list(_named(model))
+    if model.has_adapters:
+        named += model.auto_bridge.export_adapter_weights(model.modules, show_progress=False)
+    arrays = {name: weight.detach().float().numpy().copy() for name, weight in named}
+    for weight, data in zip(trained, own, strict=True):
         weight.data = data
     return arrays if torch.distributed.get_rank() == 0 else {}

@@ -7,6 +7,7 @@ line gives them, or where they are about memory alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,6 +16,7 @@ from nemo_rl_offload.config.nemo_rl.translation import MEGATRON, Translation, re
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.sources import OVERRIDE
 from nemo_rl_offload.specs.catalogue import find_config
+from nemo_rl_offload.specs.lora import PROJECTIONS
 
 _SIZES = {
     "tensor_parallel_size": "tensor_model_parallel_size",
@@ -111,6 +113,7 @@ def translate_dtensor(
     for key, value in _scheduler(translation, num_steps):
         put(key, value, "policy.scheduler")
     _experts(translation, put)
+    _adapters(translation, put)
     translation.warnings.append(
         "policy.dtensor_cfg: NeMo-RL trains this recipe with DTensor; here Megatron-Core trains it, with its parallel "
         "sizes, its optimizer and its schedule (docs/from-nemo-rl.md)."
@@ -134,10 +137,84 @@ def _kept(given: Any, default: Any, path: str, origins: Mapping[str, str]) -> An
 def _experts(translation: Translation, put: Any) -> None:
     """Experts need sequence parallelism beside tensor parallelism in Megatron-Core; it changes no result."""
     config = find_config(str(translation.get("policy.model_name"))) or {}
-    has_experts = any(config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+    has_experts = any(config.get(key) for key in _NUM_EXPERTS)
     tensor = translation.get(f"{MEGATRON}.tensor_model_parallel_size")
     if has_experts and isinstance(tensor, int) and tensor > 1:
         put("sequence_parallel", True, "policy.dtensor_cfg.sequence_parallel")
+
+
+LORA = "policy.dtensor_cfg.lora_cfg"
+_INIT = {"xavier": "xavier", "uniform": "kaiming"}
+
+
+def _adapters(translation: Translation, put: Any) -> None:
+    """LoRA, whose modules have transformers' names there."""
+    given = {key: translation.honoured.get(f"{LORA}.{key}") for key in _LORA_KEYS}
+    if not given["enabled"]:
+        return
+    for key in ("dim", "alpha", "dropout", "dropout_position"):
+        if given[key] is not None:
+            put(f"peft.{key}", given[key], f"{LORA}.{key}")
+    if (method := given["lora_A_init"]) is not None and method not in _INIT:
+        translation.problems[f"{LORA}.lora_A_init"] = f"{shown(method)} is not allowed. Allowed: xavier or uniform."
+    elif method is not None:
+        put("peft.lora_A_init_method", _INIT[method], f"{LORA}.lora_A_init")
+    config = find_config(str(translation.get("policy.model_name"))) or {}
+    if any(config.get(key) for key in _NUM_EXPERTS):
+        how = f"Train it with megatron_cfg, and set {MEGATRON}.peft."
+        reason = "DTensor's modules of experts have other names and adapters than Megatron-Core's"
+        refuse(translation, f"{LORA}.enabled", True, "LoRA of a model with experts by DTensor", reason, how)
+        return
+    names = _targets(translation, given["match_all_linear"], given["target_modules"], given["exclude_modules"])
+    if names is not None:
+        put("peft.enabled", True, f"{LORA}.enabled")
+        put("peft.target_modules", names, f"{LORA}.target_modules")
+
+
+_LORA_KEYS = (
+    *("enabled", "target_modules", "exclude_modules", "match_all_linear", "dim", "alpha", "dropout"),
+    *("dropout_position", "lora_A_init"),
+)
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def _targets(
+    translation: Translation, match_all: bool | None, targets: list[Any] | None, excluded: list[Any] | None
+) -> list[str] | None:
+    """Megatron's names of the modules that get an adapter; None where that is refused."""
+    key = "match_all_linear" if match_all else "exclude_modules" if excluded and not targets else "target_modules"
+    if len(given := [each for each in (match_all, targets, excluded) if each]) > 1:
+        translation.problems[f"{LORA}.{key}"] = (
+            "is not allowed beside another one of match_all_linear, target_modules and exclude_modules. Give one."
+        )
+        return None
+    patterns = [str(each) for each in targets or excluded or ([] if given else ["*_proj"])]
+    chosen = []
+    for layer in (0, 1, 10):
+        paths = [f"model.layers.{layer}.{name}" for name in PROJECTIONS]
+        chosen.append([_is_chosen(path, patterns, key) for path in paths])
+    if any(each != chosen[0] for each in chosen):
+        reason = "its names are translated for all layers alike"
+        how = f"Train it with megatron_cfg, and name the layers in {MEGATRON}.peft.target_modules."
+        refuse(translation, f"{LORA}.{key}", patterns, "LoRA of some layers by DTensor", reason, how)
+        return None
+    if _is_chosen("lm_head", patterns, key):
+        how = f"Set match_all_linear to false, and target_modules to {shown(['*_proj'])}."
+        refuse(translation, f"{LORA}.{key}", [], "LoRA of the output layer", "lm_head gets no adapter", how)
+        return None
+    names = [name for name, is_chosen in zip(PROJECTIONS.values(), chosen[0], strict=True) if is_chosen]
+    if not names:
+        translation.problems[f"{LORA}.{key}"] = (
+            f"{shown(patterns)} leaves no projection for an adapter. There are {', '.join(PROJECTIONS)}."
+        )
+        return None
+    return names
+
+
+def _is_chosen(path: str, patterns: Sequence[str], key: str) -> bool:
+    """Whether a module gets an adapter by the patterns of a key."""
+    is_named = any(fnmatchcase(path, pattern) or path.rpartition(".")[2] == pattern for pattern in patterns)
+    return key == "match_all_linear" or is_named == (key == "target_modules")
 
 
 def _optimizer(translation: Translation) -> Iterator[tuple[str, Any]]:

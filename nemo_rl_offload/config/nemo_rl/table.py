@@ -148,16 +148,16 @@ automodel_kwargs.*              map   none kernels and wrappers of DTensor's mod
 automodel_kwargs.freeze_config.* map   none towers for images and audio
 
 [policy.dtensor_cfg.lora_cfg]
-enabled                         bool  only false [LoRA] all weights are trained
-target_modules                  list  none read with LoRA alone
-exclude_modules                 list  none read with LoRA alone
-match_all_linear                bool  none read with LoRA alone
-dim                             int   none read with LoRA alone
-alpha                           int   none read with LoRA alone
-dropout                         num   none read with LoRA alone
-dropout_position                text  none read with LoRA alone
-lora_A_init                     text  none read with LoRA alone
-use_triton                      bool  none read with LoRA alone
+enabled                         bool  honoured becomes megatron_cfg.peft.enabled
+target_modules                  list  honoured becomes megatron_cfg.peft.target_modules, in Megatron's names
+exclude_modules                 list  honoured the modules that are left become megatron_cfg.peft.target_modules
+match_all_linear                bool  honoured true is refused, for the output layer gets no adapter
+dim                             int   honoured becomes megatron_cfg.peft.dim
+alpha                           int   honoured becomes megatron_cfg.peft.alpha
+dropout                         num   honoured becomes megatron_cfg.peft.dropout
+dropout_position                text  honoured becomes megatron_cfg.peft.dropout_position
+lora_A_init                     text  honoured becomes megatron_cfg.peft.lora_A_init_method, kaiming for uniform
+use_triton                      bool  none a way to compute the same
 
 [policy.megatron_cfg]
 converter_type                  text  none the model's folder names its family
@@ -228,19 +228,6 @@ fully_parallel_save_process_group text none how ranks share the writing
 fully_parallel_load_process_group text none how ranks share the reading
 fully_parallel_load_exchange_algo text none how ranks share the reading
 
-[policy.megatron_cfg.peft]
-enabled                         bool  only false [LoRA] all weights are trained
-target_modules                  list  none read with LoRA alone
-exclude_modules                 list  none read with LoRA alone
-dim                             int   none read with LoRA alone
-alpha                           int   none read with LoRA alone
-dropout                         num   none read with LoRA alone
-dropout_position                text  none read with LoRA alone
-lora_A_init_method              text  none read with LoRA alone
-lora_B_init_method              text  none read with LoRA alone
-a2a_experimental                bool  none read with LoRA alone
-lora_dtype                      text? none read with LoRA alone
-
 [policy.megatron_cfg.fp8_cfg]
 enabled                         bool  only false [FP8] precision is float32 or bfloat16
 fp8                             text  none read with FP8 alone
@@ -264,7 +251,7 @@ real_quant_ignore               list  none read with quant_cfg alone
 real_quant_export_cpu_offload   bool  none read with quant_cfg alone
 nvfp4_pertoken_rollout          bool  only false [quantisation-aware training] responses come from the weights that
     are trained
-lora_refit_mode                 text  none read with LoRA alone
+lora_refit_mode                 text  none engines get merged weights
 worker_extension_cls_fqn        text? none read by another engine
 sglang_cfg.*                    map   none read by SGLang alone
 sglang_kwargs.*                 map   none read by SGLang alone
@@ -475,8 +462,8 @@ save_consolidated               bool  none `nemo-rl-offload export` writes a Hug
 save_optimizer                  bool  only true  [checkpoints without the optimizer] a run could not go on from them
 model_cache_dir                 text  none of another format of checkpoints
 model_repo_id                   text  none of another format of checkpoints
-is_peft                         bool  none read with LoRA alone
-peft_config.*                   map?  none read with LoRA alone
+is_peft                         bool  none a run with adapters saves those
+peft_config.*                   map?  none a run with adapters saves those
 pretrained_checkpoint.*         map?  refused [checkpoints of other programs] runs start from a Hugging Face folder
 ft_keep_latest_k                int?  only null  [checkpoints beside the best] keep_top_k says how many are kept
 ft_save_period                  int?  only null  [checkpoints beside the best] save_period says when they are written

@@ -24,7 +24,7 @@ from nemo_rl_offload.specs.catalogue import find_config
 MEGATRON = "policy.megatron_cfg"
 NOT_ALLOWED = "is not allowed. Allowed: "
 """What follows a value of another type."""
-_OF_A_TEACHER = ("FP8", "LoRA", "quantisation-aware training")
+_OF_A_TEACHER = ("FP8", "quantisation-aware training")
 """Features that would change what a teacher says."""
 _OTHER_VALUES = ("generation.backend", "sequence_packing.algorithm")
 """Keys of a teacher that have no effect, and have more values in NeMo-RL than here."""

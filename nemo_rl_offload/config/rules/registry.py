@@ -4,6 +4,7 @@ from nemo_rl_offload.config.rules.async_grpo import ASYNC_RULES, ASYNC_WARNINGS
 from nemo_rl_offload.config.rules.batching import BATCHING_RULES, BATCHING_WARNINGS
 from nemo_rl_offload.config.rules.effects import EFFECT_WARNINGS
 from nemo_rl_offload.config.rules.generation import GENERATION_RULES
+from nemo_rl_offload.config.rules.lora import LORA_RULES, LORA_WARNINGS
 from nemo_rl_offload.config.rules.machine import (
     LOCAL_PATH_RULES,
     MACHINE_RULES,
@@ -39,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     *OFFLOAD_RULES,
     *CUDA_GRAPH_RULES,
     *MEGATRON_RULES,
+    *LORA_RULES,
     *PARALLEL_RULES,
     bind_interface,
     env_vars,
@@ -58,6 +60,7 @@ WARNINGS: tuple[Rule, ...] = (
     *MODEL_WARNINGS,
     *OFFLOAD_WARNINGS,
     *MEGATRON_WARNINGS,
+    *LORA_WARNINGS,
     *BATCHING_WARNINGS,
     *TASK_WARNINGS,
     *TURN_WARNINGS,

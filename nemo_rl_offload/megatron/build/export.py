@@ -13,11 +13,12 @@ from typing import Any, Literal
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.config.validation import completed, schema_problems
-from nemo_rl_offload.data.inputs import changed_beside_weights
+from nemo_rl_offload.data.inputs import changed_beside_weights, changed_frozen_weights
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer
 from nemo_rl_offload.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.megatron.build.export_files import (
+    TOKENIZER_CONFIG,
     difference,
     replace_tokenizer,
     write_chat_template,
@@ -70,19 +71,24 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     )
 
 
-def export_checkpoint(checkpoint: Path, destination: Path, dtype: Dtype | None = None) -> list[str]:
+def export_checkpoint(
+    checkpoint: Path, destination: Path, dtype: Dtype | None = None, *, adapter_alone: bool = False
+) -> list[str]:
     """Write the checkpoint's weights to a new folder, with the start model's configuration and the run's tokenizer.
+
+    Adapters are merged into the weights.
 
     Args:
         dtype: type of the weights; None: as they were trained.
+        adapter_alone: write the adapter in peft's format, beside the run's tokenizer.
 
     Returns:
         What the user should know of the folder.
 
     Raises:
-        CheckpointError: it is not there, damaged, or of another model.
-        ConfigError: the destination exists or cannot be written, the start model or the tokenizer is not where the run
-            found it, or a weight is too large for `dtype`.
+        CheckpointError: it is not there, damaged, or of another model, or has adapters of weights that changed since.
+        ConfigError: the run has no adapter, the destination exists or cannot be written, the start model or the
+            tokenizer is not where the run found it, or a weight is too large for `dtype`.
         DataError: the tokenizer does not load.
         ResourceError: the disk is full.
     """
@@ -92,6 +98,12 @@ def export_checkpoint(checkpoint: Path, destination: Path, dtype: Dtype | None =
     _, _, files = read_checkpoint(folder)
     config = _config_of(run_dir)
     policy = config["policy"]
+    has_adapters = policy["megatron_cfg"]["peft"]["enabled"]
+    if adapter_alone and not has_adapters:
+        raise ConfigError(f"--adapter: {run_dir} trained whole weights, without an adapter. Leave it out.")
+    inputs = read_inputs(run_dir) or {}
+    if changed := changed_frozen_weights(config, inputs):
+        raise CheckpointError(changed)
     model_path = resolve_model_path(policy["model_name"])
     tokenizer_path = _tokenizer_path(policy["tokenizer"]["name"])
     if os.path.islink(partial_of(destination)):  # it is emptied below
@@ -108,7 +120,7 @@ def export_checkpoint(checkpoint: Path, destination: Path, dtype: Dtype | None =
     from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
 
     install_cpu_support()
-    from nemo_rl_offload.megatron.build.model import build_model, export_hf, init_process_groups
+    from nemo_rl_offload.megatron.build.model import build_model, export_adapter, export_hf, init_process_groups
     from nemo_rl_offload.megatron.checkpoint.distributed import load, verify
     from nemo_rl_offload.megatron.runtime.rendezvous import join_alone
 
@@ -116,17 +128,26 @@ def export_checkpoint(checkpoint: Path, destination: Path, dtype: Dtype | None =
         join_alone("gloo")
     init_process_groups(policy, seed=0)
     verify(folder / POLICY, files)
-    model = build_model(policy, model_path, num_steps=None)
+    model = build_model(policy, model_path, num_steps=None, with_adapters=has_adapters)
     load(model, folder / POLICY)
-    notes = list(changed_beside_weights(config, read_inputs(run_dir) or {}))
+    notes = list(changed_beside_weights(config, inputs))
     if arguments := policy["tokenizer"]["chat_template_kwargs"]:
         notes.append(f"apply_chat_template needs the run's policy.tokenizer.chat_template_kwargs: {arguments}.")
 
     def complete(partial: Path) -> None:
         replace_tokenizer(partial, tokenizer_path)
+        if adapter_alone:
+            if isinstance(template := tokenizer.chat_template, str) and (partial / TOKENIZER_CONFIG).exists():
+                write_chat_template(partial, template)
+            return
         notes.extend(_as_the_run_had_it(partial, tokenizer, end_ids))
 
-    export_hf(model, model_path, destination, dtype=dtype and getattr(torch, dtype), complete=complete)
+    torch_dtype = dtype and getattr(torch, dtype)
+    if adapter_alone:
+        base = policy["model_name"]
+        export_adapter(model, policy["megatron_cfg"]["peft"], base, destination, dtype=torch_dtype, complete=complete)
+    else:
+        export_hf(model, model_path, destination, dtype=torch_dtype, complete=complete)
     return [f"{destination}: {note}" for note in notes]
 
 

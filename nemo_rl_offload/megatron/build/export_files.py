@@ -45,7 +45,7 @@ def write_overrides(folder: Path, overrides: Content) -> None:
     """Say in config.json what the run said of positions. Raises OSError, DocumentError."""
     if overrides:
         path = folder / MODEL_CONFIG
-        _write_json(path, with_overrides(read_json_object(path, MODEL_BYTES), overrides))
+        write_json(path, with_overrides(read_json_object(path, MODEL_BYTES), overrides))
 
 
 def write_dtype(folder: Path, dtype: str) -> None:
@@ -63,7 +63,7 @@ def write_dtype(folder: Path, dtype: str) -> None:
             keys = [key for key in ("dtype", "torch_dtype") if key in section]
             section |= dict.fromkeys(keys or ["dtype"], dtype)
     if config != before:
-        _write_json(path, config)
+        write_json(path, config)
 
 
 def write_generation_config(folder: Path, end_ids: Sequence[int], pad_id: int) -> None:
@@ -79,7 +79,7 @@ def write_generation_config(folder: Path, end_ids: Sequence[int], pad_id: int) -
             ) from error
     config.pop("_from_model_config", None)  # with it, transformers may take config.json's end token again
     config |= {"eos_token_id": list(end_ids) if len(end_ids) > 1 else end_ids[0], "pad_token_id": pad_id}
-    _write_json(path, config)
+    write_json(path, config)
 
 
 def replace_tokenizer(folder: Path, tokenizer_path: Path) -> None:
@@ -99,7 +99,7 @@ def write_chat_template(folder: Path, template: str) -> None:
     shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
     (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
     config = read_json_object(folder / TOKENIZER_CONFIG, MODEL_BYTES)
-    _write_json(folder / TOKENIZER_CONFIG, config | {"chat_template": template})
+    write_json(folder / TOKENIZER_CONFIG, config | {"chat_template": template})
 
 
 def difference(exported: Tokenizer, trained: Tokenizer) -> str:
@@ -117,5 +117,6 @@ def difference(exported: Tokenizer, trained: Tokenizer) -> str:
     return ""
 
 
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a file of settings. Raises OSError where that fails."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

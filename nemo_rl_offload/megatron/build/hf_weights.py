@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.lora import is_adapter
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -100,7 +101,8 @@ def _without_name(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> li
     table = model_bridge.mapping_registry()
     names = model_bridge._megatron_global_param_names_all_pp_ranks(list(chunks))
     is_tied = chunks[0].config.share_embeddings_and_output_weights
-    asked = (name for name in names if not (is_tied and "output_layer" in name))
+    own = (name.replace(".to_wrap.", ".") for name in names if not is_adapter(name))
+    asked = (name for name in own if not (is_tied and "output_layer" in name))
     return [name for name in asked if table.megatron_to_hf_lookup(name) is None]
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +17,16 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from nemo_rl_offload.config.schema import PolicyConfig
+from nemo_rl_offload.config.schema import PeftConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, where_else
 from nemo_rl_offload.megatron.build.bridge import bridge
-from nemo_rl_offload.megatron.build.export_files import copy_model_files, write_dtype, write_overrides
+from nemo_rl_offload.megatron.build.export_files import copy_model_files, write_dtype, write_json, write_overrides
 from nemo_rl_offload.megatron.build.hf_files import weight_files
 from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
 from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read, repeated_names
+from nemo_rl_offload.megatron.build.lora import bridge_lora, register_lora
 from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
 from nemo_rl_offload.megatron.build.paged_stash import install_paged_stash
 from nemo_rl_offload.megatron.build.transformer_config import configure_provider
@@ -35,6 +37,7 @@ from nemo_rl_offload.megatron.runtime.rendezvous import join
 from nemo_rl_offload.paged_stash.rerun import StepGuard
 from nemo_rl_offload.runs.output import partial_of
 from nemo_rl_offload.specs.catalogue import read_config_file
+from nemo_rl_offload.specs.lora import is_adapter
 from nemo_rl_offload.specs.model_families import SPLIT_PACKS, TORCH_LAYERS, needs_torch_layers, windows_or_sinks
 from nemo_rl_offload.specs.model_keys import Content, with_overrides
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
@@ -42,6 +45,9 @@ from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
     from megatron.core.models.gpt import GPTModel
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""By the names that peft looks for."""
 
 
 def _not_measured(_what: str) -> AbstractContextManager[None]:
@@ -67,6 +73,8 @@ class MegatronModel:
     """Opens a part of a step whose device memory is counted for itself."""
     overrides: Content = field(default_factory=dict)
     """`policy.hf_config_overrides`."""
+    has_adapters: bool = False
+    """Whether adapters are trained, and the model's own weights frozen."""
     weights_are_whole: bool = True
     """False after a step with `overlap_param_gather`, which leaves each rank its own part until the next forward."""
 
@@ -129,10 +137,13 @@ def check_layers(content: Content, policy: PolicyConfig, model_path: Path, trans
         raise ConfigError(f"policy.megatron_cfg.context_parallel_size: {text}")
 
 
-def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -> MegatronModel:
+def build_model(
+    policy: PolicyConfig, model_path: Path, num_steps: int | None, *, with_adapters: bool | None = None
+) -> MegatronModel:
     """Build the policy's model, load the weights of a Hugging Face folder into it, and give it an optimizer.
 
-    A model that is never trained (`num_steps` is None) has no optimizer, no schedule and no room for gradients.
+    A model that is never trained (`num_steps` is None) has no optimizer, no schedule and no room for gradients, and the
+    policy's adapters only where it is said so: others hold them merged, or are another model.
 
     Process groups must be there (`init_process_groups`), and an offload engine installed if one is to be used, since
     layers look it up when they are built. Raises ConfigError when Bridge does not know the model's family, when the
@@ -152,6 +163,11 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
         pad_vocabulary(provider, policy["megatron_cfg"]["tensor_model_parallel_size"])
         transformer_impl = configure_provider(provider, policy)
         check_layers(content, policy, model_path, transformer_impl)
+        has_adapters = policy["megatron_cfg"]["peft"]["enabled"] and (
+            num_steps is not None if with_adapters is None else with_adapters
+        )
+        if has_adapters:
+            register_lora(provider, policy)
         chunks = provider.provide_distributed_model(
             ddp_config=ddp_config(policy),
             wrap_with_ddp=num_steps is not None,
@@ -164,14 +180,20 @@ def build_model(policy: PolicyConfig, model_path: Path, num_steps: int | None) -
             layer.register_forward_hook(forget_probabilities, always_call=True)
         guard = install_paged_stash(policy, [unwrap(chunk) for chunk in chunks])
         if num_steps is None:
-            return MegatronModel(chunks, provider, auto_bridge, transformer_impl, None, None, overrides=overrides)
+            return MegatronModel(
+                *(chunks, provider, auto_bridge, transformer_impl, None, None),
+                has_adapters=has_adapters,
+                overrides=overrides,
+            )
         try:
             optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
         except AssertionError as error:
             raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
     scheduler = learning_rate_scheduler(policy, optimizer, num_steps)
     return MegatronModel(
-        chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler, guard, overrides=overrides
+        *(chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler, guard),
+        has_adapters=has_adapters,
+        overrides=overrides,
     )
 
 
@@ -191,7 +213,7 @@ def _load_weights(auto_bridge: "AutoBridge", chunks: list[ModelChunk], model_pat
     """Read the folder's weights, whose names are those of the model. NaN shows what holds none."""
     with _named(model_path):
         check_names(auto_bridge, [unwrap(chunk) for chunk in chunks], model_path)
-    weights = [named for chunk in chunks for named in unwrap(chunk).named_parameters()]
+    weights = [named for chunk in chunks for named in unwrap(chunk).named_parameters() if not is_adapter(named[0])]
     for _, weight in weights:
         weight.data.fill_(torch.nan)
     with _named(model_path):
@@ -268,6 +290,68 @@ def export_hf(
             shutil.rmtree(destination, ignore_errors=True)
             partial.rename(destination)
     dist.barrier()
+
+
+def export_adapter(
+    model: MegatronModel,
+    peft: PeftConfig,
+    base: str,
+    destination: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    complete: Callable[[Path], None] = lambda _folder: None,
+) -> None:
+    """Write the adapters as a folder that peft reads: `adapter_config.json` and `adapter_model.safetensors`.
+
+    Every rank takes part, rank 0 writes; the folder appears whole or not at all. The parts of a fused linear get a copy
+    of their A each, and so do experts of the adapter that they share: peft has one for each module.
+
+    Args:
+        base: the model's folder or name, of which `adapter_config.json` tells peft.
+
+    Raises:
+        ResourceError: a file cannot be written, as on a full disk.
+        ConfigError: a weight is too large for `dtype`.
+    """
+    from megatron.bridge.models.conversion import peft_bridge
+
+    with quiet():
+        found = list(model.auto_bridge.export_adapter_weights(model.modules, cpu=True, show_progress=False))
+    if dist.get_rank() == 0:
+        is_zero = {name: not weight.any() for name, weight in found}  # both of an adapter: of a part without a target
+        found = [pair for pair in found if not all(is_zero[each] for each in _both_of(pair.param_name))]
+        state, names, parameters = peft_bridge.convert_adapter_weights_to_peft_state(found)
+        weights = {name: weight.detach().clone(memory_format=torch.contiguous_format) for name, weight in state.items()}
+        config = peft_bridge.build_adapter_config_dict(
+            bridge_lora(peft),
+            _modules_for_peft(names, peft["target_modules"]),
+            parameters,
+            base_model_name_or_path=base,
+        )
+        partial = partial_of(destination)
+        shutil.rmtree(partial, ignore_errors=True)
+        with _absent_on_failure(partial, destination):
+            if dtype is not None:
+                convert(weights, dtype)
+            partial.mkdir(parents=True)
+            save_file(weights, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            write_json(partial / ADAPTER_CONFIG, config)
+            complete(partial)
+            shutil.rmtree(destination, ignore_errors=True)
+            partial.rename(destination)
+    dist.barrier()
+
+
+def _both_of(name: str) -> tuple[str, str]:
+    module = name.removesuffix(".weight").rpartition(".lora_")[0]
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def _modules_for_peft(names: Sequence[str], targets: Sequence[str]) -> list[str]:
+    """Of adapters' weights by Hugging Face's names; whole paths where patterns may have left layers out."""
+    modules = {name.removesuffix(".weight").rpartition(".lora_")[0] for name in names}
+    is_part = any("*" in target for target in targets)
+    return sorted(modules if is_part else {module.rpartition(".")[2] for module in modules})
 
 
 def most_common_dtype(weights: Mapping[str, torch.Tensor]) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 Every rank takes part in both directions. The format knows global tensors, so that another parallel layout can read it.
 `fully_sharded_model_space`, Megatron's default for the distributed optimizer, fails without Transformer Engine; the
-fully reshardable form is used instead. Whole-or-absent is the caller's matter (`runs.run_directory`):
+fully reshardable form is used instead. Of a model with adapters a checkpoint holds those and their optimizer's state;
+the frozen weights are in the model's folder. Whole-or-absent is the caller's matter (`runs.run_directory`):
 it names a folder that nobody reads yet. Sizes and checksums are those of `runs.manifest`.
 
 Megatron prepares a save such that the files can be written in the background, and leaves the background to its caller.
@@ -36,6 +37,7 @@ from nemo_rl_offload.megatron.build.model import MegatronModel
 from nemo_rl_offload.megatron.checkpoint.reader import FORMAT_FILE, METADATA_FILE, PARTS, reading
 from nemo_rl_offload.megatron.protocols import GradientBuffer
 from nemo_rl_offload.runs.manifest import Manifest, check_contents, file_digest
+from nemo_rl_offload.specs.lora import is_adapter
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 COMPLETING_FILES = (METADATA_FILE, FORMAT_FILE)
@@ -68,7 +70,10 @@ def _sharded_state(model: MegatronModel, *, is_loading: bool) -> ShardedStateDic
 
 def _sharded_weights(model: MegatronModel) -> ShardedStateDict:
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    return {f"model{index}": module.sharded_state_dict(metadata=groups) for index, module in enumerate(model.modules)}
+    states = [module.sharded_state_dict(metadata=groups) for module in model.modules]
+    if model.has_adapters:
+        states = [{key: value for key, value in state.items() if is_adapter(key)} for state in states]
+    return {f"model{index}": state for index, state in enumerate(states)}
 
 
 def _layout() -> dict[str, int]:
@@ -240,7 +245,8 @@ def _explained(folder: Path) -> Iterator[None]:
 
 def _load_weights(model: MegatronModel, state: StateDict) -> None:
     for index, module in enumerate(model.modules):
-        module.load_state_dict(state[f"model{index}"])
+        found = module.load_state_dict(state[f"model{index}"], strict=not model.has_adapters)
+        assert not found.unexpected_keys, "adapters are named as they were saved"
 
 
 def _optimizers(model: MegatronModel) -> list[MegatronOptimizer]:

@@ -58,6 +58,9 @@ class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[
     MLP the region `mlp_fc1`. The linears of latent attention lie in Megatron's region `qkv_linear`.
     """
 
+    return_layernorm_output = False
+    """Return (output, what the norm made) in the output's place, as Transformer Engine's does for an adapter."""
+
     def __init__(
         self,
         input_size: int,
@@ -73,14 +76,18 @@ class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[
         self._norm_module = {"qkv": "attn_norm", "fc1": "mlp_norm"}.get(tp_comm_buffer_name or "")
         self._linear_module = "mlp_fc1" if tp_comm_buffer_name == "fc1" else None
 
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]:
         norm = offload_region(self.config, x, self._norm_module, self.training)
         with norm as x:
             y = _normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config, self.eps)
         y = norm.group_offload(y)
         if self._linear_module is None:
-            return super().forward(y, *args, **kwargs)  # type: ignore[no-any-return]
-        linear = offload_region(self.config, y, self._linear_module, self.training)
-        with linear as y:
             output, bias = super().forward(y, *args, **kwargs)
-        return linear.group_offload(output), bias
+        else:
+            linear = offload_region(self.config, y, self._linear_module, self.training)
+            with linear as x:
+                output, bias = super().forward(x, *args, **kwargs)
+            output = linear.group_offload(output)
+        return ((output, y) if self.return_layernorm_output else output), bias

@@ -95,7 +95,7 @@ class TorchGroupedLinear(torch.nn.Module):
         **_unused: object,
     ) -> None:
         super().__init__()
-        self.config, self._is_fc2 = config, tp_comm_buffer_name == "fc2"
+        self.config, self.is_fc2 = config, tp_comm_buffer_name == "fc2"
         if pg_collection.expt_tp.size() > 1:
             raise ConfigError(
                 "transformer_impl: torch has no experts split by tensor parallelism; "
@@ -128,7 +128,7 @@ class TorchGroupedLinear(torch.nn.Module):
         else:
             ends = torch.tensor(tokens_per_expert, device=x.device).cumsum(0).to(torch.int32)
         weights, biases = self._all("weight"), self._all("bias") if "bias" in self._parts else None
-        if not self._is_fc2:
+        if not self.is_fc2:
             y = _GroupedLinear.apply(x, ends, *weights)  # type: ignore[no-untyped-call]
             if biases is not None:
                 y = y + torch.stack(biases).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), dim=0)

@@ -30,8 +30,10 @@ class ModuleCost:
         operations = self.product_flops / rate + self.attention_flops / attention_rate
         return operations / 1e9 + self.traffic_bytes / memory_rate / 1e6
 
-    def backward_ms(self, device: Device, fp8: bool) -> float:
-        doubled = ModuleCost(self.module, 2 * self.product_flops, 2.5 * self.attention_flops, 2 * self.traffic_bytes)
+    def backward_ms(self, device: Device, fp8: bool, *, is_frozen: bool = False) -> float:
+        """Weights that are frozen have no gradients."""
+        products = (1 if is_frozen else 2) * self.product_flops
+        doubled = ModuleCost(self.module, products, 2.5 * self.attention_flops, 2 * self.traffic_bytes)
         return doubled.forward_ms(device, fp8)
 
     @property
@@ -44,17 +46,18 @@ def layer_costs(context: LayerContext, has_experts: bool) -> list[ModuleCost]:
     return [*_attention(context), *(_experts(context) if has_experts else _dense(context))]
 
 
-def training_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+def training_flops(shape: ModelShape, lengths: Sequence[int], *, is_frozen: bool = False) -> float:
     """Floating-point operations of a forward and backward pass over sequences of these lengths, recomputation left out.
 
     What model FLOPs utilisation counts (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), with causal attention's
-    half of the scores.
+    half of the scores. Of frozen weights, whose adapters count for nothing, there are no gradients.
     """
     token = LayerContext(shape, ParallelLayout(), Tokens(1, 1), Numbers())
     work = [each for has_experts in shape.layers_with_experts for each in layer_costs(token, has_experts)]
     per_token = sum(each.product_flops for each in work) + 2.0 * shape.hidden_size * shape.vocab_size
     per_pair = sum(each.attention_flops for each in work)
-    return 3 * (per_token * sum(lengths) + per_pair * sum(length * length for length in lengths))
+    passes = 2 if is_frozen else 3
+    return passes * per_token * sum(lengths) + 3 * per_pair * sum(length * length for length in lengths)
 
 
 def _norm(context: LayerContext, module: str) -> ModuleCost:

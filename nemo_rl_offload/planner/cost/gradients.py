@@ -19,16 +19,19 @@ class _Step(NamedTuple):
     """What it saved, and lets go when it is done."""
 
 
-def backward_bytes(context: LayerContext, has_experts: bool) -> int:
-    """The most that gradients take in a layer's backward over what of the layer is freed by then, in bytes."""
+def backward_bytes(context: LayerContext, has_experts: bool, *, is_frozen: bool = False) -> int:
+    """The most that gradients take in a layer's backward over what of the layer is freed by then, in bytes.
+
+    Frozen weights have none.
+    """
     freed, most = 0, 0
-    for step in _steps(context, has_experts):
+    for step in _steps(context, has_experts, is_frozen):
         most = max(most, step.gradients - freed)
         freed += step.freed
     return context.hidden_bytes + most  # beside the residual's
 
 
-def _steps(context: LayerContext, has_experts: bool) -> Iterator[_Step]:
+def _steps(context: LayerContext, has_experts: bool, is_frozen: bool) -> Iterator[_Step]:
     shape, layout, size = context.shape, context.layout, context.numbers.element_bytes
     tokens, width, num_local = context.tokens.count, shape.ffn_hidden_size // layout.tensor, 1
     if has_experts:
@@ -36,7 +39,7 @@ def _steps(context: LayerContext, has_experts: bool) -> Iterator[_Step]:
         tokens, width = context.expert_tokens, shape.experts.ffn_hidden_size // layout.expert_tensor
         num_local = shape.experts.num_experts // layout.expert
     outer, inner = tokens * shape.hidden_size, tokens * width
-    weights = num_local * width * shape.hidden_size
+    weights = 0 if is_frozen else num_local * width * shape.hidden_size
     yield _Step((outer + inner + weights) * size, context.numbers.linear_input_bytes(inner))
     yield _Step(3 * inner * size, 2 * inner * size)
     yield _Step((2 * inner + outer + 2 * weights) * size, 0)

@@ -22,13 +22,19 @@ def logits_bytes(
 
 
 def fused_head_bytes(
-    shape: ModelShape, layout: ParallelLayout, num_tokens: int, element_bytes: int, chunk_tokens: int | None = None
+    shape: ModelShape,
+    layout: ParallelLayout,
+    num_tokens: int,
+    element_bytes: int,
+    chunk_tokens: int | None = None,
+    *,
+    is_frozen: bool = False,
 ) -> int:
     """The same without logits (`use_fused_linear_logprobs`), in the head's backward.
 
     A block of the vocabulary: its logits in float32, and their gradient. Of all tokens: hidden states, gathered where
     sequence parallelism splits them and put in the order of rows, and their gradient, whose sums of a chunk are
-    float32. The gradient of the weight; of several chunks in float32 first.
+    float32. The gradient of the weight, unless that is frozen; of several chunks in float32 first.
     """
     vocabulary, hidden = shape.vocabulary_rows(layout.tensor), shape.hidden_size
     tokens = chunk_size(num_tokens, chunk_tokens)
@@ -36,6 +42,8 @@ def fused_head_bytes(
     block = tokens * width * (4 + element_bytes)
     num_copies = 2 + layout.sequence_parallel
     of_tokens = hidden * (num_copies * num_tokens * element_bytes + 4 * tokens)
+    if is_frozen:
+        return block + of_tokens
     return block + of_tokens + vocabulary * hidden * (element_bytes if tokens == num_tokens else 4 + element_bytes)
 
 

@@ -10,6 +10,7 @@ from nemo_rl_offload.planner.cost.parameters import (
     mtp_parameters,
 )
 from nemo_rl_offload.specs.devices import Device
+from nemo_rl_offload.specs.lora import Adapters, adapted, adapter_parameters
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 from nemo_rl_offload.units import GIB
@@ -53,10 +54,42 @@ def stage_parameters(shape: ModelShape, layout: ParallelLayout, chunks: Sequence
     return total
 
 
+def stage_adapters(
+    shape: ModelShape, layout: ParallelLayout, chunks: Sequence[range], rank: int, adapters: Adapters
+) -> ParameterCount:
+    """Parameters of the adapters on one rank of pipeline stage `rank`. All experts of a layer share one."""
+    layers = {layer for chunk in chunks for layer in chunk}
+    if rank == layout.pipeline - 1:
+        layers |= set(range(shape.num_layers, shape.num_layers + shape.num_mtp_layers))
+    counts = {False: 0, True: 0}
+    for one in adapted(shape, adapters.targets, adapters.excluded):
+        if one.linear.layer in layers:
+            counts[one.linear.is_of_experts] += adapter_parameters(one, adapters.dim, layout.tensor)
+    return ParameterCount(counts[False], counts[True])
+
+
+def trained_parameters(
+    shape: ModelShape, layout: ParallelLayout, chunks: Sequence[range], rank: int, adapters: Adapters | None
+) -> ParameterCount:
+    """What the optimizer of one rank of pipeline stage `rank` updates: adapters, or all weights."""
+    if adapters is None:
+        return stage_parameters(shape, layout, chunks, rank)
+    return stage_adapters(shape, layout, chunks, rank, adapters)
+
+
 def state_bytes(
-    parameters: ParameterCount, layout: ParallelLayout, optimizer: Optimizer, element_bytes: int
+    parameters: ParameterCount,
+    layout: ParallelLayout,
+    optimizer: Optimizer,
+    element_bytes: int,
+    adapters: ParameterCount | None = None,
 ) -> dict[str, int]:
-    """Weights, gradients and optimizer state of one rank, in bytes of the device."""
+    """Weights, gradients and optimizer state of one rank, in bytes of the device; with adapters, the last two are
+    theirs."""
+    if adapters is not None:
+        weights = parameters.total * element_bytes
+        trained = state_bytes(adapters, layout, optimizer, element_bytes)
+        return {**trained, "weights": weights + trained["weights"]}
     return {
         "weights": parameters.total * element_bytes,
         "gradients": parameters.total * optimizer.gradient_bytes,

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import product
 
 from nemo_rl_offload.offload.solver import Action, GroupRecord, Link
@@ -11,7 +11,7 @@ from nemo_rl_offload.planner.cost.activations import Storage, fused_layer, with_
 from nemo_rl_offload.planner.cost.flops import layer_costs, recompute_ms, recomputed_ms
 from nemo_rl_offload.planner.cost.gradients import backward_bytes
 from nemo_rl_offload.planner.cost.head import fused_head_bytes, logits_bytes
-from nemo_rl_offload.planner.cost.memory import allowance_bytes, stage_parameters, state_bytes
+from nemo_rl_offload.planner.cost.memory import allowance_bytes, stage_adapters, stage_parameters, state_bytes
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.pipeline_schedule import PipelinePass, pipeline_schedule
 from nemo_rl_offload.planner.simulate.simulator import Segment
@@ -200,9 +200,10 @@ class _Builder:
         self, kind: tuple[bool, bool], recompute_modules: frozenset[str], may_recompute: frozenset[str]
     ) -> tuple[Part, ...]:
         job, has_experts, fp8 = self.job, kind[0], self.job.numbers.fp8 is not None
+        is_frozen = job.adapters is not None
         storages = with_recomputation(fused_layer(job.context, has_experts), recompute_modules)
         times = {
-            work.module: (work.forward_ms(job.device, fp8), work.backward_ms(job.device, fp8))
+            work.module: (work.forward_ms(job.device, fp8), work.backward_ms(job.device, fp8, is_frozen=is_frozen))
             for work in layer_costs(job.context, has_experts)
         }
         if has_experts:
@@ -237,9 +238,13 @@ class _Builder:
         if is_last:
             parts[-1] = (*parts[-1], *self._end(self._counted_layers(chunks[-1])))
         parameters = stage_parameters(job.shape, job.layout, chunks, rank)
-        static = state_bytes(parameters, job.layout, job.optimizer, job.numbers.element_bytes)
+        adapters = None
+        if job.adapters is not None:
+            adapters = stage_adapters(job.shape, job.layout, chunks, rank, job.adapters)
+        static = state_bytes(parameters, job.layout, job.optimizer, job.numbers.element_bytes, adapters)
         if is_last:
-            head_bytes = logits_bytes if job.makes_logits else fused_head_bytes
+            without_logits = partial(fused_head_bytes, is_frozen=job.adapters is not None)
+            head_bytes = logits_bytes if job.makes_logits else without_logits
             static[job.head_name] = head_bytes(
                 job.shape, job.layout, job.context.tokens.count, job.numbers.element_bytes, job.head_chunk_tokens
             )
@@ -274,7 +279,8 @@ class _Builder:
 
     def _backward_bytes(self, chunks: Sequence[range]) -> int:
         kinds = {self.job.shape.layers_with_experts[layer] for chunk in chunks for layer in chunk}
-        return max(backward_bytes(self.job.context, has_experts) for has_experts in kinds)
+        is_frozen = self.job.adapters is not None
+        return max(backward_bytes(self.job.context, has_experts, is_frozen=is_frozen) for has_experts in kinds)
 
     def _chunk(self, layers: range) -> tuple[Part, ...]:
         job, found = self.job, []
@@ -318,7 +324,7 @@ class _Builder:
             found += [part.of_layer(layer) for part in ([_whole(parts)] if is_recomputed else parts)]
         operations = 2.0 * context.tokens.count * job.shape.hidden_size * job.shape.vocabulary_rows(job.layout.tensor)
         forward_ms = operations * (1 + job.shape.num_mtp_layers) / (job.device.bf16_tflops * job.device.achieved) / 1e9
-        num_products = 2 if job.makes_logits else 3
+        num_products = (2 if job.makes_logits else 3) - (job.adapters is not None)
         end = Part(job.shape.num_layers, "output_layer", forward_ms, num_products * forward_ms, kept_bytes=2 * hidden)
         return (*found, end)
 

@@ -52,6 +52,20 @@ def test_changed_data_are_warned_of_once(start: Callable[..., str], tmp_path: Pa
     assert start(None) == ""
 
 
+def test_adapters_do_not_go_on_beside_other_weights(
+    start: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft = "policy.megatron_cfg.peft"
+    adapters = (f"{peft}.enabled=true", f"{peft}.target_modules=[linear_proj]")
+    assert start(3, *adapters) == ""
+    for name in ("config.json", "model.safetensors"):
+        with open(f"model/{name}", "ab") as file:
+            file.write(b" ")
+    with pytest.raises(AssertionError):
+        start(None, *adapters)
+    assert "have adapters alone, which belong to the weights that were there" in capsys.readouterr().err
+
+
 def test_a_run_that_starts_anew_does_not_care(start: Callable[..., str]) -> None:
     assert start(None) == ""
     Path("train.jsonl").write_text("{}\n")

@@ -21,6 +21,8 @@ LISTS = {
     "offload_modules": (*SUPPORTED_MODULES, "fused_group_mlp", "expert_fc2"),
     "recompute_modules": (*RECOMPUTE_MODULES, "attn"),
     "cuda_graph_modules": (*CUDA_GRAPH_MODULES, "core_attn"),
+    "target_modules": ("linear_proj", "linear_qkv", "linear_q", "*.layers.0.*.linear_fc2", "linear"),
+    "exclude_modules": ("output_layer", "linear_proj"),
 }
 OFFLOAD = ("fine_grained_activation_offloading", "offload_modules")
 TOPICS: list[tuple[str, ...]] = [

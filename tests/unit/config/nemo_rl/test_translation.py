@@ -303,3 +303,58 @@ def test_keys_without_effect_are_one_line_or_named(
     assert "keys have no effect" not in out
     assert cli.main(["check", str(configs / "grpo_tiny.yaml")]) == 0
     assert "NeMo-RL" not in capsys.readouterr().out
+
+
+EACH = "linear_q linear_k linear_v linear_proj linear_fc1_gate linear_fc1_up linear_fc2"
+
+
+def by_lora(lora: str, model: str = "Qwen/Qwen3-8B-Base") -> str:
+    return f"""
+grpo: {{max_num_steps: 2}}
+policy:
+  model_name: {model}
+  tokenizer: {{name: "${{policy.model_name}}"}}
+  dtensor_cfg: {{enabled: true, tensor_parallel_size: 1, lora_cfg: {{{lora}}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("lora", "targets"),
+    [
+        ("match_all_linear: false", EACH),
+        ("target_modules: ['*_proj']", EACH),
+        ("target_modules: [q_proj, v_proj]", "linear_q linear_v"),
+        ("target_modules: ['*.mlp.*']", "linear_fc1_gate linear_fc1_up linear_fc2"),
+        ("exclude_modules: [lm_head, o_proj, '*.mlp.*']", "linear_q linear_k linear_v"),
+    ],
+)
+def test_lora_by_dtensor_has_an_adapter_for_each_projection(
+    read: Callable[..., LoadedConfig], lora: str, targets: str
+) -> None:
+    loaded = read(by_lora(f"enabled: true, dim: 128, alpha: 64, lora_A_init: uniform, use_triton: false, {lora}"))
+    assert not loaded.refused
+    section = value(loaded, f"{M}.peft")
+    assert section["target_modules"] == targets.split()
+    wanted = {"enabled": True, "dim": 128, "alpha": 64, "lora_A_init_method": "kaiming", "lora_B_init_method": "zero"}
+    assert {key: section[key] for key in wanted} == wanted
+    off = read(by_lora(f"enabled: false, {lora}"))
+    assert value(off, f"{M}.peft.enabled") is False
+    assert value(read(by_lora(f"enabled: true, {lora}"), f"{M}.peft.dim=2"), f"{M}.peft.dim") == 2
+
+
+@pytest.mark.parametrize(
+    ("lora", "model", "key", "words"),
+    [
+        ("match_all_linear: true", "Qwen/Qwen3-8B-Base", "match_all_linear", "LoRA of the output layer"),
+        ("exclude_modules: ['*out_proj*']", "Qwen/Qwen3-8B-Base", "exclude_modules", "LoRA of the output layer"),
+        ("target_modules: ['*layers.1.*']", "Qwen/Qwen3-8B-Base", "target_modules", "LoRA of some layers by DTensor"),
+        ("target_modules: [query]", "Qwen/Qwen3-8B-Base", "target_modules", "leaves no projection"),
+        ("target_modules: [q_proj], match_all_linear: true", "Qwen/Qwen3-8B-Base", "match_all_linear", "Give one"),
+        ("lora_A_init: gaussian", "Qwen/Qwen3-8B-Base", "lora_A_init", "xavier or uniform"),
+        ("target_modules: [q_proj]", "Qwen/Qwen3-30B-A3B", "enabled", "LoRA of a model with experts by DTensor"),
+    ],
+)
+def test_lora_by_dtensor_that_cannot_be_honoured_is_refused(
+    read: Callable[..., LoadedConfig], lora: str, model: str, key: str, words: str
+) -> None:
+    assert words in read(by_lora(f"enabled: true, {lora}", model)).refused[f"policy.dtensor_cfg.lora_cfg.{key}"]

@@ -1,0 +1,75 @@
+"""What `check` says about adapters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.config.validation import examine
+
+P = "policy.megatron_cfg.peft"
+ON = (f"{P}.enabled=true", f"{P}.target_modules=[linear_proj,linear_fc2]")
+EACH = f"{P}.target_modules=[linear_q,linear_v]"
+
+
+def examined(*overrides: str) -> Any:
+    path = PROJECT_ROOT / "examples/configs/sft_tiny.yaml"
+    texts = [text.replace("M.", "policy.megatron_cfg.", 1) if text.startswith("M.") else text for text in overrides]
+    return examine(load_config(path, texts), run_here=False)
+
+
+def test_the_exemplar_passes() -> None:
+    found = examine(load_config(Path(PROJECT_ROOT / "examples/configs/sft_tiny_lora.yaml")), run_here=False)
+    assert not found.problems
+    assert not found.warnings
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "words"),
+    [
+        ((f"{P}.target_modules=[linear_prj]",), f"{P}.target_modules", "Did you mean 'linear_proj'?"),
+        ((f"{P}.target_modules=[]",), f"{P}.target_modules", "exclude_modules: [output_layer]"),
+        ((f"{P}.dim=5", "M.tensor_model_parallel_size=2"), f"{P}.dim", "not divisible by tensor_model_parallel_size 2"),
+        ((f"{P}.lora_A_init_method=zero",), f"{P}.lora_A_init_method", "Set xavier"),
+        ((f"{P}.lora_dtype=bfloat16",), f"{P}.lora_dtype", "is not policy.precision, float32"),
+        ((EACH, f"{P}.a2a_experimental=true"), f"{P}.a2a_experimental", "linear_qkv and linear_fc1"),
+        (("M.transformer_impl=auto", "M.use_transformer_engine_op_fuser=true"), "policy.megatron_cfg.use_transformer_engine_op_fuser", "not beside peft"),  # noqa: E501
+        (("M.transformer_impl=auto", "M.gradient_accumulation_fusion=true"), "policy.megatron_cfg.gradient_accumulation_fusion", "not beside peft"),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused(overrides: tuple[str, ...], path: str, words: str) -> None:
+    found = {
+        problem.path: problem.message for problem in examined(*ON, "cluster.gpus_per_node=auto", *overrides).problems
+    }
+    assert words in found[path]
+    off = examined(*ON, "cluster.gpus_per_node=auto", *overrides, f"{P}.enabled=false")
+    assert path not in {problem.path for problem in off.problems}
+
+
+def test_experts_have_rules_of_their_own(tmp_path: Path) -> None:
+    model = (
+        '{"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32,'
+        ' "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 260}'
+    )
+    (tmp_path / "config.json").write_text(model)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    given = (f"policy.model_name={tmp_path}", *ON, "M.moe_expert_rank_capacity_factor=1.5")
+    rate = "policy.megatron_cfg.moe_router_bias_update_rate"
+    found = {problem.path: problem.message for problem in examined(*given, f"{rate}=0.001").problems}
+    assert "rows that hold no token" in found["policy.megatron_cfg.moe_expert_rank_capacity_factor"]
+    assert "peft freezes the model" in found[rate]
+    attention = examined(*given, f"{P}.target_modules=[linear_proj]", f"{rate}=0.0")
+    assert "policy.megatron_cfg.moe_expert_rank_capacity_factor" not in {each.path for each in attention.problems}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "words"),
+    [
+        ((f"{P}.enabled=false",), f"{P}.target_modules", "ignored without peft.enabled"),
+        (("M.freeze_moe_router=true",), "policy.megatron_cfg.freeze_moe_router", "peft freezes the whole model"),
+        (("M.offload_modules=[mlp_fc1]",), "policy.megatron_cfg.offload_modules", "mlp_fc1 saves nothing"),
+    ],
+)
+def test_what_has_no_effect_is_said(overrides: tuple[str, ...], path: str, words: str) -> None:
+    assert any(each.path == path and words in each.message for each in examined(*ON, *overrides).warnings)
