@@ -19,6 +19,7 @@ from nemo_rl_offload.algorithms.rollout_loop import (
     num_optimizer_steps,
     training_and_generation_slots,
 )
+from nemo_rl_offload.algorithms.waiting import waiting
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
@@ -57,7 +58,7 @@ class Distillation(RolloutLoop):
         prompts = self._train_prompts.next_batch(section["num_prompts_per_step"])
         num_generations = section["num_generations_per_prompt"]
         played = watch.time("generation", lambda: self._rollout(prompts, num_generations, 2 * self.step))
-        self._samples.take_training(played, self.step)
+        self._take_training(played)
         batch = played.batch(self._tokenizer.pad_token_id)
         k, num_tokens = section["topk_logits_k"], len(self._tokenizer)
         batch["teacher_topk_logits"], batch["teacher_topk_indices"] = watch.time(
@@ -103,8 +104,8 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
             "Choose a teacher of the same family."
         )
     check_vocabulary(tokenizer, resolve_tokenizer_path(policy_config["tokenizer"]["name"]), teacher_path)
-    say("Preparing problems")
-    prompts = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, section["seed"])
+    with waiting(say, "Preparing problems"):
+        prompts = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, section["seed"])
 
     def build(cluster: VirtualCluster) -> Distillation:
         environment = make_environment(config, run_dir)

@@ -8,6 +8,7 @@ validation are those of a run, so that an evaluation of the start model is a run
 import math
 import time
 from collections.abc import Collection
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,6 +18,7 @@ from nemo_rl_offload.algorithms.loop import Say
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
 from nemo_rl_offload.algorithms.rollout_loop import rollout_section, tells
 from nemo_rl_offload.algorithms.samples import records_of
+from nemo_rl_offload.algorithms.waiting import start_of_ray, waiting
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
@@ -81,9 +83,9 @@ def run_evaluation(
     policy, section, start_s = config["policy"], config["eval"], time.monotonic()
     tokenizer, end_ids = load_policy_tokenizer(policy, config["data"]["prompt_template"])
     ends = response_ends(policy, tokenizer, end_ids)
-    say("Preparing problems")
     rollouts, num_responses = rollout_section(config), section["num_tests_per_prompt"]
-    _, validation = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, section["seed"])
+    with waiting(say, "Preparing problems"):
+        _, validation = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, section["seed"])
     prompts, size = validation[: rollouts["max_val_samples"]], rollouts["val_batch_size"]
     if not prompts:
         raise DataError("data.validation: there is no problem to evaluate. Give some, as data.validation.path.")
@@ -91,9 +93,10 @@ def run_evaluation(
     for line in log.forget_after(None):
         say(f"warning: {line}")
     environment = make_environment(config, folder)
-    say("Starting Ray")
     try:
-        with VirtualCluster(**config["cluster"]) as cluster:
+        with ExitStack() as open_ones:
+            with waiting(say, start_of_ray()):
+                cluster = open_ones.enter_context(VirtualCluster(**config["cluster"]))
             say(f"Loading the model on {cluster.world_size} {cluster.device} worker(s)")
             start_workers = partial(
                 ModelWorkers, model_path=model_path, seed=section["seed"], num_steps=None, keep_reference=False

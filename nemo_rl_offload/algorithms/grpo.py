@@ -23,6 +23,7 @@ from nemo_rl_offload.algorithms.rollout_loop import (
     num_optimizer_steps,
     training_and_generation_slots,
 )
+from nemo_rl_offload.algorithms.waiting import waiting
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path
@@ -100,7 +101,7 @@ class GRPO(RolloutLoop):
         grpo = self.config["grpo"]
         watch.time("refit", self.policy.refit)
         played, metrics = self._sample(watch)
-        self._samples.take_training(played, self.step)
+        self._take_training(played)
         batch = played.batch(self._tokenizer.pad_token_id)
         if grpo["overlong_filtering"]:
             batch["sample_mask"] = torch.tensor([float(response.finished) for response in played.responses])
@@ -289,8 +290,8 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
     grpo, policy_config = config["grpo"], config["policy"]
     tokenizer, end_ids = load_policy_tokenizer(policy_config, config["data"]["prompt_template"])
     ends = response_ends(policy_config, tokenizer, end_ids)
-    say("Preparing problems")
-    prompts = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, grpo["seed"])
+    with waiting(say, "Preparing problems"):
+        prompts = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, grpo["seed"])
 
     def build(cluster: VirtualCluster) -> GRPO:
         environment = make_environment(config, run_dir)

@@ -6,12 +6,13 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TextIO, get_args
 
 from nemo_rl_offload.algorithms.run_totals import Elapsed, run_totals
+from nemo_rl_offload.algorithms.waiting import WORTH_SAYING_S, start_of_ray, waiting
 from nemo_rl_offload.cluster.signals import EXIT_CODE, Termination
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
@@ -19,16 +20,20 @@ from nemo_rl_offload.config.schema import DistillationConfig, DPOConfig, GRPOCon
 from nemo_rl_offload.errors import CheckpointError, ResourceError, TrainingError, WorkerError
 from nemo_rl_offload.observability.logger import MetricLogger
 from nemo_rl_offload.observability.progress import Progress
+from nemo_rl_offload.observability.step_profile import since_1970
 from nemo_rl_offload.policy.interface import PolicyInterface
+from nemo_rl_offload.runs.origin import read_origin
 from nemo_rl_offload.runs.output import OptionalLog, RunFolder, write_json_atomic
 from nemo_rl_offload.runs.run_directory import (
     MEMORY_FILE,
     POLICY,
+    PROFILE,
     RESTARTS_FILE,
     SUMMARY_FILE,
     WARNINGS_FILE,
     Checkpoints,
     loop_state,
+    read_checkpoint,
     recovery_hint,
     remove_unfinished,
 )
@@ -41,11 +46,13 @@ from nemo_rl_offload.runs.run_files import (
     Summary,
     Validation,
 )
-from nemo_rl_offload.units import parse_duration
+from nemo_rl_offload.units import human_duration, parse_duration
 
 Say = Callable[[str], None]
 TRACED_STEP = 2
 """Steps after the first of a run to the one whose memory is traced: buffers stand, and speed is the usual one."""
+FIRST_STEP_S = 10.0
+"""From which on it is said how long the first step was."""
 OffloadCounter = Literal[
     "bytes_in",
     "denied_bytes",
@@ -93,7 +100,7 @@ class TrainingLoop(ABC):
     figure that a run is judged by, and `progress_metrics` are shown on the way.
     """
 
-    validation_metric: ClassVar[str]
+    validation_metric: str
     progress_metrics: ClassVar[tuple[str, ...]] = ("loss", "tokens_per_s", "offloaded_bytes")
 
     def __init__(
@@ -120,6 +127,7 @@ class TrainingLoop(ABC):
         self._totals_before: RunTotals | None = None
         self.elapsed = Elapsed()
         self._phase_seconds = Counter[str]()
+        self._watch = Stopwatch()
         self.progress: Progress | None = None
         """Of the run, while there is one."""
 
@@ -132,12 +140,20 @@ class TrainingLoop(ABC):
         """Validate; returns metrics, `validation_metric` among them."""
 
     def resume(self) -> Path | None:
-        """Go on from the run directory's latest checkpoint; returns its folder, None without one.
+        """Go on from the run directory's latest checkpoint, or begin where the run's origin says; returns the folder of
+        the checkpoint whose step is gone on from, None without one.
 
         Raises:
             CheckpointError: it is damaged, or of another model.
         """
-        latest = self._checkpoints.latest()
+        latest, origin = self._checkpoints.latest(), read_origin(self._run_dir)
+        start = origin and origin["start_weights"]
+        if start and (latest is None or spec_of(self.config).keeps_reference(self.config)):
+            begins_with = read_checkpoint(Path(start))
+            self.policy.load_start_weights(begins_with.folder / POLICY, begins_with.policy_files)
+        is_own = latest is not None
+        if latest is None and origin is not None and origin["takes"] == "everything":
+            latest = read_checkpoint(Path(origin["checkpoint"]))
         if latest is None:
             self.elapsed.go_on_from(0.0)
             self._data.load_state_dict(AT_START)  # the workers were restarted, the data may have been read before
@@ -146,10 +162,13 @@ class TrainingLoop(ABC):
         try:
             self.policy.load_checkpoint(folder / POLICY, latest.policy_files)
         except CheckpointError as error:
-            raise CheckpointError(f"{error} {recovery_hint(folder)}") from error
+            raise CheckpointError(f"{error} {recovery_hint(folder) if is_own else ''}".rstrip()) from error
         self._data.load_state_dict(state["data"])
-        self.step, self.validation = state["step"], state["validation"]
-        self.train_metrics, self._validation_metrics = state["train"], state["validation_metrics"]
+        self.step, self.train_metrics = state["step"], state["train"]
+        if not is_own:  # time, counts and validations are of the other run
+            self.elapsed.go_on_from(0.0)
+            return folder
+        self.validation, self._validation_metrics = state["validation"], state["validation_metrics"]
         self.num_skipped = state["num_skipped"]
         self._totals_before = state.get("totals")
         self.elapsed.go_on_from(state.get("wall_seconds", 0.0))
@@ -167,6 +186,8 @@ class TrainingLoop(ABC):
         if section["val_at_start"] and self.step == 0:
             self._validate(logger, progress)
         self._warn(self.notices(), progress)
+        if termination.is_requested:  # all that was trained is saved
+            sys.exit(EXIT_CODE)
         first_step, deadline = self.step + 1, Deadline(saving["checkpoint_must_save_by"], self.elapsed)
         while self.step < self.num_steps and not self.has_reached_goal():
             self.step += 1
@@ -174,8 +195,18 @@ class TrainingLoop(ABC):
             is_traced = self.step - first_step == TRACED_STEP
             if is_traced:
                 self.policy.start_memory_trace()
-            self.train_metrics = self.train_step()
+            if is_profiled := self.step in self.config["logger"]["profile"]["steps"]:
+                self.policy.start_profile(all_ranks=self.config["logger"]["profile"]["all_ranks"])
+            first = "The first step, in which kernels are compiled"
+            with (
+                nullcontext()
+                if self.step > first_step
+                else waiting(progress.show, first, begins=False, worth_saying_s=FIRST_STEP_S)
+            ):
+                self.train_metrics = self.train_step()
             self.folder.check()
+            if is_profiled:
+                self._warn(self._keep_profile(progress), progress)
             if is_traced:
                 self._warn(self._keep_trace(), progress)
             logger.log(self.train_metrics, self.step, "train")
@@ -206,6 +237,10 @@ class TrainingLoop(ABC):
         logger.close()
         self._warn([*self.notices(), *logger.notices()], progress)
 
+    def ranked_by(self) -> str | None:
+        """The metric by which checkpoints are ranked; None where the latest are kept."""
+        return self.config["checkpointing"]["metric_name"]
+
     def has_reached_goal(self) -> bool:
         """Whether the last validation was as good as the run is to become."""
         return False
@@ -235,6 +270,14 @@ class TrainingLoop(ABC):
             for line in (*texts, *self._warnings.append(text)):
                 progress.note(f"warning: {line}")
 
+    def _keep_profile(self, progress: Progress) -> list[str]:
+        """Write what was recorded of this step; returns what to warn of."""
+        folder = self._run_dir / PROFILE
+        if failed := self.policy.finish_profile(folder, self.step, since_1970(self._watch.spans)):
+            return [f"{each} The run goes on without it." for each in failed]
+        progress.show(f"profile of step {self.step}: {folder}/step_{self.step}_rank_*.json.gz, for ui.perfetto.dev")
+        return []
+
     def _keep_trace(self) -> list[str]:
         """Write what was sampled of this step's memory; returns what to warn of."""
         trace: MemoryOfStep = {"step": self.step, "samples": self.policy.finish_memory_trace()}
@@ -259,7 +302,7 @@ class TrainingLoop(ABC):
 
     def train_step(self) -> dict[str, float]:
         """One step; returns its metrics: the algorithm's, rates, timings, memory and what was offloaded."""
-        watch = Stopwatch()
+        watch = self._watch = Stopwatch()
         before, flops_before = self.policy.offload_stats(), self.policy.trained_flops()
         metrics, num_tokens = self.update(watch)
         self._phase_seconds.update(watch.phases_s)
@@ -312,7 +355,7 @@ class TrainingLoop(ABC):
     def save(self) -> None:
         """Write a checkpoint of this step, or begin to (`checkpointing.is_async`)."""
         self._finish_save()
-        prefix, _, name = (self.config["checkpointing"]["metric_name"] or "").partition(":")
+        prefix, _, name = (self.ranked_by() or "").partition(":")
         metrics = self._validation_metrics if prefix == "val" else self.train_metrics
         state: LoopState = {
             "data": self._data.state_dict(),
@@ -323,13 +366,15 @@ class TrainingLoop(ABC):
             "totals": run_totals(self.policy, self._totals_before, self._phase_seconds),
             "wall_seconds": self.elapsed.seconds,
         }
-        in_background = self.config["checkpointing"]["is_async"]
+        in_background, start_s = self.config["checkpointing"]["is_async"], time.perf_counter()
         self._checkpoints.begin(
             self.step, lambda folder: self.policy.start_checkpoint(folder, in_background=in_background)
         )
         self._pending = (self.step, state, metrics.get(name))
         if not in_background:
             self._finish_save()
+            if self.progress is not None and (seconds := time.perf_counter() - start_s) >= WORTH_SAYING_S:
+                self.progress.show(f"checkpoint of step {self.step}: written in {human_duration(seconds)}")
 
     def _finish_save(self) -> None:
         if self._pending is not None:
@@ -393,12 +438,16 @@ class Stopwatch:
     def __init__(self) -> None:
         self._start_s = time.perf_counter()
         self._phases_s: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] = []
+        """Each phase with its begin and end, by `time.perf_counter`."""
 
     def time[T](self, phase: str, work: Callable[[], T]) -> T:
         """Run `work` and note how long it took, added to what the phase took before."""
         start_s = time.perf_counter()
         result = work()
-        self._phases_s[phase] = self._phases_s.get(phase, 0.0) + time.perf_counter() - start_s
+        end_s = time.perf_counter()
+        self._phases_s[phase] = self._phases_s.get(phase, 0.0) + end_s - start_s
+        self.spans.append((phase, start_s, end_s))
         return result
 
     @property
@@ -440,11 +489,10 @@ def run_loop(
     """
     elapsed, folder, restarts = Elapsed(), RunFolder(run_dir), OptionalLog(run_dir / RESTARTS_FILE)
     allowed = config["fault_tolerance"]["max_restarts"]
-    say("Starting Ray")
-    with (
-        _nothing_unfinished(run_dir, folder),
-        VirtualCluster(**config["cluster"], groups_per_slot=groups_per_slot) as cluster,
-    ):
+    with ExitStack() as open_ones:
+        open_ones.enter_context(_nothing_unfinished(run_dir, folder))
+        with waiting(say, start_of_ray()):
+            cluster = open_ones.enter_context(VirtualCluster(**config["cluster"], groups_per_slot=groups_per_slot))
         for num_restarts in count():
             try:
                 if num_restarts:
@@ -490,17 +538,17 @@ def _run_once(
     elapsed: Elapsed,
     folder: RunFolder,
 ) -> LoopSummary:
-    say(f"Loading the model on {cluster.world_size} {cluster.device} worker(s)")
-    loop = build(cluster)
-    loop.elapsed, loop.folder = elapsed, folder
-    folder.check()
-    if checkpoint := loop.resume():
-        say(f"Resuming from {checkpoint}")
+    with waiting(say, f"Loading the model on {cluster.world_size} {cluster.device} worker(s)"):
+        loop = build(cluster)
+        loop.elapsed, loop.folder = elapsed, folder
+        folder.check()
+        if checkpoint := loop.resume():
+            say(f"Resuming from {checkpoint}")
     saving = config["checkpointing"]["enabled"]
     with (
         MetricLogger(run_dir, config["logger"], config) as logger,
         Progress(loop.num_steps, enabled=True, stream=progress_stream) as progress,
-        Termination(config["fault_tolerance"]["grace_period_s"] if saving else 0) as termination,
+        Termination(config["fault_tolerance"]["grace_period_s"] if saving else 0, progress.note) as termination,
     ):
         loop.run(logger, progress, termination)
     summary = loop.summary()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TextIO
 
 from nemo_rl_offload.algorithms.loop import Say, TrainingLoop, run_loop, section_of, spec_of
+from nemo_rl_offload.algorithms.waiting import waiting
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path
@@ -70,8 +71,8 @@ def run_offline(
     policy_config = at_temperature_one(config["policy"])
     seed = section_of(config)["seed"]
     tokenizer, end_ids = load_policy_tokenizer(policy_config, config["data"]["prompt_template"])
-    say("Reading data")
-    samples = sample_sets(config, tokenizer, end_ids, seed)
+    with waiting(say, "Reading data"):
+        samples = sample_sets(config, tokenizer, end_ids, seed)
 
     def build(cluster: VirtualCluster) -> OfflineLoop:
         policy = Policy(

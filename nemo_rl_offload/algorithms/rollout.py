@@ -26,6 +26,10 @@ class Rollout:
     prompts: list[Prompt]
     responses: list[Response]
     scores: list[Score]
+    num_answered: int = 0
+    """Episodes whose first turn was answered, of those that may have a second."""
+    num_without_room: int = 0
+    """Those of them with no room for it."""
 
     @classmethod
     def join(cls, parts: Sequence["Rollout"]) -> "Rollout":
@@ -34,6 +38,8 @@ class Rollout:
             [prompt for part in parts for prompt in part.prompts],
             [response for part in parts for response in part.responses],
             [score for part in parts for score in part.scores],
+            sum(part.num_answered for part in parts),
+            sum(part.num_without_room for part in parts),
         )
 
     def groups(self, size: int) -> list["Rollout"]:
@@ -51,6 +57,12 @@ class Rollout:
         """Several rewards by name, in the order of the alphabet: float32 [B], 0 where a response has none."""
         names = sorted({name for score in self.scores for name in score.parts or ()})
         return {name: torch.tensor([(score.parts or {}).get(name, 0.0) for score in self.scores]) for name in names}
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether rewards are no marks of right and wrong, and to be right says no more than a reward above 0."""
+        has_grades = any(score.reward not in (0.0, 1.0) for score in self.scores)
+        return has_grades and all(score.is_correct == (score.reward > 0) for score in self.scores)
 
     def metrics(self) -> dict[str, float]:
         """Means over the responses, under NeMo-RL's names where it has them."""
@@ -152,7 +164,7 @@ def rollout(
     episodes = [_Running(prompt, [{"role": "user", "content": prompt.problem.question}]) for prompt in repeated]
     longest = limits.max_total_sequence_length - sampling.max_new_tokens
     hear = None if told is None else told(len(repeated))
-    num_responses = num_tokens = 0
+    num_responses = num_tokens = num_answered = num_without_room = 0
     stream.submit(range(len(episodes)), [each.token_ids for each in episodes], seed)
     while ended := stream.take():
         replied = [episodes[place] for place, _ in ended]
@@ -163,6 +175,9 @@ def rollout(
         by_turn: dict[int, list[int]] = {}
         for place, reply in ended:
             each, num_tokens = episodes[place], num_tokens + len(reply.tokens)
+            if each.observation is not None and each.response.num_turns == 1 < limits.max_rollout_turns:
+                num_answered += 1
+                num_without_room += len(each.token_ids) > longest
             if (
                 each.observation is None
                 or len(each.token_ids) > longest
@@ -175,7 +190,8 @@ def rollout(
             hear(Generated(num_responses, num_tokens))
         for turn, places in by_turn.items():
             stream.submit(places, [episodes[place].token_ids for place in places], seed + turn * SEEDS_OF_A_TURN)
-    return Rollout(repeated, [each.response for each in episodes], [each.score for each in episodes])
+    responses, scores = [each.response for each in episodes], [each.score for each in episodes]
+    return Rollout(repeated, responses, scores, num_answered, num_without_room)
 
 
 class _Batches:

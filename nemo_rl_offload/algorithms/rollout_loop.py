@@ -20,6 +20,10 @@ from nemo_rl_offload.observability.progress import Progress
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.runs.run_files import LoopSummary
 
+_BY_ACCURACY = "val:accuracy"
+ENOUGH_EPISODES = 4
+"""Without room for a second turn, before it is said."""
+
 
 def rollout_section(config: MasterConfig) -> GRPOConfig | DistillationConfig:
     """The section of the algorithm that `config` is for, which generates."""
@@ -50,6 +54,9 @@ class RolloutLoop(TrainingLoop):
         self._ends_without_text = ends_without_text
         self._sampling = Sampling.of(config["policy"])
         self._samples = Samples(run_dir, config["logger"], tokenizer)
+        self._num_answered = self._num_without_room = 0
+        self._has_told_of_turns = False
+        self._notes: list[str] = []
 
     def measure(self) -> dict[str, float]:
         """Sample responses to each validation prompt, one unless the section says more."""
@@ -62,6 +69,16 @@ class RolloutLoop(TrainingLoop):
         ]
         played = Rollout.join(parts)
         self._samples.take_validation(played, self.step)
+        self._watch_turns(played)
+        if played.is_graded and self.validation_metric != "reward":
+            self.validation_metric = "reward"
+            ranked = ""
+            if self.config["checkpointing"]["metric_name"] == _BY_ACCURACY:
+                ranked = f", and checkpoints are ranked by it, not by {_BY_ACCURACY}"
+            self._notes.append(
+                "rewards are graded, and accuracy counts each above 0 as right: validation is judged by the mean "
+                f"reward{ranked}. A reward function can say what is right with is_correct."
+            )
         return played.metrics() | (played.pass_at(num_generations) if num_generations > 1 else {})
 
     @property
@@ -72,8 +89,36 @@ class RolloutLoop(TrainingLoop):
     def resume(self) -> Path | None:
         """As every loop; samples of steps that are taken again are forgotten."""
         folder = super().resume()
+        metrics = self._validation_metrics
+        if self.validation["last"] == metrics.get("reward") != metrics.get("accuracy"):
+            self.validation_metric = "reward"
         self._samples.forget_after(None if folder is None else self.step)
         return folder
+
+    def ranked_by(self) -> str | None:
+        """As configured; but by the reward where accuracy says little."""
+        name = super().ranked_by()
+        return "val:reward" if name == _BY_ACCURACY and self.validation_metric == "reward" else name
+
+    def _take_training(self, played: Rollout) -> None:
+        """What is kept and watched of a step's responses."""
+        self._samples.take_training(played, self.step)
+        self._watch_turns(played)
+
+    def _watch_turns(self, played: Rollout) -> None:
+        """Warn, once, where an episode was to have several turns and never had room for a second."""
+        self._num_answered += played.num_answered
+        self._num_without_room += played.num_without_room
+        is_the_case = self._num_answered == self._num_without_room >= ENOUGH_EPISODES
+        if is_the_case and not self._has_told_of_turns:
+            self._has_told_of_turns = True
+            policy = self.config["policy"]
+            self._notes.append(
+                f"{self.config['algorithm']}.max_rollout_turns: none of {self._num_answered} episodes had room for a "
+                "second turn: prompt, response and answer leave less than policy.generation.max_new_tokens "
+                f"({policy['generation']['max_new_tokens']}) of policy.max_total_sequence_length "
+                f"({policy['max_total_sequence_length']}). Raise that, or lower the former."
+            )
 
     def keep_samples(self) -> list[str]:
         """Write down responses of the step or the validation that has ended; returns what to warn of."""
@@ -85,7 +130,8 @@ class RolloutLoop(TrainingLoop):
 
     def notices(self) -> list[str]:
         """What the workers and the environment have warned of since the last call."""
-        return [*super().notices(), *self._environment.notices()]
+        notes, self._notes = self._notes, []
+        return [*super().notices(), *self._environment.notices(), *notes]
 
     def summary(self) -> LoopSummary:
         """With the last step's mean reward."""

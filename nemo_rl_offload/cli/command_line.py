@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from nemo_rl_offload.config.schema import MasterConfig
     from nemo_rl_offload.config.sources import LoadedConfig
+    from nemo_rl_offload.runs.origin import Origin
 
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 
@@ -87,13 +88,16 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
         SUMMARY_FILE,
         changed_on_resume,
         open_run_directory,
-        other_length,
     )
 
-    length = other_length(options.run_dir, checked.config) if options.run_dir else ""
+    if options.force and options.run_dir is None:
+        raise ConfigError("--force: needs --run-dir; without it, a run with another configuration gets another folder.")
+    origin, told = _origin(options, checked.config), list[str]()
     folder = checked.config["checkpointing"]["checkpoint_dir"]
     default = Path("results") / source.stem if folder is None else Path(folder).expanduser()
-    with open_run_directory(options.run_dir, default, checked.config) as run_dir:
+    with open_run_directory(
+        options.run_dir, default, checked.config, origin=origin, force=options.force, told=told.append
+    ) as run_dir:
         run_dirs.append(run_dir)
         from rich.console import Console
 
@@ -101,12 +105,12 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
         for warning in checked.warnings:
             console.print(f"warning: {warning}", style="yellow", markup=False)
         console.print(f"Run directory: {run_dir}", markup=False)
-        if length:
-            console.print(f"The run there goes on with another length: {length}.", markup=False)
+        for line in told:
+            console.print(line, markup=False)
         summary_file = run_dir / SUMMARY_FILE
         if summary_file.exists():
             console.print("This run is finished; here is its summary.")
-            if changed := changed_on_resume(run_dir, checked.config):
+            if changed := changed_on_resume(run_dir, checked.config).told:
                 console.print(f"warning: without effect: {changed}", style="yellow", markup=False)
         else:
             for warning in _note_inputs(run_dir, checked.config):
@@ -119,6 +123,17 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
                 (run_dir / ERROR_FILE).unlink(missing_ok=True)  # of a start before this one
         _show_summary(summary_file, options.format, console)
     return 0
+
+
+def _origin(options: argparse.Namespace, config: "MasterConfig") -> "Origin | None":
+    """Where the run is to begin, if not with the model of the configuration."""
+    if options.from_checkpoint is None:
+        if options.weights_only:
+            raise ConfigError("--weights-only: needs --from-checkpoint, whose weights are meant.")
+        return None
+    from nemo_rl_offload.runs.begin import begin_from
+
+    return begin_from(options.from_checkpoint, config, weights_only=options.weights_only)
 
 
 def _note_inputs(run_dir: Path, config: "MasterConfig") -> list[str]:
@@ -224,11 +239,9 @@ def _eval(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[
 def _report(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     if overrides:
         raise ConfigError(f"report takes no configuration: {' '.join(overrides)}")
-    from nemo_rl_offload.observability.html_report import write_report
+    from nemo_rl_offload.cli.report import report
 
-    destination: Path = options.out or options.run_dir / "report.html"
-    write_report(options.run_dir, destination)
-    print(f"Wrote {destination}")
+    report(options)
     return 0
 
 
@@ -240,13 +253,22 @@ def _bench(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
     return run_stash_bench(options) if options.what == "stash" else run_offload_bench(options)
 
 
+def _completion(_options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
+    if overrides:
+        raise ConfigError(f"completion takes no configuration: {' '.join(overrides)}")
+    from nemo_rl_offload.cli.completion import script
+
+    print(script(build_parser()), end="")
+    return 0
+
+
 def _train(algorithm: str, config: "MasterConfig", run_dir: Path, console: "Console") -> None:
     # transformers says that it found no PyTorch or what it would rather have; Ray warns about its own defaults.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     run = import_object(ALGORITHMS[algorithm].runner)
 
     def say(line: str) -> None:
-        console.print(f"{line} ...", markup=False)
+        console.print(line if line.endswith(".") else f"{line} ...", markup=False)
 
     run(config, run_dir, say, sys.stderr if console.stderr else None)
 
@@ -331,4 +353,5 @@ _EXECUTE: dict[str, Callable[[argparse.Namespace, Sequence[str], list[Path]], in
     "export": _export,
     "report": _report,
     "bench": _bench,
+    "completion": _completion,
 }

@@ -19,7 +19,7 @@ from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.config.validation import check_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError
-from nemo_rl_offload.megatron.build.export import find_checkpoint
+from nemo_rl_offload.runs.begin import find_checkpoint
 from nemo_rl_offload.runs.run_directory import CONFIG_FILE, EVALUATION_FILE, check_no_run_in, open_run_directory
 from nemo_rl_offload.runs.run_files import Evaluation, read_json
 from nemo_rl_offload.specs.process_limits import widen_limits
@@ -65,7 +65,7 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
         from nemo_rl_offload.algorithms.evaluation import run_evaluation
 
         def say(line: str) -> None:
-            console.print(f"{line} ...", markup=False)
+            console.print(line if line.endswith(".") else f"{line} ...", markup=False)
 
         stream = sys.stderr if console.stderr else None
         with warnings_as_lines(console):

@@ -13,6 +13,8 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "run grpo",
         "run sft --config examples/configs/sft_chat.yaml data.train.path=chats.jsonl",
         "run grpo --config my.yaml --run-dir results/mine policy.megatron_cfg.optimizer.lr=1e-6",
+        "run grpo --config my.yaml --run-dir results/b --from-checkpoint results/a/step_100 grpo.max_num_steps=200",
+        "run grpo --config my.yaml --from-checkpoint results/my_sft/step_100 --weights-only",
     ),
     "check": ("check my.yaml", "check recipe.yaml --verbose cluster.gpus_per_node=8"),
     "plan": ("plan my.yaml --gpu h100-80gb", "plan my.yaml --gpu h100-80gb --memory 72GiB --write planned.yaml"),
@@ -22,7 +24,8 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "doctor": ("doctor", "doctor --write-device mine.yaml"),
     "export": ("export results/mine/step_100 my-model", "export results/mine/step_100 my-model --dtype bfloat16"),
-    "report": ("report results/mine", "report results/mine --out mine.html"),
+    "report": ("report results/mine", "report results/mine --serve", "report results/a results/b results/c"),
+    "completion": ("completion",),
     "bench": ("bench offload --layers 8 --sequence 16384", "bench stash --out results/stash"),
 }
 """Of each command, shown by its --help."""
@@ -51,7 +54,17 @@ def build_parser() -> argparse.ArgumentParser:
         prog="nemo-rl-offload", description="Post-train language models on Megatron-Core with activation offloading."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_run, _add_check, _add_plan, _add_eval, _add_doctor, _add_export, _add_report, _add_bench):
+    for add in (
+        _add_run,
+        _add_check,
+        _add_plan,
+        _add_eval,
+        _add_doctor,
+        _add_export,
+        _add_report,
+        _add_bench,
+        _add_completion,
+    ):
         add(commands)
     return parser
 
@@ -71,6 +84,20 @@ def _add_run(commands: Commands) -> None:
     )
     run.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where everything goes (default: results/<config name>)"
+    )
+    run.add_argument(
+        "--from-checkpoint",
+        type=Path,
+        metavar="RUN_DIR/step_N",
+        help="begin a new run where another one was: with its weights, optimizer, step and place in the data",
+    )
+    run.add_argument(
+        "--weights-only", action="store_true", help="with --from-checkpoint: take its weights, and begin at step 1"
+    )
+    run.add_argument(
+        "--force",
+        action="store_true",
+        help="let a run in --run-dir give way: it is moved to a folder below, and nothing is deleted",
     )
     run.add_argument(
         "--format", choices=("table", "json"), default="table", help="how the summary is printed at the end"
@@ -182,13 +209,19 @@ def _add_export(commands: Commands) -> None:
 def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
-        help="show a run as one HTML page",
-        description="Write a page with a run's curves, memory, timings and configuration, which needs nothing else.",
+        help="show a run as one HTML page, or compare several",
+        description="Write a page with a run's curves, memory, samples, timings and configuration, which needs nothing "
+        "else; or serve it to this machine while the run goes on. Of several runs, print a table of their figures and "
+        "of what their configurations have otherwise.",
         epilog=_examples("report"),
         formatter_class=_Formatter,
     )
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    report.add_argument("--out", type=Path, metavar="FILE", help="where it goes (default: RUN_DIR/report.html)")
+    report.add_argument("run_dirs", type=Path, metavar="RUN_DIR", nargs="+")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="where the page goes (default: RUN_DIR/report.html; of several: none)"
+    )
+    report.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1, refreshed, until Ctrl-C")
+    report.add_argument("--port", type=int, metavar="N", help="with --serve: this port (default: a free one)")
 
 
 def _add_bench(commands: Commands) -> None:
@@ -209,3 +242,14 @@ def _add_bench(commands: Commands) -> None:
     bench.add_argument("--variant", action="append", metavar="NAME", help="offload: this one; may be repeated")
     bench.add_argument("--out", type=Path, metavar="DIR", help="write the figures and a picture there")
     bench.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def _add_completion(commands: Commands) -> None:
+    commands.add_parser(
+        "completion",
+        help="print what makes a shell complete commands, options and keys",
+        description="Print a script for bash, or for zsh after `autoload -U bashcompinit && bashcompinit`, that "
+        "completes commands, options, their values and keys of the configuration.",
+        epilog=_examples("completion"),
+        formatter_class=_Formatter,
+    )

@@ -33,7 +33,7 @@ from nemo_rl_offload.specs.devices import Device, find_device
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.units import parse_bytes
 
-WIDTH = 110
+WIDTH = 80
 """Tables are cut, not wrapped, where they have less."""
 
 

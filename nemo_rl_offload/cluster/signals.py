@@ -1,7 +1,8 @@
 """SIGINT and SIGTERM: what each means at every moment of a command. All handlers of this project stand here.
 
 The command ends with code 130 in every case; what differs is what happens before. SIGINT is Python's KeyboardInterrupt
-throughout. SIGTERM has another handler in each phase, and the later ones give way to the former as their phase ends:
+but for a run that trains, which it asks to save and end, as SIGTERM does; a second one is KeyboardInterrupt again.
+SIGTERM has another handler in each phase, and the later ones give way to the former as their phase ends:
 
 | phase | SIGTERM | set by |
 |---|---|---|
@@ -132,15 +133,18 @@ class Held:
 
 
 class Termination:
-    """From SIGTERM on `is_requested`; a context manager.
+    """From SIGINT or SIGTERM on `is_requested`; a context manager.
 
-    After `grace_period_s` more, or with a second SIGTERM, SystemExit ends whatever the main thread is doing. With a
-    grace period of 0 the first one does. Outside the main thread signals cannot be handled, and nothing happens.
+    With a second signal, or `grace_period_s` after SIGTERM, an exception ends whatever the main thread is doing:
+    KeyboardInterrupt after SIGINT, else SystemExit. A person who presses Ctrl-C decides how long to wait. With a grace
+    period of 0 the first signal does. `told` takes a line for the user. Outside the main thread signals cannot be
+    handled, and nothing happens.
     """
 
-    def __init__(self, grace_period_s: float) -> None:
+    def __init__(self, grace_period_s: float, told: Callable[[str], None] = lambda _line: None) -> None:
         self.is_requested = False
         self._grace_period_s = grace_period_s
+        self._told = told
         self._previous: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Self:
@@ -149,6 +153,8 @@ class Termination:
                 signal.SIGTERM: signal.signal(signal.SIGTERM, self._request),
                 signal.SIGALRM: signal.signal(signal.SIGALRM, exit_on_sigterm),
             }
+            if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # in the background of a shell
+                self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._request)
         return self
 
     def __exit__(
@@ -161,9 +167,16 @@ class Termination:
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self.is_requested or not self._grace_period_s:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
             exit_on_sigterm(number, frame)
         self.is_requested = True
-        signal.setitimer(signal.ITIMER_REAL, self._grace_period_s)
+        until = "; a second time, at once"
+        if number == signal.SIGTERM:
+            signal.setitimer(signal.ITIMER_REAL, self._grace_period_s)
+            until = f", or at once in {self._grace_period_s:g} s"
+        with contextlib.suppress(RuntimeError, OSError):  # the main thread was writing there, or nobody reads it
+            self._told(f"Interrupted: the run saves when this step is done, and ends{until} ...")
 
 
 def exit_on_sigterm(_number: int, _frame: FrameType | None) -> None:

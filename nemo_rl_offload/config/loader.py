@@ -14,7 +14,7 @@ import json
 import operator
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from difflib import get_close_matches
@@ -131,10 +131,19 @@ def read_config(
     return LoadedConfig(
         values,
         final_origins(config, origins, unresolved),
+        own.inherited - set(_above([path for path, origin in origins.items() if origin == OVERRIDE])),
         problems,
         unresolved,
         references(config),
     )
+
+
+def _above(paths: Iterable[str]) -> Iterator[str]:
+    """Paths, and the sections that they are in."""
+    for path in paths:
+        while path:
+            yield path
+            path = path.rpartition(".")[0]
 
 
 def _completed(defaults: Any, given: Any) -> Any:
@@ -403,7 +412,8 @@ def _load_file(path: Path, including: tuple[Path, ...], num_files: "count[int]")
     own = _read_yaml(path, f" (included by {including[-1]})" if including else "")
     parts = [*(_load_file(_inherited(name, path), chain, num_files) for name in _defaults_of(own.values, path)), own]
     merged: dict[str, Any] = reduce(_merge, [part.values for part in parts], {})
-    return LoadedConfig(merged, {key: origin for part in parts for key, origin in part.origins.items()})
+    origins = {key: origin for part in parts for key, origin in part.origins.items()}
+    return LoadedConfig(merged, origins, frozenset(origins.keys() - own.origins.keys()))
 
 
 def _read_yaml(path: Path, origin: str) -> LoadedConfig:

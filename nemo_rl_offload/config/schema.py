@@ -888,6 +888,14 @@ class MlflowConfig(TypedDict):
 
 
 @closed
+class ProfileConfig(TypedDict):
+    steps: Annotated[list[Positive], Default([])]
+    """Steps that are recorded with torch's profiler, counted from 1, each as profile/step_N_rank_R.json.gz."""
+    all_ranks: Annotated[bool, Default(False)]
+    """Record every rank that trains, not the first alone."""
+
+
+@closed
 class LoggerConfig(TypedDict):
     tensorboard_enabled: Annotated[bool, Default(True)]
     """Write metrics for TensorBoard."""
@@ -899,6 +907,8 @@ class LoggerConfig(TypedDict):
     """Responses of each validation, and of steps of training, that are added to samples.jsonl; 0: no such file."""
     sample_period: Annotated[Count, Default(10)]
     """Steps between those of training whose responses are kept; 0: those of validation alone."""
+    profile: ProfileConfig
+    """Traces of single steps, which Perfetto opens."""
     wandb_enabled: Annotated[bool, Default(False)]
     """Write metrics for Weights & Biases (`uv sync --group wandb`), offline unless WANDB_MODE says otherwise."""
     mlflow_enabled: Annotated[bool, Default(False)]

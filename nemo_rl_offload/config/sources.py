@@ -29,6 +29,9 @@ class LoadedConfig:
     """Plain dicts and lists; missing values (`???`) stay for `check_config` to report."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """``"file:line"`` or `OVERRIDE` of each key and list item, by its path."""
+    inherited: frozenset[str] = frozenset()
+    """Paths of keys that stand in a file which another one names under `defaults:`, and neither in that one nor in an
+    override."""
     problems: list[str] = field(default_factory=list)
     """Overrides that do not apply, one line each."""
     unresolved: Mapping[str, str] = field(default_factory=dict)

@@ -28,6 +28,7 @@ LEFT_OUT, MISSING = "missing", "missing value"
 """How a problem begins where a key is not there, and where a value has to be given."""
 NOT_ALLOWED = "is not allowed"
 _OTHER_KEY = re.compile(r"\$\{([\w.]+)\}")
+_NOR_HAVE = re.compile(r", nor have ([\w., ]+?) (?:while|with)\b")
 _SAYS_NO_EFFECT = re.compile(r" (has|have|of) no effect\b|: ignored\b")
 
 
@@ -68,12 +69,23 @@ class Findings:
 
     @property
     def summed_up(self) -> list[str]:
-        """The warnings as lines, with one line for all keys without effect."""
-        lines = [str(warning) for warning in self.warnings]
+        """The warnings as lines, with one line for all keys without effect, and one for those of a recipe."""
+        effectless = [warning for warning in self.warnings if _SAYS_NO_EFFECT.search(str(warning))]
+        grouped = effectless if len(effectless) > 1 else []
+        lines = [str(warning) for warning in self.warnings if warning not in grouped]
+        if grouped:
+            keys = [key for warning in grouped for key in [warning.path, *_others_in(warning.message)]]
+            lines.append(f"{len(keys)} keys have no effect: {', '.join(keys)}. `check --verbose` says why.")
         if num := len(self.without_effect):
             what = "1 key has" if num == 1 else f"{num} keys have"
             lines.append(f"{what} no effect here, in a recipe of NeMo-RL; `check --verbose` names them, and says why.")
         return lines
+
+
+def _others_in(message: str) -> list[str]:
+    """The keys that a warning names besides its first."""
+    found = _NOR_HAVE.search(message)
+    return found[1].split(", ") if found else []
 
 
 def check_config(
@@ -103,7 +115,7 @@ def examine(raw: Mapping[str, Any] | LoadedConfig, *, run_here: bool) -> Finding
     """
     loaded = raw if isinstance(raw, LoadedConfig) else LoadedConfig({**raw})
     config, reported = _against_schema(loaded.values, loaded.unresolved)
-    get = _reader(loaded.values, [*reported, *loaded.refused])
+    get = _Reader(loaded.values, [*reported, *loaded.refused], frozenset() if loaded.is_recipe else loaded.inherited)
     lines = [f"{path}: {text}" for path, text in (_causes(reported, loaded) | {**loaded.refused}).items()]
     lines += [line for rule in RULES for line in _run(rule, get)]
     lines = [line for line in lines if not _is_lacking_for(line, loaded.refused)]
@@ -112,6 +124,7 @@ def examine(raw: Mapping[str, Any] | LoadedConfig, *, run_here: bool) -> Finding
     problems = [Problem("", text, "") for text in loaded.problems] + [problem_at(line, loaded) for line in lines]
     lines = [f"{line} Only a run needs it." for line in here if not run_here]
     lines += [*loaded.notes, *(line for rule in WARNINGS for line in _run(rule, get))]
+    lines = [line for line in lines if not (_SAYS_NO_EFFECT.search(line) and line.partition(":")[0] in get.inherited)]
     effectless = [line for line in lines if loaded.is_recipe and _SAYS_NO_EFFECT.search(line)]
     warnings = [problem_at(line, loaded) for line in lines if line not in effectless]
     effectless += [f"{path}: {reason}" for path, reason in loaded.without_effect.items()]
@@ -280,11 +293,15 @@ def _hint(annotation: Any, value: Any) -> str:
     return f" Write it as a list: [{', '.join(re.findall(r'[^\s,]+', value))}]" if "a list of text" in allowed else ""
 
 
-def _reader(raw: Mapping[str, Any], problems: Iterable[str]) -> Get:
-    reported = set(problems)
+class _Reader:
+    """Reads values for rules; `inherited` are the keys that the user has not written."""
 
-    def get(path: str) -> Any:
-        node: Any = raw
+    def __init__(self, raw: Mapping[str, Any], problems: Iterable[str], inherited: frozenset[str]) -> None:
+        self._raw, self._reported, self.inherited = raw, set(problems), inherited
+
+    def __call__(self, path: str) -> Any:
+        node: Any = self._raw
+        reported = self._reported
         parts = path.split(".")
         for depth, part in enumerate(parts, start=1):
             if ".".join(parts[:depth]) in reported:
@@ -293,8 +310,6 @@ def _reader(raw: Mapping[str, Any], problems: Iterable[str]) -> Get:
         if any(problem.startswith(f"{path}.") for problem in reported):
             raise ReportedError
         return node
-
-    return get
 
 
 def _run(rule: Rule, get: Get) -> Iterator[str]:

@@ -6,11 +6,14 @@ from pathlib import Path
 from statistics import mean, median
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.observability.page import framed
 from nemo_rl_offload.observability.sample_text import outcome, visible
 from nemo_rl_offload.observability.summary_table import host_rows, offload_figures, phase_rows
 from nemo_rl_offload.observability.svg import bar, line_chart
+from nemo_rl_offload.runs.origin import ORIGIN_FILE, read_origin
 from nemo_rl_offload.runs.output import write_text, written_aside
 from nemo_rl_offload.runs.run_directory import (
+    CHANGES_FILE,
     CONFIG_FILE,
     ERROR_FILE,
     FORMER_SUMMARY_FILE,
@@ -23,12 +26,14 @@ from nemo_rl_offload.runs.run_directory import (
     WARNINGS_FILE,
 )
 from nemo_rl_offload.runs.run_files import (
+    ChangeRecord,
     MemoryOfStep,
     MemorySample,
     MemoryTotals,
     OffloadTotals,
     SampleRecord,
     Summary,
+    read_changes,
     read_config_text,
     read_json,
     read_log,
@@ -42,25 +47,11 @@ NOT_SHOWN_THEN = "Move it away, and the page is written without it."
 SAMPLES_SHOWN, SAMPLE_CHARACTERS = 16, 4000
 """Of a validation or a step, and of each of their texts."""
 FIRST_CURVES = ("loss", "reward", "accuracy", "grad_norm", "lr", "tokens_per_s")
-STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:56em;padding:0 1em;color:#1f2937}
-h1{margin-bottom:.2em}h2{margin:1.8em 0 .5em;border-bottom:1px solid #e5e7eb;padding-bottom:.2em}
-h3{font-size:1em;margin:.2em 0}figure{margin:0}
-.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(24em,1fr));gap:1em 1.5em}
-table{border-collapse:collapse}td,th{padding:.25em .9em .25em 0;border-bottom:1px solid #e5e7eb;text-align:left}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}svg text{font-size:11px;fill:#4b5563}
-svg .grid{stroke:#e5e7eb}.legend span{margin-right:1.2em;white-space:nowrap;display:inline-block}
-.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
-pre{background:#f6f7f9;padding:1em;overflow:auto;font-size:13px}
-pre.prompt,pre.said{white-space:pre-wrap;overflow-wrap:anywhere;margin:.3em 0;padding:.5em 1em}
-pre.prompt{color:#6b7280}pre.said{margin-bottom:1.2em}.note{color:#6b7280}
-"""
-
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
 """By metric and prefix: steps and values."""
 
 RUN_FILES = (
-    *(CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, FORMER_SUMMARY_FILE, MEMORY_FILE),
+    *(CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, FORMER_SUMMARY_FILE, MEMORY_FILE, CHANGES_FILE, ORIGIN_FILE),
     *(RESTARTS_FILE, WARNINGS_FILE, SCORERS_FILE, ERROR_FILE, SAMPLES_FILE),
 )
 
@@ -74,7 +65,7 @@ def write_report(run_dir: Path, destination: Path) -> None:
     """
     if destination.resolve() in {(run_dir / name).resolve() for name in RUN_FILES}:
         raise ConfigError(f"{destination}: belongs to the run, and would be lost. Give another name.")
-    page = "".join(_page(run_dir))
+    page = run_page(run_dir)
     if destination.parent.resolve() != run_dir.resolve():
         write_text(destination, page)
         return
@@ -82,16 +73,19 @@ def write_report(run_dir: Path, destination: Path) -> None:
         file.write(page.encode())
 
 
-def _page(run_dir: Path) -> Iterator[str]:
+def run_page(run_dir: Path, *, script: str = "") -> str:
+    """The page of a run, finished or not. Raises ConfigError as `write_report`."""
     config, algorithm = read_config_text(run_dir / CONFIG_FILE)
+    return framed(f"{algorithm}: {run_dir.resolve().name}", _body(run_dir, config), script=script)
+
+
+def _body(run_dir: Path, config: str) -> Iterator[str]:
     curves = read_curves(run_dir / METRICS_FILE)
     if not curves:
         raise ConfigError(f"{run_dir}: the run has logged nothing yet.")
     summary = read_json(run_dir / SUMMARY_FILE, Summary, NOT_SHOWN_THEN)
-    title = f"{algorithm}: {run_dir.resolve().name}"
-    yield f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>"
-    yield f"<h1>{escape(title)}</h1>"
     yield from _overview(summary, curves, run_dir)
+    yield from _changes(read_changes(run_dir / CHANGES_FILE))
     yield from _warnings(run_dir / WARNINGS_FILE)
     yield "<h2>Curves</h2>"
     yield from _curves(curves)
@@ -107,7 +101,19 @@ def _page(run_dir: Path) -> Iterator[str]:
         yield "<h2>Timings</h2>"
         yield from _timings(curves)
     yield f"<h2>Configuration</h2><details><summary>{CONFIG_FILE}</summary><pre>{escape(config)}</pre></details>"
-    yield "</html>\n"
+
+
+def _changes(records: Iterable[ChangeRecord]) -> Iterator[str]:
+    """With what the run went on otherwise than before."""
+    rows = [
+        f"<tr><td class='n'>{record['step']}</td><td>{escape(path)}</td><td>{escape(change['before'])}</td>"
+        f"<td>{escape(change['after'])}</td></tr>"
+        for record in records
+        for path, change in record["changes"].items()
+    ]
+    if rows:
+        yield "<h2>Changed on the way</h2><div class='wide'><table><tr><th class='n'>after step</th><th>key</th>"
+        yield f"<th>before</th><th>after</th></tr>{''.join(rows)}</table></div>"
 
 
 def _warnings(path: Path) -> Iterator[str]:
@@ -182,6 +188,8 @@ def _overview(summary: Summary | None, curves: Curves, run_dir: Path) -> Iterato
         }
     if (run_dir / RESTARTS_FILE).exists():
         rows["why it was restarted"] = f"see {RESTARTS_FILE}"
+    if (origin := read_origin(run_dir)) is not None:
+        rows["began with"] = f"{origin['checkpoint']} ({origin['takes']})"
     yield _table(rows)
 
 
@@ -229,12 +237,13 @@ def _bytes(offload: OffloadTotals, memory: MemoryTotals) -> Iterator[str]:
     modules = offload["per_module"]
     if any(module["bytes_out"] for module in modules.values()):
         yield bar({name: module["bytes_out"] for name, module in modules.items()})
-        yield "<table><tr><th>module</th><th class='n'>to host memory</th><th class='n'>back</th></tr>"
+        yield "<div class='wide'><table><tr><th>module</th><th class='n'>to host memory</th><th class='n'>back</th>"
+        yield "</tr>"
         for name, module in modules.items():
             moved = (module["bytes_out"], module["bytes_in"])
             cells = "".join(f"<td class='n'>{human_bytes(num_bytes)}</td>" for num_bytes in moved)
             yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
-        yield "</table>"
+        yield "</table></div>"
     elif offload["engine"] == "megatron":
         yield "<p>Megatron-Core's engine does not count what it offloads.</p>"
     else:
@@ -261,8 +270,9 @@ def _timings(curves: Curves) -> Iterator[str]:
     if phases:
         others = max(0.0, sum(steps) - sum(map(sum, phases.values())))
         yield bar({name: sum(values) for name, values in phases.items()} | {"other": others})
-    yield "<table><tr><th>phase</th><th class='n'>mean</th><th class='n'>median</th><th class='n'>longest</th></tr>"
+    names = "".join(f"<th class='n'>{name}</th>" for name in ("mean", "median", "longest"))
+    yield f"<div class='wide'><table><tr><th>phase</th>{names}</tr>"
     for name, values in (*phases.items(), ("step", steps)):
         cells = "".join(f"<td class='n'>{1000 * f(values):,.1f} ms</td>" for f in (mean, median, max))
         yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
-    yield "</table>"
+    yield "</table></div>"

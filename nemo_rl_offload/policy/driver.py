@@ -24,6 +24,7 @@ from nemo_rl_offload.generation.registry import make_generator
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.losses.reduction import Normalizers, normalizers
 from nemo_rl_offload.losses.registry import rows_per_sample
+from nemo_rl_offload.observability.step_profile import Span
 from nemo_rl_offload.paged_stash.stats import StashStats, stash_totals
 from nemo_rl_offload.planner.cost.flops import training_flops
 from nemo_rl_offload.policy.microbatches import is_planned, shard_for_ranks
@@ -211,6 +212,11 @@ class Policy:
         self._workers.run_all(PolicyWorker.load_checkpoint, folder.resolve(), manifest)
         self._generator_is_behind = True
 
+    def load_start_weights(self, folder: Path, manifest: Manifest) -> None:
+        """Begin with the weights of a checkpoint with these files; a reference model has them too."""
+        self._workers.run_all(PolicyWorker.load_start_weights, folder.resolve(), manifest)
+        self._generator_is_behind = True
+
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, with the start model's configuration and tokenizer."""
         self._workers.run_all(PolicyWorker.export_hf, folder.resolve())
@@ -276,6 +282,15 @@ class Policy:
             return sum(recognise(name, num_bytes).bf16_tflops * 1e12 for name, num_bytes in devices)
         except ConfigError:
             return None
+
+    def start_profile(self, *, all_ranks: bool) -> None:
+        """Begin to record the first worker that trains, or all of them."""
+        self._workers.run_all(PolicyWorker.start_profile, all_ranks=all_ranks)
+
+    def finish_profile(self, folder: Path, step: int, spans: Sequence[Span]) -> list[str]:
+        """Write what was recorded into the folder, with the phases of the step; returns what could not be written."""
+        failed = self._workers.run_all(PolicyWorker.finish_profile, folder.resolve(), step, spans)
+        return [each for each in failed if each is not None]
 
     def start_memory_trace(self) -> None:
         """Begin to sample the memory of the first worker."""

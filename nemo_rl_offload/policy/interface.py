@@ -1,6 +1,6 @@
 """What an algorithm asks of a policy. Batches are dictionaries of CPU tensors, as in `batching.batch`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.generation.interface import Responds
+from nemo_rl_offload.observability.step_profile import Span
 from nemo_rl_offload.paged_stash.stats import StashStats
 from nemo_rl_offload.runs.manifest import Manifest
 from nemo_rl_offload.runs.run_files import MemorySample, MemoryTotals, OffloadTotals
@@ -58,6 +59,9 @@ class PolicyInterface(Responds, Protocol):
     def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
         """Read what was written, with these files."""
 
+    def load_start_weights(self, folder: Path, manifest: Manifest) -> None:
+        """Begin with the weights of a checkpoint with these files; a reference model has them too."""
+
     def offload_stats(self) -> OffloadTotals:
         """Totals of the offload engines of all ranks."""
 
@@ -82,6 +86,12 @@ class PolicyInterface(Responds, Protocol):
 
     def peak_flops_per_s(self) -> float | None:
         """Peak rate of all devices together; None where one is not known."""
+
+    def start_profile(self, *, all_ranks: bool) -> None:
+        """Begin to record the first worker that trains, or all of them."""
+
+    def finish_profile(self, folder: Path, step: int, spans: Sequence[Span]) -> list[str]:
+        """Write what was recorded into the folder, with the phases of the step; returns what could not be written."""
 
     def start_memory_trace(self) -> None:
         """Begin to sample the memory of the first worker."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from nemo_rl_offload.megatron.build.model import MegatronModel
     from nemo_rl_offload.megatron.checkpoint.distributed import Save
     from nemo_rl_offload.megatron.step.head import HeadFactory
+    from nemo_rl_offload.observability.step_profile import Span, StepProfile
     from nemo_rl_offload.offload.stats import OffloadStats
     from nemo_rl_offload.offload.waiting_weights import DepartingWeights, WaitingWeights
     from nemo_rl_offload.paged_stash.stats import StashStats
@@ -97,6 +98,7 @@ class PolicyWorker:
         self._model.measure = self._phases.phase
         self._free_gradients()
         self._save: Save | None = None
+        self._profile: StepProfile | None = None
         self._export: WeightExport | None = None
         self._loader: WeightLoader | None = None
         self._has_trained = False
@@ -353,6 +355,18 @@ class PolicyWorker:
         with explained(CHECKPOINTING, self._policy):
             checkpoint.load(self._whole_model(), folder)
 
+    def load_start_weights(self, folder: Path, manifest: Manifest) -> None:
+        """Read the weights alone of a checkpoint, likewise; the reference model, where there is one, has them too."""
+        from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
+
+        checkpoint.verify(folder, manifest)
+        with explained(CHECKPOINTING, self._policy):
+            model = self._whole_model()
+            if self._reference is not None:
+                with self._reference.in_place(room_bytes=0):  # so that what is read then goes where they wait
+                    checkpoint.load_weights(model, folder)
+            checkpoint.load_weights(model, folder)
+
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder."""
         from nemo_rl_offload.megatron.build.model import export_hf
@@ -395,6 +409,27 @@ class PolicyWorker:
         if not torch.cuda.is_available():
             return "cpu", 0
         return torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
+
+    def start_profile(self, *, all_ranks: bool) -> None:
+        """Begin to record this rank, if it is meant."""
+        import torch.distributed as dist
+
+        if all_ranks or dist.get_rank() == 0:
+            from nemo_rl_offload.observability.step_profile import StepProfile
+
+            self._profile = StepProfile()
+
+    def finish_profile(self, folder: Path, step: int, spans: Sequence[Span]) -> str | None:
+        """Write what was recorded, where this rank was; returns why that could not be written."""
+        import torch.distributed as dist
+
+        profile, self._profile = self._profile, None
+        try:
+            if profile is not None:
+                profile.finish(folder / f"step_{step}_rank_{dist.get_rank()}.json.gz", spans)
+        except ResourceError as error:
+            return str(error)
+        return None
 
     def start_memory_trace(self) -> None:
         """Begin to sample this rank's memory."""

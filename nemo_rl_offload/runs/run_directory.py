@@ -21,9 +21,8 @@ from typing import IO, NamedTuple, TypedDict
 import yaml
 from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError, with_config
 
-from nemo_rl_offload.config.full_schema import full_schema
-from nemo_rl_offload.config.types import defaults_of
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError, where_else
+from nemo_rl_offload.runs.comparison import Differences, differences, leaves, may_change, other_length
 from nemo_rl_offload.runs.inputs import INPUTS_FILE
 from nemo_rl_offload.runs.manifest import (
     Manifest,
@@ -33,7 +32,8 @@ from nemo_rl_offload.runs.manifest import (
     read_checkpoint_json,
     read_manifest,
 )
-from nemo_rl_offload.runs.output import write_json_atomic
+from nemo_rl_offload.runs.origin import ORIGIN_FILE, Origin, as_key, same_or_given, write_origin
+from nemo_rl_offload.runs.output import write_json_atomic, writing_in_run
 from nemo_rl_offload.runs.plain_files import (
     aside_of,
     is_folder,
@@ -43,7 +43,7 @@ from nemo_rl_offload.runs.plain_files import (
     why_not_plain,
     written_anew,
 )
-from nemo_rl_offload.runs.run_files import Count, LoopState, TrainingInfo
+from nemo_rl_offload.runs.run_files import Change, ChangeRecord, Count, LoopState, TrainingInfo
 from nemo_rl_offload.specs.documents import RUN_BYTES, DocumentError, read_json, read_yaml
 from nemo_rl_offload.specs.plain_file import NotPlainError
 
@@ -54,7 +54,8 @@ MANIFEST_FILE, POLICY, CHECKPOINTS = "manifest.json", "policy", "checkpoints"
 MEMORY_FILE = "memory_trace.json"
 ERROR_FILE, RESTARTS_FILE, WARNINGS_FILE, LOCK_FILE = "error.log", "restarts.log", "warnings.log", ".lock"
 SCORERS_FILE, METRICS_FILE, REPORT_FILE = "scorers.log", "metrics.jsonl", "report.html"
-SAMPLES_FILE = "samples.jsonl"
+SAMPLES_FILE, CHANGES_FILE = "samples.jsonl", "changes.jsonl"
+PROFILE = "profile"
 TENSORBOARD, WANDB, WANDB_ID_FILE = "tensorboard", "wandb", ".wandb_run"
 MLFLOW_DATABASE, MLFLOW_ID_FILE = "mlflow.db", ".mlflow_run"
 WRITTEN_WHOLE = (
@@ -64,6 +65,7 @@ WRITTEN_WHOLE = (
         FORMER_SUMMARY_FILE,
         EVALUATION_FILE,
         INPUTS_FILE,
+        ORIGIN_FILE,
         MEMORY_FILE,
         ERROR_FILE,
         REPORT_FILE,
@@ -71,57 +73,50 @@ WRITTEN_WHOLE = (
     *(WANDB_ID_FILE, MLFLOW_ID_FILE),
 )
 APPENDED_TO = (
-    *(METRICS_FILE, SAMPLES_FILE, RESTARTS_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
+    *(METRICS_FILE, SAMPLES_FILE, CHANGES_FILE, RESTARTS_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
     *(f"{MLFLOW_DATABASE}{end}" for end in ("", "-journal", "-wal", "-shm")),
 )
-FOLDERS = (CHECKPOINTS, TENSORBOARD, WANDB)
-_LAYOUT_AND_MEMORY = """
-    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
-    expert_model_parallel_size expert_tensor_parallel_size sequence_parallel num_layers_in_first_pipeline_stage
-    num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
-    fine_grained_activation_offloading offload_modules activation_offload
-    min_offloaded_tensor_size activation_offload_fraction delta_offload_bytes_across_pp_ranks
-    fine_grained_offloading_max_inflight_offloads activation_checkpointing recompute_granularity recompute_modules
-    recompute_method recompute_num_layers empty_unused_memory_level cpu_affinity env_vars use_fused_linear_logprobs
-    fused_linear_logprobs_chunk_size optimizer.optimizer_cpu_offload optimizer.optimizer_offload_fraction
-"""
-RESUME_MAY_CHANGE = (
-    *("cluster", "fault_tolerance", "logger", "policy.generation.colocated", "policy.logprob_chunk_size"),
-    *(f"policy.megatron_cfg.{key}" for key in _LAYOUT_AND_MEMORY.split()),
-    *(
-        f"checkpointing.{key}"
-        for key in ("checkpoint_dir", "save_period", "keep_top_k", "is_async", "checkpoint_must_save_by")
-    ),
-)
-"""Keys that say by what means a run computes, not what: a run may go on with others."""
-NUM_SHOWN = 3
-"""Of the keys in which two configurations differ."""
+FOLDERS = (CHECKPOINTS, TENSORBOARD, WANDB, PROFILE)
 _STEP = re.compile(r"step_(\d+)")
 BEFORE_TRAINING = {
-    *(CONFIG_FILE, INPUTS_FILE, ERROR_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
+    *(CONFIG_FILE, INPUTS_FILE, ORIGIN_FILE, ERROR_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
     *(f".{CONFIG_FILE}.partial", f".{CONFIG_FILE}.part", f".{INPUTS_FILE}.part"),
 }
 
 
+FORMER = "former"
+"""What the folders begin with that keep a run which another one took the place of."""
+
+
 @contextmanager
-def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str, object]) -> Iterator[Path]:
+def open_run_directory(
+    explicit: Path | None,
+    default: Path,
+    config: Mapping[str, object],
+    *,
+    origin: Origin | None = None,
+    force: bool = False,
+    told: Callable[[str], object] = lambda _line: None,
+) -> Iterator[Path]:
     """Create or re-enter the folder of a run, note its configuration there, and keep other processes out meanwhile.
 
     Without an explicit folder, an unfinished run of the same configuration under `default` is taken up again; any other
     run there is left alone, and `default-2`, `default-3`, ... is used. Configurations are the same but for
-    `RESUME_MAY_CHANGE`. A folder in which nothing was trained yet is free for any configuration. That of a finished run
-    stays as it is, unless it is explicit and the run gets another length: then it is unfinished, and its summary is
-    kept under another name.
+    `comparison.MEANS`. In an explicit folder a run with checkpoints may go on with other values of `may_change`, which
+    are noted in `changes.jsonl`; one without checkpoints gives way to any configuration. With `force`, every run gives
+    way. What gives way is moved to the folder's `former-1`, `former-2`, ..., checkpoints included: nothing is removed.
+    A finished run stays as it is, unless it is in an explicit folder and gets another length: then it is unfinished,
+    and its summary is kept under another name. `told` takes lines for the user.
 
     Raises:
         CheckpointError: a run that is to have another length has a damaged checkpoint; the folder is as it was.
-        ConfigError: the explicit folder holds a run of another configuration, or other files, or a link or a pipe
-            where a run writes, or is in use.
+        ConfigError: the explicit folder holds a run of another configuration or origin, or other files, or a link or a
+            pipe where a run writes, or is in use.
         ResourceError: the folder cannot be written.
     """
     for folder in [explicit] if explicit is not None else _numbered(default):
         with _explained(folder):
-            obstacle = _obstacle(folder, config, unfinished=explicit is None)
+            obstacle = _obstacle(folder, config, origin, by_request=explicit is not None, force=force)
             if obstacle is not None:
                 continue
             folder.mkdir(parents=True, exist_ok=True)
@@ -131,13 +126,20 @@ def open_run_directory(explicit: Path | None, default: Path, config: Mapping[str
                 obstacle = "another process is running it"
                 continue
             with _explained(folder):
-                if explicit is not None and other_length(folder, config) and (folder / SUMMARY_FILE).exists():
+                if explicit is not None and (force or _gives_way(folder, config, origin)):
+                    _move_aside(folder, told)
+                elif explicit is not None and length_on_resume(folder, config) and (folder / SUMMARY_FILE).exists():
                     (folder / SUMMARY_FILE).replace(folder / FORMER_SUMMARY_FILE)
             if not (folder / SUMMARY_FILE).exists():
+                _note_changes(folder, config, told)
                 _write_config(folder, config)
+                if origin is not None:
+                    write_origin(folder, origin)
             yield folder
             return
-    raise ConfigError(f"--run-dir {explicit}: {obstacle}. Choose another folder.")
+    assert obstacle is not None
+    others = _OTHER_WAYS if obstacle.startswith(_HOLDS) else ""
+    raise ConfigError(f"--run-dir {explicit}: {obstacle}. Choose another folder{others}.")
 
 
 def check_no_run_in(folder: Path) -> None:
@@ -155,7 +157,16 @@ def _numbered(default: Path) -> Iterator[Path]:
         yield default.parent / f"{default.name or 'run'}-{number}"
 
 
-def _obstacle(folder: Path, config: Mapping[str, object], unfinished: bool) -> str | None:
+_HOLDS = "holds a run of another configuration"
+_OTHER_WAYS = (
+    ", begin with that run's checkpoint (--from-checkpoint), or let it give way (--force), which moves it to a folder "
+    "below"
+)
+
+
+def _obstacle(
+    folder: Path, config: Mapping[str, object], origin: Origin | None, *, by_request: bool, force: bool
+) -> str | None:
     """Why a folder cannot be entered; None where it can."""
     if not folder.exists():
         return None
@@ -163,23 +174,75 @@ def _obstacle(folder: Path, config: Mapping[str, object], unfinished: bool) -> s
         return "is a file"
     if strange := _strange(folder):
         return strange
-    names = {path.name for path in folder.iterdir()}
+    names = _names(folder)
     if names <= BEFORE_TRAINING:
         return None
     if CONFIG_FILE not in names:
         return f"holds files, and no run ({CONFIG_FILE} is missing)"
-    if unfinished and SUMMARY_FILE in names:
+    if not by_request and SUMMARY_FILE in names:
         return "holds a finished run"
+    if by_request and force:
+        return None
     saved = _read_config(folder)
     if saved is None:
         return f"its {CONFIG_FILE} cannot be read"
-    there, here = _leaves(_what(saved)), _leaves(_what(config))
-    length = {} if unfinished else _other_length(folder, there, here)
-    if changed := _changed(there | length, here):
-        return f"holds a run of another configuration ({changed})"
+    there, here = leaves(saved), leaves(config)
+    steps = steps_in(folder / CHECKPOINTS)
+    length = other_length(there, here, steps[-1]) if by_request and steps else {}
+    kept = [
+        {
+            path: value
+            for path, value in values.items()
+            if not may_change(path, config.get("algorithm"), by_request=by_request)
+        }
+        for values in (there | length, here)
+    ]
+    origins = [as_key(each) for each in (same_or_given(folder, None), same_or_given(folder, origin))]
+    changed = differences(kept[0] | origins[0], kept[1] | origins[1]).told
+    if changed and (steps or names & {SUMMARY_FILE, EVALUATION_FILE} or not by_request):
+        return f"{_HOLDS} ({changed})"
     if length:
-        read_checkpoint(folder / CHECKPOINTS / f"step_{steps_in(folder / CHECKPOINTS)[-1]}")
+        read_checkpoint(folder / CHECKPOINTS / f"step_{steps[-1]}")
     return None
+
+
+def _names(folder: Path) -> set[str]:
+    """Of what is in a folder, but for runs that gave way."""
+    return {path.name for path in folder.iterdir() if not path.name.startswith(f"{FORMER}-")}
+
+
+def _gives_way(folder: Path, config: Mapping[str, object], origin: Origin | None) -> bool:
+    """Whether the run in a folder has no checkpoint, and is not the one that is to run."""
+    names = _names(folder)
+    if names <= BEFORE_TRAINING or names & {SUMMARY_FILE, EVALUATION_FILE} or steps_in(folder / CHECKPOINTS):
+        return False
+    is_other = bool(changed_on_resume(folder, config))
+    return is_other or as_key(same_or_given(folder, None)) != as_key(origin)
+
+
+def _move_aside(folder: Path, told: Callable[[str], object]) -> None:
+    """Make room for another run. Raises OSError."""
+    own = [name for name in (*WRITTEN_WHOLE, *APPENDED_TO, *FOLDERS) if name != LOCK_FILE and (folder / name).exists()]
+    if own:
+        aside = next(path for number in count(1) if not (path := folder / f"{FORMER}-{number}").exists())
+        make_folder(aside)
+        for name in own:
+            (folder / name).rename(aside / name)
+        told(f"The run that was there has given way: it is in {aside}.")
+
+
+def _note_changes(folder: Path, config: Mapping[str, object], told: Callable[[str], object]) -> None:
+    """Keep with which other values a run goes on."""
+    steps = steps_in(folder / CHECKPOINTS)
+    found = changed_on_resume(folder, config) if steps else {}
+    if not found:
+        return
+    changes: dict[str, Change] = {path: {"before": there, "after": here} for path, (there, here) in found.items()}
+    record: ChangeRecord = {"step": steps[-1], "changes": changes}
+    with writing_in_run(folder / CHANGES_FILE), open_to_append(folder / CHANGES_FILE) as file:
+        file.write((json.dumps(record) + "\n").encode())
+    for path, change in changes.items():
+        told(f"From step {steps[-1]} on, {path} is {change['after']} instead of {change['before']}.")
 
 
 def _strange(folder: Path) -> str | None:
@@ -199,34 +262,15 @@ def _strange(folder: Path) -> str | None:
     return None
 
 
-def changed_on_resume(folder: Path, config: Mapping[str, object]) -> str:
-    """In which of `RESUME_MAY_CHANGE` a run's configuration differs; empty where in none."""
-    return _changed(_leaves(_read_config(folder) or {}), _leaves(config))
+def changed_on_resume(folder: Path, config: Mapping[str, object]) -> Differences:
+    """In what the configuration of the run in a folder differs."""
+    return differences(leaves(_read_config(folder) or {}), leaves(config))
 
 
-def other_length(folder: Path, config: Mapping[str, object]) -> str:
-    """How the length that a run with checkpoints in this folder was to have differs from one with which it can go on;
-    empty where it does not."""
-    there, here = _leaves(_read_config(folder) or {}), _leaves(config)
-    length = _other_length(folder, there, here)
-    return _changed({path: there[path] for path in length if path in there}, length)
-
-
-def _other_length(folder: Path, there: Mapping[str, object], here: Mapping[str, object]) -> dict[str, object]:
-    """Keys of the algorithm's length that differ, with their new values: at least as many steps as were taken, or more
-    epochs. Without a checkpoint there is nothing to go on from."""
+def length_on_resume(folder: Path, config: Mapping[str, object]) -> dict[str, object]:
+    """Keys of a run's length with which the run in a folder can go on, and did not have; none without a checkpoint."""
     steps = steps_in(folder / CHECKPOINTS)
-    if not steps:
-        return {}
-    num_steps, num_epochs = (f"{here.get('algorithm')}.max_num_{unit}" for unit in ("steps", "epochs"))
-    found: dict[str, object] = {}
-    new, old = here.get(num_steps), there.get(num_steps)
-    if isinstance(new, int) and new != old and new >= steps[-1]:
-        found[num_steps] = new
-    new, old = here.get(num_epochs), there.get(num_epochs)
-    if isinstance(old, int) and (new is None or (isinstance(new, int) and new > old)):
-        found[num_epochs] = new
-    return found
+    return other_length(leaves(_read_config(folder) or {}), leaves(config), steps[-1]) if steps else {}
 
 
 def _read_config(folder: Path) -> dict[str, object] | None:
@@ -236,48 +280,6 @@ def _read_config(folder: Path) -> dict[str, object] | None:
     except (OSError, DocumentError):
         return None
     return saved if isinstance(saved, dict) else None
-
-
-def _changed(there: Mapping[str, object], here: Mapping[str, object]) -> str:
-    """What the run there has otherwise, of values by their paths; empty where that is nothing.
-
-    A key that came with a later version than the run's had its default there.
-    """
-    defaults = {path: value for path, value in _leaves(defaults_of(full_schema())).items() if path in here}
-    there = {path: _written_out(value, there) for path, value in defaults.items()} | {**there}
-    paths = [path for path in {**here, **there} if (path in here) != (path in there) or here[path] != there[path]]
-    shown = [f"{path} is {_shown(there, path)} there, {_shown(here, path)} here" for path in paths]
-    return "; ".join([*shown[:NUM_SHOWN], *([f"and {len(shown) - NUM_SHOWN} more"] if len(shown) > NUM_SHOWN else [])])
-
-
-def _written_out(default: object, leaves: Mapping[str, object]) -> object:
-    """A default that is another key's value (`${policy.precision}`) as that."""
-    same = re.fullmatch(r"\$\{([\w.]+)\}", default) if isinstance(default, str) else None
-    return leaves.get(same[1], default) if same else default
-
-
-def _shown(leaves: Mapping[str, object], path: str) -> str:
-    return json.dumps(leaves[path], default=str) if path in leaves else "absent"
-
-
-def _leaves(node: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """Values by their paths."""
-    found: dict[str, object] = {}
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            found |= _leaves(value, f"{path}{key}.")
-        else:
-            found[f"{path}{key}"] = value
-    return found
-
-
-def _what(config: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """The configuration without `RESUME_MAY_CHANGE`."""
-    return {
-        key: _what(value, f"{path}{key}.") if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if f"{path}{key}" not in RESUME_MAY_CHANGE
-    }
 
 
 def _acquire(lock: IO[bytes]) -> bool:

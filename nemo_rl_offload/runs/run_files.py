@@ -67,6 +67,22 @@ class SampleRecord(TypedDict):
     num_turns: Count
 
 
+class Change(TypedDict):
+    """A value of the configuration, as JSON or "absent"."""
+
+    before: str
+    after: str
+
+
+class ChangeRecord(TypedDict):
+    """A line of `changes.jsonl`: with what a run goes on otherwise than before."""
+
+    step: Count
+    """The last one before."""
+    changes: dict[str, Change]
+    """By the key's path."""
+
+
 class Evaluation(TypedDict):
     """`evaluation.json`: what `nemo-rl-offload eval` found."""
 
@@ -257,6 +273,11 @@ def read_records(path: Path) -> Iterator[MetricRecord]:
 def read_samples(path: Path) -> Iterator[SampleRecord]:
     """The lines of a run's `samples.jsonl`, as `read_records` reads them; none without the file."""
     return _read_lines(path, SampleRecord) if path.exists() or path.is_symlink() else iter(())
+
+
+def read_changes(path: Path) -> Iterator[ChangeRecord]:
+    """The lines of a run's `changes.jsonl`, as `read_records` reads them; none without the file."""
+    return _read_lines(path, ChangeRecord) if path.exists() or path.is_symlink() else iter(())
 
 
 def _read_lines[T](path: Path, kind: type[T]) -> Iterator[T]:

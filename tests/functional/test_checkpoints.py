@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -29,6 +30,7 @@ from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
 from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.megatron.step.train_step import train_step
+from nemo_rl_offload.policy.worker import PolicyWorker
 from nemo_rl_offload.runs.manifest import file_digest
 from nemo_rl_offload.runs.run_directory import Checkpoints, open_run_directory
 
@@ -101,9 +103,101 @@ def test_a_run_that_was_made_longer_follows_its_present_schedule(
             model.scheduler.step(increment=1)
         return found
 
-    longer, shorter = (rates(num_steps, is_resumed=True) for num_steps in (12, 6))
+    shorter = rates(6, is_resumed=True)
+    model = build_model(make_policy(*SCHEDULE, "scheduler.lr_warmup_iters=0"), model_folder("qwen2"), num_steps=12)
+    with pytest.warns(UserWarning, match="It decays until step 12, and did until 6: .*lr_decay_iters"):
+        checkpoint.load(model, saved)
+    longer = rates(12, is_resumed=True)
     assert longer == rates(12, is_resumed=False)
     assert longer[: len(shorter)] != shorter
+
+
+@pytest.mark.parametrize(("optimizer", "distributed"), [("adam", "true"), ("adam", "false"), ("sgd", "false")])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_run_goes_on_with_the_rates_that_it_is_given_now(
+    family: str, optimizer: str, distributed: str, build: Build, tmp_path: Path
+) -> None:
+    kind = (f"optimizer.use_distributed_optimizer={distributed}", f"optimizer.optimizer={optimizer}")
+    now = (
+        *kind,
+        "optimizer.lr=0.02",
+        "optimizer.min_lr=0.01",
+        "optimizer.weight_decay=0.3",
+        "scheduler.lr_warmup_iters=0",
+    )
+
+    def groups(model: MegatronModel) -> list[tuple[float, float]]:
+        return [(group["lr"], group["weight_decay"]) for group in model.optimizer.param_groups]
+
+    model = build(family, *kind)
+    take_step(model, 0)
+    checkpoint.save(model, tmp_path)
+    resumed, fresh = build(family, *now), build(family, *now)
+    with pytest.warns(UserWarning, match=r"goes on at 0\.0193 after 1 optimizer steps; by the [^:]*$"):
+        checkpoint.load(resumed, tmp_path)
+    fresh.scheduler.step(increment=1)
+    for _ in range(5):
+        assert groups(resumed) == groups(fresh)
+        assert {decay for _, decay in groups(resumed)} <= {0.0, 0.3}
+        for each in (resumed, fresh):
+            each.scheduler.step(increment=1)
+
+
+@pytest.mark.parametrize("distributed", ["true", "false"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_weights_alone_begin_a_run_anew(distributed: str, precision: str, build: Build, tmp_path: Path) -> None:
+    """As if the exported weights had been loaded: no moments, no step, main weights like those of the model."""
+    kind = (f"optimizer.use_distributed_optimizer={distributed}", f".precision={precision}")
+    model = build("qwen2", *kind)
+    for step in range(3):
+        take_step(model, step)
+    checkpoint.save(model, tmp_path)
+    begun = build("qwen2", *kind)
+    assert not same_tensors(weights_of(begun), weights_of(model))
+    checkpoint.load_weights(begun, tmp_path)
+    assert same_tensors(weights_of(begun), weights_of(model))
+    assert begun.scheduler.num_steps == 0
+    before = weights_of(begun)
+    take_step(begun, 0)  # of rate 0, by which main weights of another model would show
+    assert same_tensors(weights_of(begun), before)
+
+
+@pytest.mark.parametrize("waits_on_host", ["false", "true"])
+def test_a_worker_and_its_reference_begin_with_another_runs_weights(waits_on_host: str, tmp_path: Path) -> None:
+    optimizer = "policy.megatron_cfg.optimizer"
+    config: Any = load_config(
+        PROJECT_ROOT / "examples/configs/grpo_tiny.yaml",
+        [
+            *("policy.precision=bfloat16", "policy.megatron_cfg.fine_grained_activation_offloading=false"),
+            *(f"{optimizer}.lr=0.01", f"{optimizer}.optimizer_cpu_offload={waits_on_host}"),
+            "policy.megatron_cfg.scheduler.lr_warmup_iters=1",  # whose first step has rate 0
+        ],
+    )
+    model, batch = PROJECT_ROOT / config["policy"]["model_name"], make_batch(0)
+    del batch["token_mask"], batch["sample_mask"]
+    training = {**make_batch(0), "advantages": torch.ones(batch["input_ids"].shape)}
+
+    def make() -> PolicyWorker:
+        return PolicyWorker(config["policy"], model, seed=1, num_steps=6, keep_reference=True)
+
+    def train(worker: PolicyWorker) -> None:
+        worker.train(training, "nll", {}, normalizers(training))
+
+    first = make()
+    for _ in range(3):
+        train(first)
+    first.start_checkpoint(tmp_path, in_background=False)
+    manifest = first.finish_checkpoint()
+    expected = first.get_logprobs(batch)
+    second = make()
+    assert not np.array_equal(second.get_logprobs(batch), expected)
+    second.load_start_weights(tmp_path, manifest)
+    train(second)
+    assert np.array_equal(second.get_logprobs(batch), expected), "main weights are those of the checkpoint too"
+    for _ in range(2):
+        train(second)
+    assert not np.array_equal(second.get_logprobs(batch), expected)
+    assert np.array_equal(second.get_reference_policy_logprobs(batch), expected)
 
 
 def test_steps_during_a_save_are_not_in_it(build: Build, tmp_path: Path) -> None:

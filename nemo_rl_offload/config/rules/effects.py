@@ -1,6 +1,6 @@
 """Warnings about settings that nothing reads: with this algorithm, or while another key has the value that it has.
 
-A value equal to the default was not set, so nothing is said about it.
+A value equal to the default was not set, so nothing is said about it; nor about one that an inherited file has set.
 """
 
 import json
@@ -237,7 +237,8 @@ def _has_one_turn(get: Get) -> Iterator[str]:
 
 
 def _is_default(path: str, get: Get) -> bool:
-    return bool(get(path) == _default(path, get))
+    """Whether the user has not written it: it has its default, or stands in an inherited file."""
+    return path in getattr(get, "inherited", ()) or bool(get(path) == _default(path, get))
 
 
 def _default(path: str, get: Get) -> Any:

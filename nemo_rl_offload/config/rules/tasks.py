@@ -202,6 +202,15 @@ def _lengths(get: Get) -> Iterator[str]:
         )
 
 
+def _profiled_steps(get: Get) -> Iterator[str]:
+    path, most = "logger.profile.steps", f"{get('algorithm')}.max_num_steps"
+    never = [step for step in get(path) if step > get(most)]
+    if never:
+        yield f"{path}: step {never[0]} is never taken, for {most} is {get(most)}. Give steps from 1 to that."
+    if get("logger.profile.all_ranks") and not get(path):
+        yield f"logger.profile.all_ranks: true records nothing without {path}. Give that, or set this to false."
+
+
 def _turns_fit(get: Get) -> Iterator[str]:
     if not algorithm_has("max_rollout_turns", get) or get(f"{get('algorithm')}.max_rollout_turns") == 1:
         return
@@ -460,6 +469,7 @@ TASK_RULES: tuple[Rule, ...] = (
     _intervals,
     _end_by_a_metric,
     _end_by_the_clock,
+    _profiled_steps,
     _responses_of_an_evaluation,
     _responses_of_a_validation,
     _teacher,

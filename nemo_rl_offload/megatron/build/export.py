@@ -24,10 +24,10 @@ from nemo_rl_offload.megatron.build.export_files import (
     write_chat_template,
     write_generation_config,
 )
+from nemo_rl_offload.runs.begin import find_checkpoint
 from nemo_rl_offload.runs.inputs import read_inputs
 from nemo_rl_offload.runs.output import make_writable, partial_of
-from nemo_rl_offload.runs.plain_files import why_no_folder
-from nemo_rl_offload.runs.run_directory import CHECKPOINTS, CONFIG_FILE, POLICY, read_checkpoint, steps_in
+from nemo_rl_offload.runs.run_directory import CONFIG_FILE, POLICY, read_checkpoint
 from nemo_rl_offload.specs.documents import DocumentError, kind_of, read_yaml
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -45,30 +45,6 @@ ONE_RANK: dict[str, object] = {
     "fine_grained_activation_offloading": False,
     "offload_modules": None,
 }
-
-
-def find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """The run directory and the checkpoint's folder that `RUN_DIR/step_N` or `RUN_DIR/checkpoints/step_N` names.
-
-    Raises:
-        CheckpointError: there is none, and the message lists those that there are; or it is reached by a link below
-            the run directory.
-    """
-    run_dir = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
-    folder = run_dir / CHECKPOINTS / path.name
-    if folder.is_dir() and path.name.startswith("step_"):
-        for place in (run_dir / CHECKPOINTS, folder):
-            if what := why_no_folder(place):
-                raise CheckpointError(f"{place} cannot be used: {what}. Name the run directory that it leads to.")
-        return run_dir, folder
-    if own := steps_in(path / CHECKPOINTS):
-        steps = ", ".join(f"step_{step}" for step in own)
-        raise CheckpointError(f"{path}: is a run, with {steps}. Give one of them, such as {path}/step_{own[-1]}.")
-    there = ", ".join(f"step_{step}" for step in steps_in(run_dir / CHECKPOINTS))
-    raise CheckpointError(
-        f"{path}: there is no such checkpoint. "
-        + (f"{run_dir} has: {there}." if there else "Give RUN_DIR/step_N of a run that has written checkpoints.")
-    )
 
 
 def export_checkpoint(

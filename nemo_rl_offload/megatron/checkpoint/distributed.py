@@ -12,14 +12,18 @@ a thread writes, which lets Python's lock go while it writes and computes checks
 in host memory, where Megatron would give it the weights of a model on the CPU themselves.
 """
 
+import copy
 import errno
+import math
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
 from threading import Thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +33,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -198,24 +203,71 @@ def load(model: MegatronModel, folder: Path) -> None:
         _load(model, folder)
 
 
+def load_weights(model: MegatronModel, folder: Path) -> None:
+    """Read the weights alone of a checkpoint into a model whose optimizer has taken no step.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    with _explained(folder), reading(folder):
+        _load_weights(model, dist_checkpointing.load(_sharded_weights(model), str(folder)))
+        for optimizer in _optimizers(model) if model.optimizer is not None else ():
+            optimizer.reload_model_params()  # main weights in float32
+
+
 def _load(model: MegatronModel, folder: Path) -> None:
     if model.optimizer is None or model.scheduler is None:
         _load_weights(model, dist_checkpointing.load(_sharded_weights(model), str(folder)))
         return
+    scheduler = model.scheduler
     for optimizer in _optimizers(model):
         _prepare(optimizer)
     wanted = _with_random_state(_sharded_state(model, is_loading=True), folder)
     state: StateDict = dist_checkpointing.load(wanted, str(folder))
     _load_weights(model, state)
     _regroup(state["optimizer"], _optimizers(model), folder)
+    _take_present_rates(state["optimizer"], scheduler)
     with torch.no_grad():
         model.optimizer.load_state_dict(state["optimizer"])
     for optimizer in _optimizers(model):
         _separate_steps(optimizer.optimizer)
-    model.scheduler.num_steps = 0  # Megatron adds the loaded number to the present one
-    model.scheduler.load_state_dict(state["scheduler"])
+    scheduler.num_steps = 0  # Megatron adds the loaded number to the present one
+    scheduler.load_state_dict(state["scheduler"])
+    if dist.get_rank() == 0:
+        _tell_other_rate(state["scheduler"], scheduler)
     if "random_state" in state:
         _restore_random_state(state["random_state"])
+
+
+def _take_present_rates(state: Any, scheduler: OptimizerParamScheduler) -> None:
+    """Write the rates of the run's present configuration into the parameter groups of a checkpoint, by whose rates
+    Megatron finds them, and which would go on with them whatever the schedule says."""
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if key == "param_groups":
+            for group in value:
+                group |= {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr}
+        else:
+            _take_present_rates(value, scheduler)
+
+
+def _tell_other_rate(before: StateDict, scheduler: OptimizerParamScheduler) -> None:
+    """Warn where the learning rate goes on at another value than by the schedule of the checkpoint."""
+    former = copy.copy(scheduler)
+    for key in ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style"):
+        setattr(former, key, before[key])
+    old, new = former.get_lr({}), scheduler.get_lr({})
+    if not math.isclose(old, new, rel_tol=1e-9, abs_tol=1e-15):
+        kept = ""
+        if scheduler.lr_decay_style != "constant" and former.lr_decay_steps != scheduler.lr_decay_steps:
+            kept = (
+                f" It decays until step {scheduler.lr_decay_steps}, and did until {former.lr_decay_steps}: "
+                "policy.megatron_cfg.scheduler.lr_decay_iters keeps that."
+            )
+        warnings.warn(
+            f"the learning rate goes on at {new:.3g} after {scheduler.num_steps} optimizer steps; by the schedule "
+            f"before it would be {old:.3g}.{kept}",
+            stacklevel=2,
+        )
 
 
 def _with_random_state(state: ShardedStateDict, folder: Path) -> ShardedStateDict:

@@ -155,13 +155,13 @@ def _frontier_table(plan: JobPlan) -> Iterator[RenderableType]:
     """What was tried; the point marked is the last that fits, or else the first."""
     points = plan.frontier
     fitting = [point for point in points if point.peak_bytes <= plan.job.budget_bytes]
-    table = _table(("memory", "step", "of nothing offloaded's", ""), right=(0, 1, 2))
+    table = _table(("memory", "step", "ratio", ""), right=(0, 1, 2))
     table.add_column("with")
     for point in points:
         mark = "nearest to the budget" if point == (fitting[-1] if fitting else points[0]) else ""
         ratio = point.step_ms / plan.baseline.step_ms
         table.add_row(gib(point.peak_bytes), f"{point.step_ms / 1e3:.2f} s", f"{ratio:.3f}", mark, _said(point))
-    yield "\nmemory against time, of what was tried"
+    yield "\nmemory against time, of what was tried; ratio to the step with nothing offloaded"
     yield table
 
 

@@ -25,7 +25,7 @@ class FakePolicy:
     """Its one weight is the number of steps taken; its samples and log-probabilities depend on that weight."""
 
     def __init__(self) -> None:
-        self.weight = self.loaded_weight = self.num_refits = 0
+        self.weight = self.loaded_weight = self.num_refits = self.start_weight = 0
         self.batches: list[Batch] = []
         self.seeds: list[int] = []
         self.samplings: list[Sampling] = []
@@ -36,6 +36,9 @@ class FakePolicy:
         self.is_shut_down = False
         self.folder: Path | None = None
         self.num_traces = 0
+        self.profiled: list[bool] = []
+        self.profiles: dict[Path, Sequence[Any]] = {}
+        self.cannot_write: list[str] = []
         self.texts: list[str] = []
         """What the workers have warned of."""
         self.idle: list[str] = []
@@ -111,6 +114,10 @@ class FakePolicy:
         check_contents(folder, manifest, ["weight"])
         self.weight = self.loaded_weight = int((folder / "weight").read_text())
 
+    def load_start_weights(self, folder: Path, manifest: Manifest) -> None:
+        self.load_checkpoint(folder, manifest)
+        self.start_weight = self.weight
+
     def offload_stats(self) -> dict[str, Any]:
         zeros = dict.fromkeys((*OFFLOAD_COUNTERS, "peak_host_bytes"), 0)
         named = {"engine": "native", "modules": [], "per_module": {}}
@@ -130,6 +137,13 @@ class FakePolicy:
 
     def peak_flops_per_s(self) -> float:
         return 1e15
+
+    def start_profile(self, *, all_ranks: bool) -> None:
+        self.profiled.append(all_ranks)
+
+    def finish_profile(self, folder: Path, step: int, spans: Sequence[Any]) -> list[str]:
+        self.profiles[folder / str(step)] = spans
+        return self.cannot_write
 
     def start_memory_trace(self) -> None:
         self.num_traces += 1

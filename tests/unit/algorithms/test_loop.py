@@ -20,6 +20,7 @@ from nemo_rl_offload.algorithms.loop import Stopwatch, TrainingLoop, run_loop
 from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError, TrainingError, WorkerError
+from nemo_rl_offload.runs.origin import origin_of, write_origin
 
 SMALL = ("sft.max_num_steps=6", "sft.val_period=0", "checkpointing.save_period=2", "checkpointing.keep_top_k=null")
 
@@ -107,6 +108,45 @@ def test_resuming_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     assert policy.weight == 6
 
 
+@pytest.mark.parametrize("takes", ["everything", "weights"])
+def test_a_run_begins_with_a_checkpoint_of_another(takes: Any, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    run(make(first)[0])
+    write_origin(second, origin_of(first / "checkpoints" / "step_4", takes))
+    loop, policy = make(second)
+    resumed = loop.resume()
+    assert policy.weight == 4
+    if takes == "everything":
+        assert resumed == first / "checkpoints" / "step_4"
+        assert policy.start_weight == 0, "a reference model is what it was in the first run"
+    else:
+        assert resumed is None
+        assert policy.start_weight == 4
+    assert loop.validation == {"first": None, "last": None}
+    losses = [metrics["loss"] for (_, prefix), metrics in run(loop).items() if prefix == "train"]
+    assert losses == ([5, 6] if takes == "everything" else [1, 2, 3, 4, 5, 6])
+    assert saved(second) == ({6: 6} if takes == "everything" else {2: 6, 4: 8, 6: 10})
+    again, policy = make(second)
+    assert again.resume() == second / "checkpoints" / "step_6", "then from its own"
+    assert policy.weight == (6 if takes == "everything" else 10)
+
+
+def test_the_reference_model_has_the_start_weights_whenever_the_run_goes_on(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    run(make(first)[0])
+    write_origin(second, origin_of(first / "checkpoints" / "step_4", "weights"))
+    run(make(second)[0])
+    for algorithm, start_weight in (("sft", 0), ("dpo", 4)):
+        loop, policy = make(second)
+        loop.config["algorithm"] = algorithm
+        loop.resume()
+        assert (policy.weight, policy.start_weight) == (6, start_weight), "only where there is a reference model"
+
+
 def test_damaged_weights_say_how_to_go_on(tmp_path: Path) -> None:
     run(make(tmp_path)[0])
     (tmp_path / "checkpoints/step_6/policy/weight").write_text("7")
@@ -114,32 +154,84 @@ def test_damaged_weights_say_how_to_go_on(tmp_path: Path) -> None:
         make(tmp_path)[0].resume()
 
 
-def test_sigterm_saves_and_ends(tmp_path: Path) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as at a terminal, whatever starts the tests."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(("number", "patience_s"), [(signal.SIGTERM, 60.0), (signal.SIGINT, 0.01)])
+def test_the_first_signal_saves_and_ends(number: int, patience_s: float, tmp_path: Path) -> None:
+    def interrupt(step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)  # which ends no patience after Ctrl-C
+
     loop, _ = make(tmp_path)
-    loop.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
-    with pytest.raises(SystemExit) as caught, Termination(60) as termination:
+    loop.before_step = interrupt
+    told: list[str] = []
+    with pytest.raises(SystemExit) as caught, Termination(patience_s, told.append) as termination:
         run(loop, termination)
     assert caught.value.code == 143
     assert saved(tmp_path) == {2: 2, 3: 3}
+    assert "the run saves when this step is done" in told.pop()
+    assert not told
 
 
-@pytest.mark.parametrize("how", ["no time", "time is over", "a second one"])
-def test_sigterm_ends_at_once(how: str, tmp_path: Path) -> None:
-    def terminate(step: int) -> None:
+@pytest.mark.usefixtures("interruptible")
+def test_a_signal_before_the_first_step_waits_for_none(tmp_path: Path) -> None:
+    loop, _ = make(tmp_path, "sft.val_at_start=true")
+    loop.measure = lambda: os.kill(os.getpid(), signal.SIGINT) or {"loss": 0.5}  # type: ignore[method-assign]
+    with pytest.raises(SystemExit), Termination(60) as termination:
+        run(loop, termination)
+    assert loop.step == 0
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM, None])
+def test_the_last_signal_ends_at_once(first: int, second: int | None, tmp_path: Path) -> None:
+    """The second one, or the first where the run may take no time."""
+
+    def interrupt(_step: int) -> None:
+        os.kill(os.getpid(), first)
+        if second is not None:
+            os.kill(os.getpid(), second)
+        pytest.fail("it went on")
+
+    loop, _ = make(tmp_path)
+    loop.before_step = interrupt
+    error = KeyboardInterrupt if (second or first) == signal.SIGINT else SystemExit
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(error), Termination(60 if second else 0) as termination:
+        run(loop, termination)
+    assert saved(tmp_path) == {}
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_sigterm_ends_a_step_that_takes_too_long(tmp_path: Path) -> None:
+    def terminate(_step: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        if how == "a second one":
-            os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
     loop, _ = make(tmp_path)
     loop.before_step = terminate
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as caught, Termination(0 if how == "no time" else 0.05) as termination:
+    with pytest.raises(SystemExit) as caught, Termination(0.05) as termination:
         run(loop, termination)
     assert caught.value.code == 143
     assert saved(tmp_path) == {}
-    assert signal.getsignal(signal.SIGTERM) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_what_is_ignored_in_the_background_stays_so() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Termination(60) as termination:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert not termination.is_requested
 
 
 def test_rates_and_memory_of_a_step(tmp_path: Path) -> None:
@@ -161,6 +253,50 @@ def test_rates_and_memory_of_a_step(tmp_path: Path) -> None:
     assert policy.num_traces == 1
     trace = json.loads((tmp_path / "memory_trace.json").read_text())
     assert trace == {"step": 3, "samples": [{"seconds": 0.0, "used_bytes": 5, "offloaded_bytes": 3}]}
+
+
+def test_chosen_steps_are_profiled_with_their_phases(tmp_path: Path) -> None:
+    loop, policy = make(tmp_path, "logger.profile.steps=[2,5]", "logger.profile.all_ranks=true")
+    plain = loop.update
+    loop.update = lambda watch: watch.time("train", lambda: plain(watch))  # type: ignore[method-assign]
+    before_ns = time.time_ns()
+    run(loop)
+    assert policy.profiled == [True, True]
+    assert [path.relative_to(tmp_path) for path in policy.profiles] == [Path("profile/2"), Path("profile/5")]
+    for ((name, begin_ns, end_ns),) in policy.profiles.values():
+        assert name == "train"
+        assert before_ns - 1e6 <= begin_ns <= end_ns <= time.time_ns() + 1e6
+    loop, policy = make(tmp_path / "checkpoints", "logger.profile.steps=[1]")
+    policy.cannot_write = ["Cannot write it: No space left on device."]
+    recorder: Any = Recorder()
+    loop.run(recorder, recorder, Termination(0))
+    assert "warning: Cannot write it: No space left on device. The run goes on without it." in recorder.notes
+
+
+def test_ray_is_started_or_a_cluster_joined(
+    no_cluster: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    for address, expected in ((None, "Starting Ray"), ("10.0.0.1:6379", "Joining the Ray cluster at RAY_ADDRESS=10")):
+        if address:
+            monkeypatch.setenv("RAY_ADDRESS", address)
+        else:
+            monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        run_loop(read_config(), tmp_path, said.append, io.StringIO(), lambda _: make(tmp_path)[0])
+        assert said.pop(0).startswith(expected)
+        said.clear()
+
+
+def test_how_long_a_checkpoint_took_is_shown_where_that_is_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder: Any = Recorder()
+    make(tmp_path)[0].run(recorder, recorder, Termination(0))
+    assert not any("checkpoint" in line for line in recorder.shown)
+    monkeypatch.setattr(loop_module, "WORTH_SAYING_S", 0.0)
+    shown: Any = Recorder()
+    make(tmp_path / "checkpoints")[0].run(shown, shown, Termination(0))
+    assert [line.split(":")[0] for line in shown.shown] == [f"checkpoint of step {step}" for step in (2, 4, 6)]
 
 
 def test_warnings_of_the_workers_are_shown_and_kept(tmp_path: Path) -> None:

@@ -230,3 +230,64 @@ def test_rows_are_spread_from_the_first_to_the_last(size: int, count: int) -> No
     assert set(rows) <= set(range(size))
     if count > 1 and size > 1:
         assert (rows[0], rows[-1]) == (0, size - 1)
+
+
+class Grades(FakeEnvironment):
+    """Rewards between 0 and 1, of which each above 0 counts as right, as of a function that returns numbers."""
+
+    def __init__(self, *rewards: float) -> None:
+        self._rewards = rewards
+
+    def step(self, episodes: Any) -> list[Score]:
+        given = [self._rewards[number % len(self._rewards)] for number in range(len(episodes))]
+        return [Score(reward, reward > 0, False) for reward in given]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "metric"), [((0.25, 0.5), "reward"), ((0.0, -1.0), "reward"), ((0.0, 1.0), "accuracy")]
+)
+def test_graded_rewards_are_what_a_run_is_judged_by(
+    rewards: tuple[float, ...], metric: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    loop, recorder = play(tmp_path, tokenizer, environment=Grades(*rewards))
+    last = recorder.logged[6, "validation"]
+    assert loop.summary()["validation_metric"] == metric
+    assert loop.validation["last"] == last[metric]
+    ranked = json.loads((tmp_path / "checkpoints/step_6/training_info.json").read_text())["metric"]
+    assert ranked == last[metric]
+    told = [note for note in recorder.notes if "rewards are graded" in note]
+    assert len(told) == (metric == "reward"), "once"
+    assert all("ranked by it, not by val:accuracy" in note for note in told)
+    again, _ = play(tmp_path, tokenizer, "grpo.max_num_steps=7", "grpo.val_at_end=false", environment=Grades(*rewards))
+    assert again.summary()["validation_metric"] == metric, "also of a run that went on without a validation"
+
+
+@pytest.mark.parametrize(("metric_name", "key"), [("val:accuracy", "reward"), ("train:loss", None)])
+def test_another_metric_stays_what_checkpoints_are_ranked_by(
+    metric_name: str, key: str | None, tokenizer: Any, tmp_path: Path
+) -> None:
+    loop, recorder = play(
+        tmp_path, tokenizer, f"checkpointing.metric_name={metric_name}", environment=Grades(0.25, 0.5)
+    )
+    assert loop.ranked_by() == ("val:reward" if key else metric_name)
+    assert any("ranked by it" in note for note in recorder.notes) == (key is not None)
+
+
+def test_right_and_wrong_beside_grades_stay_the_figure(tokenizer: Any, tmp_path: Path) -> None:
+    """The stand-in's rewards are thirds, and right is 1 alone."""
+    loop, recorder = play(tmp_path, tokenizer)
+    assert loop.summary()["validation_metric"] == "accuracy"
+    assert not any("graded" in note for note in recorder.notes)
+
+
+@pytest.mark.parametrize(("length", "is_told"), [(64, True), (400, False)])
+def test_episodes_without_room_for_a_second_turn_are_told_once(
+    length: int, is_told: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    overrides = (f"policy.max_total_sequence_length={length}", "policy.generation.max_new_tokens=60")
+    _, recorder = play(tmp_path, tokenizer, "grpo.max_rollout_turns=2", *overrides, environment=Asks())
+    told = [note for note in recorder.notes if "grpo.max_rollout_turns: none of" in note]
+    assert len(told) == is_told
+    assert all("max_new_tokens (60) of policy.max_total_sequence_length (64)" in note for note in told)
+    _, recorder = play(tmp_path / "one", tokenizer, *overrides, environment=Asks())
+    assert not any("max_rollout_turns" in note for note in recorder.notes), "one turn is all that was asked for"

@@ -376,3 +376,11 @@ def test_routing_is_of_models_with_experts(capsys: pytest.CaptureFixture[str]) -
     text = plan(capsys, dense, "--gpu", "h100", "--routing-skew", "1.3", code=EXIT_USER_ERROR)
     assert text.startswith("error: --routing-skew: ")
     assert "has no experts" in text
+
+
+def test_tables_of_a_plan_fit_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "examples/configs/grpo_moe_megatron.yaml", "--gpu", "h100-80gb"]) in (0, 2)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
+    assert any("GiB" in row for row in rows)
+    assert max(len(row) for row in rows if "not activations" not in row) <= 80

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.rules.megatron import NOT_YET
-from nemo_rl_offload.config.validation import CheckedConfig, check_config
+from nemo_rl_offload.config.validation import CheckedConfig, check_config, examine
 from nemo_rl_offload.errors import ConfigError
 
 MakeModel = Callable[..., Path]
@@ -73,8 +73,16 @@ def tiny(configs: Path, dense_model: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def check(tiny: Callable[..., dict[str, Any]]) -> Check:
-    """Load and check grpo_tiny.yaml with overrides."""
-    return lambda *overrides, **kwargs: check_config(tiny(*overrides), "tiny.yaml", **kwargs)
+    """Load and check grpo_tiny.yaml with overrides; every warning is a line of its own."""
+
+    def check(*overrides: str, run_here: bool = True) -> CheckedConfig:
+        values = tiny(*overrides)
+        found = examine(values, run_here=run_here)
+        if found.config is None:
+            return check_config(values, "tiny.yaml", run_here=run_here)
+        return CheckedConfig(found.config, [str(warning) for warning in found.warnings])
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,7 @@ class Balanced(HTMLParser):
         self.text = ""
 
     def handle_starttag(self, tag: str, attributes: Any) -> None:
-        if tag != "meta":
+        if tag not in ("meta", "link"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -138,6 +138,24 @@ def test_a_run_that_was_killed(run_dir: Path) -> None:
     text = report(run_dir).text
     assert "not finished" in text
     assert "Where the bytes went" not in text
+
+
+def test_what_changed_on_the_way_and_where_the_run_began(run_dir: Path) -> None:
+    assert "Changed on the way" not in report(run_dir).text
+    change = {"step": 7, "changes": {"policy.megatron_cfg.optimizer.lr": {"before": "1e-05", "after": '"<b>"'}}}
+    (run_dir / "changes.jsonl").write_text(json.dumps(change) + "\n")
+    origin = {"checkpoint": "/runs/<first>/step_3", "takes": "weights", "start_weights": "/runs/<first>/step_3"}
+    (run_dir / "origin.json").write_text(json.dumps(origin))
+    text = report(run_dir).text
+    for part in (
+        "Changed on the way",
+        "optimizer.lr",
+        "1e-05",
+        '"<b>"',
+        "began with",
+        "/runs/<first>/step_3 (weights)",
+    ):
+        assert part in text, part
 
 
 def test_samples_of_the_first_and_last_validation_and_of_training(run_dir: Path) -> None:

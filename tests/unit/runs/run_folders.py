@@ -32,3 +32,10 @@ def save(
 def enter(explicit: Path | None, default: Path, config: dict[str, Any]) -> Path:
     with open_run_directory(explicit, default, config) as folder:
         return folder
+
+
+def train(run_dir: Path, step: int) -> Path:
+    """Leave a checkpoint of a step, and a line of metrics."""
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("{}\n")
+    return save(Checkpoints(run_dir, None, True), step, {}, None, write)

@@ -20,19 +20,20 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from run_folders import CONFIG, enter, save, write
+from run_folders import CONFIG, enter, save, train, write
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError
+from nemo_rl_offload.runs.comparison import DECIDED_ANEW, MEANS, OF_THE_ALGORITHM, may_change
 from nemo_rl_offload.runs.manifest import check_contents
 from nemo_rl_offload.runs.run_directory import (
-    RESUME_MAY_CHANGE,
     Checkpoints,
     changed_on_resume,
     check_no_run_in,
     open_run_directory,
     read_checkpoint,
 )
+from nemo_rl_offload.runs.run_files import read_changes
 
 OTHER = {**CONFIG, "lr": 2e-5}
 SAVES_FOREVER = """
@@ -266,11 +267,11 @@ def test_an_unfinished_run_is_taken_up_again(explicit: bool, tmp_path: Path) -> 
 def test_a_finished_run_keeps_its_configuration(tmp_path: Path) -> None:
     config = {**CONFIG, "cluster": {"num_nodes": 1}}
     folder = enter(tmp_path / "run", tmp_path, config)
-    assert changed_on_resume(folder, config) == ""
+    assert changed_on_resume(folder, config) == {}
     (folder / "summary.json").touch()
     other = {**CONFIG, "cluster": {"num_nodes": 2}}
     assert enter(folder, tmp_path, other) == folder
-    assert changed_on_resume(folder, other) == "cluster.num_nodes is 1 there, 2 here"
+    assert changed_on_resume(folder, other).told == "cluster.num_nodes is 1 there, 2 here"
 
 
 def test_default_folder_is_numbered(tmp_path: Path) -> None:
@@ -308,8 +309,8 @@ def test_explicit_folder_is_refused_or_entered(tmp_path: Path) -> None:
     folder = enter(tmp_path / "run", tmp_path, CONFIG)
     (folder / "error.log").write_text("it failed before training")
     assert enter(folder, tmp_path, OTHER) == folder
-    (folder / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"\(lr is 2e-05 there, 1e-05 here\). Choose another folder"):
+    train(folder, 1)
+    with pytest.raises(ConfigError, match=r"\(lr is 2e-05 there, 1e-05 here\). Choose another folder, .*--force"):
         enter(folder, tmp_path, CONFIG)
     (folder / "summary.json").touch()
     assert enter(folder, tmp_path, OTHER) == folder
@@ -335,8 +336,9 @@ def test_a_run_of_a_version_without_some_keys_goes_on_with_their_defaults(sectio
         for key in new[path]:
             functools.reduce(operator.getitem, path.split("."), older).pop(key, None)
     folder = enter(tmp_path / "run", tmp_path, older)
-    (folder / "metrics.jsonl").touch()
+    train(folder, 1)
     assert enter(folder, tmp_path, config) == folder
+    assert not (folder / "changes.jsonl").exists()
     config["data"]["on_bad_line"] = "skip"
     with pytest.raises(ConfigError, match=r'\(data.on_bad_line is "error" there, "skip" here\)'):
         enter(folder, tmp_path, config)
@@ -349,38 +351,111 @@ def test_a_new_key_had_the_value_of_the_key_that_it_follows(tmp_path: Path) -> N
     for key in ("val_temperature", "val_top_p", "val_top_k", "stop_strings", "stop_token_ids"):
         del older["policy"]["generation"][key]
     folder = enter(tmp_path / "run", tmp_path, older)
-    (folder / "metrics.jsonl").touch()
+    train(folder, 1)
     changed = copy.deepcopy(config)
     changed["policy"]["generation"]["val_temperature"] = 0.0
-    with pytest.raises(ConfigError, match=r"\(policy.generation.val_temperature is 0.7 there, 0.0 here\)"):
-        enter(folder, tmp_path, changed)
+    assert changed_on_resume(folder, changed).told == "policy.generation.val_temperature is 0.7 there, 0.0 here"
     assert enter(folder, tmp_path, config) == folder
 
 
-def test_a_run_may_go_on_by_other_means_alone(tmp_path: Path) -> None:
+def test_a_run_may_go_on_with_some_other_values(tmp_path: Path) -> None:
     config = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")
     folder = enter(tmp_path / "run", tmp_path, config)
-    (folder / "checkpoints").mkdir()
+    train(folder, 20)
     paths = list(leaves(config))
-    by_means = [path for path in paths if any(f"{path}.".startswith(f"{means}.") for means in RESUME_MAY_CHANGE)]
-    assert all(any(f"{path}.".startswith(f"{means}.") for path in by_means) for means in RESUME_MAY_CHANGE), (
-        "all are keys"
-    )
+    decided = [path for path in paths if may_change(path, "grpo", by_request=True)]
+    by_means = [path for path in decided if may_change(path, "grpo", by_request=False)]
+    listed = [*MEANS, *DECIDED_ANEW, *(f"grpo.{key}" for key in OF_THE_ALGORITHM)]
+    assert all(any(f"{path}.".startswith(f"{each}.") for path in decided) for each in listed), "all are keys"
     assert len(by_means) > 40
-    for path in paths:
+    assert len(decided) > len(by_means) + 20
+    only_decided = [path for path in decided if path not in by_means]
+    others = [path for path in paths if path not in decided]
+    for path in (*by_means[::20], *only_decided[::8], "grpo.val_period", *others[::25], "sft.val_period"):
         other = copy.deepcopy(config)
         *sections, key = path.split(".")
         functools.reduce(operator.getitem, sections, other)[key] = "something else"
-        if path in by_means:
+        if path in decided:
             assert enter(folder, tmp_path, other) == folder
+            enter(folder, tmp_path, config)
         else:
             with pytest.raises(ConfigError, match=rf'\({re.escape(path)} is .* there, "something else" here\)'):
                 enter(folder, tmp_path, other)
-        enter(folder, tmp_path, config)
+        if path in by_means:
+            assert enter(None, folder, other) == folder, "without its name, too"
+            enter(folder, tmp_path, config)
+
+
+def test_what_a_run_goes_on_with_is_noted_with_its_step(tmp_path: Path) -> None:
+    config: Any = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml")
+    folder = enter(tmp_path / "run", tmp_path, config)
+    changed = copy.deepcopy(config)
+    changed["policy"]["megatron_cfg"]["optimizer"]["lr"] = 0.5
+    enter(folder, tmp_path, changed)
+    assert not (folder / "changes.jsonl").exists(), "nothing was trained"
+    enter(folder, tmp_path, config)
+    train(folder, 20)
+    told: list[str] = []
+    with open_run_directory(folder, tmp_path, changed, told=told.append):
+        pass
+    old, key = config["policy"]["megatron_cfg"]["optimizer"]["lr"], "policy.megatron_cfg.optimizer.lr"
+    assert told == [f"From step 20 on, {key} is 0.5 instead of {old}."]
+    with open_run_directory(folder, tmp_path, changed, told=told.append):
+        assert len(told) == 1, "once"
+    expected = {"step": 20, "changes": {key: {"before": str(old), "after": "0.5"}}}
+    assert [dict(record) for record in read_changes(folder / "changes.jsonl")] == [expected]
+    other_default = enter(None, folder, config)
+    assert other_default.name == "run-2", "only by request"
+
+
+def test_a_folder_without_a_checkpoint_takes_any_configuration(tmp_path: Path) -> None:
+    folder = enter(tmp_path / "run", tmp_path, CONFIG)
+    for name in ("metrics.jsonl", "samples.jsonl", "notes.txt"):
+        (folder / name).write_text("of the first")
+    (folder / "tensorboard").mkdir()
+    assert enter(folder, tmp_path, CONFIG) == folder
+    assert (folder / "metrics.jsonl").exists(), "it is the same run"
+    assert enter(folder, tmp_path, OTHER) == folder
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "config.yaml", "former-1", "notes.txt"]
+    former = {path.name for path in (folder / "former-1").iterdir()}
+    assert former == {"config.yaml", "metrics.jsonl", "samples.jsonl", "tensorboard"}
+    (folder / "metrics.jsonl").touch()
+    enter(folder, tmp_path, CONFIG)
+    assert (folder / "former-2" / "metrics.jsonl").exists()
+    (folder / "metrics.jsonl").touch()
+    (folder / "evaluation.json").touch()
+    with pytest.raises(ConfigError, match="another configuration"):
+        enter(folder, tmp_path, OTHER)
+
+
+@pytest.mark.parametrize("state", ["goes on", "finished", "unreadable"])
+def test_force_deletes_no_checkpoint(state: str, tmp_path: Path) -> None:
+    folder = enter(tmp_path / "run", tmp_path, CONFIG)
+    train(folder, 7)
+    if state == "finished":
+        (folder / "summary.json").write_text("{}")
+    if state == "unreadable":
+        (folder / "config.yaml").write_text("[")
+    told: list[str] = []
+    with open_run_directory(folder, tmp_path, OTHER, force=True, told=told.append) as entered:
+        assert entered == folder
+    assert told == [f"The run that was there has given way: it is in {folder}/former-1."]
+    assert Checkpoints(folder, None, True).latest() is None
+    kept = Checkpoints(folder / "former-1", None, True).latest()
+    assert kept is not None
+    assert (kept.folder / "policy" / "weights").read_text() == "w"
+    assert not (folder / "summary.json").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with (
+        pytest.raises(ConfigError, match="holds files, and no run"),
+        open_run_directory(tmp_path / "mine", tmp_path, OTHER, force=True),
+    ):
+        pass
 
 
 def test_what_another_run_has_otherwise_is_listed(tmp_path: Path) -> None:
-    (enter(tmp_path / "run", tmp_path, CONFIG | {"lr": 1}) / "metrics.jsonl").touch()
+    train(enter(tmp_path / "run", tmp_path, CONFIG | {"lr": 1}), 1)
     enter(tmp_path / "run", tmp_path, CONFIG | {"lr": 1.0})
     other = {"grpo": {"seed": 2, "names": []}, "lr": True, "new": "\n"}
     expected = (

@@ -1,6 +1,5 @@
 """A run may get another length where its checkpoint lets it go on; else it stays as it is."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import yaml
 from run_folders import CONFIG, enter, save, write
 
 from nemo_rl_offload.errors import CheckpointError, ConfigError
-from nemo_rl_offload.runs.run_directory import Checkpoints, other_length
+from nemo_rl_offload.runs.run_directory import Checkpoints, length_on_resume
 
 SFT = {**CONFIG, "algorithm": "sft", "sft": {"max_num_steps": 100, "max_num_epochs": 1}, "grpo": {"max_num_steps": 9}}
 
@@ -20,7 +19,7 @@ def finished_run(tmp_path: Path) -> Path:
     folder = enter(tmp_path / "run", tmp_path, SFT)
     save(Checkpoints(folder, None, True), 100, {}, None, write)
     (folder / "summary.json").write_text("the summary")
-    assert other_length(folder, SFT) == ""
+    assert length_on_resume(folder, SFT) == {}
     return folder
 
 
@@ -29,7 +28,7 @@ def test_a_finished_run_may_be_made_longer(length: dict[str, Any], tmp_path: Pat
     folder = finished_run(tmp_path)
     longer = {**SFT, "sft": {**SFT["sft"], **length}}
     ((key, value),) = length.items()
-    assert other_length(folder, longer) == f"sft.{key} is {SFT['sft'][key]} there, {json.dumps(value)} here"
+    assert length_on_resume(folder, longer) == {f"sft.{key}": value}
     assert enter(None, folder, longer) == tmp_path / "run-2", "without its name it is left alone"
     assert enter(folder, tmp_path, longer) == folder
     assert not (folder / "summary.json").exists()

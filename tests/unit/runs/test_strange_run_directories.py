@@ -15,7 +15,7 @@ from nemo_rl_offload.runs.run_directory import (
     FOLDERS,
     WRITTEN_WHOLE,
     Checkpoints,
-    other_length,
+    length_on_resume,
     read_checkpoint,
 )
 
@@ -61,7 +61,7 @@ def test_strange_things_where_a_run_writes_are_refused_by_name(
         target = "nothing" if kind == "link to nowhere" else "file" if name in FILES else "."
         path.symlink_to(victims / target, target_is_directory=name not in FILES)
     there = sorted(os.listdir(run_dir))
-    other_length(run_dir, CONFIG)  # what the command asks before
+    length_on_resume(run_dir, CONFIG)  # what the command asks before
     with pytest.raises(ConfigError) as caught:
         enter(run_dir, run_dir, CONFIG)
     assert str(caught.value).startswith(f"--run-dir {run_dir}: {name} cannot be used: it is a ")
@@ -90,7 +90,7 @@ def test_a_run_with_checkpoints_and_without_its_configuration_is_refused(text: s
     (run_dir / "config.yaml").unlink()
     if text is not None:
         (run_dir / "config.yaml").write_text(text)
-    other_length(run_dir, config)
+    length_on_resume(run_dir, config)
     with pytest.raises(ConfigError, match=r"config.yaml|of another configuration"):
         enter(run_dir, tmp_path, config)
 

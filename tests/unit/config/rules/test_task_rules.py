@@ -140,6 +140,18 @@ ALGORITHM_CASES = [
         "grpo.advantage_clip_low=null",
     ),
     (
+        "grpo.max_num_steps=9 logger.profile.steps=[3,10]",
+        "logger.profile.steps",
+        "step 10 is never taken, for grpo.max_num_steps is 9",
+        "logger.profile.steps=[3,9]",
+    ),
+    (
+        "logger.profile.all_ranks=true",
+        "logger.profile.all_ranks",
+        "records nothing without logger.profile.steps",
+        "logger.profile.steps=[3]",
+    ),
+    (
         "grpo.stop_at_validation_metric=accuracy",
         "grpo.stop_at_validation_metric",
         "has no effect without grpo.stop_at_validation_threshold",

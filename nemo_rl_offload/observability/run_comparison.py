@@ -1,0 +1,116 @@
+"""Several runs beside each other: `nemo-rl-offload report A B C`, as tables of 80 columns or as a page."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from statistics import median
+
+from rich.table import Table
+
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.observability.html_report import NOT_SHOWN_THEN, Curves, read_curves
+from nemo_rl_offload.observability.page import framed
+from nemo_rl_offload.observability.svg import line_chart
+from nemo_rl_offload.runs.comparison import leaves
+from nemo_rl_offload.runs.run_directory import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+from nemo_rl_offload.runs.run_files import Summary, read_config_text, read_json
+from nemo_rl_offload.specs.documents import read_yaml
+from nemo_rl_offload.units import human_bytes
+
+BESIDE = 3
+"""Runs in a table of 80 columns."""
+DIFFERING_KEYS = 30
+DRAWN = ("loss", "reward", "accuracy", "grad_norm", "lr", "tokens_per_s")
+
+
+class Run:
+    """What is compared of a run. Raises ConfigError as the report of one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        _, self.algorithm = read_config_text(folder / CONFIG_FILE)
+        self.config = {path: str(value) for path, value in leaves(read_yaml(folder / CONFIG_FILE)).items()}
+        self.curves: Curves = read_curves(folder / METRICS_FILE)
+        if not self.curves:
+            raise ConfigError(f"{folder}: the run has logged nothing yet.")
+        self.summary = read_json(folder / SUMMARY_FILE, Summary, NOT_SHOWN_THEN)
+
+    def figures(self) -> dict[str, str]:
+        """By what they are."""
+        steps = [step for lines in self.curves.values() for line in lines.values() for step, _ in line]
+        found = {"algorithm": self.algorithm, "steps": f"{max(steps):g}"}
+        found["state"] = "finished" if self.summary else "not finished"
+        for name in ("accuracy", "reward", "loss"):
+            for prefix in ("validation", "train"):
+                if values := [value for _, value in self.curves.get(name, {}).get(prefix, [])]:
+                    found[f"{prefix} {name}"] = f"{values[0]:.3g} to {values[-1]:.3g}"
+                    if prefix == "validation":
+                        best = min(values) if name == "loss" else max(values)
+                        found[f"best validation {name}"] = f"{best:.3g}"
+        for name, what, show in (
+            ("tokens_per_s", "tokens/s", "{:,.0f}".format),
+            ("timing/step_s", "seconds a step", "{:.3g}".format),
+            ("memory/peak_device_bytes", "peak device memory", human_bytes),
+            ("offloaded_bytes", "offloaded a step", human_bytes),
+        ):
+            if values := [value for _, value in self.curves.get(name, {}).get("train", [])]:
+                found[what] = show(max(values) if "peak" in name else median(values))
+        return found
+
+
+def rows_of(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Figures and keys that differ, by what they are; one text for each run."""
+    figures = [run.figures() for run in runs]
+    names = list(dict.fromkeys(name for each in figures for name in each))
+    rows = {name: [each.get(name, "-") for each in figures] for name in names}
+    keys = sorted({key for run in runs for key in run.config})
+    differing = [key for key in keys if len({run.config.get(key) for run in runs}) > 1]
+    rows |= {key: [run.config.get(key, "absent") for run in runs] for key in differing[:DIFFERING_KEYS]}
+    if (more := len(differing) - DIFFERING_KEYS) > 0:
+        rows[f"and {more} more keys"] = ["" for _ in runs]
+    return rows
+
+
+def letters(runs: Sequence[Run]) -> list[str]:
+    """What each run is called in the tables."""
+    return [chr(ord("A") + number) if number < 26 else f"R{number + 1}" for number in range(len(runs))]
+
+
+def tables(runs: Sequence[Run]) -> Iterator[Table]:
+    """Tables of 80 columns with some runs each."""
+    rows = rows_of(runs)
+    for start in range(0, len(runs), BESIDE):
+        part = slice(start, start + BESIDE)
+        table = Table(width=80)
+        table.add_column("", overflow="fold", ratio=3)
+        for name in letters(runs)[part]:
+            table.add_column(name, overflow="fold", ratio=2)
+        for what, values in rows.items():
+            table.add_row(what, *values[part])
+        yield table
+
+
+def page(runs: Sequence[Run], *, script: str = "") -> str:
+    """The same as a page, with the runs' curves over each other."""
+    return framed(f"{len(runs)} runs", _body(runs), script=script)
+
+
+def _body(runs: Sequence[Run]) -> Iterator[str]:
+    named = dict(zip(letters(runs), runs, strict=True))
+    yield "<ul>" + "".join(f"<li>{name}: {escape(str(run.folder))}</li>" for name, run in named.items()) + "</ul>"
+    head = "".join(f"<th>{name}</th>" for name in named)
+    yield f"<div class='wide'><table><tr><th></th>{head}</tr>"
+    for what, values in rows_of(runs).items():
+        cells = "".join(f"<td>{escape(value)}</td>" for value in values)
+        yield f"<tr><td>{escape(what)}</td>{cells}</tr>"
+    yield "</table></div><h2>Curves</h2><div class='charts'>"
+    for prefix in ("validation", "train"):
+        for name in DRAWN:
+            if lines := _lines(named, name, prefix):
+                yield f"<figure><h3>{prefix} {name}</h3>{line_chart(lines, 'step')}</figure>"
+    yield "</div>"
+
+
+def _lines(named: Mapping[str, Run], name: str, prefix: str) -> dict[str, list[tuple[float, float]]]:
+    found = {letter: run.curves.get(name, {}).get(prefix, []) for letter, run in named.items()}
+    return {letter: line for letter, line in found.items() if line}

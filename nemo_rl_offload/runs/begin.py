@@ -1,0 +1,96 @@
+"""Which checkpoint a command means, and whether a new run can begin with it: `run --from-checkpoint`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_rl_offload.config.algorithms import ALGORITHMS
+from nemo_rl_offload.errors import CheckpointError, ConfigError
+from nemo_rl_offload.runs.comparison import differences, leaves
+from nemo_rl_offload.runs.origin import Origin, origin_of
+from nemo_rl_offload.runs.plain_files import why_no_folder
+from nemo_rl_offload.runs.run_directory import CHECKPOINTS, CONFIG_FILE, loop_state, read_checkpoint, steps_in
+from nemo_rl_offload.specs.documents import DocumentError, read_yaml
+
+_ORDER = ("algorithm", "data.train", "data.shuffle", "env.reasoning_gym.task", "env.reasoning_gym.params")
+"""Keys that decide which problem stands at which place."""
+_ORDER_OF_RECORDS = (
+    *("data.validation", "data.on_bad_line", "data.add_bos", "data.add_eos", "data.prompt_template"),
+    *("policy.train_global_batch_size", "policy.max_total_sequence_length", "policy.tokenizer"),
+)
+"""The same of given answers, where records are left out, and places counted in batches."""
+_OPTIMIZER = "policy.megatron_cfg.optimizer"
+_OF_THE_STATE = tuple(
+    f"{_OPTIMIZER}.{key}" for key in ("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
+)
+"""Keys whose values come with an optimizer's state."""
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Path]:
+    """The run directory and the checkpoint's folder that `RUN_DIR/step_N` or `RUN_DIR/checkpoints/step_N` names.
+
+    Raises:
+        CheckpointError: there is none, and the message lists those that there are; or it is reached by a link below
+            the run directory.
+    """
+    run_dir = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+    folder = run_dir / CHECKPOINTS / path.name
+    if folder.is_dir() and path.name.startswith("step_"):
+        for place in (run_dir / CHECKPOINTS, folder):
+            if what := why_no_folder(place):
+                raise CheckpointError(f"{place} cannot be used: {what}. Name the run directory that it leads to.")
+        return run_dir, folder
+    if own := steps_in(path / CHECKPOINTS):
+        steps = ", ".join(f"step_{step}" for step in own)
+        raise CheckpointError(f"{path}: is a run, with {steps}. Give one of them, such as {path}/step_{own[-1]}.")
+    there = ", ".join(f"step_{step}" for step in steps_in(run_dir / CHECKPOINTS))
+    raise CheckpointError(
+        f"{path}: there is no such checkpoint. "
+        + (f"{run_dir} has: {there}." if there else "Give RUN_DIR/step_N of a run that has written checkpoints.")
+    )
+
+
+def begin_from(checkpoint: Path, config: Mapping[str, object], *, weights_only: bool) -> Origin:
+    """Where a new run of this configuration begins that takes over a checkpoint, or its weights alone.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: the configuration cannot go on from there; the message names the keys.
+    """
+    run_dir, folder = find_checkpoint(checkpoint)
+    found = read_checkpoint(folder)
+    if weights_only:
+        return origin_of(folder, "weights")
+    loop_state(found)
+    alternative = "or take its weights alone: --weights-only"
+    try:
+        saved = read_yaml(run_dir / CONFIG_FILE, follows_links=False)
+    except (OSError, DocumentError) as error:
+        raise ConfigError(
+            f"--from-checkpoint {checkpoint}: {run_dir / CONFIG_FILE} cannot be read, so that it is not known of which "
+            f"data its place is. Restore it, {alternative}."
+        ) from error
+    there, here = (_that_must_be_the_same(each) for each in (saved, config))
+    if changed := differences(there, here).told:
+        raise ConfigError(
+            f"--from-checkpoint {checkpoint}: its place in the data, or its optimizer's state, is of another "
+            f"configuration ({changed}). Give the same, {alternative}."
+        )
+    num_steps, step = f"{config['algorithm']}.max_num_steps", found.state["step"]
+    most = leaves(config)[num_steps]
+    if isinstance(most, int) and most <= step:
+        raise ConfigError(
+            f"{num_steps}: {most} steps are taken already at {checkpoint}. Give more than {step}, {alternative}."
+        )
+    return origin_of(folder, "everything")
+
+
+def _that_must_be_the_same(config: Mapping[str, object]) -> dict[str, object]:
+    algorithm = str(config.get("algorithm"))
+    paths = (*_ORDER, f"{algorithm}.seed", *_OF_THE_STATE)
+    if algorithm in ALGORITHMS and not ALGORITHMS[algorithm].generates:
+        paths += _ORDER_OF_RECORDS
+    return {
+        path: value
+        for path, value in leaves(config).items()
+        if any(f"{path}.".startswith(f"{each}.") for each in paths)
+    }

@@ -1,0 +1,41 @@
+"""Several runs beside each other: their figures, and what they have otherwise."""
+
+from pathlib import Path
+
+import pytest
+from run_dirs import make_run
+
+from nemo_rl_offload.cli import command_line
+from nemo_rl_offload.observability.run_comparison import Run, page, rows_of
+
+
+def test_figures_and_keys_that_differ(tmp_path: Path) -> None:
+    runs = [Run(make_run(tmp_path / "a")), Run(make_run(tmp_path / "b", 2, lr=0.5))]
+    rows = rows_of(runs)
+    assert rows["steps"] == ["3", "2"]
+    assert rows["validation accuracy"] == ["0.1 to 0.3", "0.1 to 0.2"]
+    assert rows["best validation accuracy"] == ["0.3", "0.2"]
+    assert rows["train loss"] == ["1 to 0.333", "1 to 0.5"]
+    assert rows["policy.lr"] == ["1e-05", "0.5"]
+    assert "grpo.seed" not in rows
+    assert "<polyline" in page(runs)
+
+
+@pytest.mark.parametrize("num_runs", [2, 3, 5])
+def test_tables_fit_80_columns(num_runs: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [str(make_run(tmp_path / f"run{number}", number + 1, lr=number)) for number in range(num_runs)]
+    assert command_line.main(["report", *folders, "--out", str(tmp_path / "page.html")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if folders[-1] in line] == [f"{'ABCDE'[num_runs - 1]}: {folders[-1]}"]
+    drawn = [line for line in lines if line.startswith(("│", "┃", "┏", "└"))]
+    assert {len(line) for line in drawn} == {80}
+    assert sum(line.startswith("┏") for line in drawn) == -(-num_runs // 3)
+    assert (tmp_path / "page.html").read_text().count("<th>") == num_runs + 1
+
+
+def test_a_page_takes_no_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    assert command_line.main(["report", str(a), str(b), "--out", str(b / "metrics.jsonl")]) == 2
+    assert "belongs to a run" in capsys.readouterr().err
+    assert command_line.main(["report", str(a), str(tmp_path / "c")]) == 2
+    assert "c/config.yaml: cannot be read" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""A new run begins with another one's checkpoint, where that has a meaning for it."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import enter, save, write
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.errors import CheckpointError, ConfigError
+from nemo_rl_offload.runs.begin import begin_from
+from nemo_rl_offload.runs.origin import origin_of, read_origin
+from nemo_rl_offload.runs.run_directory import Checkpoints, open_run_directory
+
+STATE = {
+    "data": {"epoch": 0, "position": 5},
+    "validation": {"first": None, "last": None},
+    "train": {},
+    "validation_metrics": {},
+    "num_skipped": 0,
+}
+CHANGES = {
+    "sft": {
+        "policy.megatron_cfg.optimizer.lr": None,
+        "sft.val_period": None,
+        "policy.train_micro_batch_size": None,
+        "policy.train_global_batch_size": "its place in the data",
+        "data.train.path": "its place in the data",
+        "sft.seed": "its place in the data",
+        "policy.megatron_cfg.optimizer.adam_beta1": "its optimizer's state",
+        "algorithm": "its place in the data",
+    },
+    "grpo": {
+        "loss_fn.ratio_clip_max": None,
+        "policy.generation.temperature": None,
+        "policy.train_global_batch_size": None,
+        "env.reasoning_gym.task": "its place in the data",
+        "data.train.seed": "its place in the data",
+    },
+}
+
+
+def make(tmp_path: Path, algorithm: str) -> tuple[Path, Any]:
+    """A run with a checkpoint of step 5, and its configuration."""
+    config = load_config(PROJECT_ROOT / f"examples/configs/{algorithm}_tiny.yaml", [f"{algorithm}.max_num_steps=9"])
+    folder = enter(tmp_path / "first", tmp_path, config)
+    save(Checkpoints(folder, None, True), 5, STATE, None, write)
+    return folder, config
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "path", "said"), [(name, *each) for name, some in CHANGES.items() for each in some.items()]
+)
+def test_what_a_run_that_takes_over_everything_may_have_otherwise(
+    algorithm: str, path: str, said: str | None, tmp_path: Path
+) -> None:
+    run_dir, config = make(tmp_path, algorithm)
+    other = copy.deepcopy(config)
+    *sections, key = path.split(".")
+    node = other
+    for section in sections:
+        node = node[section]
+    node[key] = "dpo" if key == "algorithm" else "something else"
+    if said is None:
+        origin = begin_from(run_dir / "step_5", other, weights_only=False)
+        assert origin == {
+            "checkpoint": str(run_dir / "checkpoints" / "step_5"),
+            "takes": "everything",
+            "start_weights": None,
+        }
+    else:
+        with pytest.raises(ConfigError, match=f"{said}.*{path} is .* there.*--weights-only"):
+            begin_from(run_dir / "step_5", other, weights_only=False)
+    assert begin_from(run_dir / "step_5", other, weights_only=True)["takes"] == "weights"
+
+
+def test_a_run_that_would_take_no_step_is_refused(tmp_path: Path) -> None:
+    run_dir, config = make(tmp_path, "sft")
+    config["sft"]["max_num_steps"] = 5
+    with pytest.raises(ConfigError, match=r"^sft.max_num_steps: 5 steps are taken already .* Give more than 5"):
+        begin_from(run_dir / "step_5", config, weights_only=False)
+    begin_from(run_dir / "step_5", config, weights_only=True)
+
+
+def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
+    run_dir, config = make(tmp_path, "sft")
+    with pytest.raises(CheckpointError, match=r"there is no such checkpoint\. .* has: step_5"):
+        begin_from(run_dir / "step_6", config, weights_only=True)
+    with pytest.raises(CheckpointError, match="is a run, with step_5"):
+        begin_from(run_dir, config, weights_only=True)
+    (run_dir / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):
+        begin_from(run_dir / "step_5", config, weights_only=False)
+    (run_dir / "checkpoints/step_5/policy/weights").write_text("")
+    with pytest.raises(CheckpointError, match="damaged"):
+        begin_from(run_dir / "step_5", config, weights_only=True)
+
+
+def test_start_weights_stay_those_of_the_first_run(tmp_path: Path) -> None:
+    run_dir, config = make(tmp_path, "grpo")
+    weights = begin_from(run_dir / "step_5", config, weights_only=True)
+    with open_run_directory(tmp_path / "second", tmp_path, config, origin=weights) as second:
+        save(Checkpoints(second, None, True), 7, STATE, None, write)
+    third = begin_from(second / "step_7", config, weights_only=False)
+    assert third["start_weights"] == weights["start_weights"] == str(run_dir / "checkpoints" / "step_5")
+    assert third["checkpoint"] == str(second / "checkpoints" / "step_7")
+
+
+def test_a_run_keeps_its_origin(tmp_path: Path) -> None:
+    run_dir, config = make(tmp_path, "grpo")
+    weights, everything = (origin_of(run_dir / "checkpoints" / "step_5", takes) for takes in ("weights", "everything"))
+
+    def enter_from(folder: Path | None, origin: Any) -> Path:
+        with open_run_directory(folder, tmp_path / "new", config, origin=origin) as entered:
+            return entered
+
+    new = enter_from(tmp_path / "new", weights)
+    assert read_origin(new) == weights
+    assert enter_from(new, everything) == new, "nothing was trained"
+    enter_from(new, weights)
+    save(Checkpoints(new, None, True), 2, STATE, None, write)
+    assert enter_from(new, weights) == new
+    assert enter_from(new, None) == new, "the same command goes on, and so does one without the origin"
+    assert read_origin(new) == weights
+    with pytest.raises(
+        ConfigError, match=r'--from-checkpoint is ".*step_5 \(weights\)" there, .* \(everything\)" here'
+    ):
+        enter_from(new, everything)
+    with pytest.raises(ConfigError, match=r"--from-checkpoint is absent there"):
+        enter_from(run_dir, weights)
+    assert enter_from(None, weights) == new
+    assert enter_from(None, everything) == tmp_path / "new-2"
+    (new / "origin.json").write_text(json.dumps({"checkpoint": 1}))
+    with pytest.raises(ConfigError, match=r"origin\.json: is damaged"):
+        read_origin(new)
