@@ -1,17 +1,11 @@
-"""Megatron-Core's own offload engine where Megatron's modules look theirs up, in turn with this project's.
-
-Import this before an engine of this project is put in its place.
-"""
+"""Megatron-Core's own offload engine where Megatron's modules look theirs up, in turn with this project's."""
 
 import os
 
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 
-from nemo_rl_offload.adapters.megatron_core.interface import bind_interface, bound_interface
+from nemo_rl_offload.adapters.megatron_core.interface import MEGATRONS_INTERFACE, bind_interface
 from nemo_rl_offload.megatron.build.bridge import have_transformer_engine
-
-_MEGATRONS = bound_interface()
-assert _MEGATRONS.__module__ == megatron_offload.__name__, "import this before an engine is put in its place"
 
 
 def bind_megatrons_engine() -> None:
@@ -19,7 +13,7 @@ def bind_megatrons_engine() -> None:
     if not have_transformer_engine():
         raise ImportError("Megatron-Core's engine needs Transformer Engine")
     assert os.environ.get("NVTE_CPU_OFFLOAD_V1") == "1", "Megatron-Core's engine needs it"
-    bind_interface(_MEGATRONS)
+    bind_interface(MEGATRONS_INTERFACE)
 
 
 def forget_megatrons_steps() -> None:

@@ -1,17 +1,20 @@
 """Which calls of a model a listed name stands for.
 
 An entry is a path of a module, where `*` stands for any part of one step and `**` for any number of steps, or one of
-Megatron's names. Names are resolved in decoder layers of transformers' usual shape (Llama, Mistral, Qwen2, Qwen3,
-Qwen3-MoE, Gemma 1 to 3, and whatever else has it):
+Megatron's names. Names are resolved in layers of transformers' usual shapes, a norm before each of two parts:
 
-    input_layernorm
-    self_attn: q_proj, k_proj, v_proj, o_proj
-    post_attention_layernorm or, beside it, pre_feedforward_layernorm
-    mlp: gate_proj, up_proj, down_proj, or experts in one module
+    tokens are mixed:   attention (Llama, Mistral, Qwen, Gemma, gpt-oss, CLIP, SigLIP, ...),
+                        a gated delta net (Qwen3-Next, Qwen3.5), Mamba-2 (Bamba, Nemotron-H)
+    then each by itself: a dense MLP, or experts in one module
+
+A layer of Nemotron-H or Mamba-2 has one of the two. Of a delta net or Mamba-2, `qkv_linear` is the projection into it,
+`core_attn` all between its projections, and `attn_proj` the projection out of it.
+
+A part that `checkpoint_wrapper` wraps is found by the path that it has without.
 
 What Megatron opens inside a fused function lies here between two submodules: attention proper from the projections to
-`o_proj`, the activation from `gate_proj` and `up_proj` to `down_proj`. Experts are one function; its only seam is
-`_apply_gate`, a method that all of transformers' implementations call except `eager`.
+the one out of it, the activation from `gate_proj` and `up_proj` to `down_proj`. Experts are one function; its only seam
+is `_apply_gate`, a method that all of transformers' implementations call except `eager`.
 """
 
 import re
@@ -26,11 +29,37 @@ from nemo_rl_offload.errors import ConfigError, nearest
 NAMES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "expert_fc1", "moe_act")
 """Megatron's names that can be resolved."""
 
-_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_LAYER = ("input_layernorm", *_PROJECTIONS, "self_attn.o_proj", "post_attention_layernorm", "mlp")
-_GATES = ("mlp.gate_proj", "mlp.up_proj")
-_EXPERTS = "mlp.experts"
+_NORMS = ("input_layernorm", "layer_norm1", "norm1", "norm")
+_MIXERS = (
+    ("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj"),
+    ("self_attn", ("q_proj", "k_proj", "v_proj"), "out_proj"),
+    ("attn", ("qkv",), "proj"),
+    ("linear_attn", ("in_proj_qkvz", "in_proj_ba"), "out_proj"),
+    ("linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"),
+    ("mamba", ("in_proj",), "out_proj"),
+    ("mixer", ("in_proj",), "out_proj"),
+    ("mixer", ("q_proj", "k_proj", "v_proj"), "o_proj"),
+)
+"""Modules that mix tokens, the projections into each, and the one out of it."""
+_MLP_NORMS = (
+    *("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm", "post_attention_layernorm"),
+    *("layer_norm2", "norm2"),
+)
+_MLPS = tuple(
+    (container, gates, end)
+    for container in ("mlp", "feed_forward", "mixer")
+    for gates, end in (
+        (("gate_proj", "up_proj"), "down_proj"),
+        (("fc1",), "fc2"),
+        (("linear_fc1",), "linear_fc2"),
+        (("up_proj",), "down_proj"),
+    )
+)
+"""Dense MLPs, in the same way."""
+_EXPERTS = ("mlp.experts", "feed_forward.experts", "mixer.experts")
 _GATE_METHOD = "_apply_gate"
+_WRAPPED = "_checkpoint_wrapped_module"
+"""Of `torch.distributed.algorithms._checkpoint`."""
 
 _NEEDS = {
     "mlp_fc1": "no layer has a dense MLP (mlp.gate_proj, mlp.up_proj); name expert_fc1 for experts",
@@ -67,8 +96,8 @@ def resolve(model: nn.Module, entries: Sequence[str]) -> list[Target]:
     matches nothing, one that has no seam in this model, one listed twice, one inside of compiled code."""
     if isinstance(entries, str) or not entries or not all(isinstance(entry, str) for entry in entries):
         raise ConfigError(f"modules={entries!r}: give a list with at least one name, like ['core_attn', 'mlp_norm']")
-    modules = dict(model.named_modules())
-    layers = [path for path in modules if all(_join(path, child) in modules for child in _LAYER)]
+    modules = _modules(model)
+    layers = _layers(modules)
     targets: list[Target] = []
     listed: dict[Target, str] = {}
     problems: list[str] = []
@@ -86,8 +115,8 @@ def resolve(model: nn.Module, entries: Sequence[str]) -> list[Target]:
 
 def names_in(model: nn.Module) -> list[str]:
     """Those of `NAMES` that this model has. Raises ConfigError when there is none."""
-    modules = dict(model.named_modules())
-    layers = [path for path in modules if all(_join(path, child) in modules for child in _LAYER)]
+    modules = _modules(model)
+    layers = _layers(modules)
     found = {name: _by_name(name, modules, layers) for name in NAMES}
     names = [name for name, targets in found.items() if targets and not _why_not(name, targets, {}, modules)]
     if not names:
@@ -95,45 +124,86 @@ def names_in(model: nn.Module) -> list[str]:
     return names
 
 
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """By path; what is inside of a wrapper also by its path without the wrapper's step."""
+    modules = dict(model.named_modules())
+    for path, module in list(modules.items()):
+        modules.setdefault(path.replace(f".{_WRAPPED}", ""), module)
+    return modules
+
+
 def _by_path(entry: str, modules: dict[str, nn.Module]) -> list[Target]:
     if not entry:  # torch's name of the model itself
         return []
     steps = (re.escape(part).replace(r"\*\*", ".*").replace(r"\*", r"[^.]*") for part in entry.split("."))
     pattern = re.compile(r"\.".join(steps))
-    return [Target(entry, Site(path, module)) for path, module in modules.items() if pattern.fullmatch(path)]
+    found = {id(module): Site(path, module) for path, module in modules.items() if pattern.fullmatch(path)}
+    return [Target(entry, site) for site in found.values()]
 
 
 def _by_name(entry: str, modules: dict[str, nn.Module], layers: Iterable[str]) -> list[Target]:
     return [target for layer in layers for target in _in_layer(entry, modules, layer)]
 
 
+def _layers(modules: dict[str, nn.Module]) -> list[str]:
+    """Paths of the modules that have a norm and a part after it."""
+    return [
+        path for path in modules if _first(modules, path, _NORMS) and (_mixer(modules, path) or _mlp(modules, path))
+    ]
+
+
+def _mixer(modules: dict[str, nn.Module], layer: str) -> list[Site]:
+    """The module that mixes tokens, the projections into it, the one out of it; nothing where there is none."""
+    return _part(modules, layer, _MIXERS)
+
+
+def _mlp(modules: dict[str, nn.Module], layer: str) -> list[Site]:
+    """The same of a dense MLP."""
+    return _part(modules, layer, _MLPS)
+
+
+def _part(modules: dict[str, nn.Module], layer: str, kinds: Iterable[tuple[str, tuple[str, ...], str]]) -> list[Site]:
+    for container, projections, end in kinds:
+        paths = [_join(layer, container), *(_join(layer, f"{container}.{child}") for child in (*projections, end))]
+        if all(path in modules for path in paths):
+            return [Site(path, modules[path]) for path in paths]
+    return []
+
+
+def _first(modules: dict[str, nn.Module], layer: str, children: Iterable[str]) -> list[Site]:
+    paths = (_join(layer, child) for child in children)
+    return [Site(path, modules[path]) for path in paths if path in modules][:1]
+
+
 def _in_layer(entry: str, modules: dict[str, nn.Module], layer: str) -> list[Target]:
-    def sites(*children: str) -> list[Site]:
-        paths = [_join(layer, child) for child in children]
-        return [Site(path, modules[path]) for path in paths] if all(path in modules for path in paths) else []
-
-    def between(container: str, without: tuple[str, ...], end: str) -> list[Target]:
-        found = sites(container, *without, end)
-        return [Target(entry, found[0], tuple(found[1:-1]), found[-1])] if found else []
-
+    mixer, mlp = _mixer(modules, layer), _mlp(modules, layer)
+    experts = _first(modules, layer, _EXPERTS)
     match entry:
         case "attn_norm":
-            found = sites("input_layernorm")
+            found = _first(modules, layer, _NORMS) if mixer else []
         case "qkv_linear":
-            found = sites(*_PROJECTIONS)
+            found = mixer[1:-1]
         case "core_attn":
-            return between("self_attn", _PROJECTIONS, "self_attn.o_proj")
+            return _between(entry, mixer)
         case "attn_proj":
-            found = sites("self_attn.o_proj")
+            found = mixer[-1:]
         case "mlp_norm":
-            found = sites("pre_feedforward_layernorm") or sites("post_attention_layernorm")
+            found = _first(modules, layer, _MLP_NORMS if mixer else _NORMS)
         case "mlp_fc1":
-            found = sites(*_GATES)
+            found = mlp[1:-1]
         case "mlp_act":
-            return between("mlp", _GATES, "mlp.down_proj")
+            return _between(entry, mlp)
         case _:
-            return [target for experts in sites(_EXPERTS) for target in _in_experts(entry, experts)]
+            return [target for site in experts for target in _in_experts(entry, site)]
     return [Target(entry, site) for site in found]
+
+
+def _between(entry: str, part: list[Site]) -> list[Target]:
+    """All of a part but the projections into it, as far as the one out of it."""
+    if not part:
+        return []
+    whole = part[0]._replace(module=getattr(part[0].module, _WRAPPED, part[0].module))
+    return [Target(entry, whole, tuple(part[1:-1]), part[-1])]
 
 
 def _in_experts(entry: str, experts: Site) -> list[Target]:
@@ -146,7 +216,8 @@ def _in_experts(entry: str, experts: Site) -> list[Target]:
 def _why_none(entry: str, modules: dict[str, nn.Module], layers: Sequence[str]) -> str:
     if entry in NAMES and not layers:
         return (
-            "this model has no decoder layers with self_attn.q_proj, k_proj, v_proj and o_proj between two norms. "
+            "this model has no decoder layers with self_attn.q_proj, k_proj, v_proj and o_proj between two norms, nor "
+            "any other that is known. "
             "Give paths of modules instead, like 'encoder.layers.*'"
         )
     if entry in NAMES:

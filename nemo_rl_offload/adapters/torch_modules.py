@@ -13,6 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -181,11 +182,19 @@ class ActivationOffload:
                 "no such module was called. Either the model was not, or all of it is inside of compiled code "
                 "(compile the modules that you list, or less)."
             )
+        if usage.unknown_output is not None:
+            return (
+                f"it returned a {usage.unknown_output} in which no tensor that needs a gradient was found. Tensors are "
+                "looked for in tuples, lists, dicts and dataclasses, and in what torch.utils._pytree knows."
+            )
         if not usage.called_in_forward and usage.called_in_backward:
             return (
                 "gradient checkpointing with use_reentrant=True recomputes it just before its backward. List the "
                 "checkpointed layers themselves, or set use_reentrant=False."
             )
+        if usage.called_in_forward and entry in self._engine.kept_types:
+            kind = self._engine.kept_types[entry]
+            return f"what it saved is a {kind}, and only plain tensors are moved. List parts that compute without it."
         if usage.called_in_forward:
             return (
                 f"it saved no tensor of at least min_tensor_bytes={self._min_tensor_bytes} that is not a parameter "
@@ -200,6 +209,8 @@ class _Usage:
     called = False
     called_in_forward = False
     called_in_backward = False
+    unknown_output: str | None = None
+    """Type of what it returned, where it saved tensors and no tensor was found in that."""
 
 
 class _Open:
@@ -236,6 +247,11 @@ class _Span:
         self._usage.called = True
         if not torch.is_grad_enabled():
             return None
+        if (transform := _transform()) is not None:
+            raise ConfigError(
+                f"{self._target.site.path}: called inside of {transform}, which has no hooks for saved tensors. End "
+                "offloading before (close), or use loss.backward() or torch.autograd.grad instead."
+            )
         if torch._C._current_graph_task_id() == -1:
             self._usage.called_in_forward = True
         else:
@@ -257,6 +273,8 @@ class _Span:
         tensor = _first_differentiable(output)
         if tensor is not None:
             self.engine.commit(region, tensor, later=[tensor] if later else [])
+        elif region._slots:
+            self._usage.unknown_output = type(output).__name__
 
     def current(self) -> _Open | None:
         """The innermost call in this thread."""
@@ -341,7 +359,21 @@ class _Finish:
 def _first_differentiable(output: object) -> Tensor | None:
     if isinstance(output, Tensor):
         return output if output.grad_fn is not None else None
-    return next((leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None), None)
+    return next((tensor for tensor in _tensors(output) if tensor.grad_fn is not None), None)
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    for leaf in tree_iter(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def _transform() -> str | None:
+    """torch.func's innermost transform that is being run."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return None if interpreter is None else f"torch.func.{interpreter.key().name.lower()}"
 
 
 def _is_trained(module: nn.Module) -> bool:

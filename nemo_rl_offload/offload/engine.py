@@ -100,6 +100,8 @@ class Region(HookedRegion):
             remove_left_hooks()
             return self._keep(tensor)
         if type(tensor) is not Tensor or tensor.device != engine.device:
+            if type(tensor) not in (Tensor, Parameter):
+                engine.kept_types[self.module] = type(tensor).__name__
             return self._keep(tensor)
         with engine._changes.lock:
             assert not engine._closed, "the offload engine is closed"
@@ -208,6 +210,8 @@ class OffloadEngine:
         self._prefetch = Prefetch(self._order, self._timing, self._copies, max_prefetch_bytes)
         self._steps_are_told = steps_are_told
         self._closed = False
+        self.kept_types: dict[str, str] = {}
+        """By module: a subclass of tensors that it saved, which are never moved."""
 
     def region(self, module: str, layer: int | str) -> Region:
         """A region to enter around `module`'s computation, then to `commit`. Without grad it does nothing."""

@@ -29,9 +29,9 @@ class OffloadOptions:
         ConfigError: a size is no number of bytes, a fraction is none, or `modules` is neither a sequence nor "auto".
     """
 
-    modules: Sequence[str] | Literal["auto"]
+    modules: Sequence[str] | Literal["auto"] = ()
     """Names that the adapter knows, whose saved tensors are offloaded; auto: what of all of them
-    `gpu_memory_budget_bytes` asks for."""
+    `gpu_memory_budget_bytes` asks for. `megatron_core.install` takes Megatron's `offload_modules` for none."""
     host_memory_budget_bytes: int
     """The most host memory taken; what does not fit stays on the device. `host_memory.host_memory_budget_bytes` makes
     it of "32GiB" or a share of the free memory."""

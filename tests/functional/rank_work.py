@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -453,3 +454,20 @@ def _exported(model: MegatronModel, *, gradients: bool) -> Arrays:
     for weight, data in zip(trained, own, strict=True):
         weight.data = data
     return arrays if torch.distributed.get_rank() == 0 else {}
+
+
+def plain_gpt(changes: dict[str, Any], modules: tuple[str, ...]) -> Any:
+    """Train a program of Megatron's own, without and with offloading."""
+    import plain_gpt
+
+    _leave_groups()
+    outcome = plain_gpt.train(changes, ()), plain_gpt.train(changes, modules)
+    _leave_groups()
+    return outcome
+
+
+def plain_gpt_strictly(changes: dict[str, Any], modules: tuple[str, ...]) -> Any:
+    """The same, where a warning of the engine's is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "offload_modules")
+        return plain_gpt(changes, modules)

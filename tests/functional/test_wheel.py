@@ -1,10 +1,12 @@
 """What is installed from a wheel works without the checkout: it brings the shipped configurations, data and models."""
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,78 @@ def test_a_run_without_any_file_and_its_export(tmp_path: Path, command: Command)
     assert process.stdout == "Wrote model\n"
     assert process.stderr == "", "what other libraries say is kept from the user"
     assert (tmp_path / "model/model.safetensors").is_file()
+
+
+ENGINE_PROGRAM = """
+import sys
+import torch
+from torch import nn
+from nemo_rl_offload import OffloadOptions, offload_activations
+from nemo_rl_offload.offload import HostBackend, OffloadEngine
+
+model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid())
+x = torch.randn(32, 64)
+
+def gradients():
+    model.zero_grad()
+    model(x).sum().backward()
+    return [each.grad.clone() for each in model.parameters()]
+
+expected = gradients()
+with offload_activations(model, ["1", "3"], host_memory_budget="1MiB", min_tensor_bytes=0) as offload:
+    assert all(map(torch.equal, gradients(), expected))
+assert offload.stats().bytes_out == 2 * 32 * 64 * 4
+
+engine = OffloadEngine(HostBackend(), host_memory_budget_bytes=1 << 20, min_tensor_bytes=0)
+hidden = x.clone().requires_grad_() * 1
+with (region := engine.region("part", 0)):
+    output = torch.exp(hidden)
+engine.commit(region, output).sum().backward()
+assert engine.stats().bytes_out == engine.stats().bytes_in == x.nbytes
+engine.close()
+for name in ("megatron", "ray", "transformers", "hydra", "pydantic"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    sys.exit(f"{name} is there")
+try:
+    from nemo_rl_offload.adapters import megatron_core
+    megatron_core.install()
+except ModuleNotFoundError as error:
+    print("missing:", error.name)
+"""
+
+
+def requirements(name: str, found: set[str]) -> set[str]:
+    """Names of a distribution and of all that it requires here."""
+    try:
+        requires = distribution(name).requires or []
+    except PackageNotFoundError:
+        return found
+    found.add(name)
+    for line in requires:
+        needed = re.split(r"[^\w.-]", line)[0]
+        if "extra ==" not in line and needed not in found:
+            requirements(needed, found)
+    return found
+
+
+@pytest.mark.slow
+def test_the_engine_where_there_is_torch_alone(installed: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "site"
+    bare.mkdir()
+    (bare / "nemo_rl_offload").symlink_to(installed)
+    for name in ("torch", "triton", "numpy", "psutil"):
+        for each in requirements(name, set()):
+            files = distribution(each).files or []
+            for top in {file.parts[0] for file in files if ".." not in file.parts}:
+                source = Path(str(distribution(each).locate_file(top)))
+                if source.exists() and not (bare / top).exists():
+                    (bare / top).symlink_to(source)
+    code = f"import sys; sys.path.insert(0, {str(bare)!r})\n" + ENGINE_PROGRAM
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "missing: megatron\n"

@@ -1,4 +1,4 @@
-"""Puts the offload engine into Megatron-Core's layers, in whatever program builds them."""
+"""Builds the offload engine that Megatron-Core's layers use, where a policy says how."""
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from nemo_rl_offload.offload.options import OffloadOptions, build_engine
 from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES
 
 
-def install(options: OffloadOptions | None, arena: HostArena | None = None) -> OffloadEngine | None:
+def install_engine(options: OffloadOptions | None, arena: HostArena | None = None) -> OffloadEngine | None:
     """Build this process's engine and hand it to Megatron's layers; None turns their offloading into a no-op.
 
     Call it before the model is built, in every process. With `modules="auto"` Megatron's `offload_modules` lists all
@@ -27,7 +27,7 @@ def install(options: OffloadOptions | None, arena: HostArena | None = None) -> O
         return None
     backend = make_backend() if arena is None else arena.backend
     engine = build_engine(
-        options, backend, arena=arena, reduce_max_over_ranks=_reduce_max_over_stage, steps_are_told=True
+        options, backend, arena=arena, reduce_max_over_ranks=reduce_max_over_stage, steps_are_told=True
     )
     use_engine(engine, NATIVE_MODULES if options.modules == "auto" else options.modules)
     return engine
@@ -39,7 +39,7 @@ def make_backend() -> Backend:
     return CudaBackend(max_piece_out_bytes=MAX_PIECE_BYTES) if torch.cuda.is_available() else HostBackend()
 
 
-def _reduce_max_over_stage(measured: Measured) -> Measured:
+def reduce_max_over_stage(measured: Measured) -> Measured:
     """Of the data- and tensor-parallel ranks of this pipeline stage, which must plan alike.
 
     As objects, since ranks may have seen different groups; every few steps, behind a synchronization of the device.

@@ -61,6 +61,10 @@ class OffloadInterface:
     _vp_stage: ClassVar[int | None] = None
     _is_replaying: ClassVar[bool] = False
     _delayed: ClassVar[list[Callable[[], object]]] = []
+    opened: ClassVar[set[str]] = set()
+    """Modules that regions were opened of, since the engine was put here."""
+    on_reset: ClassVar[Callable[[], None] | None] = None
+    """Told when a schedule has ended."""
 
     def __init__(self, offload: bool, tensor: Tensor, name: str) -> None:
         # The tensor is only lent: layers keep their manager, which must not keep the activation alive.
@@ -71,6 +75,7 @@ class OffloadInterface:
         if offload and self._enabled and not self._is_inside and self.engine is not None and torch.is_grad_enabled():
             self._region = self.engine.region(name, self._layer())
             self._occurrences[name] += 1
+            self.opened.add(name)
 
     def _layer(self) -> int | str:
         number = self._occurrences[self._name]
@@ -130,6 +135,8 @@ class OffloadInterface:
         cls._delayed.clear()
         if cls.engine is not None:
             cls.engine.end_step()
+        if cls.on_reset is not None:
+            cls.on_reset()
 
     @classmethod
     def reset_instance(cls) -> None:
@@ -244,13 +251,22 @@ def bound_interface() -> Any:
     return getattr(megatron_offload, _CLASS_NAME)
 
 
+MEGATRONS_INTERFACE = bound_interface()
+"""Megatron-Core's own class."""
+_ASKED_FOR = ("OffloadInterface", "MEGATRONS_INTERFACE")
+
+
 def bind_interface(interface: Any) -> None:
-    """Let Megatron's modules open regions with this class, wherever one of them has the present one's name."""
+    """Let modules open regions with this class: Megatron's and whoever else has imported the present one from there.
+
+    A module that has a class by the name that it has here has asked for it, and keeps it.
+    """
     current = bound_interface()
     for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and module is not None:
+        if isinstance(module, types.ModuleType) and not name.startswith("nemo_rl_offload."):
             for attribute in [key for key, value in vars(module).items() if value is current]:
-                setattr(module, attribute, interface)
+                if attribute not in _ASKED_FOR:
+                    setattr(module, attribute, interface)
 
 
 def use_engine(engine: OffloadEngine | None, modules: Iterable[str] = ()) -> None:
@@ -264,7 +280,19 @@ def use_engine(engine: OffloadEngine | None, modules: Iterable[str] = ()) -> Non
             module.tensor_parallel = _OffloadedCheckpoints(lambda _: "attn_norm")
         transformer_layer.tensor_parallel = _OffloadedCheckpoints(_input_of_mlp)
     OffloadInterface.engine, OffloadInterface.modules = engine, frozenset(modules)
+    OffloadInterface.on_reset = None
+    OffloadInterface.opened.clear()
     bypass_copy_engine(engine is not None and engine.device.type == "cuda")
+
+
+def restore_megatrons() -> None:
+    """Let Megatron's modules use Megatron's engine again. Layers that were built before keep this class, without an
+    engine."""
+    use_engine(None)
+    OffloadInterface.reset_instance()
+    bind_interface(MEGATRONS_INTERFACE)
+    for module in (recompute, multi_token_prediction, transformer_layer):
+        module.tensor_parallel = tensor_parallel
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from megatron.core import parallel_state
 
-from nemo_rl_offload.adapters.megatron_core.installation import install, make_backend
+from nemo_rl_offload.adapters.megatron_core.installation import install_engine, make_backend
 from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.engine import OffloadEngine
@@ -26,8 +26,10 @@ def install_offloading(policy: PolicyConfig, arena: HostArena | None = None) -> 
     """
     activations = resolve_activations(policy["megatron_cfg"])
     if not activations.offloads:
-        return install(None)
-    return install(_options(activations, policy["megatron_cfg"]), arena) if activations.is_native else None
+        return install_engine(None)
+    if not activations.is_native:
+        return None
+    return install_engine(_options(activations, policy["megatron_cfg"]), arena)
 
 
 def _options(activations: ResolvedActivations, megatron_cfg: MegatronConfig) -> OffloadOptions:

@@ -1,0 +1,222 @@
+"""The engine in a program that drives Megatron-Core itself: Megatron-LM, Megatron-Bridge, NeMo-RL.
+
+Megatron's configuration says all that it can say of offloading, and is read where Megatron reads it, when a model
+chunk's forward begins: `GPTModel.preprocess_for_fine_grained_offloading`, and the same of `HybridModel`. The engine is
+built there, at the first forward, since a program installs it before it knows its device (a hook of Ray's workers runs
+before everything else). What Megatron accepts and this engine does not do is refused at the same place.
+
+Rejected: to build the engine in `install`. It would open a CUDA context on device 0 of every process of a node.
+
+Limit: one engine, and so one set of Megatron's knobs, for all models in a process that train.
+"""
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar
+
+import megatron.core
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_rl_offload.adapters.megatron_core.installation import make_backend, reduce_max_over_stage
+from nemo_rl_offload.adapters.megatron_core.interface import OffloadInterface, restore_megatrons, use_engine
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.offload.engine import OffloadEngine
+from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
+from nemo_rl_offload.offload.options import OffloadOptions, build_engine
+from nemo_rl_offload.offload.stats import OffloadStats
+from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES, discarded_by_recompute
+
+KNOWN_VERSIONS = ("0.19.2",)
+"""Of Megatron-Core, whose layers this engine was tested in."""
+
+_MEGATRON_SAYS = {
+    "min_tensor_bytes": "min_offloaded_tensor_size",
+    "min_tensor_elements": "min_offloaded_tensor_size",
+    "fraction": "activation_offload_fraction",
+    "kept_bytes_per_step": "delta_offload_bytes_across_pp_ranks",
+    "max_inflight_groups": "fine_grained_offloading_max_inflight_offloads",
+}
+"""Options that have a field of TransformerConfig."""
+_MODELS = (
+    ("megatron.core.models.gpt.gpt_model", "GPTModel"),
+    ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
+)
+_IDLE = (
+    "no layer of this rank has such a module that Megatron-Core can offload. Layers that are recomputed whole have "
+    "attn_norm alone; experts have expert_fc1 and moe_act where they are one grouped matrix product (moe_grouped_gemm)."
+)
+_PREPROCESS = "preprocess_for_fine_grained_offloading"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Knobs:
+    """TransformerConfig's fields that say what is offloaded."""
+
+    offload_modules: tuple[str, ...]
+    min_offloaded_tensor_size: int
+    activation_offload_fraction: float
+    delta_offload_bytes_across_pp_ranks: int
+    fine_grained_offloading_max_inflight_offloads: int | None
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> "_Knobs":
+        values = {field.name: getattr(config, field.name) for field in fields(cls)}
+        return cls(**values | {"offload_modules": tuple(config.offload_modules)})
+
+
+class Installed:
+    """This engine in the place of Megatron-Core's, from `install` until `uninstall`."""
+
+    def __init__(self, options: OffloadOptions | None) -> None:
+        self._options = options
+        self._engine: OffloadEngine | None = None
+        self._knobs: _Knobs | None = None
+
+    def stats(self) -> OffloadStats:
+        """Totals since the first forward, in bytes and counts; also after `uninstall`."""
+        return OffloadStats() if self._engine is None else self._engine.stats()
+
+    def begin(self, config: TransformerConfig, pipeline_rank: int) -> None:
+        """A forward of a model with this TransformerConfig begins, on this pipeline rank.
+
+        Raises:
+            ConfigError: the configuration asks for what this engine does not do, or for something else than that of
+                another model in this process.
+        """
+        knobs = _Knobs.of(config)
+        if knobs == self._knobs:
+            return
+        if self._knobs is not None:
+            mine, theirs = asdict(self._knobs), asdict(knobs)
+            changed = [f"{name}: {mine[name]!r} and {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
+            raise ConfigError("models of one process must offload alike. " + "; ".join(changed))
+        if problems := [*_problems(config)]:
+            raise ConfigError("\n".join(problems))
+        options = self._options or OffloadOptions(host_memory_budget_bytes=host_memory_budget_bytes(0.5))
+        options = replace(
+            options,
+            modules=options.modules or knobs.offload_modules,
+            min_tensor_bytes=0,
+            min_tensor_elements=knobs.min_offloaded_tensor_size,
+            fraction=knobs.activation_offload_fraction,
+            kept_bytes_per_step=knobs.delta_offload_bytes_across_pp_ranks * pipeline_rank,
+            max_inflight_groups=knobs.fine_grained_offloading_max_inflight_offloads,
+        )
+        self._engine = build_engine(
+            options, make_backend(), reduce_max_over_ranks=reduce_max_over_stage, steps_are_told=True
+        )
+        use_engine(self._engine, knobs.offload_modules)
+        OffloadInterface.on_reset = self._warn_of_idle
+        self._knobs = knobs
+
+    def _warn_of_idle(self) -> None:
+        """After the first step with gradients: a listed module that these layers never told us of."""
+        if not OffloadInterface.opened:
+            return
+        OffloadInterface.on_reset = None
+        for name in sorted(OffloadInterface.modules - OffloadInterface.opened):
+            warnings.warn(f"offload_modules: '{name}' offloads nothing: {_IDLE}", stacklevel=2)
+
+    def close(self) -> None:
+        """Give the host memory back, unless a graph is alive whose backward may come."""
+        if self._engine is not None:
+            self._engine.stats()
+            if not self._engine._slots:
+                self._engine.close()
+
+
+class _State:
+    installed: ClassVar[Installed | None] = None
+    originals: ClassVar[dict[type, Callable[[Any], None]]] = {}
+
+
+def install(options: OffloadOptions | None = None) -> Installed:
+    """Put this engine in the place of Megatron-Core's, behind Megatron's own flags, in this process.
+
+    Call it before the model is built. `fine_grained_activation_offloading` turns offloading on, `offload_modules` lists
+    what is offloaded, and Megatron's other knobs of offloading are followed.
+
+    Args:
+        options: the budgets: `host_memory_budget_bytes`, `max_inflight_bytes`, and `gpu_memory_budget_bytes` with
+            `modules="auto"`, which chooses among `offload_modules`. None: half of the node's free memory, divided by
+            its ranks (`LOCAL_WORLD_SIZE`).
+
+    Raises:
+        ConfigError: this version of Megatron-Core is not known; an engine is installed already; an option that
+            Megatron's configuration has is given here.
+    """
+    version = megatron.core.__version__.partition("+")[0]
+    if version not in KNOWN_VERSIONS:
+        raise ConfigError(
+            f"megatron-core {version}: this engine was not tried in its layers. Known: {', '.join(KNOWN_VERSIONS)}."
+        )
+    if _State.installed is not None or OffloadInterface.engine is not None:
+        raise ConfigError("an engine is installed in this process already. Call megatron_core.uninstall() first.")
+    _check(options)
+    _State.installed = Installed(options)
+    use_engine(None)
+    for module, name in _MODELS:
+        model = getattr(importlib.import_module(module), name)
+        _State.originals[model] = vars(model)[_PREPROCESS]
+        setattr(model, _PREPROCESS, _telling(_State.installed, _State.originals[model]))
+    return _State.installed
+
+
+def installed() -> Installed | None:
+    """What `install` returned, where somebody else has called it (a hook); None where nobody has."""
+    return _State.installed
+
+
+def uninstall() -> None:
+    """Put Megatron-Core's own engine back, wherever it was bound; nothing where `install` was not called.
+
+    A model that was built meanwhile offloads nothing afterwards: build it anew for Megatron's engine.
+    """
+    if _State.installed is None:
+        return
+    for model, original in _State.originals.items():
+        setattr(model, _PREPROCESS, original)
+    _State.originals.clear()
+    restore_megatrons()
+    _State.installed.close()
+    _State.installed = None
+
+
+def _telling(installed: Installed, original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def preprocess(model: GPTModel) -> None:
+        installed.begin(model.config, model.pg_collection.pp.rank())
+        original(model)
+
+    return preprocess
+
+
+def _check(options: OffloadOptions | None) -> None:
+    if options is None:
+        return
+    own = [
+        f"{field.name}: Megatron's configuration says this. Set its {_MEGATRON_SAYS[field.name]} instead."
+        for field in fields(options)
+        if field.name in _MEGATRON_SAYS and getattr(options, field.name) != field.default
+    ]
+    if options.modules not in ("auto", ()):
+        own.insert(0, "modules: Megatron's configuration says this. Set its offload_modules instead.")
+    if own:
+        raise ConfigError("\n".join(own))
+
+
+def _problems(config: TransformerConfig) -> Iterator[str]:
+    for name in config.offload_modules:
+        if name not in NATIVE_MODULES:
+            yield f"offload_modules: '{name}' is known to Megatron-Core's own engine alone. Remove it."
+    if config.cuda_graph_impl == "full_iteration":
+        yield "cuda_graph_impl: full_iteration cannot be captured with this engine. Set none."
+    if config.recompute_granularity == "selective":
+        for entry, names in discarded_by_recompute(config.multi_latent_attention).items():
+            for name in names:
+                if entry in config.recompute_modules and name in config.offload_modules:
+                    yield f"recompute_modules: '{entry}' frees what '{name}' offloads. Remove one of the two."
