@@ -1,6 +1,7 @@
 """Adapters beside Transformer Engine's linears train as those beside this project's, and offloading changes no bit."""
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,21 +23,14 @@ pytestmark = [
 ON = ("peft.enabled=true", "peft.dim=8", "peft.alpha=16", "optimizer.lr=1e-2", "scheduler.lr_warmup_iters=0")
 FUSED = "peft.target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2]"
 EACH = "peft.target_modules=[linear_q,linear_k,linear_v,linear_proj,linear_fc1_gate,linear_fc1_up,linear_fc2]"
-UNFUSED = "attention_backend=unfused"
-TRANSFORMER_ENGINE = ("transformer_impl=transformer_engine", UNFUSED)
+TRANSFORMER_ENGINE = ("transformer_impl=transformer_engine", "attention_backend=unfused")
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODULES = ("qkv_linear", "core_attn", "attn_proj")
 
 
-@pytest.fixture(autouse=True)
-def no_other_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-Core keeps the choice of attention in the environment, and refuses another one."""
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-
-
 def train(folder: Path, *overrides: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)  # where Megatron-Core keeps the choice of attention, and refuses another one
     policy = make_policy(*ON, *overrides)
     engine = install_offloading(policy)
     model = build_model(policy, folder, num_steps=10)
@@ -59,7 +53,7 @@ def train(folder: Path, *overrides: str) -> tuple[list[dict[str, float]], dict[s
 def test_adapters_train_beside_either_layers(family: str, targets: str, model_folder: Callable[..., Path]) -> None:
     folder = model_folder(family, **SHAPE)
     metrics, adapters = train(folder, targets, *TRANSFORMER_ENGINE)
-    torch_metrics, torch_adapters = train(folder, targets, "transformer_impl=torch", UNFUSED)
+    torch_metrics, torch_adapters = train(folder, targets, "transformer_impl=torch")
     for found, expected in zip(metrics, torch_metrics, strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
     assert adapters.keys() == torch_adapters.keys()

@@ -113,6 +113,7 @@ def test_a_checkpoint_is_written_straight_from_the_host(
             ".precision=bfloat16",
             "optimizer.use_distributed_optimizer=true",
             "optimizer.use_precision_aware_optimizer=true",
+            "transformer_impl=transformer_engine",
         ),
     ],
 )

@@ -145,7 +145,8 @@ def _check_layers(policy: PolicyConfig, activations: ResolvedActivations) -> Non
         problem = _transformer_engine_problem()
         for key in transformer_engine_settings(lambda path: reduce(getitem, path.split("."), values)):
             raise ConfigError(
-                f"policy.megatron_cfg.{key} needs Transformer Engine, which cannot be used here ({problem})"
+                f"policy.megatron_cfg.{key} needs Transformer Engine, which cannot be used here "
+                f"({problem or 'transformer_impl is torch'})"
             )
     elif without := activations.without_boundary:
         raise ConfigError(
