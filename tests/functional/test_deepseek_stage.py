@@ -36,7 +36,7 @@ def test_every_region_is_of_the_engine_in_use(stage: Stage, monkeypatch: pytest.
             super().__init__(False, tensor, name)
             opened.update([name] if offload else [])
 
-    monkeypatch.setattr("megatrons_engine._MEGATRONS", Megatrons)
+    monkeypatch.setattr("megatrons_engine.MEGATRONS_INTERFACE", Megatrons)
     monkeypatch.setattr("megatrons_engine.have_transformer_engine", lambda: True)
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
     stage.use_megatrons()

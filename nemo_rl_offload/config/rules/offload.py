@@ -308,14 +308,6 @@ def _buffers_of_torch_layers(get: Get) -> Iterator[str]:
         yield f"{FACTOR}: cannot be combined with moe_shared_expert_overlap. Set that to null, or this to null."
 
 
-def _megatrons_first_step(get: Get) -> Iterator[str]:
-    if offloaded(get) and not is_native(get):
-        yield (
-            f"{MEGATRON}.activation_offload.engine: in its first step Megatron-Core's engine copies activations back "
-            "without waiting until they were copied out, so that gradients may be wrong. Set native to avoid that."
-        )
-
-
 OFFLOAD_RULES: tuple[Rule, ...] = (
     module_names,
     _needs_modules,
@@ -337,7 +329,6 @@ STASH_RULES: tuple[Rule, ...] = (
 )
 OFFLOAD_WARNINGS: tuple[Rule, ...] = (
     _is_off,
-    _megatrons_first_step,
     _budget_is_unused,
     _norms_and_auto_layers,
     _mlp_act_is_covered,

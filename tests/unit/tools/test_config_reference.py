@@ -60,7 +60,7 @@ def test_the_document_has_every_key_once_and_its_default() -> None:
     text = document()
     assert text.count("\n| `min_offloaded_tensor_size` | a whole number from 0 | `1048576` | ") == 1
     assert (
-        text.count("\n| `seed` | a whole number from 0 below 4294967296 | `10000000` | Seed of the problem generator")
+        text.count("\n| `seed` | a whole number from 0 below 4294967296 | `10000000` | Seed of that choice, and of ")
         == 1
     )
     assert "### `policy.megatron_cfg.cpu_affinity`\n" in text
