@@ -320,15 +320,16 @@ def grpo_steps(results: Mapping[str, Result], folder: str) -> Iterator[str]:
     }
     yield "## A whole GRPO step of a 1.5B model with its own vocabulary, by phase\n"
     yield "256 responses of 128 tokens to 16 prompts of about 70, by `nemo-rl-offload run grpo`: medians.\n"
-    yield f"| result | {' | '.join(PHASES)} | tokens/s | first step | from command to end of it | set besides |"
-    yield "|" + "---|" * (len(PHASES) + 5)
+    yield f"| result | {' | '.join(PHASES)} | tokens/s | peak | first step | from command to end of it | set besides |"
+    yield "|" + "---|" * (len(PHASES) + 6)
     for name, step in steps.items():
         found = step["medians"]
         seconds = [f"{found[key]:.2f} s" if (key := f"timing/{phase}_s") in found else "-" for phase in PHASES]
         until_first_s = step["until_first_step_s"]
         own = ", ".join(f"`{text.removeprefix('policy.')}`" for text in results[name]["overrides"]) or "-"
         yield (
-            f"| `{name}.json` | {' | '.join(seconds)} | {found['tokens_per_s']:,.0f} | {step['first_step_s']:.1f} s "
+            f"| `{name}.json` | {' | '.join(seconds)} | {found['tokens_per_s']:,.0f} "
+            f"| {gib(step['summary']['memory']['peak_device_bytes'], 1)} | {step['first_step_s']:.1f} s "
             f"| {until_first_s:.0f} s | {own} |"
         )
     yield f"\n![phases of a step](../benchmarks/results/{folder}/grpo_step.png)\n"

@@ -123,6 +123,8 @@ def test_no_bit_changes_on_a_gpu(
 ) -> None:
     if any("precision_aware" in each for each in overrides):
         pytest.importorskip("transformer_engine")
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)  # where Megatron-Core keeps another test's choice of attention
     policy = make_policy("transformer_impl=torch", "optimizer.clip_grad=0.05", *SETTINGS, *overrides)
     resident, hosted = (build_model(policy, model_folder(family), num_steps=6) for _ in range(2))
     arena = HostArena(make_backend(), 1 << 30)

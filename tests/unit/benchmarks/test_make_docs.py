@@ -317,6 +317,7 @@ def test_a_search_that_has_not_ended_says_so() -> None:
 def test_a_step_by_phase_and_the_engine_beside_it() -> None:
     medians = {"timing/refit_s": 0.3, "timing/train_s": 1.25, "timing/step_s": 2.0, "tokens_per_s": 9216.4}
     step = {"medians": medians, "first_step_s": 15.0, "until_first_step_s": 99.6}
+    step["summary"] = {"memory": {"peak_device_bytes": 40 * GIB}}
     engine = {"tokens_per_s": [1.0, 3000.0, 4000.0], "seconds": {"wake_cache": [0.5, 0.1, 0.2]}}
     about = {"experiment": "grpo_step", **ABOUT, "overrides": ["policy.precision=bfloat16"]}
     results = {
@@ -324,9 +325,8 @@ def test_a_step_by_phase_and_the_engine_beside_it() -> None:
         "grpo_step_b": {**about, "overrides": [], "parts": {"engine": engine, "step": {"failed": 2}}},
     }
     lines = list(grpo_steps(results, "card"))
-    row = (
-        "| `grpo_step_a.json` | 0.30 s | - | - | - | 1.25 s | 2.00 s | 9,216 | 15.0 s | 100 s | `precision=bfloat16` |"
-    )
+    seconds = "0.30 s | - | - | - | 1.25 s | 2.00 s"
+    row = f"| `grpo_step_a.json` | {seconds} | 9,216 | 40.0 GiB | 15.0 s | 100 s | `precision=bfloat16` |"
     assert [line for line in lines if "grpo_step_a" in line] == [row]
     assert not [line for line in lines if "grpo_step_b" in line and "| - |" in line], "a run that failed has no row"
     assert lines[-4:-1] == [
