@@ -134,7 +134,8 @@ def test_an_engine_that_dies_is_an_error_that_names_it(policy: tuple[Policy, lis
     with pytest.raises(WorkerError, match=r"vLLM engine 0 of 1 .*the process died"):
         made.generate([[3, 4, 5]] * 20_000, SEED, GREEDY)
     another: Any = VllmGenerator(made._generator._setup)  # type: ignore[attr-defined]
-    another.start()
+    another.prepare()
+    another.start(None)
     (engine,) = engines()
 
     def killed_on_the_way() -> Iterator[Any]:
