@@ -27,6 +27,16 @@ WAYS = {
 """E1's names and colors, in the order of their bars."""
 
 
+STEPS = {
+    "megatron": "Megatron's sampler, torch layers",
+    "torch": "vLLM, torch layers",
+    "transformer_engine": "vLLM, Transformer Engine",
+    "optimizer_on_host": "the same, optimizer on the host,\nwith a reference",
+    "lora": "the same, LoRA,\nwith a reference",
+}
+"""Whole GRPO steps, by the name of the result."""
+
+
 def _save(figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -85,10 +95,13 @@ def draw_lanes(path: Path, result: Any) -> None:
 def draw_phases(path: Path, results: Mapping[str, Any]) -> None:
     """Whole RL steps, one bar each, with the seconds of every phase."""
     parts = {name: each["parts"].get("step", {}) for name, each in results.items()}
-    steps = {name: each["medians"] for name, each in parts.items() if "medians" in each}
+    order = [f"grpo_step_{name}" for name in STEPS]
+    in_order = sorted(parts, key=lambda name: order.index(name) if name in order else len(order))
+    steps = {name: parts[name]["medians"] for name in in_order if "medians" in parts[name]}
     device = next(iter(results.values()))["device"]
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.5 * len(steps)), layout="constrained")
-    labels = [name.removeprefix("grpo_step_") for name in steps]
+    names = [name.removeprefix("grpo_step_") for name in steps]
+    labels = [STEPS.get(name, name) for name in names]
     phases = dict.fromkeys(key for found in steps.values() for key in found if key.startswith("timing/"))
     left = [0.0] * len(steps)
     for phase in (each for each in phases if each != "timing/step_s"):
@@ -99,6 +112,7 @@ def draw_phases(path: Path, results: Mapping[str, Any]) -> None:
         )
         left = [begin + each for begin, each in zip(left, seconds, strict=True)]
     axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel("seconds of a steady step")
     axes.set_title(f"{device}: a GRPO step of a 1.5B model, 256 responses of 128 tokens", fontsize=9)
     figure.legend(loc="outside lower center", ncols=6, fontsize=8)
