@@ -133,7 +133,20 @@ def _origin(options: argparse.Namespace, config: "MasterConfig") -> "Origin | No
         return None
     from nemo_rl_offload.runs.begin import begin_from
 
-    return begin_from(options.from_checkpoint, config, weights_only=options.weights_only)
+    kept, begun = options.run_dir, options.from_checkpoint
+    if options.force and kept is not None and begun.resolve().is_relative_to(kept.resolve()):
+        raise ConfigError(
+            f"--force: would move away what --from-checkpoint names, {begun}. Choose another folder with --run-dir."
+        )
+    origin = begin_from(options.from_checkpoint, config, weights_only=options.weights_only)
+    from nemo_rl_offload.data.inputs import changed_frozen_weights
+    from nemo_rl_offload.runs.begin import find_checkpoint
+    from nemo_rl_offload.runs.inputs import read_inputs
+
+    run_dir, _ = find_checkpoint(options.from_checkpoint)
+    if changed := changed_frozen_weights(config, read_inputs(run_dir) or {}):
+        raise ConfigError(f"--from-checkpoint {options.from_checkpoint}: {changed}")
+    return origin
 
 
 def _note_inputs(run_dir: Path, config: "MasterConfig") -> list[str]:

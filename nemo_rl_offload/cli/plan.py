@@ -122,7 +122,7 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         skew=skew,
         memory_bytes=_memory_bytes(memory_bytes, offload["gpu_memory_budget"], device),
         host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
-        reference_on_host=algorithm.keeps_reference(config) and not policy["megatron_cfg"]["peft"]["enabled"],
+        reference_on_host=algorithm.copies_reference(config),
         rows_per_sample=algorithm.rows_per_sample,
         least_sequence=_least_sequence(config),
         teacher=_shape(config["teacher"]["model_name"]) if algorithm.needs_teacher else None,

@@ -49,6 +49,10 @@ class AlgorithmSpec(Spec):
         """Whether a run of this configuration keeps the start model's weights."""
         return self.needs_reference(config) if callable(self.needs_reference) else self.needs_reference
 
+    def copies_reference(self, config: Mapping[str, Any]) -> bool:
+        """Whether they are kept as a copy. With adapters the model without them is the reference."""
+        return self.keeps_reference(config) and not config["policy"]["megatron_cfg"]["peft"]["enabled"]
+
 
 def _has_penalty(config: Mapping[str, Any]) -> bool:
     return bool(config["loss_fn"]["reference_policy_kl_penalty"] > 0)

@@ -75,6 +75,7 @@ class Findings:
         lines = [str(warning) for warning in self.warnings if warning not in grouped]
         if grouped:
             keys = [key for warning in grouped for key in [warning.path, *_others_in(warning.message)]]
+            keys = list(dict.fromkeys(keys))
             lines.append(f"{len(keys)} keys have no effect: {', '.join(keys)}. `check --verbose` says why.")
         if num := len(self.without_effect):
             what = "1 key has" if num == 1 else f"{num} keys have"

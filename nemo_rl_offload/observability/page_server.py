@@ -9,11 +9,13 @@ answered only where its Host is an address or name of this machine's loopback.
 """
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 from nemo_rl_offload.observability.page import framed
@@ -70,6 +72,11 @@ class PageServer(ThreadingHTTPServer):
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
             raise ConfigError(f"--port {port}: {error.strerror}. Give another one, or none for a free one.") from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Pass over readers that have gone, as a closed tab; anything else is shown as the standard library does."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:

@@ -27,7 +27,7 @@ def host_problems(config: MasterConfig) -> Iterator[str]:
     policy = config["policy"]
     megatron_cfg = policy["megatron_cfg"]
     budget, optimizer = megatron_cfg["activation_offload"]["host_memory_budget"], megatron_cfg["optimizer"]
-    keeps_reference = ALGORITHMS[config["algorithm"]].keeps_reference(config) and not megatron_cfg["peft"]["enabled"]
+    keeps_reference = ALGORITHMS[config["algorithm"]].copies_reference(config)
     if not isinstance(budget, str) or not (optimizer["optimizer_cpu_offload"] or keeps_reference):
         return
     try:
@@ -44,7 +44,9 @@ def host_problems(config: MasterConfig) -> Iterator[str]:
         parts = " and ".join(f"{what} ({human_bytes(size)})" for what, size in needed.items())
         other = "or divide the model over more ranks"
         if optimizer["optimizer_cpu_offload"]:
-            other = "lower optimizer.optimizer_offload_fraction, or take more ranks"
+            other = "lower optimizer.optimizer_offload_fraction, or divide the state over more ranks"
+            if not optimizer["use_distributed_optimizer"]:
+                other = "lower optimizer.optimizer_offload_fraction, or set optimizer.use_distributed_optimizer=true"
         yield f"{KEY}: {budget} a rank has no room for {parts}. Raise it, {other}."
 
 

@@ -85,12 +85,16 @@ class Policy:
             recomputes_cache,
         )
         self._generator = make_generator(setup)
-        self._generator.prepare()
-        self._trainers = ModelWorkers(
-            cluster, config, model_path, seed=seed, num_steps=num_steps, keep_reference=keep_reference
-        )
-        self._workers = self._trainers.workers
-        self._generator.start(self._trainers)
+        try:
+            self._generator.prepare()
+            self._trainers = ModelWorkers(
+                cluster, config, model_path, seed=seed, num_steps=num_steps, keep_reference=keep_reference
+            )
+            self._workers = self._trainers.workers
+            self._generator.start(self._trainers)
+        except BaseException:
+            self._generator.stop()  # nobody has this object to do it
+            raise
         self._generator_is_behind = False
         self.num_refits = 0
         self._trained_flops = 0.0

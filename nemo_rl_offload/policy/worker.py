@@ -226,7 +226,11 @@ class PolicyWorker:
         assert self._reference is not None, "built with keep_reference=False"
         self._model.gather_weights()
         room_bytes = self._phases.room_bytes(within="train", beside="logprobs")
-        with self._phases.phase("reference_logprobs"), self._reference.in_place(room_bytes):
+        with (
+            self._phases.phase("reference_logprobs"),
+            explained("computing log-probabilities", self._policy),
+            self._reference.in_place(room_bytes),
+        ):
             return self._logprobs(batch, split)
 
     def get_topk_logits(

@@ -19,6 +19,12 @@ _ORDER_OF_RECORDS = (
 )
 """The same of given answers, where records are left out, and places counted in batches."""
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
+_PEFT = "policy.megatron_cfg.peft"
+_OF_ADAPTERS = (
+    "policy.model_name",
+    *(f"{_PEFT}.{key}" for key in ("dim", "alpha", "target_modules", "exclude_modules")),
+)
+"""Keys that say which adapters there are, of which model, and how much they count."""
 _OF_THE_STATE = tuple(
     f"{_OPTIMIZER}.{key}" for key in ("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
 )
@@ -58,17 +64,25 @@ def begin_from(checkpoint: Path, config: Mapping[str, object], *, weights_only: 
     """
     run_dir, folder = find_checkpoint(checkpoint)
     found = read_checkpoint(folder)
-    if weights_only:
-        return origin_of(folder, "weights")
-    loop_state(found)
     alternative = "or take its weights alone: --weights-only"
     try:
         saved = read_yaml(run_dir / CONFIG_FILE, follows_links=False)
+        _check_adapters(checkpoint, saved, config, weights_only=weights_only)
     except (OSError, DocumentError) as error:
+        if weights_only:
+            return origin_of(folder, "weights")
         raise ConfigError(
             f"--from-checkpoint {checkpoint}: {run_dir / CONFIG_FILE} cannot be read, so that it is not known of which "
             f"data its place is. Restore it, {alternative}."
         ) from error
+    if weights_only:
+        return origin_of(folder, "weights")
+    loop_state(found)
+    if saved.get("algorithm") != config["algorithm"]:
+        raise ConfigError(
+            f"--from-checkpoint {checkpoint}: its place in the data is of {saved.get('algorithm')}, and this is "
+            f"{config['algorithm']} (algorithm is {saved.get('algorithm')!r} there). Give the same, {alternative}."
+        )
     there, here = (_that_must_be_the_same(each) for each in (saved, config))
     if changed := differences(there, here).told:
         raise ConfigError(
@@ -82,6 +96,31 @@ def begin_from(checkpoint: Path, config: Mapping[str, object], *, weights_only: 
             f"{num_steps}: {most} steps are taken already at {checkpoint}. Give more than {step}, {alternative}."
         )
     return origin_of(folder, "everything")
+
+
+def _check_adapters(
+    checkpoint: Path, saved: Mapping[str, object], config: Mapping[str, object], *, weights_only: bool
+) -> None:
+    """Raise ConfigError where adapters and whole weights, or other adapters, meet: a checkpoint has adapters alone."""
+    there, here = (leaves(each) for each in (saved, config))
+    has_there, has_here = (bool(each.get(f"{_PEFT}.enabled", False)) for each in (there, here))
+    path = f"--from-checkpoint {checkpoint}"
+    merged = "Export it (`nemo-rl-offload export` merges adapters), and set policy.model_name to the folder."
+    if has_there != has_here:
+        with_adapters, without = ("has", "this run trains whole weights") if has_there else ("has not", "this run has")
+        raise ConfigError(f"{path}: its run {with_adapters} adapters ({_PEFT}.enabled), and {without}. {merged}")
+    if not has_here:
+        return
+    other = {key: there.get(key) for key in _OF_ADAPTERS if there.get(key) != here.get(key)}
+    if other:
+        told = "; ".join(f"{key} is {value!r} there" for key, value in other.items())
+        raise ConfigError(f"{path}: it has adapters of other settings ({told}). Give the same. Or: {merged}")
+    algorithm = str(config.get("algorithm"))
+    if weights_only and algorithm in ALGORITHMS and ALGORITHMS[algorithm].keeps_reference(config):
+        raise ConfigError(
+            f"{path}: with adapters the reference is the model without them, and not what --weights-only begins with. "
+            f"{merged}"
+        )
 
 
 def _that_must_be_the_same(config: Mapping[str, object]) -> dict[str, object]:

@@ -161,6 +161,11 @@ def target_problems(shape: ModelShape, targets: Sequence[str], excluded: Sequenc
         yield "exclude_modules", "leaves no linear for an adapter. Exclude less."
     for target in targets:
         yield from _problems_of(shape, there, target)
+    paths = [HEAD, *(linear.path for linear in there)]
+    for pattern in excluded:
+        if not any(is_named(path, pattern) for path in paths):
+            known = {path.rpartition(".")[2] for path in paths}
+            yield "exclude_modules", f"{pattern} matches nothing in the model.{nearest(pattern, known)} {_only(there)}"
     for linear in there:
         names = parts_named(linear.path, linear.is_of_experts, targets, excluded) if targets else None
         if names is None or names == {linear.name}:

@@ -14,7 +14,8 @@ from nemo_rl_offload.errors import ConfigError
 KEY = "pipeline_model_parallel_layout"
 PIPELINE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 MEANINGS = {"E": "embedding", "t": "layer", "m": "head that predicts a further token", "L": "loss"}
-MAX_REPEATS = 10_000
+MAX_REPEATS = 1000
+MAX_LENGTH = 20_000
 _REPEATS = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
 
 
@@ -34,6 +35,8 @@ def stages_of(text: str) -> tuple[str, ...]:
     expanded = text.replace(",", "")
     for pattern in _REPEATS:
         expanded = re.sub(pattern, repeat, expanded)
+        if len(expanded) > MAX_LENGTH:
+            raise ConfigError(f"stands for more than {MAX_LENGTH} letters. Write fewer.")
     if unknown := sorted(set(expanded) - {*MEANINGS, "|"}):
         known = ", ".join(f"{letter} ({meaning})" for letter, meaning in MEANINGS.items())
         raise ConfigError(f"{''.join(unknown)!r} stands for nothing. Write stages of {known}, like 'Et*3|(tt|)*4L'.")
@@ -55,9 +58,11 @@ def layout_problems(
         yield str(error)
         return
     letters = "".join(stages)
-    for letter, number, place in (("E", 1, 0), ("L", 1, -1)):
-        if letters.count(letter) != number or letters[place] != letter:
-            where = "begin" if place == 0 else "end"
+    for letter, is_at_its_end, where in (
+        ("E", stages[0].startswith("E"), "begin"),
+        ("L", stages[-1].endswith("L"), "end"),
+    ):
+        if letters.count(letter) != 1 or not is_at_its_end:
             yield f"{letter}, the {MEANINGS[letter]}, stands once, and the layout must {where} with it."
     for letter, number in (("t", num_layers), ("m", num_mtp_layers)):
         if (found := letters.count(letter)) != number:

@@ -18,7 +18,7 @@ from nemo_rl_offload.config.loader import BASE
 from nemo_rl_offload.config.rules.batching import BY_TOKENS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_has, algorithm_spec
 from nemo_rl_offload.config.rules.tasks import SPLITS, takes_problems, validates
-from nemo_rl_offload.config.schema import AsyncGRPOConfig, VllmConfig
+from nemo_rl_offload.config.schema import AsyncGRPOConfig, PeftConfig, VllmConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.specs.documents import read_yaml
 
@@ -45,6 +45,7 @@ _OF_FILES = ("split", "input_key", "output_key", "max_samples", "split_validatio
 _TOKENS = ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")
 _COLOCATED, _SHAPING, _OPTIMIZER = "policy.generation.colocated", "grpo.reward_shaping", f"{MEGATRON}.optimizer"
 _HOST_BUDGET = f"{MEGATRON}.activation_offload.host_memory_budget"
+_ADAPTERS = f"{MEGATRON}.peft.enabled"
 _ESTIMATOR = "grpo.adv_estimator.name"
 _PRINTED = "logger.num_val_samples_to_print"
 _VALIDATION = tuple(f"policy.generation.val_{key}" for key in ("temperature", "top_p", "top_k"))
@@ -57,6 +58,7 @@ _OF_THE_PENALTY = tuple(
     )
 )
 _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
+    (_ADAPTERS, (True,), tuple(f"{MEGATRON}.peft.{key}" for key in keys_of(PeftConfig) if key != "enabled")),
     (f"{MEGATRON}.scheduler.lr_decay_style", ("linear", "cosine"), (f"{_OPTIMIZER}.min_lr",)),
     (f"{_OPTIMIZER}.optimizer", ("sgd",), (f"{_OPTIMIZER}.sgd_momentum",)),
     (f"{_OPTIMIZER}.optimizer", ("adam",), tuple(f"{_OPTIMIZER}.adam_{key}" for key in ("beta1", "beta2", "eps"))),
@@ -227,7 +229,7 @@ def _waits_on_host(get: Get) -> bool:
     """Whether anything else than activations does, so that the budget is read."""
     spec = algorithm_spec(get)
     sections = {name: get(name) for name in ("policy", "loss_fn", spec.name)}
-    return spec.needs_teacher or spec.keeps_reference(sections) or bool(get(f"{_OPTIMIZER}.optimizer_cpu_offload"))
+    return spec.needs_teacher or spec.copies_reference(sections) or bool(get(f"{_OPTIMIZER}.optimizer_cpu_offload"))
 
 
 def _has_one_turn(get: Get) -> Iterator[str]:

@@ -1,10 +1,13 @@
 """Rules about adapters (`policy.megatron_cfg.peft`): what they are for, and what they cannot be combined with."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
-from nemo_rl_offload.config.rules.rule import MEGATRON, Get, megatron, model_shape
+from nemo_rl_offload.config.rules.rule import MEGATRON, Get, algorithm_spec, megatron, model_shape
+from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.lora import Adapted, adapted, target_problems
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 
 PEFT = f"{MEGATRON}.peft"
 
@@ -69,8 +72,6 @@ def _beside_adapters(get: Get) -> Iterator[str]:
 
 def _without_effect(get: Get) -> Iterator[str]:
     if not _peft(get, "enabled"):
-        given = [key for key in ("target_modules", "exclude_modules") if _peft(get, key)]
-        yield from (f"{PEFT}.{key}: ignored without peft.enabled." for key in given)
         return
     if megatron(get, "freeze_moe_router"):
         yield f"{MEGATRON}.freeze_moe_router: ignored, because peft freezes the whole model."
@@ -79,5 +80,39 @@ def _without_effect(get: Get) -> Iterator[str]:
         yield f"{MEGATRON}.offload_modules: mlp_fc1 saves nothing of a frozen MLP with transformer_impl: torch."
 
 
-LORA_RULES = (_targets, _adapters, _beside_adapters)
-LORA_WARNINGS = (_without_effect,)
+def _reference_begins_elsewhere(get: Get) -> Iterator[str]:
+    if not _peft(get, "enabled") or (how := _peft(get, "lora_B_init_method")) == "zero":
+        return
+    if algorithm_spec(get).keeps_reference({"loss_fn": get("loss_fn")}):
+        yield (
+            f"{PEFT}.lora_B_init_method: with {how} the policy does not begin as its reference, which is the model "
+            "without adapters. Set zero for that."
+        )
+
+
+def _every_stage_has_adapters(get: Get) -> Iterator[str]:
+    """A stage without any has nothing to train."""
+    if megatron(get, "pipeline_model_parallel_size") == 1 or not (adapters := _adapted(get)):
+        return
+    num_layers, with_adapters = len(model_shape(get).layers_with_experts), {one.linear.layer for one in adapters}
+    keys = {
+        "num_layers_first": "num_layers_in_first_pipeline_stage",
+        "num_layers_last": "num_layers_in_last_pipeline_stage",
+    }
+    sizes = {"pipeline": "pipeline_model_parallel_size", "stages": "pipeline_model_parallel_layout", **keys}
+    virtual = megatron(get, "virtual_pipeline_model_parallel_size") or 1
+    layout = ParallelLayout(virtual=virtual, **{name: megatron(get, key) for name, key in sizes.items()})
+    with suppress(ConfigError):  # of a layout, which another rule says
+        for rank, chunks in enumerate(stage_layers(layout, num_layers)):
+            held = {layer for chunk in chunks for layer in chunk}
+            if rank == layout.pipeline - 1:
+                held |= {layer for layer in with_adapters if layer >= num_layers}
+            if not held & with_adapters:
+                yield (
+                    f"{PEFT}.target_modules: pipeline stage {rank} has no adapter, and so nothing to train. Name "
+                    "modules of all stages, or change pipeline_model_parallel_size or its layers."
+                )
+
+
+LORA_RULES = (_targets, _adapters, _beside_adapters, _every_stage_has_adapters)
+LORA_WARNINGS = (_without_effect, _reference_begins_elsewhere)

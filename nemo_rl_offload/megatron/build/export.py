@@ -107,6 +107,11 @@ def export_checkpoint(
     model = build_model(policy, model_path, num_steps=None, with_adapters=has_adapters)
     load(model, folder / POLICY)
     notes = list(changed_beside_weights(config, inputs))
+    if adapter_alone and (overrides := policy["hf_config_overrides"]):
+        notes.append(
+            f"the adapter was trained with policy.hf_config_overrides, {overrides}, which its base model's config.json "
+            "needs. Without --adapter they are written there."
+        )
     if arguments := policy["tokenizer"]["chat_template_kwargs"]:
         notes.append(f"apply_chat_template needs the run's policy.tokenizer.chat_template_kwargs: {arguments}.")
 

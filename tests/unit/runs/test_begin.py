@@ -30,7 +30,7 @@ CHANGES = {
         "data.train.path": "its place in the data",
         "sft.seed": "its place in the data",
         "policy.megatron_cfg.optimizer.adam_beta1": "its optimizer's state",
-        "algorithm": "its place in the data",
+        "algorithm": "its place in the data is of sft",
     },
     "grpo": {
         "loss_fn.ratio_clip_max": None,
@@ -135,3 +135,46 @@ def test_a_run_keeps_its_origin(tmp_path: Path) -> None:
     (new / "origin.json").write_text(json.dumps({"checkpoint": 1}))
     with pytest.raises(ConfigError, match=r"origin\.json: is damaged"):
         read_origin(new)
+
+
+PEFT = {"enabled": True, "dim": 8, "alpha": 32, "target_modules": ["linear_qkv"], "exclude_modules": []}
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize(
+    ("there", "here", "said"),
+    [
+        ({}, {"enabled": False}, "its run has adapters"),
+        ({"enabled": False}, {}, "its run has not adapters"),
+        ({}, {"dim": 16}, r"adapters of other settings \(policy\.megatron_cfg\.peft\.dim is 8 there\)"),
+        ({}, {"alpha": 320}, r"peft\.alpha is 32 there"),
+        ({}, {"target_modules": ["linear_proj"]}, "peft.target_modules is"),
+        ({}, {}, ""),
+    ],
+)
+def test_adapters_go_on_as_the_same_adapters(
+    there: dict[str, Any], here: dict[str, Any], said: str, weights_only: bool, tmp_path: Path
+) -> None:
+    config = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml", ["sft.max_num_steps=9"])
+    config["policy"]["megatron_cfg"]["peft"] |= PEFT | there
+    folder = enter(tmp_path / "first", tmp_path, config)
+    save(Checkpoints(folder, None, True), 5, STATE, None, write)
+    other = copy.deepcopy(config)
+    other["policy"]["megatron_cfg"]["peft"] |= PEFT | here
+    if not said:
+        assert begin_from(folder / "step_5", other, weights_only=weights_only)
+        return
+    with pytest.raises(ConfigError, match=said):
+        begin_from(folder / "step_5", other, weights_only=weights_only)
+
+
+def test_a_reference_is_not_taken_from_adapters(tmp_path: Path) -> None:
+    config = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml", ["sft.max_num_steps=9"])
+    config["policy"]["megatron_cfg"]["peft"] |= PEFT
+    folder = enter(tmp_path / "first", tmp_path, config)
+    save(Checkpoints(folder, None, True), 5, STATE, None, write)
+    dpo = load_config(PROJECT_ROOT / "examples/configs/dpo_tiny.yaml")
+    dpo["policy"]["megatron_cfg"]["peft"] |= PEFT
+    dpo["policy"]["model_name"] = config["policy"]["model_name"]
+    with pytest.raises(ConfigError, match="with adapters the reference is the model without them"):
+        begin_from(folder / "step_5", dpo, weights_only=True)

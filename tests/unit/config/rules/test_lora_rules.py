@@ -66,10 +66,32 @@ def test_experts_have_rules_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "path", "words"),
     [
-        ((f"{P}.enabled=false",), f"{P}.target_modules", "ignored without peft.enabled"),
+        ((f"{P}.enabled=false",), f"{P}.target_modules", "no effect"),
+        ((f"{P}.enabled=false", f"{P}.target_modules=[]", f"{P}.dim=16"), f"{P}.dim", "no effect"),
         (("M.freeze_moe_router=true",), "policy.megatron_cfg.freeze_moe_router", "peft freezes the whole model"),
         (("M.offload_modules=[mlp_fc1]",), "policy.megatron_cfg.offload_modules", "mlp_fc1 saves nothing"),
     ],
 )
 def test_what_has_no_effect_is_said(overrides: tuple[str, ...], path: str, words: str) -> None:
     assert any(each.path == path and words in each.message for each in examined(*ON, *overrides).warnings)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((f"{P}.target_modules=[decoder.layers.0.self_attention.linear_qkv]",), "pipeline stage 1 has no adapter"),
+        (("M.pipeline_model_parallel_layout=E|ttttL",), "pipeline stage 0 has no adapter"),
+        ((f"{P}.target_modules=[linear_qkv]",), ""),
+    ],
+)
+def test_each_stage_needs_an_adapter(overrides: tuple[str, ...], words: str) -> None:
+    problems = examined(*ON, "M.pipeline_model_parallel_size=2", *overrides).problems
+    found = [each.message for each in problems if "pipeline stage" in each.message]
+    assert [message for message in found if words and words in message] == found
+    assert bool(found) == bool(words)
+
+
+def test_a_misspelt_exclusion_is_named() -> None:
+    given = (f"{P}.target_modules=[]", f"{P}.exclude_modules=[linear_fcl,output_layer]")
+    (problem,) = [each for each in examined(*ON, *given).problems if each.path == f"{P}.exclude_modules"]
+    assert problem.message.startswith("linear_fcl matches nothing in the model. Did you mean 'linear_fc")
