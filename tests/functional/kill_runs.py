@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 from test_grpo_run import metrics, saved_state, start_run, wait_for, wait_until_gone
 
+LOADED = r"(?:Loading the model[^\n]*\n)+(?:Resuming from .*step_(\d+))?"
+"""Said at each start; more than once where it takes long."""
 SAVE_PERIOD = 2
 
 
@@ -68,9 +70,7 @@ def kill_workers(run_dir: Path, num_steps: int, num_kills: int, rng: random.Rand
         os.kill(rank.pid, signal.SIGKILL)
         kills.append({"killed": "worker", "step": _last_step(run_dir), "saved": _last_saved(run_dir)})
     errors = _finish(process)
-    resumed = [
-        int(step or 0) for step in re.findall(r"Loading the model[^\n]*\n(?:Resuming from .*step_(\d+))?", errors)
-    ]
+    resumed = [int(step or 0) for step in re.findall(LOADED, errors)]
     for kill, step in zip(kills, resumed[1:], strict=True):
         kill["resumed_from"] = step
     wait_until_gone(str(run_dir), timeout_s=60)
@@ -100,7 +100,7 @@ def kill_drivers(run_dir: Path, num_steps: int, num_kills: int, rng: random.Rand
 
 def _resumed_from(output: str) -> list[int]:
     """The step at which each start of the workers in this output went on; 0 where it began anew."""
-    starts = re.findall(r"Loading the model[^\n]*\n(?:Resuming from .*step_(\d+))?", output)
+    starts = re.findall(LOADED, output)
     return [int(step or 0) for step in starts]
 
 
@@ -117,9 +117,9 @@ def differences(run_dir: Path, whole: Path, num_steps: int) -> list[str]:
 
 
 def _metrics_of_training(run_dir: Path) -> dict[tuple[int, str], dict[str, float]]:
-    """Without peaks, which begin anew with each process."""
+    """Without peaks, which begin anew with each process, and without what waited where."""
     return {
-        key: {name: value for name, value in values.items() if "peak" not in name}
+        key: {name: value for name, value in values.items() if "peak" not in name and not name.startswith("memory/")}
         for key, values in metrics(run_dir).items()
     }
 

@@ -42,11 +42,12 @@ def command(old: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def measured(run_dir: Path) -> dict[tuple[int, str], dict[str, Any]]:
-    """Metrics by step and prefix, but for times."""
+    """Metrics by step and prefix, but for times and memory."""
+    leaves_out = ("per_s", "timing/", "memory/")
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         (each["step"], each["prefix"]): {
-            name: value for name, value in each["metrics"].items() if "per_s" not in name and "timing/" not in name
+            name: value for name, value in each["metrics"].items() if not any(part in name for part in leaves_out)
         }
         for each in records
     }
