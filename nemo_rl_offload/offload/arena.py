@@ -232,9 +232,9 @@ class HostArena:
 
     def _add_slab(self, missing_bytes: int) -> bool:
         """A slab is about 1/16 of what is there already: neither many of them nor much unused memory."""
-        usual = min(max(_floor_power_of_two(self.capacity_bytes // 16), MIN_SLAB_BYTES), MAX_SLAB_BYTES)
-        remaining = _floor_power_of_two(self.free_bytes)
-        slab_bytes = min(max(_floor_power_of_two(missing_bytes), usual), remaining)
+        usual = min(max(floor_power_of_two(self.capacity_bytes // 16), MIN_SLAB_BYTES), MAX_SLAB_BYTES)
+        remaining = floor_power_of_two(self.free_bytes)
+        slab_bytes = min(max(floor_power_of_two(missing_bytes), usual), remaining)
         if slab_bytes < ALIGNMENT_BYTES:
             return False
         try:
@@ -249,5 +249,6 @@ class HostArena:
         return True
 
 
-def _floor_power_of_two(value: int) -> int:
+def floor_power_of_two(value: int) -> int:
+    """The largest that is not above; 0 for what is not positive."""
     return 1 << (value.bit_length() - 1) if value > 0 else 0

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, UntypedStorage
 
-from nemo_rl_offload.offload.arena import ALIGNMENT_BYTES, HostArena
+from nemo_rl_offload.offload.arena import ALIGNMENT_BYTES, HostArena, floor_power_of_two
 from nemo_rl_offload.offload.backends.base import Block, Event, Extent
 
 PIECE_BYTES = 32 << 20
@@ -90,7 +90,7 @@ def _hold(arena: HostArena, sizes: Sequence[int]) -> list[Block]:
     slabs: list[Block] = []
     try:
         while missing:
-            size = missing if missing < MIN_SLAB_BYTES else min(_power_of_two(missing), MAX_SLAB_BYTES)
+            size = missing if missing < MIN_SLAB_BYTES else min(floor_power_of_two(missing), MAX_SLAB_BYTES)
             slab = arena.hold(size)
             assert slab is not None, "there was room"
             slabs.append(slab)
@@ -101,11 +101,6 @@ def _hold(arena: HostArena, sizes: Sequence[int]) -> list[Block]:
         raise
     extents = deque(extent for slab in slabs for extent in slab.pieces)
     return [_cut(extents, size) for size in sizes]
-
-
-def _power_of_two(size: int) -> int:
-    """The largest that is not above."""
-    return 1 << (size.bit_length() - 1)
 
 
 def _cut(extents: deque[Extent], size: int) -> Block:

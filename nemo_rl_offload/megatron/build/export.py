@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
-from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
 from nemo_rl_offload.config.validation import completed, schema_problems
 from nemo_rl_offload.data.inputs import changed_beside_weights, changed_frozen_weights
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer
@@ -106,14 +106,7 @@ def export_checkpoint(
     verify(folder / POLICY, files)
     model = build_model(policy, model_path, num_steps=None, with_adapters=has_adapters)
     load(model, folder / POLICY)
-    notes = list(changed_beside_weights(config, inputs))
-    if adapter_alone and (overrides := policy["hf_config_overrides"]):
-        notes.append(
-            f"the adapter was trained with policy.hf_config_overrides, {overrides}, which its base model's config.json "
-            "needs. Without --adapter they are written there."
-        )
-    if arguments := policy["tokenizer"]["chat_template_kwargs"]:
-        notes.append(f"apply_chat_template needs the run's policy.tokenizer.chat_template_kwargs: {arguments}.")
+    notes = [*changed_beside_weights(config, inputs), *_beside_the_folder(policy, adapter_alone=adapter_alone)]
 
     def complete(partial: Path) -> None:
         replace_tokenizer(partial, tokenizer_path)
@@ -130,6 +123,17 @@ def export_checkpoint(
     else:
         export_hf(model, model_path, destination, dtype=torch_dtype, complete=complete)
     return [f"{destination}: {note}" for note in notes]
+
+
+def _beside_the_folder(policy: PolicyConfig, *, adapter_alone: bool) -> Iterator[str]:
+    """What the exported folder needs and does not hold."""
+    if adapter_alone and (overrides := policy["hf_config_overrides"]):
+        yield (
+            f"the adapter was trained with policy.hf_config_overrides, {overrides}, which its base model's config.json "
+            "needs. Without --adapter they are written there."
+        )
+    if arguments := policy["tokenizer"]["chat_template_kwargs"]:
+        yield f"apply_chat_template needs the run's policy.tokenizer.chat_template_kwargs: {arguments}."
 
 
 def _tokenizer_path(name: str) -> Path:
