@@ -1,8 +1,14 @@
 """The property tests draw the same examples at every run; `HYPOTHESIS_PROFILE=default pytest` draws new ones."""
 
+import hashlib
+import math
 import os
+from collections import defaultdict
+from collections.abc import Iterator
 from importlib.util import find_spec
 
+import psutil
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets a worker wait for whatever else the machine does
@@ -16,3 +22,39 @@ if find_spec("transformer_engine"):  # before a test imports Megatron
 
     if not torch.cuda.is_available():
         hide_transformer_engine()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=float, default=1.0, metavar="SHARE", help="run this share of each `sampled` test")
+    parser.addoption("--cases-seed", default="", metavar="TEXT", help="what the share is drawn by")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Draw cases by what stands in their brackets, so that tests of one table share cases, and what these set up."""
+    share, seed = config.getoption("--cases"), config.getoption("--cases-seed")
+    cases: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            test, _, case = item.nodeid.partition("[")
+            cases[test][case] = item
+    left_out = set()
+    for of_test in cases.values():
+        drawn = sorted(of_test, key=lambda case: hashlib.sha256(f"{seed} {case}".encode()).digest())
+        left_out.update(of_test[case] for case in drawn[math.ceil(share * len(drawn)) :])
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A failed test leaves no process behind: a run that goes on would slow down all tests that follow."""
+    report = yield
+    if call.when == "call" and report.failed:
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("PYTEST_CURRENT_TEST") == f"{item.nodeid} (call)":
+                    process.kill()
+            except psutil.Error:
+                continue
+    return report

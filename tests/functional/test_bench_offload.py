@@ -97,6 +97,7 @@ def test_hooks_that_a_failed_rival_leaves_take_nothing_of_the_others(monkeypatch
     assert packed == []
 
 
+@pytest.mark.slow
 def test_the_steps_that_count_are_all_of_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` tries plans in its first steps; a step of each would say nothing of what a user gets."""
     events: list[str] = []
@@ -112,6 +113,7 @@ def test_the_steps_that_count_are_all_of_one_plan(monkeypatch: pytest.MonkeyPatc
     assert measured[: len(FIRST_PLANS) + 2] == [*["planned"] * len(FIRST_PLANS), "timed", "timed"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_bench_leaves_the_rounds_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("CUBLAS_WORKSPACE_CONFIG", "TRANSFORMERS_VERBOSITY"):
         monkeypatch.setenv(key, "error")  # which the bench would set, for good

@@ -28,6 +28,7 @@ def test_the_routers_answers_pass_bare_copies_as_they_pass_an_engines(stage: Sta
     assert stage.bare_copies is None
 
 
+@pytest.mark.slow
 def test_every_region_is_of_the_engine_in_use(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: set[str] = set()
 

@@ -230,7 +230,7 @@ def wait_until_gone(mark: str, timeout_s: float = 15) -> None:
         (signal.SIGINT, True, "training"),
         pytest.param(signal.SIGINT, False, "loading", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, False, "training", marks=pytest.mark.slow),
-        (signal.SIGTERM, True, "training"),
+        pytest.param(signal.SIGTERM, True, "training", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, False, "loading", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, True, "starting", marks=pytest.mark.slow),
     ],

@@ -1,6 +1,5 @@
 """Every key of every family's `config.json`, and mutated ones: the loss of transformers, or a refusal by name."""
 
-import itertools
 import random
 from pathlib import Path
 
@@ -36,15 +35,20 @@ def test_no_third_outcome_in_a_sample() -> None:
 
 
 @pytest.mark.slow
-def test_no_third_outcome_in_the_whole_table() -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("part", range(10))
+def test_no_third_outcome_in_the_whole_table(part: int) -> None:
     """`model_variants.py` exports each of them too."""
-    counts, failed = failures(iter(table()), exports=False)
+    counts, failed = failures(iter(table()[part::10]), exports=False)
     assert failed == []
-    assert counts["honoured"] > 200
+    assert counts["honoured"] > 20
 
 
 @pytest.mark.slow
-def test_no_third_outcome_in_mutated_models() -> None:
-    counts, failed = failures(map(mutated, itertools.islice(itertools.count(10_000), 500)), exports=False)
+@pytest.mark.sampled
+@pytest.mark.parametrize("part", range(5))
+def test_no_third_outcome_in_mutated_models(part: int) -> None:
+    seeds = range(10_000 + 100 * part, 10_100 + 100 * part)
+    counts, failed = failures(map(mutated, seeds), exports=False)
     assert failed == []
-    assert min(counts["honoured"], counts["refused"]) > 20
+    assert min(counts["honoured"], counts["refused"]) > 4

@@ -69,7 +69,7 @@ def test_export_writes_the_present_weights(family: str, model_folder: Folder, tm
 
 
 @families
-@pytest.mark.parametrize("batch_size", [2, 5])
+@pytest.mark.parametrize("batch_size", [2, pytest.param(5, marks=(pytest.mark.slow, pytest.mark.sampled))])
 def test_greedy_generation_gives_the_tokens_of_transformers(family: str, batch_size: int, model_folder: Folder) -> None:
     reference = read_model(model_folder(family), family)
     model = import_model(model_folder(family)).modules[0]

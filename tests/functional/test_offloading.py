@@ -145,8 +145,18 @@ def test_offloading_changes_no_bit(family: str, modules: tuple[str, ...], train:
     assert stats.denied_bytes == 0
 
 
-@pytest.mark.parametrize(("family", "modules"), ALL)
-@pytest.mark.parametrize("setting", SETTINGS)
+SAMPLED = (pytest.mark.slow, pytest.mark.sampled)
+
+
+def beside() -> Iterator[Any]:
+    """Everything for one family; what takes a compiler or many modules is slow for the others."""
+    for setting in SETTINGS:
+        for family, modules in ALL:
+            is_slow = family == "deepseek_v3_mtp" or (family != "qwen2" and setting in COMPILED)
+            yield pytest.param(setting, family, modules, marks=SAMPLED if is_slow else (), id=f"{setting}-{family}")
+
+
+@pytest.mark.parametrize(("setting", "family", "modules"), beside())
 def test_offloading_changes_no_bit_beside(setting: str, family: str, modules: tuple[str, ...], train: Train) -> None:
     if setting in ONLY_WITH_EXPERTS and family == "qwen2":
         pytest.skip("a setting of experts")

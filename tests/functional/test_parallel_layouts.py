@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Sums in another order differ by 1e-6 in the first step. Two updates at this rate make that ten times as much.
 TOLERANCE = 3e-5
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sampled]
 
 TP = "tensor_model_parallel_size=2"
 SP = "sequence_parallel=true"

@@ -20,7 +20,7 @@ ON_RANKS = [(layout, seed) for layout in LAYOUTS if layout != "one" for seed in 
 
 
 def seeds() -> list[Any]:
-    slow = [pytest.mark.slow]
+    slow = [pytest.mark.slow, pytest.mark.sampled]
     return [pytest.param(seed, marks=slow * (seed >= DEFAULT_SEEDS)) for seed in range(NUM_CASES)]
 
 
@@ -37,6 +37,7 @@ def test_predicted_bytes_are_the_counted_ones(seed: int, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("layout", "seed"), ON_RANKS)
 def test_predicted_bytes_are_those_of_every_rank(
     layout: str, seed: int, ranks: Callable[[int], Ranks], tmp_path: Path

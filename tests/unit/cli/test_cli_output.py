@@ -28,7 +28,7 @@ def test_closed_output_is_one_message(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (done.returncode, done.stderr) == (2, "error: standard output was closed.\n")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "arguments",
     [["check", "examples/configs/grpo_tiny.yaml"], ["run", "grpo", "--run-dir", "{out}"], ["doctor"]],

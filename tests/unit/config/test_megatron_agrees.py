@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from mutations import megatron_changes, refused
 from providers import Model, build, make_models, pretend_transformer_engine
@@ -34,9 +34,10 @@ def check_agreement(model: Model, changes: dict[tuple[str, ...], Any]) -> bool:
     return True
 
 
-def check_many(models: list[Model], num_accepted: int) -> None:
+def check_many(models: list[Model], num_accepted: int, part: int = 0) -> None:
     accepted = []
 
+    @seed(part)
     @given(changes=megatron_changes(), index=st.integers(0, 1))
     @settings(max_examples=8 * num_accepted, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     def run(changes: dict[tuple[str, ...], Any], index: int) -> None:
@@ -46,12 +47,13 @@ def check_many(models: list[Model], num_accepted: int) -> None:
     assert sum(accepted) >= num_accepted
 
 
-def check_many_with_transformer_engine(models: list[Model], num_accepted: int) -> None:
+def check_many_with_transformer_engine(models: list[Model], num_accepted: int, part: int = 0) -> None:
     """The same for configurations that need Transformer Engine, which only a run must have."""
     from nemo_rl_offload.megatron.build.transformer_config import apply_policy
 
     accepted = []
 
+    @seed(part)
     @given(
         changes=st.tuples(megatron_changes(), megatron_changes()),
         engine=st.sampled_from(["native", "megatron"]),
@@ -79,11 +81,13 @@ def test_megatron_refuses_nothing_that_is_accepted_with_transformer_engine(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
+@pytest.mark.parametrize("part", range(1, 5))
 def test_megatron_refuses_nothing_of_much_with_transformer_engine(
-    models: list[Model], monkeypatch: pytest.MonkeyPatch
+    part: int, models: list[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_transformer_engine(monkeypatch)
-    check_many_with_transformer_engine(models, 200)
+    check_many_with_transformer_engine(models, 50, part)
 
 
 def test_megatron_refuses_nothing_that_is_accepted(models: list[Model]) -> None:
@@ -91,8 +95,10 @@ def test_megatron_refuses_nothing_that_is_accepted(models: list[Model]) -> None:
 
 
 @pytest.mark.slow
-def test_megatron_refuses_nothing_of_much_that_is_accepted(models: list[Model]) -> None:
-    check_many(models, 400)
+@pytest.mark.sampled
+@pytest.mark.parametrize("part", range(1, 5))
+def test_megatron_refuses_nothing_of_much_that_is_accepted(part: int, models: list[Model]) -> None:
+    check_many(models, 100, part)
 
 
 @pytest.fixture

@@ -139,7 +139,9 @@ def peaks(
     return found
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=(pytest.mark.slow, pytest.mark.sampled)) for seed in range(20, 60))]
+)
 def test_a_budget_that_can_be_met_is_met(seed: int) -> None:
     """From the sixth step on, but for one that needs the plan after the eighth."""
     chance = random.Random(seed)

@@ -25,7 +25,7 @@ from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.validation import Findings, examine
 
 FOLDER = PROJECT_ROOT.parent / "shared" / "nemo_rl_recipes"
-NUM_FUZZED = int(os.environ.get("NUM_FUZZED_RECIPES", "30"))
+NUM_FUZZED = int(os.environ.get("NUM_FUZZED_RECIPES", "12"))
 """2,000 by hand: NUM_FUZZED_RECIPES=2000 pytest tests/unit/config/nemo_rl/test_recipes.py."""
 FEATURES = {
     *(row.feature for row in rows().values() if row.feature),

@@ -82,6 +82,7 @@ FusedSGD = FusedAdam
 """
 
 
+@pytest.mark.slow
 def test_an_installed_transformer_engine_is_left_alone(tmp_path: Path) -> None:
     optimizers = tmp_path / "transformer_engine/pytorch/optimizers"
     optimizers.mkdir(parents=True)
