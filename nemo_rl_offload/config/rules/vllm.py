@@ -83,11 +83,6 @@ def is_used(get: Get) -> bool:
 def _not_supported_yet(get: Get) -> Iterator[str]:
     if not is_used(get):
         return
-    if get(f"{GENERATION}.stop_strings"):
-        yield (
-            f"{GENERATION}.stop_strings: asks for stop strings with vLLM, not supported here: its engines see tokens "
-            "alone. Set it to null, or name tokens in stop_token_ids."
-        )
     if model_shape(get).has_latent_attention:
         yield (
             f"{BACKEND}: vllm asks for vLLM with multi-latent attention, not supported here: its engines keep products "

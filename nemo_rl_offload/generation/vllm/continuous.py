@@ -156,7 +156,6 @@ class VllmStream:
         Raises:
             ConfigError: a prompt leaves no room for a response in the engines' context.
         """
-        assert not self._sampling.stop_strings, "refused before the run"
         check_room(prompts, self._sampling, self._longest)
         self._engines.submit(
             [

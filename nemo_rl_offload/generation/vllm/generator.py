@@ -96,7 +96,6 @@ class VllmGenerator:
         Raises:
             ConfigError: a prompt leaves no room for a response in the engine's context.
         """
-        assert not sampling.stop_strings, "refused before the run"
         places = range(len(prompts)) if places is None else places
         if (stream := self.open_stream(sampling)) is not None:
             return _all_of(stream, places, prompts, seed)

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nemo_rl_offload.config.loader import resolve_tokenizer_path
 from nemo_rl_offload.config.rules.vllm import context_length, devices_of_engine
 from nemo_rl_offload.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
@@ -79,6 +80,9 @@ def engine_arguments(
         "seed": 0,
         "worker_extension_cls": "nemo_rl_offload.generation.vllm.extension.WeightsInPlace",
     }
+    if generation["stop_strings"]:  # which an engine finds in the text
+        tokenizer = resolve_tokenizer_path(config["tokenizer"]["name"])
+        arguments |= {"tokenizer": str(tokenizer.resolve()), "skip_tokenizer_init": False}
     if config["hf_config_overrides"]:
         arguments["hf_overrides"] = _positions(model_path, config["hf_config_overrides"])
     if devices_of_engine(cfg) > 1:
@@ -120,10 +124,11 @@ def sampling_arguments(sampling: Sampling, end_ids: Sequence[int], num_left: int
         "top_k": sampling.top_k or 0,
         "max_tokens": min(sampling.max_new_tokens, num_left),
         "stop_token_ids": list(end_ids),
+        "stop": list(sampling.stop_strings),
         "ignore_eos": True,  # `end_ids` say what ends a response
         "logprobs": 0,  # of the sampled token alone
         "flat_logprobs": True,
-        "detokenize": False,
+        "detokenize": bool(sampling.stop_strings),
     }
 
 

@@ -91,6 +91,20 @@ def test_a_response_ends_where_the_context_does() -> None:
     assert sampling_arguments(Sampling(8), (7,), 3)["max_tokens"] == 3
 
 
+def test_stop_strings_give_the_engine_a_tokenizer_and_requests_that_have_none_no_text() -> None:
+    assert sampling_arguments(Sampling(8, stop_strings=("a", "b")), (7,), 8)["stop"] == ["a", "b"]
+    assert [
+        sampling_arguments(each, (7,), 8)["detokenize"] for each in (Sampling(8), Sampling(8, stop_strings=("a",)))
+    ] == [
+        False,
+        True,
+    ]
+    found = arguments(f"{GENERATION}.stop_strings=[a]")
+    assert not found["skip_tokenizer_init"]
+    assert (Path(found["tokenizer"]) / "tokenizer.json").exists()
+    assert "tokenizer" not in arguments()
+
+
 @pytest.mark.parametrize("key", ["top_k=5", "top_p=0.9", "val_top_k=5", "val_top_p=0.9"])
 def test_engines_are_made_for_sampling_that_leaves_tokens_out_in_training_or_validation(key: str) -> None:
     assert is_truncated(policy(f"{GENERATION}.{key}")["generation"])

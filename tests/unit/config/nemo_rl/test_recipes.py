@@ -33,7 +33,7 @@ FEATURES = {
     *(feature for feature, _ in ESTIMATORS.values()),
     *("generation by SGLang", "generation by TensorRT-LLM", "generation by Dynamo", "NeMo-Gym"),
     *("another config.json", "another optimizer", "another schedule", "another layout for generation", "raw text"),
-    *("experts over several engines", "vLLM with multi-latent attention", "stop strings with vLLM"),
+    *("experts over several engines", "vLLM with multi-latent attention"),
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
     *("further multi-token prediction", "cross-tokenizer distillation"),
     *("several data sets", "another processor of records", "a learned opening of turns"),
