@@ -92,6 +92,9 @@ class GenerationWorkers(Protocol):
     def prepare_weight_update(self) -> None:
         """Find where each weight goes. Raises ConfigError when one has no name."""
 
+    def make_room_for_share(self, share: float) -> None:
+        """Let what training alone needs leave the devices, as far as an engine with this share of them needs it."""
+
     def load_weights(self, buckets: Iterable[Stored[WeightBucket]]) -> None:
         """Replace all weights."""
 
@@ -128,6 +131,9 @@ class Generator(Responds, Protocol):
 
     def wake(self) -> None:
         """Take them again. May be called twice."""
+
+    def lacking_bytes(self) -> Sequence[int]:
+        """By rank that trains, what the next prompts take of its device beside what is taken; none of other devices."""
 
     def notices(self) -> list[list[str]]:
         """What the workers of its own have warned of since the last call, by rank; none without any."""

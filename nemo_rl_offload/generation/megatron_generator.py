@@ -61,6 +61,10 @@ class MegatronGenerator:
     def wake(self) -> None:
         """Nothing, as for `sleep`."""
 
+    def lacking_bytes(self) -> list[int]:
+        """None: what they need is torch's, which says so."""
+        return []
+
     def notices(self) -> list[list[str]]:
         """What the workers of its own have warned of since the last call, by rank."""
         return [] if self._own_workers is None else self._own_workers.notices()

@@ -12,7 +12,8 @@ Where the caller knows of room on the device, the bytes that have to go stay the
 one set crosses the link, one way, once.
 
 Weights that never change (a teacher's) have no others in their place: their storages are empty in between, and get
-memory for the pass.
+memory for the pass. What training alone needs may likewise leave while another process has the device (`AwayTensors`).
+It has changed when it leaves again, so it is copied both ways.
 
 Parameters that are views of one buffer go as one range. Tied ones go once.
 
@@ -79,8 +80,9 @@ def _places(tensors: Sequence[Tensor]) -> list[UntypedStorage]:
     ]
 
 
-def _hold(arena: HostArena, sizes: Sequence[int]) -> list[Block]:
-    """A block of each size, one behind another in slabs of powers of two, as pinned memory comes. All or none.
+def _hold(arena: HostArena, sizes: Sequence[int]) -> tuple[list[Block], list[Block]]:
+    """A block of each size, one behind another in slabs of powers of two, as pinned memory comes; and the slabs. All or
+    none.
 
     Raises MemoryError when the budget has no room, or the system refuses.
     """
@@ -100,7 +102,7 @@ def _hold(arena: HostArena, sizes: Sequence[int]) -> list[Block]:
             arena.release(slab)
         raise
     extents = deque(extent for slab in slabs for extent in slab.pieces)
-    return [_cut(extents, size) for size in sizes]
+    return [_cut(extents, size) for size in sizes], slabs
 
 
 def _cut(extents: deque[Extent], size: int) -> Block:
@@ -129,7 +131,7 @@ class WaitingWeights:
         self._exchanged: list[int] = []
         places = _places(tensors)
         held_before = arena.held_bytes
-        self._blocks = _hold(arena, [place.nbytes() for place in places])
+        self._blocks, self._slabs = _hold(arena, [place.nbytes() for place in places])
         self.num_bytes = arena.held_bytes - held_before
         """Host memory that they take."""
         for place, block in zip(places, self._blocks, strict=True):
@@ -206,6 +208,22 @@ class WaitingWeights:
         return torch.empty(0, dtype=torch.uint8, device=self._backend.device).set_(place)
 
 
+def _with_whole_storages(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those whose storages no others use."""
+    whole = {
+        storage.data_ptr()
+        for storage, begin, end in covered_ranges(tensors)
+        if begin == 0 and end + MAX_GAP_BYTES >= storage.nbytes()
+    }
+    return [each for each in tensors if each.untyped_storage().data_ptr() in whole]
+
+
+def _storages(tensors: Sequence[Tensor]) -> list[tuple[UntypedStorage, int]]:
+    """Each once, with its bytes."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return [(storage, storage.nbytes()) for storage in storages.values()]
+
+
 class DepartingWeights(WaitingWeights):
     """The same of weights that never change, and are on the device within `on_device` alone.
 
@@ -213,14 +231,8 @@ class DepartingWeights(WaitingWeights):
     """
 
     def __init__(self, arena: HostArena, tensors: Sequence[Tensor]) -> None:
-        whole = {
-            storage.data_ptr()
-            for storage, begin, end in covered_ranges(tensors)
-            if begin == 0 and end + MAX_GAP_BYTES >= storage.nbytes()
-        }
-        super().__init__(arena, [each for each in tensors if each.untyped_storage().data_ptr() in whole])
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in self._tensors}
-        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        super().__init__(arena, _with_whole_storages(tensors))
+        self._storages = _storages(self._tensors)
         self._leave()
 
     def _leave(self) -> None:
@@ -237,3 +249,55 @@ class DepartingWeights(WaitingWeights):
             yield
         finally:
             self._leave()
+
+
+class AwayTensors(WaitingWeights):
+    """Tensors on the arena's device that leave it for a while, and come back with the bits that they had.
+
+    A storage that others use too stays there. Host memory that is taken once is kept for the next time.
+    """
+
+    def __init__(self, arena: HostArena) -> None:
+        super().__init__(arena, [])
+        self._arena = arena
+        self._storages: list[tuple[UntypedStorage, int]] = []
+
+    @property
+    def are_away(self) -> bool:
+        """Whether they have no memory on the device now."""
+        return bool(self._storages)
+
+    def leave(self, tensors: Sequence[Tensor]) -> None:
+        """Free the device memory of these tensors. Raises MemoryError when the arena has no room; then they stay."""
+        assert not self.are_away
+        self._tensors = _with_whole_storages(tensors)
+        places = _places(self._tensors)
+        sizes = [place.nbytes() for place in places]
+        if sizes != [block.num_bytes for block in self._blocks]:
+            for slab in self._slabs:
+                self._arena.release(slab)
+            self._blocks, self._slabs, self.num_bytes = [], [], 0
+            held_before = self._arena.held_bytes
+            self._blocks, self._slabs = _hold(self._arena, sizes)
+            self.num_bytes = self._arena.held_bytes - held_before
+        for place, block in zip(places, self._blocks, strict=True):
+            block.last_event = self._backend.copy_out([(place, block)])
+        self._backend.synchronize()
+        self._storages = _storages(self._tensors)
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def come_back(self) -> None:
+        """Give them memory again, with what they held, if they are away. An error on the way leaves them away."""
+        if not self.are_away:
+            return
+        for storage, num_bytes in self._storages:
+            storage.resize_(num_bytes)
+        try:
+            self._take(_places(self._tensors), len(self._blocks), keeps=False)
+        except BaseException:
+            for storage, _ in self._storages:
+                storage.resize_(0)
+            raise
+        self._backend.synchronize()  # before their blocks are written again
+        self._storages = []

@@ -17,6 +17,7 @@ from nemo_rl_offload.units import GIB, MIB, gib
 
 EXCHANGE_BYTES = 128 * MIB
 """Device memory that holds pieces of weights on their way: `offload.waiting_weights`."""
+LEAVING = "what leaves for vLLM's engine"
 UPDATE_BYTES = 4
 """That torch's Adam needs for each parameter while it updates all of them at once."""
 BUCKETS_BYTES = 1024 * MIB
@@ -70,7 +71,7 @@ class Move:
     out_bytes: int
     in_bytes: int
     ms: float
-    """With both directions busy at once."""
+    """With both directions busy at once, but for what comes in when all is out."""
 
 
 class PhasesOfStage:
@@ -94,8 +95,7 @@ class PhasesOfStage:
         if passes.generation_rows:
             found.append(Phase("generation", self._asleep | self._generation()))
         elif passes.engine_share:
-            engine = {"vLLM's engine": int(passes.engine_share * job.device.memory_bytes)}
-            found.append(Phase("generation", self._asleep | engine))
+            found.append(Phase("generation", self._beside_engine()[0] | self._engine()))
         if passes.logprob_tokens and job.teacher is not None:
             teacher = {"teacher": job.teacher_bytes[self._rank], **self._forward(passes.logprob_tokens)}
             found.append(Phase("teacher's logits", self._asleep | teacher))
@@ -110,6 +110,23 @@ class PhasesOfStage:
         found.append(Phase("training", self._resident | others | activations))
         found.append(Phase("optimizer step", self._resident | self._update()))
         return found
+
+    def _engine(self) -> dict[str, int]:
+        return {"vLLM's engine": int(self._job.passes.engine_share * self._job.device.memory_bytes)}
+
+    @property
+    def leaving(self) -> dict[str, int]:
+        """What goes to the host while vLLM's engine has the device."""
+        return self._beside_engine()[1] if self._job.passes.engine_share else {}
+
+    def _beside_engine(self) -> tuple[dict[str, int], dict[str, int]]:
+        """What stays on the device and what leaves it, as far as the engine lacks room, in `away_state`'s order."""
+        room = self._job.budget_bytes - sum(self._engine().values())
+        stays, leaves = dict(self._asleep), dict[str, int]()
+        for name in ("gradients", "optimizer", "weights"):
+            if sum(stays.values()) > room and (size := stays.pop(name, 0)) and name != "gradients":  # which are freed
+                leaves[name] = size
+        return stays, leaves
 
     def _context(self, tokens: int) -> LayerContext:
         context = self._job.context
@@ -165,6 +182,10 @@ class PhasesOfStage:
         found, host = [], self._job.resident_host_bytes[self._rank]
         if size := host.get("reference weights"):
             found.append(self._move("reference log-probabilities", "reference weights in and out", 2 * size, 2 * size))
+        if size := sum(self.leaving.values()):
+            link = job_link(self._job)
+            ms = size / link.out_bytes_per_ms + size / link.in_bytes_per_ms
+            found.append(Move("generation", f"{' and '.join(self.leaving)} out and in again", size, size, ms))
         if size := self._job.teacher_bytes[self._rank]:
             found.append(self._move("teacher's logits", "teacher's weights in", 0, size))
         if size := host.get("optimizer"):
@@ -181,7 +202,8 @@ def host_use(job: Job, step: SimulatedStep) -> HostUse:
     """What a job needs of the host under a simulated step."""
     ranks = range(len(step.stages))
     parts = {"activations": max(map(step.host_bytes, ranks))}
-    for each in job.resident_host_bytes:
+    leaving = [{LEAVING: sum(PhasesOfStage(job, step, rank).leaving.values())} for rank in ranks]
+    for each in (*job.resident_host_bytes, *leaving):
         for name, size in each.items():
             parts[name] = max(size, parts.get(name, 0))
     beside = {

@@ -135,8 +135,17 @@ class Policy:
     def _run_sharded[*Ts, R](
         self, method: Callable[[PolicyWorker, *Ts], R | None], shards: Sequence[tuple[*Ts]]
     ) -> list[R]:
-        self._generator.sleep()
+        self._take_devices()
         return self._trainers.run_sharded(method, shards)
+
+    def _take_devices(self) -> None:
+        self._generator.sleep()
+        self._trainers.come_back()
+
+    def _bring_model(self) -> None:
+        """For what reads the whole model and needs no memory besides; an engine that leaves it room stays awake."""
+        if self._trainers.are_away:
+            self._take_devices()
 
     def get_logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of every token under the current weights, float32 [B, S]; position 0 is 0."""
@@ -189,9 +198,11 @@ class Policy:
         """Give the trained weights to the generator, where it does not have them."""
         self._generator.wake()
         if self._generator_is_behind or not self._generator.has_weights:
+            self._trainers.come_back(weights_alone=True)
             self._generator.update_weights(self._trainers)
             self._generator_is_behind = False
             self.num_refits += 1
+        self._trainers.make_room(self._generator.lacking_bytes())
 
     def open_stream(self, sampling: Sampling) -> ResponseStream | None:
         """Responses one by one, by the weights of the last `refit`; None where the generator answers batches alone."""
@@ -200,6 +211,7 @@ class Policy:
     def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write weights, optimizer, schedule and random numbers into a new folder, which all nodes share."""
         folder.mkdir()
+        self._bring_model()
         self._workers.run_all(PolicyWorker.start_checkpoint, folder.resolve(), in_background=in_background)
 
     def checkpoint_is_written(self) -> bool:
@@ -213,16 +225,19 @@ class Policy:
 
     def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
         """Read what was written, with these files."""
+        self._bring_model()
         self._workers.run_all(PolicyWorker.load_checkpoint, folder.resolve(), manifest)
         self._generator_is_behind = True
 
     def load_start_weights(self, folder: Path, manifest: Manifest) -> None:
         """Begin with the weights of a checkpoint with these files; a reference model has them too."""
+        self._bring_model()
         self._workers.run_all(PolicyWorker.load_start_weights, folder.resolve(), manifest)
         self._generator_is_behind = True
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, with the start model's configuration and tokenizer."""
+        self._bring_model()
         self._workers.run_all(PolicyWorker.export_hf, folder.resolve())
 
     def offload_stats(self) -> OffloadTotals:

@@ -18,6 +18,9 @@ from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.weight_sync import SOURCE_RANK, DeviceBucket, WeightBucket
 from nemo_rl_offload.policy.worker import PolicyWorker
 
+PROCESS_BYTES = 1 << 30
+"""Of a device, that a process takes besides what it asks for."""
+
 
 def worker_env(config: PolicyConfig) -> dict[str, str]:
     """Environment variables of the workers: what their engine needs, and the user's `env_vars` over it."""
@@ -69,6 +72,8 @@ class ModelWorkers:
             keep_reference=keep_reference,
         )
         self._placements = self.workers.run_all(PolicyWorker.placement)
+        self.are_away = False
+        """Whether something that training needs is not on the devices: `make_room`."""
 
     def run_sharded[*Ts, R](
         self, method: Callable[[PolicyWorker, *Ts], R | None], shards: Sequence[tuple[*Ts]]
@@ -121,6 +126,22 @@ class ModelWorkers:
         results = self.workers.run_streamed(PolicyWorker.generate, self._of_ranks(shards), take)
         parts = self._of_shards(results, len(shards))[::num_alike]
         return [response for part in parts for response in part]
+
+    def make_room(self, num_bytes: Sequence[int]) -> None:
+        """Let what training alone needs leave each rank's device, as far as fewer bytes are free there than that."""
+        if any(num_bytes):
+            self.are_away = any(self.workers.run_sharded(PolicyWorker.make_room, [(each,) for each in num_bytes]))
+
+    def make_room_for_share(self, share: float) -> None:
+        """The same for a share of the devices' whole memory, and a process that uses it."""
+        sizes = [device_bytes for _, device_bytes in self.workers.run_all(PolicyWorker.device)]
+        self.make_room([int(share * each) + PROCESS_BYTES if each else 0 for each in sizes])
+
+    def come_back(self, *, weights_alone: bool = False) -> None:
+        """What has left is on the devices again; with `weights_alone` the optimizer's part stays away."""
+        if self.are_away:
+            self.workers.run_all(PolicyWorker.come_back, weights_alone=weights_alone)
+            self.are_away = weights_alone
 
     def weight_buckets(self) -> Iterator[Stored[WeightBucket]]:
         """All weights by Hugging Face's names, once."""

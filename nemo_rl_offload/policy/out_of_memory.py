@@ -34,6 +34,7 @@ Phase = Literal[
     "computing log-probabilities",
     "generating",
     "handing over weights",
+    "bringing back what training needs",
     "writing or reading a checkpoint",
 ]
 """What a worker does beside training steps."""
@@ -93,7 +94,7 @@ def out_of_memory(
 
 def out_of_memory_while(phase: Phase, policy: PolicyConfig, use: DeviceUse) -> ResourceError:
     """The error for anything but a training step: what makes it smaller, with the values in force."""
-    if phase in ("loading the model", "handing over weights", CHECKPOINTING):
+    if phase in ("loading the model", "handing over weights", "bringing back what training needs", CHECKPOINTING):
         ways = [f"tensor_model_parallel_size or pipeline_model_parallel_size in {MEGATRON} divide it among more GPUs"]
         if not policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"]:
             ways.append("optimizer.use_distributed_optimizer there divides the optimizer's state")

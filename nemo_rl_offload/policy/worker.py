@@ -80,6 +80,7 @@ class PolicyWorker:
         from nemo_rl_offload.megatron.build.model import build_model, init_process_groups
         from nemo_rl_offload.megatron.build.offload import install_offloading, make_arena
         from nemo_rl_offload.offload.waiting_weights import WaitingWeights
+        from nemo_rl_offload.policy.residency.away_state import AwayState
         from nemo_rl_offload.policy.residency.kept_weights import keep_weights
         from nemo_rl_offload.policy.residency.megatron_optimizer import keep_what_waits_on_host
 
@@ -95,6 +96,7 @@ class PolicyWorker:
         if self._engine is not None:
             exclude_parameters(self._engine, self._model.modules)
         self._departed: DepartingWeights | None = None
+        self._away = AwayState(self._arena, self._model)
         self._model.measure = self._phases.phase
         self._free_gradients()
         self._save: Save | None = None
@@ -260,6 +262,23 @@ class PolicyWorker:
             self._departed = keep_weights(DepartingWeights, self._arena, self._model.modules, "teacher's")
             self._empty_cache(from_level=0)
 
+    def make_room(self, num_bytes: int) -> bool:
+        """Let what training alone needs leave the device, as far as fewer bytes are free there than that.
+
+        Returns whether something is away; then `come_back` comes before all that needs the model. Raises ConfigError
+        where the host's budget has no room.
+        """
+        self._model.gather_weights()
+        return self._away.make_room(num_bytes)
+
+    def come_back(self, *, weights_alone: bool) -> None:
+        """What has left is on the device again; with `weights_alone` the optimizer's part stays where it is."""
+        with explained("bringing back what training needs", self._policy):
+            if weights_alone:
+                self._away.bring_weights()
+            else:
+                self._away.bring_all()
+
     def hand_back_memory(self) -> None:
         """Leave what this process does not use of the device to others."""
         self._empty_cache(from_level=0)
@@ -400,9 +419,10 @@ class PolicyWorker:
         )
         sizes = {
             "activations": self._arena.peak_bytes,
-            "optimizer": self._arena.held_bytes - reference_bytes - teacher_bytes,
+            "optimizer": self._arena.held_bytes - reference_bytes - teacher_bytes - self._away.num_bytes,
             "reference_weights": reference_bytes,
             "teacher": teacher_bytes,
+            "while_vllm_generates": self._away.num_bytes,
         }
         return {name: size for name, size in sizes.items() if size}
 

@@ -69,7 +69,8 @@ def played(policy: Policy, max_turns: int) -> Rollout:
     asks: Any = Asks()
     return rollout(
         policy, asks, tokenizer, prompts, 3, SEED,
-        sampling=Sampling(40, temperature=0.9, stop_strings=STOPS, tokenizer=folder), ends_without_text=(END_ID,), template=None,
+        sampling=Sampling(40, temperature=0.9, stop_strings=STOPS, tokenizer=folder),
+        ends_without_text=(END_ID,), template=None,
         limits=Limits(max_turns, 400),
     )  # fmt: skip
 

@@ -8,8 +8,9 @@ part, a bucket, and one weight on its way. Buckets go through Ray's store; on a 
 the actor beside each rank opens that rank's bucket by CUDA IPC. After each update an engine forgets its prefix cache.
 
 Colocated on a GPU an engine sleeps while the trainer works, and gives up weights and cache alike (vLLM's level 2): the
-next update brings the weights. On a CPU nobody sleeps. Rejected: level 1, which keeps a copy of weights in host memory
-that the next update replaces. Limit: a step waits for its longest response.
+next update brings the weights. Where there is no room for its cache, what training alone needs leaves the GPU until
+training has its turn again (`policy.residency.away_state`). On a CPU nobody sleeps. Rejected: level 1, which keeps a
+copy of weights in host memory that the next update replaces. Limit: a step waits for its longest response.
 
 A request's random numbers are a function of the seed and of its place among all prompts, so that two engines draw what
 one draws. On a CPU prompts are read whole: vLLM cannot read them in pieces there beside seeds of their own.
@@ -23,7 +24,7 @@ from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
 from nemo_rl_offload.cluster.worker_group import WorkerGroup
 from nemo_rl_offload.config.rules.vllm import context_length
 from nemo_rl_offload.config.rules.vllm_devices import num_engines
-from nemo_rl_offload.generation.interface import Generated, GeneratorSetup, ResponseStream, Told
+from nemo_rl_offload.generation.interface import Generated, GenerationWorkers, GeneratorSetup, ResponseStream, Told
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.continuous import ContinuousEngines, VllmStream
 from nemo_rl_offload.generation.vllm.settings import check_room, divide, engine_env
@@ -73,9 +74,11 @@ class VllmGenerator:
             can_sleep=self._sleeps,
         )
 
-    def start(self, training_workers: object) -> None:
+    def start(self, training_workers: GenerationWorkers | None) -> None:
         """Build the engines with the start model's weights, beside what training holds by now."""
         assert self._engines is not None, "prepare comes first"
+        if self._sleeps and training_workers is not None:
+            training_workers.make_room_for_share(self._setup.config["generation"]["vllm_cfg"]["gpu_memory_utilization"])
         self._engines.construct()
         setup, slots = self._setup, self._setup.slots or self._setup.training_slots
         if setup.config["generation"]["vllm_cfg"]["async_engine"]:
@@ -142,6 +145,10 @@ class VllmGenerator:
         """Take memory for the weights again."""
         if not self.has_weights:
             self._group.run_all(VllmWorker.wake)
+
+    def lacking_bytes(self) -> list[int]:
+        """Of engines that have been asleep, the cache."""
+        return self._group.run_all(VllmWorker.lacking_bytes) if self._sleeps else []
 
     def notices(self) -> list[list[str]]:
         """What the engines have warned of since the last call, by rank."""

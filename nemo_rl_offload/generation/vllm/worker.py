@@ -66,6 +66,8 @@ class VllmWorker:
         self._is_cpu = not torch.cuda.is_available()
         self._can_sleep = can_sleep and not self._is_cpu
         self._asleep: set[str] = set()
+        self._slept_bytes = 0
+        """Device memory that sleep has given up, and waking has not taken again."""
         self._assembler = Assembler()
         self._is_updating = False
         self._num_updates = 0
@@ -223,7 +225,9 @@ class VllmWorker:
     def sleep(self) -> None:
         """Give up weights and cache, where training has the same device."""
         if self._can_sleep and not self._asleep:
+            free_bytes = self._free_bytes()
             self._llm.sleep(level=2)
+            self._slept_bytes = self._free_bytes() - free_bytes
             self._asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
@@ -232,9 +236,21 @@ class VllmWorker:
 
     def _wake(self, part: str) -> None:
         if part in self._asleep:
+            free_bytes = self._free_bytes()
             with _explained("waking up"):
                 self._llm.wake_up(tags=[part])
+            self._slept_bytes -= free_bytes - self._free_bytes()
             self._asleep.discard(part)
+
+    def lacking_bytes(self) -> int:
+        """Device memory that the next prompts take, beside what is taken."""
+        return max(0, self._slept_bytes) if "kv_cache" in self._asleep else 0
+
+    @staticmethod
+    def _free_bytes() -> int:
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
 
     def take_notices(self) -> list[str]:
         """What this process has warned of since the last call."""

@@ -64,14 +64,13 @@ class Group:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VllmGenerator, list[Engine]]]:
     def start(
-        device: str = "cpu", *overrides: str, apart: bool = False, world_size: int = 2
+        device: str = "cpu", *overrides: str, apart: bool = False, world_size: int = 2, training: Any = None
     ) -> tuple[VllmGenerator, list[Engine]]:
         monkeypatch.setattr(module, "WorkerGroup", Group)
         config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", overrides)["policy"]
         slots: Any = SimpleNamespace(device=device, world_size=world_size, workers_per_node=world_size)
         own: Any = SimpleNamespace(**vars(slots)) if apart else None
-        training: Any = None
-        setup = GeneratorSetup(config, (9,), PROJECT_ROOT, slots, own, training)
+        setup = GeneratorSetup(config, (9,), PROJECT_ROOT, slots, own, None)  # type: ignore[arg-type]
         generator = VllmGenerator(setup)
         generator.prepare()
         assert not generator._group.is_built, "training comes first on a device that both have"  # type: ignore[attr-defined]
@@ -143,6 +142,22 @@ def test_beside_training_on_a_gpu_an_engine_sleeps_and_has_no_weights_until_the_
     for rank, calls in enumerate([engine.calls, other.calls]):
         words = [call for call in calls if isinstance(call, str)]
         assert words == ["sleep", "wake", f"all of rank {rank}", "finish_weight_update"]
+
+
+@pytest.mark.parametrize(
+    ("device", "apart", "expected"), [("cuda", False, [0.3]), ("cuda", True, []), ("cpu", False, [])]
+)
+def test_training_makes_room_before_an_engine_is_built_on_its_gpu(
+    device: str, apart: bool, expected: list[float], started: Any
+) -> None:
+    shares: list[float] = []
+    training = SimpleNamespace(make_room_for_share=shares.append)
+    share = "policy.generation.vllm_cfg.gpu_memory_utilization=0.3"
+    generator, engines = started(device, share, apart=apart, training=training)
+    assert shares == expected
+    for engine in engines:
+        engine.lacking_bytes = lambda: 5
+    assert generator.lacking_bytes() == ([5, 5] if expected else [])
 
 
 @pytest.mark.parametrize(("device", "apart"), [("cpu", False), ("cpu", True), ("cuda", True)])

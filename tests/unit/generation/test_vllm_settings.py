@@ -176,13 +176,31 @@ def test_the_users_variables_are_there_too() -> None:
         assert engine_env(section, device) == {"NCCL_DEBUG": "INFO"} | engine_env(policy()["generation"], device)
 
 
-def test_an_engine_without_prompts_wakes_up_whole() -> None:
+def test_an_engine_without_prompts_wakes_up_whole_and_knows_what_it_lacks_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Half asleep, it would not go to sleep again."""
-    worker = VllmWorker.__new__(VllmWorker)
-    woken: list[list[str]] = []
-    worker._asleep, worker._llm = {"kv_cache"}, SimpleNamespace(wake_up=lambda tags: woken.append(tags))
-    assert worker.generate([], 0, [], Sampling(8)) == []
-    assert woken == [["kv_cache"]]
+    worker, free, sizes = VllmWorker.__new__(VllmWorker), {"bytes": 10}, {"weights": 3, "kv_cache": 50}
+
+    def sleep(level: int) -> None:
+        assert level == 2, "weights and cache are both given up"
+        free["bytes"] += sum(sizes.values())
+
+    def wake_up(tags: list[str]) -> None:
+        free["bytes"] -= sum(sizes[tag] for tag in tags)
+
+    monkeypatch.setattr(VllmWorker, "_free_bytes", staticmethod(lambda: free["bytes"]))
+    worker._asleep, worker._can_sleep, worker._slept_bytes = set(), True, 0
+    worker._llm = SimpleNamespace(sleep=sleep, wake_up=wake_up)
+    assert worker.lacking_bytes() == 0
+    for _ in range(2):
+        worker.sleep()
+        free["bytes"] -= 4  # training has got larger
+        worker.wake()
+        assert (free["bytes"], worker.lacking_bytes()) == (56, 50)
+        assert worker.generate([], 0, [], Sampling(8)) == []
+        assert (free["bytes"], worker.lacking_bytes()) == (6, 0)
+        free["bytes"] = 10
 
 
 def test_an_engine_of_several_devices_is_started_by_its_workers() -> None:

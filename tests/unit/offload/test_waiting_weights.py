@@ -13,7 +13,7 @@ from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.backends.base import Backend, HostSlab
 from nemo_rl_offload.offload.backends.cuda import CudaBackend
 from nemo_rl_offload.offload.backends.host import HostBackend
-from nemo_rl_offload.offload.waiting_weights import DepartingWeights, WaitingWeights, covered_ranges
+from nemo_rl_offload.offload.waiting_weights import AwayTensors, DepartingWeights, WaitingWeights, covered_ranges
 
 BUDGET_BYTES = 1 << 26
 on_every_device = pytest.mark.parametrize(
@@ -182,6 +182,65 @@ def test_what_departs_has_no_memory_but_within(fails: bool, device: str, arena: 
             assert fails
         assert torch.equal(shared[:50], start[-1])
     assert departing.num_bytes >= sum(tensor.nbytes for tensor in start[:3])
+
+
+@on_every_device
+@pytest.mark.parametrize("model", MODELS)
+def test_what_was_away_comes_back_with_its_last_bits(model: str, device: str, arena: HostArena) -> None:
+    """Also where more of them leave the next time, as an optimizer's state after its first step."""
+    tensors, away = MODELS[model](device), AwayTensors(arena)
+    first_bytes = 800_000 if model == "of a buffer" else 0  # of a storage that others use too
+    for step in range(4):
+        if step == 2:
+            tensors.append(torch.randn(30_000, device=device))
+        for tensor in tensors:
+            tensor.detach().mul_(3).add_(step + 1)
+        before = [tensor.detach().clone() for tensor in tensors]
+        away.leave(tensors)
+        assert away.are_away or model == "of a buffer"
+        assert tensors[0].untyped_storage().nbytes() == first_bytes
+        assert step < 2 or tensors[-1].untyped_storage().nbytes() == 0
+        assert arena.held_bytes == away.num_bytes
+        away.come_back()
+        away.come_back()
+        assert not away.are_away
+        assert are_equal(tensors, before)
+        tensors[0].detach().neg_()
+        away.come_back()
+        assert torch.equal(tensors[0].detach(), -before[0]), "there is nothing to come back"
+    assert away.num_bytes >= 30_000 * 4
+
+
+def test_what_has_no_room_on_the_host_stays() -> None:
+    arena = HostArena(HostBackend(), 1 << 14)
+    tensors, away = single("cpu"), AwayTensors(arena)
+    before = [tensor.clone() for tensor in tensors]
+    with pytest.raises(MemoryError, match="are needed, 16384 left"):
+        away.leave(tensors)
+    assert (away.are_away, away.num_bytes, arena.held_bytes) == (False, 0, 0)
+    assert are_equal(tensors, before)
+
+
+def test_what_finds_no_room_on_its_way_back_is_away_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = HostBackend()
+    tensors, away = single("cpu"), AwayTensors(HostArena(backend, BUDGET_BYTES))
+    before = [tensor.clone() for tensor in tensors]
+    away.leave(tensors)
+    calls = iter(range(100))
+
+    def fail(*args: object) -> object:
+        if next(calls) == 3:
+            raise torch.OutOfMemoryError
+        return copy_in(*args)  # type: ignore[arg-type]
+
+    copy_in = backend.copy_in
+    monkeypatch.setattr(backend, "copy_in", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        away.come_back()
+    assert away.are_away
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    away.come_back()
+    assert are_equal(tensors, before)
 
 
 @pytest.mark.parametrize(("room_bytes", "times"), [(0, 1.1), (1 << 30, 1.1)])

@@ -76,6 +76,23 @@ def test_host_bytes_are_those_of_the_published_count() -> None:
     assert moves["reference weights in and out"].ms == pytest.approx(4 * count / 55e6, rel=1e-3)
 
 
+def test_what_has_no_room_beside_vllm_leaves_the_optimizer_first() -> None:
+    """1.5 G parameters: 18 GiB of state and main weights, 3 GiB of weights."""
+    job = make_job("Qwen/Qwen2.5-1.5B", layout=ALONE, makes_logits=False, host_budget=64 * GIB, frees_gradients=True)
+    count = model_parameters(job.shape)
+    for share, expected in ((0.5, {}), (0.75, {"optimizer": 12}), (0.95, {"optimizer": 12, "weights": 2})):
+        changed = replace(job, passes=Passes(engine_share=share))
+        step = run_nothing(changed)
+        stage = PhasesOfStage(changed, step, 0)
+        assert {name: round(size / count) for name, size in stage.leaving.items()} == expected
+        assert stage.phases()[0].peak_bytes <= changed.budget_bytes
+        gone = sum(stage.leaving.values())
+        assert host_use(changed, step).parts.get("what leaves for vLLM's engine", 0) == gone
+        assert [(move.out_bytes, move.in_bytes) for move in stage.moves()] == ([(gone, gone)] if gone else [])
+        assert all(move.ms == pytest.approx(2 * gone / 55e6, rel=1e-3) for move in stage.moves())
+    assert any("host memory" in text for text in lacking(replace(changed, host_budget=8 * GIB), step))
+
+
 def test_ranks_share_the_optimizer_and_each_has_the_reference() -> None:
     job = seven_billion()
     shared = replace(job, layout=ParallelLayout(8))
@@ -111,8 +128,9 @@ def test_what_waits_on_the_host_leaves_activations_the_rest_of_the_budget() -> N
             {"host_budget": 10 * GIB, "optimizer": Optimizer()},
             r"host memory: reference weights 14\.\d GiB per rank, 4\.\d GiB more than the 10\.0 GiB of .* Raise that\.",
         ),
+        ({"passes": Passes(engine_share=0.6)}, ""),
         (
-            {"passes": Passes(engine_share=0.6)},
+            {"passes": Passes(engine_share=0.99)},
             r"generation on stage 0: .* more than there is\. .*gpu_memory_utilization may be 0\.\d+\.",
         ),
         (

@@ -116,6 +116,19 @@ class FakeWorker:
     def peak_device_bytes(self) -> dict[str, int]:
         return {"train": 100 + self.rank}
 
+    def device(self) -> tuple[str, int]:
+        return "a GPU", 1000 if self.rank else 0
+
+    def make_room(self, num_bytes: int) -> bool:
+        self.calls.append(("make_room", num_bytes))
+        return self.rank == 1 and num_bytes > 3
+
+    def come_back(self, *, weights_alone: bool) -> None:
+        self.calls.append(("come_back", weights_alone))
+
+    def export_hf(self, folder: Path) -> None:
+        self.calls.append(("export",))
+
     def host_bytes(self) -> dict[str, int]:
         return {"activations": 10 + self.rank, "reference_weights": 5}
 
@@ -128,8 +141,8 @@ class FakeGroup:
         cfg, self.world_size = args[0]["megatron_cfg"], cluster.world_size
         self.workers = [FakeWorker(rank, cluster.world_size, cfg) for rank in range(cluster.world_size)]
 
-    def run_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        return [getattr(worker, method.__name__)(*args) for worker in self.workers]
+    def run_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return [getattr(worker, method.__name__)(*args, **kwargs) for worker in self.workers]
 
     def run_sharded(self, method: Callable[..., Any], shards: list[tuple[Any, ...]]) -> list[Any]:
         pairs = zip(self.workers, shards, strict=True)
@@ -167,6 +180,63 @@ def make() -> Any:
 
 
 Make = Callable[..., tuple[Policy, list[FakeWorker]]]
+
+
+class Beside:
+    """A generator that has the training workers' GPUs."""
+
+    def __init__(self, lacking_bytes: int) -> None:
+        self.calls: list[str] = []
+        self.has_weights, self._lacking_bytes = True, lacking_bytes
+
+    def lacking_bytes(self) -> list[int]:
+        return [self._lacking_bytes] * 2
+
+    def sleep(self) -> None:
+        self.has_weights = False
+
+    def wake(self) -> None:
+        """It takes memory for weights."""
+
+    def update_weights(self, source: Any) -> None:
+        self.has_weights = True
+
+    def generate(self, *args: object) -> list[Response]:
+        return []
+
+    def stop(self) -> None:
+        """Nothing is left."""
+
+
+@pytest.mark.parametrize("lacking_bytes", [3, 4])
+def test_what_training_needs_is_away_while_an_engine_generates_where_that_lacks_room(
+    lacking_bytes: int, make: Make
+) -> None:
+    policy, workers = make(2)
+    anything: Any = policy
+    anything._generator = Beside(lacking_bytes)
+    is_away = lacking_bytes > 3
+    policy.train(make_batch(12), "clipped_pg", {"ratio_clip_min": 0.1})
+    for worker in workers:
+        worker.calls.clear()
+    for _ in range(2):
+        policy.generate([[1]], 3, SAMPLING)
+        policy.export_hf(Path("folder"))
+        policy.get_logprobs(make_batch(12))
+        room, weights, all_of_it = ("make_room", lacking_bytes), ("come_back", True), ("come_back", False)
+        assert workers[0].calls == ([room, all_of_it, ("export",)] if is_away else [room, ("export",)])
+        workers[0].calls.clear()
+    policy.generate([[1]], 3, SAMPLING)
+    anything._generator.has_weights = False
+    policy.refit()
+    assert workers[1].calls[-2:] == ([weights, room] if is_away else [room, room])
+
+
+def test_room_for_a_share_is_asked_of_devices_that_have_memory(make: Make) -> None:
+    policy, workers = make(2)
+    policy._trainers.make_room_for_share(0.25)
+    assert [worker.calls for worker in workers] == [[("make_room", 0)], [("make_room", 250 + (1 << 30))]]
+    assert policy._trainers.are_away
 
 
 def make_batch(size: int) -> Batch:
