@@ -89,11 +89,14 @@ def teacher_config(config: MasterConfig) -> PolicyConfig:
     assert teacher["model_name"] is not None, "checked with the configuration"
     merged: Any = {**without_offloading(student), **{key: value for key, value in teacher.items() if value is not None}}
     merged["hf_config_overrides"] = {}  # of the student alone
-    of_the_students_layers = (
-        "pipeline_model_parallel_layout",
-        *(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
+    of_the_students_layers: dict[str, object] = dict.fromkeys(
+        (
+            "pipeline_model_parallel_layout",
+            *(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
+        )
     )
-    merged["megatron_cfg"] = {**merged["megatron_cfg"], **dict.fromkeys(of_the_students_layers)}
+    of_the_students_layers |= {"mtp_num_layers": 0 if student["megatron_cfg"]["mtp_num_layers"] == 0 else None}
+    merged["megatron_cfg"] = {**merged["megatron_cfg"], **of_the_students_layers}
     return {**merged, "generation": {**merged["generation"], "backend": "megatron"}}  # type: ignore[typeddict-item]
 
 

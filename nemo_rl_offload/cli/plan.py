@@ -110,7 +110,8 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         per_node = cluster["gpus_per_node"]
     per_node = device.devices_per_node if per_node is None else per_node
     offload = policy["megatron_cfg"]["activation_offload"]
-    host_budget, shape = offload["host_memory_budget"], _shape(policy["model_name"])
+    host_budget, num_mtp_layers = offload["host_memory_budget"], policy["megatron_cfg"]["mtp_num_layers"]
+    shape = _shape(policy["model_name"], num_mtp_layers)
     if skew is not None and shape.experts is None:
         given = "--routing-skew" if options.recorded_run is None else "--recorded-run"
         raise ConfigError(f"{given}: {policy['model_name']} has no experts whose tokens could be uneven. Leave it out.")
@@ -125,7 +126,7 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         reference_on_host=algorithm.copies_reference(config),
         rows_per_sample=algorithm.rows_per_sample,
         least_sequence=_least_sequence(config),
-        teacher=_shape(config["teacher"]["model_name"]) if algorithm.needs_teacher else None,
+        teacher=_shape(config["teacher"]["model_name"], num_mtp_layers) if algorithm.needs_teacher else None,
         teacher_element_bytes=4 if (config["teacher"]["precision"] or policy["precision"]) == "float32" else 2,
         ranks_per_node=per_node,
         passes=_passes(config),
@@ -160,11 +161,11 @@ def _check(config: dict[str, Any], options: argparse.Namespace, loaded: LoadedCo
     check_to_plan(replace(loaded, values=config), str(options.config))
 
 
-def _shape(name: str) -> ModelShape:
+def _shape(name: str, mtp_num_layers: int | None) -> ModelShape:
     folder = None
     with contextlib.suppress(ConfigError):  # then the catalogue is asked, whose message names both
         folder = resolve_model_path(name)
-    return load_model_shape(name, folder)
+    return load_model_shape(name, folder, mtp_num_layers)
 
 
 def _num_training(config: Mapping[str, Any], per_node: int) -> int:

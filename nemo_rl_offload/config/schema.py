@@ -269,7 +269,7 @@ class MegatronConfig(TypedDict):
     moe_per_layer_logging: Annotated[bool, Default(False), Forwarded()]
     """Log the experts' balancing losses of each layer, besides their mean."""
     moe_token_dispatcher_type: Annotated[Literal["allgather", "alltoall", "flex"], Default("alltoall"), Forwarded()]
-    """How tokens reach their experts; flex is not available yet."""
+    """How tokens reach their experts; flex needs GPUs, bfloat16 and the library of its backend."""
     moe_flex_dispatcher_backend: Annotated[
         Literal["deepep", "hybridep", "ncclep"] | None, Default(None), Forwarded(unless_null=True)
     ]
@@ -278,6 +278,16 @@ class MegatronConfig(TypedDict):
     """Sort tokens for their experts with Transformer Engine's kernels."""
     moe_shared_expert_overlap: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
     """Compute the shared experts while tokens travel; needs the alltoall or flex dispatcher."""
+
+    # Layers that predict further tokens (multi-token prediction).
+    mtp_num_layers: Annotated[Count | None, Default(None)]
+    """How many of the model's are trained: all, as null says too, or 0, which leaves them out of model and export."""
+    mtp_loss_scaling_factor: Annotated[NonNegative | None, Default(None), Forwarded(unless_null=True)]
+    """Weight of their loss beside the model's; null: Megatron-Bridge's for the family, 0.1 or 0.3."""
+    mtp_detach_heads: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
+    """Keep their loss from training the rest of the model; null: false."""
+    mtp_use_repeated_layer: Annotated[bool, Default(False)]
+    """Train one layer in the place of several: the same with one, and not supported with more."""
 
     peft: PeftConfig
     """Adapters that are trained in place of the weights."""

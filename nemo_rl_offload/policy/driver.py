@@ -100,7 +100,7 @@ class Policy:
         self._trained_flops = 0.0
         self._shape: ModelShape | None = None
         with suppress(ConfigError):  # of a family that the planner does not know
-            self._shape = load_model_shape(config["model_name"], model_path)
+            self._shape = load_model_shape(config["model_name"], model_path, config["megatron_cfg"]["mtp_num_layers"])
 
     def train(self, batch: Batch, loss_name: str, loss_config: Mapping[str, object]) -> dict[str, float]:
         """Take one optimizer step for each `train_global_batch_size` samples; returns the steps' mean metrics."""

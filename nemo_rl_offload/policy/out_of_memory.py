@@ -84,7 +84,7 @@ def out_of_memory(
     lines = [f"out of device memory in a training step: {use}"]
     try:
         device = replace(recognise(use.name, use.total_bytes), memory_gib=use.total_bytes / GIB)
-        shape = load_model_shape(policy["model_name"], model_path)
+        shape = load_model_shape(policy["model_name"], model_path, policy["megatron_cfg"]["mtp_num_layers"])
         job = read_job(policy, shape, device, world_size, rows_per_sample=rows_per_sample)
         lines += _proposals(job, policy["megatron_cfg"])
     except ConfigError as error:  # what the planner does not know

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
+from nemo_rl_offload.config.rules.rule import read_shape
 from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.runs.comparison import differences, leaves
 from nemo_rl_offload.runs.origin import Origin, origin_of
@@ -25,6 +26,7 @@ _OF_ADAPTERS = (
     *(f"{_PEFT}.{key}" for key in ("dim", "alpha", "target_modules", "exclude_modules")),
 )
 """Keys that say which adapters there are, of which model, and how much they count."""
+_MTP_LAYERS = "policy.megatron_cfg.mtp_num_layers"
 _OF_THE_STATE = tuple(
     f"{_OPTIMIZER}.{key}" for key in ("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
 )
@@ -68,6 +70,7 @@ def begin_from(checkpoint: Path, config: Mapping[str, object], *, weights_only: 
     try:
         saved = read_yaml(run_dir / CONFIG_FILE, follows_links=False)
         _check_adapters(checkpoint, saved, config, weights_only=weights_only)
+        _check_further_tokens(checkpoint, saved, config, weights_only=weights_only)
     except (OSError, DocumentError) as error:
         if weights_only:
             return origin_of(folder, "weights")
@@ -120,6 +123,29 @@ def _check_adapters(
         raise ConfigError(
             f"{path}: with adapters the reference is the model without them, and not what --weights-only begins with. "
             f"{merged}"
+        )
+
+
+def _check_further_tokens(
+    checkpoint: Path, saved: Mapping[str, object], config: Mapping[str, object], *, weights_only: bool
+) -> None:
+    """Raise ConfigError where a checkpoint lacks layers that the run trains, or has an optimizer's state of more."""
+    are_left_out, leaves_out = (leaves(each).get(_MTP_LAYERS) == 0 for each in (saved, config))
+    if are_left_out == leaves_out or (leaves_out and weights_only):
+        return
+    try:
+        shape = read_shape(str(leaves(config).get("policy.model_name")))
+    except ConfigError:  # which a rule reports
+        return
+    if shape.predicts_further_tokens and are_left_out:
+        raise ConfigError(
+            f"--from-checkpoint {checkpoint}: it lacks the model's layers that predict further tokens ({_MTP_LAYERS} "
+            "is 0 there). Set that to 0 here too."
+        )
+    if shape.predicts_further_tokens:
+        raise ConfigError(
+            f"--from-checkpoint {checkpoint}: its optimizer's state is of a model with layers that predict further "
+            f"tokens, which {_MTP_LAYERS} 0 leaves out. Set that to null, or take its weights alone: --weights-only."
         )
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from nemo_rl_offload.config.full_schema import full_schema
+from nemo_rl_offload.config.rules.megatron import EARLIER_OVERRIDES
 from nemo_rl_offload.config.types import defaults_of
 
 _LAYOUT_AND_MEMORY = """
@@ -21,7 +22,7 @@ _LAYOUT_AND_MEMORY = """
     fine_grained_offloading_max_inflight_offloads activation_checkpointing recompute_granularity recompute_modules
     recompute_method recompute_num_layers empty_unused_memory_level cpu_affinity env_vars use_fused_linear_logprobs
     fused_linear_logprobs_chunk_size pipeline_model_parallel_layout optimizer.optimizer_cpu_offload
-    optimizer.optimizer_offload_fraction
+    optimizer.optimizer_offload_fraction moe_token_dispatcher_type moe_flex_dispatcher_backend
 """
 MEANS = (
     *("cluster", "fault_tolerance", "logger", "policy.generation.colocated", "policy.logprob_chunk_size"),
@@ -97,10 +98,19 @@ def differences(there: Mapping[str, object], here: Mapping[str, object]) -> Diff
 
     A key that came with a later version than the run's had its default there.
     """
+    there, here = _by_their_keys(there), _by_their_keys(here)
     defaults = {path: value for path, value in leaves(defaults_of(full_schema())).items() if path in here}
     there = {path: _written_out(value, there) for path, value in defaults.items()} | {**there}
     paths = [path for path in {**here, **there} if (path in here) != (path in there) or here[path] != there[path]]
     return Differences((path, (_shown(there, path), _shown(here, path))) for path in paths)
+
+
+def _by_their_keys(values: Mapping[str, object]) -> dict[str, object]:
+    """Fields of Megatron-Core that an earlier version had no keys for, under those that they have by now."""
+    section = "policy.megatron_cfg"
+    earlier = {f"{section}.model_overrides.{key}": f"{section}.{key}" for key in EARLIER_OVERRIDES}
+    moved = {key: values[path] for path, key in earlier.items() if path in values}
+    return {path: value for path, value in values.items() if path not in earlier} | moved
 
 
 def _written_out(default: object, values: Mapping[str, object]) -> object:

@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.documents import MODEL_BYTES, read_json_object
+from nemo_rl_offload.specs.model_keys import overrides_of_run
 from nemo_rl_offload.specs.model_shape import ModelShape, read_model_shape
 
 
@@ -184,18 +185,20 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def load_model_shape(name: str, folder: Path | None) -> ModelShape:
+def load_model_shape(name: str, folder: Path | None, mtp_num_layers: int | None = None) -> ModelShape:
     """Return the shape of a model: from `config.json` in `folder` where there is one, else from the catalogue.
+
+    Without layers that predict further tokens where a run wants 0 of them.
 
     Raises ConfigError when neither has it, or the file cannot be read.
     """
     path = None if folder is None else folder / "config.json"
-    if path is not None and path.is_file():
-        return read_model_shape(read_config_file(path), str(path))
-    found = find_config(name)
+    file = path if path is not None and path.is_file() else None
+    found = find_config(name) if file is None else read_config_file(file)
     if found is None:
         raise ConfigError(
             f"'{name}' is neither a local folder with a config.json nor in the catalogue.{nearest(name, CATALOGUE)} "
             f"Give a folder, or one of {', '.join(CATALOGUE)}."
         )
-    return read_model_shape(found, name)
+    found = {**found, **overrides_of_run(found, {}, mtp_num_layers)}
+    return read_model_shape(found, name if file is None else str(file))

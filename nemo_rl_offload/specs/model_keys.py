@@ -132,6 +132,8 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
 """The types of rotary positions, and what numbers each cannot do without."""
 POSITION_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
 """Keys of a `config.json` about positions."""
+MTP_LAYERS = "num_nextn_predict_layers"
+"""Key of a `config.json`: how many layers predict further tokens."""
 _ROPE_OPTIONS = (
     *("rope_theta", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "partial_rotary_factor", "factor"),
@@ -198,6 +200,12 @@ def with_overrides(content: Content, overrides: Content) -> Content:
     if is_new:
         return {**found, "rope_parameters": {"rope_type": "default", **section, **base}}
     return {**found, "rope_scaling": section or None, **base}
+
+
+def overrides_of_run(content: Content, overrides: Content, mtp_num_layers: int | None) -> Content:
+    """What a run says in place of a `config.json` that holds `content`: `overrides` of positions, and that layers which
+    predict further tokens are left out, where it wants 0 of them."""
+    return {**overrides, MTP_LAYERS: 0} if mtp_num_layers == 0 and content.get(MTP_LAYERS) else overrides
 
 
 def positions_of(content: Content) -> int:

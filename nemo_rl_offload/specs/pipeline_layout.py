@@ -66,7 +66,8 @@ def layout_problems(
             yield f"{letter}, the {MEANINGS[letter]}, stands once, and the layout must {where} with it."
     for letter, number in (("t", num_layers), ("m", num_mtp_layers)):
         if (found := letters.count(letter)) != number:
-            yield f"has {found} of {letter} ({MEANINGS[letter]}), and the model has {number}. Write {number}."
+            other = "" if letter == "t" or found else ", or set mtp_num_layers to 0, which leaves them out"
+            yield f"has {found} of {letter} ({MEANINGS[letter]}), and the model has {number}. Write {number}{other}."
     if "m" in "".join(stages[:-1]):
         yield "heads (m) in a stage without the loss are not supported here. Write them before L in the last stage."
     elif "t" in letters.partition("m")[2]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import deep_ep_by_gloo
 import numpy as np
 import pytest
 import torch
@@ -150,6 +151,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "distillation": {"kl_type": "mixed", "mixed_kl_weight": 0.4, "zero_outside_topk": True},
 }
 NUM_TOP = 5
+
+
+def train_by_flex(folder: Path, overrides: tuple[str, ...], steps: tuple[tuple[int, int], ...]) -> Outcome:
+    """The same with Megatron's flex dispatcher, and gloo in DeepEP's place."""
+    with pytest.MonkeyPatch.context() as patch:
+        deep_ep_by_gloo.install(patch)
+        return train(folder, (*overrides, "moe_token_dispatcher_type=flex"), steps)
 
 
 def learn(folder: Path, overrides: tuple[str, ...]) -> tuple[dict[str, Learned], list[NDArray[Any]] | None]:

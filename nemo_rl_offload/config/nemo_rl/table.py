@@ -166,22 +166,18 @@ defer_fp32_logits               bool  none logits become float32 piece by piece,
     (use_fused_linear_logprobs)
 force_reconvert_from_hf         bool  none weights are read from the model's folder each time
 force_overwrite_initial_ckpt    bool  none weights are read from the model's folder each time
-moe_enable_deepep               bool  only false [DeepEP] tokens travel by moe_token_dispatcher_type
+moe_enable_deepep               bool  honoured becomes moe_flex_dispatcher_backend: deepep
 moe_grouped_gemm                bool  none a way to compute the experts; the result is the same
-moe_hybridep_num_sms            int   none read with the flex dispatcher alone
-hybridep_num_ranks_per_nvlink_domain int   none read with the flex dispatcher alone
-hybridep_use_mnnvl              bool  none read with the flex dispatcher alone
+moe_hybridep_num_sms            int   honoured becomes model_overrides.moe_flex_dispatcher_num_sms with hybridep
+hybridep_num_ranks_per_nvlink_domain int   honoured becomes env_vars.NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN
+    with hybridep
+hybridep_use_mnnvl              bool  honoured becomes env_vars.USE_MNNVL with hybridep
 moe_router_enable_expert_bias   bool  honoured becomes model_overrides.moe_router_enable_expert_bias
 moe_router_num_groups           int?  honoured becomes model_overrides.moe_router_num_groups, unless null
 moe_router_group_topk           int?  honoured becomes model_overrides.moe_router_group_topk, unless null
 moe_pad_experts_for_cuda_graph_inference bool  none read by another engine for generation
 inference_moe_token_dispatcher_type text  none read by another engine for generation
 inference_grouped_gemm_backend  text  none read by another engine for generation
-mtp_num_layers                  int?  honoured 0 or the model's own number; another is refused
-mtp_loss_scaling_factor         num   honoured becomes model_overrides.mtp_loss_scaling_factor for a model with such
-    layers
-mtp_use_repeated_layer          bool  none read with mtp_num_layers alone
-mtp_detach_heads                bool  honoured becomes model_overrides.mtp_detach_heads for a model with such layers
 use_fused_weighted_squared_relu bool  none a kernel; the result is the same
 use_gloo_process_groups         bool  none which library sends small messages
 clear_memory_caches_before_refit bool  none caches are kept by length and layout

@@ -16,10 +16,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from nemo_rl_offload.config.full_schema import full_schema, right_place, section_at
 from nemo_rl_offload.config.nemo_rl.table import Row, keys_in, rows, sections
+from nemo_rl_offload.config.rules.rule import read_model_config
 from nemo_rl_offload.config.sources import nodes
 from nemo_rl_offload.config.types import defaults_of, describe, item_type, keys_of
-from nemo_rl_offload.errors import nearest
-from nemo_rl_offload.specs.catalogue import find_config
+from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.model_shape import parse_model_shape
 
 MEGATRON = "policy.megatron_cfg"
 NOT_ALLOWED = "is not allowed. Allowed: "
@@ -383,21 +384,54 @@ def _overrides_of_the_model(translation: Translation) -> None:
         source = f"{MEGATRON}.{key}"
         if (value := translation.honoured.get(source)) is not None:
             translation.set(f"{MEGATRON}.model_overrides.{key}", value, source)
-    config = find_config(str(translation.get("policy.model_name"))) or {}
-    num_layers = config.get("num_nextn_predict_layers") or 0
-    source = f"{MEGATRON}.mtp_num_layers"
-    wanted = translation.honoured.get(source)
-    if num_layers:
-        for key in ("mtp_loss_scaling_factor", "mtp_detach_heads"):
-            if (value := translation.honoured.get(f"{MEGATRON}.{key}")) is not None:
-                translation.set(f"{MEGATRON}.model_overrides.{key}", value, f"{MEGATRON}.{key}")
-    elif f"{MEGATRON}.mtp_loss_scaling_factor" in translation.honoured:
-        translation.without_effect[f"{MEGATRON}.mtp_loss_scaling_factor"] = "the model predicts no further tokens"
-    if wanted == 0 and num_layers:
-        translation.set(f"{MEGATRON}.model_overrides.mtp_loss_scaling_factor", 0.0, source)
-    elif wanted not in (None, 0, num_layers):
-        reason = "a model has as many such layers as its folder says"
-        refuse(translation, source, wanted, "further multi-token prediction", reason, f"Set it to {num_layers}.")
+
+
+def _further_tokens(translation: Translation) -> None:
+    """NeMo-RL's base has keys of multi-token prediction for any model; with one that has none, nothing is asked."""
+    try:
+        there = parse_model_shape(read_model_config(str(translation.get("policy.model_name")))).shape.num_mtp_layers
+    except ConfigError:  # which a rule reports
+        return
+    path = f"{MEGATRON}.mtp_num_layers"
+    wanted = translation.get(path)
+    if not translation.is_recipe or (wanted is not None and (type(wanted) is not int or wanted != there)):
+        return
+    translation.set(path, None)
+    for key in (f"{MEGATRON}.mtp_loss_scaling_factor", f"{MEGATRON}.mtp_detach_heads") if not there else ():
+        if isinstance(value := translation.get(key), int | float):
+            translation.set(key, None)
+            if value:
+                translation.without_effect[key] = "the model predicts no further tokens"
+
+
+def _flex_dispatcher(translation: Translation) -> None:
+    """NeMo-RL's older switch of its library, and what it tells the newer one."""
+    dispatcher, backend = f"{MEGATRON}.moe_token_dispatcher_type", f"{MEGATRON}.moe_flex_dispatcher_backend"
+    is_flex, switch = translation.get(dispatcher) == "flex", f"{MEGATRON}.moe_enable_deepep"
+    if translation.honoured.get(switch):
+        if not is_flex or translation.get(backend) not in (None, "deepep"):
+            other = (backend, "null") if is_flex else (dispatcher, "flex")
+            translation.problems[switch] = (
+                f"true is not allowed while {other[0]} is {shown(translation.get(other[0]))}. Set that to {other[1]}, "
+                "or this to false."
+            )
+        else:
+            translation.set(backend, "deepep", switch)
+    for key, place in _OF_HYBRIDEP.items():
+        source, path = f"{MEGATRON}.{key}", f"{MEGATRON}.{place}"
+        if (value := translation.honoured.get(source)) is None:
+            continue
+        if not is_flex or translation.get(backend) != "hybridep":
+            translation.without_effect[source] = f"read with {backend} hybridep alone"
+        elif translation.get(path) is None:
+            translation.set(path, value if place.startswith("model_") else str(int(value)), source)
+
+
+_OF_HYBRIDEP = {
+    "moe_hybridep_num_sms": "model_overrides.moe_flex_dispatcher_num_sms",
+    "hybridep_num_ranks_per_nvlink_domain": "env_vars.NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN",
+    "hybridep_use_mnnvl": "env_vars.USE_MNNVL",
+}
 
 
 def _overrides_of_the_folder(translation: Translation) -> None:
@@ -471,6 +505,8 @@ STEPS: tuple[Callable[[Translation], Any], ...] = (
     _asynchronous_checkpoints,
     _overrides_of_the_folder,
     _overrides_of_the_model,
+    _further_tokens,
+    _flex_dispatcher,
     _layout_of_generation,
     _packing,
     _of_other_switches,

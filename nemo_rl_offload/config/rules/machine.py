@@ -23,13 +23,16 @@ from nemo_rl_offload.config.rules.rule import (
     Get,
     Rule,
     algorithm_spec,
+    flex_backend,
     have_transformer_engine,
     megatron,
+    model_shape,
     read_shape,
 )
 from nemo_rl_offload.config.rules.tasks import FUNCTION, SPLITS, function_path, is_scored_by_function, takes_problems
 from nemo_rl_offload.config.rules.turns import template_is_here
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.dispatchers import FLEX_LIBRARIES
 from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_SEVERAL_DEVICES, ENV_OF_TRUNCATED
 
 LOCAL_PATHS = (
@@ -112,6 +115,18 @@ def _transformer_engine_is_here(get: Get) -> Iterator[str]:
         yield f"{MEGATRON}.transformer_impl: transformer_engine is not installed here. Install it, or set torch."
     for key in transformer_engine_settings(get):
         yield f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which is not installed here."
+
+
+def _dispatcher_is_here(get: Get) -> Iterator[str]:
+    if megatron(get, "moe_token_dispatcher_type") != "flex" or not model_shape(get).has_experts:
+        return
+    backend = flex_backend(get)
+    package, how = FLEX_LIBRARIES[backend]
+    if find_spec(package) is None:
+        yield (
+            f"{MEGATRON}.moe_token_dispatcher_type: flex with {backend} needs {package}, which is not installed here. "
+            f"{how}, or set alltoall."
+        )
 
 
 def _tracker_is_here(name: str, get: Get) -> Iterator[str]:
@@ -307,6 +322,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
     _tokenizer_is_here,
     template_is_here,
     _transformer_engine_is_here,
+    _dispatcher_is_here,
     *TRACKER_RULES,
     _function_is_here,
     _teacher_is_here,

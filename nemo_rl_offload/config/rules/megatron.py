@@ -22,6 +22,7 @@ from nemo_rl_offload.config.rules.rule import (
     Rule,
     algorithm_has,
     algorithm_spec,
+    flex_backend,
     is_native,
     known_to_megatron,
     megatron,
@@ -76,7 +77,7 @@ _OWNERS = {
     "the model's folder, whose weights must fit": (
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts "
         "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq add_bias_linear add_qkv_bias "
-        "gated_linear_unit normalization qk_layernorm multi_latent_attention mtp_num_layers"
+        "gated_linear_unit normalization qk_layernorm multi_latent_attention"
     ),
     "policy.precision": "params_dtype pipeline_dtype autocast_dtype enable_autocast bf16 fp16",
     "this project": (
@@ -89,6 +90,8 @@ _YAML_TYPES = {
     **{kind.__name__: kind for kind in (int, float, bool, str, list, dict)},
     **{name: getattr(typing, name) for name in ("Optional", "Union", "Literal", "List", "Dict")},
 }
+EARLIER_OVERRIDES = ("mtp_loss_scaling_factor", "mtp_detach_heads")
+"""Keys that runs of an earlier version have in `model_overrides`, with which they go on."""
 
 
 def _backend(get: Get) -> Iterator[str]:
@@ -106,12 +109,6 @@ def _once_available(key: str, rule: Rule, get: Get) -> Iterator[str]:
     """What else is to be said about a key, not before its value is available."""
     if key not in NOT_YET or megatron(get, key) == NOT_YET[key]:
         yield from rule(get)
-
-
-def flex_is_not_yet(get: Get) -> Iterator[str]:
-    """A rule: the flex dispatcher is not available yet."""
-    if megatron(get, "moe_token_dispatcher_type") == "flex":
-        yield f"{MEGATRON}.moe_token_dispatcher_type: flex is not available yet. Set alltoall or allgather."
 
 
 def transformer_engine_settings(get: Get) -> list[str]:
@@ -158,6 +155,25 @@ def _recompute_of_further_tokens(get: Get) -> Iterator[str]:
         )
 
 
+def _further_tokens(get: Get) -> Iterator[str]:
+    """Which of the model's layers for further tokens are trained; Megatron's repeated one is another model."""
+    wanted, is_repeated = megatron(get, "mtp_num_layers"), megatron(get, "mtp_use_repeated_layer")
+    if wanted == 0 or (wanted is None and not is_repeated):
+        return
+    there = model_shape(get).num_mtp_layers
+    if wanted is not None and wanted != there:
+        fix = f"Set it to {there}, or to 0 to leave them out." if there else "Set it to 0."
+        yield (
+            f"{MEGATRON}.mtp_num_layers: {wanted} asks for further multi-token prediction, not supported here: a model "
+            f"has as many such layers as its folder says, {there}. {fix}"
+        )
+    elif is_repeated and there > 1:
+        yield (
+            f"{MEGATRON}.mtp_use_repeated_layer: true asks for a repeated layer of multi-token prediction, not "
+            f"supported here: each of the model's {there} is trained as it is in the folder. Set it to false."
+        )
+
+
 def _recompute_names(get: Get) -> Iterator[str]:
     path = f"{MEGATRON}.recompute_modules"
     for name in megatron(get, "recompute_modules") or []:
@@ -198,6 +214,18 @@ def _experts(get: Get) -> Iterator[str]:
     loss = megatron(get, "moe_aux_loss_coeff")
     if megatron(get, "moe_router_load_balancing_type") == "sinkhorn" and loss != 0:
         yield f"{MEGATRON}.moe_aux_loss_coeff: sinkhorn balances without a loss. Set it to 0."
+
+
+def _flex_dispatcher(get: Get) -> Iterator[str]:
+    """What its libraries do not do, and Megatron-Core says when layers are built, or not at all."""
+    if megatron(get, "moe_token_dispatcher_type") != "flex" or not model_shape(get).has_experts:
+        return
+    path, backend = f"{MEGATRON}.moe_token_dispatcher_type", flex_backend(get)
+    sizes = (megatron(get, f"{name}_model_parallel_size") for name in ("tensor", "expert"))
+    if backend != "hybridep" and all(size == 1 for size in sizes):
+        yield f"{path}: flex with {backend} needs ranks that share the experts. Raise expert_model_parallel_size."
+    if get("policy.precision") != "bfloat16":
+        yield f"{path}: flex moves tokens in bfloat16 alone. Set policy.precision to bfloat16, or alltoall here."
 
 
 def _bias_activation_fusion(get: Get) -> Iterator[str]:
@@ -311,6 +339,15 @@ def _warmup_never_ends(get: Get) -> Iterator[str]:
         )
 
 
+def _no_further_tokens(get: Get) -> Iterator[str]:
+    given = [key for key in ("mtp_loss_scaling_factor", "mtp_detach_heads") if megatron(get, key)]
+    if given and not model_shape(get).predicts_further_tokens:
+        why = (
+            "with mtp_num_layers 0" if megatron(get, "mtp_num_layers") == 0 else "because the model has no such layers"
+        )
+        yield from (f"{MEGATRON}.{key}: ignored {why}." for key in given)
+
+
 def _no_experts(get: Get) -> Iterator[str]:
     names = (
         "router_dtype",
@@ -322,7 +359,7 @@ def _no_experts(get: Get) -> Iterator[str]:
     keys = [f"moe_{name}" for name in (*names, "shared_expert_overlap")]
     given = [key for key in keys if megatron(get, key) is not None]
     given += [name for name in ("freeze_moe_router", "moe_per_layer_logging") if megatron(get, name)]
-    given += ["moe_token_dispatcher_type"] if megatron(get, "moe_token_dispatcher_type") == "allgather" else []
+    given += ["moe_token_dispatcher_type"] if megatron(get, "moe_token_dispatcher_type") != "alltoall" else []
     if given and not model_shape(get).has_experts:
         yield from (f"{MEGATRON}.{key}: ignored, because the model has no experts." for key in given)
 
@@ -402,7 +439,8 @@ def model_overrides(get: Get) -> Iterator[str]:
     fields = transformer_fields() if overrides else {}
     for name, value in overrides.items():
         path = f"{MEGATRON}.model_overrides.{name}"
-        if name in keys_of(MegatronConfig):
+        is_earlier = name in EARLIER_OVERRIDES and megatron(get, name) is None
+        if name in keys_of(MegatronConfig) and not is_earlier:
             yield f"{path}: has a key of its own. Set {MEGATRON}.{name} instead."
         elif name in _OWNER_OF:
             yield f"{path}: is set by {_OWNER_OF[name]}. Remove it."
@@ -471,7 +509,7 @@ def _config_classes() -> list[ast.ClassDef]:
 
 def _left_to_megatron(get: Get) -> Iterator[str]:
     for name in megatron(get, "model_overrides"):
-        is_refused = name in keys_of(MegatronConfig) or name in _OWNER_OF
+        is_refused = (name in keys_of(MegatronConfig) and name not in EARLIER_OVERRIDES) or name in _OWNER_OF
         if name in _fields_that_megatron_checks() and not is_refused:
             yield f"{MEGATRON}.model_overrides.{name}: Megatron-Core's own rules for it are checked when workers start."
 
@@ -487,10 +525,12 @@ CUDA_GRAPH_RULES: tuple[Rule, ...] = tuple(
 MEGATRON_RULES: tuple[Rule, ...] = (
     _torch_layers,
     _recompute,
+    _further_tokens,
     _recompute_of_further_tokens,
     _recompute_names,
     _recompute_fits_model,
     _experts,
+    _flex_dispatcher,
     _bias_activation_fusion,
     _learning_rate,
     _weight_decay,
@@ -505,6 +545,7 @@ MEGATRON_WARNINGS: tuple[Rule, ...] = (
     _recompute_skips_further_tokens,
     _warmup_never_ends,
     _nothing_on_the_host,
+    _no_further_tokens,
     _no_experts,
     _left_to_megatron,
 )

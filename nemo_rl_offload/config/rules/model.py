@@ -3,7 +3,14 @@
 import json
 from collections.abc import Iterator, Mapping
 
-from nemo_rl_offload.config.rules.rule import MEGATRON, Get, algorithm_spec, megatron, read_model_config
+from nemo_rl_offload.config.rules.rule import (
+    MEGATRON,
+    Get,
+    algorithm_spec,
+    megatron,
+    read_model_config,
+    with_overrides_of_run,
+)
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.catalogue import other_family
 from nemo_rl_offload.specs.model_families import (
@@ -14,7 +21,7 @@ from nemo_rl_offload.specs.model_families import (
     unknown_keys,
     windows_or_sinks,
 )
-from nemo_rl_offload.specs.model_keys import POSITION_KEYS, ROPE_KEYS, Content, is_number, with_overrides
+from nemo_rl_offload.specs.model_keys import POSITION_KEYS, ROPE_KEYS, Content, is_number
 
 OVERRIDES = "policy.hf_config_overrides"
 
@@ -57,7 +64,6 @@ def _models(get: Get) -> Iterator[tuple[str, Content]]:
 def _models_and_folders(get: Get) -> Iterator[tuple[str, Content, Content]]:
     """Path of the key, what the model's `config.json` holds with the overrides, and without."""
     names = {"policy.model_name": get("policy.model_name")}
-    overrides = get(OVERRIDES)
     if algorithm_spec(get).needs_teacher:
         names["teacher.model_name"] = get("teacher.model_name")
     for path, name in names.items():
@@ -69,7 +75,7 @@ def _models_and_folders(get: Get) -> Iterator[tuple[str, Content, Content]]:
             if (family := other_family(name)) is None:
                 continue
             content = {"model_type": family}
-        yield path, with_overrides(content, overrides) if path == "policy.model_name" else content, content
+        yield path, with_overrides_of_run(get, content) if path == "policy.model_name" else content, content
 
 
 def overrides_are_of_positions(get: Get) -> Iterator[str]:

@@ -18,7 +18,6 @@ from nemo_rl_offload.config.rules.megatron import (
     CUDA_GRAPH_RULES,
     MEGATRON_RULES,
     MEGATRON_WARNINGS,
-    flex_is_not_yet,
     model_overrides,
 )
 from nemo_rl_offload.config.rules.model import MODEL_RULES, MODEL_WARNINGS
@@ -34,7 +33,6 @@ RULES: tuple[Rule, ...] = (
     *AVAILABILITY_RULES,
     *LOCAL_PATH_RULES,
     *STASH_RULES,
-    flex_is_not_yet,
     model_can_be_read,
     *MODEL_RULES,
     *OFFLOAD_RULES,

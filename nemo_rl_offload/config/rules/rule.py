@@ -15,7 +15,7 @@ from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.activation_memory import listed_modules
 from nemo_rl_offload.specs.catalogue import find_config, read_config_file
-from nemo_rl_offload.specs.model_keys import with_overrides
+from nemo_rl_offload.specs.model_keys import overrides_of_run, with_overrides
 from nemo_rl_offload.specs.model_shape import ModelShape, parse_model_shape
 from nemo_rl_offload.specs.offload_modules import MEGATRON_MODULES
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, RecomputeKeys, ResolvedRecompute
@@ -64,8 +64,14 @@ def read_shape(model_name: str) -> ModelShape:
 
 
 def model_content(get: Get) -> Mapping[str, Any]:
-    """What `config.json` of the policy's model holds, and `hf_config_overrides` say. Raises as `read_model_config`."""
-    return with_overrides(read_model_config(get("policy.model_name")), get("policy.hf_config_overrides"))
+    """What `config.json` of the policy's model holds, but for what the run says. Raises as `read_model_config`."""
+    return with_overrides_of_run(get, read_model_config(get("policy.model_name")))
+
+
+def with_overrides_of_run(get: Get, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a `config.json` holds, and `hf_config_overrides` and `mtp_num_layers` say."""
+    overrides = get("policy.hf_config_overrides")
+    return with_overrides(content, overrides_of_run(content, overrides, megatron(get, "mtp_num_layers")))
 
 
 def model_shape(get: Get) -> ModelShape:
@@ -89,6 +95,11 @@ def known_to_megatron(get: Get) -> list[str]:
 def is_native(get: Get) -> bool:
     """Whether this project's engine moves the activations."""
     return bool(megatron(get, "activation_offload.engine") == "native")
+
+
+def flex_backend(get: Get) -> str:
+    """The library behind the flex dispatcher."""
+    return str(megatron(get, "moe_flex_dispatcher_backend") or "deepep")
 
 
 def recompute(get: Get) -> RecomputeKeys:

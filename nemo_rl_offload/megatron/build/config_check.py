@@ -18,7 +18,7 @@ from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engin
 from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.specs.model_families import refusals
-from nemo_rl_offload.specs.model_keys import with_overrides
+from nemo_rl_offload.specs.model_keys import overrides_of_run, with_overrides
 
 if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -40,14 +40,16 @@ def ask_megatron(found: Findings) -> Findings:
         return found
     refusals: list[str] = []
     untold: list[str] = []
+    policy = config["policy"]
+    num_mtp_layers = policy["megatron_cfg"]["mtp_num_layers"]
     try:
-        named = read_model_config(config["policy"]["model_name"])
-        model = with_overrides(named, config["policy"]["hf_config_overrides"])
+        named = read_model_config(policy["model_name"])
+        model = with_overrides(named, overrides_of_run(named, policy["hf_config_overrides"], num_mtp_layers))
     except ConfigError:
         model = None
         untold.append("policy.model_name: Megatron-Core was not asked about the model, without its config.json.")
     with quiet():
-        for line in _refusals(config["policy"], model):
+        for line in _refusals(policy, model):
             (untold if _needs_transformer_engine(line) else refusals).append(line)
     problems = [problem_at(line, found.loaded) for line in refusals]
     warnings = [*found.warnings, *(problem_at(f"{line} Only a run needs it.", found.loaded) for line in untold)]

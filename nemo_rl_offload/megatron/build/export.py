@@ -41,6 +41,8 @@ ONE_RANK: dict[str, object] = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_flex_dispatcher_backend": None,
     "transformer_impl": "torch",  # the same names and shapes of weights as Transformer Engine's
     "fine_grained_activation_offloading": False,
     "offload_modules": None,

@@ -28,6 +28,8 @@ _QUANTIZED = re.compile(r"(_scale_inv|_blocks|_scales)$")
 _TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SHARED = {"embed_tokens.weight": _EMBEDDING, "shared_head.head.weight": _TIED_HEAD}
 """What a layer that predicts a further token uses of the model; public folders hold it again below that layer."""
+_LEFT_OUT = "policy.megatron_cfg.mtp_num_layers"
+"""Key that leaves layers out which predict further tokens."""
 _SHOWN = 4
 
 
@@ -81,13 +83,13 @@ def _problems(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> Iterat
     if missing := sorted(read - whole - there):
         count = f"{len(missing)} of {len(read)} weights"
         is_further = all(_layer_of(name) >= config.num_hidden_layers for name in missing)
-        fix = "Set num_nextn_predict_layers of config.json to 0." if is_further else "Is the download complete?"
+        fix = f"Set {_LEFT_OUT} to 0." if is_further else "Is the download complete?"
         yield f"{count} are not in the folder: {_listed(missing)}. {fix}"
     if config.tie_word_embeddings and not _is_again(auto_bridge, there, _TIED_HEAD, _EMBEDDING):
         yield f"{_TIED_HEAD} is not {_EMBEDDING}, and its config.json says tie_word_embeddings. Set it to false."
     for name, other in repeated.items():
         if not _is_again(auto_bridge, there, name, other):
-            yield f"{name} is not {other}, which is trained in its place. Set num_nextn_predict_layers to 0."
+            yield f"{name} is not {other}, which is trained in its place. Set {_LEFT_OUT} to 0."
     known = read | repeated.keys() | set(_superfluous(config, there))
     if unread := sorted(name for name in there if name not in known and parts.get(name) not in known):
         yield (

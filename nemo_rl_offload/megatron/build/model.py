@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -39,7 +40,7 @@ from nemo_rl_offload.runs.output import partial_of
 from nemo_rl_offload.specs.catalogue import read_config_file
 from nemo_rl_offload.specs.lora import is_adapter
 from nemo_rl_offload.specs.model_families import SPLIT_PACKS, TORCH_LAYERS, needs_torch_layers, windows_or_sinks
-from nemo_rl_offload.specs.model_keys import Content, with_overrides
+from nemo_rl_offload.specs.model_keys import Content, overrides_of_run, with_overrides
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class MegatronModel:
     measure: Callable[[str], AbstractContextManager[None]] = _not_measured
     """Opens a part of a step whose device memory is counted for itself."""
     overrides: Content = field(default_factory=dict)
-    """`policy.hf_config_overrides`."""
+    """What the run says in place of the model's `config.json`."""
     has_adapters: bool = False
     """Whether adapters are trained, and the model's own weights frozen."""
     weights_are_whole: bool = True
@@ -150,8 +151,9 @@ def build_model(
     folder's weights do not fit, or when Megatron refuses the configuration.
     """
     with quiet():
-        overrides = policy["hf_config_overrides"]
-        content = with_overrides(read_config_file(model_path / "config.json"), overrides)
+        of_folder = read_config_file(model_path / "config.json")
+        overrides = overrides_of_run(of_folder, policy["hf_config_overrides"], policy["megatron_cfg"]["mtp_num_layers"])
+        content = with_overrides(of_folder, overrides)
         with _named(model_path):
             auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path), **class_of(content))
             if overrides:
@@ -206,7 +208,10 @@ def _files_of_weights(model_path: Path, content: Content) -> dict[str, str]:
 
 def forget_probabilities(layer: MoELayer, *_: object) -> None:
     """Megatron's dispatchers keep the router's probabilities, and by them the graph of a forward without a backward."""
-    layer.token_dispatcher.probs = layer.token_dispatcher.local_probs = None
+    dispatcher = layer.token_dispatcher
+    dispatcher.probs = dispatcher.local_probs = None
+    if isinstance(dispatcher, MoEFlexTokenDispatcher):
+        dispatcher._comm_manager.token_probs = None
 
 
 def _load_weights(auto_bridge: "AutoBridge", chunks: list[ModelChunk], model_path: Path) -> None:

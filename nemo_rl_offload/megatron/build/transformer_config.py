@@ -36,6 +36,7 @@ from nemo_rl_offload.megatron.runtime.optional_packages import (
     why_left_out,
 )
 from nemo_rl_offload.specs.activation_memory import ResolvedActivations, resolve_activations
+from nemo_rl_offload.specs.dispatchers import FLEX_LIBRARIES
 
 
 def resolve_transformer_impl(name: str) -> str:
@@ -155,6 +156,28 @@ def _check_layers(policy: PolicyConfig, activations: ResolvedActivations) -> Non
         )
 
 
+def have_gpu() -> bool:
+    """Whether this worker has one."""
+    return torch.cuda.is_available()
+
+
+def check_flex_dispatcher(backend: str) -> None:
+    """Raise ConfigError where this worker cannot bring tokens to their experts by the flex dispatcher's library."""
+    from megatron.core.transformer.moe import fused_a2a
+
+    is_there = {
+        "deepep": fused_a2a.HAVE_DEEP_EP,
+        "hybridep": fused_a2a.HAVE_HYBRIDEP,
+        "ncclep": fused_a2a.HAVE_TE_EP,
+    }[backend]
+    path = f"policy.megatron_cfg.moe_token_dispatcher_type: flex with {backend}"
+    if not have_gpu():
+        raise ConfigError(f"{path} needs a GPU, and this worker has none. Set alltoall.")
+    if not is_there:
+        package, how = FLEX_LIBRARIES[backend]
+        raise ConfigError(f"{path} cannot be imported from {package} in this worker. {how}, or set alltoall.")
+
+
 def configure_provider(provider: TransformerConfig, policy: PolicyConfig) -> str:
     """Write the policy's values into a Megatron-Bridge provider and finalize it; returns the layer implementation.
 
@@ -163,6 +186,8 @@ def configure_provider(provider: TransformerConfig, policy: PolicyConfig) -> str
     transformer_impl = resolve_transformer_impl(policy["megatron_cfg"]["transformer_impl"])
     activations = _resolve(provider, policy, transformer_impl)
     _check_layers(policy, activations)
+    if provider.num_moe_experts is not None and policy["megatron_cfg"]["moe_token_dispatcher_type"] == "flex":
+        check_flex_dispatcher(policy["megatron_cfg"]["moe_flex_dispatcher_backend"] or "deepep")
     _apply(provider, policy, activations)
     return transformer_impl
 

@@ -271,16 +271,20 @@ class _Builder:
         """
         recompute, largest = self.job.recompute, max(self.workspace.values())
         if recompute.method is None:
-            layer = self._with_mtp(chunks[-1])[-1]
-            kind = self._has_experts(layer), layer in self._counted_layers(chunks[-1])
+            last = next((chunk for chunk in reversed(chunks) if self._with_mtp(chunk)), None)
+            if last is None:  # the loss alone
+                return 0
+            layer = self._with_mtp(last)[-1]
+            kind = self._has_experts(layer), layer in self._counted_layers(last)
             return max(self.workspace[kind], largest - sum(part.kept_bytes for part in self.layers[kind]))
         longest_chunk = max(map(len, chunks))
         return largest * (min(recompute.num_layers, longest_chunk) if recompute.method == "uniform" else 1)
 
     def _backward_bytes(self, chunks: Sequence[range]) -> int:
-        kinds = {self.job.shape.layers_with_experts[layer] for chunk in chunks for layer in chunk}
+        kinds = {self._has_experts(layer) for chunk in chunks for layer in self._with_mtp(chunk)}
         is_frozen = self.job.adapters is not None
-        return max(backward_bytes(self.job.context, has_experts, is_frozen=is_frozen) for has_experts in kinds)
+        each = (backward_bytes(self.job.context, has_experts, is_frozen=is_frozen) for has_experts in kinds)
+        return max(each, default=0)
 
     def _chunk(self, layers: range) -> tuple[Part, ...]:
         job, found = self.job, []

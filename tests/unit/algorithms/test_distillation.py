@@ -67,3 +67,11 @@ def test_the_teacher_is_the_student_with_its_own_keys(config: Any) -> None:
     config["teacher"] |= {"precision": "bfloat16", "logprob_batch_size": 3}
     teacher = teacher_config(config)
     assert (teacher["precision"], teacher["logprob_batch_size"]) == ("bfloat16", 3)
+
+
+@pytest.mark.parametrize(("of_student", "of_teacher"), [(None, None), (0, 0), (1, None)])
+def test_a_teacher_has_its_own_layers_for_further_tokens_or_none(
+    of_student: int | None, of_teacher: int | None, config: Any
+) -> None:
+    config["policy"]["megatron_cfg"] |= {"mtp_num_layers": of_student}
+    assert teacher_config(config)["megatron_cfg"]["mtp_num_layers"] == of_teacher

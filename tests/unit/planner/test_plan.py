@@ -379,3 +379,17 @@ def test_rows_count_layers_and_waits_once() -> None:
         num_layers = sum(map(len, stage.layers)) + (job.shape.num_mtp_layers if rank == 7 else 0)
         assert all(row.num_layers <= num_layers for row in rows)
         assert sum(row.exposed_ms for row in rows) == pytest.approx(outcome.times[rank].exposed_ms)
+
+
+@pytest.mark.parametrize("num_mtp", [0, 1])
+@pytest.mark.parametrize("method", [None, "uniform", "block"])
+@pytest.mark.parametrize("stages", ["Etttt|", "Et|t|tt|"])
+def test_a_last_stage_without_layers_of_its_own(stages: str, method: str | None, num_mtp: int) -> None:
+    """It has the loss, and the layers for further tokens where there are any."""
+    virtual = (stages.count("|") + 1) // 2
+    layout = ParallelLayout(2, pipeline=2, virtual=virtual, stages=f"{stages}{'m' * num_mtp}L")
+    job = make_job(LATENT, num_layers=4, layout=layout, recompute=Recompute(method=method))
+    outcome = run_whole_modules(replace(job, shape=replace(job.shape, num_mtp_layers=num_mtp)), ())
+    assert sum(len(chunk) for stage in outcome.stages for chunk in stage.layers) == 4
+    assert len(outcome.stages[1].layers[-1]) == 0
+    assert outcome.stages[1].kept_bytes() > 0

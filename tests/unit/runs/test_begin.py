@@ -11,6 +11,7 @@ from run_folders import enter, save, write
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.runs.begin import begin_from
+from nemo_rl_offload.runs.comparison import differences
 from nemo_rl_offload.runs.origin import origin_of, read_origin
 from nemo_rl_offload.runs.run_directory import Checkpoints, open_run_directory
 
@@ -178,3 +179,37 @@ def test_a_reference_is_not_taken_from_adapters(tmp_path: Path) -> None:
     dpo["policy"]["model_name"] = config["policy"]["model_name"]
     with pytest.raises(ConfigError, match="with adapters the reference is the model without them"):
         begin_from(folder / "step_5", dpo, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "there", "here"), [(n, *pair) for n in (0, 1) for pair in ((0, None), (None, 0))]
+)
+def test_layers_for_further_tokens_that_one_side_leaves_out(
+    num_layers: int, there: int | None, here: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    content = {"model_type": "glm4_moe", "num_hidden_layers": 4, "num_nextn_predict_layers": num_layers}
+    (tmp_path / "model/config.json").write_text(json.dumps(content))
+    changes = ["sft.max_num_steps=9", f"policy.model_name={tmp_path / 'model'}", "policy.tokenizer.name=x"]
+    config: Any = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml", changes)
+    config["policy"]["megatron_cfg"]["mtp_num_layers"] = there
+    run_dir = enter(tmp_path / "first", tmp_path, config)
+    save(Checkpoints(run_dir, None, True), 5, STATE, None, write)
+    config = copy.deepcopy(config)
+    config["policy"]["megatron_cfg"]["mtp_num_layers"] = here
+    for weights_only in (True, False):
+        if num_layers and (there == 0 or not weights_only):
+            with pytest.raises(ConfigError, match=r"Set that to (0|null)"):
+                begin_from(run_dir / "step_5", config, weights_only=weights_only)
+        else:
+            begin_from(run_dir / "step_5", config, weights_only=weights_only)
+
+
+def test_weights_of_further_tokens_by_the_names_of_an_earlier_version() -> None:
+    path, key = "policy.megatron_cfg.model_overrides", "mtp_loss_scaling_factor"
+    there = {f"{path}.{key}": 0.3}
+    assert not differences(there, {path: {}, f"policy.megatron_cfg.{key}": 0.3})
+    assert not differences(there, there)
+    assert list(differences(there, {path: {}, f"policy.megatron_cfg.{key}": 0.1})) == [f"policy.megatron_cfg.{key}"]
+    assert list(differences({}, {"policy.megatron_cfg.mtp_num_layers": None})) == []
+    assert list(differences({}, {"policy.megatron_cfg.mtp_num_layers": 0})) == ["policy.megatron_cfg.mtp_num_layers"]

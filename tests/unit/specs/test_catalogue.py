@@ -94,3 +94,12 @@ def test_parallel_ranks_share_a_layer_but_for_norms_and_router() -> None:
     assert part.expert * 16 == whole.expert
     replicated = 2 * shape.hidden_size + 2 * shape.head_dim + shape.hidden_size * 128
     assert (part.shared - replicated) * 4 == whole.shared - replicated
+
+
+def test_layers_for_further_tokens_that_a_run_leaves_out() -> None:
+    name = "deepseek-ai/DeepSeek-V3"
+    whole, without = load_model_shape(name, None), load_model_shape(name, None, mtp_num_layers=0)
+    assert (whole.num_mtp_layers, without.num_mtp_layers) == (1, 0)
+    assert load_model_shape(name, None, mtp_num_layers=1) == whole
+    assert mtp_parameters(without).total == 0
+    assert load_model_shape("Qwen/Qwen3-8B", None, mtp_num_layers=0) == load_model_shape("Qwen/Qwen3-8B", None)

@@ -44,7 +44,6 @@ FEATURES = {
 }
 NOT_YET = (
     r"model_type '\w+' of config.json is not trained here",
-    r"flex is not available yet",
     r"must be true. Megatron-Core is the only training backend",
     r"is less than the longest sample takes",  # of NeMo-RL's own recipes with packs shorter than a sample
     r"cannot read the file: No such file",  # inherited from beside the recipes

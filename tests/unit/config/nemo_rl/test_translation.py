@@ -16,6 +16,10 @@ from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.sources import LoadedConfig
 
 M = "policy.megatron_cfg"
+ANY_MODELS_MTP = "{mtp_num_layers: 0, mtp_loss_scaling_factor: 0.0, mtp_detach_heads: false, moe_grouped_gemm: true}"
+TRAINED_MTP = "{mtp_num_layers: 1, mtp_loss_scaling_factor: 0.3, mtp_detach_heads: true, moe_grouped_gemm: true}"
+FLEX = "moe_token_dispatcher_type: flex"
+HYBRIDEP = "moe_hybridep_num_sms: 32, hybridep_num_ranks_per_nvlink_domain: 8, hybridep_use_mnnvl: false"
 BY_DTENSOR = """
 sft: {max_num_steps: 60, max_num_epochs: 1, val_batches: 4, val_global_batch_size: 8}
 policy:
@@ -211,7 +215,30 @@ def test_what_cannot_be_translated_is_refused(
         ),
         (
             "grpo: {}\npolicy: {model_name: deepseek-ai/DeepSeek-V3, megatron_cfg: {mtp_num_layers: 0}}",
-            {f"{M}.model_overrides": {"mtp_loss_scaling_factor": 0.0}},
+            {f"{M}.model_overrides": {}, f"{M}.mtp_num_layers": 0},
+        ),
+        (  # as runs of an earlier version have it, which go on so
+            f"grpo: {{}}\npolicy: {{model_name: Qwen/Qwen3-8B, megatron_cfg: {ANY_MODELS_MTP}}}",
+            {f"{M}.mtp_num_layers": None, f"{M}.mtp_loss_scaling_factor": None, f"{M}.mtp_detach_heads": None},
+        ),
+        (
+            f"grpo: {{}}\npolicy: {{model_name: deepseek-ai/DeepSeek-V3, megatron_cfg: {TRAINED_MTP}}}",
+            {f"{M}.mtp_num_layers": None, f"{M}.mtp_loss_scaling_factor": 0.3, f"{M}.mtp_detach_heads": True},
+        ),
+        (
+            f"grpo: {{}}\npolicy: {{megatron_cfg: {{{FLEX}, moe_enable_deepep: true}}}}",
+            {f"{M}.moe_flex_dispatcher_backend": "deepep", f"{M}.env_vars": None, f"{M}.model_overrides": {}},
+        ),
+        (
+            f"grpo: {{}}\npolicy: {{megatron_cfg: {{{FLEX}, moe_flex_dispatcher_backend: hybridep, {HYBRIDEP}}}}}",
+            {
+                f"{M}.env_vars": {"NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": "8", "USE_MNNVL": "0"},
+                f"{M}.model_overrides": {"moe_flex_dispatcher_num_sms": 32},
+            },
+        ),
+        (
+            f"grpo: {{}}\npolicy: {{megatron_cfg: {{moe_enable_deepep: false, {HYBRIDEP}}}}}",
+            {f"{M}.moe_flex_dispatcher_backend": None, f"{M}.env_vars": None, f"{M}.model_overrides": {}},
         ),
         ("dpo: {val_batches: -1, val_global_batch_size: 8}", {"algorithm": "dpo", "dpo.max_val_samples": 1 << 40}),
         ("grpo: {}\ndata: {max_input_seq_length: null}", {"data.max_input_seq_length": 512}),
@@ -250,7 +277,8 @@ def test_other_keys(text: str, wanted: dict[str, Any], read: Callable[..., Loade
         ("grpo: {}\ndata: {train: {prompt_file: a}, validation: {prompt_file: b}}", "data.validation.prompt_file", "Give both the same"),  # noqa: E501
         ("sft: {}\ndata: {default: {processor: mine}}", "data.default.processor", "Set it to sft_processor or default"),
         ("sft: {}\ndata: {add_generation_prompt: false}", "data.add_generation_prompt", "Set it to true"),
-        ("grpo: {}\npolicy: {model_name: Qwen/Qwen3-8B, megatron_cfg: {mtp_num_layers: 2}}", f"{M}.mtp_num_layers", "Set it to 0"),  # noqa: E501
+        ("grpo: {}\npolicy: {megatron_cfg: {moe_enable_deepep: true}}", f"{M}.moe_enable_deepep", "Set that to flex, or this to false"),  # noqa: E501
+        (f"grpo: {{}}\npolicy: {{megatron_cfg: {{{FLEX}, moe_enable_deepep: true, moe_flex_dispatcher_backend: hybridep}}}}", f"{M}.moe_enable_deepep", "Set that to null, or"),  # noqa: E501
         ("distillation: {}\nteacher: {megatron_cfg: {fp8_cfg: {enabled: true}}}", "teacher.megatron_cfg.fp8_cfg.enabled", "FP8, not supported"),  # noqa: E501
         ("distillation: {}\nteacher: {dtensor_cfg: {enabled: true, context_parallel_size: {strange: 1}}}", "teacher.dtensor_cfg.context_parallel_size", "is not allowed. Allowed: a whole number"),  # noqa: E501
     ],

@@ -25,6 +25,7 @@ PRECISION = f"{TE} M.optimizer.use_precision_aware_optimizer=true"
 VIRTUAL = "M.virtual_pipeline_model_parallel_size=2"
 PIPELINE = "M.pipeline_model_parallel_size=2"
 OVERLAP = "M.batch_p2p_comm=false M.overlap_p2p_comm=true"
+SPLIT = "M.expert_model_parallel_size=2 policy.precision=bfloat16"
 GRAPH = "M.cuda_graph_impl"
 PARTS = "M.cuda_graph_modules"
 EXPERTS = "MOE M.offload_modules=[expert_fc1]"
@@ -125,7 +126,21 @@ CASES = [
         "MOE M.moe_flex_dispatcher_backend=ncclep",
         "moe_flex_dispatcher_backend",
         "needs moe_token_dispatcher_type flex",
-        "M.moe_token_dispatcher_type=flex",
+        f"M.moe_token_dispatcher_type=flex {SPLIT}",
+    ),
+    *(
+        (
+            f"MOE M.moe_token_dispatcher_type=flex M.moe_flex_dispatcher_backend={backend} {SPLIT} {broken}",
+            "moe_token_dispatcher_type",
+            words,
+            legal,
+        )
+        for backend in ("null", "deepep", "ncclep", "hybridep")
+        for broken, words, legal in (
+            ("M.expert_model_parallel_size=1", "needs ranks that share the experts", "M.expert_model_parallel_size=2"),
+            ("policy.precision=float32", "flex moves tokens in bfloat16 alone", "policy.precision=bfloat16"),
+        )
+        if backend != "hybridep" or "precision" in broken
     ),
     (
         "MOE M.moe_router_load_balancing_type=sinkhorn",
@@ -348,12 +363,35 @@ def test_any_vocabulary_is_divided_among_tensor_parallel_ranks(
         ("recompute_num_layers=1", "recompute_num_layers"),
         ("moe_router_dtype=fp32", "moe_router_dtype"),
         ("freeze_moe_router=true", "freeze_moe_router"),
+        ("moe_token_dispatcher_type=flex", "moe_token_dispatcher_type"),
         ("cuda_graph_modules=[attn]", "cuda_graph_modules"),
     ],
 )
 def test_ignored_settings_are_warned_about(check: Check, overrides: str, key: str) -> None:
     (warning,) = check(f"{M}.{overrides}").warnings
     assert warning.startswith(f"{M}.{key}: ignored")
+
+
+@pytest.mark.parametrize(
+    ("backend", "needed"), [("null", "deep_ep"), ("hybridep", "branch hybrid-ep"), ("ncclep", "NVTE_BUILD_WITH_NCCL")]
+)
+def test_a_run_needs_the_library_of_the_dispatcher_and_a_check_elsewhere_says_so(
+    backend: str, needed: str, check: Check, moe_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_rl_offload.config.rules.machine.find_spec", lambda name: None)
+    overrides = (
+        f"policy.model_name={moe_model}",
+        f"{M}.offload_modules=[core_attn]",
+        f"{M}.moe_token_dispatcher_type=flex",
+        f"{M}.moe_flex_dispatcher_backend={backend}",
+        *SPLIT.replace("M.", f"{M}.").split(),
+    )
+    said = [line for line in check(*overrides, run_here=False).warnings if "dispatcher_type: flex with" in line]
+    assert len(said) == 1
+    assert needed in said[0]
+    assert "Only a run needs it" in said[0]
+    with pytest.raises(ConfigError, match="which is not installed here"):
+        check(*overrides)
 
 
 @pytest.mark.parametrize("key", ["recompute_modules=[mlp]", "recompute_method=block"])

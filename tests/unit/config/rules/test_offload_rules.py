@@ -20,7 +20,8 @@ TE = "M.transformer_impl=transformer_engine"
 MEGATRON = f"M.activation_offload.engine=megatron {TE}"
 AUTO = "M.offload_modules=auto M.activation_offload.gpu_memory_budget=72GiB"
 FUSER = "M.use_transformer_engine_op_fuser=true"
-HYBRID = "M.moe_token_dispatcher_type=flex M.moe_flex_dispatcher_backend=hybridep"
+SPLIT = "policy.precision=bfloat16 M.expert_model_parallel_size=2"
+HYBRID = f"M.moe_token_dispatcher_type=flex M.moe_flex_dispatcher_backend=hybridep {SPLIT}"
 STASH = f"MOE {MEGATRON} M.offload_modules=[core_attn] M.moe_paged_stash=true {HYBRID} {FUSER}"
 CAPACITY = "M.moe_expert_rank_capacity_factor=1.5"
 
@@ -336,7 +337,7 @@ STASH_CASES = [
         "'expert_fc1' is covered by moe_paged_stash already",
         "M.offload_modules=[core_attn]",
     ),
-    (f"{STASH} {CAPACITY} DENSE", "moe_paged_stash", "needs layers with experts", "MOE"),
+    (f"{STASH} {CAPACITY} DENSE M.expert_model_parallel_size=1", "moe_paged_stash", "needs layers with experts", "MOE"),
     (
         f"{STASH} {CAPACITY} M.moe_flex_dispatcher_backend=null",
         "moe_expert_rank_capacity_factor",
@@ -384,6 +385,12 @@ STASH_CASES = [
         "moe_token_dispatcher_type",
         "by an all-gather. Set allgather",
         "M.moe_token_dispatcher_type=allgather",
+    ),
+    (
+        f"{OURS} policy.precision=bfloat16 M.moe_token_dispatcher_type=flex M.moe_flex_dispatcher_backend=hybridep",
+        "moe_token_dispatcher_type",
+        "by an all-gather. Set allgather",
+        "M.moe_token_dispatcher_type=allgather M.moe_flex_dispatcher_backend=null",
     ),
     (
         f"{OURS} M.moe_shared_expert_overlap=true M.moe_token_dispatcher_type=alltoall",
