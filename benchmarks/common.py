@@ -26,7 +26,7 @@ from nemo_rl_offload.offload.stats import OffloadStats
 
 MAX_TRACE_MIB = 16
 HAS_GPU = torch.cuda.is_available()
-_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "trl")
+_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "vllm", "trl", "peft")
 
 Sample = dict[str, float]
 """Figures of one step by name, with units in the names."""

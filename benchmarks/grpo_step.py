@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,14 @@ WARMUP_STEPS = 2
 PARTS = ("alone", "engine", "step")
 
 
-def write_model(folder: Path) -> None:
-    """Random weights beside a tokenizer for bytes."""
+def write_model(folder: Path, changes: Mapping[str, Any] | None = None) -> None:
+    """Random weights beside a tokenizer for bytes, in the shape above but for `changes`; a CPU has a small one."""
     import shutil
 
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(**SHAPE if HAS_GPU else {**SHAPE, **SMALL})
+    config = Qwen2Config(**{**SHAPE, **((changes or {}) if HAS_GPU else SMALL)})
     dtype = getattr(torch, "bfloat16" if HAS_GPU else "float32")
     torch.manual_seed(0)
     with torch.device("cuda" if HAS_GPU else "cpu"):

@@ -1,6 +1,7 @@
 """Each experiment's small form runs on a CPU, and says what a result on a device would say."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,19 @@ def test_a_profile_has_traces_and_lanes(tmp_path: Path) -> None:
     assert [step["name"] for step in result["steps"]] == ["nothing", "ours: core_attn"]
     assert all(step["figures"]["host_ms"] > 0 for step in result["steps"])
     assert all((tmp_path / f"profile_{label}.trace.json.gz").stat().st_size > 0 for label in ("without", "with"))
+
+
+def test_grpo_beside_trl_needs_no_trl_for_ours(tmp_path: Path) -> None:
+    theirs = ["TRL float32", "TRL LoRA"] if find_spec("trl") else []
+    (result,) = run(tmp_path, "beside_trl", "--attempt", "ours", *theirs)
+    ours, *others = result["attempts"]
+    assert (ours["side"], ours["error"]) == ("ours", None)
+    assert ours["medians"].keys() >= {"timing/generation_s", "timing/logprobs_s", "timing/train_s", "timing/step_s"}
+    assert ours["memory"]["peak_host_bytes"] > 0
+    assert len(others) == len(theirs)
+    for other in others:
+        assert other["error"] is None
+        assert other["medians"].keys() <= ours["medians"].keys()
+        parts = [other["medians"][f"timing/{name}_s"] for name in ("generation", "logprobs", "train")]
+        assert all(seconds > 0 for seconds in parts)
+        assert other["mean_response_tokens"] == pytest.approx(8, abs=1), "random weights end no response"

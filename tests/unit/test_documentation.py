@@ -22,7 +22,8 @@ from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 from nemo_rl_offload.specs.devices import find_device
 
-PAGES = [PROJECT_ROOT / "README.md", *sorted((PROJECT_ROOT / "docs").glob("*.md"))]
+EXAMPLE = PROJECT_ROOT / "examples/smollm2/README.md"
+PAGES = [PROJECT_ROOT / "README.md", *sorted((PROJECT_ROOT / "docs").glob("*.md")), EXAMPLE]
 PAGES = [page for page in PAGES if page.name not in ("decisions.md", "benchmarks.md")]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")

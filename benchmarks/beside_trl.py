@@ -1,0 +1,369 @@
+"""GRPO steps beside TRL's GRPOTrainer, with vLLM on the same GPU, at equal settings.
+
+    python benchmarks/beside_trl.py --out benchmarks/results/DEVICE
+    python benchmarks/beside_trl.py --out benchmarks/results/DEVICE --attempt ours "TRL float32"
+
+The model of `grpo_step.py`, with its prompts, group size, lengths, learning rate, AdamW and weight of KL. Each attempt
+is a process of its own, one after another: ours is `nemo-rl-offload run grpo`, and needs no TRL. TRL's are those that
+its documents advise: weights in float32 (`bf16=True` over them, as this project keeps float32 main weights beside
+bfloat16) or in bfloat16, with gradient checkpointing (its default) and without, larger microbatches, vLLM asleep while
+it trains or awake. What does not run is listed with its error.
+
+Memory is the highest that NVML shows in use on the device, of all processes, less what was in use before; that of the
+host is the system's, taken the same way. TRL's phases are timed around its own methods, each after the device is done;
+its log-probabilities include the reference's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import grpo_step
+import psutil
+from common import HAS_GPU, environment, say
+from grpo_step import EXEMPLAR, NUM_PROMPTS, NUM_REQUESTS, NUM_STEPS, STEP_TOKENS, WARMUP_STEPS
+
+from nemo_rl_offload.config.loader import load_config
+
+NUM_RESPONSES = NUM_REQUESTS if HAS_GPU else 16
+LEARNING_RATE, KL_WEIGHT = 1e-6, 0.01
+LORA_DIM, LORA_ALPHA = 16, 32
+PROJECTIONS = "linear_q,linear_k,linear_v,linear_proj,linear_fc1_gate,linear_fc1_up,linear_fc2"
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5b": {},
+    "7b": {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "tie_word_embeddings": False}
+    | {"num_attention_heads": 28, "num_key_value_heads": 4},
+}
+OUT_OF_MEMORY = "out of memory"
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One of this project's ways, as overrides of the exemplar."""
+
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """One of TRL's ways, as arguments of its configuration."""
+
+    dtype: str
+    uses_lora: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+_OFF = ("policy.megatron_cfg.fine_grained_activation_offloading=false", "policy.megatron_cfg.offload_modules=null")
+_ON_HOST = ("policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",)
+_LORA = (
+    "policy.megatron_cfg.peft.enabled=true",
+    f"policy.megatron_cfg.peft.target_modules=[{PROJECTIONS}]",
+    f"policy.megatron_cfg.peft.dim={LORA_DIM}",
+    f"policy.megatron_cfg.peft.alpha={LORA_ALPHA}",
+)
+ATTEMPTS: dict[str, Ours | Theirs] = {
+    "ours": Ours(),
+    "ours: nothing offloaded": Ours(_OFF),
+    "ours: optimizer on the host": Ours(_ON_HOST),
+    "ours: LoRA": Ours(_LORA),
+    "TRL float32": Theirs("float32"),
+    "TRL float32, no checkpointing": Theirs("float32", arguments={"gradient_checkpointing": False}),
+    "TRL float32, microbatches of 32": Theirs("float32", arguments={"per_device_train_batch_size": 32}),
+    "TRL float32, vLLM awake": Theirs("float32", arguments={"vllm_enable_sleep_mode": False}),
+    "TRL float32, liger": Theirs("float32", arguments={"use_liger_kernel": True}),
+    "TRL bfloat16": Theirs("bfloat16"),
+    "TRL bfloat16, no checkpointing": Theirs("bfloat16", arguments={"gradient_checkpointing": False}),
+    "TRL LoRA": Theirs("bfloat16", uses_lora=True),
+    "TRL LoRA, no checkpointing": Theirs("bfloat16", uses_lora=True, arguments={"gradient_checkpointing": False}),
+}
+
+
+class HighestMemory:
+    """Asks the device and the host what is in use, many times a second, while the block runs."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._device: Any = None
+        if HAS_GPU:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            self._device = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        self._before = self._highest = self._used()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def bytes(self) -> dict[str, int]:
+        """The highest over what was in use before the block."""
+        names = ("peak_device_bytes", "peak_host_bytes")
+        pairs = zip(names, self._before, self._highest, strict=True)
+        return {name: highest - before for name, before, highest in pairs} | {"device_before_bytes": self._before[0]}
+
+    def _used(self) -> tuple[int, int]:
+        host = psutil.virtual_memory()
+        return self._device() if self._device else 0, host.total - host.available
+
+    def _watch(self) -> None:
+        while not self._done.wait(POLL_S):
+            device, host = self._used()
+            self._highest = max(self._highest[0], device), max(self._highest[1], host)
+
+
+def settings() -> tuple[str, ...]:
+    """What ours and TRL's have alike, as overrides."""
+    return (
+        f"policy.megatron_cfg.optimizer.lr={LEARNING_RATE}",
+        "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+        f"loss_fn.reference_policy_kl_penalty={KL_WEIGHT}",
+        *(() if HAS_GPU else ("policy.generation.backend=megatron", "policy.max_total_sequence_length=128")),
+    )
+
+
+def measure_ours(attempt: Ours, model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """By the command line, as `grpo_step.py` does."""
+    overrides = [*settings(), *attempt.overrides, *options.set]
+    found = grpo_step.measure_step(model, argparse.Namespace(set=overrides))
+    return {**found, "overrides": overrides}
+
+
+def prompt_texts(model: Path) -> list[str]:
+    """Those of our runs, as text."""
+    from nemo_rl_offload.data.prompt_tokens import encode_prompt
+    from nemo_rl_offload.data.prompts import problems_of
+    from nemo_rl_offload.data.tokenizer import load_tokenizer
+
+    config = load_config(EXEMPLAR, grpo_step.overrides(model, argparse.Namespace(set=settings())))
+    tokenizer: Any = load_tokenizer(model)
+    problems = problems_of(config["env"]["reasoning_gym"], seed=1, size=NUM_STEPS * NUM_PROMPTS)
+    template = config["data"]["prompt_template"]
+    return [tokenizer.decode(encode_prompt(tokenizer, template, problem.question)) for problem in problems]
+
+
+class Phases:
+    """Seconds of each phase of each step of TRL's trainer, by wrapping the methods that are the phases."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._now: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the block's time to a phase of this step."""
+        _wait_for_device()
+        begin = time.perf_counter()
+        yield
+        _wait_for_device()
+        self._now[name] += time.perf_counter() - begin
+
+    def wrap(self, owner: Any, method: str, name: str) -> None:
+        """Time each call of a method."""
+        call: Callable[..., Any] = getattr(owner, method)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self.timed(name):
+                return call(*args, **kwargs)
+
+        setattr(owner, method, wrapped)
+
+    def end_step(self, step_s: float, num_tokens: float) -> None:
+        """Keep the step, with what is left for the phases that lie around others."""
+        inner_s = self._now["generation"] + self._now["refit"]
+        rollout_s = self._now["rollout"]
+        phases = {
+            "refit": self._now["refit"],
+            "generation": self._now["generation"],
+            "logprobs": rollout_s - inner_s,
+            "train": step_s - rollout_s,
+            "step": step_s,
+        }
+        found = {f"timing/{name}_s": seconds for name, seconds in phases.items()}
+        self.steps.append({**found, "tokens_per_s": num_tokens / step_s})
+        self._now.clear()
+
+
+def _wait_for_device() -> None:
+    if HAS_GPU:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """TRL's trainer in this process."""
+    begin = time.time()
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    micro = 8 if HAS_GPU else 4
+    vllm = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_enable_sleep_mode": True,
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": 2 * (100 + STEP_TOKENS),
+    }
+    arguments = {
+        "per_device_train_batch_size": micro,
+        "num_generations": NUM_RESPONSES // NUM_PROMPTS,
+        "max_completion_length": STEP_TOKENS,
+        "max_steps": NUM_STEPS,
+        "bf16": HAS_GPU,
+        "gradient_checkpointing": True,
+        "beta": KL_WEIGHT,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.01,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "model_init_kwargs": {"dtype": attempt.dtype},
+        **(vllm if HAS_GPU else {"use_cpu": True}),
+        **attempt.arguments,
+    }
+    micro = arguments["per_device_train_batch_size"]
+    arguments["gradient_accumulation_steps"] = NUM_RESPONSES // micro
+    adapters = None
+    if attempt.uses_lora:
+        from peft import LoraConfig
+
+        adapters = LoraConfig(r=LORA_DIM, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    phases = Phases()
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.begin = self.num_tokens = 0.0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            _wait_for_device()
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            _wait_for_device()
+            seen = float(state.num_input_tokens_seen)
+            phases.end_step(time.perf_counter() - self.begin, seen - self.num_tokens)
+            self.num_tokens = seen
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text) % 7) / 7 for text in completions]
+
+    trainer = GRPOTrainer(
+        str(model),
+        reward_funcs=reward,
+        args=GRPOConfig(output_dir=str(model.parent / "trl"), **arguments),
+        train_dataset=Dataset.from_list([{"prompt": text} for text in prompt_texts(model)]),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        peft_config=adapters,
+        callbacks=[Clock()],
+    )
+    phases.wrap(trainer, "_generate_and_score_completions", "rollout")
+    if HAS_GPU:
+        phases.wrap(trainer.vllm_generation, "sync_weights", "refit")
+        phases.wrap(trainer.vllm_generation, "generate", "generation")
+    else:
+        phases.wrap(trainer, "_generate_single_turn", "generation")
+    trainer.train()
+    lengths = [log["completions/mean_length"] for log in trainer.state.log_history if "completions/mean_length" in log]
+    steady = phases.steps[WARMUP_STEPS:]
+    return {
+        "wall_s": time.time() - begin,
+        "first_step_s": phases.steps[0]["timing/step_s"],
+        "medians": {name: statistics.median(step[name] for step in steady) for name in steady[0]},
+        "steps": phases.steps,
+        "mean_response_tokens": statistics.mean(lengths),
+        "arguments": {**arguments, "lora": attempt.uses_lora},
+    }
+
+
+def measure(name: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One attempt, in a process of its own, with the highest memory of all processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        own, inner = Path(folder) / "model", Path(folder) / "attempt.json"
+        own.symlink_to(model.resolve())
+        command = [sys.executable, __file__, "--out", str(options.out), "--attempt", name, "--model", str(own)]
+        command += ["--inner", str(inner), *(["--set", *options.set] if options.set else [])]
+        with HighestMemory() as memory, subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            last = ""
+            for line in process.stderr:
+                sys.stderr.write(line)
+                last = (last + line)[-20_000:]
+        found = json.loads(inner.read_text()) if inner.exists() else None
+    side = "ours" if isinstance(ATTEMPTS[name], Ours) else "trl"
+    about = {"name": name, "side": side, "memory": memory.bytes(), "error": None}
+    if found:
+        return {**about, **found}
+    told = [line for line in last.splitlines() if line.strip()] or ["nothing was said"]
+    error = OUT_OF_MEMORY if "out of memory" in last.lower() else told[-1][:300]
+    return {**about, "error": error, "exit_code": process.returncode}
+
+
+def line_of(attempt: dict[str, Any]) -> str:
+    """For a person who waits."""
+    if attempt["error"]:
+        return f"{attempt['name']}: {attempt['error']}"
+    seconds = {name[7:-2]: value for name, value in attempt["medians"].items() if name.startswith("timing/")}
+    phases = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+    peak_gib, host_gib = (attempt["memory"][f"peak_{where}_bytes"] / 2**30 for where in ("device", "host"))
+    rate = f"{attempt['medians']['tokens_per_s']:,.0f} tokens/s"
+    return f"{attempt['name']}: {phases} s; {rate}; device {peak_gib:.1f} GiB, host {host_gib:.1f} GiB"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--attempt", nargs="+", choices=ATTEMPTS, default=list(ATTEMPTS))
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--name", help="of the result's file: beside_trl_NAME.json; the shape otherwise")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more overrides of ours")
+    parser.add_argument("--model", type=Path, help="a folder; one is written otherwise")
+    parser.add_argument("--inner", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inner:
+        attempt = ATTEMPTS[options.attempt[0]]
+        ways: Any = measure_ours if isinstance(attempt, Ours) else measure_theirs
+        options.inner.write_text(json.dumps(ways(attempt, options.model, options)))
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"beside_trl_{options.name or options.shape}.json"
+    result: dict[str, Any] = {"experiment": "beside_trl", "shape": options.shape, "attempts": []}
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or Path(folder) / "model"
+        if not model.exists():
+            say("writing a model")
+            grpo_step.write_model(model, SHAPES[options.shape])
+        for name in options.attempt:
+            say(f"attempt: {name}")
+            result["attempts"].append(measure(name, model, options))
+            result |= environment()  # after the first: to ask for the device takes some of its memory
+            say(line_of(result["attempts"][-1]))
+            path.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+from argparse import Namespace
+from threading import Event
+from types import SimpleNamespace
+
+import beside_trl
+import grpo_step
+import pytest
+from beside_trl import ATTEMPTS, HighestMemory, Ours, Phases, line_of, prompt_texts, settings
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.config.validation import check_config
+
+MODEL = PROJECT_ROOT / "examples/models/tiny_speller"
+GPU_EXEMPLAR = PROJECT_ROOT / "examples/configs/grpo_math_1B_vllm.yaml"
+
+
+@pytest.mark.parametrize("name", [name for name, attempt in ATTEMPTS.items() if isinstance(attempt, Ours)])
+def test_our_attempts_are_configurations(name: str) -> None:
+    attempt = ATTEMPTS[name]
+    assert isinstance(attempt, Ours)
+    overrides = grpo_step.overrides(MODEL, Namespace(set=[*settings(), *attempt.overrides]))
+    checked = check_config(load_config(GPU_EXEMPLAR, overrides), name, run_here=False)
+    assert checked.config["policy"]["megatron_cfg"]["peft"]["enabled"] == ("LoRA" in name)
+
+
+def test_prompts_are_those_of_our_runs() -> None:
+    texts = prompt_texts(MODEL)
+    assert len(texts) == grpo_step.NUM_STEPS * grpo_step.NUM_PROMPTS
+    assert all("Spell this word backward" in text for text in texts)
+
+
+def test_phases_are_parts_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(beside_trl, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    trainer = SimpleNamespace(generate=lambda: spend(4.0), sync=lambda: spend(1.0))
+    trainer.rollout = lambda: (trainer.sync(), trainer.generate(), spend(2.0))
+    phases = Phases()
+    for method, name in (("rollout", "rollout"), ("generate", "generation"), ("sync", "refit")):
+        phases.wrap(trainer, method, name)
+    for _ in range(2):
+        trainer.rollout()
+        phases.end_step(step_s=10.0, num_tokens=500)
+    assert phases.steps == 2 * [
+        {
+            "timing/refit_s": 1.0,
+            "timing/generation_s": 4.0,
+            "timing/logprobs_s": 2.0,
+            "timing/train_s": 3.0,
+            "timing/step_s": 10.0,
+            "tokens_per_s": 50.0,
+        }
+    ]
+
+
+def test_memory_is_the_highest_over_what_was_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter([(5, 100), (30, 110), (7, 300)])
+    seen = Event()
+
+    def ask(_: HighestMemory) -> tuple[int, int]:
+        if (found := next(used, None)) is None:
+            seen.set()
+        return found or (6, 101)
+
+    monkeypatch.setattr(HighestMemory, "_used", ask)
+    with HighestMemory() as memory:
+        assert seen.wait(10)
+    assert memory.bytes() == {"peak_device_bytes": 25, "peak_host_bytes": 200, "device_before_bytes": 5}
+
+
+def test_a_line_says_the_error_or_the_figures() -> None:
+    assert line_of({"name": "TRL float32", "error": "out of memory"}) == "TRL float32: out of memory"
+    medians = {"timing/generation_s": 4.0, "timing/step_s": 10.0, "tokens_per_s": 5000.0}
+    memory = {"peak_device_bytes": 3 << 30, "peak_host_bytes": 1 << 29}
+    line = line_of({"name": "ours", "error": None, "medians": medians, "memory": memory})
+    assert line == "ours: generation 4.00, step 10.00 s; 5,000 tokens/s; device 3.0 GiB, host 0.5 GiB"
