@@ -33,7 +33,7 @@ from nemo_rl_offload.offload.host_memory import host_memory_budget_bytes
 from nemo_rl_offload.offload.options import OffloadOptions, build_engine
 from nemo_rl_offload.offload.saved_hooks import remove_left_hooks
 from nemo_rl_offload.offload.stats import OffloadStats
-from nemo_rl_offload.units import parse_bytes
+from nemo_rl_offload.units import human_bytes, parse_bytes
 
 
 def offload_activations(
@@ -195,6 +195,11 @@ class ActivationOffload:
         if usage.called_in_forward and entry in self._engine.kept_types:
             kind = self._engine.kept_types[entry]
             return f"what it saved is a {kind}, and only plain tensors are moved. List parts that compute without it."
+        if entry in stats.per_module and (small_bytes := stats.per_module[entry].small_bytes):
+            return (
+                f"the tensors that it saved, {human_bytes(small_bytes)} in all, are each below "
+                f"min_tensor_bytes={self._min_tensor_bytes}. Lower that where they are worth the copies."
+            )
         if usage.called_in_forward:
             return (
                 f"it saved no tensor of at least min_tensor_bytes={self._min_tensor_bytes} that is not a parameter "

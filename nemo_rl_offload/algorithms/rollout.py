@@ -62,7 +62,7 @@ class Rollout:
     def is_graded(self) -> bool:
         """Whether rewards are no marks of right and wrong, and to be right says no more than a reward above 0."""
         has_grades = any(score.reward not in (0.0, 1.0) for score in self.scores)
-        return has_grades and all(score.is_correct == (score.reward > 0) for score in self.scores)
+        return has_grades and all(_is_right_by_reward(score) for score in self.scores)
 
     def metrics(self) -> dict[str, float]:
         """Means over the responses, under NeMo-RL's names where it has them."""
@@ -237,11 +237,17 @@ def _score(
             answer.is_correct,
             before.scorer_error or answer.scorer_error,
             parts=_sum(before.parts, answer.parts),
+            last_reward=answer.reward,
         )
         each.observation = None
         if answer.observation is not None:
             each.messages.append({"role": "user", "content": answer.observation})
             each.observation = encode_observation(tokenizer, template, each.messages, end)
+
+
+def _is_right_by_reward(score: Score) -> bool:
+    judged = score.reward if score.last_reward is None else score.last_reward
+    return score.is_correct == (judged > 0)
 
 
 def _sum(before: Mapping[str, float] | None, now: Mapping[str, float] | None) -> Mapping[str, float] | None:

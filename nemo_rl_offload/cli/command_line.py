@@ -8,10 +8,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl_offload.cli.parser import build_parser
+from nemo_rl_offload.cli.parser import build_parser, option_names
 from nemo_rl_offload.cluster.signals import never_unheard, terminated_like_interrupted
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.plugins import import_object
@@ -38,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Overrides may stand before, between and after options, which argparse's own `nargs="*"` does not allow.
     options, overrides = parser.parse_known_args(arguments)
     if unknown := [word for word in overrides if word.startswith("-")]:
-        parser.error(f"unknown option: {' '.join(unknown)} (keys of the configuration are set by KEY=VALUE, no dashes)")
+        near = get_close_matches(unknown[0].lstrip("-").partition("=")[0], option_names(parser, options.command), n=1)
+        hint = f". Did you mean --{near[0]}?" if near else ""
+        told = "keys of the configuration are set by KEY=VALUE, no dashes"
+        parser.error(f"unknown option: {' '.join(unknown)} ({told}){hint}")
     run_dirs: list[Path] = []
     try:
         with terminated_like_interrupted(), never_unheard():
@@ -297,7 +301,7 @@ def _show_summary(path: Path, form: str, console: "Console") -> None:
     from nemo_rl_offload.observability.summary_table import summary_table
 
     if (summary := read_json(path, Summary, recovery_hint)) is not None:
-        console.print(summary_table(summary))
+        console.print(summary_table(summary, console.width))
 
 
 def _print_everything() -> None:

@@ -6,6 +6,7 @@ The script is made from the parser and the schema, and starts no Python at a key
 import argparse
 from collections.abc import Iterator
 
+from nemo_rl_offload.cli.parser import option_names, subparsers
 from nemo_rl_offload.config.rules.effects import defaults
 
 TAKE_KEYS = ("run", "check", "plan", "eval")
@@ -38,12 +39,14 @@ complete -o default -o bashdefault -F _nemo_rl_offload nemo-rl-offload
 
 def script(parser: argparse.ArgumentParser) -> str:
     """The shell's script; where it has no word to offer, the shell offers files."""
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    subparsers: dict[str, argparse.ArgumentParser] = commands.choices
-    values = [line for name, each in subparsers.items() for line in _values(name, each)]
-    options = [f'    "{name} -"*) words="{" ".join(_options(each))}" ;;' for name, each in subparsers.items()]
+    commands = subparsers(parser)
+    values = [line for name, each in commands.items() for line in _values(name, each)]
+    options = [
+        f'    "{name} -"*) words="{" ".join(f"--{option}" for option in option_names(parser, name))}" ;;'
+        for name in commands
+    ]
     return SCRIPT.format(
-        commands=" ".join(subparsers),
+        commands=" ".join(commands),
         values="\n".join(values),
         options="\n".join(options),
         keyed="|".join(f'"{name} "*' for name in TAKE_KEYS),
@@ -58,8 +61,3 @@ def _values(command: str, parser: argparse.ArgumentParser) -> Iterator[str]:
             befores = action.option_strings or [command]
             choices = " ".join(map(str, action.choices))
             yield from (f'    "{command} {before}") words="{choices}" ;;' for before in befores)
-
-
-def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    for action in parser._actions:
-        yield from (option for option in action.option_strings if option.startswith("--"))

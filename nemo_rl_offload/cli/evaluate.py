@@ -19,6 +19,7 @@ from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.config.validation import check_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError
+from nemo_rl_offload.observability.summary_table import table_of_figures
 from nemo_rl_offload.runs.begin import find_checkpoint
 from nemo_rl_offload.runs.run_directory import CONFIG_FILE, EVALUATION_FILE, check_no_run_in, open_run_directory
 from nemo_rl_offload.runs.run_files import Evaluation, read_json
@@ -76,7 +77,7 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
                 with _exported(checkpoint, out / _EXPORTED) as folder:
                     found = run_evaluation(_with_model(config, folder), out, model, say, stream)
         if options.format != "json":
-            console.print(_table(found, out))
+            console.print(_table(found, out, console.width))
         return out / EVALUATION_FILE
 
 
@@ -98,10 +99,8 @@ def _with_model(config: MasterConfig, folder: Path) -> MasterConfig:
     return {**config, "policy": {**config["policy"], "model_name": str(folder)}}
 
 
-def _table(found: Evaluation, out: Path) -> Table:
-    table = Table(title=f"evaluation of {found['model']}", show_header=False, width=80)
-    table.add_column("what", no_wrap=True)
-    table.add_column("value", overflow="fold", ratio=1)
+def _table(found: Evaluation, out: Path, width: int) -> Table:
+    table = table_of_figures(f"evaluation of {found['model']}", width)
     error = "" if found["standard_error"] is None else f" +- {found['standard_error']:.3f}"
     rows = {
         f"pass@{found['k_value']}": f"{found['pass_at_k']:.3f}{error}",

@@ -48,6 +48,19 @@ def _examples(command: str) -> str:
     return "".join(["examples:\n", *(f"  nemo-rl-offload {example}\n" for example in EXAMPLES[command])])
 
 
+def subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """The commands' parsers, by their names."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    found: dict[str, argparse.ArgumentParser] = commands.choices
+    return found
+
+
+def option_names(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    """A command's long options, without their dashes."""
+    names = [option for action in subparsers(parser)[command]._actions for option in action.option_strings]
+    return [name.removeprefix("--") for name in names if name.startswith("--")]
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     parser = argparse.ArgumentParser(

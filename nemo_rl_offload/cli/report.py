@@ -38,7 +38,7 @@ def _compare(run_dirs: list[Path], destination: Path | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for name, run in zip(letters(runs), runs, strict=True):
         console.print(f"{name}: {run.folder}", markup=False)
-    for table in tables(runs):
+    for table in tables(runs, console.width):
         console.print(table)
     if destination is not None:
         if destination.resolve() in {(run_dir / name).resolve() for run_dir in run_dirs for name in RUN_FILES}:

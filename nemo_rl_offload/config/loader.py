@@ -79,6 +79,7 @@ _MAX_FILES = 100
 _MAX_OVERRIDE, _MAX_OVERRIDE_VALUES = 1 << 17, 1_000
 """Characters; and brackets and commas outside of quotes."""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+_NUMBER = re.compile(r"[-+]?\.?\d[\d_.]*([eE][-+]?\d+)?")
 _MAX_INTERPOLATED, _MAX_MARKS = 1 << 16, 200
 """Characters, and marks `${`, of a value with interpolations."""
 _TOO_LONG = "has too many interpolations (${...}), or too long a text with them"
@@ -193,6 +194,8 @@ def _how_to_write(text: str, error: HydraException, config: dict[str, Any]) -> s
         how = "Write key=value, or ~key to remove one."
         if text.endswith((".yaml", ".yml")):
             how = "A configuration file is given by --config (run), or as the one FILE (check, plan)."
+        elif _is_value(text):
+            how = "Write a key and its value as one word: key=value."
         elif path := _nearest_path(text, config):
             how = f"Write {path}=value, or ~{path} to remove it."
         return f"'{text}' is no override. {how}"
@@ -203,6 +206,11 @@ def _how_to_write(text: str, error: HydraException, config: dict[str, Any]) -> s
     except HydraException:
         return f"{wrong}."
     return f"{wrong}; text with such characters in quotes: {key}={shlex.quote(quoted)}"
+
+
+def _is_value(text: str) -> bool:
+    """A number, a truth value or a list, which no key is called."""
+    return text.lower() in ("true", "false", "null", "none") or text[:1] in "[{" or bool(_NUMBER.fullmatch(text))
 
 
 def _nearest_path(name: str, config: dict[str, Any]) -> str | None:
@@ -393,6 +401,7 @@ def _resolve_folder(name: str, required_file: str) -> Path:
 
 def files_of(path: Path) -> list[Path]:
     """A configuration's file and all that it names under `defaults:`, resolved. They can be loaded."""
+    path = _inherited(str(path), Path())
     names = _defaults_of(_read_yaml(path, "").values, path)
     return [path.resolve(), *(each for name in names for each in files_of(_inherited(name, path)))]
 
@@ -421,7 +430,8 @@ def _read_yaml(path: Path, origin: str) -> LoadedConfig:
         text = read_text(path, CONFIG_BYTES)
         places, content = _checked(text, path)
     except OSError as error:
-        raise ConfigError(f"{path}{origin}: cannot read the file: {error.strerror or error}") from error
+        hint = _near_file(path) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{path}{origin}: cannot read the file: {error.strerror or error}.{hint}") from error
     except (yaml.YAMLError, ValueError, LookupError, TypeError, OverflowError) as error:
         raise as_document_error(error, path) from error
     except OmegaConfBaseException as error:
@@ -430,6 +440,17 @@ def _read_yaml(path: Path, origin: str) -> LoadedConfig:
         what = "a list" if isinstance(content, list) else "a single value"
         raise ConfigError(f"{path}{origin}: the file must hold 'key: value' lines, not {what}")
     return LoadedConfig({str(key): value for key, value in content.items()}, places)
+
+
+def _near_file(path: Path) -> str:
+    """The file that is called almost so, in the folder that is named, here or among the shipped ones."""
+    folders = dict.fromkeys([path.parent, PROJECT_ROOT / path.parent, BASE.parent])
+    there = {file.name for folder in folders if folder.is_dir() for file in folder.glob("*.y*ml")}
+    if not (match := get_close_matches(path.name, sorted(there), n=1)):
+        return ""
+    folder = next(folder for folder in folders if (folder / match[0]).is_file())
+    shown = folder.relative_to(PROJECT_ROOT) if folder.is_relative_to(PROJECT_ROOT) else folder
+    return f" Did you mean '{shown / match[0]}'?"
 
 
 def _checked(text: str, path: Path) -> tuple[Mapping[str, str], Any]:

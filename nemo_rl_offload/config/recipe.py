@@ -6,6 +6,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def _translation(loaded: LoadedConfig, algorithm: str | None) -> tuple[LoadedCon
             for key in translation.honoured:
                 if key.startswith("policy.dtensor_cfg."):
                     translation.without_effect[key] = "policy.dtensor_cfg.enabled is not true"
-        translate_data(translation)
+        translate_data(translation, partial(_rank, loaded))
         for split, number, other in further_data_sets(written):
             _, inner = _translation(replace(loaded, values=other), algorithm)
             add_data_set(translation, split, number, inner)
@@ -86,6 +87,11 @@ def _translation(loaded: LoadedConfig, algorithm: str | None) -> tuple[LoadedCon
         for step in (*GRPO_STEPS, *STEPS):
             step(translation)
     return loaded, translation
+
+
+def _rank(loaded: LoadedConfig, path: str) -> int:
+    """How near a key is given: inherited, in the file itself, or on the command line."""
+    return 2 if is_override(loaded.origin(path)) else int(path not in loaded.inherited)
 
 
 def _variables(loaded: LoadedConfig) -> set[str]:

@@ -22,7 +22,7 @@ type _OneTraining = TrainingDataConfig | FurtherTrainingDataConfig
 type _OneValidation = ValidationDataConfig | FurtherValidationDataConfig
 
 
-def training_records(section: TrainingDataConfig, answer: str) -> tuple[list[Record], list[Record]]:
+def training_records(section: TrainingDataConfig, answer: str | None) -> tuple[list[Record], list[Record]]:
     """The records of `data.train`, and those of them that are for validation; ``answer`` as in `records_of`.
 
     Of several data sets they stand one after the other. Raises DataError as `records_of` and `split_off` do.
@@ -37,7 +37,7 @@ def training_records(section: TrainingDataConfig, answer: str) -> tuple[list[Rec
     return kept, drawn
 
 
-def validation_records(section: ValidationDataConfig, answer: str) -> list[Record]:
+def validation_records(section: ValidationDataConfig, answer: str | None) -> list[Record]:
     """The records of `data.validation`; none without a path. Raises DataError as `records_of` does."""
     if section["path"] is None:
         return []
@@ -50,22 +50,24 @@ def _each[S: (_OneTraining, _OneValidation)](section: S, name: str) -> Iterator[
         yield f"{name}.further.{number}", further
 
 
-def records_of(section: _OneTraining | _OneValidation, name: str, answer: str) -> list[Record]:
+def records_of(section: _OneTraining | _OneValidation, name: str, answer: str | None) -> list[Record]:
     """Read the records of one data set, prompt and answer under `prompt` and ``answer`` where their keys are named.
 
-    ``name`` is the section's path. Raises DataError as `read_section` does.
+    ``name`` is the section's path. Without ``answer`` records are pairs, which have two, and keep their other columns.
+    Raises DataError as `read_section` does, and for a key of pairs' answers.
     """
     assert section["path"] is not None
+    if answer is None and section["output_key"] is not None:
+        raise DataError(f"{name}.output_key: pairs have two answers, chosen and rejected. Set it to null.")
     records = read_section(name, resolve_data_path(section["path"]), section["split"])
     columns = dict(columns_of(section["path"]))
     for key, target in (("input_key", "prompt"), ("output_key", "answer")):
         if (given := section[key]) is not None:  # type: ignore[literal-required]
             columns[target] = given
     if columns:
-        names = {target: answer if target == "answer" else target for target in columns}
-        records = [
-            _renamed(record, {names[target]: source for target, source in columns.items()}) for record in records
-        ]
+        sources = {answer if target == "answer" and answer else target: source for target, source in columns.items()}
+        keys = {source: f" ({name}.{key})" for key in ("input_key", "output_key") if (source := section[key])}
+        records = [_renamed(record, sources, keys, keeps=answer is None) for record in records]
     if (most := section["max_samples"]) is not None and most < len(records):
         chosen = sorted(Random(f"{section['seed']}/max_samples").sample(range(len(records)), most))
         records = [records[place] for place in chosen]
@@ -127,10 +129,11 @@ def read_text_file(key: str, path: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _renamed(record: Record, columns: Mapping[str, str]) -> Record:
+def _renamed(record: Record, columns: Mapping[str, str], keys: Mapping[str, str], *, keeps: bool) -> Record:
+    """Its columns under other names, and the others too where it `keeps` them; `keys` says who named a column."""
     if isinstance(record.content, str):
         return record
-    found: dict[str, object] = {}
+    found: dict[str, object] = dict(record.content) if keeps else {}
     for target, source in columns.items():
         path, mark, _ = source.partition("####")
         value: object = record.content
@@ -143,7 +146,7 @@ def _renamed(record: Record, columns: Mapping[str, str]) -> Record:
                 value = value[int(part)]
             else:
                 has = ", ".join(record.content) or "no keys"
-                return Record(record.place, f"has nothing under {path}; it has {has}")
+                return Record(record.place, f"has nothing under {path}{keys.get(source, '')}; it has {has}")
         if isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)
         found[target] = value.rpartition(mark)[2].strip() if mark and isinstance(value, str) else value

@@ -33,7 +33,13 @@ REPEATS_PROMPT = (
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 _UNREAD_COLUMNS = ("functions", "chat_template_kwargs")
 _EMPTY: tuple[object, ...] = (None, [], {}, "", "[]", "{}")
-_TEXT_COLUMNS = (("prompt", "completion"), ("prompt", "chosen", "rejected"), ("context", "response1", "response2"))
+_QUESTION_COLUMNS = ("question", "problem", "input", "instruction")
+"""Of pairs of plain text: where the prompt is besides `prompt`, where a record has one of them."""
+_TEXT_COLUMNS = (
+    ("prompt", "completion"),
+    *((name, "chosen", "rejected") for name in ("prompt", *_QUESTION_COLUMNS)),
+    ("context", "response1", "response2"),
+)
 _WORD = re.compile(r"\S+")
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -72,7 +78,10 @@ def parse_conversation(content: Mapping[str, object]) -> list[Message]:
         prompt, answers = _fit(*_read("prompt", content["prompt"], {"completion": content["completion"]}))
         messages = [*prompt, *answers["completion"]]
     else:
-        raise BadRecordError(f"has neither messages nor prompt and completion; it has {_names(content)}")
+        raise BadRecordError(
+            f"has neither messages nor prompt and completion; it has {_names(content)}. Columns of other names are "
+            "given by data.train.input_key and output_key"
+        )
     messages = _below(_system_column(content), messages)
     turns = [message for message in messages if message["role"] == "assistant"]
     if not turns:
@@ -172,8 +181,8 @@ def _pair(content: Mapping[str, object]) -> tuple[list[Message] | None, Answers]
         if (score := content.get("score_chosen")) is not None and score == content.get("score_rejected"):
             raise UndecidedPairError("tie")
         answers = _columns(content, "chosen", "rejected")
-        if content.get("prompt") is not None:
-            return _read("prompt", content["prompt"], answers)
+        if (name := _question_column(content, answers)) is not None:
+            return _read(name, content[name], answers)
         return None, {name: _whole(answer, name) for name, answer in answers.items()}
     if has >= {"context", "completions"}:
         return _read("context", content["context"], _ranked(content["completions"]))
@@ -187,6 +196,16 @@ def _pair(content: Mapping[str, object]) -> tuple[list[Message] | None, Answers]
     raise BadRecordError(
         f"has neither chosen and rejected nor another form of a pair (see docs/algorithms.md); it has {_names(content)}"
     )
+
+
+def _question_column(content: Mapping[str, object], answers: Mapping[str, object]) -> str | None:
+    """`prompt`, or what plain text answers; whole conversations hold their prompt."""
+    if content.get("prompt") is not None:
+        return "prompt"
+    if not all(isinstance(answer, str) and not _is_dialogue(answer) for answer in answers.values()):
+        return None
+    found = [name for name in _QUESTION_COLUMNS if isinstance(content.get(name), str)]
+    return found[0] if len(found) == 1 else None
 
 
 def _columns(content: Mapping[str, object], *names: str) -> dict[str, object]:
@@ -246,7 +265,10 @@ def _read(name: str, prompt: object, answers: Mapping[str, object]) -> tuple[lis
 def _whole(value: object, name: str) -> list[Message]:
     """A whole conversation."""
     if isinstance(value, str) and not _is_dialogue(value):
-        raise BadRecordError(f"{name} is text without a prompt, whose end is not told; give a prompt, or messages")
+        raise BadRecordError(
+            f"{name} is text without a prompt, whose end is not told; give a prompt, or name its column with "
+            "data.train.input_key, or give messages"
+        )
     return _messages(value, name, "assistant")
 
 

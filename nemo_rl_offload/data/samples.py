@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl_offload.batching.batch import Batch, pad_sequences
 from nemo_rl_offload.config.algorithms import ALGORITHMS
-from nemo_rl_offload.config.schema import DataConfig, MasterConfig
+from nemo_rl_offload.config.schema import DataConfig, MasterConfig, PolicyConfig
 from nemo_rl_offload.data.columns import text_around, training_records, validation_records
 from nemo_rl_offload.data.forms import (
     REPEATS_PROMPT,
@@ -76,10 +76,17 @@ def sample_sets(
     if len(train) < batch_size:
         raise DataError(
             f"data.train: {len(train)} samples do not fill a batch of policy.train_global_batch_size {batch_size}. "
-            "Lower it, or give more data."
+            f"Lower it{_with_microbatch(len(train), config['policy'])}, or give more data."
         )
     stream = SampleStream(train, batch_size, shuffle=data["shuffle"], seed=seed)
     return stream, validation, reader.counts
+
+
+def _with_microbatch(num_samples: int, policy: PolicyConfig) -> str:
+    """What has to be lowered together with the global batch, if it is to be a multiple of it."""
+    micro = policy["train_micro_batch_size"]
+    by_tokens = policy["sequence_packing"]["enabled"] or policy["dynamic_batching"]["enabled"]
+    return f", and policy.train_micro_batch_size {micro} with it" if micro > num_samples and not by_tokens else ""
 
 
 class _Reader:
@@ -98,6 +105,7 @@ class _Reader:
         self._around = text_around(data["prompt_file"])
         is_pair = ALGORITHMS[config["algorithm"]].learns_from == "pairs"
         self._encode = self._pair if is_pair else self._turns
+        self._answer = None if is_pair else "completion"
         self.counts: dict[str, DataCounts] = {}
 
     def files(self, data: DataConfig) -> tuple[list[Sample], list[Sample]]:
@@ -108,20 +116,20 @@ class _Reader:
             parts = (partial(self._training, data), partial(self._validation, data, ()))
         else:
             (records, drawn), _ = all_or_none(
-                partial(training_records, data["train"], "completion"),
-                partial(validation_records, data["validation"], "completion"),
+                partial(training_records, data["train"], self._answer),
+                partial(validation_records, data["validation"], self._answer),
             )
             parts = (partial(self._samples, records, "data.train"), partial(self._validation, data, drawn))
         return cast("tuple[list[Sample], list[Sample]]", all_or_none(*parts))
 
     def _training(self, data: DataConfig) -> list[Sample]:
-        return self._samples(training_records(data["train"], "completion")[0], "data.train")
+        return self._samples(training_records(data["train"], self._answer)[0], "data.train")
 
     def _validation(self, data: DataConfig, drawn: Sequence[Record]) -> list[Sample]:
         """Of those `drawn` from training, and of `data.validation`."""
         if not drawn and data["validation"]["path"] is None:
             return []
-        return self._samples([*drawn, *validation_records(data["validation"], "completion")], "data.validation")
+        return self._samples([*drawn, *validation_records(data["validation"], self._answer)], "data.validation")
 
     def problems(self, data: DataConfig, config: MasterConfig) -> tuple[list[Sample], list[Sample]]:
         """Samples of reasoning-gym's problems and their answers; no question is in both sets."""

@@ -29,6 +29,8 @@ class Score(NamedTuple):
     """What the model is told next; None ends the episode."""
     parts: Mapping[str, float] | None = None
     """Several rewards by name, which `reward` is made of; None: there is one. The same names for every response."""
+    last_reward: float | None = None
+    """Of a conversation of several turns, what the last one is worth, which `is_correct` is about; None: `reward`."""
 
 
 UNFINISHED = Score(0.0, is_correct=False, scorer_error=False)

@@ -47,6 +47,8 @@ NOT_SHOWN_THEN = "Move it away, and the page is written without it."
 SAMPLES_SHOWN, SAMPLE_CHARACTERS = 16, 4000
 """Of a validation or a step, and of each of their texts."""
 FIRST_CURVES = ("loss", "reward", "accuracy", "grad_norm", "lr", "tokens_per_s")
+DEVICE_BY_PHASE, HOST_BY_CLASS = "memory/peak_device_bytes/", "memory/host_bytes/"
+"""What metrics of memory begin with: the most on a device in each phase, and what waits on all hosts."""
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
 """By metric and prefix: steps and values."""
 
@@ -89,6 +91,7 @@ def _body(run_dir: Path, config: str) -> Iterator[str]:
     yield from _warnings(run_dir / WARNINGS_FILE)
     yield "<h2>Curves</h2>"
     yield from _curves(curves)
+    yield from _memory_by_class(curves)
     yield from _samples(read_samples(run_dir / SAMPLES_FILE))
     if trace := read_json(run_dir / MEMORY_FILE, MemoryOfStep, NOT_SHOWN_THEN):
         yield f"<h2>Memory over step {trace['step']}</h2>"
@@ -199,7 +202,7 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 def _curves(curves: Curves) -> Iterator[str]:
-    names = [name for name in curves if not name.startswith("timing/")]
+    names = [name for name in curves if not name.startswith(("timing/", DEVICE_BY_PHASE, HOST_BY_CLASS))]
     first = [name for name in FIRST_CURVES if name in names]
     yield _charts(_figure(name, curves[name]) for name in first)
     others = [name for name in names if name not in first]
@@ -215,6 +218,39 @@ def _figure(name: str, lines: Mapping[str, list[tuple[float, float]]]) -> str:
     is_bytes = name.endswith("_bytes") or "bytes_" in name
     chart = line_chart(lines, "step", human_bytes, KIB) if is_bytes else line_chart(lines, "step")
     return f"<figure><h3>{escape(name)}</h3>{chart}</figure>"
+
+
+def _memory_by_class(curves: Curves) -> Iterator[str]:
+    """Of training steps: curves and a table of the most on a device in each phase, and of what waits on the hosts."""
+    groups = {
+        "device memory, the most of each phase": _lines_below(DEVICE_BY_PHASE, curves),
+        "host memory of all workers, by what waits there": _lines_below(HOST_BY_CLASS, curves),
+    }
+    found = {name: lines for name, lines in groups.items() if lines}
+    if not found:
+        return
+    yield "<h2>Memory</h2>"
+    yield _charts(
+        f"<figure><h3>{name}</h3>{line_chart(lines, 'step', human_bytes, KIB)}</figure>"
+        for name, lines in found.items()
+    )
+    yield "<div class='wide'><table><tr><th></th><th class='n'>last step</th><th class='n'>most</th></tr>"
+    for name, lines in found.items():
+        yield f"<tr><th colspan='3'>{name}</th></tr>"
+        for what, line in lines.items():
+            sizes = (line[-1][1], max(size for _, size in line))
+            cells = "".join(f"<td class='n'>{human_bytes(size)}</td>" for size in sizes)
+            yield f"<tr><td>{escape(what)}</td>{cells}</tr>"
+    yield "</table></div>"
+
+
+def _lines_below(beginning: str, curves: Curves) -> dict[str, list[tuple[float, float]]]:
+    """By phase or class."""
+    return {
+        name.removeprefix(beginning).replace("_", " "): lines["train"]
+        for name, lines in curves.items()
+        if name.startswith(beginning) and "train" in lines
+    }
 
 
 def _memory(samples: Sequence[MemorySample], summary: Summary | None) -> Iterator[str]:

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError
 from nemo_rl_offload.observability.page import framed
@@ -109,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("Host", "").partition(":")[0] not in HOSTS:
             self.send_error(HTTPStatus.FORBIDDEN, "Ask by an address of this machine's loopback")
-        elif self.path != "/":
+        elif urlsplit(self.path).path != "/":
             self.send_error(HTTPStatus.NOT_FOUND)
         elif self.headers.get("If-None-Match") == (tag := self.server.tag()):
             self.send_response(HTTPStatus.NOT_MODIFIED)
@@ -127,7 +128,11 @@ class _Handler(BaseHTTPRequestHandler):
             ):
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def log_message(self, *_: object) -> None:
         """Nothing: a request comes every few seconds."""

@@ -76,12 +76,13 @@ def letters(runs: Sequence[Run]) -> list[str]:
     return [chr(ord("A") + number) if number < 26 else f"R{number + 1}" for number in range(len(runs))]
 
 
-def tables(runs: Sequence[Run]) -> Iterator[Table]:
-    """Tables of 80 columns with some runs each."""
-    rows = rows_of(runs)
-    for start in range(0, len(runs), BESIDE):
-        part = slice(start, start + BESIDE)
-        table = Table(width=80)
+def tables(runs: Sequence[Run], width: int = 80) -> Iterator[Table]:
+    """Tables with some runs each, of at most 80 columns, and no wider than `width`."""
+    rows, width = rows_of(runs), min(width, 80)
+    beside = max(1, BESIDE * width // 80)
+    for start in range(0, len(runs), beside):
+        part = slice(start, start + beside)
+        table = Table(width=width)
         table.add_column("", overflow="fold", ratio=3)
         for name in letters(runs)[part]:
             table.add_column(name, overflow="fold", ratio=2)

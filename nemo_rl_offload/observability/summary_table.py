@@ -8,15 +8,28 @@ from nemo_rl_offload.paged_stash.stats import StashStats
 from nemo_rl_offload.runs.run_files import MemoryTotals, ModuleTotals, OffloadTotals, Summary
 from nemo_rl_offload.units import human_bytes, human_duration
 
+WIDTH = 80
+"""Of tables, at most."""
 
-def summary_table(summary: Summary) -> Table:
-    """Return a table of at most 80 columns for a run's ``summary.json``.
+
+def table_of_figures(title: str, width: int) -> Table:
+    """A table for names and values, of at most 80 columns; names are broken only where there are fewer."""
+    table = Table(title=title, show_header=False, width=min(width, WIDTH))
+    if width >= WIDTH:
+        table.add_column("what", no_wrap=True)
+        table.add_column("value", overflow="fold", ratio=1)
+    else:
+        table.add_column("what", overflow="fold", ratio=1)
+        table.add_column("value", overflow="fold", ratio=1)
+    return table
+
+
+def summary_table(summary: Summary, width: int = WIDTH) -> Table:
+    """Return a table of at most 80 columns, or the terminal's ``width``, for a run's ``summary.json``.
 
     A value of None is shown as ``-``.
     """
-    table = Table(title=f"{summary['algorithm']}: {_number(summary['steps'])} steps", show_header=False, width=80)
-    table.add_column("what", no_wrap=True)
-    table.add_column("value", overflow="fold", ratio=1)
+    table = table_of_figures(f"{summary['algorithm']}: {_number(summary['steps'])} steps", width)
     _add_group(table, _run_rows(summary))
     _add_group(table, _offload_rows(summary["offload"]))
     if summary["paged_stash"] is not None:

@@ -8,6 +8,7 @@ COLOURS = ("#2563a8", "#d9822b", "#3c8f5a", "#9b4f96", "#a33b3b", "#6b7280", "#1
 MARKED = 12
 """Lines of at most so many points show each."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420, 230, 64, 14, 12, 34
+LEGEND_ROW, LEGEND_COLUMNS = 18, 3
 SMALLEST, LARGEST = 1e-300, 1e300
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
@@ -40,7 +41,8 @@ def line_chart(series: Series, x_label: str, show: Callable[[float], str] = "{:g
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     low, high = low - margin if low < 0 or low > margin else 0.0, high + margin
     left_x, right_x = min(xs), max(xs)
-    legend_height = 18 if len(series) > 1 else 0
+    columns = min(len(series), LEGEND_COLUMNS)
+    legend_height = LEGEND_ROW * math.ceil(len(series) / LEGEND_COLUMNS) if len(series) > 1 else 0
 
     def px(x: float) -> float:
         return LEFT + (_drawn(x) - left_x) / ((right_x - left_x) or 1.0) * (WIDTH - LEFT - RIGHT)
@@ -69,9 +71,9 @@ def line_chart(series: Series, x_label: str, show: Callable[[float], str] = "{:g
                 f"<title>{escape(name)}: {escape(show(y))}</title></circle>"
             )
         if legend_height:
-            x = LEFT + number * (WIDTH - LEFT) / len(series)
-            parts.append(f"<rect x='{x:.0f}' y='{TOP - 8}' width='10' height='10' fill='{colour}'/>")
-            parts.append(f"<text x='{x + 14:.0f}' y='{TOP + 1}'>{escape(name)}</text>")
+            x, y = LEFT + number % columns * (WIDTH - LEFT) / columns, TOP + number // columns * LEGEND_ROW
+            parts.append(f"<rect x='{x:.0f}' y='{y - 8}' width='10' height='10' fill='{colour}'/>")
+            parts.append(f"<text x='{x + 14:.0f}' y='{y + 1}'>{escape(name)}</text>")
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' width='100%'>{''.join(parts)}</svg>"
 
 

@@ -138,7 +138,7 @@ def open_run_directory(
             yield folder
             return
     assert obstacle is not None
-    others = _OTHER_WAYS if obstacle.startswith(_HOLDS) else ""
+    others = _OTHER_WAYS if obstacle.startswith(_HOLDS) else _GIVE_WAY if obstacle == _UNREADABLE else ""
     raise ConfigError(f"--run-dir {explicit}: {obstacle}. Choose another folder{others}.")
 
 
@@ -158,10 +158,9 @@ def _numbered(default: Path) -> Iterator[Path]:
 
 
 _HOLDS = "holds a run of another configuration"
-_OTHER_WAYS = (
-    ", begin with that run's checkpoint (--from-checkpoint), or let it give way (--force), which moves it to a folder "
-    "below"
-)
+_UNREADABLE = f"its {CONFIG_FILE} cannot be read"
+_GIVE_WAY = ", or let it give way (--force), which moves it to a folder below"
+_OTHER_WAYS = f", begin with that run's checkpoint (--from-checkpoint){_GIVE_WAY}"
 
 
 def _obstacle(
@@ -185,7 +184,7 @@ def _obstacle(
         return None
     saved = _read_config(folder)
     if saved is None:
-        return f"its {CONFIG_FILE} cannot be read"
+        return _UNREADABLE
     there, here = leaves(saved), leaves(config)
     steps = steps_in(folder / CHECKPOINTS)
     length = other_length(there, here, steps[-1]) if by_request and steps else {}

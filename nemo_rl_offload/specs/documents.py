@@ -200,20 +200,28 @@ def check_yaml(text: str, path: Path) -> None:
     try:
         _Events(path).read(text)
     except yaml.YAMLError as error:
-        raise as_document_error(error, path) from error
+        raise as_document_error(error, path, text) from error
 
 
-def as_document_error(error: Exception, path: Path) -> DocumentError:
-    """What a YAML loader raised, for a user: values that are not what their tags say raise whatever Python does."""
+def as_document_error(error: Exception, path: Path, text: str = "") -> DocumentError:
+    """What a YAML loader raised of a text, for a user: values that are not what their tags say raise whatever Python
+    does."""
     if isinstance(error, DocumentError):
         return error
     if isinstance(error, yaml.MarkedYAMLError):
         line = error.problem_mark.line + 1 if error.problem_mark else None
+        if line is not None and _is_indented_by_tab(text, line):
+            return DocumentError("is indented with a tab, which YAML does not take. Write blanks", path, line)
         return DocumentError(str(error.problem or error.context), path, line)
     if isinstance(error, yaml.reader.ReaderError):
         code = error.character if isinstance(error.character, int) else ord(error.character)
         return DocumentError(f"has the character U+{code:04X}, which YAML does not take", path)
     return DocumentError(f"a value is not what its tag says: {str(error).splitlines()[0][:200]}", path)
+
+
+def _is_indented_by_tab(text: str, line: int) -> bool:
+    lines = text.splitlines()
+    return line <= len(lines) and "\t" in lines[line - 1][: -len(lines[line - 1].lstrip()) or None]
 
 
 def _two_ways(text: str) -> str:

@@ -4,7 +4,7 @@ A name becomes the path of the data set on the hub (`specs/data_sets.py`), a loc
 says for each data set and there is one of here, as the prompt's file, has to be the same for both.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
@@ -79,8 +79,8 @@ def add_data_set(translation: Translation, split: str, number: int, inner: Trans
     translation.set(f"data.{split}.further", [each for each in further if each["path"] is not None])
 
 
-def translate_data(translation: Translation) -> None:
-    """Change the section `data` of a configuration in place."""
+def translate_data(translation: Translation, rank: Callable[[str], int]) -> None:
+    """Change the section `data` of a configuration in place; `rank` says which of two keys is to count."""
     honoured = translation.honoured
     files: dict[str, list[Any]] = {"prompt_file": [], "system_prompt_file": []}
     _bounds(translation)
@@ -110,7 +110,10 @@ def translate_data(translation: Translation) -> None:
             if key in default or key in own:
                 _for_both(translation, split, key, own.get(key, default.get(key)), is_own=key in own)
         if is_there:
-            _source(translation, split, default | own, default.keys() - own.keys(), given)
+            of_default = default.keys() - own.keys()
+            if "path" in given and _names_data_otherwise(translation, split, default | own, of_default, rank):
+                given -= {"path"}
+            _source(translation, split, default | own, of_default, given)
     for key, found in files.items():
         if len({str(value) for value in found}) > 1 and f"data.{key}" not in translation.problems:
             reason = f"training has {shown(found[0])} and validation {shown(found[-1])}"
@@ -178,6 +181,20 @@ def _processor(translation: Translation, source: str, value: Any) -> None:
     refuse(translation, source, value, feature, reason, f"Set it to {allowed}.")
 
 
+def _names_data_otherwise(
+    translation: Translation, split: str, keys: Mapping[str, Any], of_default: Any, rank: Callable[[str], int]
+) -> bool:
+    """Whether a name of NeMo-RL's counts in place of `path`: one that is given nearer, as an override beside a file."""
+    path = f"data.{split}.path"
+    for key in ("dataset_name", "data_path"):
+        source = f"data.{'default' if key in of_default else split}.{key}"
+        if keys.get(key) is not None and rank(source) >= rank(path):
+            if rank(source) == rank(path) > 0 and keys[key] not in OF_FILES:
+                translation.problems[path] = f"names data, as {source} does. Leave one of them out."
+            return True
+    return False
+
+
 def _source(translation: Translation, split: str, keys: Mapping[str, Any], of_default: Any, given: set[str]) -> None:
     """Where the records come from, and what their columns are called."""
     section = f"data.{split}"
@@ -187,7 +204,10 @@ def _source(translation: Translation, split: str, keys: Mapping[str, Any], of_de
 
     name, file = keys.get("dataset_name"), keys.get("data_path")
     known: DataSet | None = DATA_SETS.get(name) if isinstance(name, str) else None
-    if known is not None and file is None:
+    if "path" in given:
+        if name is not None:
+            translation.without_effect[place("dataset_name")] = f"{section}.path names the data"
+    elif known is not None and file is None:
         translation.set(f"{section}.path", known.path, place("dataset_name"))
         if "split" not in given and "default.split" not in keys:
             translation.set(f"{section}.split", keys.get("split", known.split), place("dataset_name"))

@@ -1,6 +1,7 @@
 """Rules about microbatches: numbers of samples that divide, or numbers of tokens into which the longest sample fits."""
 
 from collections.abc import Iterator
+from math import gcd
 
 from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec, megatron, model_content, model_shape
 from nemo_rl_offload.specs.model_keys import positions_of
@@ -19,7 +20,7 @@ def _whole_microbatches(get: Get) -> Iterator[str]:
     if whole % micro and not is_by_tokens(get):
         yield (
             f"policy.train_global_batch_size: {whole} is not a multiple of train_micro_batch_size {micro}. "
-            "Change one of them."
+            f"Change one of them, such as train_micro_batch_size={gcd(whole, micro)}."
         )
 
 

@@ -19,7 +19,8 @@ def plan_overlay(
 ) -> str:
     """A configuration that inherits `config`, has what the `overrides` of the plan `changed`, and adds the plan's keys;
     `overlay` is where it will stand."""
-    content: Mapping[str, object] = {"defaults": os.path.relpath(config, overlay.parent), **(changed or {})}
+    inherited = os.path.relpath(config, overlay.parent) if config.exists() else str(config)  # that is a shipped one
+    content: Mapping[str, object] = {"defaults": inherited, **(changed or {})}
     content = _merged(content, {"policy": {"megatron_cfg": plan.keys}})
     said = "\n".join(f"# {line}" for line in summary_lines(plan))
     given = f"# planned with: {' '.join(overrides)}\n" if overrides else ""

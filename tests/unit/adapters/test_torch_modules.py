@@ -151,6 +151,13 @@ def test_parameters_and_buffers_stay() -> None:
     assert active.stats().bytes_out == 0
 
 
+def test_a_module_of_small_tensors_is_told_how_much_they_are() -> None:
+    said = r"'first' offloaded nothing: the tensors that it saved, .*B in all, are each below min_tensor_bytes=1048576"
+    model = nn.ModuleDict({"first": nn.Linear(8, 8)})
+    with pytest.warns(UserWarning, match=said), offload(model, ["first"], min_tensor_bytes=1 << 20):
+        model["first"](torch.randn(4, 8, requires_grad=True)).sum().backward()
+
+
 def test_a_module_that_was_not_called_is_warned_about_at_the_users_line() -> None:
     with pytest.warns(UserWarning, match="'embed' offloaded nothing: no such module was called") as caught:
         offload(Model(), ["embed"]).close()

@@ -302,6 +302,21 @@ def test_turns_of_the_chat_template_have_one_end_each(tokenizer: Any, end: str) 
 
 
 @pytest.mark.parametrize(
+    ("scores", "is_graded"),
+    [
+        ([Score(0.5, True, False), Score(0.0, False, False)], True),
+        ([Score(0.3, True, False, last_reward=0.1), Score(0.1, False, False, last_reward=0.0)], True),  # cut off later
+        ([Score(0.3, False, False, last_reward=0.1), Score(1.0, True, False, last_reward=1.0)], False),  # is_correct
+        ([Score(0.5, False, False), Score(1.0, True, False)], False),
+        ([Score(1.0, True, False, last_reward=1.0), Score(0.0, False, False, last_reward=0.0)], False),
+    ],
+)
+def test_rewards_are_graded_where_right_says_no_more_than_they_do(scores: list[Score], is_graded: bool) -> None:
+    played = Rollout([make_prompt([1])] * 2, [make_response([1])] * 2, scores)
+    assert played.is_graded == is_graded
+
+
+@pytest.mark.parametrize(
     ("reply", "heard", "closing"),
     [
         ("call()</call>", "call()</call>", "<|im_end|>\n"),  # ended by a stop string, or by an ordinary stop token

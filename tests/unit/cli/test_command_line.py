@@ -108,6 +108,8 @@ def test_answers_without_heavy_imports(arguments: list[str], code: int, tmp_path
         (["train"], "invalid choice: 'train'"),
         (["run", "gpro"], "invalid choice: 'gpro'"),
         (["run", "grpo", "--sed", "1"], "unknown option: --sed"),
+        (["run", "grpo", "--confg", "a.yaml"], "no dashes). Did you mean --config?"),
+        (["report", "a", "--servee"], "no dashes). Did you mean --serve?"),
         (["run", "grpo", "--format", "xml"], "invalid choice: 'xml'"),
     ],
 )

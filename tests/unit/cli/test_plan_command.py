@@ -234,6 +234,16 @@ def test_what_it_writes_has_the_overrides_that_were_planned(capsys: pytest.Captu
     assert written["policy"]["megatron_cfg"]["offload_modules"] == []
 
 
+def test_a_shipped_file_is_planned_and_inherited_from_anywhere(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = "examples/configs/grpo_math_1B_megatron.yaml"
+    plan(capsys, shipped, "--gpu", "h100", "--write", "planned.yaml")
+    assert f"defaults: {shipped}\n" in Path("planned.yaml").read_text()
+    assert load_config("planned.yaml")["policy"]["model_name"] == load_config(shipped)["policy"]["model_name"]
+
+
 @pytest.mark.parametrize("option", ["--write", "--html"])
 @pytest.mark.parametrize("name", ["own.yaml", "base.yaml"])
 def test_it_does_not_write_over_what_it_reads(

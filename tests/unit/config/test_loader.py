@@ -97,6 +97,13 @@ def test_a_cycle_is_an_error(tmp_path: Path) -> None:
             "defaults: nothere.yaml\n",
             r"nothere\.yaml \(included by .*top\.yaml\): cannot read the file: No such",
         ),
+        ("defaults: topp.yaml\n", r"No such file or directory\. Did you mean '.*/top\.yaml'\?"),
+        (
+            "defaults: examples/configs/grpo_tinny.yaml\n",
+            r"No such file or directory\. Did you mean 'examples/configs/grpo_tiny\.yaml'\?",
+        ),
+        ("a:\n\tb: 1\n", r"top\.yaml:2: is indented with a tab, which YAML does not take\. Write blanks"),
+        ("a:\n  b: 1\n\tc: 1\n", r"top\.yaml:3: is indented with a tab"),
         ("defaults: {a: b}\n", "give a file name or a list of file names"),
         ("defaults: .\n", "is a folder, and no plain file"),
         ("a: 1\nb: [1, 2\nc: 3\n", r"top\.yaml:3: "),
@@ -176,6 +183,10 @@ def test_overrides(sample: Callable[..., dict[str, Any]], overrides: list[str], 
         ("a@b=1", "'@' has no meaning"),
         ("a.b", r"^'a\.b' is no override\. Write a\.b=value, or ~a\.b to remove it\.$"),
         ("nme", r"^'nme' is no override\. Write name=value, or ~name to remove it\.$"),
+        *(
+            (value, rf"^'{value}' is no override\. Write a key and its value as one word: key=value\.$")
+            for value in ("3", "-1", "1e-4", "0.5", "true", "null")
+        ),
         ("else", r"^'else' is no override\. Write key=value, or ~key to remove one\.$"),
         ("~a[", r"^'~a\[' is no override\. Write key=value, or ~key to remove one\.$"),
         ("a.b=[1", r"Write key=value"),

@@ -196,7 +196,7 @@ def test_a_record_without_the_named_key_is_bad(tmp_path: Path, recipe: Callable[
     records = records_of(config["data"]["train"], "data.train", "answer")
     assert [record.content for record in records] == [
         {"prompt": "2+2?", "answer": "4"},
-        "has nothing under said; it has ask",
+        "has nothing under said (data.train.output_key); it has ask",
     ]
 
 

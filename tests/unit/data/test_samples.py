@@ -290,6 +290,33 @@ def test_too_few_samples(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -
         sample_sets(configure(tiny, "dpo", file), tokenizer, [tokenizer.eos_token_id], seed=1)
 
 
+def test_too_few_samples_for_a_microbatch_either(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = configure(tiny, "dpo", write(tmp_path / "a.jsonl", PAIR))
+    config["policy"] = tiny["policy"] | {"train_global_batch_size": 32, "train_micro_batch_size": 16}
+    with pytest.raises(DataError, match=r"Lower it, and policy\.train_micro_batch_size 16 with it, or give more data"):
+        sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
+    config["policy"]["dynamic_batching"] = tiny["policy"]["dynamic_batching"] | {"enabled": True}
+    with pytest.raises(DataError, match=r"Lower it, or give more data"):
+        sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
+
+
+def test_pairs_keep_their_answers_where_the_prompts_column_is_named(
+    tokenizer: Any, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    usual = write(tmp_path / "a.jsonl", PAIR, PAIR)
+    own = write(tmp_path / "b.jsonl", *[{"asked": "a?", "chosen": "yes", "rejected": "no"}] * 2)
+    configs = configure(tiny, "dpo", usual), configure(tiny, "dpo", own)
+    for section in ("train", "validation"):
+        configs[1]["data"][section]["input_key"] = "asked"
+    (_, expected, _), (_, found, _) = (
+        sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1) for config in configs
+    )
+    assert found == expected
+    configs[1]["data"]["train"]["output_key"] = "chosen"
+    with pytest.raises(DataError, match=r"data\.train\.output_key: pairs have two answers, chosen and rejected"):
+        sample_sets(configs[1], tokenizer, [tokenizer.eos_token_id], seed=1)
+
+
 @given(num_samples=st.integers(1, 20), size=st.integers(1, 5), skip=st.integers(0, 20), seed=st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_order_and_resuming(num_samples: int, size: int, skip: int, seed: int) -> None:

@@ -118,6 +118,30 @@ def test_phases_and_host_memory_are_shown_where_they_were_counted(run_dir: Path)
             assert (part in text) == bool(more), part
 
 
+def test_memory_by_class_is_drawn_while_the_run_goes_on(run_dir: Path) -> None:
+    assert "Memory" not in report(run_dir).text
+    sizes = {
+        "memory/peak_device_bytes": [7 << 20] * 2,
+        "memory/peak_device_bytes/train": [7 << 20, 5 << 20],
+        **{f"memory/host_bytes/{name}": [1 << 20, 3 << 20] for name in ("activations", "reference_weights", "teacher")},
+        "memory/host_bytes/optimizer": [2 << 20, 2 << 20],
+    }
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for step in (1, 2):
+            metrics = {name: values[step - 1] for name, values in sizes.items()}
+            file.write(json.dumps({"step": step, "prefix": "train", "metrics": metrics}) + "\n")
+    text = report(run_dir).text
+    for part in (
+        "device memory, the most of each phase",
+        "train5.00 MiB7.00 MiB",
+        "by what waits there",
+        "reference weights3.00 MiB3.00 MiB",
+        "optimizer2.00 MiB2.00 MiB",
+        "1 more",  # memory/peak_device_bytes, and none of these a second time
+    ):
+        assert part in text, part
+
+
 def test_warnings_and_an_engine_that_counts_nothing(run_dir: Path) -> None:
     counts = dict.fromkeys(SUMMARY["offload"]) | {"engine": "megatron", "modules": [], "per_module": {}, "overlap": 0.5}
     (run_dir / "summary.json").write_text(json.dumps(SUMMARY | {"offload": counts}))

@@ -1,5 +1,6 @@
 """The page of a run that goes on: served to this machine alone, new where the run's files are."""
 
+import http.client
 import re
 import threading
 import urllib.error
@@ -73,12 +74,27 @@ def test_it_answers_this_machine_alone(tmp_path: Path) -> None:
         assert ask(server, Host=f"localhost:{server.server_port}")[0] == 200
         for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1.evil.example", ""):
             assert ask(server, Host=host)[0] == 403, "a name that another site lets point here"
-        for path in ("config.yaml", "../config.yaml", "%2e%2e/config.yaml", "?x"):
+        for path in ("config.yaml", "../config.yaml", "%2e%2e/config.yaml", "x?/", "/config.yaml"):
             assert ask(server, path)[0] == 404
         with urllib.request.urlopen(server.address, timeout=10) as answer:
             policy = answer.headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy
         assert "connect-src 'self'" in policy
+
+
+def test_heads_and_queries_are_answered(tmp_path: Path) -> None:
+    with serving(make_run(tmp_path / "run")) as server:
+        status, text, tag = ask(server, "?a=1")
+        assert (status, text, tag) == ask(server)
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+        for host, wanted in (("localhost", 200), ("evil.example", 403)):
+            connection.request("HEAD", "/?a=1", headers={"Host": host})
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (wanted, b"")
+            if wanted == 200:
+                assert int(answer.headers["Content-Length"]) == len(text.encode())
+                assert answer.headers["ETag"] == tag
+            connection.close()
 
 
 def test_the_command_serves_until_it_is_interrupted(

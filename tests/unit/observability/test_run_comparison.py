@@ -33,6 +33,19 @@ def test_tables_fit_80_columns(num_runs: int, tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "page.html").read_text().count("<th>") == num_runs + 1
 
 
+@pytest.mark.parametrize(("columns", "beside"), [(40, 1), (60, 2), (20, 1), (200, 3)])
+def test_tables_fit_a_narrow_terminal(
+    columns: int, beside: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    folders = [str(make_run(tmp_path / name, 3, lr=number)) for number, name in enumerate("ab")]
+    assert command_line.main(["report", *folders]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    drawn = [line for line in lines if line.startswith(("│", "┃", "┏", "└"))]
+    assert {len(line) for line in drawn} == {min(columns, 80)}
+    assert sum(line.startswith("┏") for line in drawn) == -(-2 // beside)
+
+
 def test_a_page_takes_no_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     assert command_line.main(["report", str(a), str(b), "--out", str(b / "metrics.jsonl")]) == 2

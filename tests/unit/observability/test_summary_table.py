@@ -1,6 +1,7 @@
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from nemo_rl_offload.observability.summary_table import summary_table
@@ -94,6 +95,19 @@ def test_fits_80_columns_without_losing_text() -> None:
     assert "…" not in text
     assert content["run_dir"] in "".join(line.strip("│").split("│")[1].strip() for line in text.splitlines()[-4:-1])
     assert shown["peak device memory"] == "-"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_fits_a_narrow_terminal_without_losing_text(width: int) -> None:
+    stream = io.StringIO()
+    content: Any = summary(memory={"peak_device_bytes": None, "host_bytes": {"reference_weights": 2048}})
+    Console(file=stream, width=width, soft_wrap=True).print(summary_table(content, width))
+    lines = stream.getvalue().splitlines()[1:]
+    assert {len(line) for line in lines} == {min(width, 80)}
+    cells = ([cell.strip() for cell in line.split("│")[1:3]] for line in lines if "│" in line)
+    columns = list(zip(*cells, strict=True))
+    assert "host memory of reference weights" in " ".join(columns[0])
+    assert content["run_dir"] in "".join(columns[1])
 
 
 def test_without_offloading() -> None:

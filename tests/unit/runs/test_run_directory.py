@@ -316,8 +316,10 @@ def test_explicit_folder_is_refused_or_entered(tmp_path: Path) -> None:
     assert enter(folder, tmp_path, OTHER) == folder
     for content in (b"[", b"\xff"):
         (folder / "config.yaml").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"its config.yaml cannot be read"):
+        with pytest.raises(ConfigError, match=r"its config.yaml cannot be read\. Choose .*give way \(--force\)"):
             enter(folder, tmp_path, OTHER)
+    with open_run_directory(folder, tmp_path, OTHER, force=True):
+        assert (folder / "former-1" / "config.yaml").read_bytes() == b"\xff"
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="holds files, and no run"):

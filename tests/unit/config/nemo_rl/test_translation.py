@@ -287,6 +287,34 @@ def test_what_is_refused(text: str, path: str, said: str, read: Callable[..., Lo
     assert said in read(text).refused[path]
 
 
+@pytest.mark.parametrize("name", ["OpenMathInstruct-2", "ResponseDataset", "my.own.Class"])
+def test_a_path_that_is_given_counts_beside_the_name_of_a_data_set(
+    name: str, read: Callable[..., LoadedConfig]
+) -> None:
+    loaded = read(f"sft: {{}}\ndata: {{train: {{dataset_name: {name}}}}}", "data.train.path=mine.jsonl")
+    train = value(loaded, "data.train")
+    assert (train["path"], train["split"], train["split_validation_size"]) == ("mine.jsonl", None, 0.0)
+    assert (train["input_key"], train["output_key"]) == (None, None)
+    assert not loaded.refused
+
+
+def test_of_a_path_and_a_name_the_nearer_counts(read: Callable[..., LoadedConfig], tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("algorithm: sft\nsft: {}\ndata: {train: {path: mine.jsonl}}")
+    (tmp_path / "hub.yaml").write_text("algorithm: sft\nsft: {}\ndata: {train: {dataset_name: gsm8k}}")
+    by_name, by_path = "hf://datasets/openai/gsm8k/main", "mine.jsonl"
+    for text, overrides, wanted in (
+        ("defaults: base.yaml\ndata: {train: {dataset_name: gsm8k}}", (), by_name),
+        ("defaults: base.yaml\n", ("+data.train.dataset_name=gsm8k",), by_name),
+        ("defaults: base.yaml\n", ("+data.train.data_path=b.jsonl",), "b.jsonl"),
+        ("defaults: hub.yaml\ndata: {train: {path: mine.jsonl}}", (), by_path),
+        ("defaults: hub.yaml", ("data.train.path=mine.jsonl",), by_path),
+    ):
+        loaded = read(text, *overrides)
+        assert (value(loaded, "data.train.path"), loaded.refused) == (wanted, {}), text
+    twice = read("sft: {}\ndata: {train: {path: mine.jsonl, dataset_name: gsm8k}}")
+    assert "Leave one of them out" in twice.refused["data.train.path"]
+
+
 def test_a_list_of_data_sets(read: Callable[..., LoadedConfig]) -> None:
     loaded = read(
         """

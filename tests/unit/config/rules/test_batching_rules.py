@@ -21,7 +21,7 @@ CASES = [
     (
         "policy.train_micro_batch_size=60",
         "policy.train_global_batch_size",
-        "128 is not a multiple of train_micro_batch_size 60",
+        "128 is not a multiple of train_micro_batch_size 60. Change one of them, such as train_micro_batch_size=4",
         "policy.train_micro_batch_size=32",
     ),
     (
