@@ -33,6 +33,7 @@ from nemo_rl_offload.policy.driver import Policy
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.policy.model_workers import without_offloading
 from nemo_rl_offload.runs.run_files import Summary
+from nemo_rl_offload.specs.pipeline_layout import VIRTUAL
 
 
 class Distillation(RolloutLoop):
@@ -82,21 +83,28 @@ class Distillation(RolloutLoop):
         self._teacher.shutdown()
 
 
+OF_THE_STUDENTS_LAYERS = (
+    "pipeline_model_parallel_layout",
+    *(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
+)
+"""Keys of `policy.megatron_cfg` that say nothing about a teacher."""
+
+
 def teacher_config(config: MasterConfig) -> PolicyConfig:
-    """The teacher's policy section: the student's with the section `teacher` over it, and nothing offloaded. It
-    generates nothing, so that no engine starts for it."""
+    """The teacher's policy section: the student's with the section `teacher` over it, and nothing offloaded.
+
+    Its layers are divided evenly among the student's pipeline ranks, without virtual stages, which shorten a step of
+    training alone. It generates nothing, so that no engine starts for it.
+    """
     student, teacher = config["policy"], config["teacher"]
     assert teacher["model_name"] is not None, "checked with the configuration"
     merged: Any = {**without_offloading(student), **{key: value for key, value in teacher.items() if value is not None}}
     merged["hf_config_overrides"] = {}  # of the student alone
-    of_the_students_layers: dict[str, object] = dict.fromkeys(
-        (
-            "pipeline_model_parallel_layout",
-            *(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
-        )
-    )
-    of_the_students_layers |= {"mtp_num_layers": 0 if student["megatron_cfg"]["mtp_num_layers"] == 0 else None}
-    merged["megatron_cfg"] = {**merged["megatron_cfg"], **of_the_students_layers}
+    megatron = {**merged["megatron_cfg"], **dict.fromkeys(OF_THE_STUDENTS_LAYERS)}
+    megatron["mtp_num_layers"] = 0 if student["megatron_cfg"]["mtp_num_layers"] == 0 else None
+    if megatron[VIRTUAL] is not None:
+        megatron |= {VIRTUAL: None, "overlap_p2p_comm": False, "batch_p2p_comm": True}
+    merged["megatron_cfg"] = megatron
     return {**merged, "generation": {**merged["generation"], "backend": "megatron"}}  # type: ignore[typeddict-item]
 
 

@@ -1,4 +1,4 @@
-"""`nemo-rl-offload eval`: several responses to each validation problem, scored, and pass@k of them.
+"""`nemo-rl-offload eval`: several responses to each validation problem, scored, and pass@k or cons@k of them.
 
 Nothing trains, so no trainer is started: the generation backend has all devices, with the weights of the model's
 folder. A checkpoint is written as such a folder before (`cli`). Problems, prompts, scoring and the sampling of
@@ -7,9 +7,11 @@ validation are those of a run, so that an evaluation of the start model is a run
 
 import math
 import time
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TextIO
@@ -25,6 +27,7 @@ from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
 from nemo_rl_offload.data.prompts import Prompt, prompt_data, prompt_sets
 from nemo_rl_offload.data.tokenizer import Tokenizer
+from nemo_rl_offload.environments.interface import Score
 from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
 from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.generation.interface import Generator, GeneratorSetup
@@ -49,18 +52,39 @@ def pass_at_k(num_right: int, num_responses: int, k: int) -> float:
     return 1 - math.comb(num_responses - num_right, k) / math.comb(num_responses, k)
 
 
-def evaluated(played: Rollout, num_responses: int, k: int, model: str, wall_seconds: float) -> Evaluation:
-    """The figures of ``num_responses`` to each problem, next to each other."""
-    num_right = [sum(score.is_correct for score in group.scores) for group in played.groups(num_responses)]
+def cons_at_k(scores: Sequence[Score], k: int) -> float:
+    """Chance that the most frequent answer of ``k`` responses, drawn from these without putting back, is right.
+
+    Of several as frequent ones, the answer that comes first counts; to have none is an answer. An answer is as right as
+    the first response that has it. All choices are looked at, as in NeMo-RL's `eval_cons_k`.
+    """
+    assert 1 <= k <= len(scores)
+    is_right: dict[str | None, bool] = {}
+    for score in scores:
+        is_right.setdefault(score.answer, score.is_correct)
+    chosen = combinations([score.answer for score in scores], k)
+    return fmean(is_right[Counter(answers).most_common(1)[0][0]] for answers in chosen)
+
+
+def _standard_error(chances: Sequence[float]) -> float | None:
+    return stdev(chances) / math.sqrt(len(chances)) if len(chances) > 1 else None
+
+
+def evaluated(
+    played: Rollout, num_responses: int, k: int, model: str, wall_seconds: float, *, votes: bool = False
+) -> Evaluation:
+    """The figures of ``num_responses`` to each problem, next to each other; with ``votes``, cons@k is among them."""
+    groups = played.groups(num_responses)
+    num_right = [sum(score.is_correct for score in group.scores) for group in groups]
     chances = [pass_at_k(count, num_responses, k) for count in num_right]
     found = played.metrics()
-    return {
+    figures: Evaluation = {
         "model": model,
         "num_problems": len(num_right),
         "num_tests_per_prompt": num_responses,
         "k_value": k,
         "pass_at_k": fmean(chances),
-        "standard_error": stdev(chances) / math.sqrt(len(chances)) if len(chances) > 1 else None,
+        "standard_error": _standard_error(chances),
         "accuracy": found["accuracy"],
         "reward": found["reward"],
         "mean_gen_tokens_per_sample": found["mean_gen_tokens_per_sample"],
@@ -68,6 +92,10 @@ def evaluated(played: Rollout, num_responses: int, k: int, model: str, wall_seco
         "scorer_errors": int(found["scorer_errors"]),
         "wall_seconds": wall_seconds,
     }
+    if votes:
+        voted = [cons_at_k(group.scores, k) for group in groups]
+        figures["cons_at_k"], figures["cons_standard_error"] = fmean(voted), _standard_error(voted)
+    return figures
 
 
 def run_evaluation(
@@ -115,7 +143,8 @@ def run_evaluation(
             generator.stop()
     finally:
         environment.shutdown()
-    result = evaluated(played, num_responses, section["k_value"], model, time.monotonic() - start_s)
+    votes, wall_seconds = section["metric"] == "cons@k", time.monotonic() - start_s
+    result = evaluated(played, num_responses, section["k_value"], model, wall_seconds, votes=votes)
     write_json_atomic(folder / EVALUATION_FILE, result)
     return result
 

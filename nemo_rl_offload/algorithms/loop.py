@@ -365,11 +365,11 @@ class TrainingLoop(ABC):
             "num_skipped": self.num_skipped,
             "totals": run_totals(self.policy, self._totals_before, self._phase_seconds),
             "wall_seconds": self.elapsed.seconds,
+            "has_optimizer": self.config["checkpointing"]["save_optimizer"],
         }
         in_background, start_s = self.config["checkpointing"]["is_async"], time.perf_counter()
-        self._checkpoints.begin(
-            self.step, lambda folder: self.policy.start_checkpoint(folder, in_background=in_background)
-        )
+        how = {"in_background": in_background, "with_optimizer": state["has_optimizer"]}
+        self._checkpoints.begin(self.step, lambda folder: self.policy.start_checkpoint(folder, **how))
         self._pending = (self.step, state, metrics.get(name))
         if not in_background:
             self._finish_save()

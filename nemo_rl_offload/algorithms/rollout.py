@@ -238,6 +238,7 @@ def _score(
             before.scorer_error or answer.scorer_error,
             parts=_sum(before.parts, answer.parts),
             last_reward=answer.reward,
+            answer=answer.answer,
         )
         each.observation = None
         if answer.observation is not None:

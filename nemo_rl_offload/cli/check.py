@@ -60,6 +60,11 @@ def offload_settings(megatron_cfg: MegatronConfig) -> dict[str, object]:
     for switch in ("cpu_offloading", "moe_paged_stash"):
         if values[switch]:
             settings |= {key: value for key, value in values.items() if key.startswith(switch)}
+    optimizer = megatron_cfg["optimizer"]
+    if optimizer["optimizer_cpu_offload"]:
+        settings["activation_offload.host_memory_budget"] = megatron_cfg["activation_offload"]["host_memory_budget"]
+        settings["optimizer.optimizer_cpu_offload"] = True
+        settings["optimizer.optimizer_offload_fraction"] = optimizer["optimizer_offload_fraction"]
     return settings
 
 

@@ -1,4 +1,4 @@
-"""The command `eval`: pass@k of a model's folder or of a run's checkpoint."""
+"""The command `eval`: pass@k or cons@k of a model's folder or of a run's checkpoint."""
 
 import argparse
 import os
@@ -101,9 +101,10 @@ def _with_model(config: MasterConfig, folder: Path) -> MasterConfig:
 
 def _table(found: Evaluation, out: Path, width: int) -> Table:
     table = table_of_figures(f"evaluation of {found['model']}", width)
-    error = "" if found["standard_error"] is None else f" +- {found['standard_error']:.3f}"
+    voted = found.get("cons_at_k")
     rows = {
-        f"pass@{found['k_value']}": f"{found['pass_at_k']:.3f}{error}",
+        f"pass@{found['k_value']}": _with_error(found["pass_at_k"], found["standard_error"]),
+        f"cons@{found['k_value']}": "" if voted is None else _with_error(voted, found.get("cons_standard_error")),
         "problems": str(found["num_problems"]),
         "responses to each": str(found["num_tests_per_prompt"]),
         "right": f"{found['accuracy']:.3f} of all responses",
@@ -115,5 +116,10 @@ def _table(found: Evaluation, out: Path, width: int) -> Table:
         "run directory": str(out),
     }
     for what, value in rows.items():
-        table.add_row(what, value)
+        if value:
+            table.add_row(what, value)
     return table
+
+
+def _with_error(mean: float, error: float | None) -> str:
+    return f"{mean:.3f}" if error is None else f"{mean:.3f} +- {error:.3f}"

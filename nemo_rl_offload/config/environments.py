@@ -30,6 +30,8 @@ class EnvironmentSpec(Spec):
     """Whether each record of a file must have an answer."""
     several_turns: bool = False
     """Whether it may answer a response, and the episode goes on."""
+    finds_answers: bool = False
+    """Whether it says what a response's answer is, so that responses can vote."""
     reward_names: tuple[str, ...] | None = ()
     """Of several rewards, in the order of the alphabet; empty: there is one; None: what it returns says."""
 
@@ -40,11 +42,14 @@ ENVIRONMENTS = Registry(
         EnvironmentSpec(
             name=PROBLEMS, scorer=f"{_PACKAGE}.reasoning_gym:ReasoningGymEnvironment", problems="generated"
         ),
-        EnvironmentSpec(name="math", scorer=f"{_PACKAGE}.mathematics:MathEnvironment", needs_answer=True),
+        EnvironmentSpec(
+            name="math", scorer=f"{_PACKAGE}.mathematics:MathEnvironment", needs_answer=True, finds_answers=True
+        ),
         EnvironmentSpec(
             name="math_multi_reward",
             scorer=f"{_PACKAGE}.multi_reward:MathMultiReward",
             needs_answer=True,
+            finds_answers=True,
             reward_names=("correctness", "format", "integer"),
         ),
         EnvironmentSpec(

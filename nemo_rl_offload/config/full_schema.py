@@ -88,6 +88,9 @@ OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("kl_coef", "beta"), "loss_fn.reference_policy_kl_penalty"),
     **dict.fromkeys(("output_dir", "save_dir"), "checkpointing.checkpoint_dir"),
     "save_steps": "checkpointing.save_period",
+    **dict.fromkeys(("rank", "r", "lora_rank", "lora_r"), "policy.megatron_cfg.peft.dim"),
+    "lora_alpha": "policy.megatron_cfg.peft.alpha",
+    "lora_dropout": "policy.megatron_cfg.peft.dropout",
     **dict.fromkeys(("num_gpus", "gpus"), "cluster.gpus_per_node"),
 }
 """Names that other programs give to keys."""

@@ -79,9 +79,9 @@ def _translation(loaded: LoadedConfig, algorithm: str | None) -> tuple[LoadedCon
                 if key.startswith("policy.dtensor_cfg."):
                     translation.without_effect[key] = "policy.dtensor_cfg.enabled is not true"
         translate_data(translation, partial(_rank, loaded))
-        for split, number, other in further_data_sets(written):
+        for split, place, other in further_data_sets(written):
             _, inner = _translation(replace(loaded, values=other), algorithm)
-            add_data_set(translation, split, number, inner)
+            add_data_set(translation, split, place, inner)
         if evaluates:
             train_on_the_same(translation)
         for step in (*GRPO_STEPS, *STEPS):

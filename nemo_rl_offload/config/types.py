@@ -1,5 +1,6 @@
 """What the schema's sections are made of: ranges of numbers, defaults, and the words that describe a type to a user."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -37,7 +38,7 @@ Seconds = Annotated[float, Gt(0)]
 Size = Annotated[str, 'like "72GiB"']
 
 _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null", Any: "any"}
-_PLURALS = {int: "whole numbers", str: "text", Any: "values"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "text", Any: "values"}
 _BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "from"), (Lt, "lt", "below"), (Le, "le", "up to"))
 
 
@@ -83,22 +84,15 @@ def describe(annotation: Any) -> str:
     arguments = get_args(annotation)
     origin = get_origin(annotation)
     if origin is Annotated:
-        bounds = [
-            f"{word} {getattr(bound, name)}"
-            for bound in arguments[1:]
-            for kind, name, word in _BOUNDS
-            if isinstance(bound, kind)
-        ]
-        examples = [each for each in arguments[1:] if isinstance(each, str)]
-        return " ".join([describe(arguments[0]), *bounds, *examples])
+        return " ".join([describe(arguments[0]), *_limits(arguments[1:])])
     if origin in (Union, UnionType):
         return ", or ".join(describe(a) for a in arguments)
     if origin is Literal:
         return " or ".join("null" if a is None else f"'{a}'" for a in arguments)
     if origin is list:
-        return f"a list of {_PLURALS.get(_plain(arguments[0]), 'sections')}"
+        return f"a list of {'sections' if is_typeddict(arguments[0]) else _plural(arguments[0])}"
     if origin is dict:
-        return f"a mapping of {_PLURALS[_plain(arguments[0])]} to {_PLURALS[_plain(arguments[1])]}"
+        return f"a mapping of {_plural(arguments[0])} to {_plural(arguments[1])}"
     return _NAMES.get(annotation, "a section of keys")
 
 
@@ -108,5 +102,14 @@ def item_type(annotation: Any, container: type) -> Any:
     return get_args(found[0])[-1] if found else None
 
 
-def _plain(annotation: Any) -> Any:
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+def _plural(annotation: Any) -> str:
+    plain, *markers = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    return " ".join([_PLURALS[plain], *_limits(markers)])
+
+
+def _limits(markers: Iterable[Any]) -> Iterator[str]:
+    """Bounds, and then examples."""
+    found = [*markers]
+    for bound in found:
+        yield from (f"{word} {getattr(bound, name)}" for kind, name, word in _BOUNDS if isinstance(bound, kind))
+    yield from (each for each in found if isinstance(each, str))

@@ -50,23 +50,31 @@ _MARKUP = (
 )
 
 
-def is_dapo_answer(answer: str, response: str) -> bool:
-    """Whether the last "Answer:" is the record's, both normalized; a response without one is wrong."""
+type Compared = tuple[bool, str | None]
+"""Whether a response is right, and its answer as it is compared; None: it has none, and is wrong."""
+
+
+def is_dapo_answer(answer: str, response: str) -> Compared:
+    """Whether the last "Answer:" is the record's, both normalized."""
     found = _DAPO_ANSWER.findall(response[-DAPO_TAIL_CHARACTERS:])
-    return bool(found) and _normalized(found[-1]) == _normalized(answer)
+    return _compared(_normalized(found[-1]) if found else None, _normalized(answer))
 
 
-def is_english_choice(answer: str, response: str) -> bool:
+def is_english_choice(answer: str, response: str) -> Compared:
     """Whether the first "Answer:" is followed by the record's letter."""
     match = _ENGLISH_CHOICE.search(_plain(response))
-    return match is not None and match[1] == _plain(answer).strip()
+    return _compared(match and match[1], _plain(answer).strip())
 
 
-def is_multilingual_choice(answer: str, response: str) -> bool:
+def is_multilingual_choice(answer: str, response: str) -> Compared:
     """Whether the first word for it that the response has is followed by the record's letter, in any of the scripts."""
     text = _plain(response)
     match = next(filter(None, (choice.search(text) for choice in _CHOICE)), None)
-    return match is not None and match[1].translate(_LATIN) == answer.strip()
+    return _compared(match and match[1].translate(_LATIN), answer.strip())
+
+
+def _compared(found: str | None, wanted: str) -> Compared:
+    return found == wanted, found
 
 
 def _plain(text: str) -> str:

@@ -31,6 +31,8 @@ class Score(NamedTuple):
     """Several rewards by name, which `reward` is made of; None: there is one. The same names for every response."""
     last_reward: float | None = None
     """Of a conversation of several turns, what the last one is worth, which `is_correct` is about; None: `reward`."""
+    answer: str | None = None
+    """What was found as the response's answer, by which responses vote; None: nothing."""
 
 
 UNFINISHED = Score(0.0, is_correct=False, scorer_error=False)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from math_verify import parse, verify
 
-from nemo_rl_offload.environments.answers import is_dapo_answer, is_english_choice, is_multilingual_choice
+from nemo_rl_offload.environments.answers import Compared, is_dapo_answer, is_english_choice, is_multilingual_choice
 from nemo_rl_offload.environments.interface import Episode, Score
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limit of time
@@ -22,7 +22,7 @@ class MathEnvironment:
     """Reward 1 for a right answer, 0 for a wrong one; the arguments are those of the section `env.math`."""
 
     def __init__(self, comparison: str, thinking_tags: Sequence[str] | None) -> None:
-        self._is_right = _COMPARISONS[comparison]
+        self._compare = _COMPARISONS[comparison]
         self._thinking_tags = thinking_tags
 
     def step(self, episodes: Sequence[Episode]) -> list[Score]:
@@ -33,8 +33,8 @@ class MathEnvironment:
         assert isinstance(answer, str), "read so from the data"
         if self._thinking_tags is not None:
             response = without_thinking(response, *self._thinking_tags)
-        is_right = self._is_right(answer, response)
-        return Score(float(is_right), is_right, scorer_error=False)
+        is_right, found = self._compare(answer, response)
+        return Score(float(is_right), is_right, scorer_error=False, answer=found)
 
 
 def without_thinking(response: str, begin: str, end: str) -> str:
@@ -48,10 +48,11 @@ def without_thinking(response: str, begin: str, end: str) -> str:
     return "".join([*kept, last.partition(begin)[0]])
 
 
-def _is_same_value(answer: str, response: str) -> bool:
+def _is_same_value(answer: str, response: str) -> Compared:
     box = _last_box(response)
     found = _parse(response if box is None else f"${box}$")
-    return bool(verify(_parse(f"${_final(answer)}$"), found, raise_on_error=True, timeout_seconds=None))
+    is_right = bool(verify(_parse(f"${_final(answer)}$"), found, raise_on_error=True, timeout_seconds=None))
+    return is_right, str(found[0]) if found else None
 
 
 def _parse(text: str) -> list[object]:
@@ -59,8 +60,8 @@ def _parse(text: str) -> list[object]:
     return parsed
 
 
-def _is_same_text(answer: str, response: str) -> bool:
-    return _final(answer) == _final(response)
+def _is_same_text(answer: str, response: str) -> Compared:
+    return _final(answer) == (found := _final(response)), found
 
 
 def _final(text: str) -> str:
@@ -82,7 +83,7 @@ def _last_box(text: str) -> str | None:
     return text[begins[-1] :].strip(" $\n")
 
 
-_COMPARISONS: Mapping[str, Callable[[str, str], bool]] = {
+_COMPARISONS: Mapping[str, Callable[[str, str], Compared]] = {
     "symbolic": _is_same_value,
     "exact": _is_same_text,
     "dapo": is_dapo_answer,

@@ -27,4 +27,4 @@ class MathMultiReward:
             "format": float(has_one and _FORM.search(response) is not None),
             "integer": float(given.isdigit()),
         }
-        return Score(sum(parts.values()), given == answer, scorer_error=False, parts=parts)
+        return Score(sum(parts.values()), given == answer, scorer_error=False, parts=parts, answer=given)

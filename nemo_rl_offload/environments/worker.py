@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from nemo_rl_offload.config.plugins import import_object
-from nemo_rl_offload.environments.interface import Environment, Episode
+from nemo_rl_offload.environments.interface import Environment, Episode, Score
 from nemo_rl_offload.errors import NemoRLOffloadError, WorkerError
 
 LONGEST_TEXT = 300
@@ -97,15 +97,17 @@ def _answer(environment: Environment, episode: Episode) -> dict[str, Any]:
         name = type(environment).__name__
         if len(scores) != 1:
             raise WorkerError(f"{name}: returned {len(scores)} scores for one response.")
-        reward, is_correct, scorer_error, observation, parts, _ = scores[0]
+        reward, is_correct, scorer_error, observation, parts, _, answer = Score(*scores[0])
         if not math.isfinite(reward):
             raise WorkerError(f"{name}: returned the reward {reward}, which must be finite.")
         if not isinstance(observation, str | None):
             raise WorkerError(f"{name}: returned an observation that is neither text nor None.")
         if observation is not None:
             observation.encode()  # raises for half of a character, which no tokenizer takes
+        if answer is not None:
+            str(answer).encode()
         named = None if parts is None else {str(name): float(value) for name, value in parts.items()}
-        return {"score": [float(reward), bool(is_correct), bool(scorer_error), observation, named]}
+        return {"score": [float(reward), bool(is_correct), bool(scorer_error), observation, named, None, answer]}
     except NemoRLOffloadError as error:
         return {"fatal": str(error), "details": error.details or traceback.format_exc()}
     except BaseException as error:  # noqa: BLE001 - whatever it is, the run goes on

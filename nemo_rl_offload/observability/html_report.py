@@ -10,6 +10,7 @@ from nemo_rl_offload.observability.page import framed
 from nemo_rl_offload.observability.sample_text import outcome, visible
 from nemo_rl_offload.observability.summary_table import host_rows, offload_figures, phase_rows
 from nemo_rl_offload.observability.svg import bar, line_chart
+from nemo_rl_offload.runs.begin import checkpoints_of
 from nemo_rl_offload.runs.origin import ORIGIN_FILE, read_origin
 from nemo_rl_offload.runs.output import write_text, written_aside
 from nemo_rl_offload.runs.run_directory import (
@@ -189,6 +190,8 @@ def _overview(summary: Summary | None, curves: Curves, run_dir: Path) -> Iterato
             "steps skipped (not finite)": str(summary["skipped_steps"]),
             "restarts": str(summary["restarts"]),
         }
+    if there := checkpoints_of(run_dir):
+        rows["checkpoints"] = there
     if (run_dir / RESTARTS_FILE).exists():
         rows["why it was restarted"] = f"see {RESTARTS_FILE}"
     if (origin := read_origin(run_dir)) is not None:

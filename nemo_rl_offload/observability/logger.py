@@ -9,12 +9,17 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import pynvml
+
 from nemo_rl_offload.config.schema import LoggerConfig
 from nemo_rl_offload.errors import ResourceError
+from nemo_rl_offload.observability.gpu_monitor import PREFIX, SECONDS, GpuMonitor
 from nemo_rl_offload.runs.output import without_nan, writing_in_run
 from nemo_rl_offload.runs.plain_files import Place, make_folder, open_to_append
 from nemo_rl_offload.runs.run_directory import METRICS_FILE, TENSORBOARD
@@ -91,6 +96,9 @@ class MetricLogger:
 
     def __init__(self, run_dir: Path, section: LoggerConfig, config: Mapping[str, object]) -> None:
         self._notices: list[str] = []
+        self._step = 0
+        self._lock = Lock()
+        """Of the files, which the monitor's thread writes too."""
         self._sinks: dict[str, _Sink] = {}
         """Those besides `metrics.jsonl`, by the names that their keys begin with."""
 
@@ -98,6 +106,11 @@ class MetricLogger:
             from nemo_rl_offload.observability.trackers import Wandb
 
             return Wandb(run_dir, section["wandb"], config)
+
+        def swanlab() -> _Sink:
+            from nemo_rl_offload.observability.trackers import Swanlab
+
+            return Swanlab(run_dir, section["swanlab"], config)
 
         def mlflow() -> _Sink:
             from nemo_rl_offload.observability.trackers import Mlflow
@@ -109,10 +122,25 @@ class MetricLogger:
             "tensorboard": (section["tensorboard_enabled"], lambda: _TensorBoard(run_dir / TENSORBOARD)),
             "wandb": (section["wandb_enabled"], wandb),
             "mlflow": (section["mlflow_enabled"], mlflow),
+            "swanlab": (section["swanlab_enabled"], swanlab),
         }
         for name, (is_enabled, make) in makers.items():
             if is_enabled:
                 self._try(name, self._add, name, make)
+        self._monitor: GpuMonitor | None = None
+        if section["monitor_gpus"]:
+            self._watch_gpus(**section["gpu_monitoring"])
+
+    def _watch_gpus(self, collection_interval: float, flush_interval: float) -> None:
+        try:
+            self._monitor = GpuMonitor(collection_interval, flush_interval, self._log_gpus)
+        except pynvml.NVMLError as error:
+            self._notices.append(f"logger.monitor_gpus: has no effect on this machine: {error}.")
+
+    def _log_gpus(self, metrics: Mapping[str, float]) -> None:
+        """Write a sample, with the last step of the run in `metrics.jsonl`, and elsewhere its seconds as the step."""
+        with suppress(ResourceError):  # which the next step's metrics will meet
+            self._write(metrics, self._step, int(metrics[SECONDS]), PREFIX)
 
     def _add(self, name: str, make: Callable[[], _Sink]) -> None:
         self._sinks[name] = make()
@@ -133,14 +161,22 @@ class MetricLogger:
 
     def log(self, metrics: Mapping[str, float], step: int, prefix: str) -> None:
         """Write the metrics of one step; ``prefix`` says what they belong to, such as ``train``."""
+        self._step = step
+        self._write(metrics, step, step, prefix)
+
+    def _write(self, metrics: Mapping[str, float], step: int, step_elsewhere: int, prefix: str) -> None:
         wall_time_s = time.time()
-        if self._lines is not None:
-            self._lines.write(metrics, step, prefix, wall_time_s)
-        for name, sink in list(self._sinks.items()):
-            self._try(name, sink.write, metrics, step, prefix, wall_time_s)
+        with self._lock:
+            if self._lines is not None:
+                self._lines.write(metrics, step, prefix, wall_time_s)
+            for name, sink in list(self._sinks.items()):
+                self._try(name, sink.write, metrics, step_elsewhere, prefix, wall_time_s)
 
     def close(self) -> None:
         """Close the files. Idempotent."""
+        if self._monitor is not None:
+            monitor, self._monitor = self._monitor, None
+            monitor.close()
         while self._sinks:
             name, sink = self._sinks.popitem()
             self._try(name, sink.close)

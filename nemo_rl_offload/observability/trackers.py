@@ -1,8 +1,8 @@
-"""Experiment trackers as metric sinks: Weights & Biases and MLflow, each imported only where it is asked for.
+"""Experiment trackers as metric sinks: Weights & Biases, MLflow and SwanLab, each imported only where it is asked for.
 
-Both write into the run directory and reach no server: a cluster's nodes often cannot. `wandb sync RUN_DIR/wandb/*` and
-MLflow's own tools take it from there. A resumed run goes on in the same tracked run, whose id stands in the run
-directory.
+They write into the run directory and reach no server: a cluster's nodes often cannot. `wandb sync RUN_DIR/wandb/*`,
+`swanlab sync RUN_DIR/swanlab/*` and MLflow's own tools take it from there. A resumed run goes on in the same tracked
+run, whose id stands in the run directory.
 """
 
 import math
@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from nemo_rl_offload.config.schema import MlflowConfig, WandbConfig
-from nemo_rl_offload.runs.plain_files import read_plain, written_anew
-from nemo_rl_offload.runs.run_directory import MLFLOW_DATABASE, MLFLOW_ID_FILE, WANDB_ID_FILE
+from nemo_rl_offload.config.schema import MlflowConfig, SwanlabConfig, WandbConfig
+from nemo_rl_offload.runs.plain_files import make_folder, read_plain, written_anew
+from nemo_rl_offload.runs.run_directory import MLFLOW_DATABASE, MLFLOW_ID_FILE, SWANLAB, SWANLAB_ID_FILE, WANDB_ID_FILE
 
 
 def _flat(config: Mapping[str, object], path: str = "") -> dict[str, object]:
@@ -47,6 +47,34 @@ class Wandb:
     def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
         # A step of its own for every call: their step must grow, and validation follows training in the same step.
         self._run.log({f"{prefix}/{name}": value for name, value in metrics.items()} | {f"{prefix}/step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Swanlab:
+    """A run of SwanLab; offline unless SWANLAB_MODE says otherwise."""
+
+    def __init__(self, run_dir: Path, section: SwanlabConfig, config: Mapping[str, object]) -> None:
+        import swanlab
+
+        id_file, folder = run_dir / SWANLAB_ID_FILE, run_dir / SWANLAB
+        make_folder(folder)
+        self._run = swanlab.init(
+            project=section["project"],
+            name=section["name"] or run_dir.name,
+            log_dir=str(folder),
+            mode=os.environ.get("SWANLAB_MODE", "offline"),
+            config=dict(config),
+            id=read_plain(id_file).decode() if id_file.exists() else None,
+            resume="allow",
+            settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
+        )
+        with written_anew(id_file) as file:
+            file.write(self._run.id.encode())
+
+    def write(self, metrics: Mapping[str, float], step: int, prefix: str, wall_time_s: float) -> None:
+        self._run.log({f"{prefix}/{name}": value for name, value in metrics.items()}, step=step)
 
     def close(self) -> None:
         self._run.finish()

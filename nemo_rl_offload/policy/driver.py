@@ -208,11 +208,15 @@ class Policy:
         """Responses one by one, by the weights of the last `refit`; None where the generator answers batches alone."""
         return self._generator.open_stream(sampling)
 
-    def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
-        """Begin to write weights, optimizer, schedule and random numbers into a new folder, which all nodes share."""
+    def start_checkpoint(self, folder: Path, *, in_background: bool, with_optimizer: bool = True) -> None:
+        """Begin to write weights, schedule and random numbers into a new folder, which all nodes share.
+
+        The optimizer's state is among them if it is wanted.
+        """
         folder.mkdir()
         self._bring_model()
-        self._workers.run_all(PolicyWorker.start_checkpoint, folder.resolve(), in_background=in_background)
+        how = {"in_background": in_background, "with_optimizer": with_optimizer}
+        self._workers.run_all(PolicyWorker.start_checkpoint, folder.resolve(), **how)
 
     def checkpoint_is_written(self) -> bool:
         """Whether `finish_checkpoint` would not have to wait."""

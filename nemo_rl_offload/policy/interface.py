@@ -44,8 +44,8 @@ class PolicyInterface(Responds, Protocol):
     def refit(self) -> None:
         """Give the trained weights to the generator, where it does not have them."""
 
-    def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
-        """Begin to write weights, optimizer, schedule and random numbers into a new folder.
+    def start_checkpoint(self, folder: Path, *, in_background: bool, with_optimizer: bool = True) -> None:
+        """Begin to write weights, schedule, random numbers and, if it is wanted, the optimizer into a new folder.
 
         In the background, training may go on before `finish_checkpoint`.
         """

@@ -352,12 +352,12 @@ class PolicyWorker:
         if torch.cuda.is_available() and self._policy["megatron_cfg"]["empty_unused_memory_level"] >= from_level:
             torch.cuda.empty_cache()
 
-    def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
+    def start_checkpoint(self, folder: Path, *, in_background: bool, with_optimizer: bool = True) -> None:
         """Begin to write this rank's part of a checkpoint, from a copy where training goes on meanwhile."""
         from nemo_rl_offload.megatron.checkpoint.distributed import Save
 
         with explained(CHECKPOINTING, self._policy):
-            self._save = Save(self._whole_model(), folder, copies=in_background)
+            self._save = Save(self._whole_model(), folder, copies=in_background, with_optimizer=with_optimizer)
 
     def checkpoint_is_written(self) -> bool:
         """Whether this rank's part is on the disk."""

@@ -9,7 +9,14 @@ from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.runs.comparison import differences, leaves
 from nemo_rl_offload.runs.origin import Origin, origin_of
 from nemo_rl_offload.runs.plain_files import why_no_folder
-from nemo_rl_offload.runs.run_directory import CHECKPOINTS, CONFIG_FILE, loop_state, read_checkpoint, steps_in
+from nemo_rl_offload.runs.run_directory import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    loop_state,
+    read_checkpoint,
+    read_state,
+    steps_in,
+)
 from nemo_rl_offload.specs.documents import DocumentError, read_yaml
 
 _ORDER = ("algorithm", "data.train", "data.shuffle", "env.reasoning_gym.task", "env.reasoning_gym.params")
@@ -48,13 +55,28 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
                 raise CheckpointError(f"{place} cannot be used: {what}. Name the run directory that it leads to.")
         return run_dir, folder
     if own := steps_in(path / CHECKPOINTS):
-        steps = ", ".join(f"step_{step}" for step in own)
-        raise CheckpointError(f"{path}: is a run, with {steps}. Give one of them, such as {path}/step_{own[-1]}.")
-    there = ", ".join(f"step_{step}" for step in steps_in(run_dir / CHECKPOINTS))
+        raise CheckpointError(
+            f"{path}: is a run, with {checkpoints_of(path)}. Give one of them, such as {path}/step_{own[-1]}."
+        )
+    there = checkpoints_of(run_dir)
     raise CheckpointError(
         f"{path}: there is no such checkpoint. "
         + (f"{run_dir} has: {there}." if there else "Give RUN_DIR/step_N of a run that has written checkpoints.")
     )
+
+
+def checkpoints_of(run_dir: Path) -> str:
+    """The checkpoints of a run as a line, empty without any; of those without the optimizer's state it is told."""
+
+    def told(step: int) -> str:
+        folder = run_dir / CHECKPOINTS / f"step_{step}"
+        try:
+            is_whole = read_state(folder).get("has_optimizer", True)
+        except CheckpointError:  # which is told where it is used
+            is_whole = True
+        return folder.name if is_whole else f"{folder.name} (without the optimizer's state)"
+
+    return ", ".join(map(told, steps_in(run_dir / CHECKPOINTS)))
 
 
 def begin_from(checkpoint: Path, config: Mapping[str, object], *, weights_only: bool) -> Origin:

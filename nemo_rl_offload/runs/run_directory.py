@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import IO, NamedTuple, TypedDict
+from typing import IO, NamedTuple, NotRequired, TypedDict
 
 import yaml
 from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError, with_config
@@ -58,6 +58,7 @@ SAMPLES_FILE, CHANGES_FILE = "samples.jsonl", "changes.jsonl"
 PROFILE = "profile"
 TENSORBOARD, WANDB, WANDB_ID_FILE = "tensorboard", "wandb", ".wandb_run"
 MLFLOW_DATABASE, MLFLOW_ID_FILE = "mlflow.db", ".mlflow_run"
+SWANLAB, SWANLAB_ID_FILE = "swanlab", ".swanlab_run"
 WRITTEN_WHOLE = (
     *(
         CONFIG_FILE,
@@ -70,13 +71,13 @@ WRITTEN_WHOLE = (
         ERROR_FILE,
         REPORT_FILE,
     ),
-    *(WANDB_ID_FILE, MLFLOW_ID_FILE),
+    *(WANDB_ID_FILE, MLFLOW_ID_FILE, SWANLAB_ID_FILE),
 )
 APPENDED_TO = (
     *(METRICS_FILE, SAMPLES_FILE, CHANGES_FILE, RESTARTS_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
     *(f"{MLFLOW_DATABASE}{end}" for end in ("", "-journal", "-wal", "-shm")),
 )
-FOLDERS = (CHECKPOINTS, TENSORBOARD, WANDB, PROFILE)
+FOLDERS = (CHECKPOINTS, TENSORBOARD, WANDB, SWANLAB, PROFILE)
 _STEP = re.compile(r"step_(\d+)")
 BEFORE_TRAINING = {
     *(CONFIG_FILE, INPUTS_FILE, ORIGIN_FILE, ERROR_FILE, WARNINGS_FILE, SCORERS_FILE, LOCK_FILE),
@@ -313,6 +314,7 @@ class CheckpointState(TypedDict):
 
     step: Count
     metric: FiniteFloat | None
+    has_optimizer: NotRequired[bool]
 
 
 class Checkpoint(NamedTuple):

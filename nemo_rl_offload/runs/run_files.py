@@ -94,6 +94,9 @@ class Evaluation(TypedDict):
     """Mean over the problems of the chance that one of `k_value` responses is right."""
     standard_error: Amount | None
     """Of that mean; None with one problem."""
+    cons_at_k: NotRequired[Amount]
+    """With `eval.metric: cons@k`, the mean of the chance that the most frequent of `k_value` answers is right."""
+    cons_standard_error: NotRequired[Amount | None]
     accuracy: Amount
     """Share of responses that are right."""
     reward: FiniteFloat
@@ -224,6 +227,8 @@ class LoopState(TypedDict):
     num_skipped: Count
     totals: NotRequired[RunTotals]
     wall_seconds: NotRequired[Amount]
+    has_optimizer: NotRequired[bool]
+    """Whether the checkpoint has the optimizer's state; those that do not say so have."""
 
 
 class TrainingInfo(LoopState):

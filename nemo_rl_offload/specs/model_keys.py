@@ -134,16 +134,28 @@ POSITION_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_
 """Keys of a `config.json` about positions."""
 MTP_LAYERS = "num_nextn_predict_layers"
 """Key of a `config.json`: how many layers predict further tokens."""
+ROPE_READ: Mapping[str, tuple[str, ...]] = {
+    **ROPE_NUMBERS,
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": (*ROPE_NUMBERS["llama3"], "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "attention_factor", "factor"),
+}
+"""What transformers reads for each type, beside what it reads for all."""
+_ROPE_OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_ROPE_OR_NULL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _ROPE_OPTIONS = (
-    *("rope_theta", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
-    *("mscale", "mscale_all_dim", "partial_rotary_factor", "factor"),
+    *("rope_theta", "original_max_position_embeddings", "partial_rotary_factor", "factor"),
+    *_ROPE_OR_NULL,
 )
-"""Further numbers; which type reads them is transformers' business."""
 ROPE_KEYS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("rope_type", "type"), (str,)),
     "truncate": (bool,),
     **dict.fromkeys(("short_factor", "long_factor"), (list,)),
-    **dict.fromkeys((*_ROPE_OPTIONS, *ROPE_NUMBERS["llama3"]), (int, float, type(None))),
+    **dict.fromkeys((*_ROPE_OPTIONS, *ROPE_NUMBERS["llama3"]), (int, float)),
+    **dict.fromkeys(_ROPE_OR_NULL, (int, float, type(None))),
 }
 """Keys of a section about rotary positions, and the types of their values."""
 LENGTH_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
@@ -163,15 +175,21 @@ def rope_type(content: Content) -> str:
     return str(section.get("rope_type") or section.get("type") or "default")
 
 
+def unread_rope_keys(section: Content) -> list[str]:
+    """What transformers does not read for the section's type of rotary positions; nothing of a type not known."""
+    kind = rope_type({"rope_scaling": section})
+    read = ROPE_READ.get(kind, tuple(ROPE_KEYS))
+    return [key for key in section if key not in (*_ROPE_OF_ALL, *read)]
+
+
 def unknown_rope_keys(content: Content) -> list[str]:
-    """Paths of what transformers reads for no type of rotary positions, such as `rope_scaling.attn_factor`."""
+    """Paths of what transformers does not read of rotary positions, such as `rope_scaling.attn_factor`."""
     sections = {name: content.get(name) for name in ("rope_parameters", "rope_scaling")}
     return [
         f"{name}.{key}"
         for name, section in sections.items()
         if isinstance(section, Mapping)
-        for key in section
-        if key not in ROPE_KEYS
+        for key in unread_rope_keys(section)
     ]
 
 

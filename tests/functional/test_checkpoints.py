@@ -162,6 +162,45 @@ def test_weights_alone_begin_a_run_anew(distributed: str, precision: str, build:
     assert same_tensors(weights_of(begun), before)
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("qwen2", ("optimizer.use_distributed_optimizer=true", ".precision=bfloat16")),
+        pytest.param("qwen3_moe", ("optimizer.use_distributed_optimizer=false",), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen2", ("optimizer.use_distributed_optimizer=false", "optimizer.optimizer=sgd"), marks=pytest.mark.slow
+        ),
+        pytest.param("qwen2", ("optimizer.optimizer_cpu_offload=true", ".precision=bfloat16"), marks=pytest.mark.slow),
+    ],
+)
+def test_without_the_optimizer_a_run_goes_on_as_with_these_weights_and_a_new_one(
+    family: str, kind: tuple[str, ...], build: Build, tmp_path: Path
+) -> None:
+    (whole := tmp_path / "whole").mkdir()
+    (alone := tmp_path / "alone").mkdir()
+    model = build(family, *kind)
+    for step in range(3):
+        take_step(model, step)
+    checkpoint.save(model, whole)
+    checkpoint.Save(model, alone, copies=False, with_optimizer=False).finish()
+    size, size_alone = (sum(file.stat().st_size for file in folder.iterdir()) for folder in (whole, alone))
+    assert size_alone < 0.6 * size
+    expected = build(family, *kind)
+    checkpoint.load_weights(expected, whole)
+    expected.scheduler.step(increment=3)
+    resumed = build(family, *kind)
+    with pytest.warns(UserWarning, match="alone is without the optimizer's state .* begins anew with these weights"):
+        checkpoint.load(resumed, alone)
+    assert same_tensors(weights_of(resumed), weights_of(model))
+    assert resumed.scheduler.num_steps == 3
+    assert [take_step(resumed, step) for step in (3, 4)] == [take_step(expected, step) for step in (3, 4)]
+    assert same_tensors(weights_of(resumed), weights_of(expected))
+    checkpoint.load(continued := build(family, *kind), whole)
+    for step in (3, 4):
+        take_step(continued, step)
+    assert not same_tensors(weights_of(resumed), weights_of(continued)), "the optimizer's state matters"
+
+
 @pytest.mark.parametrize("waits_on_host", ["false", "true"])
 def test_a_worker_and_its_reference_begin_with_another_runs_weights(waits_on_host: str, tmp_path: Path) -> None:
     optimizer = "policy.megatron_cfg.optimizer"

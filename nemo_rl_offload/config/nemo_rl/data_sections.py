@@ -28,36 +28,53 @@ _NOT_HERE = {"multichoice_qa": "multiple choice", "code": "execution of code", "
 
 
 def translate_lists(values: dict[str, Any], problems: dict[str, str]) -> dict[str, Any]:
-    """The first of a list of data sets as the section; `further_data_sets` are the others."""
+    """The first of several data sets as the section; `further_data_sets` are the others."""
     data = values.get("data")
     if not isinstance(data, Mapping):
         return values
     changed = dict(data)
     for split in SPLITS:
         path, section = f"data.{split}", data.get(split)
+        if isinstance(section, Mapping) and _are_sections(section.get("further")):
+            changed[split] = {**section, "further": []}
         if not isinstance(section, list):
             continue
-        if not section or not all(isinstance(each, Mapping) for each in section):
+        if not section or not _are_sections(section):
             problems[path] = f"{shown(section)} is not allowed. Allowed: a section of keys, or a list of such sections."
         given = section[0] if section and isinstance(section[0], Mapping) else {}
         changed[split] = defaults_of(section_at(["data", split])) | dict(given)
     return {**values, "data": changed}
 
 
-def further_data_sets(values: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Split, number and whole configuration of each data set behind the first of a list, as if it were the first."""
+def _are_sections(given: object) -> bool:
+    return isinstance(given, list) and all(isinstance(each, Mapping) for each in given)
+
+
+def further_data_sets(values: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Split, path and whole configuration of each data set behind the first, as if it were the first.
+
+    They are those of a list in the section's place, or of its key `further`. One has what `data.default` says, else the
+    defaults; and nothing from the first, as in NeMo-RL.
+    """
     if not isinstance(data := values.get("data"), Mapping):
         return
     for split in SPLITS:
-        section = data.get(split)
-        if isinstance(section, list) and all(isinstance(each, Mapping) for each in section):
-            for number, each in enumerate(section[1:], start=1):
-                yield split, number, {**values, "data": {**data, **dict.fromkeys(SPLITS), split: [each]}}
+        section, place = data.get(split), f"data.{split}"
+        others: Any = section[1:] if isinstance(section, list) else None
+        if in_section := isinstance(section, Mapping):
+            place, others = f"{place}.further", section.get("further")
+        if not _are_sections(others):
+            continue
+        for number, each in enumerate(others, start=0 if in_section else 1):
+            yield split, f"{place}.{number}", {**values, "data": {**data, **dict.fromkeys(SPLITS), split: [each]}}
 
 
-def add_data_set(translation: Translation, split: str, number: int, inner: Translation) -> None:
-    """Put a further data set, of a configuration that was translated by itself, behind those that there are."""
-    place, own = f"data.{split}.{number}", inner.get(f"data.{split}")
+def add_data_set(translation: Translation, split: str, place: str, inner: Translation) -> None:
+    """Put a further data set, of a configuration that was translated by itself, behind those that there are.
+
+    ``place`` is the path where it is written.
+    """
+    own = inner.get(f"data.{split}")
     allowed = keys_of(item_type(section_at(["data", split, "further"]), list))
     for path, text in inner.problems.items():
         if path.startswith(f"data.{split}."):
@@ -74,7 +91,7 @@ def add_data_set(translation: Translation, split: str, number: int, inner: Trans
         if own[key] != defaults.get(key):
             translation.problems[f"{place}.{key}"] = f"unknown key in a list. Allowed: {', '.join(allowed)}."
     if own.get("path") is None and not any(path.startswith(f"{place}.") for path in translation.problems):
-        translation.problems[f"{place}.path"] = f"missing value. Give one: data.{split}.{number}.path=..."
+        translation.problems[f"{place}.path"] = f"missing value. Give one: {place}.path=..."
     further = [*(translation.get(f"data.{split}.further") or []), {key: own.get(key) for key in allowed}]
     translation.set(f"data.{split}.further", [each for each in further if each["path"] is not None])
 

@@ -437,11 +437,6 @@ stop_strings                    list? only null  [stop strings] a response ends 
 
 [logger]
 log_dir                         text  none metrics are in the run directory, beside the checkpoints
-monitor_gpus                    bool  none each step's device memory is among the metrics
-gpu_monitoring.collection_interval num   none each step's device memory is among the metrics
-gpu_monitoring.flush_interval   num   none each step's device memory is among the metrics
-swanlab_enabled                 bool  only false [SwanLab] there are TensorBoard, Weights & Biases and MLflow
-swanlab.*                       map   none read with swanlab_enabled alone
 tensorboard.*                   map   none its files are in the run directory
 
 [logger.wandb]
@@ -455,7 +450,6 @@ run_id                          text? none a run that goes on finds its own
 [checkpointing]
 model_save_format               text? none `nemo-rl-offload export` writes safetensors
 save_consolidated               bool  none `nemo-rl-offload export` writes a Hugging Face folder
-save_optimizer                  bool  only true  [checkpoints without the optimizer] a run could not go on from them
 model_cache_dir                 text  none of another format of checkpoints
 model_repo_id                   text  none of another format of checkpoints
 is_peft                         bool  none a run with adapters saves those

@@ -14,7 +14,7 @@ from typing import Any, is_typeddict
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from nemo_rl_offload.config.full_schema import full_schema, right_place, section_at
+from nemo_rl_offload.config.full_schema import OTHER_NAMES, full_schema, right_place, section_at
 from nemo_rl_offload.config.nemo_rl.table import Row, keys_in, rows, sections
 from nemo_rl_offload.config.rules.rule import read_model_config
 from nemo_rl_offload.config.sources import nodes
@@ -197,7 +197,8 @@ def unknown_key(path: str) -> str:
     section, _, key = path.rpartition(".")
     annotation = section_at(section.split(".")) if section else full_schema()
     names = [*keys_of(annotation), *keys_in(section)]
-    return f"unknown key.{nearest(key, names) or right_place(key, annotation)}"
+    is_here = OTHER_NAMES.get(key, "").rpartition(".")[0] == section
+    return f"unknown key.{(not is_here and nearest(key, names)) or right_place(key, annotation)}"
 
 
 def shown(value: Any) -> str:

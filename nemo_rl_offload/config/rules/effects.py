@@ -135,6 +135,12 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ),
     ("policy.generation.backend", ("megatron",), ("policy.generation_batch_size",)),
     ("logger.wandb_enabled", (True,), ("logger.wandb.project", "logger.wandb.name")),
+    ("logger.swanlab_enabled", (True,), ("logger.swanlab.project", "logger.swanlab.name")),
+    (
+        "logger.monitor_gpus",
+        (True,),
+        tuple(f"logger.gpu_monitoring.{key}_interval" for key in ("collection", "flush")),
+    ),
     (
         "logger.mlflow_enabled",
         (True,),
@@ -143,7 +149,7 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     (
         "checkpointing.enabled",
         (True,),
-        ("checkpointing.save_period", "checkpointing.keep_top_k", "checkpointing.is_async"),
+        tuple(f"checkpointing.{key}" for key in ("save_period", "keep_top_k", "save_optimizer", "is_async")),
     ),
 )
 """A key, the switch; and keys that are read only while it has one of these values."""
@@ -269,6 +275,12 @@ def _metric_is_not_measured(get: Get) -> Iterator[str]:
         )
 
 
+def _gpus_of_other_machines(get: Get) -> Iterator[str]:
+    path, num_nodes = "logger.monitor_gpus", get("cluster.num_nodes")
+    if get(path) and num_nodes > 1:
+        yield f"{path}: has no effect on {num_nodes - 1} of {num_nodes} machines: GPUs of the driver's alone are read."
+
+
 def _validation_is_not_sampled(get: Get) -> Iterator[str]:
     keys = [
         *_VALIDATION,
@@ -332,6 +344,7 @@ EFFECT_WARNINGS: tuple[Rule, ...] = (
     *(partial(_unread, *each) for each in _UNREAD),
     _penalty_is_none,
     _metric_is_not_measured,
+    _gpus_of_other_machines,
     _validation_is_not_sampled,
     _schedule_has_no_such_phase,
 )

@@ -316,7 +316,7 @@ def _bind_is_here(get: Get) -> Iterator[str]:
 
 
 LOCAL_PATH_RULES: tuple[Rule, ...] = tuple(partial(_is_not_empty, path) for path in LOCAL_PATHS)
-TRACKER_RULES: tuple[Rule, ...] = tuple(partial(_tracker_is_here, name) for name in ("wandb", "mlflow"))
+TRACKER_RULES: tuple[Rule, ...] = tuple(partial(_tracker_is_here, name) for name in ("wandb", "mlflow", "swanlab"))
 MACHINE_RULES: tuple[Rule, ...] = (
     _model_is_here,
     _tokenizer_is_here,

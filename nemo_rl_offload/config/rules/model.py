@@ -9,7 +9,6 @@ from nemo_rl_offload.config.rules.rule import (
     algorithm_spec,
     megatron,
     read_model_config,
-    with_overrides_of_run,
 )
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.catalogue import other_family
@@ -21,7 +20,17 @@ from nemo_rl_offload.specs.model_families import (
     unknown_keys,
     windows_or_sinks,
 )
-from nemo_rl_offload.specs.model_keys import POSITION_KEYS, ROPE_KEYS, Content, is_number
+from nemo_rl_offload.specs.model_keys import (
+    POSITION_KEYS,
+    ROPE_KEYS,
+    ROPE_READ,
+    Content,
+    is_number,
+    overrides_of_run,
+    rope_type,
+    unread_rope_keys,
+    with_overrides,
+)
 
 OVERRIDES = "policy.hf_config_overrides"
 
@@ -62,8 +71,12 @@ def _models(get: Get) -> Iterator[tuple[str, Content]]:
 
 
 def _models_and_folders(get: Get) -> Iterator[tuple[str, Content, Content]]:
-    """Path of the key, what the model's `config.json` holds with the overrides, and without."""
+    """Path of the key, what the model's `config.json` holds with the overrides, and without.
+
+    Overrides that are refused by themselves count as none.
+    """
     names = {"policy.model_name": get("policy.model_name")}
+    overrides = {} if any(overrides_are_of_positions(get)) else get(OVERRIDES)
     if algorithm_spec(get).needs_teacher:
         names["teacher.model_name"] = get("teacher.model_name")
     for path, name in names.items():
@@ -75,7 +88,8 @@ def _models_and_folders(get: Get) -> Iterator[tuple[str, Content, Content]]:
             if (family := other_family(name)) is None:
                 continue
             content = {"model_type": family}
-        yield path, with_overrides_of_run(get, content) if path == "policy.model_name" else content, content
+        of_run = overrides_of_run(content, overrides, megatron(get, "mtp_num_layers"))
+        yield path, with_overrides(content, of_run) if path == "policy.model_name" else content, content
 
 
 def overrides_are_of_positions(get: Get) -> Iterator[str]:
@@ -83,7 +97,7 @@ def overrides_are_of_positions(get: Get) -> Iterator[str]:
     path, given = OVERRIDES, get(OVERRIDES)
     for key, value in given.items():
         if key not in POSITION_KEYS:
-            asks = "" if isinstance(value, Mapping | list) else f"{json.dumps(value, default=str)} asks for "
+            asks = "" if isinstance(value, Mapping | list) else f"{_json(value)} asks for "
             yield (
                 f"{path}.{key}: {asks}another config.json, not supported here: a model is what its folder says, but "
                 f"for positions ({', '.join(POSITION_KEYS)}). Change the folder's config.json, and remove this: "
@@ -95,17 +109,50 @@ def overrides_are_of_positions(get: Get) -> Iterator[str]:
             yield f"{path}.{key}: {value!r} is not allowed. Allowed: a number above 0."
         elif isinstance(value, Mapping):
             yield from _numbers_of_positions(f"{path}.{key}", value)
-    if {"rope_scaling", "rope_parameters"} <= given.keys():
+    sections = [key for key in ("rope_scaling", "rope_parameters") if key in given]
+    if len(sections) > 1:
         yield f"{path}.rope_parameters: is rope_scaling under its newer name. Remove one: ~{path}.rope_parameters"
+        return
+    for key in sections:
+        section = given[key] if isinstance(given[key], Mapping) else {}
+        theta = section.get("rope_theta")
+        if theta is not None and given.get("rope_theta", theta) != theta:
+            yield (
+                f"{path}.rope_theta: {_json(given['rope_theta'])}, and {key}.rope_theta is {_json(theta)}. Remove one: "
+                f"~{path}.rope_theta"
+            )
 
 
 def _numbers_of_positions(path: str, section: Mapping[str, object]) -> Iterator[str]:
+    unread = unread_rope_keys(section)
     for key, value in section.items():
         if (types := ROPE_KEYS.get(key)) is None:
             yield f"{path}.{key}: unknown key.{nearest(key, ROPE_KEYS)}"
         elif not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             words = {str: "text", bool: "true or false", list: "a list of numbers"}.get(types[0], "a number")
-            yield f"{path}.{key}: {json.dumps(value, default=str)} is not allowed. Allowed: {words}."
+            yield f"{path}.{key}: {_json(value)} is not allowed. Allowed: {words}."
+        elif key in unread:
+            readers = ", ".join(kind for kind, read in ROPE_READ.items() if key in read)
+            kind = rope_type({"rope_scaling": section})
+            none = "" if section.keys() & {"rope_type", "type"} else ", which is meant where none is given"
+            yield (
+                f"{path}.{key}: is not read with rope_type {kind}{none}. Give a rope_type that reads it ({readers}), "
+                f"or remove this: ~{path}.{key}"
+            )
+    name = section.get("rope_type")
+    if name is not None and section.get("type", name) != name:
+        yield f"{path}.type: {_json(section['type'])}, and rope_type is {_json(name)}. Remove one: ~{path}.type"
+    pair = [key for key in ("mscale", "mscale_all_dim") if section.get(key)]
+    for key in () if unread else pair:
+        other = "mscale_all_dim" if key == "mscale" else "mscale"
+        if other not in section:
+            yield f"{path}.{key}: is read only together with {other}. Give both, or none: ~{path}.{key}"
+        elif section.get("attention_factor") is not None:
+            yield f"{path}.{key}: is not read beside attention_factor. Remove one: ~{path}.{key}"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, default=str)
 
 
 MODEL_RULES = (overrides_are_of_positions, model_is_honoured, packs_are_split)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_rl_offload.config.rules.batching import is_by_tokens
-from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_spec, megatron, model_shape
+from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_spec, megatron, model_shape, read_shape
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.parallel_layout import nearest_multiple, num_microbatches
 from nemo_rl_offload.specs.pipeline_layout import KEY as STAGES
@@ -96,6 +96,32 @@ def _stages(get: Get, text: str, others: list[str]) -> Iterator[str]:
     yield from (f"{path}: {problem}" for problem in problems)
 
 
+def _teacher(get: Get) -> Iterator[str]:
+    """The teacher has the student's ranks; its layers are divided evenly among those of a pipeline."""
+    path = "teacher.model_name"
+    if not algorithm_spec(get).needs_teacher or (name := get(path)) is None:
+        return
+    try:
+        shape = read_shape(name)
+    except ConfigError:  # which another rule reports
+        return
+    ranks, tensor, experts = (megatron(get, f"{each}_model_parallel_size") for each in ("pipeline", "tensor", "expert"))
+    num_experts = shape.experts.num_experts if shape.experts else 0
+    heads, key_heads = shape.num_attention_heads, shape.num_key_value_heads
+    change = "Change it, or take another teacher"
+    if shape.num_layers % ranks:
+        size = f"{MEGATRON}.pipeline_model_parallel_size {ranks}"
+        yield f"{path}: {size}, the student's, does not divide the teacher's {shape.num_layers} layers. {change}."
+    if heads % tensor or (key_heads % tensor and tensor % key_heads):
+        size = f"{MEGATRON}.tensor_model_parallel_size {tensor}"
+        yield f"{path}: {size}, the student's, does not divide the teacher's {heads} and {key_heads} heads. {change}."
+    if experts > 1 and (not num_experts or num_experts % experts):
+        size = f"{MEGATRON}.expert_model_parallel_size {experts}"
+        yield f"{path}: {size}, the student's, does not divide the teacher's {num_experts} experts. {change}."
+    if num_experts and tensor > 1 and not megatron(get, "sequence_parallel"):
+        yield f"{path}: the teacher's experts need sequence_parallel beside tensor parallelism. Set it to true."
+
+
 def data_parallel_size(cfg: Mapping[str, Any], world_size: int) -> int:
     """How many shards a batch is cut into. `cfg` is `policy.megatron_cfg`, or its `SIZES`.
 
@@ -160,5 +186,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     _experts,
     _messages,
     _pipeline_layers,
+    _teacher,
     _worker_counts,
 )

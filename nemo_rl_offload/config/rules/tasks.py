@@ -345,11 +345,32 @@ def _end_by_a_metric(get: Get) -> Iterator[str]:
         yield f"{path}: pass_k needs several responses. Set {name}.val_num_generations_per_prompt above 1."
 
 
+MAX_CHOICES = 200_000
+"""Of responses to a problem, whose votes are counted one by one."""
+
+
 def _responses_of_an_evaluation(get: Get) -> Iterator[str]:
     path, k = "eval.num_tests_per_prompt", "eval.k_value"
     if get(path) < get(k):
         yield f"{k}: {get(k)} of {get(path)} responses cannot be drawn. Set at most {path}, or raise that."
+    elif get("eval.metric") == "cons@k":
+        yield from _votes(get, math.comb(get(path), get(k)))
     yield from _responses_differ(path, get)
+
+
+def _votes(get: Get, num_choices: int) -> Iterator[str]:
+    name, those = get("data.env_name"), [each for each, spec in ENVIRONMENTS.items() if spec.finds_answers]
+    if name not in those:
+        yield (
+            f"eval.metric: cons@k needs an environment that finds answers, and {name} says no more than what is right. "
+            f"Set pass@k, or data.env_name to {' or '.join(those)}."
+        )
+    if num_choices > MAX_CHOICES:
+        yield (
+            f"eval.k_value: cons@k votes in each choice of {get('eval.k_value')} out of "
+            f"{get('eval.num_tests_per_prompt')} responses, of which there are more than {MAX_CHOICES}. Set another "
+            "k_value, or fewer responses."
+        )
 
 
 def _responses_of_a_validation(get: Get) -> Iterator[str]:

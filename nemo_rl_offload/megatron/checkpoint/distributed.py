@@ -54,9 +54,12 @@ type _Bucket = tuple[str, str, tuple[list[object], list[tuple[object, torch.Tens
 """A file of a rank as Megatron's writer takes it: its path, its name, and what it holds, bytes and tensors."""
 
 
-def _sharded_state(model: MegatronModel, *, is_loading: bool) -> ShardedStateDict:
+def _sharded_state(model: MegatronModel, *, is_loading: bool, with_optimizer: bool) -> ShardedStateDict:
     assert model.optimizer is not None, "a model that is never trained"
     assert model.scheduler is not None
+    beside = {"scheduler": model.scheduler.state_dict(), "layout": _layout()}
+    if not with_optimizer:
+        return _sharded_weights(model) | beside
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = _sharded_weights(model)
     for optimizer in _optimizers(model):
@@ -68,9 +71,7 @@ def _sharded_state(model: MegatronModel, *, is_loading: bool) -> ShardedStateDic
         # No prefix: experts have an optimizer of their own only where their ranks are others than the dense layers'.
         metadata=groups | {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True},
     )
-    state["scheduler"] = model.scheduler.state_dict()
-    state["layout"] = _layout()
-    return state
+    return state | beside
 
 
 def _sharded_weights(model: MegatronModel) -> ShardedStateDict:
@@ -116,11 +117,12 @@ class Save:
         ResourceError: the file system is full or not writable (here and in `finish`).
     """
 
-    def __init__(self, model: MegatronModel, folder: Path, *, copies: bool) -> None:
+    def __init__(self, model: MegatronModel, folder: Path, *, copies: bool, with_optimizer: bool = True) -> None:
         self._folder = folder
         self._digests: Manifest = {}
         filesystem_async._results_queue = Queue()  # Megatron's own reaches other processes, by way of a third
-        state = _sharded_state(model, is_loading=False) | {"random_state": _random_state()}
+        state = _sharded_state(model, is_loading=False, with_optimizer=with_optimizer)
+        state["random_state"] = _random_state()
         with _disk_errors(folder):
             self._request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
         buckets: list[_Bucket] = []
@@ -195,6 +197,9 @@ def load(model: MegatronModel, folder: Path) -> None:
     """Read a checkpoint into the model, its optimizer and its schedule, and the random number generators of a layout
     like the one that wrote it. A model without an optimizer takes the weights alone.
 
+    A checkpoint may be without the optimizer's state. The optimizer, which has taken no step, then begins with the
+    weights that are read, as they are in the model; a warning says so.
+
     Raises:
         CheckpointError: the folder is no checkpoint, is damaged, or belongs to another model. The model's values are
             undefined then: they are read in place.
@@ -220,23 +225,49 @@ def _load(model: MegatronModel, folder: Path) -> None:
         _load_weights(model, dist_checkpointing.load(_sharded_weights(model), str(folder)))
         return
     scheduler = model.scheduler
-    for optimizer in _optimizers(model):
+    has_optimizer = "optimizer" in dist_checkpointing.load_common_state_dict(str(folder))
+    for optimizer in _optimizers(model) if has_optimizer else ():
         _prepare(optimizer)
-    wanted = _with_random_state(_sharded_state(model, is_loading=True), folder)
-    state: StateDict = dist_checkpointing.load(wanted, str(folder))
+    sharded = _sharded_state(model, is_loading=True, with_optimizer=has_optimizer)
+    state: StateDict = dist_checkpointing.load(_with_random_state(sharded, folder), str(folder))
     _load_weights(model, state)
-    _regroup(state["optimizer"], _optimizers(model), folder)
-    _take_present_rates(state["optimizer"], scheduler)
-    with torch.no_grad():
-        model.optimizer.load_state_dict(state["optimizer"])
-    for optimizer in _optimizers(model):
-        _separate_steps(optimizer.optimizer)
+    if has_optimizer:
+        _load_optimizer(model.optimizer, _optimizers(model), scheduler, state["optimizer"], folder)
+    else:
+        _begin_anew(_optimizers(model), folder)
     scheduler.num_steps = 0  # Megatron adds the loaded number to the present one
     scheduler.load_state_dict(state["scheduler"])
     if dist.get_rank() == 0:
         _tell_other_rate(state["scheduler"], scheduler)
     if "random_state" in state:
         _restore_random_state(state["random_state"])
+
+
+def _load_optimizer(
+    whole: MegatronOptimizer,
+    parts: list[MegatronOptimizer],
+    scheduler: OptimizerParamScheduler,
+    state: StateDict,
+    folder: Path,
+) -> None:
+    _regroup(state, parts, folder)
+    _take_present_rates(state, scheduler)
+    with torch.no_grad():
+        whole.load_state_dict(state)
+    for optimizer in parts:
+        _separate_steps(optimizer.optimizer)
+
+
+def _begin_anew(optimizers: list[MegatronOptimizer], folder: Path) -> None:
+    """Of optimizers that have taken no step: main weights like those of the model, and no moments."""
+    for optimizer in optimizers:
+        optimizer.reload_model_params()
+    if dist.get_rank() == 0:
+        warnings.warn(
+            f"{folder} is without the optimizer's state (checkpointing.save_optimizer was false): the optimizer begins "
+            "anew with these weights, and the learning rate's schedule goes on.",
+            stacklevel=2,
+        )
 
 
 def _take_present_rates(state: Any, scheduler: OptimizerParamScheduler) -> None:

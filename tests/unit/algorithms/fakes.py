@@ -94,7 +94,7 @@ class FakePolicy:
         tokens += [END_ID] if finished else []
         return Response(tokens, [-0.1] * len(tokens), finished)
 
-    def start_checkpoint(self, folder: Path, *, in_background: bool) -> None:
+    def start_checkpoint(self, folder: Path, *, in_background: bool, with_optimizer: bool) -> None:
         assert self.folder is None, "one at a time"
         self.folder, self.polls_left = folder, 2 if in_background else 0
         folder.mkdir(parents=True)

@@ -75,3 +75,19 @@ def test_a_teacher_has_its_own_layers_for_further_tokens_or_none(
 ) -> None:
     config["policy"]["megatron_cfg"] |= {"mtp_num_layers": of_student}
     assert teacher_config(config)["megatron_cfg"]["mtp_num_layers"] == of_teacher
+
+
+def test_the_teachers_layers_are_divided_evenly_and_without_virtual_stages(config: Any) -> None:
+    student = config["policy"]["megatron_cfg"]
+    student |= {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}
+    student |= {"overlap_p2p_comm": True, "batch_p2p_comm": False, "num_layers_in_first_pipeline_stage": 3}
+    student |= {"pipeline_model_parallel_layout": "Et|tL", "tensor_model_parallel_size": 2}
+    teacher: Any = teacher_config(config)["megatron_cfg"]
+    changed = {key: value for key, value in teacher.items() if "offload" not in key and value != student[key]}
+    assert changed == {
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "pipeline_model_parallel_layout": None,
+        "overlap_p2p_comm": False,  # which needs virtual stages
+        "batch_p2p_comm": True,
+    }

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import time
 from collections import defaultdict
@@ -20,6 +21,7 @@ from nemo_rl_offload.algorithms.loop import Stopwatch, TrainingLoop, run_loop
 from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError, TrainingError, WorkerError
+from nemo_rl_offload.runs.begin import checkpoints_of, find_checkpoint
 from nemo_rl_offload.runs.origin import origin_of, write_origin
 
 SMALL = ("sft.max_num_steps=6", "sft.val_period=0", "checkpointing.save_period=2", "checkpointing.keep_top_k=null")
@@ -394,6 +396,24 @@ def test_a_run_directory_that_is_gone_ends_the_run(replaced: bool, at_step: int,
     assert list(run_dir.iterdir()) == [] if replaced else not run_dir.exists()
 
 
+@pytest.mark.parametrize(("wanted", "told"), [("true", ""), ("false", " (without the optimizer's state)")])
+def test_a_checkpoint_says_whether_it_has_the_optimizer(wanted: str, told: str, tmp_path: Path) -> None:
+    loop, policy = make(tmp_path, f"checkpointing.save_optimizer={wanted}")
+    asked: list[bool] = []
+
+    def note(folder: Path, **how: bool) -> None:
+        asked.append(how["with_optimizer"])
+        FakePolicy.start_checkpoint(policy, folder, **how)
+
+    policy.start_checkpoint = note  # type: ignore[method-assign]
+    loop.step = 3
+    loop.save()
+    assert asked == [wanted == "true"]
+    assert checkpoints_of(tmp_path) == f"step_3{told}"
+    with pytest.raises(CheckpointError, match=re.escape(f"is a run, with step_3{told}. Give one of them")):
+        find_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("is_async", ["false", "true"])
 def test_a_run_directory_that_goes_during_a_save_ends_the_run(is_async: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -401,7 +421,7 @@ def test_a_run_directory_that_goes_during_a_save_ends_the_run(is_async: str, tmp
     loop, policy = make(run_dir, f"checkpointing.is_async={is_async}")
 
     def leave(folder: Path, **how: bool) -> None:
-        FakePolicy.start_checkpoint(policy, folder, in_background=how["in_background"])
+        FakePolicy.start_checkpoint(policy, folder, **how)
         run_dir.rename(tmp_path / "elsewhere")
 
     policy.start_checkpoint = leave  # type: ignore[method-assign]

@@ -21,6 +21,15 @@ def test_every_exemplar_passes_the_check(exemplar: Path, capsys: pytest.CaptureF
     assert lines[start + 2].split()[0] == "fine_grained_activation_offloading"
 
 
+def test_check_lists_what_the_optimizer_keeps_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    exemplar, key = str(PROJECT_ROOT / "examples/configs/sft_tiny.yaml"), "optimizer.optimizer_cpu_offload"
+    keys = (key, "optimizer.optimizer_offload_fraction", "activation_offload.host_memory_budget")
+    for switch, expected in (("true", [True, 1.0, 0.5]), ("false", [None, None, 0.5])):
+        assert cli.main(["check", "--format", "json", exemplar, f"policy.megatron_cfg.{key}={switch}"]) == 0
+        found = json.loads(capsys.readouterr().out)["offloading"]
+        assert [found.get(each) for each in keys] == expected
+
+
 def test_check_names_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
     exemplar = str(PROJECT_ROOT / "examples" / "configs" / "grpo_tiny.yaml")
     code = cli.main(["check", exemplar, "grpo.num_prompts_per_step=0", "policy.precision=float99"])

@@ -27,7 +27,7 @@ PACKAGE = PROJECT_ROOT / "nemo_rl_offload"
 OF_ALGORITHMS = {
     "config/algorithms.py",
     *(f"config/nemo_rl/{name}.py" for name in ("table", "translation", "evaluation")),  # names of NeMo-RL's sections
-    "config/schema.py",  # the default
+    *("config/schema.py", "config/sections/algorithms.py"),  # the default, and an estimator of advantages
     "losses/registry.py",  # names of losses
     *(f"algorithms/{name}.py" for name in ALGORITHMS.built_in),
 }

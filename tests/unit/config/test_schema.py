@@ -1,12 +1,14 @@
 import ast
 import inspect
 from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 from pydantic import ConfigDict, TypeAdapter
 
-from nemo_rl_offload.config import schema
+from nemo_rl_offload.config import schema, sections
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.config.types import Count, defaults_of, describe, forwarded, keys_of
 
@@ -43,8 +45,11 @@ def test_markers_say_nothing_about_what_is_allowed() -> None:
 
 
 def test_every_key_has_a_line_of_documentation() -> None:
-    tree = ast.parse(inspect.getsource(schema))
-    for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+    modules = [schema, *(import_module(f"{sections.__name__}.{each.name}") for each in iter_modules(sections.__path__))]
+    found = [node for module in modules for node in ast.parse(inspect.getsource(module)).body]
+    classes = [node for node in found if isinstance(node, ast.ClassDef)]
+    assert sorted(section.name for section in classes) == sorted(schema.__all__)
+    for section in classes:
         for key, text in zip(section.body[::2], section.body[1::2], strict=True):
             assert isinstance(key, ast.AnnAssign), ast.unparse(section)
             assert isinstance(text, ast.Expr), ast.unparse(key)
@@ -62,13 +67,15 @@ def test_every_key_has_a_line_of_documentation() -> None:
         (schema.ClusterConfig, "gpus_per_node", "a whole number above 0, or 'auto'"),
         (schema.MegatronConfig, "offload_modules", "a list of text, or 'auto', or null"),
         (schema.MegatronConfig, "env_vars", "a mapping of text to text, or null"),
-        (schema.CpuAffinityConfig, "map", "a mapping of whole numbers to whole numbers, or null"),
+        (schema.CpuAffinityConfig, "map", "a mapping of whole numbers from 0 to whole numbers from 0, or null"),
         (schema.MegatronConfig, "optimizer", "a section of keys"),
         (schema.OptimizerConfig, "adam_beta1", "a number from 0 below 1"),
         (schema.PolicyConfig, "precision", "'float32' or 'bfloat16'"),
         (schema.GRPOConfig, "normalize_rewards", "true or false"),
         (schema.ReasoningGymConfig, "params", "a mapping of text to values"),
         (schema.ValidationDataConfig, "exclude", "a list of sections"),
+        (schema.AdvEstimatorConfig, "reward_weights", "a list of numbers, or null"),
+        (schema.ProfileConfig, "steps", "a list of whole numbers above 0"),
     ],
 )
 def test_types_in_words(section: type, key: str, words: str) -> None:

@@ -15,7 +15,7 @@ TAGS = ("<think>", "</think>")
 def is_right(comparison: Any, answer: str, response: str, tags: Sequence[str] | None = TAGS) -> bool:
     episode = Episode({"answer": answer}, [{"role": "assistant", "content": response}])
     (score,) = MathEnvironment(comparison, tags).step([episode])
-    assert score == Score(float(score.is_correct), score.is_correct, scorer_error=False)
+    assert score == Score(float(score.is_correct), score.is_correct, scorer_error=False, answer=score.answer)
     return score.is_correct
 
 
@@ -85,3 +85,24 @@ def test_thinking_is_found_in_no_time() -> None:
     assert without_thinking("<think>" * 100_000, "<think>", "</think>") == ""
     assert without_thinking("</think>" * 100_000 + "2", "<think>", "</think>") == "2"
     assert time.perf_counter() - start_s < 1
+
+
+@pytest.mark.parametrize(
+    ("comparison", "response", "found"),
+    [
+        ("symbolic", r"\boxed{\frac{1}{2}}", "1/2"),
+        ("symbolic", "That makes 72.", "72"),
+        ("symbolic", "I do not know", None),
+        ("exact", r"So $\boxed{x}$.", "x"),
+        ("dapo", "Answer: $\\frac12$", "\\frac{1}{2}"),
+        ("dapo", "It is 3", None),
+        ("english_multichoice", "Answer: C, surely", "C"),
+        ("english_multichoice", "C", None),
+        ("multilingual_multichoice", "答案:B", "B"),
+        ("multilingual_multichoice", "B", None),
+    ],
+)
+def test_what_responses_vote_by(comparison: str, response: str, found: str | None) -> None:
+    episode = Episode({"answer": "1"}, [{"role": "assistant", "content": response}])
+    (score,) = MathEnvironment(comparison, None).step([episode])
+    assert score.answer == found

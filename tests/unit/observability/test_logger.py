@@ -20,7 +20,9 @@ from nemo_rl_offload.runs.output import write_json_atomic
 def metric_logger(run_dir: Path, **enabled: bool) -> MetricLogger:
     """A logger with these sinks and no other."""
     section: Any = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml")["logger"]
-    section |= {f"{name}_enabled": enabled.get(name, False) for name in ("tensorboard", "jsonl", "wandb", "mlflow")}
+    section |= {
+        f"{name}_enabled": enabled.get(name, False) for name in ("tensorboard", "jsonl", "wandb", "mlflow", "swanlab")
+    }
     return MetricLogger(run_dir, section, {"grpo": {"seed": 1}, "logger": section})
 
 
@@ -91,7 +93,7 @@ class Failing:
 
 @pytest.mark.parametrize("when", ["init", "write", "close"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError(), RuntimeError("one\ntwo")])
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "swanlab"])
 def test_a_tracker_that_fails_is_told_of_once_and_left_out(
     name: str, error: Exception, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +147,15 @@ def test_wandb_goes_on_in_one_run(tmp_path: Path) -> None:
     files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len({file.stem for file in files}) == 1
     assert sum(file.read_bytes().count(b"validation/accuracy") for file in files) >= 2
+
+
+def test_swanlab_goes_on_in_one_run(tmp_path: Path) -> None:
+    pytest.importorskip("swanlab")
+    log_twice(tmp_path, "swanlab")
+    files = list(tmp_path.glob("swanlab/run-*/run-*.swanlab"))
+    assert len({file.stem for file in files}) == 1
+    assert sum(file.read_bytes().count(b"validation/accuracy") for file in files) >= 2
+    assert all(b"grpo" in (file.parent / "files" / "config.yaml").read_bytes() for file in files)
 
 
 def test_mlflow_goes_on_in_one_run(tmp_path: Path) -> None:

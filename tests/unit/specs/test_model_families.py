@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, LlamaConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nemo_rl_offload.specs.catalogue import CATALOGUE
 from nemo_rl_offload.specs.model_families import (
@@ -13,6 +14,7 @@ from nemo_rl_offload.specs.model_families import (
     unknown_keys,
     windows_or_sinks,
 )
+from nemo_rl_offload.specs.model_keys import unread_rope_keys
 
 LLAMA3 = {
     "factor": 8.0,
@@ -334,6 +336,52 @@ def test_keys_of_positions_that_nobody_reads_have_their_path() -> None:
     """As DeepSeek-R1-0528-Qwen3-8B has one."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.88, "original_max_position_embeddings": 32768}
     assert unknown_keys(PUBLIC["Qwen3-30B-A3B"] | {"rope_scaling": yarn}) == ["rope_scaling.attn_factor"]
+
+
+_NEEDED: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 1024, "mscale": 1.0, "mscale_all_dim": 2.0},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 1024},
+    "longrope": {
+        "short_factor": [1.0] * 32,
+        "long_factor": [2.0] * 32,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+}
+_OTHER: dict[str, Any] = {
+    "factor": 7.0,
+    "original_max_position_embeddings": 2048,
+    "attention_factor": 0.3,
+    "beta_fast": 2.0,
+    "beta_slow": 0.1,
+    "mscale": 3.0,
+    "mscale_all_dim": 5.0,
+    "truncate": False,
+    "low_freq_factor": 0.5,
+    "high_freq_factor": 30.0,
+    "short_factor": [9.0] * 32,
+    "long_factor": [8.0] * 32,
+}
+
+
+@pytest.mark.parametrize("kind", _NEEDED)
+def test_what_a_type_reads_of_positions_is_what_changes_transformers_frequencies(kind: str) -> None:
+    def turned(**changes: Any) -> object:
+        section = {**_NEEDED[kind], **changes, "rope_type": kind, "rope_theta": 10000.0}
+        config = LlamaConfig(
+            hidden_size=64, num_attention_heads=1, max_position_embeddings=4096, rope_parameters=section
+        )
+        found = [ROPE_INIT_FUNCTIONS[kind](config, seq_len=length) for length in (512, 8192)]
+        return [(frequencies.tolist(), factor) for frequencies, factor in found]
+
+    reads = {key for key, value in _OTHER.items() if turned(**{key: value}) != turned()}
+    unread = unread_rope_keys({"rope_type": kind, "rope_theta": 1.0, "partial_rotary_factor": 1.0, **_OTHER})
+    assert set(unread) == _OTHER.keys() - reads
+    assert set(unread_rope_keys(_OTHER)) == _OTHER.keys()
+    content = PUBLIC["Qwen3-30B-A3B"] | {"rope_scaling": {"rope_type": kind, **_NEEDED[kind], **_OTHER}}
+    assert unknown_keys(content) == [f"rope_scaling.{key}" for key in content["rope_scaling"] if key in unread]
 
 
 def test_a_family_that_is_not_taken_has_no_keys_without_effect() -> None:

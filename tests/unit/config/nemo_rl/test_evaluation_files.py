@@ -112,7 +112,16 @@ def test_other_values(tmp_path: Path, overrides: list[str], path: str, expected:
 @pytest.mark.parametrize(
     ("overrides", "path", "text"),
     [
-        (["eval.metric=cons@k"], "eval.metric", "Allowed: 'pass@k'"),
+        (["eval.metric=maj@k"], "eval.metric", "Allowed: 'pass@k' or 'cons@k'"),
+        (["eval.metric=cons@k", "data.env_name=function"], "eval.metric", "Set pass@k, or data.env_name to math or"),
+        (
+            [
+                *("eval.metric=cons@k", "eval.num_tests_per_prompt=64", "generation.temperature=0.6"),
+                "eval.k_value=32",
+            ],
+            "eval.k_value",
+            "cons@k votes in each choice of 32 out of 64 responses, of which there are more than 200000",
+        ),
         (["eval.num_tests_per_prompt=4", "generation.temperature=0.6", "eval.k_value=5"], "eval.k_value", "at most"),
         (["eval.num_tests_per_prompt=4"], "eval.num_tests_per_prompt", "all be the same"),
         (["data.dataset_name=mmlu"], "data.validation.dataset_name", "a data set of this name, not supported here"),

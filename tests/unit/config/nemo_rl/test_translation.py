@@ -13,7 +13,10 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 from nemo_rl_offload.cli import command_line as cli
 from nemo_rl_offload.cli.check import check_file
 from nemo_rl_offload.config.recipe import read_recipe
+from nemo_rl_offload.config.schema import FurtherTrainingDataConfig
 from nemo_rl_offload.config.sources import LoadedConfig
+from nemo_rl_offload.config.types import defaults_of
+from nemo_rl_offload.config.validation import examine
 
 M = "policy.megatron_cfg"
 ANY_MODELS_MTP = "{mtp_num_layers: 0, mtp_loss_scaling_factor: 0.0, mtp_detach_heads: false, moe_grouped_gemm: true}"
@@ -272,6 +275,11 @@ def test_other_keys(text: str, wanted: dict[str, Any], read: Callable[..., Loade
         ("grpo: {}\ndata: {train: [{path: x}, {path: y, size: 3}]}", "data.train.1.size", "unknown key in a list"),
         ("grpo: {}\ndata: {train: [{path: x}, {dataset_name: gsm9k}]}", "data.train.1.dataset_name", "Did you mean 'gsm8k'?"),  # noqa: E501
         ("grpo: {}\ndata: {train: [{path: x, prompt_file: a}, {path: y, prompt_file: b}]}", "data.train.1.prompt_file", "Give all the same"),  # noqa: E501
+        ("grpo: {}\ndata: {train: {path: x, further: [{path: y, size: 3}]}}", "data.train.further.0.size", "unknown key in a list"),  # noqa: E501
+        ("grpo: {}\ndata: {train: {path: x, further: [{path: y}, {split: z}]}}", "data.train.further.1.path", "missing value"),  # noqa: E501
+        ("grpo: {}\ndata: {train: {path: x, further: [{pth: y}]}}", "data.train.further.0.pth", "Did you mean 'path'?"),
+        *((f"sft: {{}}\npolicy: {{megatron_cfg: {{peft: {{{key}: 4}}}}}}", f"{M}.peft.{key}", f"Here it is {M}.peft.{there}")  # noqa: E501
+          for key, there in (("rank", "dim"), ("r", "dim"), ("lora_r", "dim"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout"))),  # noqa: E501
         ("grpo: {}\ndata: {train: [{path: x}, {path: y, repeat: 2}]}", "data.train.1.repeat", "repeated records, not"),
         ("grpo: {}\ndata: {default: {env_name: code}}", "data.default.env_name", "execution of code, not"),
         ("grpo: {}\ndata: {train: {prompt_file: a}, validation: {prompt_file: b}}", "data.validation.prompt_file", "Give both the same"),  # noqa: E501
@@ -343,6 +351,35 @@ data:
     assert train["further"][1]["input_key"] == "q"
     assert [validation["repeat"], [each["repeat"] for each in validation["further"]]] == [16, [1]]
     assert loaded.values["data"]["prompt_file"] == "cot.txt"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "{train: {path: x, further: [{path: y}, {data_path: z, input_key: q}]}}",
+        "{train: [{path: x}, {path: y}, {data_path: z, input_key: q}], default: {seed: 5}}",
+    ],
+)
+def test_a_further_data_set_has_defaults_and_nothing_of_the_first(data: str, read: Callable[..., LoadedConfig]) -> None:
+    first = data.replace("path: x", "path: x, max_samples: 3, output_key: o", 1)
+    loaded = read(f"grpo: {{}}\ndata: {first}")
+    assert loaded.refused == {}
+    train = loaded.values["data"]["train"]
+    own = defaults_of(FurtherTrainingDataConfig) | {"seed": 5 if "default" in data else 1_000_000}
+    assert (train["max_samples"], train["output_key"]) == (3, "o")
+    assert train["further"] == [
+        {**own, "path": "y"},
+        {**own, "path": "z", "input_key": "q"},
+    ]
+    assert read(yaml.safe_dump(loaded.values)).values["data"]["train"] == train, "as a run has saved it"
+
+
+@pytest.mark.parametrize("further", ["3", "[3]", "{path: y}", "null"])
+def test_further_data_sets_that_are_none(further: str, read: Callable[..., LoadedConfig]) -> None:
+    found = examine(read(f"grpo: {{}}\ndata: {{train: {{path: x, further: {further}}}}}"), run_here=False)
+    said = [str(each) for each in found.problems if each.path.startswith("data.train.further")]
+    assert len(said) == 1
+    assert re.search("is not allowed. Allowed: a (list of sections|section of keys)", said[0])
 
 
 def test_keys_without_effect_are_one_line_or_named(

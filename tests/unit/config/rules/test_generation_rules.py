@@ -27,7 +27,7 @@ TINY = "policy.model_name=examples/models/tiny_speller"
         ("stop_strings=END", r"Allowed: a list of text, or null. Write it as a list: \[END\]"),
         ("stop_token_ids=[264]", r"264 is no token of the model, which has 264 .* Give ids from 0 to 263\."),
         ("stop_token_ids=[3,-1]", r"stop_token_ids(\.1)?: -1 is not allowed"),
-        ("stop_token_ids=256", r"Allowed: a list of whole numbers, or null\."),
+        ("stop_token_ids=256", r"Allowed: a list of whole numbers from 0, or null\."),
         ("val_temperature=-0.1", r"val_temperature: -0\.1 is not allowed\. Allowed: a number from 0\."),
         ("val_temperature=null", r"val_temperature: null is not allowed"),
         ("val_top_p=0", r"val_top_p: 0 is not allowed"),

@@ -100,10 +100,10 @@ def test_a_broken_model_folder_is_one_problem(check: Check, make_model: MakeMode
         check(f"policy.model_name={model}", f"{M}.offload_modules=[moe_act]")
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
 def test_a_tracker_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda _: None)
-    values = {f"logger.{other}_enabled": other == name for other in ("wandb", "mlflow")}
+    values = {f"logger.{other}_enabled": other == name for other in ("wandb", "mlflow", "swanlab")}
     problems = [line for rule in machine.TRACKER_RULES for line in rule(values.__getitem__)]
     fix = f"Install it (`uv sync --group {name}`), or set this to false."
     assert problems == [f"logger.{name}_enabled: the package {name} is not installed. {fix}"]

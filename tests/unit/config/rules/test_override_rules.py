@@ -33,11 +33,41 @@ def said(*overrides: str) -> tuple[dict[str, str], dict[str, str]]:
         ("{rope_scaling: {rope_tipe: yarn}}", f"{OVERRIDES}.rope_scaling.rope_tipe", "Did you mean 'rope_type'?"),
         ("{rope_scaling: {truncate: 1}}", f"{OVERRIDES}.rope_scaling.truncate", "Allowed: true or false"),
         ("{rope_scaling: {factor: true}}", f"{OVERRIDES}.rope_scaling.factor", "Allowed: a number"),
+        ("{rope_scaling: {factor: 4}}", f"{OVERRIDES}.rope_scaling.factor", "rope_type default, which is meant where"),
+        ("{rope_parameters: {factor: 4}}", f"{OVERRIDES}.rope_parameters.factor", "(linear, dynamic, yarn, llama3,"),
+        ("{rope_scaling: {rope_type: default, factor: 4}}", f"{OVERRIDES}.rope_scaling.factor", "not read with"),
+        ("{rope_scaling: {rope_type: linear, factor: 2, beta_fast: 3}}", f"{OVERRIDES}.rope_scaling.beta_fast", "yarn"),
+        (
+            "{rope_scaling: {type: dynamic, factor: 2, original_max_position_embeddings: 8}}",
+            f"{OVERRIDES}.rope_scaling.original_max_position_embeddings",
+            "not read with rope_type dynamic",
+        ),
+        ("{rope_theta: 3, rope_scaling: {rope_theta: 4}}", f"{OVERRIDES}.rope_theta", "rope_scaling.rope_theta is 4"),
+        ("{rope_scaling: {rope_theta: null}}", f"{OVERRIDES}.rope_scaling.rope_theta", "Allowed: a number"),
+        ("{rope_scaling: {rope_type: linear, type: yarn, factor: 2}}", f"{OVERRIDES}.rope_scaling.type", "Remove one"),
+        (
+            "{rope_scaling: {rope_type: yarn, factor: 2, mscale: 1}}",
+            f"{OVERRIDES}.rope_scaling.mscale",
+            "together with",
+        ),
+        (
+            "{rope_scaling: {rope_type: yarn, factor: 2, mscale: 1, mscale_all_dim: 2, attention_factor: 1}}",
+            f"{OVERRIDES}.rope_scaling.mscale_all_dim",
+            "is not read beside attention_factor",
+        ),
     ],
 )
-def test_what_is_not_honoured_is_refused(override: str, path: str, text: str) -> None:
+def test_what_is_not_honoured_is_refused_once(override: str, path: str, text: str) -> None:
     problems, _ = said(f"{OVERRIDES}={override}")
     assert text in problems[path]
+    assert OVERRIDES not in problems or problems.keys() == {OVERRIDES}
+
+
+@pytest.mark.parametrize(
+    "override", ["{rope_theta: 3, rope_scaling: {rope_theta: 3}}", "{rope_scaling: {}}", "{rope_scaling: null}"]
+)
+def test_what_says_the_same_twice_or_nothing_is_taken(override: str) -> None:
+    assert said(f"{OVERRIDES}={override}")[0] == {}
 
 
 def test_stretched_positions_are_as_many_as_they_say() -> None:

@@ -103,3 +103,38 @@ def test_transformer_engine_has_no_windows_and_sinks_in_packs_that_ranks_share(
 def test_other_packs_may_be_shared(refusals: Refusals) -> None:
     packs = "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens=20000"
     assert refusals(f"{packs} M.transformer_impl=transformer_engine {WHOLE} {SIZES}.context_parallel_size=2") == []
+
+
+@pytest.mark.parametrize(
+    ("teacher", "layout", "words", "neighbor"),
+    [
+        ({"num_hidden_layers": 5}, "pipeline_model_parallel_size=2", "does not divide the teacher's 5 layers", 6),
+        (
+            {"num_hidden_layers": 5},
+            "pipeline_model_parallel_size=2 M.pipeline_model_parallel_layout='Ett|ttL'",
+            "does not divide the teacher's 5 layers",
+            10,
+        ),
+        ({"num_attention_heads": 3}, "tensor_model_parallel_size=2", "the teacher's 3 and 3 heads", None),
+        ({"num_key_value_heads": 3}, "tensor_model_parallel_size=2", "the teacher's 4 and 3 heads", None),
+        ({}, "expert_model_parallel_size=2", "does not divide the teacher's 0 experts", None),
+        ({"num_experts": 3}, "expert_model_parallel_size=2", "does not divide the teacher's 3 experts", None),
+        ({"num_experts": 4}, "tensor_model_parallel_size=2", "need sequence_parallel beside", None),
+    ],
+)
+def test_a_teacher_is_divided_like_the_student(
+    teacher: dict[str, int],
+    layout: str,
+    words: str,
+    neighbor: int | None,
+    refusals: Refusals,
+    make_model: Callable[..., Path],
+) -> None:
+    def said(**shape: int) -> list[str]:
+        name = f"algorithm=distillation teacher.model_name={make_model(**shape)}"
+        lines = refusals(f"{'MOE' if 'expert' in layout else ''} {name} M.{layout}")
+        return [line for line in lines if line.startswith("teacher.model_name: ") and "teacher's" in line]
+
+    (line,) = said(**teacher)
+    assert words in line
+    assert said(num_hidden_layers=neighbor or 4, **({"num_experts": 4} if "expert" in layout else {})) == []

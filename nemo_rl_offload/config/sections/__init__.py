@@ -1,0 +1,1 @@
+"""The sections of a configuration, whose keys `config/schema.py` puts together."""
