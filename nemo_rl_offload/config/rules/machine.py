@@ -18,6 +18,7 @@ from pathlib import Path
 
 from nemo_rl_offload.config.loader import EMPTY_PATH, resolve_data_path, resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.rules.megatron import transformer_engine_settings
+from nemo_rl_offload.config.rules.parallel import worker_counts
 from nemo_rl_offload.config.rules.rule import (
     MEGATRON,
     Get,
@@ -315,6 +316,28 @@ def _bind_is_here(get: Get) -> Iterator[str]:
         yield f"cluster.bind: this machine has no interface '{bind}', only {there}.{nearest(bind, here)} Or set auto."
 
 
+def _one_worker_is_enough(get: Get) -> Iterator[str]:
+    """`auto` is one worker where a run starts Ray on a machine without GPUs. Others are counted when Ray is there."""
+    is_private = get("cluster.num_nodes") == 1 and not os.environ.get("RAY_ADDRESS")
+    if get("cluster.gpus_per_node") == "auto" and is_private and _num_gpus() == 0:
+        yield from worker_counts(get, 1)
+
+
+def _num_gpus() -> int | None:
+    """Of this machine; None where the driver cannot be asked."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError_LibraryNotFound:
+        return 0
+    except pynvml.NVMLError:
+        return None
+
+
 LOCAL_PATH_RULES: tuple[Rule, ...] = tuple(partial(_is_not_empty, path) for path in LOCAL_PATHS)
 TRACKER_RULES: tuple[Rule, ...] = tuple(partial(_tracker_is_here, name) for name in ("wandb", "mlflow", "swanlab"))
 MACHINE_RULES: tuple[Rule, ...] = (
@@ -328,4 +351,5 @@ MACHINE_RULES: tuple[Rule, ...] = (
     _teacher_is_here,
     _data_is_here,
     _bind_is_here,
+    _one_worker_is_enough,
 )

@@ -160,9 +160,13 @@ def training_and_generating(colocated: Mapping[str, Any], num_nodes: int, per_no
 
 
 def _worker_counts(get: Get) -> Iterator[str]:
-    num_nodes, per_node = get("cluster.num_nodes"), get("cluster.gpus_per_node")
-    if per_node == "auto":
-        return
+    if (per_node := get("cluster.gpus_per_node")) != "auto":
+        yield from worker_counts(get, per_node)
+
+
+def worker_counts(get: Get, per_node: int) -> Iterator[str]:
+    """A rule for so many workers on each node: they divide among the parallel sizes, and the batch among them."""
+    num_nodes = get("cluster.num_nodes")
     colocated = get("policy.generation.colocated")
     if not algorithm_spec(get).generates:
         colocated = {"enabled": True}

@@ -242,3 +242,42 @@ def test_functions(faults: Callable[..., list[str]], path: str, params: str, wor
 )
 def test_functions_that_may_be_there(faults: Callable[..., list[str]], path: str, params: str) -> None:
     assert faults(path, params) == []
+
+
+@pytest.mark.parametrize("num_gpus", [0, None, 2])
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ("pipeline_model_parallel_size=2", "= 2 does not divide 1 worker(s)"),
+        ("expert_model_parallel_size=2", "expert_model_parallel_size: 2 does not divide the 1"),
+        ("pipeline_model_parallel_size=1", ""),
+    ],
+)
+def test_a_machine_without_gpus_has_one_worker_whose_number_is_known_before_ray_is_there(
+    sizes: str,
+    words: str,
+    num_gpus: int | None,
+    check: Check,
+    moe_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "_num_gpus", lambda: num_gpus)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    changes = (f"policy.model_name={moe_model}", f"policy.tokenizer.name={moe_model}", f"{M}.{sizes}")
+    offloading = f"{M}.fine_grained_activation_offloading=false"
+
+    def said(*, run_here: bool) -> bool:
+        """Whether it is an error for a run, and a warning elsewhere."""
+        try:
+            checked = check(*changes, offloading, "cluster.gpus_per_node=auto", run_here=run_here)
+        except ConfigError as error:
+            assert run_here
+            return words in str(error)
+        return not run_here and any(words in warning for warning in checked.warnings)
+
+    is_known = bool(words) and num_gpus == 0
+    assert said(run_here=True) == is_known
+    if words:
+        assert said(run_here=False) == is_known
+        monkeypatch.setenv("RAY_ADDRESS", "there:6379")
+        assert not said(run_here=True), "a cluster that is joined may have others"
