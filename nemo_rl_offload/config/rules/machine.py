@@ -130,12 +130,9 @@ def _dispatcher_is_here(get: Get) -> Iterator[str]:
         )
 
 
-def _tracker_is_here(name: str, get: Get) -> Iterator[str]:
+def _tracker_is_here(name: str, how: str, get: Get) -> Iterator[str]:
     if get(f"logger.{name}_enabled") and find_spec(name) is None:
-        yield (
-            f"logger.{name}_enabled: the package {name} is not installed. Install it (`uv sync --group {name}`), or "
-            "set this to false."
-        )
+        yield f"logger.{name}_enabled: the package {name} is not installed. Install it (`{how}`), or set this to false."
 
 
 def _teacher_is_here(get: Get) -> Iterator[str]:
@@ -339,7 +336,12 @@ def _num_gpus() -> int | None:
 
 
 LOCAL_PATH_RULES: tuple[Rule, ...] = tuple(partial(_is_not_empty, path) for path in LOCAL_PATHS)
-TRACKER_RULES: tuple[Rule, ...] = tuple(partial(_tracker_is_here, name) for name in ("wandb", "mlflow", "swanlab"))
+TRACKERS = {
+    "wandb": "uv sync --group wandb",
+    "mlflow": "uv sync --group mlflow",
+    "swanlab": "uv pip install swanlab",  # on other systems it needs an older protobuf than the tested one: no group
+}
+TRACKER_RULES: tuple[Rule, ...] = tuple(partial(_tracker_is_here, name, how) for name, how in TRACKERS.items())
 MACHINE_RULES: tuple[Rule, ...] = (
     _model_is_here,
     _tokenizer_is_here,

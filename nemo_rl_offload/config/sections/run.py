@@ -66,7 +66,7 @@ class LoggerConfig(TypedDict):
     mlflow_enabled: Annotated[bool, Default(False)]
     """Write metrics for MLflow (`uv sync --group mlflow`)."""
     swanlab_enabled: Annotated[bool, Default(False)]
-    """Write metrics for SwanLab (`uv sync --group swanlab`), offline unless SWANLAB_MODE says otherwise."""
+    """Write metrics for SwanLab (`uv pip install swanlab`), offline unless SWANLAB_MODE says otherwise."""
     wandb: WandbConfig
     """Weights & Biases."""
     mlflow: MlflowConfig

@@ -100,12 +100,12 @@ def test_a_broken_model_folder_is_one_problem(check: Check, make_model: MakeMode
         check(f"policy.model_name={model}", f"{M}.offload_modules=[moe_act]")
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+@pytest.mark.parametrize("name", machine.TRACKERS)
 def test_a_tracker_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda _: None)
-    values = {f"logger.{other}_enabled": other == name for other in ("wandb", "mlflow", "swanlab")}
+    values = {f"logger.{other}_enabled": other == name for other in machine.TRACKERS}
     problems = [line for rule in machine.TRACKER_RULES for line in rule(values.__getitem__)]
-    fix = f"Install it (`uv sync --group {name}`), or set this to false."
+    fix = f"Install it (`{machine.TRACKERS[name]}`), or set this to false."
     assert problems == [f"logger.{name}_enabled: the package {name} is not installed. {fix}"]
     monkeypatch.setattr(machine, "find_spec", lambda _: object())
     assert [line for rule in machine.TRACKER_RULES for line in rule(values.__getitem__)] == []
