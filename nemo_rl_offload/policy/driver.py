@@ -196,6 +196,7 @@ class Policy:
 
     def refit(self) -> None:
         """Give the trained weights to the generator, where it does not have them."""
+        self._trainers.make_room(self._generator.lacking_bytes(), keeps_weights=True)  # of which it reads them
         self._generator.wake()
         if self._generator_is_behind or not self._generator.has_weights:
             self._trainers.come_back(weights_alone=True)

@@ -127,10 +127,11 @@ class ModelWorkers:
         parts = self._of_shards(results, len(shards))[::num_alike]
         return [response for part in parts for response in part]
 
-    def make_room(self, num_bytes: Sequence[int]) -> None:
+    def make_room(self, num_bytes: Sequence[int], *, keeps_weights: bool = False) -> None:
         """Let what training alone needs leave each rank's device, as far as fewer bytes are free there than that."""
         if any(num_bytes):
-            self.are_away = any(self.workers.run_sharded(PolicyWorker.make_room, [(each,) for each in num_bytes]))
+            calls = [(each, keeps_weights) for each in num_bytes]
+            self.are_away = any(self.workers.run_sharded(PolicyWorker.make_room, calls))
 
     def make_room_for_share(self, share: float) -> None:
         """The same for a share of the devices' whole memory, and a process that uses it."""

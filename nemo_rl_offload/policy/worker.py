@@ -262,14 +262,15 @@ class PolicyWorker:
             self._departed = keep_weights(DepartingWeights, self._arena, self._model.modules, "teacher's")
             self._empty_cache(from_level=0)
 
-    def make_room(self, num_bytes: int) -> bool:
+    def make_room(self, num_bytes: int, keeps_weights: bool) -> bool:
         """Let what training alone needs leave the device, as far as fewer bytes are free there than that.
 
+        With `keeps_weights` they stay, for an engine that is to read them.
         Returns whether something is away; then `come_back` comes before all that needs the model. Raises ConfigError
         where the host's budget has no room.
         """
         self._model.gather_weights()
-        return self._away.make_room(num_bytes)
+        return self._away.make_room(num_bytes, keeps_weights=keeps_weights)
 
     def come_back(self, *, weights_alone: bool) -> None:
         """What has left is on the device again; with `weights_alone` the optimizer's part stays where it is."""

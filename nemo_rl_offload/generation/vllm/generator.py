@@ -147,7 +147,7 @@ class VllmGenerator:
             self._group.run_all(VllmWorker.wake)
 
     def lacking_bytes(self) -> list[int]:
-        """Of engines that have been asleep, the cache."""
+        """Of engines that sleep, weights and cache; of those that are half awake, the cache."""
         return self._group.run_all(VllmWorker.lacking_bytes) if self._sleeps else []
 
     def notices(self) -> list[list[str]]:

@@ -244,7 +244,7 @@ class VllmWorker:
 
     def lacking_bytes(self) -> int:
         """Device memory that the next prompts take, beside what is taken."""
-        return max(0, self._slept_bytes) if "kv_cache" in self._asleep else 0
+        return max(0, self._slept_bytes) if self._asleep else 0
 
     @staticmethod
     def _free_bytes() -> int:

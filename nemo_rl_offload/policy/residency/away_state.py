@@ -45,8 +45,10 @@ class AwayState:
         """Host memory that was taken for them, and is kept."""
         return self._optimizer.num_bytes + self._weights.num_bytes
 
-    def make_room(self, num_bytes: int) -> bool:
+    def make_room(self, num_bytes: int, *, keeps_weights: bool = False) -> bool:
         """Let them leave until so many bytes of the device are free; returns whether any are away.
+
+        With `keeps_weights` no more than the optimizer leaves.
 
         Raises ConfigError where the host's budget has no room for them.
         """
@@ -56,7 +58,7 @@ class AwayState:
         )
         if self._lacks(num_bytes):
             free_gradients(self._model)
-        for part, tensors in parts:
+        for part, tensors in parts[:1] if keeps_weights else parts:
             if not part.are_away and self._lacks(num_bytes):
                 self._leave(part, tensors())
         return any(part.are_away for part, _ in parts)

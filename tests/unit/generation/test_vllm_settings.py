@@ -196,6 +196,7 @@ def test_an_engine_without_prompts_wakes_up_whole_and_knows_what_it_lacks_before
     for _ in range(2):
         worker.sleep()
         free["bytes"] -= 4  # training has got larger
+        assert worker.lacking_bytes() == 53
         worker.wake()
         assert (free["bytes"], worker.lacking_bytes()) == (56, 50)
         assert worker.generate([], 0, [], Sampling(8)) == []

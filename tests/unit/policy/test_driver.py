@@ -119,8 +119,8 @@ class FakeWorker:
     def device(self) -> tuple[str, int]:
         return "a GPU", 1000 if self.rank else 0
 
-    def make_room(self, num_bytes: int) -> bool:
-        self.calls.append(("make_room", num_bytes))
+    def make_room(self, num_bytes: int, keeps_weights: bool) -> bool:
+        self.calls.append(("make_room", num_bytes, keeps_weights))
         return self.rank == 1 and num_bytes > 3
 
     def come_back(self, *, weights_alone: bool) -> None:
@@ -223,19 +223,21 @@ def test_what_training_needs_is_away_while_an_engine_generates_where_that_lacks_
         policy.generate([[1]], 3, SAMPLING)
         policy.export_hf(Path("folder"))
         policy.get_logprobs(make_batch(12))
-        room, weights, all_of_it = ("make_room", lacking_bytes), ("come_back", True), ("come_back", False)
-        assert workers[0].calls == ([room, all_of_it, ("export",)] if is_away else [room, ("export",)])
+        first, room = ("make_room", lacking_bytes, True), ("make_room", lacking_bytes, False)
+        weights, all_of_it = ("come_back", True), ("come_back", False)
+        before = [first, weights, room] if is_away else [first, room]
+        assert workers[0].calls == [*before, *([all_of_it] if is_away else []), ("export",)]
         workers[0].calls.clear()
     policy.generate([[1]], 3, SAMPLING)
     anything._generator.has_weights = False
     policy.refit()
-    assert workers[1].calls[-2:] == ([weights, room] if is_away else [room, room])
+    assert workers[1].calls[-3:] == ([first, weights, room] if is_away else [room, first, room])
 
 
 def test_room_for_a_share_is_asked_of_devices_that_have_memory(make: Make) -> None:
     policy, workers = make(2)
     policy._trainers.make_room_for_share(0.25)
-    assert [worker.calls for worker in workers] == [[("make_room", 0)], [("make_room", 250 + (1 << 30))]]
+    assert [worker.calls for worker in workers] == [[("make_room", 0, False)], [("make_room", 250 + (1 << 30), False)]]
     assert policy._trainers.are_away
 
 
