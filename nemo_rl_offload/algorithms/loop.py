@@ -338,6 +338,8 @@ class TrainingLoop(ABC):
             metrics["offload/peak_host_bytes"] = float(after["peak_host_bytes"])
         for phase, peak_bytes in memory.get("peak_device_bytes_by_phase", {}).items():
             metrics[f"memory/peak_device_bytes/{phase}"] = float(peak_bytes)
+        for what, resident_bytes in memory.get("device_bytes", {}).items():
+            metrics[f"memory/device_bytes/{what}"] = float(resident_bytes)
         for what, host_bytes in memory.get("host_bytes", {}).items():
             metrics[f"memory/host_bytes/{what}"] = float(host_bytes)
         device_bytes = memory["peak_device_bytes"]

@@ -48,8 +48,10 @@ NOT_SHOWN_THEN = "Move it away, and the page is written without it."
 SAMPLES_SHOWN, SAMPLE_CHARACTERS = 16, 4000
 """Of a validation or a step, and of each of their texts."""
 FIRST_CURVES = ("loss", "reward", "accuracy", "grad_norm", "lr", "tokens_per_s")
-DEVICE_BY_PHASE, HOST_BY_CLASS = "memory/peak_device_bytes/", "memory/host_bytes/"
-"""What metrics of memory begin with: the most on a device in each phase, and what waits on all hosts."""
+DEVICE_BY_PHASE, DEVICE_BY_CLASS, HOST_BY_CLASS = (
+    f"memory/{name}/" for name in ("peak_device_bytes", "device_bytes", "host_bytes")
+)
+"""What metrics of memory begin with: the most on a device in each phase, what stands there, what waits on all hosts."""
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
 """By metric and prefix: steps and values."""
 
@@ -205,7 +207,9 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 def _curves(curves: Curves) -> Iterator[str]:
-    names = [name for name in curves if not name.startswith(("timing/", DEVICE_BY_PHASE, HOST_BY_CLASS))]
+    names = [
+        name for name in curves if not name.startswith(("timing/", DEVICE_BY_PHASE, DEVICE_BY_CLASS, HOST_BY_CLASS))
+    ]
     first = [name for name in FIRST_CURVES if name in names]
     yield _charts(_figure(name, curves[name]) for name in first)
     others = [name for name in names if name not in first]
@@ -227,6 +231,7 @@ def _memory_by_class(curves: Curves) -> Iterator[str]:
     """Of training steps: curves and a table of the most on a device in each phase, and of what waits on the hosts."""
     groups = {
         "device memory, the most of each phase": _lines_below(DEVICE_BY_PHASE, curves),
+        "memory of the fullest worker's device throughout training": _lines_below(DEVICE_BY_CLASS, curves),
         "host memory of all workers, by what waits there": _lines_below(HOST_BY_CLASS, curves),
     }
     found = {name: lines for name, lines in groups.items() if lines}
@@ -294,6 +299,9 @@ def _phases(summary: Summary) -> Iterator[str]:
     """Device memory and seconds of each phase, and the host's memory by what waits there."""
     if rows := phase_rows(summary):
         yield f"<h3>Phases of all steps</h3>{_table(rows)}"
+    if sizes := summary["memory"].get("device_bytes"):
+        yield f"<h3>Memory of the fullest worker's device throughout training</h3>{bar(sizes)}"
+        yield _table({name: human_bytes(size) for name, size in sizes.items()})
     if sizes := summary["memory"].get("host_bytes"):
         yield f"<h3>Host memory of all workers</h3>{bar({name: size for name, size in sizes.items() if size})}"
         yield _table(host_rows(summary["memory"]))

@@ -135,6 +135,10 @@ class HostArena:
         self.held_bytes += num_bytes
         return block
 
+    def holds(self, address: int) -> bool:
+        """Whether memory of `hold` is at this address."""
+        return any(start <= address < start + size for block in self._held for start, size in block.parts)
+
     def reserve(self, num_bytes: int) -> Block | None:
         """A block of `num_bytes`, or None when neither the free memory nor the budget has room for it."""
         waiting = self._waiting.get(num_bytes)

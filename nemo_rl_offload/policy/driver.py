@@ -279,12 +279,16 @@ class Policy:
         by_phase: dict[str, int] = {}
         for phase, peak in peaks:
             by_phase[phase] = max(peak, by_phase.get(phase, 0))
+        by_class: dict[str, int] = {}
+        for sizes in self._workers.run_all(PolicyWorker.device_bytes):
+            by_class |= {name: max(size, by_class.get(name, 0)) for name, size in sizes.items()}
         host_bytes: Counter[str] = Counter()
         for sizes in self._workers.run_all(PolicyWorker.host_bytes):
             host_bytes.update(sizes)
         return {
             "peak_device_bytes": max(by_phase.values(), default=None),
             "peak_device_bytes_by_phase": by_phase,
+            "device_bytes": by_class,
             "host_bytes": dict(host_bytes),
         }
 

@@ -104,6 +104,7 @@ class PolicyWorker:
         self._export: WeightExport | None = None
         self._loader: WeightLoader | None = None
         self._has_trained = False
+        self._device_bytes: dict[str, int] = {}
         self._reference: WaitingWeights | None = None
         if keep_reference and not self._model.has_adapters:
             self._reference = keep_weights(WaitingWeights, self._arena, self._whole_model().modules, "reference's")
@@ -137,6 +138,7 @@ class PolicyWorker:
         """
         from nemo_rl_offload.megatron.step.train_step import train_step
         from nemo_rl_offload.policy.residency.gradients import restore_gradients
+        from nemo_rl_offload.policy.residency.model_tensors import resident_bytes
 
         with self._phases.phase("train"):
             try:
@@ -146,6 +148,8 @@ class PolicyWorker:
                 if not is_out_of_memory(error):
                     raise
                 raise self._out_of_memory(loss_name) from error
+        if not self._has_trained:
+            self._device_bytes = resident_bytes(self._model, self._arena)
         self._free_gradients()
         give_back_free_memory()
         if not self._has_trained:
@@ -412,6 +416,10 @@ class PolicyWorker:
     def peak_device_bytes(self) -> dict[str, int]:
         """Highest device memory that torch has allocated, by phase; none on a CPU."""
         return self._phases.peaks
+
+    def device_bytes(self) -> dict[str, int]:
+        """Of the device, what stands there throughout a training step, by what it is; none before the first."""
+        return self._device_bytes
 
     def host_bytes(self) -> dict[str, int]:
         """Of the arena, by what waits there: held all the time, but for the most that activations have taken."""

@@ -161,6 +161,8 @@ class MemoryTotals(TypedDict):
     peak_device_bytes: Count | None
     """Null where there is no device."""
     peak_device_bytes_by_phase: NotRequired[dict[str, Count]]
+    device_bytes: NotRequired[dict[str, Count]]
+    """Throughout a training step, by what stands there."""
     host_bytes: NotRequired[dict[str, Count]]
     """By what waits there; of activations, the most."""
 

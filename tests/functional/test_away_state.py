@@ -17,6 +17,8 @@ from nemo_rl_offload.policy.residency import away_state
 from nemo_rl_offload.policy.residency.away_state import MARGIN_BYTES, AwayState
 from nemo_rl_offload.policy.residency.gradients import restore_gradients
 from nemo_rl_offload.policy.residency.kept_weights import lasting_tensors
+from nemo_rl_offload.policy.residency.megatron_optimizer import keep_what_waits_on_host
+from nemo_rl_offload.policy.residency.model_tensors import resident_bytes
 
 NEEDED_BYTES = 1000
 TRAINS = ("optimizer.lr=1e-2", "scheduler.lr_warmup_iters=0", "moe_aux_loss_coeff=0", "transformer_impl=torch")
@@ -86,3 +88,30 @@ def test_a_budget_without_room_is_named(model_folder: Callable[[str], Path], mon
     away = AwayState(HostArena(make_backend(), 1 << 12), build_model(make_policy(), model_folder("qwen2"), num_steps=6))
     with pytest.raises(ConfigError, match=r"host_memory_budget: .* has no room for what leaves the GPU while vLLM"):
         away.make_room(1)
+
+
+@pytest.mark.usefixtures("any_device_process_group")
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"weights": 4, "gradients": 4, "optimizer": 8}),
+        ((DISTRIBUTED, ".precision=bfloat16"), {"weights": 2, "gradients": 4, "optimizer": 12}),
+        ((".precision=bfloat16", "optimizer.optimizer=sgd"), {"weights": 2, "gradients": 4, "optimizer": 8}),
+        ((DISTRIBUTED, ".precision=bfloat16", "optimizer.optimizer_cpu_offload=true"), {"weights": 2, "gradients": 4}),
+    ],
+    ids=["float32", "bfloat16", "sgd", "optimizer on the host"],
+)
+def test_what_stands_on_the_device_by_class(
+    overrides: tuple[str, ...], expected: dict[str, int], model_folder: Callable[[str], Path]
+) -> None:
+    """Bytes a parameter, but for what fills buffers up and single numbers."""
+    policy, arena = make_policy(*TRAINS, *overrides), HostArena(make_backend(), 1 << 28)
+    model = build_model(policy, model_folder("qwen2"), num_steps=6)
+    keep_what_waits_on_host(policy, model, arena)
+    take_step(model, 0)
+    found = resident_bytes(model, arena)
+    count = sum(weight.numel() for module in model.modules for weight in module.parameters())
+    assert {name: size / count for name, size in found.items() if size > count / 10} == pytest.approx(
+        expected, rel=0.03
+    )
+    arena.close()

@@ -18,7 +18,8 @@ from nemo_rl_offload.megatron.build.model import MegatronModel
 from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.waiting_weights import AwayTensors
 from nemo_rl_offload.policy.residency.gradients import free_gradients
-from nemo_rl_offload.policy.residency.kept_weights import BUDGET_KEY, lasting_tensors
+from nemo_rl_offload.policy.residency.kept_weights import BUDGET_KEY
+from nemo_rl_offload.policy.residency.model_tensors import optimizer_tensors, weight_tensors
 from nemo_rl_offload.units import MIB, gib
 
 MARGIN_BYTES = 256 * MIB
@@ -52,15 +53,15 @@ class AwayState:
 
         Raises ConfigError where the host's budget has no room for them.
         """
-        parts: Sequence[tuple[AwayTensors, Callable[[], list[Tensor]]]] = (
-            (self._optimizer, self._optimizer_tensors),
-            (self._weights, self._weight_tensors),
+        parts: Sequence[tuple[AwayTensors, Callable[[MegatronModel, HostArena], list[Tensor]]]] = (
+            (self._optimizer, optimizer_tensors),
+            (self._weights, weight_tensors),
         )
         if self._lacks(num_bytes):
             free_gradients(self._model)
         for part, tensors in parts[:1] if keeps_weights else parts:
             if not part.are_away and self._lacks(num_bytes):
-                self._leave(part, tensors())
+                self._leave(part, tensors(self._model, self._arena))
         return any(part.are_away for part, _ in parts)
 
     def bring_weights(self) -> None:
@@ -85,25 +86,3 @@ class AwayState:
                 f" has no room for what leaves the GPU while vLLM generates: {error}. Raise it, or lower "
                 "policy.generation.vllm_cfg.gpu_memory_utilization."
             ) from error
-
-    def _weight_tensors(self) -> list[Tensor]:
-        return [each for each in lasting_tensors(self._model.modules) if self._is_on_device(each)]
-
-    def _optimizer_tensors(self) -> list[Tensor]:
-        if self._model.optimizer is None:
-            return []
-        of_model = {each.untyped_storage().data_ptr() for each in lasting_tensors(self._model.modules)}
-        chained = getattr(self._model.optimizer, "chained_optimizers", [self._model.optimizer])
-        optimizers = [each.optimizer for each in chained if each.optimizer is not None]
-        main_weights = [weight for each in optimizers for group in each.param_groups for weight in group["params"]]
-        state = [value for each in optimizers for values in each.state.values() for value in values.values()]
-        return [
-            each
-            for each in (*main_weights, *state)
-            if isinstance(each, Tensor)
-            and self._is_on_device(each)
-            and each.untyped_storage().data_ptr() not in of_model
-        ]
-
-    def _is_on_device(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._arena.backend.device.type and tensor.numel() > 0

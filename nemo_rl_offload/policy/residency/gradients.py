@@ -9,6 +9,8 @@ that stays could settle in it, and the gradients would not fit there again.
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from nemo_rl_offload.megatron.build.model import MegatronModel
 from nemo_rl_offload.megatron.protocols import GradientBuffer
 
@@ -26,6 +28,11 @@ def restore_gradients(model: MegatronModel) -> None:
     if model.optimizer is not None:
         for buffer in _buffers(model):
             buffer.reload_from_cpu(move_params=False, move_grads=True)
+
+
+def gradient_tensors(model: MegatronModel) -> list[Tensor]:
+    """The buffers of a model's gradients; of freed ones, without memory."""
+    return [buffer.grad_data for buffer in _buffers(model)] if model.optimizer is not None else []
 
 
 def _buffers(model: MegatronModel) -> Iterator[GradientBuffer]:

@@ -125,6 +125,7 @@ def test_memory_by_class_is_drawn_while_the_run_goes_on(run_dir: Path) -> None:
         "memory/peak_device_bytes/train": [7 << 20, 5 << 20],
         **{f"memory/host_bytes/{name}": [1 << 20, 3 << 20] for name in ("activations", "reference_weights", "teacher")},
         "memory/host_bytes/optimizer": [2 << 20, 2 << 20],
+        "memory/device_bytes/gradients": [6 << 20, 6 << 20],
     }
     with (run_dir / "metrics.jsonl").open("w") as file:
         for step in (1, 2):
@@ -135,6 +136,7 @@ def test_memory_by_class_is_drawn_while_the_run_goes_on(run_dir: Path) -> None:
         "device memory, the most of each phase",
         "train5.00 MiB7.00 MiB",
         "by what waits there",
+        "throughout traininggradients6.00 MiB6.00 MiB",
         "reference weights3.00 MiB3.00 MiB",
         "optimizer2.00 MiB2.00 MiB",
         "1 more",  # memory/peak_device_bytes, and none of these a second time

@@ -129,6 +129,9 @@ class FakeWorker:
     def export_hf(self, folder: Path) -> None:
         self.calls.append(("export",))
 
+    def device_bytes(self) -> dict[str, int]:
+        return {"weights": 40 + self.rank, "gradients": 30 - self.rank} if self.rank else {"gradients": 30}
+
     def host_bytes(self) -> dict[str, int]:
         return {"activations": 10 + self.rank, "reference_weights": 5}
 
@@ -481,6 +484,7 @@ def test_memory_of_all_ranks(
     assert policy.memory() == {
         "peak_device_bytes": expected,
         "peak_device_bytes_by_phase": by_phase,
+        "device_bytes": {"gradients": 30, "weights": 41},
         "host_bytes": {"activations": 21, "reference_weights": 10},
     }
 
