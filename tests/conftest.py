@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """A failed test leaves no process behind: a run that goes on would slow down all tests that follow."""
+    """What a failed test has started ends with it: a run that goes on would slow down all tests that follow."""
     report = yield
     if call.when == "call" and report.failed:
         for process in psutil.process_iter():

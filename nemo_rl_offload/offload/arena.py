@@ -7,7 +7,8 @@ which in training mostly comes, and costs no bookkeeping then; as soon as someth
 free extents. A pool keyed by tensor shape, the usual choice, never gives a shape's memory to another shape and so
 grows with every new sequence length. Slabs are powers of two, because allocators of
 pinned memory round up to one anyway. A free extent carries the events of the copies that may still touch it as
-fences: the host never waits for them, the next owner's first copy does. Limit: slabs stay until `close`.
+fences: the host never waits for them, the next owner's first copy does. Limit: slabs stay until `close`, or
+until `drop_unused`.
 
 What lives as long as the run (an optimizer's state, reference weights) is `hold`'s: a slab of its own, in one piece and
 of its own size, which counts against the same budget. So tensors can be views of it, and what comes and goes every step
@@ -224,6 +225,15 @@ class HostArena:
         self._free, self._waiting = free, defaultdict(deque)
         self.capacity_bytes = sum(slab.num_bytes for slab in self._slabs)
         self.used_bytes = sum(block.reserved_bytes for block in used)
+
+    def drop_unused(self) -> None:
+        """Give back the slabs of `reserve` while none of their blocks is in use, so that `hold` can have the room."""
+        if self.used_bytes or self._is_closed:
+            return
+        self._backend.synchronize()  # a former owner's last copy may be under way
+        self._slabs.clear()
+        self._free, self._waiting = FreeExtents(self._backend.done), defaultdict(deque)
+        self.capacity_bytes = 0
 
     def close(self) -> None:
         """Drop every slab; a slab's memory goes back to the system with the last block that uses it."""

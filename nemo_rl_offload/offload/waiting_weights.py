@@ -88,6 +88,8 @@ def _hold(arena: HostArena, sizes: Sequence[int]) -> tuple[list[Block], list[Blo
     """
     missing = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
     if missing > arena.free_bytes:
+        arena.drop_unused()
+    if missing > arena.free_bytes:
         raise MemoryError(f"{missing} bytes are needed, {arena.free_bytes} left")
     slabs: list[Block] = []
     try:

@@ -139,13 +139,9 @@ class Policy:
         return self._trainers.run_sharded(method, shards)
 
     def _take_devices(self) -> None:
+        """Whatever the workers do may need more memory than an engine leaves, a checkpoint's whole buckets too."""
         self._generator.sleep()
         self._trainers.come_back()
-
-    def _bring_model(self) -> None:
-        """For what reads the whole model and needs no memory besides; an engine that leaves it room stays awake."""
-        if self._trainers.are_away:
-            self._take_devices()
 
     def get_logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of every token under the current weights, float32 [B, S]; position 0 is 0."""
@@ -191,7 +187,8 @@ class Policy:
         self._workers.run_all(PolicyWorker.leave_device)
 
     def hand_back_memory(self) -> None:
-        """Leave what the workers do not use of their devices to others."""
+        """Leave what the workers do not use of their devices to others; an engine beside them sleeps."""
+        self._generator.sleep()
         self._workers.run_all(PolicyWorker.hand_back_memory)
 
     def refit(self) -> None:
@@ -215,7 +212,7 @@ class Policy:
         The optimizer's state is among them if it is wanted.
         """
         folder.mkdir()
-        self._bring_model()
+        self._take_devices()
         how = {"in_background": in_background, "with_optimizer": with_optimizer}
         self._workers.run_all(PolicyWorker.start_checkpoint, folder.resolve(), **how)
 
@@ -230,19 +227,19 @@ class Policy:
 
     def load_checkpoint(self, folder: Path, manifest: Manifest) -> None:
         """Read what was written, with these files."""
-        self._bring_model()
+        self._take_devices()
         self._workers.run_all(PolicyWorker.load_checkpoint, folder.resolve(), manifest)
         self._generator_is_behind = True
 
     def load_start_weights(self, folder: Path, manifest: Manifest) -> None:
         """Begin with the weights of a checkpoint with these files; a reference model has them too."""
-        self._bring_model()
+        self._take_devices()
         self._workers.run_all(PolicyWorker.load_start_weights, folder.resolve(), manifest)
         self._generator_is_behind = True
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, with the start model's configuration and tokenizer."""
-        self._bring_model()
+        self._take_devices()
         self._workers.run_all(PolicyWorker.export_hf, folder.resolve())
 
     def offload_stats(self) -> OffloadTotals:
@@ -279,16 +276,14 @@ class Policy:
         by_phase: dict[str, int] = {}
         for phase, peak in peaks:
             by_phase[phase] = max(peak, by_phase.get(phase, 0))
-        by_class: dict[str, int] = {}
-        for sizes in self._workers.run_all(PolicyWorker.device_bytes):
-            by_class |= {name: max(size, by_class.get(name, 0)) for name, size in sizes.items()}
+        of_the_fullest = max(self._workers.run_all(PolicyWorker.device_bytes), key=lambda sizes: sum(sizes.values()))
         host_bytes: Counter[str] = Counter()
         for sizes in self._workers.run_all(PolicyWorker.host_bytes):
             host_bytes.update(sizes)
         return {
             "peak_device_bytes": max(by_phase.values(), default=None),
             "peak_device_bytes_by_phase": by_phase,
-            "device_bytes": by_class,
+            "device_bytes": of_the_fullest,
             "host_bytes": dict(host_bytes),
         }
 

@@ -131,6 +131,7 @@ class ModelWorkers:
         """Let what training alone needs leave each rank's device, as far as fewer bytes are free there than that."""
         if any(num_bytes):
             calls = [(each, keeps_weights) for each in num_bytes]
+            self.are_away = True  # some may be, where another fails
             self.are_away = any(self.workers.run_sharded(PolicyWorker.make_room, calls))
 
     def make_room_for_share(self, share: float) -> None:

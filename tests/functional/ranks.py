@@ -24,6 +24,7 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rank_preload"])
+        os.environ.pop("PYTEST_CURRENT_TEST", None)  # other tests use them too
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where the server looks for it
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

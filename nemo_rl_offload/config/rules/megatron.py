@@ -340,7 +340,8 @@ def _warmup_never_ends(get: Get) -> Iterator[str]:
 
 
 def _no_further_tokens(get: Get) -> Iterator[str]:
-    given = [key for key in ("mtp_loss_scaling_factor", "mtp_detach_heads") if megatron(get, key)]
+    keys = ("mtp_loss_scaling_factor", "mtp_detach_heads", "mtp_use_repeated_layer")
+    given = [key for key in keys if megatron(get, key)]
     if given and not model_shape(get).predicts_further_tokens:
         why = (
             "with mtp_num_layers 0" if megatron(get, "mtp_num_layers") == 0 else "because the model has no such layers"

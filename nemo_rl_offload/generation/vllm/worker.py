@@ -68,6 +68,8 @@ class VllmWorker:
         self._asleep: set[str] = set()
         self._slept_bytes = 0
         """Device memory that sleep has given up, and waking has not taken again."""
+        self._unused_bytes = 0
+        """Of the engine's share, what it had not taken when it was built: prompts take it for their activations."""
         self._assembler = Assembler()
         self._is_updating = False
         self._num_updates = 0
@@ -95,11 +97,15 @@ class VllmWorker:
             can_sleep=self._can_sleep,
             cache_bytes=_cpu_cache_bytes(config) if self._is_cpu else None,
         )
+        free_bytes = self._free_bytes() if self._can_sleep else 0
         with _explained("building the engine"):
             try:
                 self._llm = LLM(**arguments)
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise _refusal(error) from error
+        if self._can_sleep:
+            share_bytes = arguments["gpu_memory_utilization"] * torch.cuda.mem_get_info()[1]
+            self._unused_bytes = max(0, int(share_bytes) - (free_bytes - self._free_bytes()))
         self._sampling_params, self._at_the_end = SamplingParams, RequestOutputKind.FINAL_ONLY
         self._peers = get_world_group().cpu_group
         if is_truncated(config["generation"]):
@@ -224,6 +230,8 @@ class VllmWorker:
 
     def sleep(self) -> None:
         """Give up weights and cache, where training has the same device."""
+        if self._asleep == {"kv_cache"}:  # of an engine that got no prompts: half asleep, it would not go to sleep
+            self._wake("kv_cache")
         if self._can_sleep and not self._asleep:
             free_bytes = self._free_bytes()
             self._llm.sleep(level=2)
@@ -244,7 +252,7 @@ class VllmWorker:
 
     def lacking_bytes(self) -> int:
         """Device memory that the next prompts take, beside what is taken."""
-        return max(0, self._slept_bytes) if self._asleep else 0
+        return max(0, self._slept_bytes) + self._unused_bytes if self._asleep else 0
 
     @staticmethod
     def _free_bytes() -> int:

@@ -74,7 +74,7 @@ class AwayState:
         self._optimizer.come_back()
 
     def _lacks(self, num_bytes: int) -> bool:
-        free_bytes = free_device_bytes()
+        free_bytes = free_device_bytes() if num_bytes else None
         return free_bytes is not None and free_bytes < num_bytes + MARGIN_BYTES
 
     def _leave(self, part: AwayTensors, tensors: Sequence[Tensor]) -> None:

@@ -190,18 +190,23 @@ def test_an_engine_without_prompts_wakes_up_whole_and_knows_what_it_lacks_before
         free["bytes"] -= sum(sizes[tag] for tag in tags)
 
     monkeypatch.setattr(VllmWorker, "_free_bytes", staticmethod(lambda: free["bytes"]))
-    worker._asleep, worker._can_sleep, worker._slept_bytes = set(), True, 0
+    worker._asleep, worker._can_sleep, worker._slept_bytes, worker._unused_bytes = set(), True, 0, 7
     worker._llm = SimpleNamespace(sleep=sleep, wake_up=wake_up)
     assert worker.lacking_bytes() == 0
     for _ in range(2):
         worker.sleep()
         free["bytes"] -= 4  # training has got larger
-        assert worker.lacking_bytes() == 53
+        assert worker.lacking_bytes() == 60
         worker.wake()
-        assert (free["bytes"], worker.lacking_bytes()) == (56, 50)
+        assert (free["bytes"], worker.lacking_bytes()) == (56, 57)
         assert worker.generate([], 0, [], Sampling(8)) == []
         assert (free["bytes"], worker.lacking_bytes()) == (6, 0)
         free["bytes"] = 10
+    worker.sleep()
+    worker.wake()
+    worker.sleep()
+    assert worker._asleep == {"weights", "kv_cache"}, "an engine that got no prompts gives its weights up too"
+    assert free["bytes"] == 63
 
 
 def test_an_engine_of_several_devices_is_started_by_its_workers() -> None:

@@ -211,6 +211,26 @@ def test_what_was_away_comes_back_with_its_last_bits(model: str, device: str, ar
     assert away.num_bytes >= 30_000 * 4
 
 
+def test_what_grows_takes_the_room_that_activations_had_and_do_not_use() -> None:
+    """As an optimizer's state after its first step, whose activations came first."""
+    arena = HostArena(HostBackend(), 64 << 10)
+    tensors, away = [torch.randn(2 << 10)], AwayTensors(arena)
+    away.leave(tensors)
+    away.come_back()
+    activations = arena.reserve(32 << 10)
+    assert activations is not None
+    more = [*tensors, torch.randn(8 << 10)]
+    before = [tensor.clone() for tensor in more]
+    with pytest.raises(MemoryError, match="are needed"):
+        away.leave(more)
+    arena.release(activations)
+    away.leave(more)
+    away.come_back()
+    assert are_equal(more, before)
+    assert arena.reserve(16 << 10) is not None, "activations get what is left"
+    assert arena.capacity_bytes + arena.held_bytes <= 64 << 10
+
+
 def test_what_has_no_room_on_the_host_stays() -> None:
     arena = HostArena(HostBackend(), 1 << 14)
     tensors, away = single("cpu"), AwayTensors(arena)

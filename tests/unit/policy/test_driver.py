@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -127,7 +127,19 @@ class FakeWorker:
         self.calls.append(("come_back", weights_alone))
 
     def export_hf(self, folder: Path) -> None:
-        self.calls.append(("export",))
+        self.calls.append(("export_hf",))
+
+    def start_checkpoint(self, folder: Path, **how: bool) -> None:
+        self.calls.append(("start_checkpoint",))
+
+    def load_checkpoint(self, folder: Path, manifest: object) -> None:
+        self.calls.append(("load_checkpoint",))
+
+    def load_start_weights(self, folder: Path, manifest: object) -> None:
+        self.calls.append(("load_start_weights",))
+
+    def hand_back_memory(self) -> None:
+        self.calls.append(("hand_back_memory",))
 
     def device_bytes(self) -> dict[str, int]:
         return {"weights": 40 + self.rank, "gradients": 30 - self.rank} if self.rank else {"gradients": 30}
@@ -188,14 +200,14 @@ Make = Callable[..., tuple[Policy, list[FakeWorker]]]
 class Beside:
     """A generator that has the training workers' GPUs."""
 
-    def __init__(self, lacking_bytes: int) -> None:
-        self.calls: list[str] = []
-        self.has_weights, self._lacking_bytes = True, lacking_bytes
+    def __init__(self, lacking_bytes: int, calls: list[tuple[Any, ...]]) -> None:
+        self.calls, self.has_weights, self._lacking_bytes = calls, True, lacking_bytes
 
     def lacking_bytes(self) -> list[int]:
         return [self._lacking_bytes] * 2
 
     def sleep(self) -> None:
+        self.calls.append(("sleep",))
         self.has_weights = False
 
     def wake(self) -> None:
@@ -212,29 +224,39 @@ class Beside:
 
 
 @pytest.mark.parametrize("lacking_bytes", [3, 4])
+@pytest.mark.parametrize(
+    "name",
+    ["get_logprobs", "export_hf", "start_checkpoint", "load_checkpoint", "load_start_weights", "hand_back_memory"],
+)
 def test_what_training_needs_is_away_while_an_engine_generates_where_that_lacks_room(
-    lacking_bytes: int, make: Make
+    name: str, lacking_bytes: int, make: Make, tmp_path: Path
 ) -> None:
+    """And the engine sleeps before it comes back."""
     policy, workers = make(2)
-    anything: Any = policy
-    anything._generator = Beside(lacking_bytes)
+    calls, anything = workers[0].calls, cast("Any", policy)
+    anything._generator = Beside(lacking_bytes, calls)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "get_logprobs": (make_batch(12),),
+        "export_hf": (tmp_path,),
+        "hand_back_memory": (),
+    }
+    first, room = ("make_room", lacking_bytes, True), ("make_room", lacking_bytes, False)
+    weights, all_of_it = ("come_back", True), ("come_back", False)
     is_away = lacking_bytes > 3
     policy.train(make_batch(12), "clipped_pg", {"ratio_clip_min": 0.1})
-    for worker in workers:
-        worker.calls.clear()
-    for _ in range(2):
+    for number in range(2):
+        calls.clear()
         policy.generate([[1]], 3, SAMPLING)
-        policy.export_hf(Path("folder"))
+        assert calls == ([first, weights, room] if is_away else [first, room])
+        calls.clear()
+        if name == "start_checkpoint":
+            policy.start_checkpoint(tmp_path / str(number), in_background=False)
+        else:
+            getattr(policy, name)(*arguments.get(name, (tmp_path, {})))
+        comes_back = [all_of_it] if is_away and name != "hand_back_memory" else []
+        own = [(name,)] if name != "get_logprobs" else []
+        assert calls == [("sleep",), *comes_back, *own]
         policy.get_logprobs(make_batch(12))
-        first, room = ("make_room", lacking_bytes, True), ("make_room", lacking_bytes, False)
-        weights, all_of_it = ("come_back", True), ("come_back", False)
-        before = [first, weights, room] if is_away else [first, room]
-        assert workers[0].calls == [*before, *([all_of_it] if is_away else []), ("export",)]
-        workers[0].calls.clear()
-    policy.generate([[1]], 3, SAMPLING)
-    anything._generator.has_weights = False
-    policy.refit()
-    assert workers[1].calls[-3:] == ([first, weights, room] if is_away else [room, first, room])
 
 
 def test_room_for_a_share_is_asked_of_devices_that_have_memory(make: Make) -> None:
@@ -484,7 +506,7 @@ def test_memory_of_all_ranks(
     assert policy.memory() == {
         "peak_device_bytes": expected,
         "peak_device_bytes_by_phase": by_phase,
-        "device_bytes": {"gradients": 30, "weights": 41},
+        "device_bytes": {"gradients": 29, "weights": 41},
         "host_bytes": {"activations": 21, "reference_weights": 10},
     }
 
