@@ -375,11 +375,12 @@ def _shut_ray_down(held: Held) -> None:
 
 
 def _processes_of_ray() -> list[psutil.Process]:
-    """Those below this process: none where Ray was joined."""
-    found = []
+    """Those below this process: none where Ray was joined, and none of a program's own that has Ray's folder in an
+    argument, as a fork server has it in its path."""
+    found, files = [], os.path.join(os.path.dirname(ray.__file__), "")
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if any(part.startswith("ray::") or "/ray/" in part for part in process.cmdline()):
+            if any(part.startswith(("ray::", files)) for part in process.cmdline()):
                 found.append(process)
     return found
 

@@ -1,12 +1,15 @@
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
 import pytest
+import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray._private import ray_constants
@@ -15,7 +18,7 @@ from nemo_rl_offload.cluster import virtual_cluster
 from nemo_rl_offload.cluster.head import Head
 from nemo_rl_offload.cluster.private_ray import PrivateRay
 from nemo_rl_offload.cluster.signals import Held, exit_on_sigterm
-from nemo_rl_offload.cluster.virtual_cluster import Layout, Node, VirtualCluster, choose_layout
+from nemo_rl_offload.cluster.virtual_cluster import Layout, Node, VirtualCluster, _processes_of_ray, choose_layout
 from nemo_rl_offload.errors import ResourceError
 
 
@@ -184,3 +187,19 @@ def test_an_exception_as_ray_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual_cluster.ray, "shutdown", shutdown)
     with pytest.raises(ValueError, match="own words"), Held("the end") as held:
         virtual_cluster._shut_ray_down(held)
+
+
+def test_a_programs_own_processes_are_not_taken_for_rays() -> None:
+    """A fork server's command has the path in which modules are looked for, and with it folders of Ray."""
+    folder = Path(ray.__file__).parent
+    waits = [sys.executable, "-c", "import time; time.sleep(60)"]
+    own = [f"main(sys_path=['{folder}/thirdparty_files'])", "/home/ray/program.py", "ray"]
+    of_ray = [f"{folder}/dashboard/agent.py", "ray::IDLE"]
+    started = {argument: subprocess.Popen([*waits, argument]) for argument in (*own, *of_ray)}
+    try:
+        pids = {process.pid for process in _processes_of_ray()}
+        assert [argument for argument, process in started.items() if process.pid in pids] == of_ray
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
