@@ -8,6 +8,7 @@ from listeners import listeners_of_a_run
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_all_listen_on_loopback(num_workers: int, tmp_path: Path) -> None:
     found = listeners_of_a_run(tmp_path / "run", num_workers)

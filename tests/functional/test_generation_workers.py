@@ -25,6 +25,7 @@ STAGES = ("pipeline_model_parallel_size=2", "num_layers_in_first_pipeline_stage=
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", [(), STAGES], ids=["one", "pipeline"])
 def test_a_run_does_not_depend_on_who_generates(settings: tuple[str, ...], tmp_path: Path) -> None:
     num_workers = 2 if settings else 1
@@ -61,6 +62,7 @@ def laid_out(*settings: str) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", [TP, PP])
 def test_a_group_of_another_layout_samples_with_the_trained_weights(
     layout: str, model_folder: Callable[[str], Path], tmp_path: Path

@@ -223,16 +223,19 @@ def wait_until_gone(mark: str, timeout_s: float = 15) -> None:
     assert left == []
 
 
+SAMPLED = (pytest.mark.slow, pytest.mark.sampled)
+
+
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("signal_number", "to_group", "when"),
     [
         (signal.SIGINT, True, "training"),
-        pytest.param(signal.SIGINT, False, "loading", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, False, "training", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, True, "training", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, False, "loading", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, True, "starting", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, False, "loading", marks=SAMPLED),
+        pytest.param(signal.SIGTERM, False, "training", marks=SAMPLED),
+        pytest.param(signal.SIGTERM, True, "training", marks=SAMPLED),
+        pytest.param(signal.SIGTERM, False, "loading", marks=SAMPLED),
+        pytest.param(signal.SIGINT, True, "starting", marks=SAMPLED),
     ],
 )
 def test_interrupted(signal_number: int, to_group: bool, when: str, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def trained(run_dir: Path) -> dict[int, dict[str, float]]:
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
 def test_a_finished_run_that_is_made_longer_is_the_longer_run(algorithm: str, tmp_path: Path) -> None:
     constant = "policy.megatron_cfg.scheduler.lr_decay_style=constant"

@@ -96,6 +96,7 @@ def test_transformers_generates_with_both_and_the_teacher_is_the_better_one() ->
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("dimension", ["tensor", "pipeline"])
 def test_grpo_on_two_ranks_and_its_export(dimension: str, tmp_path: Path) -> None:
     overrides = (

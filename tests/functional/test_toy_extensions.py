@@ -81,6 +81,7 @@ def test_a_check_knows_them(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NAMES)
 def test_two_steps(name: str, folder: Path) -> None:
     (command,) = commands("run", name)
