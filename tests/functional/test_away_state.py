@@ -39,7 +39,7 @@ def bytes_of(model: MegatronModel) -> int:
         ("qwen2", (DISTRIBUTED, ".precision=bfloat16")),
         ("qwen2", ("optimizer.use_distributed_optimizer=false", ".precision=bfloat16")),
         ("qwen2", ("optimizer.optimizer=sgd", "optimizer.use_distributed_optimizer=false")),
-        ("deepseek_v3", (DISTRIBUTED, BIASES)),
+        pytest.param("deepseek_v3", (DISTRIBUTED, BIASES), marks=pytest.mark.slow),
         ("qwen3_moe", LORA),
     ],
     ids=["tied, float32", "one buffer, bfloat16", "bfloat16", "sgd", "experts with biases", "adapters"],

@@ -145,7 +145,10 @@ def test_the_picture_stays_in_its_frame(plan: JobPlan, short: JobPlan) -> None:
 
 
 def test_the_overlay_adds_the_chosen_keys(plan: JobPlan, tmp_path: Path) -> None:
-    text = plan_overlay(plan, tmp_path / "mine" / "base.yaml", tmp_path / "planned.yaml", ["a.b=1"])
+    base = tmp_path / "mine" / "base.yaml"
+    base.parent.mkdir()
+    base.touch()
+    text = plan_overlay(plan, base, tmp_path / "planned.yaml", ["a.b=1"])
     assert "# planned with: a.b=1" in text
     content = yaml.safe_load(text)
     assert content["defaults"] == "mine/base.yaml"
