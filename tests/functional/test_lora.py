@@ -26,7 +26,7 @@ from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 if TYPE_CHECKING:
     from rank_work import Outcome
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sampled]
 
 ADAM = (*RESHARDED, "optimizer.use_distributed_optimizer=true")
 ON = ("peft.enabled=true", "peft.dim=4", "peft.alpha=8")
