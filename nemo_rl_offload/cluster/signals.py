@@ -13,7 +13,8 @@ SIGTERM has another handler in each phase, and the later ones give way to the fo
 | while Ray ends | waits until it has ended, with all that follow within `END_PATIENCE_S` | `Held` |
 
 Ray's end is to be had only whole: half ended, its C++ part ends this process with code 1 as soon as it misses its
-daemons. That part also takes our handlers away, somewhere on its way; they are set again every 2 ms (`Held.again`).
+daemons. That part also takes our handlers away, somewhere on its way; they are set again every 0.2 ms (`Held.again`).
+A SIGTERM that arrives within those ends the process as if nobody handled it.
 
 SystemExit(143) never reaches the shell: the command line takes it for an interruption, so that whoever sent the signal
 sees one code. An exception that Python could only print, because it met a `__del__`, is raised again (`never_unheard`).

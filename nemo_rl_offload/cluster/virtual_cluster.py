@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60
 EXIT_TIMEOUT_S = 10
-HEAR_AGAIN_S = 0.002
+HEAR_AGAIN_S = 0.0002
 START_EXIT_TIMEOUT_S = 1  # one of the daemons does not heed SIGTERM
 
 

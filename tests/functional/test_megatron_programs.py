@@ -142,3 +142,22 @@ def test_another_programs_script_as_it_is(tmp_path: Path) -> None:
     done = run_python("-W", "ignore", "examples/adapters/megatron_lm.py", str(script), "--lr", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("__main__ ['--lr', '1'] OffloadInterface\nOffloadStats(")
+
+
+BESIDE_OURS = """
+import os
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+import plain_gpt
+from nemo_rl_offload.megatron.step.mtp_loss import install_mtp_loss
+
+alone = plain_gpt.train({"mtp_num_layers": 1}, ())
+install_mtp_loss()
+assert plain_gpt.train({"mtp_num_layers": 1}, ()) == alone
+"""
+
+
+def test_a_model_of_the_programs_own_keeps_megatrons_mtp_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside this project's models, in one process."""
+    monkeypatch.setenv("PYTHONPATH", python_path(PROJECT_ROOT / "tests/functional"))
+    done = run_python("-W", "ignore", "-c", BESIDE_OURS)
+    assert done.returncode == 0, done.stderr

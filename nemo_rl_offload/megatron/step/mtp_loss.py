@@ -43,10 +43,13 @@ class _HandsOn:
 
 
 def _process_mtp_loss(*, hidden_states: Tensor, output_layer: Any, config: Any, **how: Any) -> Tensor:
-    """Megatron's `process_mtp_loss`; whoever wants logits says whether they are to be gathered."""
+    """Megatron's `process_mtp_loss`; whoever wants logits says whether they are to be gathered.
+
+    A model that `megatron/build` did not make has no vocabulary's size in its configuration, and keeps its logits.
+    """
     if not torch.is_grad_enabled():
         return hidden_states.chunk(1 + config.mtp_num_layers)[0]
-    if how["runtime_gather_output"] is not None:
+    if how["runtime_gather_output"] is not None or not hasattr(config, "vocab_size"):
         how["compute_language_model_loss"] = _times_ranks(how["compute_language_model_loss"])
         return _of_logits(hidden_states=hidden_states, output_layer=output_layer, config=config, **how)
 
