@@ -138,6 +138,8 @@ class Job:
     passes: Passes = field(default_factory=Passes)
     frees_gradients: bool = False
     """Whether they are on the device in training alone."""
+    optimizer_leaves_for_logprob: bool = False
+    """Whether its state and main weights wait in host memory while log-probabilities are computed."""
 
     @property
     def context(self) -> LayerContext:
@@ -272,6 +274,7 @@ def read_job(
         expert_buffers=_expert_buffers(megatron_cfg, skew),
         rows_per_sample=rows_per_sample,
         frees_gradients=megatron_cfg["empty_unused_memory_level"] >= 1,
+        optimizer_leaves_for_logprob=policy["offload_optimizer_for_logprob"],
         **other,
     )
 

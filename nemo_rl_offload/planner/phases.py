@@ -17,7 +17,7 @@ from nemo_rl_offload.units import GIB, MIB, gib
 
 EXCHANGE_BYTES = 128 * MIB
 """Device memory that holds pieces of weights on their way: `offload.waiting_weights`."""
-LEAVING = "what leaves for vLLM's engine"
+LEAVING = "what leaves between two trainings"
 UPDATE_BYTES = 4
 """That torch's Adam needs for each parameter while it updates all of them at once."""
 BUCKETS_BYTES = 1024 * MIB
@@ -87,6 +87,8 @@ class PhasesOfStage:
         self._asleep = dict(self._resident)
         if job.frees_gradients:
             del self._asleep["gradients"]
+        leaves = job.optimizer_leaves_for_logprob and job.passes.logprob_tokens and job.teacher is None
+        self._leaves_for_logprobs = ["optimizer"] if leaves and "optimizer" in self._asleep else []
 
     def phases(self) -> list[Phase]:
         """In the order of a step."""
@@ -101,10 +103,12 @@ class PhasesOfStage:
             found.append(Phase("teacher's logits", self._asleep | teacher))
         elif passes.logprob_tokens:
             forward = self._forward(passes.logprob_tokens)
-            found.append(Phase("log-probabilities", self._asleep | forward))
+            gone = {*self.leaving, "gradients"} - {"weights"} if self.leaving else set()
+            asleep = {name: size for name, size in self._asleep.items() if name not in gone}
+            found.append(Phase("log-probabilities", asleep | forward))
             if job.reference_on_host:
                 exchanged = {"weights on their way": min(EXCHANGE_BYTES, self._static["weights"])}
-                found.append(Phase("reference log-probabilities", self._asleep | forward | exchanged))
+                found.append(Phase("reference log-probabilities", asleep | forward | exchanged))
         others = {name: size for name, size in self._static.items() if name not in self._resident and size}
         activations = {"activations": self._step.times[self._rank].peak_bytes}
         found.append(Phase("training", self._resident | others | activations))
@@ -116,7 +120,12 @@ class PhasesOfStage:
 
     @property
     def leaving(self) -> dict[str, int]:
-        """What goes to the host while vLLM's engine has the device."""
+        """What goes to the host between two trainings."""
+        return self._for_engine | {name: self._asleep[name] for name in self._leaves_for_logprobs}
+
+    @property
+    def _for_engine(self) -> dict[str, int]:
+        """What does while vLLM's engine has the device."""
         return self._beside_engine()[1] if self._job.passes.engine_share else {}
 
     def _beside_engine(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -182,10 +191,12 @@ class PhasesOfStage:
         found, host = [], self._job.resident_host_bytes[self._rank]
         if size := host.get("reference weights"):
             found.append(self._move("reference log-probabilities", "reference weights in and out", 2 * size, 2 * size))
-        if size := sum(self.leaving.values()):
-            link = job_link(self._job)
-            ms = size / link.out_bytes_per_ms + size / link.in_bytes_per_ms
-            found.append(Move("generation", f"{' and '.join(self.leaving)} out and in again", size, size, ms))
+        late = {name: size for name, size in self.leaving.items() if name not in self._for_engine}
+        for phase, leaving in (("generation", self._for_engine), ("log-probabilities", late)):
+            if size := sum(leaving.values()):
+                link = job_link(self._job)
+                ms = size / link.out_bytes_per_ms + size / link.in_bytes_per_ms
+                found.append(Move(phase, f"{' and '.join(leaving)} out and in again", size, size, ms))
         if size := self._job.teacher_bytes[self._rank]:
             found.append(self._move("teacher's logits", "teacher's weights in", 0, size))
         if size := host.get("optimizer"):

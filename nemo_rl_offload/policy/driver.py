@@ -153,7 +153,11 @@ class Policy:
 
     def _sharded_logprobs(self, method: LogprobsMethod, batch: Batch) -> Tensor:
         sharded = self._for_logprobs(batch)
-        parts = self._run_sharded(method, sharded.with_splits())
+        self._generator.sleep()
+        if self._config["offload_optimizer_for_logprob"]:
+            self._trainers.send_optimizer_away()
+        self._trainers.come_back(weights_alone=True)
+        parts = self._trainers.run_sharded(method, sharded.with_splits())
         return sharded.gather([torch.tensor(part) for part in parts])  # copies: Ray's arrays are read-only
 
     def _for_logprobs(self, batch: Batch) -> ShardedBatch:

@@ -5,6 +5,7 @@ from one to the other by Hugging Face's names: see `generation.weight_sync`.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -138,6 +139,10 @@ class ModelWorkers:
         """The same for a share of the devices' whole memory, and a process that uses it."""
         sizes = [device_bytes for _, device_bytes in self.workers.run_all(PolicyWorker.device)]
         self.make_room([int(share * each) + PROCESS_BYTES if each else 0 for each in sizes])
+
+    def send_optimizer_away(self) -> None:
+        """Let the optimizer's state and main weights leave devices that are GPUs."""
+        self.make_room([sys.maxsize] * len(self._placements), keeps_weights=True)
 
     def come_back(self, *, weights_alone: bool = False) -> None:
         """What has left is on the devices again; with `weights_alone` the optimizer's part stays away."""

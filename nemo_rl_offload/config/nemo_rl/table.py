@@ -95,8 +95,6 @@ scheduler.*                     seq?  honoured becomes megatron_cfg.scheduler wh
 max_grad_norm                   num?  honoured becomes megatron_cfg.optimizer.clip_grad where DTensor trains
 make_sequence_length_divisible_by int   none rows, and sequences of packs that ranks share, are padded to what the
     layout needs, and padding is not learned
-offload_optimizer_for_logprob   bool  none log-probabilities take less than training; megatron_cfg.optimizer has
-    optimizer_cpu_offload for all phases
 refit_buffer_size_gb            num   none weights go over in buckets of a size of their own
 is_vlm                          bool  only false [images and audio] models read text alone
 activation_checkpointing_enabled bool  none NeMo-RL does not read it either

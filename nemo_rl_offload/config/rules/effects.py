@@ -22,6 +22,7 @@ from nemo_rl_offload.config.schema import AsyncGRPOConfig, PeftConfig, VllmConfi
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.specs.documents import read_yaml
 
+_LEAVES = "policy.offload_optimizer_for_logprob"
 _IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
     "teacher": attrgetter("needs_teacher"),
     **dict.fromkeys(
@@ -37,6 +38,7 @@ _IS_READ: dict[str, Callable[[AlgorithmSpec], bool]] = {
         ("policy.logprob_batch_size", *(f"policy.{name}.logprob_mb_tokens" for name in BY_TOKENS)),
         attrgetter("has_logprob_passes"),
     ),
+    _LEAVES: lambda spec: spec.has_logprob_passes and not spec.needs_teacher,
 }
 """Whether an algorithm reads a key, or a section where the key itself is not listed; all do where neither is."""
 
@@ -235,7 +237,8 @@ def _waits_on_host(get: Get) -> bool:
     """Whether anything else than activations does, so that the budget is read."""
     spec = algorithm_spec(get)
     sections = {name: get(name) for name in ("policy", "loss_fn", spec.name)}
-    return spec.needs_teacher or spec.copies_reference(sections) or bool(get(f"{_OPTIMIZER}.optimizer_cpu_offload"))
+    others = any(map(get, (f"{_OPTIMIZER}.optimizer_cpu_offload", _LEAVES)))
+    return spec.needs_teacher or spec.copies_reference(sections) or others
 
 
 def _has_one_turn(get: Get) -> Iterator[str]:

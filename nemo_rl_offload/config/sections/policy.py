@@ -140,6 +140,8 @@ class PolicyConfig(TypedDict):
     """Samples per forward pass of a rank when log-probabilities are computed."""
     logprob_chunk_size: Annotated[Positive | None, Default(None)]
     """Positions of a row that log-probabilities and entropy are computed of at a time; null: all."""
+    offload_optimizer_for_logprob: Annotated[bool, Default(False)]
+    """The optimizer's state and main weights wait in host memory while log-probabilities are computed, on GPUs."""
     generation_batch_size: Annotated[Positive, Default(32)]
     """Samples that a rank generates at a time."""
     max_total_sequence_length: Annotated[Positive, Default(512)]

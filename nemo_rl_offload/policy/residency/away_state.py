@@ -1,5 +1,7 @@
 """What training alone needs leaves the device while an engine beside it generates, as far as that needs the room.
 
+The optimizer's part may also be sent away while log-probabilities are computed, whatever room there is.
+
 A colocated engine takes a share of the device while training waits. Gradients are freed then (they are worth nothing
 between two steps), and where that is not enough, the optimizer's state and main weights go to host memory, and after
 them the weights: the largest first, and last what the next handing over of weights reads. They come back when training
@@ -83,6 +85,6 @@ class AwayState:
         except MemoryError as error:
             raise ConfigError(
                 f"{BUDGET_KEY}: {gib(self._arena.budget_bytes, 2)} per rank, {gib(self._arena.held_bytes)} of it taken,"
-                f" has no room for what leaves the GPU while vLLM generates: {error}. Raise it, or lower "
-                "policy.generation.vllm_cfg.gpu_memory_utilization."
+                f" has no room for what leaves the GPU between two trainings: {error}. Raise it, lower "
+                "policy.generation.vllm_cfg.gpu_memory_utilization, or leave out policy.offload_optimizer_for_logprob."
             ) from error

@@ -10,7 +10,7 @@ from jobs import make_job
 from nemo_rl_offload.planner.cost.memory import Optimizer
 from nemo_rl_offload.planner.cost.parameters import model_parameters
 from nemo_rl_offload.planner.job import Job, Passes
-from nemo_rl_offload.planner.phases import Phase, PhasesOfStage, fullest, host_use, lacking
+from nemo_rl_offload.planner.phases import LEAVING, Phase, PhasesOfStage, fullest, host_use, lacking
 from nemo_rl_offload.planner.plan import make_plan
 from nemo_rl_offload.planner.report.data import plan_data
 from nemo_rl_offload.planner.report.phases_svg import phases_svg
@@ -87,10 +87,28 @@ def test_what_has_no_room_beside_vllm_leaves_the_optimizer_first() -> None:
         assert {name: round(size / count) for name, size in stage.leaving.items()} == expected
         assert stage.phases()[0].peak_bytes <= changed.budget_bytes
         gone = sum(stage.leaving.values())
-        assert host_use(changed, step).parts.get("what leaves for vLLM's engine", 0) == gone
+        assert host_use(changed, step).parts.get(LEAVING, 0) == gone
         assert [(move.out_bytes, move.in_bytes) for move in stage.moves()] == ([(gone, gone)] if gone else [])
         assert all(move.ms == pytest.approx(2 * gone / 55e6, rel=1e-3) for move in stage.moves())
     assert any("host memory" in text for text in lacking(replace(changed, host_budget=8 * GIB), step))
+
+
+@pytest.mark.parametrize("engine_share", [0.0, 0.75])
+def test_an_optimizer_that_leaves_for_log_probabilities_crosses_the_link_once(engine_share: float) -> None:
+    job = make_job("Qwen/Qwen2.5-1.5B", layout=ALONE, makes_logits=False, host_budget=64 * GIB)
+    job = replace(job, passes=Passes(engine_share=engine_share, logprob_tokens=4096))
+    stays, leaves = (replace(job, optimizer_leaves_for_logprob=each) for each in (False, True))
+    phase = phases_of(leaves)["log-probabilities"]
+    assert not {"optimizer", "gradients"} & set(phase.parts)
+    assert ("optimizer" in phases_of(stays)["log-probabilities"].parts) == (engine_share == 0)
+    step = run_nothing(leaves)
+    stage = PhasesOfStage(leaves, step, 0)
+    size = step.stages[0].static_bytes["optimizer"]
+    assert host_use(leaves, step).parts[LEAVING] == size
+    when = "generation" if engine_share else "log-probabilities"
+    assert [(move.phase, move.out_bytes, move.in_bytes) for move in stage.moves()] == [(when, size, size)]
+    sft = replace(leaves, passes=Passes())
+    assert PhasesOfStage(sft, step, 0).leaving == {}
 
 
 def test_ranks_share_the_optimizer_and_each_has_the_reference() -> None:

@@ -253,10 +253,22 @@ def test_what_training_needs_is_away_while_an_engine_generates_where_that_lacks_
             policy.start_checkpoint(tmp_path / str(number), in_background=False)
         else:
             getattr(policy, name)(*arguments.get(name, (tmp_path, {})))
-        comes_back = [all_of_it] if is_away and name != "hand_back_memory" else []
+        back = {"hand_back_memory": [], "get_logprobs": [weights]}.get(name, [all_of_it])
         own = [(name,)] if name != "get_logprobs" else []
-        assert calls == [("sleep",), *comes_back, *own]
+        assert calls == [("sleep",), *(back if is_away else []), *own]
+        policy.evaluate(make_batch(12), "clipped_pg", {"ratio_clip_min": 0.1})
+
+
+def test_the_optimizer_is_away_while_log_probabilities_are_computed_where_that_is_asked_for(make: Make) -> None:
+    policy, workers = make(2, "policy.offload_optimizer_for_logprob=true")
+    calls = workers[0].calls
+    for _ in range(2):
+        calls.clear()
         policy.get_logprobs(make_batch(12))
+        policy.get_reference_policy_logprobs(make_batch(12))
+        policy.evaluate(make_batch(12), "clipped_pg", {"ratio_clip_min": 0.1})
+        leaves, weights, all_of_it = ("make_room", sys.maxsize, True), ("come_back", True), ("come_back", False)
+        assert calls[:5] == [leaves, weights, leaves, weights, all_of_it]
 
 
 def test_room_for_a_share_is_asked_of_devices_that_have_memory(make: Make) -> None:
