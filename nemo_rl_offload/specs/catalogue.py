@@ -105,6 +105,10 @@ _FURTHER: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.2-1B": {**_llama(16, 2048, 8192, 32), **_TIED},
     "meta-llama/Llama-3.2-3B": {**_llama(28, 3072, 8192, 24), **_TIED},
     "meta-llama/Llama-3.3-70B": _llama(80, 8192, 28672, 64),
+    "mistralai/Mistral-7B-v0.3": _qwen("mistral", 32, 4096, 14336, 32, 8, vocab_size=32768, sliding_window=None),
+    "HuggingFaceTB/SmolLM2-135M": _qwen("llama", 30, 576, 1536, 9, 3, vocab_size=49152, **_TIED),
+    "HuggingFaceTB/SmolLM2-360M": _qwen("llama", 32, 960, 2560, 15, 5, vocab_size=49152, **_TIED),
+    "HuggingFaceTB/SmolLM2-1.7B": _qwen("llama", 24, 2048, 8192, 32, 32, vocab_size=49152, **_TIED),
     "openai/gpt-oss-20b": {
         **CATALOGUE["openai/gpt-oss-120b"],
         "num_hidden_layers": 24,
@@ -154,6 +158,7 @@ _SAME_SHAPE = {
     "deepseek-ai/DeepSeek-R1": "deepseek-ai/DeepSeek-V3",
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "meta-llama/Llama-3.1-8B",
     "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": "meta-llama/Llama-3.1-70B",
+    "mistralai/Mistral-7B-Instruct-v0.3": "mistralai/Mistral-7B-v0.3",
 }
 
 

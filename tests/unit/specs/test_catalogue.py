@@ -17,6 +17,23 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
     assert model_parameters(load_model_shape(name, None)) == pytest.approx(PUBLISHED_PARAMETERS[name], rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("mistralai/Mistral-7B-Instruct-v0.3", 7.248e9),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 134.5e6),
+        ("HuggingFaceTB/SmolLM2-360M", 361.8e6),
+        ("HuggingFaceTB/SmolLM2-1.7B-Instruct", 1.711e9),
+        ("Qwen/Qwen3-4B", 4.02e9),
+        ("meta-llama/Llama-3.2-1B", 1.236e9),
+        ("openai/gpt-oss-20b", 20.9e9),
+    ],
+)
+def test_so_are_those_of_further_models(name: str, published: float) -> None:
+    """As each file's number of weights on the hub."""
+    assert model_parameters(load_model_shape(name, None)) == pytest.approx(published, rel=0.005)
+
+
 def test_multi_token_prediction_counts_as_published() -> None:
     """Published as 11.5B for what is 11.6B."""
     assert mtp_parameters(load_model_shape("deepseek-ai/DeepSeek-V3", None)).total == pytest.approx(11.5e9, rel=0.01)
