@@ -25,6 +25,7 @@ Arrays = dict[str, "NDArray[np.float32]"]
 NUM_STEPS = 3
 DDP = "distributed_data_parallel_config"
 TOLERANCE = 1e-5
+pytestmark = pytest.mark.slow
 EXEMPLAR = PROJECT_ROOT / "examples/configs/grpo_tiny.yaml"
 
 

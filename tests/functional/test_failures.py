@@ -92,6 +92,7 @@ def test_a_model_without_weights(ray_running: VirtualCluster, copied_model: Path
     assert "safetensors" in error
 
 
+@pytest.mark.slow
 def test_damaged_weights(ray_running: VirtualCluster, copied_model: Path, fail: Fail, tmp_path: Path) -> None:
     weights = copied_model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500_000])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def test_greedy_generation_gives_the_tokens_of_transformers(family: str, batch_s
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, VOCABULARY_SIZE, (n,), generator=generator).tolist() for n in (7, 1, 12, 4, 7)]
 
+    @cache
     def expected(end_id: int) -> list[list[int]]:
         rows = [torch.tensor([prompt]) for prompt in prompts]
         settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": end_id, "pad_token_id": 0}

@@ -142,7 +142,9 @@ def test_a_stash_changes_no_bit(family: str, setting: tuple[str, ...], train: Tr
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("beside", [OFFLOAD, RECOMPUTE], ids=["offload", "recompute"])
+@pytest.mark.parametrize(
+    "beside", [pytest.param(OFFLOAD, id="offload"), pytest.param(RECOMPUTE, id="recompute", marks=pytest.mark.slow)]
+)
 def test_a_stash_beside_other_means_changes_no_bit(
     family: str, beside: tuple[str, ...], train: Train, plain: Train
 ) -> None:

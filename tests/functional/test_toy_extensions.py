@@ -70,6 +70,7 @@ def execute(folder: Path, command: str, *further: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_check_knows_them(name: str, folder: Path) -> None:
     (command,) = commands("check", name)

@@ -57,6 +57,7 @@ def test_the_shipped_examples(installed: Path, command: Command, words: tuple[st
     assert "warning" not in process.stdout, "the model and the data are there"
 
 
+@pytest.mark.slow
 def test_a_file_of_ones_own_inherits_a_shipped_one(tmp_path: Path, command: Command) -> None:
     (tmp_path / "my.yaml").write_text("defaults: examples/configs/grpo_tiny.yaml\ngrpo: {max_num_steps: 7}\n")
     assert command("check", "my.yaml").returncode == 0

@@ -117,7 +117,7 @@ PLANTED: dict[str, tuple[object, str, object, str, str]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if each[-1] == "changes" else []) for name, each in PLANTED.items()],
+    [pytest.param(name, marks=[] if each[-1] == "text" else [pytest.mark.slow]) for name, each in PLANTED.items()],
 )
 def test_what_is_planted_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, attribute, fault, memory, kind = PLANTED[name]

@@ -176,6 +176,7 @@ def test_two_engines_at_once() -> None:
         megatron_core.install(OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_process_that_installs_it_has_nothing_else_of_this_project() -> None:
     code = (
         "import sys\n"
