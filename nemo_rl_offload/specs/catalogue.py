@@ -114,6 +114,24 @@ _FURTHER: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 24,
         "num_local_experts": 32,
     },
+    "google/gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 26,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 32768,
+        "rope_local_base_freq": 10000,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
     "allenai/Llama-3.1-Tulu-3-8B-SFT": {**_llama(32, 4096, 14336, 32), "vocab_size": 128264},
     "moonshotai/Moonlight-16B-A3B": {
         **CATALOGUE["deepseek-ai/DeepSeek-V3"],
@@ -153,7 +171,7 @@ _OTHER_FAMILIES = {
 """How names of models begin whose families are not trained here, and their `model_type`."""
 
 # Further training of the same shape.
-_VARIANT = re.compile(r"-(Instruct|Base|Chat|Thinking|\d{4})$", re.IGNORECASE)
+_VARIANT = re.compile(r"-(Instruct|Base|Chat|Thinking|it|pt|\d{4})$", re.IGNORECASE)
 _SAME_SHAPE = {
     "deepseek-ai/DeepSeek-R1": "deepseek-ai/DeepSeek-V3",
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "meta-llama/Llama-3.1-8B",

@@ -43,6 +43,8 @@ from nemo_rl_offload.specs.model_keys import (
     positive,
     quantized,
     rope,
+    rope_by_layers,
+    rope_of_global_layers,
     rope_section,
     rope_type,
     same_as,
@@ -109,6 +111,7 @@ _MOE = {
     "norm_topk_prob": flag(),
 }
 LATENT_ROPE = rope(("default", "yarn"), latent_rope)
+GEMMA_ROPES = ("default", "linear")
 _DEEPSEEK = {
     **_COMMON,
     **_MOE,
@@ -198,6 +201,25 @@ FAMILIES: dict[str, dict[str, Key]] = {
         "tie_word_embeddings": only(True),
         "use_bidirectional_attention": only(None, False),
     },
+    "gemma3_text": {
+        **{key: what for key, what in _COMMON.items() if key != "hidden_act"},
+        **WINDOWS,
+        **dict.fromkeys(("_sliding_window_pattern", "cache_implementation"), ignored("no effect")),
+        "attention_bias": only(False),
+        "attn_logit_softcapping": only(None, because="transformers' Gemma 3 does not read it, and other code does"),
+        "final_logit_softcapping": only(None),
+        "head_dim": even(),
+        "hidden_activation": one_of(ACTIVATIONS),
+        "num_attention_heads": divides("hidden_size"),
+        "query_pre_attn_scalar": positive(),
+        "rope_local_base_freq": positive(),
+        "rope_parameters": rope_by_layers(GEMMA_ROPES),
+        "rope_scaling": rope_of_global_layers(GEMMA_ROPES),
+        "rope_theta": positive(),
+        "sliding_window_pattern": whole(),
+        "tie_word_embeddings": only(True),
+        "use_bidirectional_attention": only(None, False),
+    },
     "glm4_moe": {
         **_COMMON,
         **_MOE,
@@ -253,14 +275,16 @@ def refusals(content: Content, max_length: int | None = None) -> list[str]:
 
 TORCH_LAYERS = (
     "{key} of config.json needs policy.megatron_cfg.transformer_impl: torch. Transformer Engine's layers have biases "
-    "everywhere or in queries, keys and values alone, and their weights of queries without q_lora_rank have no name in "
-    "Megatron-Bridge."
+    "everywhere or in queries, keys and values alone, and no norms behind attention and MLP; their weights of queries "
+    "without q_lora_rank have no name in Megatron-Bridge."
 )
 
 
 def needs_torch_layers(content: Content) -> str | None:
     """What Transformer Engine's layers, as Megatron builds them, do not do: a key and its value; None for nothing."""
     name = content.get("model_type")
+    if name == "gemma3_text":
+        return "model_type gemma3_text"
     for key in ("attention_bias", "mlp_bias"):
         if name in ("llama", "qwen3", "qwen3_moe") and content.get(key):
             return f"{key} true"
@@ -317,10 +341,13 @@ def _refused_together(content: Content, max_length: int | None) -> Iterator[str]
     is_divided = content.get("model_type") == "qwen3_moe" and content.get("norm_topk_prob")
     if is_divided and content.get("num_experts_per_tok") == 1:
         yield "num_experts_per_tok 1 of config.json is not taken beside norm_topk_prob true."
+    of_all = content.get("layer_types") or content.get("sliding_window_pattern") == 1
+    if content.get("model_type") == "gemma3_text" and content.get("sliding_window", 1) is None and not of_all:
+        yield "sliding_window null of config.json is not taken without layer_types that are full_attention."
     if content.get("use_sliding_window") and content.get("sliding_window") == 0:
         yield "sliding_window 0 of config.json is not taken beside use_sliding_window true."
     theta = rope_section(content).get("rope_theta", content.get("rope_theta", 1))
-    if theta is None:
+    if theta is None and content.get("model_type") != "gemma3_text":
         yield "rope_theta null of config.json is not taken. Give a number above 0, or leave it out."
     kind = rope_type(content)
     limit = rope_section(content).get(LENGTH_LIMITS.get(kind, ""), content.get(LENGTH_LIMITS.get(kind, "")))

@@ -158,6 +158,7 @@ ROPE_KEYS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(_ROPE_OR_NULL, (int, float, type(None))),
 }
 """Keys of a section about rotary positions, and the types of their values."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
 LENGTH_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 """Types that turn positions otherwise in longer sequences: how long the longest of a batch is decides for all. Shorter
 ones are honoured."""
@@ -185,6 +186,10 @@ def unread_rope_keys(section: Content) -> list[str]:
 def unknown_rope_keys(content: Content) -> list[str]:
     """Paths of what transformers does not read of rotary positions, such as `rope_scaling.attn_factor`."""
     sections = {name: content.get(name) for name in ("rope_parameters", "rope_scaling")}
+    for name, section in list(sections.items()):
+        if isinstance(section, Mapping) and (layers := {key: section[key] for key in LAYER_TYPES if key in section}):
+            sections |= {f"{name}.{key}": each for key, each in layers.items()}
+            sections[name] = {key: value for key, value in section.items() if key not in layers}
     return [
         f"{name}.{key}"
         for name, section in sections.items()
@@ -264,6 +269,44 @@ def rope(
     return Key(f"honoured: {', '.join(types)}", refuse)
 
 
+def rope_by_layers(types: Sequence[str]) -> Key:
+    """A section for each of `LAYER_TYPES`, one of which may be left out; each names its type.
+
+    transformers writes two keys beside them that say nothing, where all layers are of one type.
+    """
+    of_one, written = rope(types), {"rope_type": "default", "rope_theta": None}
+
+    def refuse(value: object, content: Content) -> str | None:
+        if value is None or value == {}:
+            return None
+        given = value if isinstance(value, Mapping) else {"": value}
+        sections = {key: section for key, section in given.items() if (key, section) not in written.items()}
+        if not sections or not all(key in LAYER_TYPES for key in sections):
+            return f"a section for each of {' and '.join(LAYER_TYPES)}, or null"
+        refused = ((key, _named_rope(of_one, section, content)) for key, section in sections.items())
+        return next((f"in {key}: {refusal}" for key, refusal in refused if refusal is not None), None)
+
+    return Key(f"{of_one.text}, for each of {' and '.join(LAYER_TYPES)}", refuse)
+
+
+def rope_of_global_layers(types: Sequence[str]) -> Key:
+    """Older files' section: of the layers without a window alone."""
+    of_one = rope(types)
+    return Key(
+        f"{of_one.text}, of full_attention",
+        lambda value, content: None if value is None else _named_rope(of_one, value, content),
+    )
+
+
+def _named_rope(of_one: Key, section: object, content: Content) -> str | None:
+    """Of a section that transformers lays over one of the type `default`: another name of the key would be lost."""
+    if isinstance(section, Mapping) and "rope_type" in section and "type" not in section:
+        if "rope_theta" in section and section["rope_theta"] is None:
+            return "a rope_theta above 0"
+        return of_one.refuse(section, content)
+    return "an object with a rope_type, and no type"
+
+
 def _rope_details(name: str, section: Content) -> str | None:
     low, high = section.get("low_freq_factor"), section.get("high_freq_factor")
     if name == "llama3" and high <= low:  # type: ignore[operator]
@@ -308,8 +351,6 @@ WHOLE_ROTARY = Key(
 
 
 # --- windows
-
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def same_as(other: str) -> Key:

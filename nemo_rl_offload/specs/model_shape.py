@@ -66,6 +66,8 @@ class ModelShape:
     """Layers that predict further tokens (multi-token prediction)."""
     tied_embeddings: bool
     qk_norm: bool
+    output_norms: bool
+    """Whether what attention and MLP give is normed before it is added."""
     qkv_bias: bool
     attention_output_bias: bool
     mlp_bias: bool
@@ -120,6 +122,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},
     "deepseek_v3": {},
     "gpt_oss": {"mlp_bias": True, "attention_sinks": True},
+    "gemma3_text": {
+        "qk_norm": True,
+        "output_norms": True,
+        "activation": "hidden_activation",
+        "defaults": {"head_dim": 256, "tie_word_embeddings": True},
+    },
 }
 """What `model_type` alone tells."""
 
@@ -184,8 +192,9 @@ class _Reader:
             return fallback if fallback is not None else 1 if default is None else default
         return value
 
-    def flag(self, key: str) -> bool:
-        return bool(self.get(key))
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key)
+        return default if value is None else bool(value)
 
 
 def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
@@ -197,14 +206,15 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         reader.whole("vocab_size", fallback=0),
         reader.whole("num_key_value_heads", num_heads),
     )
-    activation, max_positions = reader.get("hidden_act"), reader.get("max_position_embeddings")
+    activation = reader.get(family.get("activation", "hidden_act"))
+    max_positions, defaults = reader.get("max_position_embeddings"), family.get("defaults", {})
     return ModelShape(
         num_layers=num_layers,
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads if latent else num_key_value_heads,
-        head_dim=reader.whole("head_dim", max(1, hidden_size // num_heads)),
+        head_dim=reader.whole("head_dim", defaults.get("head_dim", max(1, hidden_size // num_heads))),
         ffn_hidden_size=reader.whole("intermediate_size"),
         layers_with_experts=_layers_with_experts(reader, num_layers, experts is not None),
         experts=experts,
@@ -212,8 +222,9 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         latent_attention=latent,
         has_linear_attention=bool(reader.get("linear_num_value_heads")),
         num_mtp_layers=reader.whole("num_nextn_predict_layers", 0, minimum=0),
-        tied_embeddings=reader.flag("tie_word_embeddings"),
+        tied_embeddings=reader.flag("tie_word_embeddings", bool(defaults.get("tie_word_embeddings"))),
         qk_norm=bool(family.get("qk_norm")),
+        output_norms=bool(family.get("output_norms")),
         qkv_bias=bool(family.get("qkv_bias")) or reader.flag("attention_bias"),
         attention_output_bias=reader.flag("attention_bias"),
         mlp_bias=bool(family.get("mlp_bias")) or reader.flag("mlp_bias"),
@@ -227,8 +238,10 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
 def has_windows(content: Mapping[str, Any]) -> bool:
     """Whether a layer has a sliding window, by transformers' defaults too."""
     name, layers = content.get("model_type"), content.get("layer_types")
-    if name in ("qwen2", "qwen3", "gpt_oss") and isinstance(layers, list):
+    if name in ("qwen2", "qwen3", "gpt_oss", "gemma3_text") and isinstance(layers, list):
         return "sliding_attention" in layers
+    if name == "gemma3_text":
+        return content.get("sliding_window", 4096) is not None and content.get("sliding_window_pattern") != 1
     if name in ("qwen2", "qwen3"):
         first, num_layers = content.get("max_window_layers", 28), content.get("num_hidden_layers")
         are_left_out = isinstance(first, int) and isinstance(num_layers, int) and first >= num_layers

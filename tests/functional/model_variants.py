@@ -65,6 +65,7 @@ _LATENT = {
     "topk_group": 1,
     "num_nextn_predict_layers": 0,  # transformers saves no layers for further tokens
 }
+_MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -89,6 +90,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
     "gemma": _HEAD,
+    "gemma3_text": {**_HEAD, "sliding_window": 8, "layer_types": _MIXED},
     "glm4_moe": {**_HEAD, **_MOE, "n_routed_experts": 4, "n_shared_experts": 1, "num_nextn_predict_layers": 0},
 }
 """Each family's tiny shape, over `_SHAPE`."""
@@ -127,7 +129,14 @@ ROPES = [
     _rope("proportional", partial_rotary_factor=0.5),
     _rope("unheard_of"),
 ]
-_MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+ROPES_BY_LAYERS = [
+    {"full_attention": _rope("linear", factor=4.0), "sliding_attention": {"rope_type": "default", "rope_theta": 99.0}},
+    {"full_attention": _rope("default"), "sliding_attention": _rope("linear", factor=2.0)},
+    {"full_attention": _rope("default")},
+    {"full_attention": {"type": "linear", "factor": 2.0}, "sliding_attention": {}},
+    {"full_attention": _rope("yarn", factor=4.0), "sliding_attention": _rope("default")},
+    {"full_attention": _rope("default"), "chunked_attention": _rope("default")},
+]
 VALUES: dict[str, list[dict[str, Any]]] = {
     "attention_bias": [{"attention_bias": True}, {"attention_bias": False}],
     "attention_dropout": [{"attention_dropout": 0.5}],
@@ -142,7 +151,7 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "hidden_act": [
         {"hidden_act": name} for name in ("gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "swish")
     ],
-    "hidden_activation": [{"hidden_activation": "gelu"}],
+    "hidden_activation": [{"hidden_activation": name} for name in ("gelu", "silu", "relu", None)],
     "intermediate_size": [{"intermediate_size": 40}],
     "layer_types": [{"layer_types": _MIXED}, {"layer_types": _MIXED, "sliding_window": 8}, {"layer_types": _MIXED[:2]}],
     "logits_scaling": [{"logits_scaling": 2.0}],
@@ -162,21 +171,24 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "q_lora_rank": [{"q_lora_rank": None}, {"q_lora_rank": 16}],
     "qk_rope_head_dim": [{"qk_rope_head_dim": 16}],
     "quantization_config": [{"quantization_config": {"quant_method": "gptq", "bits": 4}}],
-    "query_pre_attn_scalar": [{"query_pre_attn_scalar": 4}],
+    "query_pre_attn_scalar": [{"query_pre_attn_scalar": number} for number in (4, 0)],
     "residual_multiplier": [{"residual_multiplier": 0.5}],
     "rms_norm_eps": [{"rms_norm_eps": 1e-2}, {"rms_norm_eps": 0}, {"rms_norm_eps": "1e-6"}],
     "rope_interleave": [{"rope_interleave": False}, {"rope_interleave": True}],
-    "rope_parameters": [{"rope_parameters": parameters} for parameters in ROPES],
+    "rope_local_base_freq": [{"rope_parameters": ABSENT, "rope_local_base_freq": 500.0, "rope_theta": 2000.0}],
+    "rope_parameters": [{"rope_parameters": parameters} for parameters in [*ROPES, *ROPES_BY_LAYERS]],
     "rope_scaling": [
         {"rope_parameters": ABSENT, "rope_theta": 5000.0},
         {"rope_parameters": ABSENT, "rope_theta": 5000.0, "rope_scaling": None},
         {"rope_parameters": ABSENT, "rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_parameters": ABSENT, "rope_scaling": {"type": "yarn", "factor": 4.0}},
         {"rope_scaling": _rope("linear", factor=2.0)},
+        {"rope_parameters": ABSENT, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     ],
     "routed_scaling_factor": [{"routed_scaling_factor": 0.5}, {"routed_scaling_factor": 2.5}],
     "scoring_func": [{"scoring_func": "softmax"}, {"scoring_func": "sigmoid"}],
     "sliding_window": [{"sliding_window": number} for number in (8, 1, 100, 0, None)],
+    "sliding_window_pattern": [{"sliding_window_pattern": number, "layer_types": ABSENT} for number in (1, 2, 3, 0)],
     "tie_word_embeddings": [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}],
     "topk_method": [{"topk_method": name} for name in ("greedy", "noaux_tc", "group_limited_greedy")],
     "use_bidirectional_attention": [{"use_bidirectional_attention": True}],
@@ -226,6 +238,7 @@ HONOURED = [
     Variant("deepseek_v3", {"n_group": 2, "topk_group": 1, "n_shared_experts": 3, "num_nextn_predict_layers": None}),
     Variant("gpt_oss", {"sliding_window": 4, "num_experts_per_tok": 3}),
     Variant("gemma", {"head_dim": 24}),
+    Variant("gemma3_text", {"query_pre_attn_scalar": 40, "rope_parameters": ROPES_BY_LAYERS[0], "sliding_window": 4}),
     Variant("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 3}),
 ]
 """What Megatron-Bridge alone leaves out, or takes for something else."""

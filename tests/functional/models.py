@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -78,6 +80,16 @@ _ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
+_GEMMA3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 5,
+    "sliding_window_pattern": 2,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    },
+}
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
@@ -85,6 +97,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _EXPERTS),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, _LATENT),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM, _SINKS),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM, _GEMMA3),
     "llama_biased": (
         LlamaConfig,
         LlamaForCausalLM,
@@ -119,7 +132,8 @@ def write_model(family: str, folder: Path, **shape: Any) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+                is_scale = "norm" in name and family != "gemma3_text"  # whose norms add 1 to it
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + is_scale)
             elif name.endswith("_bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)

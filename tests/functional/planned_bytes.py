@@ -34,6 +34,7 @@ SELECTIVE = {
     "qwen2": _DENSE,
     "qwen3": _DENSE,
     "llama": _DENSE,
+    "gemma3_text": _DENSE,
     "qwen3_moe": ("core_attn", "layernorm", "moe_act", "moe"),
     "deepseek_v3": _LATENT,
     "deepseek_v3_mtp": _LATENT,
@@ -129,6 +130,8 @@ def _random_shape(random: Random, family: str, layout: ParallelLayout) -> dict[s
     }
     if family in ("qwen2", "llama"):
         shape["hidden_size"] = shape.pop("head_dim") * shape["num_attention_heads"]
+    if family == "gemma3_text":  # without masks of windows, which plain operators save
+        shape |= {"hidden_size": 16 * shape["num_attention_heads"], "sliding_window_pattern": 1}
     experts = {
         "num_experts": random.choice([3, 4, 6]),
         "num_experts_per_tok": random.choice([2, 3]),

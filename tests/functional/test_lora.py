@@ -255,7 +255,10 @@ def _nll(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "layout", "peft"),
-    [("llama", "tp2", FUSED), ("llama", "pp2", SOME), ("qwen2", "one", EACH), ("qwen3_moe", "ep2", FUSED)],
+    [
+        *(("llama", "tp2", FUSED), ("llama", "pp2", SOME), ("qwen2", "one", EACH), ("qwen3_moe", "ep2", FUSED)),
+        ("gemma3_text", "tp2", FUSED),
+    ],
 )
 def test_an_exported_adapter_is_the_merged_model_in_peft(
     family: str,

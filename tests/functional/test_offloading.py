@@ -38,6 +38,7 @@ MODULES = {
     "qwen2": tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES),
     "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
     "deepseek_v3_mtp": SUPPORTED_MODULES,
+    "gemma3_text": tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES),
 }
 # Megatron lets attn_proj be offloaded only beside core_attn.
 SINGLE = [

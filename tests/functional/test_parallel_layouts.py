@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 _DENSE = tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
 MODULES = {
-    **dict.fromkeys(("qwen2", "qwen2_odd", "llama", "llama_odd"), _DENSE),
+    **dict.fromkeys(("qwen2", "qwen2_odd", "llama", "llama_odd", "gemma3_text"), _DENSE),
     "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
     **dict.fromkeys(("deepseek_v3_mtp", "deepseek_v3_mtp_odd"), SUPPORTED_MODULES),
     "gpt_oss": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
@@ -69,6 +69,7 @@ CASES = [
     *(("deepseek_v3_mtp", layout) for layout in ("tp2-sp", "pp2", "pp2-vpp2", "tp2-sp-ep2", "cp2")),
     *(("gpt_oss", layout) for layout in ("tp2-sp-ep2", "pp2")),
     *(("llama_biased", "tp2-sp"), ("qwen2_windowed", "cp2")),
+    *(("gemma3_text", layout) for layout in ("tp2", "tp2-sp", "pp2-vpp2", "cp2")),
     *(("qwen2_odd", "pp2-tp2"), ("llama_odd", "tp2-sp"), ("deepseek_v3_mtp_odd", "tp2-sp")),
 ]
 CUT_ALIKE = [case for case in CASES if case != ("deepseek_v3_mtp", "pp2-vpp2")]

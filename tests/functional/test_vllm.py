@@ -55,7 +55,7 @@ def engines(above: int | None = None) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma3_text"])
 def test_after_each_update_an_engine_answers_like_transformers(family: str) -> None:
     command = [sys.executable, str(HERE / "vllm_agreement.py"), "--family", family, "--updates", "5"]
     environment = {**os.environ, **cpu_environment(), "GLOO_SOCKET_IFNAME": "lo"}

@@ -19,7 +19,14 @@ def torch_layer(context: LayerContext, has_experts: bool, recompute_modules: Col
     """
     attention = _latent if context.shape.latent_attention else _grouped_query
     mlp = _experts if has_experts else _dense
-    return [*attention(context, recompute_modules), *mlp(context, recompute_modules)]
+    of_outputs: list[list[Storage]] = [[], []]
+    if context.shape.output_norms:
+        of_outputs = [
+            list(_norm(f"{name} output norm", context, context.norm_tokens, context.shape.hidden_size, module))
+            for name, module in (("attention", "attn_norm"), ("MLP", "mlp_norm"))
+        ]
+    first, second = of_outputs
+    return [*attention(context, recompute_modules), *first, *mlp(context, recompute_modules), *second]
 
 
 def torch_recomputed_layers(context: LayerContext, is_mtp: bool = False) -> list[Storage]:
@@ -64,11 +71,14 @@ def _storage(name: str, elements: int, element_bytes: int, *modules: str) -> Sto
     return Storage(name, elements * element_bytes, elements, modules)
 
 
-def _norm(name: str, num_rows: int, width: int, *modules: str) -> Iterator[Storage]:
-    """Input (upcast where it is not float32), reciprocal root of the mean square, normed input: all float32."""
+def _norm(name: str, context: LayerContext, num_rows: int, width: int, *modules: str) -> Iterator[Storage]:
+    """Input (upcast where it is not float32), reciprocal root of the mean square, normed input: all float32. The
+    models that norm outputs add 1 to a norm's weight."""
     yield _storage(f"{name} input", num_rows * width, 4, *modules)
     yield _storage(f"{name} scale", num_rows, 4, *modules)
     yield _storage(f"{name} normed", num_rows * width, 4, *modules)
+    if context.shape.output_norms:
+        yield _storage(f"{name} weight", width, _size(context), *modules)
 
 
 def _layer_norm(
@@ -79,7 +89,7 @@ def _layer_norm(
         hidden = context.norm_tokens * context.shape.hidden_size
         yield replace(_storage(f"{name} input", hidden, _size(context), *modules), pinned=True)
     else:
-        yield from _norm(name, context.norm_tokens, context.shape.hidden_size, *modules)
+        yield from _norm(name, context, context.norm_tokens, context.shape.hidden_size, *modules)
 
 
 def _flash_attention(context: LayerContext) -> Iterator[Storage]:
@@ -93,15 +103,15 @@ def _grouped_query(context: LayerContext, recompute_modules: Collection[str]) ->
     shape, count, size = context.shape, context.tokens.count, _size(context)
     heads, groups, head = context.heads, context.groups, shape.head_dim
     # The region qkv_linear is around the fused norm and linear, and so around attn_norm.
-    yield from _norm("attention norm", context.norm_tokens, shape.hidden_size, "attn_norm", "qkv_linear")
+    yield from _norm("attention norm", context, context.norm_tokens, shape.hidden_size, "attn_norm", "qkv_linear")
     yield _storage("attention norm output", context.norm_tokens * shape.hidden_size, size, "qkv_linear")
     # The whole output of the projection is behind the values. Without a copy to float32 the norms of queries and keys
     # read it too; of several groups, queries are copied beside each other.
     held_by: tuple[str, ...] = ()
     largest = groups
     if shape.qk_norm:
-        queries = list(_norm("query norm", count * heads, head, "qkv_linear"))
-        keys = list(_norm("key norm", count * groups, head, "qkv_linear"))
+        queries = list(_norm("query norm", context, count * heads, head, "qkv_linear"))
+        keys = list(_norm("key norm", context, count * groups, head, "qkv_linear"))
         if size == 4:
             keys, held_by = keys[1:], ("qkv_linear",)
             largest = groups if heads > groups > 1 else heads
@@ -139,11 +149,11 @@ def _up_projection(context: LayerContext) -> Iterator[Storage]:
     # Without a copy to float32, norms read views: of all ranks' tokens, and beside the rotary part of the keys.
     count, is_view = context.tokens.count, size == 4
     if latent.query_rank:
-        whole, *others = _norm("query norm", tokens, latent.query_rank, "qkv_linear")
+        whole, *others = _norm("query norm", context, tokens, latent.query_rank, "qkv_linear")
         yield replace(whole, num_bytes=count * latent.query_rank * 4) if is_view else whole
         yield from others
         yield _storage("query norm output", tokens * latent.query_rank, size, "qkv_linear")
-    whole, *others = _norm("key and value norm", tokens, latent.key_value_rank, "qkv_linear")
+    whole, *others = _norm("key and value norm", context, tokens, latent.key_value_rank, "qkv_linear")
     yield replace(whole, num_bytes=count * (latent.key_value_rank + latent.rope_head_dim) * 4) if is_view else whole
     yield from others
     yield _storage("key and value norm output", tokens * latent.key_value_rank, size, "qkv_linear")
@@ -188,7 +198,7 @@ def _dense(context: LayerContext, recompute_modules: Collection[str]) -> Iterato
         yield _storage("MLP input", context.norm_tokens * shape.hidden_size, size, "mlp_norm")
         return
     width = context.tokens.count * shape.ffn_hidden_size // context.layout.tensor
-    yield from _norm("MLP norm", context.norm_tokens, shape.hidden_size, "mlp_norm")
+    yield from _norm("MLP norm", context, context.norm_tokens, shape.hidden_size, "mlp_norm")
     yield _storage("MLP norm output", context.norm_tokens * shape.hidden_size, size, "mlp_fc1")
     if "mlp_act" in recompute_modules:
         yield _storage("MLP activation input", 2 * width, size, "mlp_act")

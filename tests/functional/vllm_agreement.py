@@ -38,8 +38,9 @@ from nemo_rl_offload.generation.weight_sync import WeightBucket, cut_into_bucket
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256},
     "qwen3_moe": {"head_dim": 32, "max_position_embeddings": 256},
+    "gemma3_text": {"head_dim": 32, "max_position_embeddings": 256},
 }
-"""With heads that the kernels for CPUs take. The first has tied embeddings, the second experts."""
+"""With heads that the kernels for CPUs take. The first has tied embeddings, the second experts, the third windows."""
 BLOCK_SIZE, NEW_TOKENS, END_ID = 32, 8, 1
 BUCKET_BYTES = 10_000
 """So that weights go through several, and several through one."""

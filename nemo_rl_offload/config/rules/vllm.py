@@ -98,6 +98,11 @@ def _engines_compute_the_same(get: Get) -> Iterator[str]:
         content = model_content(get)
     except ConfigError:  # which another rule reports
         content = {}
+    if content.get("model_type") == "gemma3_text" and any("rope" in key for key in get("policy.hf_config_overrides")):
+        yield (
+            f"{BACKEND}: vllm asks for other positions of two kinds of layers with vLLM, not supported here: its "
+            "engines are told of one kind. Set it to megatron, or remove ~policy.hf_config_overrides."
+        )
     for feature, why in _read_otherwise(content):
         yield f"{BACKEND}: vllm asks for {feature} with vLLM, not supported here: {why}. Set it to megatron."
     for key in ("temperature", "val_temperature"):
@@ -109,6 +114,8 @@ def _read_otherwise(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if content.get("quantization_config"):
         yield "quantized weights", "its engines would keep them, and updates are not quantized"
     layers = content.get("layer_types") or []
+    if content.get("model_type") == "gemma3_text":  # of which they read the layers
+        return
     if content.get("model_type") == "gpt_oss":
         has_windows = any((kind == "sliding_attention") != (layer % 2 == 0) for layer, kind in enumerate(layers))
     else:

@@ -129,7 +129,7 @@ class MegatronConfig(TypedDict):
     enabled: Annotated[bool, Default(True)]
     """Train with Megatron-Core, the only backend."""
     transformer_impl: Annotated[Literal["auto", "torch", "transformer_engine"], Default("auto")]
-    """Layer implementation; auto takes Transformer Engine where it can be imported, else torch."""
+    """Layer implementation; auto: Transformer Engine where it imports and has the model's layers, else torch."""
     env_vars: Annotated[dict[str, str] | None, Default(None)]
     """Environment variables of the workers, {NAME: "value"}, set before they import anything; null: none."""
     empty_unused_memory_level: Annotated[int, Ge(0), Le(2), Default(0)]

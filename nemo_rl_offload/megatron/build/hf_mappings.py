@@ -12,6 +12,7 @@ def extend_mappings() -> None:
     """Let every table of a dense or MoE model end with the entries of this module; once for a process."""
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
     from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
+    from megatron.bridge.models.gemma.gemma3_bridge import Gemma3ModelBridge
     from megatron.bridge.models.gemma.gemma_bridge import GemmaBridge
     from megatron.bridge.models.llama.llama_bridge import LlamaBridge
     from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
@@ -33,6 +34,8 @@ def extend_mappings() -> None:
             ),
             *(AutoMapping(f"{ours}mlp.linear_fc2.{kind}", f"{mlp}down_proj.{kind}") for kind in ("weight", "bias")),
             AutoMapping(f"{ours}mlp.linear_fc1.layer_norm_weight", f"{theirs}post_attention_layernorm.weight"),
+            AutoMapping(f"{ours}self_attn_bda.norm.weight", f"{theirs}post_attention_layernorm.weight"),
+            AutoMapping(f"{ours}mlp_bda.norm.weight", f"{theirs}post_feedforward_layernorm.weight"),
         ]
 
     def extend(model: type) -> None:
@@ -44,5 +47,5 @@ def extend_mappings() -> None:
 
         model.mapping_registry = extended  # type: ignore[attr-defined]
 
-    for model in (LlamaBridge, Qwen3Bridge, Qwen3MoEBridge, GemmaBridge):
+    for model in (LlamaBridge, Qwen3Bridge, Qwen3MoEBridge, GemmaBridge, Gemma3ModelBridge):
         extend(model)

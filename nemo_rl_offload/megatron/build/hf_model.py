@@ -2,7 +2,7 @@
 
 Bridge reads most of a `config.json`. What it passes over, or takes from the defaults of one public model, is written
 here from transformers' configuration of the model: `specs/model_families.py` says which values there may be, and
-refuses the rest. Three things have no field in Megatron, so the built modules are told:
+refuses the rest. Four things have no field in Megatron, so the built modules are told:
 
 - Rotary positions other than the plain ones: the frequencies, and the factor by which cosine and sine are multiplied,
   are those that transformers computes. Megatron's own forms of llama3, linear and yarn take some of the parameters as
@@ -10,14 +10,16 @@ refuses the rest. Three things have no field in Megatron, so the built modules a
 - Biases of the attention's output or of the MLP: Megatron has one switch for all of them, and for the experts. The
   linears that have one get it when they are built, which those of Transformer Engine do not take.
 - Latent attention's norms have an epsilon of their own.
+- Gemma 3's second norms and its positions of two kinds are `layers/gemma.py`.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -31,8 +33,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.megatron.layers.gemma import make_gemma
 from nemo_rl_offload.specs.model_families import FAMILIES, refusals
-from nemo_rl_offload.specs.model_keys import Content
+from nemo_rl_offload.specs.model_keys import LAYER_TYPES, Content
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -84,7 +87,7 @@ def _as_bridge_reads(config: "PretrainedConfig") -> "PretrainedConfig":
         plain.num_nextn_predict_layers = 0  # which Bridge counts with
     for key in [key for key in vars(plain) if key not in FAMILIES[config.model_type] and not key.startswith("_")]:
         delattr(plain, key)
-    if "kv_lora_rank" not in vars(plain):
+    if "kv_lora_rank" not in vars(plain) and config.model_type != "gemma3_text":
         plain.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
     return plain
 
@@ -94,7 +97,9 @@ def _honour(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None
 
     provider.share_embeddings_and_output_weights = bool(hf_config.tie_word_embeddings)
     if hf_config.model_type != "gpt_oss":
-        provider.activation_func = ACTIVATION_FUNC_MAP[hf_config.hidden_act]
+        key = "hidden_activation" if hf_config.model_type == "gemma3_text" else "hidden_act"
+        name = getattr(hf_config, key)
+        provider.activation_func = gelu_tanh if name == "gelu_pytorch_tanh" else ACTIVATION_FUNC_MAP[name]
     if provider.attention_backend == AttnBackend.flash:  # Gemma's, for head sizes of older kernels
         provider.attention_backend = AttnBackend.auto
     _windows(provider, hf_config)
@@ -103,11 +108,18 @@ def _honour(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None
     if provider.multi_latent_attention:
         _latent_positions(provider, hf_config)
         provider.register_pre_wrap_hook(_set_latent_epsilon)
+    elif hf_config.model_type == "gemma3_text":
+        _gemma(provider, hf_config)
     else:
         _positions(provider, hf_config)
 
 
 # --- layers
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """One operator, which saves its input alone; Megatron's own form is ten of them. Of any shape."""
+    return F.gelu(x, approximate="tanh")
 
 
 def _windows(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None:
@@ -202,6 +214,32 @@ def _set_positions(chunks: list[nn.Module], frequencies: Tensor, factor: float) 
         rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
     for attention in _modules(chunks, Attention):
         attention._yarn_concentration_factor = factor
+    return chunks
+
+
+def _gemma(provider: Any, hf_config: "PretrainedConfig") -> None:
+    """Bridge builds a table of positions for each kind of layers, of plain ones."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    sections = {kind: hf_config.rope_parameters[kind] for kind in LAYER_TYPES}
+    provider.rotary_base = tuple(sections[kind]["rope_theta"] for kind in ("sliding_attention", "full_attention"))
+    provider.rope_scaling, provider.rope_scaling_factor, provider.seq_len_interpolation_factor = False, 1.0, None
+    frequencies = {
+        kind: ROPE_INIT_FUNCTIONS[name](hf_config, torch.device("cpu"), layer_type=kind)[0]
+        for kind, section in sections.items()
+        if (name := section["rope_type"]) != "default"
+    }
+    provider.register_pre_wrap_hook(partial(_make_gemma, frequencies=frequencies))
+
+
+def _make_gemma(chunks: list[nn.Module], frequencies: Mapping[str, Tensor]) -> list[nn.Module]:
+    """`frequencies` [head dim / 2] of the kinds of layers whose positions are not plain."""
+    make_gemma(chunks)
+    for chunk in chunks:
+        rotary: Any = chunk.rotary_pos_emb
+        for kind, of_kind in frequencies.items():
+            table = rotary if kind == "full_attention" else rotary.rope_local
+            table.inv_freq = of_kind.to(table.inv_freq.device)
     return chunks
 
 

@@ -163,7 +163,7 @@ def build_model(
             provider = make_provider(auto_bridge, content, model_path, policy["max_total_sequence_length"])
         auto_bridge.hf_pretrained.state.source._key_to_filename_map_cache = _files_of_weights(model_path, content)
         pad_vocabulary(provider, policy["megatron_cfg"]["tensor_model_parallel_size"])
-        transformer_impl = configure_provider(provider, policy)
+        transformer_impl = configure_provider(provider, policy, needs_torch=needs_torch_layers(content) is not None)
         check_layers(content, policy, model_path, transformer_impl)
         has_adapters = policy["megatron_cfg"]["peft"]["enabled"] and (
             num_steps is not None if with_adapters is None else with_adapters

@@ -178,12 +178,15 @@ def check_flex_dispatcher(backend: str) -> None:
         raise ConfigError(f"{path} cannot be imported from {package} in this worker. {how}, or set alltoall.")
 
 
-def configure_provider(provider: TransformerConfig, policy: PolicyConfig) -> str:
+def configure_provider(provider: TransformerConfig, policy: PolicyConfig, *, needs_torch: bool = False) -> str:
     """Write the policy's values into a Megatron-Bridge provider and finalize it; returns the layer implementation.
+
+    `needs_torch`: Transformer Engine's layers do not do what the model's `config.json` says, and `auto` is torch.
 
     Raises ConfigError with Megatron's own words when Megatron-Core refuses the combination.
     """
-    transformer_impl = resolve_transformer_impl(policy["megatron_cfg"]["transformer_impl"])
+    name = policy["megatron_cfg"]["transformer_impl"]
+    transformer_impl = resolve_transformer_impl("torch" if needs_torch and name == "auto" else name)
     activations = _resolve(provider, policy, transformer_impl)
     _check_layers(policy, activations)
     if provider.num_moe_experts is not None and policy["megatron_cfg"]["moe_token_dispatcher_type"] == "flex":

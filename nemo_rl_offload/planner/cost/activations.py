@@ -131,7 +131,14 @@ def fused_layer(context: LayerContext, has_experts: bool) -> list[Storage]:
     """The storages of one layer with fused kernels, without recomputation."""
     attention = _latent(context) if context.shape.latent_attention else _grouped_query(context)
     mlp = _experts(context) if has_experts else _dense(context)
-    return [*attention, *mlp]
+    if not context.shape.output_norms:
+        return [*attention, *mlp]
+    hidden, size = context.norm_tokens * context.shape.hidden_size, context.numbers.element_bytes
+    projected, made = (
+        _tensor(name, hidden, size, module)
+        for name, module in (("attention projection output", "attn_norm"), ("MLP output", "mlp_norm"))
+    )
+    return [*attention, projected, *mlp, made]
 
 
 def with_recomputation(storages: Sequence[Storage], modules: Set[str]) -> list[Storage]:

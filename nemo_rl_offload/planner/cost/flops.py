@@ -61,9 +61,9 @@ def training_flops(shape: ModelShape, lengths: Sequence[int], *, is_frozen: bool
 
 
 def _norm(context: LayerContext, module: str) -> ModuleCost:
-    """Reads its input twice (residual) and writes twice."""
+    """Reads its input twice (residual) and writes twice; so does the norm of the same half's output, once."""
     size = context.norm_tokens * context.shape.hidden_size * context.numbers.element_bytes
-    return ModuleCost(module, traffic_bytes=4 * size)
+    return ModuleCost(module, traffic_bytes=(6 if context.shape.output_norms else 4) * size)
 
 
 def _attention(context: LayerContext) -> Iterator[ModuleCost]:

@@ -48,9 +48,9 @@ def mlp_parameters(shape: ModelShape, ffn: int) -> int:
 
 
 def layer_parameters(shape: ModelShape, has_experts: bool, split: Split = WHOLE) -> ParameterCount:
-    """One transformer layer, its two norms included."""
+    """One transformer layer, its norms included."""
     h = shape.hidden_size
-    shared = attention_parameters(shape, split.tensor) + 2 * h
+    shared = attention_parameters(shape, split.tensor) + (4 if shape.output_norms else 2) * h
     if not has_experts:
         return ParameterCount(shared + mlp_parameters(shape, shape.ffn_hidden_size // split.tensor), 0)
     experts = shape.experts

@@ -55,6 +55,13 @@ def test_variants_have_the_shape_of_their_base(name: str, base: str) -> None:
     assert find_config(name) is CATALOGUE[base]
 
 
+def test_gemma_has_the_parameters_that_are_published() -> None:
+    """999,885,952 by the hub's count of its weights."""
+    shape = load_model_shape("google/gemma-3-1b-it", None)
+    assert model_parameters(shape) == 999_885_952
+    assert (shape.activation, shape.tied_embeddings, shape.sliding_windows) == ("gelu_pytorch_tanh", True, True)
+
+
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-8B", "Qwen2.5-7B", "Qwen/Qwen2.5-7B-Coder", ""])
 def test_other_names_are_not_guessed(name: str) -> None:
     assert find_config(name) is None

@@ -238,6 +238,32 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
         "vocab_size": 151552,
     },
+    "gemma-3-1b-it": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106],
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
 }
 """What the `config.json` of public models holds."""
 
@@ -292,6 +318,17 @@ def test_the_catalogue_is_taken(name: str) -> None:
         ("gpt-oss-20b", "layer_types", ["linear_attention"] * 24),
         ("GLM-4.5-Air", "norm_topk_prob", False),
         ("Qwen3-30B-A3B", "use_qk_norm", False),
+        ("gemma-3-1b-it", "attn_logit_softcapping", 50.0),
+        ("gemma-3-1b-it", "final_logit_softcapping", 30.0),
+        ("gemma-3-1b-it", "use_bidirectional_attention", True),
+        ("gemma-3-1b-it", "hidden_act", "gelu_pytorch_tanh"),
+        ("gemma-3-1b-it", "rope_local_base_freq", None),
+        ("gemma-3-1b-it", "rope_scaling", {"type": "linear", "factor": 8.0}),
+        ("gemma-3-1b-it", "rope_scaling", {"rope_type": "yarn", "factor": 8.0}),
+        ("gemma-3-1b-it", "rope_parameters", {"rope_type": "default", "rope_theta": 1e6}),
+        ("gemma-3-1b-it", "rope_parameters", {"full_attention": {"rope_type": "linear"}}),
+        ("gemma-3-1b-it", "rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": None}}),
+        ("Qwen2.5-7B", "rope_local_base_freq", 10000.0),
         ("Qwen3-30B-A3B", "rope_scaling", {"full_attention": {"rope_type": "linear", "factor": 2.0}}),
     ],
 )
@@ -384,6 +421,25 @@ def test_what_a_type_reads_of_positions_is_what_changes_transformers_frequencies
     assert unknown_keys(content) == [f"rope_scaling.{key}" for key in content["rope_scaling"] if key in unread]
 
 
+def test_a_section_for_each_kind_of_layers() -> None:
+    """As transformers writes it, with two keys that say nothing where all layers are of one kind."""
+    sections = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6, "beta_fast": 32.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    content = PUBLIC["gemma-3-1b-it"] | {"rope_parameters": sections}
+    assert refusals(content) == []
+    assert refusals(content | {"rope_parameters": {**sections, "rope_type": "default", "rope_theta": None}}) == []
+    assert unknown_keys(content) == ["rope_parameters.full_attention.beta_fast"]
+
+
+def test_layers_with_a_window_need_one() -> None:
+    (refusal,) = refusals(PUBLIC["gemma-3-1b-it"] | {"sliding_window": None})
+    assert refusal.startswith("sliding_window null of config.json is not taken without layer_types")
+    for given in ({"sliding_window_pattern": 1}, {"layer_types": ["full_attention"] * 26}):
+        assert refusals(PUBLIC["gemma-3-1b-it"] | {"sliding_window": None} | given) == []
+
+
 def test_a_family_that_is_not_taken_has_no_keys_without_effect() -> None:
     assert unknown_keys({"model_type": "olmo2", "vocab_size": 4, "mine": 1}) == []
 
@@ -408,6 +464,7 @@ def test_what_needs_torch_layers() -> None:
     assert needs_torch_layers(llama) is None
     assert needs_torch_layers(qwen) is None
     assert needs_torch_layers(PUBLIC["GLM-4.5-Air"]) is None
+    assert needs_torch_layers(PUBLIC["gemma-3-1b-it"]) == "model_type gemma3_text"
     assert needs_torch_layers(PUBLIC["DeepSeek-V3"] | {"q_lora_rank": None}) == "q_lora_rank null"
     assert needs_torch_layers(PUBLIC["DeepSeek-V3"]) is None
 
@@ -431,6 +488,16 @@ WINDOWS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}),
     ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 64}),
     *((family, {}) for family in ("llama", "deepseek_v3", "gemma", "glm4_moe")),
+    *(
+        ("gemma3_text", given)
+        for given in (
+            {},
+            {"sliding_window": 64, "sliding_window_pattern": 2},
+            {"sliding_window": 64, "sliding_window_pattern": 1},
+            {"sliding_window": 64, "layer_types": ["full_attention"] * 4},
+            {"sliding_window": 64, "layer_types": ["sliding_attention"] * 4},
+        )
+    ),
 ]
 
 

@@ -36,6 +36,7 @@ FEATURES = {
     *("another config.json", "another optimizer", "another schedule", "another layout for generation", "raw text"),
     *("experts over several engines", "vLLM with multi-latent attention"),
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
+    "other positions of two kinds of layers with vLLM",
     *("further multi-token prediction", "cross-tokenizer distillation"),
     *("several data sets", "another processor of records", "a learned opening of turns"),
     *("data behind an address", "a sampler of one's own", "batches by data set"),

