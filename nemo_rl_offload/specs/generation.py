@@ -46,6 +46,7 @@ ENV_OF_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # `enforce_eager` alone still compiles while it warms up
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are limited by OMP_NUM_THREADS already
     "VLLM_CPU_SGL_KERNEL": "0",  # packs weights: see `extension`
+    "VLLM_MLA_DISABLE": "1",  # latent attention as it trains; there is no kernel for products of its weights
 }
 ENV_OF_CUDA = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it returns no log-probabilities

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
@@ -95,6 +97,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _EXPERTS),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, _LATENT),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, _LATENT),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM, _SINKS),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM, _GEMMA3),

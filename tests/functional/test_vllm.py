@@ -13,6 +13,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -55,7 +56,13 @@ def engines(above: int | None = None) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen2", "qwen3_moe", "gemma3_text", "deepseek_v3_mtp"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "deepseek_v2")),
+    ],
+)
 def test_after_each_update_an_engine_answers_like_transformers(family: str) -> None:
     command = [sys.executable, str(HERE / "vllm_agreement.py"), "--family", family, "--updates", "5"]
     environment = {**os.environ, **cpu_environment(), "GLOO_SOCKET_IFNAME": "lo"}
@@ -74,6 +81,62 @@ def test_after_each_update_an_engine_answers_like_transformers(family: str) -> N
     assert "model.layers.1.mlp" in found["missing"]
     assert set(found["listens_at"]) <= {"127.0.0.1"}
     assert found["children"] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_latent_attention_decodes_with_follows_an_update(dtype: torch.dtype) -> None:
+    """On a GPU it does so with parts of a weight in another order: views of it, or copies where types differ.
+
+    There is no kernel for it on a CPU, but the module that a GPU would have is filled here by vLLM's own code.
+    """
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+    from nemo_rl_offload.generation.vllm.extension import WeightsInPlace
+
+    num_heads, rank, nope, value = 2, 6, 4, 3
+    attention = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(attention)
+    attention.kv_b_proj = torch.nn.Linear(rank, num_heads * (nope + value), bias=False).requires_grad_(False)
+    attention.kv_b_proj.quant_method = attention.quant_config = None
+    sizes = {"num_heads": num_heads, "kv_lora_rank": rank, "qk_nope_head_dim": nope, "v_head_dim": value}
+    for name, size in {**sizes, "layer_name": "", "kv_cache_dtype": "auto"}.items():
+        setattr(attention, name, size)
+    attention.is_aiter_triton_fp4_bmm_enabled = attention.is_aiter_triton_fp8_bmm_enabled = False
+    set_default_quant_scales(attention, register_buffer=True)
+    attention.process_weights_after_loading(dtype)
+    addresses = attention.W_UK_T.data_ptr(), attention.W_UV.data_ptr()
+    worker = WeightsInPlace()
+    attention.load_weights = lambda weights: attention.kv_b_proj.weight.copy_(dict(weights)["kv_b_proj"])
+    worker.model_runner, worker.model_config = SimpleNamespace(model=attention), SimpleNamespace(dtype=dtype)
+
+    weight = torch.randn(num_heads * (nope + value), rank)
+    worker.begin_update()
+    assert attention.W_UV.isnan().all()
+    worker.load_named_weights([("kv_b_proj", weight)])
+    assert worker.finish_update() == []
+    latent = torch.randn(rank).to(dtype)
+    heads = (weight.to(dtype) @ latent).view(num_heads, nope + value)
+    torch.testing.assert_close(attention.W_UK_T @ latent, heads[:, :nope])
+    torch.testing.assert_close(attention.W_UV.mT @ latent, heads[:, nope:])
+    assert (attention.W_UK_T.data_ptr(), attention.W_UV.data_ptr()) == addresses, "which graphs of a GPU have"
+
+    worker.begin_update()
+    assert len(worker.finish_update()) == 3, "a weight that has not come"
+
+
+@pytest.mark.slow
+def test_trained_weights_of_latent_attention_arrive(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    model = model_folder("deepseek_v3_mtp", qk_rope_head_dim=16, q_lora_rank=None)
+    config = laid_out()
+    config["generation"] |= {"backend": "vllm", "top_k": 1, "max_new_tokens": NEW_TOKENS}
+    config["model_name"] = str(model)
+    with cpu_cluster(1) as cluster:
+        cluster.groups_per_slot = 2  # training, and an engine beside it
+        arguments: Any = {"seed": SEED, "num_steps": 4, "keep_reference": False}
+        made = Policy(cluster, config, model, (END_ID,), **arguments)
+        check_trained_weights(made, model, tmp_path)
+        made.shutdown()
 
 
 @pytest.fixture(scope="module")

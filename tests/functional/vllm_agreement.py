@@ -35,12 +35,19 @@ from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.worker import VllmWorker
 from nemo_rl_offload.generation.weight_sync import WeightBucket, cut_into_buckets, pack
 
+_LATENT = {"qk_rope_head_dim": 16, "max_position_embeddings": 256}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256},
     "qwen3_moe": {"head_dim": 32, "max_position_embeddings": 256},
     "gemma3_text": {"head_dim": 32, "max_position_embeddings": 256},
+    "deepseek_v3_mtp": _LATENT | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    "deepseek_v3": _LATENT | {"q_lora_rank": None, "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    "deepseek_v2": _LATENT | {"n_group": 2, "rope_parameters": _YARN},
 }
-"""With heads that the kernels for CPUs take. The first has tied embeddings, the second experts, the third windows."""
+"""With heads that the kernels for CPUs take. The first has tied embeddings, the second experts, the third windows, the
+others latent attention: the fourth a layer that vLLM has no use for, the last groups of experts that transformers does
+not read."""
 BLOCK_SIZE, NEW_TOKENS, END_ID = 32, 8, 1
 BUCKET_BYTES = 10_000
 """So that weights go through several, and several through one."""

@@ -98,7 +98,7 @@ def error_of(fault: str, generator: VllmGenerator, weights: Weights) -> str:
             left = {name: weight for name, weight in weights.items() if "layers.1.mlp" not in name}
             generator.update_weights(Source(left))  # type: ignore[arg-type]
         elif fault == "disagree":
-            calls = [(PROMPTS, seed, 0, Sampling(1)) for seed in (1, 2)]
+            calls = [(PROMPTS, seed, vllm_agreement.EACH, Sampling(1)) for seed in (1, 2)]
             generator._group.run_sharded(VllmWorker.generate, calls)
         else:
             (second,) = (device for device in devices() if device.environ()["RANK"] == "1")

@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 from math import gcd
 
-from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec, megatron, model_content, model_shape
+from nemo_rl_offload.config.rules.rule import (
+    Get,
+    Rule,
+    algorithm_spec,
+    longest_sample,
+    megatron,
+    model_content,
+    model_shape,
+)
 from nemo_rl_offload.specs.model_keys import positions_of
 from nemo_rl_offload.specs.parallel_layout import rounded_length, sequence_multiple, width_multiple
 
@@ -35,7 +43,7 @@ def _one_of_two(get: Get) -> Iterator[str]:
 def _longest_sample(get: Get) -> Iterator[str]:
     """Whole samples go into a microbatch: in dpo's training two rows, which packing rounds up together, and each for
     itself where context-parallel ranks share it."""
-    longest, num_rows = get("policy.max_total_sequence_length"), algorithm_spec(get).rows_per_sample
+    (keys, longest), num_rows = longest_sample(get), algorithm_spec(get).rows_per_sample
     sizes = (
         megatron(get, "tensor_model_parallel_size") if megatron(get, "sequence_parallel") else 1,
         megatron(get, "context_parallel_size"),
@@ -53,7 +61,7 @@ def _longest_sample(get: Get) -> Iterator[str]:
         for key, needed in (("train_mb_tokens", pair), ("logprob_mb_tokens", width(longest))):
             if (given := get(f"{section}.{key}")) < needed:
                 yield (
-                    f"{section}.{key}: {given} is less than the longest sample takes, max_total_sequence_length "
+                    f"{section}.{key}: {given} is less than the longest sample takes, {keys} = "
                     f"{longest}{' twice' * (needed == pair and num_rows == 2)}, rounded up. Set at least {needed}."
                 )
 

@@ -39,6 +39,20 @@ def algorithm_has(key: str, get: Get) -> bool:
     return key in keys_of(section_at([get("algorithm")]))
 
 
+def longest_sample(get: Get) -> tuple[str, int]:
+    """The keys that say how many tokens the longest sample has, and that number.
+
+    Where one turn makes it, a prompt and a response may be fewer than are allowed.
+    """
+    key, total = "policy.max_total_sequence_length", int(get("policy.max_total_sequence_length"))
+    turns = f"{get('algorithm')}.max_rollout_turns"
+    if not algorithm_spec(get).generates or (algorithm_has("max_rollout_turns", get) and get(turns) > 1):
+        return key, total
+    prompt, response = "data.max_input_seq_length", "policy.generation.max_new_tokens"
+    made = int(get(prompt) + get(response))
+    return (f"{prompt} + {response}", made) if made < total else (key, total)
+
+
 def megatron(get: Get, key: str) -> Any:
     """The value of a key of `policy.megatron_cfg`."""
     return get(f"{MEGATRON}.{key}")

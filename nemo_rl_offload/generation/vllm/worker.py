@@ -84,10 +84,11 @@ class VllmWorker:
         from vllm.distributed.parallel_state import get_world_group
         from vllm.sampling_params import RequestOutputKind
 
-        from nemo_rl_offload.generation.vllm.extension import keep_weights_plain, take_place
+        from nemo_rl_offload.generation.vllm.extension import keep_weights_plain, rotate_heads_apart, take_place
 
         if self._is_cpu:
             keep_weights_plain()
+            rotate_heads_apart()
         if self._num_devices > 1:
             take_place(self._rank_of_engine)
         arguments = engine_arguments(
@@ -305,7 +306,7 @@ def _cpu_cache_bytes(config: PolicyConfig) -> int:
     num_blocks = -(-context_length(config) // CPU_BLOCK_SIZE)
     num_layers = shape.num_layers // cfg["pipeline_parallel_size"]
     num_heads = max(1, shape.num_key_value_heads // cfg["tensor_parallel_size"])
-    per_token = 2 * num_layers * num_heads * shape.head_dim * itemsize
+    per_token = 2 * num_layers * num_heads * shape.query_head_dim * itemsize
     of_one = num_blocks * CPU_BLOCK_SIZE * per_token
     return int(min(MAX_NUM_SEQS * of_one, cfg["gpu_memory_utilization"] * psutil.virtual_memory().available))
 

@@ -32,18 +32,31 @@ def policy(*overrides: str) -> Any:
 
 
 def arguments(*overrides: str, is_cpu: bool = True) -> dict[str, Any]:
-    return engine_arguments(policy(*overrides), Path("model"), is_cpu=is_cpu, can_sleep=True, cache_bytes=1 << 20)
+    model = PROJECT_ROOT / "examples/models/tiny_speller"
+    return engine_arguments(policy(*overrides), model, is_cpu=is_cpu, can_sleep=True, cache_bytes=1 << 20)
 
 
 def test_engines_are_told_of_other_positions(tmp_path: Path) -> None:
     """In transformers' newer form whatever the file's is: vLLM puts them over what it has read."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     for content in ({"rope_theta": 9.0, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 9.0}}):
+        content["model_type"] = "qwen2"
         (tmp_path / "config.json").write_text(json.dumps({**content, "max_position_embeddings": 64}))
         section = policy() | {"hf_config_overrides": {"rope_scaling": yarn}}
         said = engine_arguments(section, tmp_path, is_cpu=True, can_sleep=True, cache_bytes=1 << 20)
         assert said["hf_overrides"] == {"rope_parameters": {**yarn, "rope_theta": 9.0}, "max_position_embeddings": 64}
     assert "hf_overrides" not in arguments()
+
+
+def test_engines_are_told_how_deepseek_chooses_experts(tmp_path: Path) -> None:
+    """What transformers does by itself, vLLM does where the file says so, which those of transformers do not."""
+    section = policy() | {"hf_config_overrides": {"max_position_embeddings": 64}}
+    for model_type, key, value in (("deepseek_v3", "scoring_func", "sigmoid"), ("deepseek_v2", "n_group", 1)):
+        content = {"model_type": model_type, "n_group": 8, "rope_theta": 9.0}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        said = engine_arguments(section, tmp_path, is_cpu=True, can_sleep=True, cache_bytes=1 << 20)["hf_overrides"]
+        assert said[key] == value
+        assert said["max_position_embeddings"] == 64
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ FEATURES = {
     *(feature for feature, _ in ESTIMATORS.values()),
     *("generation by SGLang", "generation by TensorRT-LLM", "generation by Dynamo", "NeMo-Gym"),
     *("another config.json", "another optimizer", "another schedule", "another layout for generation", "raw text"),
-    *("experts over several engines", "vLLM with multi-latent attention"),
+    "experts over several engines",
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
     "other positions of two kinds of layers with vLLM",
     *("further multi-token prediction", "cross-tokenizer distillation"),
@@ -47,7 +47,6 @@ FEATURES = {
 NOT_YET = (
     r"model_type '\w+' of config.json is not trained here",
     r"must be true. Megatron-Core is the only training backend",
-    r"is less than the longest sample takes",  # of NeMo-RL's own recipes with packs shorter than a sample
     r"cannot read the file: No such file",  # inherited from beside the recipes
     r"Environment variable '\w+' not found",
 )

