@@ -35,6 +35,25 @@ def _qwen_moe(layers: int, hidden: int, ffn: int, heads: int, expert_ffn: int) -
     return _qwen("qwen3_moe", layers, hidden, ffn, heads, 4, head_dim=128, **experts, **dense)
 
 
+def _nemotron(pattern: str, hidden: int, ffn: int, heads: int, groups: int, **other: Any) -> dict[str, Any]:
+    return {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": len(pattern),
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": 128,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "mlp_hidden_act": "relu2",
+        "vocab_size": 131072,
+        "tie_word_embeddings": False,
+        **other,
+    }
+
+
 def _llama(layers: int, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
     return _qwen("llama", layers, hidden, ffn, heads, 8, vocab_size=128256)
 
@@ -133,6 +152,30 @@ _FURTHER: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 262144,
     },
     "allenai/Llama-3.1-Tulu-3-8B-SFT": {**_llama(32, 4096, 14336, 32), "vocab_size": 128264},
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": _nemotron(
+        "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        *(4480, 15680, 40, 8),
+        mamba_num_heads=128,
+        mamba_head_dim=80,
+    ),
+    "nvidia/NVIDIA-Nemotron-Nano-12B-v2": _nemotron(
+        "M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
+        *(5120, 20480, 40, 8),
+        mamba_num_heads=128,
+        mamba_head_dim=80,
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B": _nemotron(
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        *(2688, 1856, 32, 2),
+        mamba_num_heads=64,
+        mamba_head_dim=64,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5,
+    ),
     "moonshotai/Moonlight-16B-A3B": {
         **CATALOGUE["deepseek-ai/DeepSeek-V3"],
         "num_hidden_layers": 27,
@@ -151,6 +194,14 @@ _FURTHER: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Models that a check knows besides."""
+_OTHER_CONTENTS: Mapping[str, Mapping[str, Any]] = {
+    r"nvidia/.*nemotron-3-super": {
+        "model_type": "nemotron_h",
+        "moe_latent_size": 1024,
+        "num_nextn_predict_layers": 1,
+    },
+}
+"""How names of models begin of which a check knows no more than that they are not trained here, and why."""
 _OTHER_FAMILIES = {
     r"nvidia/.*nemotron-(3|nano)": "nemotron_h",
     r"google/gemma-4": "gemma4",
@@ -171,7 +222,7 @@ _OTHER_FAMILIES = {
 """How names of models begin whose families are not trained here, and their `model_type`."""
 
 # Further training of the same shape.
-_VARIANT = re.compile(r"-(Instruct|Base|Chat|Thinking|it|pt|\d{4})$", re.IGNORECASE)
+_VARIANT = re.compile(r"-(Instruct|Base|Chat|Thinking|BF16|it|pt|\d{4})$", re.IGNORECASE)
 _SAME_SHAPE = {
     "deepseek-ai/DeepSeek-R1": "deepseek-ai/DeepSeek-V3",
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "meta-llama/Llama-3.1-8B",
@@ -195,9 +246,12 @@ def find_config(name: str) -> Mapping[str, Any] | None:
     return None if key is None else models[_SAME_SHAPE.get(key, key)]
 
 
-def other_family(name: str) -> str | None:
-    """Return the `model_type` of a public model that is not trained here, by its hub name; None for any other."""
-    return next((kind for begin, kind in _OTHER_FAMILIES.items() if re.match(begin, name.lower())), None)
+def other_content(name: str) -> Mapping[str, Any] | None:
+    """Return what is known of the `config.json` of a public model that the catalogue does not have, by its hub name: at
+    least its `model_type`; None for any other."""
+    families = {begin: {"model_type": kind} for begin, kind in _OTHER_FAMILIES.items()}
+    known: Mapping[str, Mapping[str, Any]] = {**_OTHER_CONTENTS, **families}
+    return next((content for begin, content in known.items() if re.match(begin, name.lower())), None)
 
 
 def read_config_file(path: Path) -> Mapping[str, Any]:

@@ -17,8 +17,11 @@ sliding window of Qwen2, a bias of Qwen3's attention, a linear scaling of its po
 from collections.abc import Iterator, Mapping
 
 from nemo_rl_offload.errors import nearest
+from nemo_rl_offload.specs.hybrid_layers import layer_pattern
 from nemo_rl_offload.specs.model_keys import (
+    ANY_STEP,
     DTYPE,
+    HYBRID_LAYERS,
     LENGTH_LIMITS,
     PADDING,
     PARTIAL_ROTARY,
@@ -112,6 +115,25 @@ _MOE = {
 }
 LATENT_ROPE = rope(("default", "yarn"), latent_rope)
 GEMMA_ROPES = ("default", "linear")
+_NOT_READ = ignored("no effect")
+_OF_FIRST_WEIGHTS = ignored("no effect: steps are clipped in no kernel, and in transformers' plain form alone")
+_RENAMED_OF_MAMBA = {
+    "chunk_size": "chunk_size",
+    "conv_bias": "use_conv_bias",
+    "d_conv": "conv_kernel",
+    "dt_init_floor": "time_step_floor",
+    "dt_limit": "time_step_limit",
+    "dt_max": "time_step_max",
+    "dt_min": "time_step_min",
+    "expand": "expand",
+    "n_groups": "n_groups",
+}
+
+
+def _renamed(new: str) -> Key:
+    return Key("refused", lambda value, content: f"its newer name {new} in its place")
+
+
 _DEEPSEEK = {
     **_COMMON,
     **_MOE,
@@ -241,6 +263,47 @@ FAMILIES: dict[str, dict[str, Key]] = {
         "topk_group": whole(),
         "use_qk_norm": flag(),
     },
+    "nemotron_h": {
+        **{key: what for key, what in _COMMON.items() if not key.startswith(("rope_", "rms_", "original_"))},
+        **dict.fromkeys(("norm_eps", "rms_norm_eps", "rope_theta", "partial_rotary_factor"), _NOT_READ),
+        **dict.fromkeys(("expand", "num_logits_to_keep", "rescale_prenorm_residual", "use_mamba_kernels"), _NOT_READ),
+        **dict.fromkeys(("mamba_ssm_cache_dtype", "mtp_layers_block_type", "mtp_hybrid_override_pattern"), _NOT_READ),
+        **dict.fromkeys(("time_step_min", "time_step_max", "time_step_floor"), _OF_FIRST_WEIGHTS),
+        **HYBRID_LAYERS,
+        **{f"mamba_{old}": _renamed(new) for old, new in _RENAMED_OF_MAMBA.items()},
+        "attention_bias": only(False),
+        "chunk_size": whole(),
+        "conv_kernel": whole(),
+        "head_dim": even(),
+        "hidden_act": _NOT_READ,
+        "layer_norm_epsilon": positive(),
+        "mamba_head_dim": whole(),
+        "mamba_hidden_act": only("silu"),
+        "mamba_num_heads": whole(),
+        "mamba_proj_bias": only(False),
+        "mlp_bias": only(False),
+        "mlp_hidden_act": one_of(ACTIVATIONS),
+        "moe_intermediate_size": whole(),
+        "moe_latent_size": only(None),
+        "moe_shared_expert_intermediate_size": whole(),
+        "moe_shared_expert_overlap": ignored("no effect: the run's key of that name says it"),
+        "n_group": divides("n_routed_experts"),
+        "n_groups": divides("mamba_num_heads"),
+        "n_routed_experts": whole(),
+        "n_shared_experts": only(1),
+        "norm_topk_prob": only(True),
+        "num_experts_per_tok": experts_chosen(minimum=2),
+        "num_nextn_predict_layers": only(0, because="`policy.megatron_cfg.mtp_num_layers: 0` leaves them out"),
+        "residual_in_fp32": only(False),
+        "routed_scaling_factor": positive(),
+        "sliding_window": only(None),
+        "ssm_state_size": whole(),
+        "tie_word_embeddings": only(False),
+        "time_step_limit": ANY_STEP,
+        "topk_group": whole(),
+        "use_bias": only(False),
+        "use_conv_bias": only(True),
+    },
 }
 """The families that can be trained, by `model_type`, and their keys."""
 
@@ -276,7 +339,7 @@ def refusals(content: Content, max_length: int | None = None) -> list[str]:
 TORCH_LAYERS = (
     "{key} of config.json needs policy.megatron_cfg.transformer_impl: torch. Transformer Engine's layers have biases "
     "everywhere or in queries, keys and values alone, and no norms behind attention and MLP; their weights of queries "
-    "without q_lora_rank have no name in Megatron-Bridge."
+    "without q_lora_rank have no name in Megatron-Bridge, and Mamba-2 layers have not been tried with them."
 )
 
 
@@ -290,7 +353,7 @@ def needs_torch_layers(content: Content) -> str | None:
             return f"{key} true"
     if name in ("deepseek_v2", "deepseek_v3") and content.get("q_lora_rank", 0) is None:
         return "q_lora_rank null"
-    return None
+    return "model_type nemotron_h" if name == "nemotron_h" else None
 
 
 SPLIT_PACKS = (
@@ -333,7 +396,9 @@ def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
 
 def _refused_together(content: Content, max_length: int | None) -> Iterator[str]:
     hidden, heads = content.get("hidden_size"), content.get("num_attention_heads")
-    if "kv_lora_rank" in content:
+    if content.get("model_type") == "nemotron_h":
+        yield from _refused_layers(content)
+    elif "kv_lora_rank" in content:
         if content.get("num_key_value_heads", heads) != heads:
             yield f"num_key_value_heads {content['num_key_value_heads']} of config.json is not {heads}, as the heads."
     elif isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
@@ -356,6 +421,12 @@ def _refused_together(content: Content, max_length: int | None) -> Iterator[str]
             f"rope_type {kind} of config.json turns positions otherwise in sequences of more than {limit} tokens, "
             f"which is not done here. Set policy.max_total_sequence_length to at most {limit} (it is {max_length})."
         )
+
+
+def _refused_layers(content: Content) -> Iterator[str]:
+    pattern, given = layer_pattern(content), content.get("num_hidden_layers")
+    if pattern is not None and given is not None and given != len(pattern):
+        yield f"num_hidden_layers {given!r} of config.json is not {len(pattern)}, as the layers of {pattern}."
 
 
 def _refused_heads(hidden: int, heads: int, content: Content) -> Iterator[str]:

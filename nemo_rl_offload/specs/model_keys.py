@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from nemo_rl_offload.specs.hybrid_layers import LETTERS, layer_pattern
+
 Content = Mapping[str, Any]
 """What a `config.json` holds."""
 
@@ -381,6 +383,38 @@ QWEN_WINDOWS = {
     "use_sliding_window": flag(),
     "max_window_layers": whole(minimum=0, or_null=True),
 }
+
+
+# --- hybrid models
+
+
+def _hybrid_layers(key: str, allowed: str) -> Key:
+    def refuse(value: object, content: Content) -> str | None:
+        is_taken = value is None or layer_pattern({"hybrid_override_pattern": "", key: value})
+        return None if is_taken else f"{allowed}, or null"
+
+    return Key("honoured", refuse)
+
+
+HYBRID_LAYERS = {
+    "hybrid_override_pattern": _hybrid_layers(
+        "hybrid_override_pattern", f"a letter for each layer, of {''.join(LETTERS.values())}"
+    ),
+    "layers_block_type": _hybrid_layers("layers_block_type", f"a list of {', '.join(LETTERS)}"),
+}
+
+
+_INFINITY = (float("inf"), {"__float__": "Infinity"})
+"""As JSON's readers have it, and as transformers writes it."""
+
+
+def _any_step(value: object, content: Content) -> str | None:
+    least, most = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
+    return None if is_number(least) and least == 0 and most in _INFINITY else "0 and Infinity"
+
+
+ANY_STEP = Key("only 0 and Infinity", _any_step)
+"""How large a step of a Mamba-2 layer's heads may be."""
 
 
 # --- experts

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.hybrid_layers import EXPERTS, MLP, layer_pattern
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,10 @@ class ModelShape:
     """Hugging Face's name of the activation in the MLP."""
     max_positions: int
     """Longest sequence that the model is made for; 0 where it does not say."""
+    num_mamba_groups: int
+    """Groups of heads in each Mamba-2 layer; 0: there are no such layers."""
+    dense_layers: tuple[bool, ...]
+    """Of each layer whether it has an MLP without experts."""
 
     @property
     def has_experts(self) -> bool:
@@ -198,16 +203,26 @@ class _Reader:
 
 
 def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
-    num_layers, hidden_size = reader.whole("num_hidden_layers"), reader.whole("hidden_size")
+    pattern = layer_pattern(reader.content) if reader.get("model_type") == "nemotron_h" else None
+    num_layers = reader.whole("num_hidden_layers", None if pattern is None else len(pattern))
+    hidden_size = reader.whole("hidden_size")
     num_heads = reader.whole("num_attention_heads")
     latent = _latent_attention(reader) if reader.get("kv_lora_rank") else None
-    experts = _experts(reader, family)
+    experts = _experts(reader, family) if pattern is None or EXPERTS in pattern else None
+    if pattern is None:
+        with_experts = _layers_with_experts(reader, num_layers, experts is not None)
+        dense = tuple(not has_experts for has_experts in with_experts)
+    else:
+        with_experts, dense = (tuple(letter == kind for letter in pattern) for kind in (EXPERTS, MLP))
     vocab_size, num_key_value_heads = (
         reader.whole("vocab_size", fallback=0),
         reader.whole("num_key_value_heads", num_heads),
     )
     activation = reader.get(family.get("activation", "hidden_act"))
+    if pattern is not None:
+        activation = reader.get("mlp_hidden_act") or "relu2"
     max_positions, defaults = reader.get("max_position_embeddings"), family.get("defaults", {})
+    has_shared = bool(reader.get("n_shared_experts") or reader.get("shared_expert_intermediate_size"))
     return ModelShape(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -216,9 +231,9 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         num_key_value_heads=num_heads if latent else num_key_value_heads,
         head_dim=reader.whole("head_dim", defaults.get("head_dim", max(1, hidden_size // num_heads))),
         ffn_hidden_size=reader.whole("intermediate_size"),
-        layers_with_experts=_layers_with_experts(reader, num_layers, experts is not None),
+        layers_with_experts=with_experts,
         experts=experts,
-        has_shared_experts=bool(reader.get("n_shared_experts") or reader.get("shared_expert_intermediate_size")),
+        has_shared_experts=has_shared if pattern is None else EXPERTS in pattern,
         latent_attention=latent,
         has_linear_attention=bool(reader.get("linear_num_value_heads")),
         num_mtp_layers=reader.whole("num_nextn_predict_layers", 0, minimum=0),
@@ -232,6 +247,8 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         sliding_windows=has_windows(reader.content),
         activation=activation if isinstance(activation, str) else "silu",
         max_positions=max_positions if isinstance(max_positions, int) else 0,
+        num_mamba_groups=reader.whole("n_groups", 8) if pattern is not None else 0,
+        dense_layers=dense,
     )
 
 

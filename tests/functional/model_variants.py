@@ -92,6 +92,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma": _HEAD,
     "gemma3_text": {**_HEAD, "sliding_window": 8, "layer_types": _MIXED},
     "glm4_moe": {**_HEAD, **_MOE, "n_routed_experts": 4, "n_shared_experts": 1, "num_nextn_predict_layers": 0},
+    "nemotron_h": {
+        **_HEAD,
+        **_MOE,
+        "hybrid_override_pattern": "M*E-M",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 48,
+    },
 }
 """Each family's tiny shape, over `_SHAPE`."""
 
@@ -142,7 +153,9 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "attention_dropout": [{"attention_dropout": 0.5}],
     "attention_multiplier": [{"attention_multiplier": 0.5}],
     "attn_logit_softcapping": [{"attn_logit_softcapping": 5.0}],
+    "chunk_size": [{"chunk_size": 16}, {"chunk_size": 7}],
     "clip_qkv": [{"clip_qkv": 0.5}, {"clip_qkv": None}],
+    "conv_kernel": [{"conv_kernel": size} for size in (1, 2, 5)],
     "decoder_sparse_step": [{"decoder_sparse_step": 2}, {"decoder_sparse_step": 5}],
     "embedding_multiplier": [{"embedding_multiplier": 2.0}, {"embedding_multiplier": 1.0}],
     "final_logit_softcapping": [{"final_logit_softcapping": 3.0}],
@@ -152,14 +165,26 @@ VALUES: dict[str, list[dict[str, Any]]] = {
         {"hidden_act": name} for name in ("gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "swish")
     ],
     "hidden_activation": [{"hidden_activation": name} for name in ("gelu", "silu", "relu", None)],
+    "hybrid_override_pattern": [
+        {"layers_block_type": ABSENT, "hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+        for pattern in ("M-M*", "MMM", "**", "EE", "M?")
+    ],
     "intermediate_size": [{"intermediate_size": 40}],
+    "layer_norm_epsilon": [{"layer_norm_epsilon": 1e-2}],
+    "layers_block_type": [{"layers_block_type": kinds} for kinds in (["mamba", "mlp"], ["attention", "moe"], "M*", [])],
     "layer_types": [{"layer_types": _MIXED}, {"layer_types": _MIXED, "sliding_window": 8}, {"layer_types": _MIXED[:2]}],
     "logits_scaling": [{"logits_scaling": 2.0}],
     "mlp_bias": [{"mlp_bias": True}, {"mlp_bias": True, "attention_bias": True}],
+    "mamba_d_conv": [{"mamba_d_conv": 4}],
+    "mamba_head_dim": [{"mamba_head_dim": 6}],
+    "mamba_num_heads": [{"mamba_num_heads": number} for number in (2, 6, 7)],
+    "mlp_hidden_act": [{"mlp_hidden_act": name} for name in ("silu", "gelu", "relu")],
     "mlp_only_layers": [{"mlp_only_layers": layers} for layers in ([], [0, 2], [0, 1, 2, 3], [9], "0")],
     "moe_intermediate_size": [{"moe_intermediate_size": 48}],
+    "moe_latent_size": [{"moe_latent_size": 16}],
     "moe_layer_freq": [{"moe_layer_freq": 1}, {"moe_layer_freq": 2}],
     "n_group": [{"n_group": 2, "topk_group": 1}, {"n_group": 2, "topk_group": 2}, {"n_group": 3}],
+    "n_groups": [{"n_groups": number} for number in (1, 3, 8)],
     "n_shared_experts": [{"n_shared_experts": number} for number in (1, 3, 0, None)],
     "norm_topk_prob": [{"norm_topk_prob": True}, {"norm_topk_prob": False}],
     "num_experts": [{"num_experts": 8}, {"num_local_experts": 8}, {"num_experts": 0}],
@@ -189,8 +214,11 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "scoring_func": [{"scoring_func": "softmax"}, {"scoring_func": "sigmoid"}],
     "sliding_window": [{"sliding_window": number} for number in (8, 1, 100, 0, None)],
     "sliding_window_pattern": [{"sliding_window_pattern": number, "layer_types": ABSENT} for number in (1, 2, 3, 0)],
+    "ssm_state_size": [{"ssm_state_size": 12}],
     "tie_word_embeddings": [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}],
+    "time_step_limit": [{"time_step_limit": [0.0, 0.5]}],
     "topk_method": [{"topk_method": name} for name in ("greedy", "noaux_tc", "group_limited_greedy")],
+    "use_bias": [{"use_bias": True}, {"use_conv_bias": False}],
     "use_bidirectional_attention": [{"use_bidirectional_attention": True}],
     "use_qk_norm": [{"use_qk_norm": True}, {"use_qk_norm": False}],
     "use_sliding_window": [
@@ -240,6 +268,7 @@ HONOURED = [
     Variant("gemma", {"head_dim": 24}),
     Variant("gemma3_text", {"query_pre_attn_scalar": 40, "rope_parameters": ROPES_BY_LAYERS[0], "sliding_window": 4}),
     Variant("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 3}),
+    Variant("nemotron_h", {"chunk_size": 7, "conv_kernel": 3, "layer_norm_epsilon": 1e-2, "n_group": 2}),
 ]
 """What Megatron-Bridge alone leaves out, or takes for something else."""
 
@@ -302,6 +331,11 @@ def write_variant(variant: Variant, folder: Path) -> Any:
 def _random_model(name: str, config: Any) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, name)(config).float().eval()
+    for module in model.modules():
+        if hasattr(
+            module, "conv1d"
+        ):  # over several chunks, and for small steps, its plain form is none of its kernels'
+            module.chunk_size, module.time_step_min = LENGTH, 0.0
     with torch.no_grad():
         for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
             if "sinks" in name or "e_score_correction_bias" in name:

@@ -19,6 +19,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -72,6 +74,19 @@ _LATENT = {
     "n_shared_experts": 2,
     "moe_intermediate_size": 32,
 }
+_HYBRID = {
+    "hybrid_override_pattern": "MEM*-EM-",
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "chunk_size": 64,  # transformers' plain form gives another result with several chunks
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+}
 _SINKS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 _ROPE = {
@@ -101,6 +116,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, _LATENT),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM, _SINKS),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM, _GEMMA3),
+    "nemotron_h": (NemotronHConfig, NemotronHForCausalLM, _HYBRID),
     "llama_biased": (
         LlamaConfig,
         LlamaForCausalLM,

@@ -28,6 +28,7 @@ MODULES = {
     "qwen2": tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES),
     "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
     "deepseek_v3": SUPPORTED_MODULES,
+    "nemotron_h": SUPPORTED_MODULES,
 }
 SGD = (
     "optimizer.optimizer=sgd",

@@ -35,6 +35,7 @@ def num_ranks(overrides: tuple[str, ...]) -> int:
         ("deepseek_v3_mtp", (PP,), ()),
         ("deepseek_v3", (TP, "sequence_parallel=true", EP, BF16), (BF16,)),
         ("deepseek_v3", (), (TP, "sequence_parallel=true")),
+        ("nemotron_h", (TP, "sequence_parallel=true", EP), (PP,)),
     ],
 )
 def test_weights_arrive_bit_for_bit(
@@ -52,7 +53,7 @@ def test_weights_arrive_bit_for_bit(
     received = ranks(num_ranks(generate_in)).run("take_over", folder, generate_in, buckets)
     found = received[0]
     assert found.keys() == expected.keys()
-    assert any("e_score_correction_bias" in name for name in found) == family.startswith("deepseek")
+    assert any("e_score_correction_bias" in name for name in found) == family.startswith(("deepseek", "nemotron"))
     for name, (dtype, data) in expected.items():
         assert found[name][0] == dtype, name
         assert np.array_equal(found[name][1], data), name

@@ -11,7 +11,7 @@ from nemo_rl_offload.config.rules.rule import (
     read_model_config,
 )
 from nemo_rl_offload.errors import ConfigError, nearest
-from nemo_rl_offload.specs.catalogue import other_family
+from nemo_rl_offload.specs.catalogue import other_content
 from nemo_rl_offload.specs.model_families import (
     SPLIT_PACKS,
     TORCH_LAYERS,
@@ -85,9 +85,9 @@ def _models_and_folders(get: Get) -> Iterator[tuple[str, Content, Content]]:
         try:
             content = read_model_config(name)
         except ConfigError:
-            if (family := other_family(name)) is None:
+            if (known := other_content(name)) is None:
                 continue
-            content = {"model_type": family}
+            content = known
         of_run = overrides_of_run(content, overrides, megatron(get, "mtp_num_layers"))
         yield path, with_overrides(content, of_run) if path == "policy.model_name" else content, content
 

@@ -23,6 +23,12 @@ SIZES = (
 )
 
 
+_NO_CONTEXT = (
+    "context parallelism of Mamba-2 layers, not supported here: a rank's part of a sequence begins with the state that "
+    "other ranks' parts leave."
+)
+
+
 def _tensor(get: Get) -> Iterator[str]:
     path, num_ranks = f"{MEGATRON}.tensor_model_parallel_size", megatron(get, "tensor_model_parallel_size")
     if num_ranks == 1:
@@ -34,6 +40,15 @@ def _tensor(get: Get) -> Iterator[str]:
         yield f"{path}: {num_ranks} does not divide the model's {shape.num_attention_heads} attention heads. Change it."
     elif shape.num_key_value_heads % num_ranks and num_ranks % shape.num_key_value_heads:
         yield f"{path}: {num_ranks} and the model's {shape.num_key_value_heads} key heads do not divide. Change it."
+    if shape.num_mamba_groups % num_ranks:
+        groups = f"{shape.num_mamba_groups} groups of heads in Mamba-2 layers"
+        yield f"{path}: {num_ranks} does not divide the model's {groups}. Change it."
+
+
+def _context(get: Get) -> Iterator[str]:
+    num_ranks = megatron(get, "context_parallel_size")
+    if num_ranks > 1 and model_shape(get).num_mamba_groups:
+        yield f"{MEGATRON}.context_parallel_size: {num_ranks} asks for {_NO_CONTEXT} Set it to 1."
 
 
 def _experts(get: Get) -> Iterator[str]:
@@ -115,6 +130,11 @@ def _teacher(get: Get) -> Iterator[str]:
     if heads % tensor or (key_heads % tensor and tensor % key_heads):
         size = f"{MEGATRON}.tensor_model_parallel_size {tensor}"
         yield f"{path}: {size}, the student's, does not divide the teacher's {heads} and {key_heads} heads. {change}."
+    if shape.num_mamba_groups % tensor:
+        size = f"{MEGATRON}.tensor_model_parallel_size {tensor}"
+        yield f"{path}: {size}, the student's, does not divide the teacher's {shape.num_mamba_groups} groups. {change}."
+    if shape.num_mamba_groups and (num_parts := megatron(get, "context_parallel_size")) > 1:
+        yield f"{path}: context_parallel_size {num_parts}, the student's, asks for {_NO_CONTEXT} {change}."
     if experts > 1 and (not num_experts or num_experts % experts):
         size = f"{MEGATRON}.expert_model_parallel_size {experts}"
         yield f"{path}: {size}, the student's, does not divide the teacher's {num_experts} experts. {change}."
@@ -187,6 +207,7 @@ def worker_counts(get: Get, per_node: int) -> Iterator[str]:
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     _tensor,
+    _context,
     _experts,
     _messages,
     _pipeline_layers,

@@ -17,7 +17,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engine
 from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
 from nemo_rl_offload.megatron.runtime.quiet import quiet
-from nemo_rl_offload.specs.model_families import refusals
+from nemo_rl_offload.specs.model_families import needs_torch_layers, refusals
 from nemo_rl_offload.specs.model_keys import overrides_of_run, with_overrides
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def _build_provider(policy: PolicyConfig, model: Mapping[str, object]) -> None:
 
     provider = provider_for(model)
     impl = policy["megatron_cfg"]["transformer_impl"]
+    if impl == "auto" and needs_torch_layers(model) is not None:
+        impl = "torch"
     if not have_transformer_engine():  # fusions that the provider, not the user, asks for
         for name in setup.NOT_IN_TORCH:
             setattr(provider, name, False)

@@ -15,6 +15,7 @@ refuses the rest. Four things have no field in Megatron, so the built modules ar
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.layers.gemma import make_gemma
+from nemo_rl_offload.specs.hybrid_layers import EXPERTS, layer_pattern
 from nemo_rl_offload.specs.model_families import FAMILIES, refusals
 from nemo_rl_offload.specs.model_keys import LAYER_TYPES, Content
 
@@ -63,6 +65,8 @@ def make_provider(
     else:
         held.config = _as_bridge_reads(config)
     provider = auto_bridge.to_megatron_provider(load_weights=False)
+    if config.model_type == "nemotron_h":
+        return _hybrid(provider, config)
     _honour(provider, config)
     return provider
 
@@ -87,7 +91,8 @@ def _as_bridge_reads(config: "PretrainedConfig") -> "PretrainedConfig":
         plain.num_nextn_predict_layers = 0  # which Bridge counts with
     for key in [key for key in vars(plain) if key not in FAMILIES[config.model_type] and not key.startswith("_")]:
         delattr(plain, key)
-    if "kv_lora_rank" not in vars(plain) and config.model_type != "gemma3_text":
+    has_positions = "rope_parameters" in FAMILIES[config.model_type] and config.model_type != "gemma3_text"
+    if has_positions and "kv_lora_rank" not in vars(plain):
         plain.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
     return plain
 
@@ -185,6 +190,38 @@ def _add_bias(linear: ColumnParallelLinear | RowParallelLinear, is_split: bool) 
     else:
         bias.sequence_parallel = linear.config.sequence_parallel  # type: ignore[attr-defined]
     linear.bias = bias
+
+
+# --- hybrid models
+
+
+def _hybrid(read: Any, hf_config: "PretrainedConfig") -> "GPTModelProvider":
+    """A `GPTModel` of the layers that Bridge would make Megatron's `HybridModel` of, one each; `read` is its provider.
+
+    Megatron's own has no seam for a head without logits, and builds Transformer Engine's norm behind its last layer.
+    """
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.utils.activation_map import ACTIVATION_FUNC_MAP
+
+    shared = {field.name for field in fields(GPTModelProvider) if field.init} & {field.name for field in fields(read)}
+    provider = GPTModelProvider(**{name: getattr(read, name) for name in shared})
+    pattern = layer_pattern(hf_config.to_dict())
+    assert pattern is not None, "checked with the keys"
+    provider.hybrid_layer_pattern = pattern
+    provider.mamba_chunk_size, provider.mamba_conv_kernel = hf_config.chunk_size, hf_config.conv_kernel
+    provider.num_layers, provider.mtp_num_layers = len(pattern), None
+    provider.is_hybrid_model = True
+    provider.position_embedding_type = "none"
+    provider.attention_backend = AttnBackend.auto
+    provider.layernorm_epsilon = hf_config.layer_norm_epsilon
+    provider.activation_func = ACTIVATION_FUNC_MAP[hf_config.mlp_hidden_act]
+    provider.share_embeddings_and_output_weights = False
+    provider.first_last_layers_bf16 = False  # of FP8
+    provider.moe_layer_freq = [int(letter == EXPERTS) for letter in pattern]  # a list: layers of a checkpoint by name
+    if EXPERTS not in pattern:
+        provider.num_moe_experts = provider.moe_shared_expert_intermediate_size = None
+        provider.moe_router_num_groups = provider.moe_router_group_topk = None
+    return provider
 
 
 # --- positions

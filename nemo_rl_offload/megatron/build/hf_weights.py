@@ -119,7 +119,8 @@ def _is_again(auto_bridge: "AutoBridge", there: set[str], name: str, other: str)
 def _superfluous(config: "PretrainedConfig", there: set[str]) -> Iterator[str]:
     """Buffers that are computed, a head that is the embedding, and layers that config.json does not count."""
     for name in there:
-        if name.endswith("rotary_emb.inv_freq") or _layer_of(name) >= _num_layers(config):
+        is_further = name.startswith("mtp.") and config.model_type == "nemotron_h"  # refused unless they count as none
+        if name.endswith("rotary_emb.inv_freq") or _layer_of(name) >= _num_layers(config) or is_further:
             yield name
     if config.tie_word_embeddings and _TIED_HEAD in there:
         yield _TIED_HEAD

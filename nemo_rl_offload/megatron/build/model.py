@@ -25,6 +25,7 @@ from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceErro
 from nemo_rl_offload.megatron.build.bridge import bridge
 from nemo_rl_offload.megatron.build.export_files import copy_model_files, write_dtype, write_json, write_overrides
 from nemo_rl_offload.megatron.build.hf_files import weight_files
+from nemo_rl_offload.megatron.build.hf_mappings import tell_names
 from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
 from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read, repeated_names
 from nemo_rl_offload.megatron.build.lora import bridge_lora, register_lora
@@ -161,7 +162,9 @@ def build_model(
 
                 auto_bridge.hf_pretrained.config = AutoConfig.for_model(**{**content, **class_of(content)})
             provider = make_provider(auto_bridge, content, model_path, policy["max_total_sequence_length"])
-        auto_bridge.hf_pretrained.state.source._key_to_filename_map_cache = _files_of_weights(model_path, content)
+        files = _files_of_weights(model_path, content)
+        auto_bridge.hf_pretrained.state.source._key_to_filename_map_cache = files
+        tell_names(auto_bridge.hf_pretrained.config, files)
         pad_vocabulary(provider, policy["megatron_cfg"]["tensor_model_parallel_size"])
         transformer_impl = configure_provider(provider, policy, needs_torch=needs_torch_layers(content) is not None)
         check_layers(content, policy, model_path, transformer_impl)

@@ -40,10 +40,12 @@ from megatron.core.transformer.transformer_layer import (
 
 from nemo_rl_offload.megatron.layers.attention import TorchDotProductAttention, TorchMLASelfAttention
 from nemo_rl_offload.megatron.layers.dense_mlp import DenseMLP
+from nemo_rl_offload.megatron.layers.mamba import TorchMambaMixer
 from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear, TorchNorm
 from nemo_rl_offload.megatron.layers.shared_experts import TorchSharedExpertMLP
 from nemo_rl_offload.megatron.layers.static_experts import TorchGroupedMLP, TorchMoELayer
 from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear
+from nemo_rl_offload.specs.hybrid_layers import ATTENTION, EXPERTS, MAMBA
 
 
 class TorchSpecProvider(BackendSpecProvider):  # type: ignore[misc]
@@ -119,22 +121,41 @@ def _attention(config: TransformerConfig) -> ModuleSpec:
     )
 
 
+def _mixing(config: TransformerConfig, mixer: ModuleSpec) -> dict[str, object]:
+    return {
+        "input_layernorm": TorchNorm if config.multi_latent_attention else IdentityOp,
+        "self_attention": mixer,
+        "self_attn_bda": get_bias_dropout_add,
+    }
+
+
+def _feed_forward(num_experts: int | None) -> dict[str, object]:
+    return {
+        "pre_mlp_layernorm": IdentityOp if num_experts is None else TorchNorm,
+        "mlp": _mlp(num_experts),
+        "mlp_bda": get_bias_dropout_add,
+    }
+
+
+def _layer(**submodules: object) -> ModuleSpec:
+    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**submodules))
+
+
 def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=TorchNorm if config.multi_latent_attention else IdentityOp,
-            self_attention=_attention(config),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp if num_experts is None else TorchNorm,
-            mlp=_mlp(num_experts),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
+    return _layer(**_mixing(config, _attention(config)), **_feed_forward(num_experts))
+
+
+def _hybrid_layer_spec(config: TransformerConfig, letter: str) -> ModuleSpec:
+    """A layer that mixes tokens or is an MLP, and not both."""
+    if letter in (MAMBA, ATTENTION):
+        return _layer(**_mixing(config, ModuleSpec(TorchMambaMixer) if letter == MAMBA else _attention(config)))
+    return _layer(**_feed_forward(config.num_moe_experts if letter == EXPERTS else None))
 
 
 def _layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
-    """Of all layers of the model, dense or MoE as `config.moe_layer_freq` says."""
+    """Of all layers of the model: as a hybrid one's pattern says, else dense or MoE as `config.moe_layer_freq` says."""
+    if config.is_hybrid_model:
+        return [_hybrid_layer_spec(config, letter) for letter in config.hybrid_layer_pattern]
     if config.num_moe_experts is None:
         is_moe = [False] * config.num_layers
     elif isinstance(config.moe_layer_freq, int):

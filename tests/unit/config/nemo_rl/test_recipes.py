@@ -34,7 +34,8 @@ FEATURES = {
     *(feature for feature, _ in ESTIMATORS.values()),
     *("generation by SGLang", "generation by TensorRT-LLM", "generation by Dynamo", "NeMo-Gym"),
     *("another config.json", "another optimizer", "another schedule", "another layout for generation", "raw text"),
-    "experts over several engines",
+    *("experts over several engines", "vLLM with Mamba-2 layers"),
+    *("context parallelism of Mamba-2 layers", "LoRA of a model with Mamba-2 layers"),
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
     "other positions of two kinds of layers with vLLM",
     *("further multi-token prediction", "cross-tokenizer distillation"),
@@ -46,6 +47,7 @@ FEATURES = {
 }
 NOT_YET = (
     r"model_type '\w+' of config.json is not trained here",
+    r"of config.json is not taken in a \w+\. Allowed: ",
     r"must be true. Megatron-Core is the only training backend",
     r"cannot read the file: No such file",  # inherited from beside the recipes
     r"Environment variable '\w+' not found",

@@ -1,0 +1,26 @@
+"""Which kind each layer of a hybrid model is, whose layers are attention, Mamba-2, an MLP or experts, one of them each.
+
+A pattern has a letter for each layer, as Nemotron-H's `hybrid_override_pattern` and Megatron's own have.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
+LETTERS = {"mamba": MAMBA, "attention": ATTENTION, "mlp": MLP, "moe": EXPERTS}
+"""By the names that transformers' `layers_block_type` has."""
+
+_DEFAULT = "ME*-"
+
+
+def layer_pattern(content: Mapping[str, Any]) -> str | None:
+    """The pattern of a `config.json`; None where it says what is none.
+
+    transformers takes `layers_block_type` where both keys are there, and a pattern of its own where none is.
+    """
+    kinds, pattern = content.get("layers_block_type"), content.get("hybrid_override_pattern", _DEFAULT)
+    if isinstance(kinds, list):
+        return "".join(LETTERS[kind] for kind in kinds) if all(kind in LETTERS for kind in kinds) else None
+    if isinstance(pattern, str) and pattern and set(pattern) <= set(LETTERS.values()):
+        return pattern
+    return None
