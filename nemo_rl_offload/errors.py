@@ -3,6 +3,8 @@
 import errno
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 
@@ -41,6 +43,14 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest of ``allowed``, or ``""`` when none is close."""
     matches = get_close_matches(name, list(allowed), n=1)
     return f" Did you mean '{matches[0]}'?" if matches else ""
+
+
+def nearest_beside(path: Path, is_one: Callable[[Path], bool] = Path.exists) -> str:
+    """Return as `nearest` does what is called almost as ``path`` in its folder."""
+    try:
+        return nearest(path.name, (each.name for each in islice(path.parent.iterdir(), 10_000) if is_one(each)))
+    except OSError:
+        return ""
 
 
 def where_else(error: Exception, alternative: str) -> str:

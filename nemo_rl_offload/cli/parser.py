@@ -1,10 +1,13 @@
 """The command line's grammar; `cli` executes it."""
 
 import argparse
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
+from nemo_rl_offload.errors import nearest
 
 type Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -44,6 +47,13 @@ class _Formatter(argparse.HelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '(.+)' \(choose from (.+)\)$", message):
+            message += "." + nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+        super().error(message)
+
+
 def _examples(command: str) -> str:
     return "".join(["examples:\n", *(f"  nemo-rl-offload {example}\n" for example in EXAMPLES[command])])
 
@@ -63,7 +73,7 @@ def option_names(parser: argparse.ArgumentParser, command: str) -> list[str]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="nemo-rl-offload", description="Post-train language models on Megatron-Core with activation offloading."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

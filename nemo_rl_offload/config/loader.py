@@ -42,7 +42,7 @@ from nemo_rl_offload.config.sources import (
     places_of,
     references,
 )
-from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.errors import ConfigError, nearest, nearest_beside
 from nemo_rl_offload.specs.data_sets import HUB, hub_folder
 from nemo_rl_offload.specs.documents import (
     CONFIG_BYTES,
@@ -355,7 +355,9 @@ def resolve_data_path(name: str) -> Path:
     for candidate in candidates:
         if candidate.exists():
             return candidate
-    raise ConfigError(f"'{name}' is not there (looked in {', '.join(map(str, candidates))}). Give a local path.")
+    raise ConfigError(
+        f"'{name}' is not there (looked in {', '.join(map(str, candidates))}).{_beside(candidates)} Give a local path."
+    )
 
 
 def _downloaded_data(name: str) -> Path:
@@ -383,6 +385,10 @@ def _candidates(name: str) -> list[Path]:
     return list(dict.fromkeys([Path.cwd() / path, PROJECT_ROOT / path]))
 
 
+def _beside(candidates: Sequence[Path], is_one: Callable[[Path], bool] = Path.exists) -> str:
+    return next(filter(None, (nearest_beside(candidate, is_one) for candidate in candidates)), "")
+
+
 def _resolve_folder(name: str, required_file: str) -> Path:
     candidates = _candidates(name)
     for candidate in candidates:
@@ -392,11 +398,14 @@ def _resolve_folder(name: str, required_file: str) -> Path:
     if snapshot is not None and (snapshot / required_file).is_file():
         return snapshot
     looked = ", ".join(str(candidate) for candidate in candidates)
+    near = _beside(candidates, lambda folder: (folder / required_file).is_file())
     how = "Model hubs are not used: give the path of a downloaded folder."
     if is_hub_id(name):
         looked = f"{looked}, and the hub's downloads in {cache_folder()}"
         how = f"Nothing is downloaded by itself: {how_to_download(name, 'model')} does, or give the path of a folder."
-    raise ConfigError(f"'{name}' is not a local Hugging Face folder with a {required_file} (looked in {looked}). {how}")
+    raise ConfigError(
+        f"'{name}' is not a local Hugging Face folder with a {required_file} (looked in {looked}).{near} {how}"
+    )
 
 
 def files_of(path: Path) -> list[Path]:

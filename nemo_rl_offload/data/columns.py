@@ -67,7 +67,7 @@ def records_of(section: _OneTraining | _OneValidation, name: str, answer: str | 
     if columns:
         sources = {answer if target == "answer" and answer else target: source for target, source in columns.items()}
         keys = {source: f" ({name}.{key})" for key in ("input_key", "output_key") if (source := section[key])}
-        records = [_renamed(record, sources, keys, keeps=answer is None) for record in records]
+        records = [_renamed(record, sources, keys, name, answer) for record in records]
     if (most := section["max_samples"]) is not None and most < len(records):
         chosen = sorted(Random(f"{section['seed']}/max_samples").sample(range(len(records)), most))
         records = [records[place] for place in chosen]
@@ -129,11 +129,18 @@ def read_text_file(key: str, path: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _renamed(record: Record, columns: Mapping[str, str], keys: Mapping[str, str], *, keeps: bool) -> Record:
-    """Its columns under other names, and the others too where it `keeps` them; `keys` says who named a column."""
+def _renamed(
+    record: Record, columns: Mapping[str, str], keys: Mapping[str, str], name: str, answer: str | None
+) -> Record:
+    """Its columns under other names; of the others a prompt and an answer, or of a pair all.
+
+    `keys` says who named a column, and ``name`` is the section's path.
+    """
     if isinstance(record.content, str):
         return record
-    found: dict[str, object] = dict(record.content) if keeps else {}
+    kept = record.content if answer is None else {"prompt", answer} & record.content.keys()
+    found: dict[str, object] = {key: record.content[key] for key in kept}
+    has = ", ".join(record.content) or "no keys"
     for target, source in columns.items():
         path, mark, _ = source.partition("####")
         value: object = record.content
@@ -145,9 +152,14 @@ def _renamed(record: Record, columns: Mapping[str, str], keys: Mapping[str, str]
             ):
                 value = value[int(part)]
             else:
-                has = ", ".join(record.content) or "no keys"
                 return Record(record.place, f"has nothing under {path}{keys.get(source, '')}; it has {has}")
         if isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)
         found[target] = value.rpartition(mark)[2].strip() if mark and isinstance(value, str) else value
+    if answer == "completion":
+        for target, key in (("prompt", "input_key"), ("completion", "output_key")):
+            if target not in found:
+                return Record(
+                    record.place, f"has nothing under {target}, and {name}.{key} names no column; it has {has}"
+                )
     return Record(record.place, found)

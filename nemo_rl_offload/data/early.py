@@ -38,6 +38,8 @@ def data_problems(config: MasterConfig, *, trains: bool = True) -> Iterator[str]
         resolve_model_path(policy["model_name"])
         resolve_tokenizer_path(policy["tokenizer"]["name"])
         paths = {name: resolve_data_path(str(section["path"])) for name, section in named.items()}
+        for text in filter(None, (data["prompt_file"], data["system_prompt_file"])):
+            resolve_data_path(text)
     except ConfigError:
         return
     files: list[Path] = []

@@ -11,7 +11,7 @@ from typing import Annotated, NotRequired, TypedDict
 
 from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.errors import ConfigError, nearest_beside
 from nemo_rl_offload.paged_stash.stats import StashStats
 from nemo_rl_offload.specs import documents
 from nemo_rl_offload.specs.documents import (
@@ -312,6 +312,10 @@ def _named(path: Path, recovery_hint: str, place: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if not path.parent.exists():
+            raise ConfigError(
+                f"{path.parent}: there is no such folder.{nearest_beside(path.parent, Path.is_dir)} Give that of a run."
+            ) from error
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}. Give the folder of a run with logger.jsonl_enabled=true."
         ) from error

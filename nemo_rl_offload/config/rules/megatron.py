@@ -182,6 +182,10 @@ def _recompute_names(get: Get) -> Iterator[str]:
             yield f"{path}: '{name}': unknown module.{hint} Allowed: {', '.join(RECOMPUTE_MODULES)}."
 
 
+_TWINS = {"mlp_act": "moe_act", "mlp": "moe", "moe_act": "mlp_act", "moe": "mlp"}
+"""Of layers with and without experts, what recomputes the same part."""
+
+
 def _recompute_fits_model(get: Get) -> Iterator[str]:
     names = recomputed(get)
     if names == ["core_attn"]:
@@ -197,7 +201,8 @@ def _recompute_fits_model(get: Get) -> Iterator[str]:
     for part, (of_part, is_present) in present.items():
         for name in names:
             if name in of_part and not is_present:
-                yield f"{MEGATRON}.recompute_modules: '{name}' needs {part}, and the model has none. Remove it."
+                instead = f"Take {twin}, or remove it." if (twin := _TWINS.get(name)) else "Remove it."
+                yield f"{MEGATRON}.recompute_modules: '{name}' needs {part}, and the model has none. {instead}"
     if "shared_experts" in names and megatron(get, "moe_shared_expert_overlap"):
         yield (
             f"{MEGATRON}.recompute_modules: 'shared_experts' cannot be recomputed with moe_shared_expert_overlap. "

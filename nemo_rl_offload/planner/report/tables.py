@@ -119,17 +119,17 @@ def plan_tables(plan: JobPlan) -> RenderableType:
     """What the terminal shows."""
     shown: list[RenderableType] = [*summary_lines(plan), *_phase_table(plan), *_frontier_table(plan)]
     for stage in plan_data(plan)["stages"]:
-        table = _table(COLUMNS, right=(1, 2, 4, 5))
+        table = _table(COLUMNS, right=(1, 2, 4, 5), wrapped=(3,))
         for cells in stage_cells(stage):
             table.add_row(*cells)
         shown += [f"\n{line}" for line in stage_lines(stage)] + [table]
     return Group(*shown)
 
 
-def _table(columns: Sequence[str], right: Sequence[int]) -> Table:
+def _table(columns: Sequence[str], right: Sequence[int], wrapped: Sequence[int] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number in right else "left", no_wrap=True)
+        table.add_column(name, justify="right" if number in right else "left", no_wrap=number not in wrapped)
     return table
 
 

@@ -106,7 +106,9 @@ def test_answers_without_heavy_imports(arguments: list[str], code: int, tmp_path
     [
         ([], "COMMAND"),
         (["train"], "invalid choice: 'train'"),
+        (["rn"], "Did you mean 'run'?"),
         (["run", "gpro"], "invalid choice: 'gpro'"),
+        (["run", "gpro"], "Did you mean 'grpo'?"),
         (["run", "grpo", "--sed", "1"], "unknown option: --sed"),
         (["run", "grpo", "--confg", "a.yaml"], "no dashes). Did you mean --config?"),
         (["report", "a", "--servee"], "no dashes). Did you mean --serve?"),

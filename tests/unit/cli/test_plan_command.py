@@ -396,3 +396,7 @@ def test_tables_of_a_plan_fit_80_columns(capsys: pytest.CaptureFixture[str], mon
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
     assert any("GiB" in row for row in rows)
     assert max(len(row) for row in rows if "not activations" not in row) <= 80
+    size = ["policy.max_total_sequence_length=8192", "policy.train_global_batch_size=64", "cluster.gpus_per_node=8"]
+    words = ["policy.model_name=Qwen/Qwen2.5-7B", "policy.train_micro_batch_size=1", *size]
+    assert main(["plan", "examples/configs/sft.yaml", "--gpu", "h100-80gb", "--memory", "72GiB", *words]) == 0
+    assert "…" not in capsys.readouterr().out, "no figure is cut"

@@ -322,6 +322,20 @@ def test_a_missing_folder_says_where_it_was_looked_for(tmp_path: Path, monkeypat
         resolve_tokenizer_path(str(tmp_path))
 
 
+def test_a_missing_path_names_what_is_called_almost_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data" / "chat").mkdir(parents=True)
+    (tmp_path / "data" / "chats.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"\)\. Did you mean 'chats\.jsonl'\? Give a local path\.$"):
+        loader.resolve_data_path("data/chatz.jsonl")
+    with pytest.raises(ConfigError) as caught:
+        resolve_model_path("data/chatt")
+    assert "Did you mean" not in str(caught.value), "it is no model"
+    (tmp_path / "data" / "chat" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"\)\. Did you mean 'chat'\? "):
+        resolve_model_path("data/chatt")
+
+
 @pytest.mark.parametrize(
     ("override", "path"),
     [

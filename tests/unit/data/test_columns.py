@@ -200,6 +200,28 @@ def test_a_record_without_the_named_key_is_bad(tmp_path: Path, recipe: Callable[
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "content"),
+    [
+        ({"output_key": "said"}, {"prompt": "2+2?", "completion": "4"}),
+        ({"input_key": "ask"}, "has nothing under completion, and data.train.output_key names no column; it has"),
+        ({"input_key": "ask", "output_key": "said"}, {"prompt": "3+1?", "completion": "4"}),
+    ],
+)
+def test_one_named_key_leaves_the_other_column_alone(
+    given: dict[str, str], content: object, tmp_path: Path, recipe: Callable[..., Any]
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "2+2?", "said": "4", "ask": "3+1?"}\n')
+    text = f"data: {{env_name: math, train: {{dataset_name: ResponseDataset, data_path: {file}}}}}"
+    section = recipe(text, "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")["data"]["train"]
+    (record,) = records_of({**section, "input_key": None, "output_key": None, **given}, "data.train", "completion")
+    if isinstance(content, str):
+        assert str(record.content).startswith(content)
+    else:
+        assert record.content == content
+
+
 def test_texts_around_prompts(tmp_path: Path, recipe: Callable[..., Any]) -> None:
     """The oracle is the chat template's own rendering."""
     (tmp_path / "around.txt").write_text("Put it into \\boxed{{}}:\n{}\nNow.")

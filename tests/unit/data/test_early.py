@@ -64,6 +64,8 @@ def test_large_data_and_data_elsewhere_are_left_to_the_run(
 ) -> None:
     assert look(SFT, CHAT[:5], "policy.model_name=some/where-else").problems == []
     assert look(SFT, CHAT[:5], f"data.train.path={tmp_path / 'other.jsonl'}").problems == []
+    elsewhere = "data.prompt_file=no/such"  # told already, as what a run needs
+    assert look(GRPO, PROBLEMS, *MATH, "data.prompt_template=null", elsewhere).problems == []
     monkeypatch.setattr(early, "LIMIT_BYTES", 100)
     assert look(SFT, CHAT[:5]).problems == []
 

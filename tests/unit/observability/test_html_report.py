@@ -225,6 +225,8 @@ def test_no_run_is_one_error(missing: str, run_dir: Path, capsys: pytest.Capture
     (run_dir / missing).unlink()
     assert main(["report", str(run_dir)]) == 2
     assert re.search(rf"^error: .*{missing}: cannot be read: No such file", capsys.readouterr().err)
+    assert main(["report", f"{run_dir}x"]) == 2
+    assert f"x: there is no such folder. Did you mean '{run_dir.name}'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [{}, {"timing/step_s": 1.0, "timing/train_s": 0.5}])

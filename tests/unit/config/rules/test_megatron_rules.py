@@ -93,6 +93,12 @@ CASES = [
     ),
     (f"{SELECTIVE} M.recompute_modules=[moe]", "recompute_modules", "'moe' needs experts", "MOE"),
     (
+        f"{SELECTIVE} M.recompute_modules=[moe_act]",
+        "recompute_modules",
+        "the model has none. Take mlp_act, or remove it.",
+        "MOE",
+    ),
+    (
         f"{SELECTIVE} M.recompute_modules=[shared_experts]",
         "recompute_modules",
         "'shared_experts' needs shared experts",

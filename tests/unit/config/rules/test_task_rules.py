@@ -221,9 +221,21 @@ ALGORITHM_CASES = [
     (f"{MATH} data.train.path=x", "data.validation.path", "turn validation off", FILES),
     (f"{FUNCTION} {FILES}", "env.function.path", "missing value. Give one", "env.function.path=my.scores:by_length"),
     (
-        f"{FUNCTION} {FILES} env.function.path=my/scores.py",
+        f"{FUNCTION} {FILES} env.function.path=my/scores",
         "env.function.path",
         "names no function. Write it as package.module:name",
+        "env.function.path=scores:by_length",
+    ),
+    (
+        f"{FUNCTION} {FILES} env.function.path=my/scores.py",
+        "env.function.path",
+        "'my/scores.py' is a file. Write its module and the function, as my.scores:name.",
+        "env.function.path=my.scores:by_length",
+    ),
+    (
+        f"{FUNCTION} {FILES} env.function.path=scores.py:by_length",
+        "env.function.path",
+        "as scores:by_length.",
         "env.function.path=scores:by_length",
     ),
     (
