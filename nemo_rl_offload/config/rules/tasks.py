@@ -204,6 +204,13 @@ def _lengths(get: Get) -> Iterator[str]:
             f"policy.generation.max_new_tokens {response}: responses to prompts of over {total - response} tokens are "
             f"cut. Set at least {prompt + response} for whole ones."
         )
+    path = f"{get('algorithm')}.max_rollout_turns"
+    if algorithm_has("max_rollout_turns", get) and get(path) > 1 and prompt + response <= total < prompt + 2 * response:
+        yield (
+            f"{path}: no second turn after a prompt and a response of full length, for a turn is begun where "
+            f"policy.generation.max_new_tokens {response} have room. Set policy.max_total_sequence_length at least "
+            f"{prompt + 2 * response}."
+        )
 
 
 def _profiled_steps(get: Get) -> Iterator[str]:

@@ -345,3 +345,17 @@ def test_an_algorithm_with_one_key_of_groups_is_checked_for_it(monkeypatch: pyte
     values = {"algorithm": "mine", "mine.num_generations_per_prompt": 1, "mine.use_dynamic_sampling": True}
     (message,) = tasks._groups(values.__getitem__)
     assert message.startswith("mine.num_generations_per_prompt: must be at least 2 while use_dynamic_sampling")
+
+
+@pytest.mark.parametrize(
+    ("turns", "total", "is_told"), [(1, 96, False), (2, 96, True), (3, 127, True), (2, 128, False), (3, 200, False)]
+)
+def test_a_second_turn_that_has_no_room_is_told(check: Check, turns: int, total: int, is_told: bool) -> None:
+    checked = check(
+        f"grpo.max_rollout_turns={turns}",
+        f"policy.max_total_sequence_length={total}",
+        "data.max_input_seq_length=32",
+        "policy.generation.max_new_tokens=48",
+    )
+    told = [text for text in checked.warnings if "Set policy.max_total_sequence_length at least 128." in text]
+    assert bool(told) == is_told
