@@ -74,6 +74,8 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 }
 """NeMo-RL's functions in interpolations, like `${mul:${a},${b}}`."""
 _LONGEST_PATH = 4000
+_MODELOPT = "modelopt"
+"""The folder of NeMo-RL's examples whose recipes train quantised weights."""
 _MAX_FILES = 100
 """Of a configuration, those that it inherits from included, each as often as it is named."""
 _MAX_OVERRIDE, _MAX_OVERRIDE_VALUES = 1 << 17, 1_000
@@ -439,7 +441,7 @@ def _read_yaml(path: Path, origin: str) -> LoadedConfig:
         text = read_text(path, CONFIG_BYTES)
         places, content = _checked(text, path)
     except OSError as error:
-        hint = _near_file(path) if isinstance(error, FileNotFoundError) else ""
+        hint = _hint(path) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{path}{origin}: cannot read the file: {error.strerror or error}.{hint}") from error
     except (yaml.YAMLError, ValueError, LookupError, TypeError, OverflowError) as error:
         raise as_document_error(error, path) from error
@@ -449,6 +451,12 @@ def _read_yaml(path: Path, origin: str) -> LoadedConfig:
         what = "a list" if isinstance(content, list) else "a single value"
         raise ConfigError(f"{path}{origin}: the file must hold 'key: value' lines, not {what}")
     return LoadedConfig({str(key): value for key, value in content.items()}, places)
+
+
+def _hint(path: Path) -> str:
+    if _MODELOPT in path.parts:
+        return f" NeMo-RL's folder {_MODELOPT} asks for quantisation-aware training, not supported here."
+    return _near_file(path)
 
 
 def _near_file(path: Path) -> str:

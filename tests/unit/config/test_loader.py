@@ -348,3 +348,10 @@ def test_what_an_override_adds_is_its_own(override: str, path: str) -> None:
     loaded = read_config(loader.PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [override])
     assert loaded.origin(path) == OVERRIDE
     assert loaded.origin("policy") != OVERRIDE
+
+
+def test_an_absent_file_of_modelopt_is_the_feature_that_it_asks_for(tmp_path: Path) -> None:
+    heir = tmp_path / "heir.yaml"
+    heir.write_text("defaults: ../../examples/modelopt/qa_grpo_math_megatron.yaml\n")
+    with pytest.raises(ConfigError, match=r"No such file .* asks for quantisation-aware training, not supported here"):
+        load_config(heir, [])
