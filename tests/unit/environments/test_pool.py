@@ -1,5 +1,6 @@
 """What a scorer may do to its process: the response counts 0, the others and the run do not notice."""
 
+import contextlib
 import os
 import re
 import resource
@@ -244,7 +245,8 @@ def test_a_driver_that_ends_leaves_no_process(number: signal.Signals, tmp_path: 
         cwd=PROJECT_ROOT,
         start_new_session=True,
     )
-    with driver:
+    with driver, contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(driver.kill)  # or a failed test would wait for it
         assert driver.stdout is not None
         pids = [int(word) for word in driver.stdout.readline().split()]
         assert len(pids) == 2
