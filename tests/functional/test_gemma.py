@@ -35,7 +35,7 @@ def test_loss_and_gradients_are_those_of_transformers(model_folder: Folder) -> N
     mask = batch["token_mask"][:, 1:]
     loss = -(chosen * mask).sum() / mask.sum()
     loss.backward()
-    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
     gradients = rank_work._exported(model, gradients=True)
     expected = {name: weight.grad for name, weight in reference.named_parameters()}
     assert gradients.keys() == expected.keys()

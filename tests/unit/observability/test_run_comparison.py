@@ -51,4 +51,4 @@ def test_a_page_takes_no_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert command_line.main(["report", str(a), str(b), "--out", str(b / "metrics.jsonl")]) == 2
     assert "belongs to a run" in capsys.readouterr().err
     assert command_line.main(["report", str(a), str(tmp_path / "c")]) == 2
-    assert "c/config.yaml: cannot be read" in capsys.readouterr().err
+    assert "c: there is no such folder. Give that of a run." in capsys.readouterr().err
