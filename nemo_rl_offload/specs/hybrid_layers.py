@@ -20,7 +20,8 @@ def layer_pattern(content: Mapping[str, Any]) -> str | None:
     """
     kinds, pattern = content.get("layers_block_type"), content.get("hybrid_override_pattern", _DEFAULT)
     if isinstance(kinds, list):
-        return "".join(LETTERS[kind] for kind in kinds) if all(kind in LETTERS for kind in kinds) else None
+        are_known = all(isinstance(kind, str) and kind in LETTERS for kind in kinds)
+        return "".join(LETTERS[kind] for kind in kinds) if are_known else None
     if isinstance(pattern, str) and pattern and set(pattern) <= set(LETTERS.values()):
         return pattern
     return None

@@ -390,8 +390,11 @@ QWEN_WINDOWS = {
 
 def _hybrid_layers(key: str, allowed: str) -> Key:
     def refuse(value: object, content: Content) -> str | None:
-        is_taken = value is None or layer_pattern({"hybrid_override_pattern": "", key: value})
-        return None if is_taken else f"{allowed}, or null"
+        is_left_out = value is None and (
+            key == "layers_block_type" or isinstance(content.get("layers_block_type"), list)
+        )
+        is_taken = is_left_out or layer_pattern({"hybrid_override_pattern": "", key: value})
+        return None if is_taken else allowed
 
     return Key("honoured", refuse)
 

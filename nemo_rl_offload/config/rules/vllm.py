@@ -96,7 +96,7 @@ def _engines_compute_the_same(get: Get) -> Iterator[str]:
         content = model_content(get)
     except ConfigError:  # which another rule reports
         content = {}
-    if content.get("model_type") == "gemma3_text" and any("rope" in key for key in get("policy.hf_config_overrides")):
+    if content.get("model_type") == "gemma3_text" and get("policy.hf_config_overrides"):
         yield (
             f"{BACKEND}: vllm asks for other positions of two kinds of layers with vLLM, not supported here: its "
             "engines are told of one kind. Set it to megatron, or remove ~policy.hf_config_overrides."
