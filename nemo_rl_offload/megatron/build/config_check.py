@@ -82,9 +82,7 @@ def _build_provider(policy: PolicyConfig, model: Mapping[str, object]) -> None:
     from nemo_rl_offload.megatron.build import transformer_config as setup
 
     provider = provider_for(model)
-    impl = policy["megatron_cfg"]["transformer_impl"]
-    if impl == "auto" and needs_torch_layers(model) is not None:
-        impl = "torch"
+    impl = setup.wanted_impl(policy, needs_torch=needs_torch_layers(model) is not None)
     if not have_transformer_engine():  # fusions that the provider, not the user, asks for
         for name in setup.NOT_IN_TORCH:
             setattr(provider, name, False)

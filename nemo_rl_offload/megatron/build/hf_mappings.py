@@ -29,14 +29,7 @@ def tell_names(config: "PretrainedConfig", weights: Collection[str]) -> None:
 def extend_mappings() -> None:
     """Let every table of a dense or MoE model end with the entries of this module; once for a process."""
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-    from megatron.bridge.models.conversion.param_mapping import (
-        AutoMapping,
-        ColumnParallelMapping,
-        GatedMLPMapping,
-        MambaConv1dMapping,
-        MambaInProjMapping,
-        QKVMapping,
-    )
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
     from megatron.bridge.models.gemma.gemma3_bridge import Gemma3ModelBridge
     from megatron.bridge.models.gemma.gemma_bridge import GemmaBridge
     from megatron.bridge.models.llama.llama_bridge import LlamaBridge
@@ -64,18 +57,6 @@ def extend_mappings() -> None:
             AutoMapping(f"{ours}mlp_bda.norm.weight", f"{theirs}post_feedforward_layernorm.weight"),
         ]
 
-    def of_mixers() -> list[Any]:
-        ours, theirs = "decoder.layers.*.self_attention.", "backbone.layers.*.mixer."
-        convolutions = [(f"{ours}conv1d_{kind}", f"{theirs}conv1d.{kind}") for kind in ("weight", "bias")]
-        return [
-            MambaInProjMapping(f"{ours}in_proj.weight", f"{theirs}in_proj.weight"),
-            AutoMapping(f"{ours}in_proj.layer_norm_weight", "backbone.layers.*.norm.weight"),
-            AutoMapping(f"{ours}out_proj.weight", f"{theirs}out_proj.weight"),
-            *(ColumnParallelMapping(f"{ours}{name}", f"{theirs}{name}") for name in ("A_log", "D", "dt_bias")),
-            ColumnParallelMapping(f"{ours}norm_weight", f"{theirs}norm.weight"),
-            *(MambaConv1dMapping(*names) for names in convolutions),
-        ]
-
     def extend(model: type, entries: Callable[[], list[Any]]) -> None:
         table = model.mapping_registry  # type: ignore[attr-defined]
 
@@ -89,4 +70,24 @@ def extend_mappings() -> None:
 
     for model in (LlamaBridge, Qwen3Bridge, Qwen3MoEBridge, GemmaBridge, Gemma3ModelBridge):
         extend(model, entries)
-    extend(NemotronHBridge, of_mixers)
+    extend(NemotronHBridge, _of_mixers)
+
+
+def _of_mixers() -> list[Any]:
+    from megatron.bridge.models.conversion.param_mapping import (
+        AutoMapping,
+        ColumnParallelMapping,
+        MambaConv1dMapping,
+        MambaInProjMapping,
+    )
+
+    ours, theirs = "decoder.layers.*.self_attention.", "backbone.layers.*.mixer."
+    convolutions = [(f"{ours}conv1d_{kind}", f"{theirs}conv1d.{kind}") for kind in ("weight", "bias")]
+    return [
+        MambaInProjMapping(f"{ours}in_proj.weight", f"{theirs}in_proj.weight"),
+        AutoMapping(f"{ours}in_proj.layer_norm_weight", "backbone.layers.*.norm.weight"),
+        AutoMapping(f"{ours}out_proj.weight", f"{theirs}out_proj.weight"),
+        *(ColumnParallelMapping(f"{ours}{name}", f"{theirs}{name}") for name in ("A_log", "D", "dt_bias")),
+        ColumnParallelMapping(f"{ours}norm_weight", f"{theirs}norm.weight"),
+        *(MambaConv1dMapping(*names) for names in convolutions),
+    ]

@@ -178,6 +178,12 @@ def check_flex_dispatcher(backend: str) -> None:
         raise ConfigError(f"{path} cannot be imported from {package} in this worker. {how}, or set alltoall.")
 
 
+def wanted_impl(policy: PolicyConfig, *, needs_torch: bool) -> str:
+    """`transformer_impl`, where `auto` is torch for a model that needs torch's layers."""
+    name = policy["megatron_cfg"]["transformer_impl"]
+    return "torch" if needs_torch and name == "auto" else name
+
+
 def configure_provider(provider: TransformerConfig, policy: PolicyConfig, *, needs_torch: bool = False) -> str:
     """Write the policy's values into a Megatron-Bridge provider and finalize it; returns the layer implementation.
 
@@ -185,8 +191,7 @@ def configure_provider(provider: TransformerConfig, policy: PolicyConfig, *, nee
 
     Raises ConfigError with Megatron's own words when Megatron-Core refuses the combination.
     """
-    name = policy["megatron_cfg"]["transformer_impl"]
-    transformer_impl = resolve_transformer_impl("torch" if needs_torch and name == "auto" else name)
+    transformer_impl = resolve_transformer_impl(wanted_impl(policy, needs_torch=needs_torch))
     activations = _resolve(provider, policy, transformer_impl)
     _check_layers(policy, activations)
     if provider.num_moe_experts is not None and policy["megatron_cfg"]["moe_token_dispatcher_type"] == "flex":
