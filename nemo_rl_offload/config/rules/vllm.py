@@ -99,7 +99,7 @@ def _engines_compute_the_same(get: Get) -> Iterator[str]:
     if content.get("model_type") == "gemma3_text" and get("policy.hf_config_overrides"):
         yield (
             f"{BACKEND}: vllm asks for other positions of two kinds of layers with vLLM, not supported here: its "
-            "engines are told of one kind. Set it to megatron, or remove ~policy.hf_config_overrides."
+            "engines are told of one kind. Set it to megatron, or remove policy.hf_config_overrides."
         )
     for feature, why in _read_otherwise(content):
         yield f"{BACKEND}: vllm asks for {feature} with vLLM, not supported here: {why}. Set it to megatron."
