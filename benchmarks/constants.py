@@ -6,3 +6,5 @@ NUM_AHEAD = 4
 """Microbatches in flight in E1, on the first of four stages."""
 SMALL_VOCABULARY = 8192
 """Of E2 to E4, so that layers rather than logits make the peak."""
+OPTIMIZERS = ("device", "host", "Megatron's on the host")
+"""Where main weights and Adam's state are: streamed from the host by this project, or updated there by Megatron."""

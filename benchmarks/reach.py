@@ -33,7 +33,7 @@ from common import (
     say,
     timed,
 )
-from constants import SMALL_VOCABULARY
+from constants import OPTIMIZERS, SMALL_VOCABULARY
 from search import longest, next_candidates
 
 VARIANTS = ("recompute: full", "ours: full recompute", "nothing", "ours: all")
@@ -57,9 +57,7 @@ def run_attempt(task: dict[str, Any]) -> None:
     import torch
 
     sizes = task["sizes"]
-    impl = task["impl"]
-    vocabulary = task["vocabulary"]
-    steps = Steps(NUM_LAYERS, max(sizes), impl, vocabulary) if task["searched"] == "sequence" else None
+    steps = Steps(NUM_LAYERS, max(sizes), task) if task["searched"] == "sequence" else None
     for size in sizes:
         found: dict[str, Any] = {"size": size}
         try:
@@ -68,7 +66,7 @@ def run_attempt(task: dict[str, Any]) -> None:
             if steps:
                 found |= steps.timed(task["variant"], size)
             else:
-                found |= Steps(size, SEQUENCE, impl, vocabulary).timed(task["variant"], SEQUENCE)
+                found |= Steps(size, SEQUENCE, task).timed(task["variant"], SEQUENCE)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -89,13 +87,23 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 class Steps:
     """A model that has taken a short step, which makes Adam's state, and steps of it."""
 
-    def __init__(self, num_layers: int, longest: int, impl: str, vocabulary: int) -> None:
+    def __init__(self, num_layers: int, longest: int, task: dict[str, Any]) -> None:
         from variants import MODULE_SETS, full_recompute, nothing, ours, ours_with_recompute
         from workload import Shape, Workload
 
+        impl = task["impl"]
         found = [full_recompute(), ours_with_recompute(), nothing(), ours("all", MODULE_SETS[impl]["all"])]
         self.variants = {each.name: each for each in found}
-        self.workload = Workload(Shape(num_layers, longest, 1, transformer_impl=impl, vocabulary_size=vocabulary))
+        self.workload = Workload(
+            Shape(
+                num_layers,
+                longest,
+                1,
+                transformer_impl=impl,
+                vocabulary_size=task["vocabulary"],
+                optimizer=task["optimizer"],
+            )
+        )
         self.short = self.batch(min(512, longest))
         self.workload.step(self.short)
         self.optimizer_ms = timed(self.workload.model.optimizer.step)["ms"]
@@ -130,10 +138,10 @@ def describe(vocabulary: int) -> None:
     )
 
 
-def compare(sequence: int, impl: str, vocabulary: int) -> None:
+def compare(sequence: int, task: dict[str, Any]) -> None:
     """In a process of its own: print the compared variants' samples at one sequence."""
     prepare_process()
-    steps = Steps(NUM_LAYERS, sequence, impl, vocabulary)
+    steps = Steps(NUM_LAYERS, sequence, task)
     samples: dict[str, list[Sample]] = {name: [] for name in COMPARED}
     for _, name in in_turn(COMPARED, 2):
         samples[name].append(steps.timed(name, sequence, is_warm=True))
@@ -156,6 +164,22 @@ def in_process(task: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")], ended
 
 
+def attempt(about: dict[str, str], sizes: list[int], entry: dict[str, Any], commit: str | None) -> str | None:
+    """Try these in one process, smallest first, until one does not fit; what went wrong but for memory."""
+    samples, error = in_process({**about, "sizes": sizes})
+    for sample in samples:
+        entry["tried"][str(sample.pop("size"))] = sample | {"commit": commit}
+    return error
+
+
+def peaks(entry: dict[str, Any]) -> dict[int, int | None]:
+    """Of what was tried, None where it did not fit."""
+    return {
+        int(size): None if "out_of_memory" in sample else int(sample["peak_allocated_bytes"])
+        for size, sample in entry["tried"].items()
+    }
+
+
 def search(about: dict[str, str], entry: dict[str, Any], limit_bytes: int, commit: str | None, write: Any) -> None:
     """Try until the largest that fits is known; fills the entry, whose keys are sizes as text.
 
@@ -165,10 +189,7 @@ def search(about: dict[str, str], entry: dict[str, Any], limit_bytes: int, commi
     entry["error"] = None
     num_failures = 0
     while num_failures < MOST_FAILURES:
-        known = {
-            int(size): None if "out_of_memory" in sample else int(sample["peak_allocated_bytes"])
-            for size, sample in entry["tried"].items()
-        }
+        known = peaks(entry)
         sizes = next_candidates(known, limit_bytes, START[searched], STEP[searched])
         if not sizes:
             entry["largest"] = longest(known)
@@ -177,10 +198,8 @@ def search(about: dict[str, str], entry: dict[str, Any], limit_bytes: int, commi
         say(f"{about['variant']}: {searched} {', '.join(map(str, sizes))}")
         # Another number of layers is another model, which the one before would leave no room for.
         for together in [sizes] if searched == "sequence" else [[size] for size in sizes]:
-            samples, entry["error"] = in_process({**about, "sizes": together})
-            for sample in samples:
-                entry["tried"][str(sample.pop("size"))] = sample | {"commit": commit}
-            if entry["error"] or "out_of_memory" in samples[-1]:
+            entry["error"] = attempt(about, together, entry, commit)
+            if entry["error"] or None in peaks(entry).values():
                 break
         num_failures = num_failures + 1 if entry["error"] else 0
         write()
@@ -214,8 +233,10 @@ def run(options: argparse.Namespace) -> int:
     from nemo_rl_offload.bench.report import write_json
 
     name = "reach" if options.impl == "torch" else f"reach_{options.impl}"
-    path = options.out / f"{name}{'' if options.vocabulary == SMALL_VOCABULARY else f'_{options.vocabulary}'}.json"
-    of_all = {"impl": options.impl, "vocabulary": options.vocabulary}
+    name += "" if options.vocabulary == SMALL_VOCABULARY else f"_{options.vocabulary}"
+    name += "" if options.optimizer == "device" else f"_{options.optimizer.replace(' ', '_').replace("'", '')}"
+    path = options.out / f"{name}.json"
+    of_all = {"impl": options.impl, "vocabulary": options.vocabulary, "optimizer": options.optimizer}
     data: dict[str, Any] = {"experiment": "E4", "sequence": {}, "layers": {}}
     if path.exists():
         data |= json.loads(path.read_text(encoding="utf-8"))
@@ -232,9 +253,20 @@ def run(options: argparse.Namespace) -> int:
     for searched in options.search:
         for name in options.variant or VARIANTS:
             about = {"variant": name, "searched": searched, **of_all}
-            search(about, data[searched].setdefault(name, {"tried": {}}), limit_bytes, data["commit"], write)
+            entry = data[searched].setdefault(name, {"tried": {}})
+            if options.sizes:
+                entry["error"] = attempt(about, options.sizes, entry, data["commit"])
+                entry["largest"] = longest(peaks(entry))
+                write()
+            else:
+                search(about, entry, limit_bytes, data["commit"], write)
         alone, known = data["sequence"].get(COMPARED[0], {}).get("largest"), data.get("compared", {})
-        if searched == "sequence" and alone and (known.get("sequence") != alone or known["error"]):
+        if (
+            searched == "sequence"
+            and not options.no_compare
+            and alone
+            and (known.get("sequence") != alone or known["error"])
+        ):
             say(f"time per token at {alone} tokens")
             samples, error = in_process({"compare": alone, **of_all})
             compared = {"sequence": alone, "samples": samples[0] if samples else {}, "error": error}
@@ -251,6 +283,9 @@ def main() -> int:
     parser.add_argument("--variant", nargs="+", choices=VARIANTS)
     parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
     parser.add_argument("--vocabulary", type=int, default=SMALL_VOCABULARY)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="where its state is")
+    parser.add_argument("--sizes", nargs="+", type=int, metavar="N", help="try these, smallest first, and no others")
+    parser.add_argument("--no-compare", action="store_true", help="leave out the time per token")
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -259,7 +294,7 @@ def main() -> int:
     if "describe" in options.task:
         describe(options.task["vocabulary"])
     elif "compare" in options.task:
-        compare(options.task["compare"], options.task["impl"], options.task["vocabulary"])
+        compare(options.task["compare"], options.task)
     else:
         run_attempt(options.task)
     return 0

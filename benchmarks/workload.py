@@ -6,19 +6,22 @@ engine, so variants can take turns in one process on the same weights and the sa
 costs what any other does and leaves the weights as they are.
 
 The vocabulary is small, so that layers rather than logits make the peak, or the model's own, without logits.
+
+`constants.OPTIMIZERS` says where main weights and Adam's state are.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from common import HAS_GPU, medians, timed
-from constants import LOGPROB_CHUNK_SIZE, SMALL_VOCABULARY
+from constants import LOGPROB_CHUNK_SIZE, OPTIMIZERS, SMALL_VOCABULARY
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
+from nemo_rl_offload.adapters.megatron_core.installation import make_backend
 from nemo_rl_offload.adapters.megatron_core.interface import use_engine
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.batching.plan import MicrobatchSplit
@@ -34,9 +37,19 @@ from nemo_rl_offload.megatron.step.fused_head import FusedHeadFactory
 from nemo_rl_offload.megatron.step.head import HeadFactory, LogitsHeadFactory
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.megatron.step.train_step import train_step
+from nemo_rl_offload.offload.arena import HostArena
+from nemo_rl_offload.policy.residency.megatron_optimizer import keep_on_host
 from nemo_rl_offload.specs.catalogue import CATALOGUE
 
 LOSSES = {"sft": "nll", "grpo": "clipped_pg"}
+MEGATRONS_ON_HOST: dict[str, Any] = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+    "use_precision_aware_optimizer": True,  # without it main weights stay on the device as well
+}
+OPTIMIZER_BYTES = 12
+"""For each parameter: a float32 main weight and Adam's two moments."""
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -58,6 +71,7 @@ class Shape:
     transformer_impl: str = "torch"
     vocabulary_size: int = SMALL_VOCABULARY
     model: str = "Qwen/Qwen2.5-7B"
+    optimizer: str = OPTIMIZERS[0]
 
 
 def model_config(shape: Shape) -> dict[str, Any]:
@@ -134,10 +148,16 @@ class Workload:
         with torch.no_grad():
             for parameter in chunks[0].parameters():
                 parameter.normal_(0, 0.02, generator=generator) if parameter.ndim > 1 else parameter.fill_(1)
+        config = optimizer_config(policy)
+        if self.shape.optimizer == OPTIMIZERS[2]:
+            config = replace(config, **MEGATRONS_ON_HOST)
         with quiet():
-            optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
+            optimizer = get_megatron_optimizer(config, chunks)
         _without_temporaries(optimizer)
         scheduler = learning_rate_scheduler(policy, optimizer, num_steps=1)
+        if self.shape.optimizer == OPTIMIZERS[1]:
+            parameter_bytes = sum(each.numel() for each in chunks[0].parameters()) * OPTIMIZER_BYTES
+            keep_on_host(optimizer, HostArena(make_backend(), parameter_bytes + (8 << 30)), share=1.0)
         self._trees[()] = chunks[0].module, provider
         return MegatronModel(chunks, provider, None, self.shape.transformer_impl, optimizer, scheduler)
 
