@@ -12,6 +12,7 @@ first two. Each part is a process of its own, one after another.
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -57,17 +58,28 @@ PARTS = ("alone", "engine", "step")
 
 
 def write_model(folder: Path, changes: Mapping[str, Any] | None = None) -> None:
-    """Random weights beside a tokenizer for bytes, in the shape above but for `changes`; a CPU has a small one."""
+    """Random weights beside a tokenizer for bytes, in the shape above but for `changes`; a CPU has a small one.
+
+    Another process writes them, since this one is to hold none of the device's memory.
+    """
+    writer = multiprocessing.get_context("spawn").Process(target=_write_model, args=(folder, dict(changes or {})))
+    writer.start()
+    writer.join()
+    if writer.exitcode:
+        raise SystemExit(writer.exitcode)
+
+
+def _write_model(folder: Path, changes: dict[str, Any]) -> None:
     import shutil
 
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(**{**SHAPE, **((changes or {}) if HAS_GPU else SMALL)})
+    config = Qwen2Config(**{**SHAPE, **(changes if HAS_GPU else SMALL)})
     dtype = getattr(torch, "bfloat16" if HAS_GPU else "float32")
     torch.manual_seed(0)
     with torch.device("cuda" if HAS_GPU else "cpu"):
-        model = Qwen2ForCausalLM(config).to(dtype)
+        model = Qwen2ForCausalLM._from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, folder / name)

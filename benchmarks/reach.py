@@ -46,7 +46,7 @@ CPU_LIMIT = {"sequence": 100, "layers": 3}
 RESERVE = 0.97
 """Share of the device's memory that is taken to be allocated before the allocator gives up. What it has reserved says
 less: the step that makes the optimizer's state reserves more than a short one needs."""
-ATTEMPT_TIMEOUT_S = 400
+ATTEMPT_TIMEOUT_S = 560
 MOST_FAILURES = 2
 """In a row, of attempts that ended otherwise than by memory."""
 
@@ -74,6 +74,21 @@ def run_attempt(task: dict[str, Any]) -> None:
         print(json.dumps(found), flush=True)
         if "out_of_memory" in found:
             break
+
+
+def run_tries(task: dict[str, Any]) -> None:
+    """As above, for sequences of several variants: where the optimizer's state takes minutes to pin."""
+    prepare_process()
+    steps = Steps(NUM_LAYERS, max(size for _, size in task["tries"]), task)
+    for variant, size in task["tries"]:
+        found: dict[str, Any] = {"variant": variant, "size": size}
+        try:
+            found |= steps.timed(variant, size)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            found["out_of_memory"] = str(error)
+        print(json.dumps(found), flush=True)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -164,12 +179,10 @@ def in_process(task: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")], ended
 
 
-def attempt(about: dict[str, str], sizes: list[int], entry: dict[str, Any], commit: str | None) -> str | None:
-    """Try these in one process, smallest first, until one does not fit; what went wrong but for memory."""
-    samples, error = in_process({**about, "sizes": sizes})
+def keep(samples: list[dict[str, Any]], entry: dict[str, Any], commit: str | None) -> None:
+    """Fills the entry."""
     for sample in samples:
-        entry["tried"][str(sample.pop("size"))] = sample | {"commit": commit}
-    return error
+        entry["tried"][str(sample["size"])] = sample | {"commit": commit}
 
 
 def peaks(entry: dict[str, Any]) -> dict[int, int | None]:
@@ -198,8 +211,9 @@ def search(about: dict[str, str], entry: dict[str, Any], limit_bytes: int, commi
         say(f"{about['variant']}: {searched} {', '.join(map(str, sizes))}")
         # Another number of layers is another model, which the one before would leave no room for.
         for together in [sizes] if searched == "sequence" else [[size] for size in sizes]:
-            entry["error"] = attempt(about, together, entry, commit)
-            if entry["error"] or None in peaks(entry).values():
+            samples, entry["error"] = in_process({**about, "sizes": together})
+            keep(samples, entry, commit)
+            if entry["error"] or "out_of_memory" in samples[-1]:
                 break
         num_failures = num_failures + 1 if entry["error"] else 0
         write()
@@ -250,16 +264,21 @@ def run(options: argparse.Namespace) -> int:
         data["figures"] = figures(data)
         write_json(path, data)
 
+    if options.tries:
+        samples, data["error"] = in_process({"tries": options.tries, **of_all})
+        for variant, size in options.tries:
+            entry = data["sequence"].setdefault(variant, {"tried": {}, "error": None})
+            keep(
+                [each for each in samples if (each["variant"], each["size"]) == (variant, size)], entry, data["commit"]
+            )
+            entry["largest"] = longest(peaks(entry))
+        write()
+        print(json.dumps(data["figures"], indent=1))
+        return 0
     for searched in options.search:
         for name in options.variant or VARIANTS:
             about = {"variant": name, "searched": searched, **of_all}
-            entry = data[searched].setdefault(name, {"tried": {}})
-            if options.sizes:
-                entry["error"] = attempt(about, options.sizes, entry, data["commit"])
-                entry["largest"] = longest(peaks(entry))
-                write()
-            else:
-                search(about, entry, limit_bytes, data["commit"], write)
+            search(about, data[searched].setdefault(name, {"tried": {}}), limit_bytes, data["commit"], write)
         alone, known = data["sequence"].get(COMPARED[0], {}).get("largest"), data.get("compared", {})
         if (
             searched == "sequence"
@@ -284,8 +303,12 @@ def main() -> int:
     parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
     parser.add_argument("--vocabulary", type=int, default=SMALL_VOCABULARY)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="where its state is")
-    parser.add_argument("--sizes", nargs="+", type=int, metavar="N", help="try these, smallest first, and no others")
-    parser.add_argument("--no-compare", action="store_true", help="leave out the time per token")
+    parser.add_argument(
+        "--tries",
+        type=json.loads,
+        metavar="JSON",
+        help="in place of a search, these sequences in one process: [[VARIANT, N], ...]",
+    )
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -293,6 +316,8 @@ def main() -> int:
         return run(options)
     if "describe" in options.task:
         describe(options.task["vocabulary"])
+    elif "tries" in options.task:
+        run_tries(options.task)
     elif "compare" in options.task:
         compare(options.task["compare"], options.task)
     else:
