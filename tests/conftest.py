@@ -30,13 +30,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Draw cases by what stands in their brackets, so that tests of one table share cases, and what these set up."""
+    """Draw cases by what stands in their brackets, so that tests of one table share cases, and what these set up.
+
+    Tests without cases are one table together.
+    """
     share, seed = config.getoption("--cases"), config.getoption("--cases-seed")
     cases: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
         if item.get_closest_marker("sampled"):
-            test, _, case = item.nodeid.partition("[")
-            cases[test][case] = item
+            test, bracket, case = item.nodeid.partition("[")
+            cases[test if bracket else ""][case if bracket else test] = item
     left_out = set()
     for of_test in cases.values():
         drawn = sorted(of_test, key=lambda case: hashlib.sha256(f"{seed} {case}".encode()).digest())

@@ -13,6 +13,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.sampled
 def test_a_changed_checkpoint_is_refused_or_is_what_was_saved() -> None:
     attack = Path(__file__).with_name("checkpoint_fuzz.py")
     done = subprocess.run(

@@ -16,6 +16,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model", "cases"),
     [("blocks", 60), ("nested", 40), ("simulated", 80), ("auto", 40), ("megatron", 40), ("transformers", 20)],

@@ -8,6 +8,7 @@ from kill_ray import attack, faults_of_start
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.sampled
 def test_ray_that_is_killed() -> None:
     assert attack(num_cases=1, num_starts=0, seed=0) == []
 

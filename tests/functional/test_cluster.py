@@ -158,6 +158,7 @@ def test_shutdown_leaves_no_process(cluster: VirtualCluster) -> None:
     assert eventually_gone(children)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_workers_of_a_lost_node_go_on_another(cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.shutdown()

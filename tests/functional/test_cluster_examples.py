@@ -40,6 +40,7 @@ def ray_folder() -> Iterator[str]:
         yield folder
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_submitted_job(tmp_path: Path, ray_folder: str) -> None:
     dashboard = free_port()

@@ -114,6 +114,7 @@ def three_steps(group: Group, policy: Any, batch: Batch, loss: dict[str, Any]) -
     return metrics, gradients[0][0], before, weights[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [8, 6, 5], ids=["whole", "short-last-microbatch", "odd"])
 @pytest.mark.parametrize(
     "optimizer",

@@ -28,6 +28,7 @@ def command(folder: Path, *words: str) -> dict[str, Any]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled
 def test_an_evaluation_is_a_validation(tmp_path: Path) -> None:
     few = (
         "grpo.max_num_steps=2",

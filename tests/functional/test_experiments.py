@@ -31,6 +31,7 @@ def test_e1_changes_no_bit(tmp_path: Path) -> None:
         assert result["per_module"].keys() == set(result["modules"])
 
 
+@pytest.mark.sampled
 def test_e2_compares_variants_that_change_no_bit(tmp_path: Path) -> None:
     (result,) = run(tmp_path, "dense_rl", "--rounds", "1")
     variants = {each["name"]: each for each in result["variants"]}
@@ -76,6 +77,7 @@ def test_e3_takes_the_same_steps_with_and_without(tmp_path: Path) -> None:
     assert ours["figures"]["largest_steps_own_host_bytes"] > 0
 
 
+@pytest.mark.sampled
 def test_e4_ends_where_a_cpu_is_taken_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_COMMIT", "first")
     (result,) = run(tmp_path, "reach", "--variant", "recompute: full")
@@ -99,6 +101,7 @@ def test_a_profile_has_traces_and_lanes(tmp_path: Path) -> None:
     assert all((tmp_path / f"profile_{label}.trace.json.gz").stat().st_size > 0 for label in ("without", "with"))
 
 
+@pytest.mark.sampled
 def test_grpo_beside_trl_needs_no_trl_for_ours(tmp_path: Path) -> None:
     theirs = ["TRL float32", "TRL LoRA"] if find_spec("trl") else []
     (result,) = run(tmp_path, "beside_trl", "--attempt", "ours", *theirs)

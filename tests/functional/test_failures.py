@@ -124,6 +124,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(ray_running: VirtualCluster, 
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_killed_worker(tmp_path: Path) -> None:
     run_dir, mark = tmp_path / "run", str(tmp_path)

@@ -13,6 +13,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build.model import build_model
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_flex_trains_as_alltoall_does(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     family = "deepseek_v3"

@@ -119,6 +119,7 @@ def folder(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFacto
     return path  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_layouts_without_them_train_as_one_rank_does(ranks: Callable[[int], Ranks], folder: Path) -> None:
     """Offloading changes no bit. Without their loss, of each microbatch alone, packs may be cut in any way."""

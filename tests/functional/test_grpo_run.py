@@ -178,6 +178,7 @@ def kill_after_step_2(run_dir: Path, mark: str) -> None:
     wait_until_gone(mark)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_end(finished: tuple[Path, str, str], tmp_path: Path) -> None:
     run_dir, mark = tmp_path / "run", str(tmp_path)
@@ -196,6 +197,7 @@ def test_a_killed_run_resumes_to_the_same_end(finished: tuple[Path, str, str], t
     assert [name for name in expected_state if resumed_state[name] != expected_state[name]] == []
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_killed_run_goes_on_in_another_layout(finished: tuple[Path, str, str], tmp_path: Path) -> None:
     run_dir, mark = tmp_path / "run", str(tmp_path)
@@ -226,6 +228,7 @@ def wait_until_gone(mark: str, timeout_s: float = 15) -> None:
 SAMPLED = (pytest.mark.slow, pytest.mark.sampled)
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("signal_number", "to_group", "when"),

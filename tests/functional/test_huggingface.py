@@ -72,6 +72,7 @@ def test_any_number_of_microbatches_of_any_length(family: str) -> None:
             num_groups = groups
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -123,6 +123,7 @@ print(sorted(offloaded.bytes_out))
 """
 
 
+@pytest.mark.sampled
 def test_the_hook_of_rays_workers() -> None:
     path = python_path(PROJECT_ROOT, PROJECT_ROOT / "examples/adapters", PROJECT_ROOT / "tests/functional")
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -47,6 +47,7 @@ def test_no_bit_changes(seed: int, model_folder: Callable[[str], Path], tmp_path
     assert run_case(seed, model_folder, tmp_path).faults == []
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.usefixtures("megatron_process_group")
 def test_no_bit_changes_in_thirty_cases(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -153,6 +154,7 @@ def run(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory)
     return on_ranks
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout", "others", "overrides"),
@@ -219,6 +221,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
     return start_run(folder, *settings(NUM_STEPS), *OF_RUN, *more, mark=str(folder))
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_run_that_is_killed_twice_and_goes_on_at_either_place_ends_as_one_on_the_device(tmp_path: Path) -> None:
     on_host = ("policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",)

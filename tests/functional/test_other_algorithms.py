@@ -31,6 +31,7 @@ def run(algorithm: str, run_dir: Path, *overrides: str) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("algorithm", "metric"), [("sft", "loss"), ("dpo", "loss"), ("distillation", "accuracy")])
 def test_a_run_and_what_it_writes(algorithm: str, metric: str, tmp_path: Path) -> None:
     summary = run(algorithm, tmp_path, f"{algorithm}.max_num_steps=4", "checkpointing.save_period=2")

@@ -53,6 +53,7 @@ def assert_same_bits(outcomes: list[Outcome], references: list[Outcome]) -> None
     assert len(set(references[0].digests)) == len(references[0].digests), "every step has gradients of its own"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "layout"),
     [("qwen3_moe", EP), ("deepseek_v3", EP), ("qwen3_moe", VPP), ("qwen3_moe", (*EP, "context_parallel_size=2"))],

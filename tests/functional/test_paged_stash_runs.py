@@ -29,6 +29,7 @@ SMALL = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("algorithm", SMALL)
 @pytest.mark.parametrize("beside", [PLAIN, OFFLOAD], ids=["alone", "offload"])
 def test_a_run(algorithm: str, beside: tuple[str, ...], tmp_path: Path) -> None:

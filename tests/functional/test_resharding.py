@@ -55,6 +55,7 @@ def run(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory)
     return on_ranks
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "saved_in", "loaded_in", "distributed"),
     [

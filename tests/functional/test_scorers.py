@@ -32,6 +32,7 @@ def score(messages, entry):
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_a_run_goes_on_until_it_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

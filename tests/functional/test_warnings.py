@@ -15,6 +15,7 @@ SHORT = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "words"),

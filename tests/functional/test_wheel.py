@@ -67,6 +67,7 @@ def test_a_file_of_ones_own_inherits_a_shipped_one(tmp_path: Path, command: Comm
     assert "policy.model_name: missing value" in process.stderr
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_run_without_any_file_and_its_export(tmp_path: Path, command: Command) -> None:
     short = ("grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_start=false")
