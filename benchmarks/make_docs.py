@@ -259,6 +259,27 @@ def e4(name: str, result: Result) -> Iterator[str]:
     yield f"\n![reach](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
 
 
+def whole_model(name: str, result: Result) -> Iterator[str]:
+    """Sequences of a whole model whose optimizer is on the host: each that was tried."""
+    where = {"host": "streamed from the host"}.get(result["optimizer"], result["optimizer"])
+    host, vocabulary = gib(result["host"]["memory_bytes"]), result["model"]["vocab_size"]
+    yield f"### {result['num_layers']} layers, vocabulary of {vocabulary:,}, host of {host} (`{name}.json`)\n"
+    yield f"Main weights and Adam's state: {where}. One sequence a step, after a short one.\n"
+    yield "| variant | sequence | peak | step | of it the optimizer | tokens/s |"
+    yield "|---|---|---|---|---|---|"
+    for variant, entry in result["sequence"].items():
+        for size, each in entry["tried"].items():
+            if "out_of_memory" in each:
+                yield f"| {variant} | {int(size):,} | out of memory | | | |"
+                continue
+            peak, rate = gib(each["peak_allocated_bytes"]), int(size) / each["ms"] * 1e3
+            step, optimizer = (f"{each[key] / 1e3:.1f} s" for key in ("ms", "optimizer_ms"))
+            yield f"| {variant} | {int(size):,} | {peak} | {step} | {optimizer} | {rate:,.0f} |"
+    if result["error"]:
+        yield f"\nThe sequences that followed: {result['error']}"
+    yield ""
+
+
 def e5(name: str, result: Result) -> Iterator[str]:
     """`nemo-rl-offload bench stash`."""
     yield "Copies into pages and back, beside a device copy of the live rows:\n"
@@ -403,6 +424,10 @@ def device_page(folder: Path) -> Iterator[str]:
         yield "## Training steps of whole models, the optimizer's step left out of the rate\n"
         for name, result in rates.items():
             yield from training_rate(name, result)
+    if whole := of(results, "whole_model"):
+        yield "## The longest sequence of a whole model, with the optimizer on the host\n"
+        for name, result in whole.items():
+            yield from whole_model(name, result)
     if steps := of(results, "grpo_step"):
         yield from grpo_steps(steps, folder.name)
     for name, result in results.items():

@@ -251,7 +251,8 @@ def run(options: argparse.Namespace) -> int:
     name += "" if options.optimizer == "device" else f"_{options.optimizer.replace(' ', '_').replace("'", '')}"
     path = options.out / f"{name}.json"
     of_all = {"impl": options.impl, "vocabulary": options.vocabulary, "optimizer": options.optimizer}
-    data: dict[str, Any] = {"experiment": "E4", "sequence": {}, "layers": {}}
+    experiment = "E4" if options.optimizer == "device" else "whole_model"
+    data: dict[str, Any] = {"experiment": experiment, "optimizer": options.optimizer, "sequence": {}, "layers": {}}
     if path.exists():
         data |= json.loads(path.read_text(encoding="utf-8"))
         keep_commit(data)
