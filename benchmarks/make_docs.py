@@ -360,6 +360,31 @@ def grpo_steps(results: Mapping[str, Result], folder: str) -> Iterator[str]:
                 yield from _of_the_engine(name, part, found)
 
 
+def beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
+    """Each attempt at GRPO steps of one shape, by phase."""
+    yield "## GRPO steps at TRL's settings\n"
+    yield "256 responses of 128 tokens to 16 prompts of about 70, with vLLM on the same GPU: medians. Memory is the"
+    yield "highest in use of all processes.\n"
+    figures = "tokens/s | device | host | first step | from command to end of it | set besides"
+    yield f"| result | attempt | {' | '.join(PHASES)} | {figures} |"
+    yield "|" + "---|" * (len(PHASES) + 8)
+    for name, result in results.items():
+        for attempt in result["attempts"]:
+            if attempt["error"]:
+                yield f"| `{name}.json` | {attempt['name']} | {attempt['error']} |"
+                continue
+            found = attempt["medians"]
+            seconds = [f"{found[key]:.2f} s" if (key := f"timing/{phase}_s") in found else "-" for phase in PHASES]
+            device, host = (gib(attempt["memory"][f"peak_{where}_bytes"], 1) for where in ("device", "host"))
+            until = f"{attempt['until_first_step_s']:.0f} s" if "until_first_step_s" in attempt else "-"
+            own = ", ".join(f"`{text.removeprefix('policy.')}`" for text in attempt.get("overrides", [])) or "-"
+            yield (
+                f"| `{name}.json` | {attempt['name']} | {' | '.join(seconds)} | {found['tokens_per_s']:,.0f} "
+                f"| {device} | {host} | {attempt['first_step_s']:.1f} s | {until} | {own} |"
+            )
+    yield ""
+
+
 def _of_the_engine(name: str, part: str, found: Mapping[str, Any]) -> Iterator[str]:
     what = "vLLM alone" if part == "alone" else "vLLM beside the policy that trains"
     yield f"{what}, 256 requests of 512 tokens (`{name}.json`):\n"
@@ -430,6 +455,8 @@ def device_page(folder: Path) -> Iterator[str]:
             yield from whole_model(name, result)
     if steps := of(results, "grpo_step"):
         yield from grpo_steps(steps, folder.name)
+    if attempts := of(results, "beside_trl"):
+        yield from beside_trl(attempts)
     for name, result in results.items():
         if name.startswith("offload_"):
             yield from offload_bench(name, result)
