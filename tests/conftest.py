@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -12,6 +13,8 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets a worker wait for whatever else the machine does
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job; what is started inherits it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 

@@ -50,6 +50,7 @@ class TestOneRank:
         after = weights_of(model)
         return {name: after[name] - before[name] for name in before if ".mtp." not in name}
 
+    @pytest.mark.slow
     def test_0_is_the_model_made_without_them(self, tmp_path: Path) -> None:
         folder = write_model(FAMILY, tmp_path / "with")
         other = made_without(folder, tmp_path / "without")

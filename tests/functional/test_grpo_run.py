@@ -233,7 +233,7 @@ SAMPLED = (pytest.mark.slow, pytest.mark.sampled)
 @pytest.mark.parametrize(
     ("signal_number", "to_group", "when"),
     [
-        (signal.SIGINT, True, "training"),
+        pytest.param(signal.SIGINT, True, "training", marks=SAMPLED),
         pytest.param(signal.SIGINT, False, "loading", marks=SAMPLED),
         pytest.param(signal.SIGTERM, False, "training", marks=SAMPLED),
         pytest.param(signal.SIGTERM, True, "training", marks=SAMPLED),

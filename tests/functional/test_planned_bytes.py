@@ -13,7 +13,7 @@ from nemo_rl_offload.megatron.build.model import build_model
 from nemo_rl_offload.megatron.build.offload import install_offloading
 
 NUM_CASES = 90
-DEFAULT_SEEDS = 2 * len(SELECTIVE)
+DEFAULT_SEEDS = len(SELECTIVE)
 """Configurations of the default run, every family among them; the others are slow."""
 
 ON_RANKS = [(layout, seed) for layout in LAYOUTS if layout != "one" for seed in range(6)]
