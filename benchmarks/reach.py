@@ -281,12 +281,7 @@ def run(options: argparse.Namespace) -> int:
             about = {"variant": name, "searched": searched, **of_all}
             search(about, data[searched].setdefault(name, {"tried": {}}), limit_bytes, data["commit"], write)
         alone, known = data["sequence"].get(COMPARED[0], {}).get("largest"), data.get("compared", {})
-        if (
-            searched == "sequence"
-            and not options.no_compare
-            and alone
-            and (known.get("sequence") != alone or known["error"])
-        ):
+        if searched == "sequence" and alone and (known.get("sequence") != alone or known["error"]):
             say(f"time per token at {alone} tokens")
             samples, error = in_process({"compare": alone, **of_all})
             compared = {"sequence": alone, "samples": samples[0] if samples else {}, "error": error}

@@ -77,6 +77,12 @@ def test_e3_takes_the_same_steps_with_and_without(tmp_path: Path) -> None:
     assert ours["figures"]["largest_steps_own_host_bytes"] > 0
 
 
+def test_e4_tries_sequences_with_the_optimizer_on_the_host(tmp_path: Path) -> None:
+    (result,) = run(tmp_path, "reach", "--optimizer", "host", "--tries", '[["recompute: full", 32], ["ours: all", 64]]')
+    assert result["experiment"] == "whole_model"
+    assert result["figures"]["longest_sequence"] == {"recompute: full": 32, "ours: all": 64}
+
+
 @pytest.mark.sampled
 def test_e4_ends_where_a_cpu_is_taken_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_COMMIT", "first")
