@@ -345,9 +345,9 @@ def grpo_steps(results: Mapping[str, Result], folder: str) -> Iterator[str]:
     yield "|" + "---|" * (len(PHASES) + 6)
     for name, step in steps.items():
         found = step["medians"]
-        seconds = [f"{found[key]:.2f} s" if (key := f"timing/{phase}_s") in found else "-" for phase in PHASES]
+        seconds = _phase_seconds(found)
         until_first_s = step["until_first_step_s"]
-        own = ", ".join(f"`{text.removeprefix('policy.')}`" for text in results[name]["overrides"]) or "-"
+        own = _overrides(results[name])
         yield (
             f"| `{name}.json` | {' | '.join(seconds)} | {found['tokens_per_s']:,.0f} "
             f"| {gib(step['summary']['memory']['peak_device_bytes'], 1)} | {step['first_step_s']:.1f} s "
@@ -358,6 +358,14 @@ def grpo_steps(results: Mapping[str, Result], folder: str) -> Iterator[str]:
         for part in ("alone", "engine"):
             if "tokens_per_s" in (found := each["parts"].get(part, {})):
                 yield from _of_the_engine(name, part, found)
+
+
+def _phase_seconds(found: Mapping[str, float]) -> list[str]:
+    return [f"{found[key]:.2f} s" if (key := f"timing/{phase}_s") in found else "-" for phase in PHASES]
+
+
+def _overrides(result: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{text.removeprefix('policy.')}`" for text in result.get("overrides", [])) or "-"
 
 
 def beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
@@ -374,10 +382,10 @@ def beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
                 yield f"| `{name}.json` | {attempt['name']} | {attempt['error']} |"
                 continue
             found = attempt["medians"]
-            seconds = [f"{found[key]:.2f} s" if (key := f"timing/{phase}_s") in found else "-" for phase in PHASES]
+            seconds = _phase_seconds(found)
             device, host = (gib(attempt["memory"][f"peak_{where}_bytes"], 1) for where in ("device", "host"))
             until = f"{attempt['until_first_step_s']:.0f} s" if "until_first_step_s" in attempt else "-"
-            own = ", ".join(f"`{text.removeprefix('policy.')}`" for text in attempt.get("overrides", [])) or "-"
+            own = _overrides(attempt)
             yield (
                 f"| `{name}.json` | {attempt['name']} | {' | '.join(seconds)} | {found['tokens_per_s']:,.0f} "
                 f"| {device} | {host} | {attempt['first_step_s']:.1f} s | {until} | {own} |"

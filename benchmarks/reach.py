@@ -18,6 +18,8 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +61,15 @@ def run_attempt(task: dict[str, Any]) -> None:
     sizes = task["sizes"]
     steps = Steps(NUM_LAYERS, max(sizes), task) if task["searched"] == "sequence" else None
     for size in sizes:
-        found: dict[str, Any] = {"size": size}
-        try:
+
+        def step(size: int = size) -> Sample:
             if not HAS_GPU and size > CPU_LIMIT[task["searched"]]:
                 raise torch.OutOfMemoryError("the limit made up for a CPU")
             if steps:
-                found |= steps.timed(task["variant"], size)
-            else:
-                found |= Steps(size, SEQUENCE, task).timed(task["variant"], SEQUENCE)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            found["out_of_memory"] = str(error)
+                return steps.timed(task["variant"], size)
+            return Steps(size, SEQUENCE, task).timed(task["variant"], SEQUENCE)
+
+        found = {"size": size, **or_out_of_memory(step)}
         print(json.dumps(found), flush=True)
         if "out_of_memory" in found:
             break
@@ -81,14 +80,18 @@ def run_tries(task: dict[str, Any]) -> None:
     prepare_process()
     steps = Steps(NUM_LAYERS, max(size for _, size in task["tries"]), task)
     for variant, size in task["tries"]:
-        found: dict[str, Any] = {"variant": variant, "size": size}
-        try:
-            found |= steps.timed(variant, size)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            found["out_of_memory"] = str(error)
-        print(json.dumps(found), flush=True)
+        sample = or_out_of_memory(partial(steps.timed, variant, size))
+        print(json.dumps({"variant": variant, "size": size, **sample}), flush=True)
+
+
+def or_out_of_memory(step: Callable[[], Sample]) -> dict[str, Any]:
+    """What a step took, or what said that the device had no room."""
+    try:
+        return dict(step())
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return {"out_of_memory": str(error)}
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -307,6 +310,8 @@ def main() -> int:
     )
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if unknown := {variant for variant, _ in options.tries or []} - {*VARIANTS}:
+        parser.error(f"--tries: {', '.join(sorted(unknown))} is not one of {', '.join(VARIANTS)}")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if options.task is None:
         return run(options)
