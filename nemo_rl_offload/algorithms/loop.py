@@ -20,6 +20,7 @@ from nemo_rl_offload.config.schema import DistillationConfig, DPOConfig, GRPOCon
 from nemo_rl_offload.errors import CheckpointError, ResourceError, TrainingError, WorkerError
 from nemo_rl_offload.observability.logger import MetricLogger
 from nemo_rl_offload.observability.progress import Progress
+from nemo_rl_offload.observability.start_clock import StartClock, told
 from nemo_rl_offload.observability.step_profile import since_1970
 from nemo_rl_offload.policy.interface import PolicyInterface
 from nemo_rl_offload.runs.origin import read_origin
@@ -127,6 +128,8 @@ class TrainingLoop(ABC):
         self._totals_before: RunTotals | None = None
         self.elapsed = Elapsed()
         self._phase_seconds = Counter[str]()
+        self.start_seconds: dict[str, float] = {}
+        """What building the workers took, by part, and all of the loading."""
         self._watch = Stopwatch()
         self.progress: Progress | None = None
         """Of the run, while there is one."""
@@ -403,6 +406,7 @@ class TrainingLoop(ABC):
             "paged_stash": totals["paged_stash"],
             "memory": totals["memory"],
             "phase_seconds": totals.get("phase_seconds", {}),
+            "start_seconds": self.start_seconds,
             "wall_seconds": self.elapsed.seconds,
         }
 
@@ -540,12 +544,19 @@ def _run_once(
     elapsed: Elapsed,
     folder: RunFolder,
 ) -> LoopSummary:
+    clock = StartClock()
     with waiting(say, f"Loading the model on {cluster.world_size} {cluster.device} worker(s)"):
-        loop = build(cluster)
+        with clock.part("loading"):
+            loop = build(cluster)
         loop.elapsed, loop.folder = elapsed, folder
         folder.check()
-        if checkpoint := loop.resume():
-            say(f"Resuming from {checkpoint}")
+        with clock.part("checkpoint"):
+            if checkpoint := loop.resume():
+                say(f"Resuming from {checkpoint}")
+    parts = loop.policy.start_seconds()
+    loop.start_seconds = {**parts, **clock.seconds}
+    if text := told(parts):
+        say(f"  {text}")
     saving = config["checkpointing"]["enabled"]
     with (
         MetricLogger(run_dir, config["logger"], config) as logger,

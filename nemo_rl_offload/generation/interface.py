@@ -135,6 +135,9 @@ class Generator(Responds, Protocol):
     def lacking_bytes(self) -> Sequence[int]:
         """By rank that trains, what the next prompts take of its device beside what is taken; none of other devices."""
 
+    def start_seconds(self) -> dict[str, float]:
+        """What building workers of its own took, by part; each part is that of the slowest."""
+
     def notices(self) -> list[list[str]]:
         """What the workers of its own have warned of since the last call, by rank; none without any."""
 

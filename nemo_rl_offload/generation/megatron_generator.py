@@ -65,6 +65,10 @@ class MegatronGenerator:
         """None: what they need is torch's, which says so."""
         return []
 
+    def start_seconds(self) -> dict[str, float]:
+        """What building workers of its own took, by part; each part is that of the slowest."""
+        return {}  # they are as the workers that train, and start with them
+
     def notices(self) -> list[list[str]]:
         """What the workers of its own have warned of since the last call, by rank."""
         return [] if self._own_workers is None else self._own_workers.notices()

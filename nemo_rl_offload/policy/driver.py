@@ -255,6 +255,10 @@ class Policy:
         """Which listed modules have offloaded nothing so far, and why."""
         return list(idle_modules(self._config, self.offload_stats()))
 
+    def start_seconds(self) -> dict[str, float]:
+        """What building the workers took, by part; parts of training and of generation overlap."""
+        return {**self._trainers.start_seconds(), **self._generator.start_seconds()}
+
     def notices(self) -> list[str]:
         """What the workers have warned of since the last call, each text once."""
         ranks: dict[str, list[int]] = {}

@@ -68,6 +68,9 @@ class PolicyInterface(Responds, Protocol):
     def idle_modules(self) -> list[str]:
         """Which listed modules have offloaded nothing so far, and why."""
 
+    def start_seconds(self) -> dict[str, float]:
+        """What building the workers took, by part."""
+
     def notices(self) -> list[str]:
         """What the workers have warned of since the last call."""
 

@@ -17,6 +17,7 @@ from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_offload.generation.interface import Generated, Told
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.weight_sync import SOURCE_RANK, DeviceBucket, WeightBucket
+from nemo_rl_offload.observability.start_clock import slowest
 from nemo_rl_offload.policy.worker import PolicyWorker
 
 PROCESS_BYTES = 1 << 30
@@ -171,6 +172,10 @@ class ModelWorkers:
         for bucket in buckets:
             self.workers.run_all(PolicyWorker.load_weight_bucket, bucket)
         self.workers.run_all(PolicyWorker.finish_weight_update)
+
+    def start_seconds(self) -> dict[str, float]:
+        """What building the workers took, by part; each part is that of the slowest."""
+        return slowest(self.workers.run_all(PolicyWorker.start_seconds))
 
     def notices(self) -> list[list[str]]:
         """What the workers have warned of since the last call, by rank."""

@@ -23,6 +23,7 @@ from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.weight_sync import DeviceBucket, WeightBucket, WeightExport, WeightLoader
 from nemo_rl_offload.observability.memory_trace import MemoryTrace
 from nemo_rl_offload.observability.notices import Notices
+from nemo_rl_offload.observability.start_clock import StartClock
 from nemo_rl_offload.offload.host_memory import give_back_free_memory
 from nemo_rl_offload.policy.garbage import freeze_gc
 from nemo_rl_offload.policy.out_of_memory import CHECKPOINTING, device_use, explained, out_of_memory
@@ -63,36 +64,40 @@ class PolicyWorker:
     def __init__(
         self, policy: PolicyConfig, model_path: Path, *, seed: int, num_steps: int | None, keep_reference: bool
     ) -> None:
-        self._notices = Notices()
+        self._notices, self._clock = Notices(), StartClock()
         from nemo_rl_offload.megatron.runtime.affinity import bind
 
         bind(policy["megatron_cfg"]["cpu_affinity"])  # before there is a CUDA context or host memory to be misplaced
-        from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
-        from nemo_rl_offload.megatron.runtime.optional_packages import (
-            leave_out_broken_packages,
-            warn_of_broken_packages,
-        )
+        with self._clock.part("imports"):
+            from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
+            from nemo_rl_offload.megatron.runtime.optional_packages import (
+                leave_out_broken_packages,
+                warn_of_broken_packages,
+            )
 
-        leave_out_broken_packages()
-        warn_of_broken_packages()
-        install_cpu_support()
-        from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters
-        from nemo_rl_offload.megatron.build.model import build_model, init_process_groups
-        from nemo_rl_offload.megatron.build.offload import install_offloading, make_arena
-        from nemo_rl_offload.offload.waiting_weights import WaitingWeights
-        from nemo_rl_offload.policy.residency.away_state import AwayState
-        from nemo_rl_offload.policy.residency.kept_weights import keep_weights
-        from nemo_rl_offload.policy.residency.megatron_optimizer import keep_what_waits_on_host
+            leave_out_broken_packages()
+            warn_of_broken_packages()
+            install_cpu_support()
+            from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters
+            from nemo_rl_offload.megatron.build.model import build_model, init_process_groups
+            from nemo_rl_offload.megatron.build.offload import install_offloading, make_arena
+            from nemo_rl_offload.offload.waiting_weights import WaitingWeights
+            from nemo_rl_offload.policy.residency.away_state import AwayState
+            from nemo_rl_offload.policy.residency.kept_weights import keep_weights
+            from nemo_rl_offload.policy.residency.megatron_optimizer import keep_what_waits_on_host
 
         self._policy = policy
         self._model_path = model_path
         self._phases = PhasePeaks(cuda_counter())
         with explained("loading the model", policy):
-            init_process_groups(policy, seed)
-            self._arena = make_arena(policy)
-            self._engine = install_offloading(policy, self._arena)
-            self._model = build_model(policy, model_path, num_steps)
-            keep_what_waits_on_host(policy, self._model, self._arena)
+            with self._clock.part("process groups"):
+                init_process_groups(policy, seed)
+            with self._clock.part("host memory"):
+                self._arena = make_arena(policy)
+                self._engine = install_offloading(policy, self._arena)
+            self._model = build_model(policy, model_path, num_steps, clock=self._clock)
+            with self._clock.part("optimizer on the host"):
+                keep_what_waits_on_host(policy, self._model, self._arena)
         if self._engine is not None:
             exclude_parameters(self._engine, self._model.modules)
         self._departed: DepartingWeights | None = None
@@ -107,7 +112,12 @@ class PolicyWorker:
         self._device_bytes: dict[str, int] = {}
         self._reference: WaitingWeights | None = None
         if keep_reference and not self._model.has_adapters:
-            self._reference = keep_weights(WaitingWeights, self._arena, self._whole_model().modules, "reference's")
+            with self._clock.part("reference weights"):
+                self._reference = keep_weights(WaitingWeights, self._arena, self._whole_model().modules, "reference's")
+
+    def start_seconds(self) -> dict[str, float]:
+        """What building this worker took, by part."""
+        return self._clock.seconds
 
     def placement(self) -> Placement:
         """Where this rank stands in Megatron's groups."""

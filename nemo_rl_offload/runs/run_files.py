@@ -203,6 +203,8 @@ class LoopSummary(RunTotals):
     validation_metric: str
     validation: Validation
     train: TrainFigures
+    start_seconds: NotRequired[dict[str, Amount]]
+    """What the last start of the workers took, by part; parts overlap, and `loading` is their whole."""
     wall_seconds: Amount
     data: NotRequired[dict[str, dict[str, int]]]
     """Of algorithms that learn from given answers: `DataCounts` by section."""

@@ -445,7 +445,7 @@ def _parameters(model: MegatronModel) -> list[Any]:
 def _digest(tensors: list[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -458,7 +458,7 @@ def _exported(model: MegatronModel, *, gradients: bool) -> Arrays:
     named = [] if gradients and model.has_adapters else list(_named(model))
     if model.has_adapters:
         named += model.auto_bridge.export_adapter_weights(model.modules, show_progress=False)
-    arrays = {name: weight.detach().float().numpy().copy() for name, weight in named}
+    arrays = {name: weight.detach().float().cpu().numpy().copy() for name, weight in named}
     for weight, data in zip(trained, own, strict=True):
         weight.data = data
     return arrays if torch.distributed.get_rank() == 0 else {}

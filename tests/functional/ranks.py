@@ -1,4 +1,5 @@
-"""Processes that are the ranks of one gloo group, forked from a server that has imported Megatron once."""
+"""Processes that are the ranks of one group: over gloo, forked from a server that has imported Megatron once, or over
+NCCL, each started anew with a GPU of its own."""
 
 import gc
 import importlib
@@ -8,6 +9,7 @@ import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,14 +18,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TIMEOUT_S = 240
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+"""For kernels of torch and of Transformer Engine on a GPU."""
 
 
 class Ranks:
     """`world_size` processes that call functions of the module `rank_work` at the same time, one after another."""
 
-    def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rank_preload"])
+    def __init__(self, world_size: int, *, on_gpus: bool = False) -> None:
+        context: SpawnContext | ForkServerContext
+        if on_gpus:
+            context = multiprocessing.get_context("spawn")
+        else:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["rank_preload"])
         os.environ.pop("PYTEST_CURRENT_TEST", None)  # other tests use them too
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where the server looks for it
         with socket.socket() as probe:
@@ -34,7 +42,7 @@ class Ranks:
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, port, theirs, on_gpus), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -64,7 +72,9 @@ class Ranks:
             process.join()
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, on_gpus: bool) -> None:
+    if on_gpus:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": str(rank)} | DETERMINISTIC
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -72,6 +82,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         "MASTER_PORT": str(port),
     }
     importlib.import_module("rank_preload")
+    if on_gpus:
+        importlib.import_module("torch").use_deterministic_algorithms(True)
     work = importlib.import_module("rank_work")
     gc.freeze()  # what a rank collects between two calls is its own, not all that was imported
     while True:

@@ -30,6 +30,7 @@ from nemo_rl_offload.generation.vllm.continuous import ContinuousEngines, VllmSt
 from nemo_rl_offload.generation.vllm.settings import check_room, divide, engine_env
 from nemo_rl_offload.generation.vllm.worker import VllmWorker
 from nemo_rl_offload.generation.weight_sync import WeightSource
+from nemo_rl_offload.observability.start_clock import slowest
 
 
 class VllmGenerator:
@@ -149,6 +150,10 @@ class VllmGenerator:
     def lacking_bytes(self) -> list[int]:
         """Of engines that sleep, weights and cache; of those that are half awake, the cache."""
         return self._group.run_all(VllmWorker.lacking_bytes) if self._sleeps else []
+
+    def start_seconds(self) -> dict[str, float]:
+        """What building workers of its own took, by part; each part is that of the slowest."""
+        return slowest(self._group.run_all(VllmWorker.start_seconds))
 
     def notices(self) -> list[list[str]]:
         """What the engines have warned of since the last call, by rank."""

@@ -41,6 +41,7 @@ from nemo_rl_offload.generation.vllm.settings import (
 from nemo_rl_offload.generation.weight_sync import Assembler, DeviceBucket, WeightBucket
 from nemo_rl_offload.megatron.runtime.rendezvous import join
 from nemo_rl_offload.observability.notices import Notices
+from nemo_rl_offload.observability.start_clock import StartClock
 from nemo_rl_offload.specs.generation import HOW_TO_INSTALL, VLLM_VERSION, is_tested
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
@@ -61,7 +62,7 @@ class VllmWorker:
     def __init__(self, config: PolicyConfig, model_path: Path, end_ids: Sequence[int], *, can_sleep: bool) -> None:
         import torch
 
-        self._notices = Notices()
+        self._notices, self._clock = Notices(), StartClock()
         self._config, self._end_ids = config, end_ids
         self._is_cpu = not torch.cuda.is_available()
         self._can_sleep = can_sleep and not self._is_cpu
@@ -76,13 +77,15 @@ class VllmWorker:
         self._under_way: dict[int, tuple[str, list[int]]] = {}
         """By request: the engine's name for it, how often the weights had been updated when it came, and then, for each
         update since, how many tokens it had."""
-        _import_vllm(is_cpu=self._is_cpu)
+        with self._clock.part("import of vLLM"):
+            _import_vllm(is_cpu=self._is_cpu)
         self._num_devices = devices_of_engine(config["generation"]["vllm_cfg"])
         self._rank_of_engine = int(os.environ["RANK"]) % self._num_devices
         join("gloo" if self._is_cpu else "nccl", self._num_devices)
-        from vllm import LLM, SamplingParams
-        from vllm.distributed.parallel_state import get_world_group
-        from vllm.sampling_params import RequestOutputKind
+        with self._clock.part("import of vLLM"):
+            from vllm import LLM, SamplingParams
+            from vllm.distributed.parallel_state import get_world_group
+            from vllm.sampling_params import RequestOutputKind
 
         from nemo_rl_offload.generation.vllm.extension import keep_weights_plain, rotate_heads_apart, take_place
 
@@ -99,7 +102,7 @@ class VllmWorker:
             cache_bytes=_cpu_cache_bytes(config) if self._is_cpu else None,
         )
         free_bytes = self._free_bytes() if self._can_sleep else 0
-        with _explained("building the engine"):
+        with _explained("building the engine"), self._clock.part("vLLM's engine"):
             try:
                 self._llm = LLM(**arguments)
             except (ValueError, TypeError, NotImplementedError) as error:
@@ -111,6 +114,10 @@ class VllmWorker:
         self._peers = get_world_group().cpu_group
         if is_truncated(config["generation"]):
             self._on_the_model("return_whole_logprobs")
+
+    def start_seconds(self) -> dict[str, float]:
+        """What building this engine took, by part."""
+        return self._clock.seconds
 
     def _on_the_model(self, method: str, *args: object) -> Any:
         return self._llm.collective_rpc(method, args=args)[0]

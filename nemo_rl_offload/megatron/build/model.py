@@ -36,6 +36,7 @@ from nemo_rl_offload.megatron.build.vocabulary import exported_weights, mask_pad
 from nemo_rl_offload.megatron.protocols import ModelChunk, Optimizer, Scheduler
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.megatron.runtime.rendezvous import join
+from nemo_rl_offload.observability.start_clock import StartClock
 from nemo_rl_offload.paged_stash.rerun import StepGuard
 from nemo_rl_offload.runs.output import partial_of
 from nemo_rl_offload.specs.catalogue import read_config_file
@@ -140,7 +141,12 @@ def check_layers(content: Content, policy: PolicyConfig, model_path: Path, trans
 
 
 def build_model(
-    policy: PolicyConfig, model_path: Path, num_steps: int | None, *, with_adapters: bool | None = None
+    policy: PolicyConfig,
+    model_path: Path,
+    num_steps: int | None,
+    *,
+    with_adapters: bool | None = None,
+    clock: StartClock | None = None,
 ) -> MegatronModel:
     """Build the policy's model, load the weights of a Hugging Face folder into it, and give it an optimizer.
 
@@ -151,11 +157,14 @@ def build_model(
     layers look it up when they are built. Raises ConfigError when Bridge does not know the model's family, when the
     folder's weights do not fit, or when Megatron refuses the configuration.
     """
+    clock = clock or StartClock()
     with quiet():
         of_folder = read_config_file(model_path / "config.json")
         overrides = overrides_of_run(of_folder, policy["hf_config_overrides"], policy["megatron_cfg"]["mtp_num_layers"])
         content = with_overrides(of_folder, overrides)
-        with _named(model_path):
+        with clock.part("imports"):
+            bridge()
+        with _named(model_path), clock.part("model"):
             auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path), **class_of(content))
             if overrides:
                 from transformers import AutoConfig
@@ -173,13 +182,15 @@ def build_model(
         )
         if has_adapters:
             register_lora(provider, policy)
-        chunks = provider.provide_distributed_model(
-            ddp_config=ddp_config(policy),
-            wrap_with_ddp=num_steps is not None,
-            use_cpu_initialization=not torch.cuda.is_available(),
-            data_parallel_random_init=False,
-        )
-        _load_weights(auto_bridge, chunks, model_path)
+        with clock.part("model"):
+            chunks = provider.provide_distributed_model(
+                ddp_config=ddp_config(policy),
+                wrap_with_ddp=num_steps is not None,
+                use_cpu_initialization=not torch.cuda.is_available(),
+                data_parallel_random_init=False,
+            )
+        with clock.part("weights"):
+            _load_weights(auto_bridge, chunks, model_path)
         mask_padding([unwrap(chunk) for chunk in chunks], provider.vocab_size)
         for layer in [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]:
             layer.register_forward_hook(forget_probabilities, always_call=True)
@@ -191,7 +202,8 @@ def build_model(
                 overrides=overrides,
             )
         try:
-            optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
+            with clock.part("optimizer"):
+                optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
         except AssertionError as error:
             raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
     scheduler = learning_rate_scheduler(policy, optimizer, num_steps)
