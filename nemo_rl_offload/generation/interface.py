@@ -92,6 +92,9 @@ class GenerationWorkers(Protocol):
     def prepare_weight_update(self) -> None:
         """Find where each weight goes. Raises ConfigError when one has no name."""
 
+    def open_weight_channel(self, num_receivers: int) -> tuple[str, int]:
+        """Open a channel from the first rank to as many receivers; the address where they find it."""
+
     def make_room_for_share(self, share: float) -> None:
         """Let what training alone needs leave the devices, as far as an engine with this share of them needs it."""
 

@@ -10,11 +10,12 @@ bucket and the weights that cross its ends, and an engine that is no Megatron re
 Nothing rounds on the way: mappings only cut, join and move, and both models have the same types. A weight without a
 name of Hugging Face's cannot travel, and is an error that names it instead of a model that quietly keeps an old one.
 
-Rejected: rank to rank, by position (what this replaces) needs two equal layouts; a communicator over both groups would
-be faster than Ray's store on GPUs, but both would have to start, fail and restart as one. (A receiver beside each rank,
-on the same GPU, needs neither: it reads a `DeviceBucket` where the rank has written it.) Bridge's own
-`load_hf_weights` on a bucket at a time builds its tasks anew for each. The limits: every weight crosses the first
-rank's host memory, and a bucket is read only when the one before has been loaded.
+Three ways lead from one side to the other. A receiver beside each rank, on the same GPU, reads a `DeviceBucket` where
+the rank has written it. Engines on other GPUs get the first rank's `SentBucket`s over a `weight_channel`. Everything
+else goes through the first rank's host memory and Ray's store.
+
+Rejected: rank to rank, by position (what this replaces) needs two equal layouts. Bridge's own `load_hf_weights` on a
+bucket at a time builds its tasks anew for each. The limit: a bucket is read only when the one before has been loaded.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.specs.lora import is_adapter
 
 if TYPE_CHECKING:
+    from nemo_rl_offload.generation.weight_channel import WeightChannel
     from nemo_rl_offload.megatron.build.model import MegatronModel  # the driver does not import Megatron
 
 BUCKET_BYTES = 64 << 20
@@ -85,8 +87,24 @@ class DeviceBucket:
         return function(*arguments)
 
 
+@dataclass(frozen=True)
+class SentBucket:
+    """Parts of weights whose bytes come over a channel, and the buffer where they arrive, uint8 [bytes]."""
+
+    parts: tuple[Part, ...]
+    data: Tensor
+
+
+def num_bytes_of(parts: Iterable[Part]) -> int:
+    """Of a bucket of these parts."""
+    return sum(part.end - part.begin for part in parts)
+
+
 class WeightSource(Protocol):
     """Whoever has the current weights."""
+
+    def sent_weight_buckets(self) -> Iterator[tuple[Part, ...]]:
+        """The parts of each bucket that is being sent over the channel; to be received before the next is asked for."""
 
     def weight_buckets(self) -> Iterator[Stored[WeightBucket]]:
         """All weights by Hugging Face's names, once. To be read to the end: ranks wait in it for each other."""
@@ -121,7 +139,7 @@ def cut_into_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int = 
 
 def pack(cut: Cut) -> WeightBucket:
     """Copy the parts into one array in host memory."""
-    data = np.empty(sum(part.end - part.begin for part, _ in cut), dtype=np.uint8)
+    data = np.empty(num_bytes_of(part for part, _ in cut), dtype=np.uint8)
     offset = 0
     for part, weight in cut:
         end = offset + part.end - part.begin
@@ -143,13 +161,18 @@ def pack_on_device(cut: Cut, buffer: Tensor) -> tuple[Part, ...]:
     return tuple(part for part, _ in cut)
 
 
+def device_buffer() -> Tensor:
+    """For a bucket, uint8 [bytes]: on the GPU where there is one."""
+    return torch.empty(DEVICE_BUCKET_BYTES, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
 class Assembler:
     """Puts weights together whose parts come one after another, bucket by bucket."""
 
     def __init__(self) -> None:
         self._data = torch.empty(0, dtype=torch.uint8)
 
-    def add(self, bucket: WeightBucket | DeviceBucket) -> Iterator[tuple[str, Tensor]]:
+    def add(self, bucket: WeightBucket | DeviceBucket | SentBucket) -> Iterator[tuple[str, Tensor]]:
         """The weights that are whole now, each in memory of its own where the bucket is."""
         data, offset = bucket.data, 0
         for part in bucket.parts:
@@ -169,7 +192,7 @@ class Assembler:
 class WeightExport:
     """One pass over a training model's weights. All ranks make it together, and take each bucket together.
 
-    `on_device` buckets are for the process beside each rank.
+    `on_device` buckets are for the process beside each rank, or for a channel.
     """
 
     def __init__(self, model: MegatronModel, *, on_device: bool = False) -> None:
@@ -181,7 +204,7 @@ class WeightExport:
         self._cuts = cut_into_buckets(weights, DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES)
         self._buffer: Tensor | None = None
         if on_device:
-            self._buffer = torch.empty(DEVICE_BUCKET_BYTES, dtype=torch.uint8, device="cuda")
+            self._buffer = device_buffer()
 
     def next_device_bucket(self) -> DeviceBucket | None:
         """The next bucket on this rank's GPU, in place of the one before; None at the end."""
@@ -193,6 +216,22 @@ class WeightExport:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             return None
         return DeviceBucket(pack_on_device(cut, self._buffer), reduce_tensor(self._buffer))  # type: ignore[no-untyped-call]
+
+    def next_sent_bucket(self, channel: WeightChannel | None) -> tuple[Part, ...] | None:
+        """Begin to send the next bucket, on the rank that has the channel's end; None at the end."""
+        assert self._buffer is not None, "made with on_device"
+        with quiet():
+            cut = next(self._cuts, None)
+        if channel is not None:
+            channel.wait()
+        if cut is None:
+            self._buffer = None
+            return None
+        parts = tuple(part for part, _ in cut)
+        if channel is not None:
+            pack_on_device(cut, self._buffer)
+            channel.send(self._buffer[: num_bytes_of(parts)])
+        return parts
 
     def next_bucket(self) -> WeightBucket | None:
         """The next bucket on rank `SOURCE_RANK`, None elsewhere and at the end."""

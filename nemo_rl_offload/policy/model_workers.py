@@ -16,7 +16,7 @@ from nemo_rl_offload.config.rules.parallel import data_parallel_size
 from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_offload.generation.interface import Generated, Told
 from nemo_rl_offload.generation.sampling import Sampling
-from nemo_rl_offload.generation.weight_sync import SOURCE_RANK, DeviceBucket, WeightBucket
+from nemo_rl_offload.generation.weight_sync import SOURCE_RANK, DeviceBucket, Part, WeightBucket
 from nemo_rl_offload.observability.start_clock import slowest
 from nemo_rl_offload.policy.worker import PolicyWorker
 
@@ -162,6 +162,18 @@ class ModelWorkers:
         self.workers.run_all(PolicyWorker.start_weight_export, on_device=True)
         while (buckets := self.workers.run_all(PolicyWorker.next_device_weight_bucket))[0] is not None:
             yield [bucket for bucket in buckets if bucket is not None]
+
+    def open_weight_channel(self, num_receivers: int) -> tuple[str, int]:
+        """Open a channel from the first rank to as many receivers; the address where they find it."""
+        address = self.workers.run_all(PolicyWorker.open_weight_channel, num_receivers)[SOURCE_RANK]
+        assert address is not None, "the first rank has it"
+        return address
+
+    def sent_weight_buckets(self) -> Iterator[tuple[Part, ...]]:
+        """The parts of each bucket that the first rank is sending over the channel."""
+        self.workers.run_all(PolicyWorker.start_weight_export, on_device=True)
+        while (parts := self.workers.run_all(PolicyWorker.next_sent_weight_bucket)[SOURCE_RANK]) is not None:
+            yield parts
 
     def prepare_weight_update(self) -> None:
         """Find where each weight goes; raises ConfigError when one cannot come by its Hugging Face name."""

@@ -20,7 +20,14 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.generation.interface import Generated
 from nemo_rl_offload.generation.sampling import Sampling
-from nemo_rl_offload.generation.weight_sync import DeviceBucket, WeightBucket, WeightExport, WeightLoader
+from nemo_rl_offload.generation.weight_sync import (
+    SOURCE_RANK,
+    DeviceBucket,
+    Part,
+    WeightBucket,
+    WeightExport,
+    WeightLoader,
+)
 from nemo_rl_offload.observability.memory_trace import MemoryTrace
 from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.observability.start_clock import StartClock
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from nemo_rl_offload.generation.weight_channel import OpenChannel
     from nemo_rl_offload.losses.reduction import Normalizers
     from nemo_rl_offload.megatron.build.model import MegatronModel
     from nemo_rl_offload.megatron.checkpoint.distributed import Save
@@ -108,6 +116,7 @@ class PolicyWorker:
         self._profile: StepProfile | None = None
         self._export: WeightExport | None = None
         self._loader: WeightLoader | None = None
+        self._channel: OpenChannel | None = None
         self._has_trained = False
         self._device_bytes: dict[str, int] = {}
         self._reference: WaitingWeights | None = None
@@ -317,6 +326,23 @@ class PolicyWorker:
         assert self._export is not None, "start_weight_export comes first"
         with explained("handing over weights", self._policy):
             return self._export.next_device_bucket()
+
+    def open_weight_channel(self, num_receivers: int) -> tuple[str, int] | None:
+        """On the first rank, open a channel for weights; the address where receivers find it."""
+        import torch.distributed as dist
+
+        from nemo_rl_offload.generation.weight_channel import OpenChannel
+
+        if dist.get_rank() != SOURCE_RANK:
+            return None
+        self._channel = OpenChannel(num_receivers)
+        return self._channel.address
+
+    def next_sent_weight_bucket(self) -> tuple[Part, ...] | None:
+        """Begin to send the next weights over the channel; what they are, or None when all have been sent."""
+        assert self._export is not None, "start_weight_export comes first"
+        with explained("handing over weights", self._policy):
+            return self._export.next_sent_bucket(None if self._channel is None else self._channel.channel)
 
     def prepare_weight_update(self) -> None:
         """Find where each weight goes; raises ConfigError when one cannot come by its Hugging Face name."""

@@ -32,7 +32,10 @@ HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["two engines", "one engine of two devices"])
 def policy(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -> Iterator[tuple[Policy, Path]]:
-    """A policy with engines apart on two devices, which are worked on continuously; and the start model."""
+    """A policy with engines apart on two devices, which are worked on continuously; and the start model.
+
+    Weights go as between GPUs, over gloo in NCCL's place.
+    """
     model = model_folder("qwen2", **{**HEADS_OF_32, "num_key_value_heads": request.param})  # type: ignore[call-arg]
     config = laid_out()
     config["generation"] |= {"backend": "vllm", "stop_strings": list(STOPS)}
@@ -40,10 +43,13 @@ def policy(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) 
     config["generation"]["vllm_cfg"]["tensor_parallel_size"] = request.param
     config["model_name"] = str(model)
     config["max_total_sequence_length"] = 1024
-    with cpu_cluster(3) as cluster:
+    with cpu_cluster(3) as cluster, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nemo_rl_offload.generation.vllm.generator.DEVICES_OF_CHANNELS", ("cpu",))
         slots = [ClusterPart(cluster, 0, 1, 0, 1), ClusterPart(cluster, 0, 1, 1, 2)]
         arguments: Any = {"seed": SEED, "num_steps": 4, "keep_reference": False, "generation_slots": slots[1]}
         made = Policy(slots[0], config, model, (END_ID,), **arguments)
+        generator: Any = made._generator
+        assert generator._has_channel
         yield made, model
         made.shutdown()
 

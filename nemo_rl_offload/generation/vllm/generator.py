@@ -32,6 +32,9 @@ from nemo_rl_offload.generation.vllm.worker import VllmWorker
 from nemo_rl_offload.generation.weight_sync import WeightSource
 from nemo_rl_offload.observability.start_clock import slowest
 
+DEVICES_OF_CHANNELS = ("cuda",)
+"""Where weights for engines apart go from device to device. CPUs share their memory through Ray's store."""
+
 
 class VllmGenerator:
     """Implements `Generator`."""
@@ -41,6 +44,7 @@ class VllmGenerator:
         self._engines: WorkerGroup[VllmWorker] | None = None
         self._continuous: ContinuousEngines | None = None
         self._sleeps = False
+        self._may_have_channel = self._has_channel = False
         self._num_engines = 0
         self.has_weights = True
 
@@ -63,6 +67,7 @@ class VllmGenerator:
         self._num_engines = num_engines(vllm_cfg, slots.world_size, slots.workers_per_node)
         device = slots.cluster.device if isinstance(slots, ClusterPart) else slots.device
         self._sleeps = setup.slots is None and device == "cuda"
+        self._may_have_channel = setup.slots is not None and device in DEVICES_OF_CHANNELS
         self._engines = WorkerGroup(
             slots,
             VllmWorker,
@@ -81,6 +86,10 @@ class VllmGenerator:
         if self._sleeps and training_workers is not None:
             training_workers.make_room_for_share(self._setup.config["generation"]["vllm_cfg"]["gpu_memory_utilization"])
         self._engines.construct()
+        if self._may_have_channel and training_workers is not None:
+            address = training_workers.open_weight_channel(self._engines.world_size)
+            self._engines.run_all(VllmWorker.join_weight_channel, address)
+            self._has_channel = True
         setup, slots = self._setup, self._setup.slots or self._setup.training_slots
         if setup.config["generation"]["vllm_cfg"]["async_engine"]:
             self._continuous = ContinuousEngines(self._engines, slots.world_size // self._num_engines)
@@ -131,6 +140,9 @@ class VllmGenerator:
         if self._sleeps:
             for buckets in source.device_weight_buckets():
                 self._group.run_sharded(VllmWorker.load_device_bucket, [(bucket,) for bucket in buckets])
+        elif self._has_channel:
+            for parts in source.sent_weight_buckets():
+                self._group.run_all(VllmWorker.receive_bucket, parts)
         else:
             for bucket in source.weight_buckets():
                 self._group.run_all(VllmWorker.load_weight_bucket, bucket)

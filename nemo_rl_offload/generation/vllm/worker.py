@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -38,12 +38,25 @@ from nemo_rl_offload.generation.vllm.settings import (
     request_seed,
     sampling_arguments,
 )
-from nemo_rl_offload.generation.weight_sync import Assembler, DeviceBucket, WeightBucket
+from nemo_rl_offload.generation.weight_sync import (
+    Assembler,
+    DeviceBucket,
+    Part,
+    SentBucket,
+    WeightBucket,
+    device_buffer,
+    num_bytes_of,
+)
 from nemo_rl_offload.megatron.runtime.rendezvous import join
 from nemo_rl_offload.observability.notices import Notices
 from nemo_rl_offload.observability.start_clock import StartClock
 from nemo_rl_offload.specs.generation import HOW_TO_INSTALL, VLLM_VERSION, is_tested
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nemo_rl_offload.generation.weight_channel import WeightChannel
 
 CFG = "policy.generation.vllm_cfg"
 STEPS_OF_A_CALL = 8
@@ -73,6 +86,9 @@ class VllmWorker:
         """Of the engine's share, what it had not taken when it was built: prompts take it for their activations."""
         self._assembler = Assembler()
         self._is_updating = False
+        self._channel: WeightChannel | None = None
+        self._buffer: Tensor | None = None
+        """Where buckets arrive that are sent over the channel; during an update."""
         self._num_updates = 0
         self._under_way: dict[int, tuple[str, list[int]]] = {}
         """By request: the engine's name for it, how often the weights had been updated when it came, and then, for each
@@ -201,6 +217,22 @@ class VllmWorker:
         """Take over the next weights, one at a time."""
         self._load(bucket.get())
 
+    def join_weight_channel(self, address: tuple[str, int]) -> None:
+        """Find the rank that will send weights."""
+        from nemo_rl_offload.generation.weight_channel import join_channel
+
+        self._channel = join_channel(address, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+    def receive_bucket(self, parts: tuple[Part, ...]) -> None:
+        """Take over the next weights from the channel."""
+        assert self._channel is not None, "join_weight_channel comes first"
+        if self._buffer is None:
+            self._buffer = device_buffer()
+        data = self._buffer[: num_bytes_of(parts)]
+        with _explained("handing over weights"):
+            self._channel.receive(data)
+        self._load(SentBucket(parts, data))
+
     def load_device_bucket(self, bucket: DeviceBucket) -> None:
         """The same from the GPU that training has as well; the bucket may be written over when this returns."""
         import torch
@@ -208,7 +240,7 @@ class VllmWorker:
         self._load(bucket)
         torch.cuda.synchronize()
 
-    def _load(self, bucket: WeightBucket | DeviceBucket) -> None:
+    def _load(self, bucket: WeightBucket | DeviceBucket | SentBucket) -> None:
         with _explained("handing over weights"):
             if not self._is_updating:
                 self._on_the_model("begin_update")
@@ -224,7 +256,7 @@ class VllmWorker:
             ConfigError: a parameter of vLLM's has not got its weight.
         """
         self._is_updating = False
-        self._assembler = Assembler()  # it keeps the last weight
+        self._assembler, self._buffer = Assembler(), None  # they keep the last weights
         if missing := self._on_the_model("finish_update"):
             raise ConfigError(
                 f"policy.generation.backend: {len(missing)} of vLLM's parameters do not get their whole weight from "

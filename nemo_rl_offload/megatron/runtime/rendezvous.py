@@ -30,7 +30,7 @@ def join(backend: str, num_together: int | None = None) -> None:
     group, rank_of_group = divmod(rank, size)
     try:
         # torch's own `env://` would take writes from every interface.
-        listener = _listen(host, port) if rank == 0 else None
+        listener = listen(host, port) if rank == 0 else None
         of_all = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, world_size, rank == 0, TIMEOUT, master_listen_fd=listener
         )
@@ -53,7 +53,7 @@ def join_alone(backend: str) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
-def _listen(host: str, port: int) -> int:
+def listen(host: str, port: int) -> int:
     """A socket's file descriptor, which belongs to the caller."""
     (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return socket.create_server(address, family=family).detach()

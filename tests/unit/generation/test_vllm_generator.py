@@ -35,6 +35,12 @@ class Engine:
     def load_device_bucket(self, bucket: str) -> None:
         self.calls.append(bucket)
 
+    def receive_bucket(self, parts: str) -> None:
+        self.calls.append(parts)
+
+    def join_weight_channel(self, address: tuple[str, int]) -> None:
+        self.calls.append(address)
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda **_: self.calls.append(name)
 
@@ -84,7 +90,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VllmGenerato
 
 def source(*buckets: str) -> Any:
     of_ranks = [[f"{bucket} of rank {rank}" for rank in range(2)] for bucket in buckets]
-    return SimpleNamespace(weight_buckets=lambda: iter(buckets), device_weight_buckets=lambda: iter(of_ranks))
+    return SimpleNamespace(
+        weight_buckets=lambda: iter(buckets),
+        device_weight_buckets=lambda: iter(of_ranks),
+        sent_weight_buckets=lambda: (f"sent {bucket}" for bucket in buckets),
+    )
 
 
 def test_responses_come_in_the_order_of_the_prompts(started: Any) -> None:
@@ -127,6 +137,23 @@ def test_every_engine_takes_every_bucket(started: Any) -> None:
     assert all(engine.calls == ["first", "second", "finish_weight_update"] for engine in engines)
 
 
+def test_apart_on_gpus_every_engine_joins_a_channel_and_takes_every_bucket_from_it(started: Any) -> None:
+    opened: list[int] = []
+    training = SimpleNamespace(open_weight_channel=lambda number: opened.append(number) or ("host", 7))
+    generator, engines = started("cuda", apart=True, training=training)
+    generator.update_weights(source("first", "second"))
+    assert opened == [2]
+    assert all(engine.calls == [("host", 7), "sent first", "sent second", "finish_weight_update"] for engine in engines)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_apart_without_a_channel_buckets_come_from_the_hosts_memory(started: Any, device: str) -> None:
+    training: Any = None if device == "cuda" else SimpleNamespace()  # nothing trains, or on CPUs
+    generator, engines = started(device, apart=True, training=training)
+    generator.update_weights(source("all"))
+    assert all(engine.calls == ["all", "finish_weight_update"] for engine in engines)
+
+
 def test_beside_training_on_a_gpu_an_engine_sleeps_and_has_no_weights_until_the_next_update(started: Any) -> None:
     generator, (engine, other) = started("cuda")
     generator.wake()
@@ -151,7 +178,7 @@ def test_training_makes_room_before_an_engine_is_built_on_its_gpu(
     device: str, apart: bool, expected: list[float], started: Any
 ) -> None:
     shares: list[float] = []
-    training = SimpleNamespace(make_room_for_share=shares.append)
+    training = SimpleNamespace(make_room_for_share=shares.append, open_weight_channel=lambda _: ("host", 7))
     share = "policy.generation.vllm_cfg.gpu_memory_utilization=0.3"
     generator, engines = started(device, share, apart=apart, training=training)
     assert shares == expected
