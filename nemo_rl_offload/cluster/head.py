@@ -14,7 +14,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 
+from nemo_rl_offload.cluster.background import in_background
 from nemo_rl_offload.errors import NemoRLOffloadError, ResourceError, WorkerError
 
 LOOK_S = 1.0
@@ -41,24 +43,12 @@ class Head:
     def ask[R](self, call: Callable[[], R]) -> R:
         """Return what the call returns, which may wait for Ray. Raises as the call and as `check`."""
         self.check()
-        results: list[R] = []
-        errors: list[BaseException] = []
-        is_done = threading.Event()
-
-        def work() -> None:
-            try:
-                results.append(call())
-            except BaseException as error:  # noqa: BLE001 - raised again by who waits
-                errors.append(error)
-            is_done.set()
-
-        threading.Thread(target=work, daemon=True).start()
-        while not is_done.wait(LOOK_S):
+        answer = in_background(call, "question to Ray")
+        while not wait([answer], timeout=LOOK_S).done:
             self.check()
-        if errors:
+        if answer.exception() is not None:
             self.check()
-            raise errors[0]
-        return results[0]
+        return answer.result()
 
     def close(self) -> None:
         """End the watch."""

@@ -10,14 +10,14 @@ open: Ray shows each worker its own GPU alone. The limit: both sides end and sta
 
 import os
 import socket
-from concurrent.futures import Future
-from threading import Thread
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_offload.cluster.background import in_background
 from nemo_rl_offload.megatron.runtime.rendezvous import TIMEOUT, listen
 
 SENDER = 0
@@ -62,14 +62,7 @@ class OpenChannel:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             *self.address, size, True, TIMEOUT, wait_for_workers=False, master_listen_fd=listener
         )
-        self._connected: Future[WeightChannel] = Future()
-        Thread(target=self._connect, args=(store, size), name="weight channel", daemon=True).start()
-
-    def _connect(self, store: Any, size: int) -> None:
-        try:
-            self._connected.set_result(WeightChannel(store, SENDER, size))
-        except Exception as error:  # noqa: BLE001 - whoever sends gets it
-            self._connected.set_exception(error)
+        self._connected = in_background(partial(WeightChannel, store, SENDER, size), "weight channel")
 
     @property
     def channel(self) -> WeightChannel:

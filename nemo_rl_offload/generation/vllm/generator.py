@@ -4,8 +4,9 @@ Each device has an actor beside a training worker, in its slot, or in a slot of 
 Neighbours make an engine, and are told the same (`worker`).
 
 Weights come from training by Hugging Face's names, bucket by bucket, and are written in place: a device holds its own
-part, a bucket, and one weight on its way. Buckets go through Ray's store; on a GPU that both have they stay there, and
-the actor beside each rank opens that rank's bucket by CUDA IPC. After each update an engine forgets its prefix cache.
+part, a bucket, and one weight on its way. On a GPU that both have buckets stay there, and the actor beside each rank
+opens that rank's bucket by CUDA IPC. Apart they go from GPU to GPU over NCCL (`weight_channel`), and on CPUs through
+Ray's store. After each update an engine forgets its prefix cache.
 
 Colocated on a GPU an engine sleeps while the trainer works, and gives up weights and cache alike (vLLM's level 2): the
 next update brings the weights. Where there is no room for its cache, what training alone needs leaves the GPU until
@@ -17,9 +18,11 @@ one draws. On a CPU prompts are read whole: vLLM cannot read them in pieces ther
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 
 from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.cluster.background import in_background
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
 from nemo_rl_offload.cluster.worker_group import WorkerGroup
 from nemo_rl_offload.config.rules.vllm import context_length
@@ -45,6 +48,7 @@ class VllmGenerator:
         self._continuous: ContinuousEngines | None = None
         self._sleeps = False
         self._may_have_channel = self._has_channel = False
+        self._built: Future[None] | None = None
         self._num_engines = 0
         self.has_weights = True
 
@@ -56,7 +60,9 @@ class VllmGenerator:
         return self._engines
 
     def prepare(self) -> None:
-        """Start the engines' processes, which import vLLM: that takes as long as to build an engine.
+        """Start the engines' processes, which import vLLM, and on devices of their own build the engines.
+
+        That takes as long as to build the workers that train, which goes on meanwhile.
 
         Raises:
             ConfigError: the slots cannot be shared among engines.
@@ -79,13 +85,18 @@ class VllmGenerator:
             preloads="vllm",
             can_sleep=self._sleeps,
         )
+        if setup.slots is not None:  # nobody else is on their devices
+            self._built = in_background(self._engines.construct, "vLLM engines")
 
     def start(self, training_workers: GenerationWorkers | None) -> None:
         """Build the engines with the start model's weights, beside what training holds by now."""
         assert self._engines is not None, "prepare comes first"
         if self._sleeps and training_workers is not None:
             training_workers.make_room_for_share(self._setup.config["generation"]["vllm_cfg"]["gpu_memory_utilization"])
-        self._engines.construct()
+        if self._built is None:
+            self._engines.construct()
+        else:
+            self._built.result()
         if self._may_have_channel and training_workers is not None:
             address = training_workers.open_weight_channel(self._engines.world_size)
             self._engines.run_all(VllmWorker.join_weight_channel, address)

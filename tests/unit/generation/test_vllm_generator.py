@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.errors import ConfigError, ResourceError
 from nemo_rl_offload.generation.interface import Generated, GeneratorSetup
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm import generator as module
@@ -79,7 +79,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VllmGenerato
         setup = GeneratorSetup(config, (9,), PROJECT_ROOT, slots, own, None)  # type: ignore[arg-type]
         generator = VllmGenerator(setup)
         generator.prepare()
-        assert not generator._group.is_built, "training comes first on a device that both have"  # type: ignore[attr-defined]
+        is_built: bool = generator._group.is_built  # type: ignore[attr-defined]
+        assert apart or not is_built, "training comes first on a device that both have"
         generator.start(training)
         group: Any = generator._group
         assert group.slots is (own if apart else slots)
@@ -95,6 +96,16 @@ def source(*buckets: str) -> Any:
         device_weight_buckets=lambda: iter(of_ranks),
         sent_weight_buckets=lambda: (f"sent {bucket}" for bucket in buckets),
     )
+
+
+def test_an_engine_that_cannot_be_built_is_an_error_of_the_start(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise ResourceError("no memory")
+
+    monkeypatch.setattr(Group, "construct", refuse)
+    for apart in (True, False):
+        with pytest.raises(ResourceError, match="no memory"):
+            started(apart=apart)
 
 
 def test_responses_come_in_the_order_of_the_prompts(started: Any) -> None:
