@@ -210,7 +210,7 @@ def measure_step(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "first_step_s": steps[0]["timing/step_s"],
         "medians": {name: statistics.median(step[name] for step in steady) for name in names},
         "steps": [{name: step.get(name) for name in names} for step in steps],
-        "summary": json.loads(done.stdout),
+        "summary": {**json.loads(done.stdout), "run_dir": run_dir.name},
     }
 
 

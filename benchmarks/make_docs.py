@@ -361,7 +361,13 @@ def grpo_steps(results: Mapping[str, Result], folder: str) -> Iterator[str]:
 
 
 def _phase_seconds(found: Mapping[str, float]) -> list[str]:
-    return [f"{found[key]:.2f} s" if (key := f"timing/{phase}_s") in found else "-" for phase in PHASES]
+    def cell(phase: str) -> str:
+        if (exposed := found.get(f"timing/exposed_{phase}_s")) is not None:
+            return f"{exposed:.2f} s waited for"
+        seconds = found.get(f"timing/{phase}_s")
+        return "-" if seconds is None else f"{seconds:.2f} s"
+
+    return [cell(phase) for phase in PHASES]
 
 
 def _overrides(result: Mapping[str, Any]) -> str:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TIMEOUT_S = 240
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-"""For kernels of torch and of Transformer Engine on a GPU."""
 
 
 class Ranks:
@@ -74,7 +72,7 @@ class Ranks:
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, on_gpus: bool) -> None:
     if on_gpus:
-        os.environ |= {"CUDA_VISIBLE_DEVICES": str(rank)} | DETERMINISTIC
+        os.environ |= {"CUDA_VISIBLE_DEVICES": str(rank), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
