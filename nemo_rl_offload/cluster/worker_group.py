@@ -21,6 +21,7 @@ good as the clocks.
 import math
 import os
 import re
+import signal
 import socket
 import sys
 import sysconfig
@@ -164,7 +165,8 @@ class WorkerGroup[W]:
 
     ``env`` are environment variables for all of them, and ``name`` is what errors call a rank. With ``preloads``, a
     module that takes long to import, the processes import it while the caller goes on, and `construct` builds the
-    workers; without, they are built at once. Besides, each process
+    workers; without, they are built at once. A worker that says nothing for ``silence_s`` of a call, once it is built,
+    is taken to hang. Besides, each process
     has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and (on CPU) OMP_NUM_THREADS in its environment before the module
     of ``worker_cls`` is imported, and MASTER_ADDR and MASTER_PORT before its constructor runs. Ray sets
     CUDA_VISIBLE_DEVICES to the one GPU of the rank, so its device is ``cuda:0``.
@@ -182,9 +184,11 @@ class WorkerGroup[W]:
         env: Mapping[str, str] = MappingProxyType({}),
         name: str = "rank",
         preloads: str | None = None,
+        silence_s: float = math.inf,
         **kwargs: object,
     ) -> None:
-        self._name = name
+        self._name, self._silence_s = name, silence_s
+        self._begun_s: dict[Any, float] = {}
         self._slots = cluster if isinstance(cluster, ClusterPart) else cluster.whole()
         self.world_size = self._slots.world_size
         self._places: list[Place] = []
@@ -218,7 +222,8 @@ class WorkerGroup[W]:
             WorkerError: as for the class; all ranks have been killed, and the group is of no further use.
         """
         shared_args, shared_kwargs = self._head.ask(lambda: (ray.put(args), ray.put(kwargs)))
-        return self._gather([actor.call.remote(method.__name__, shared_args, shared_kwargs) for actor in self._actors])
+        refs = [actor.call.remote(method.__name__, shared_args, shared_kwargs) for actor in self._actors]
+        return self._gather(refs, self._silence_s)
 
     def run_sharded[*Ts, R](self, method: Callable[[W, *Ts], R], shards: Sequence[tuple[*Ts]]) -> list[R]:
         """Call ``method(*shards[rank])`` on every rank and return the results in rank order.
@@ -228,7 +233,7 @@ class WorkerGroup[W]:
         """
         assert len(shards) == self.world_size
         calls = zip(self._actors, shards, strict=True)
-        return self._gather([actor.call.remote(method.__name__, shard, {}) for actor, shard in calls])
+        return self._gather([actor.call.remote(method.__name__, shard, {}) for actor, shard in calls], self._silence_s)
 
     def run_streamed[*Ts, Y, R](
         self,
@@ -248,10 +253,13 @@ class WorkerGroup[W]:
         }
         assert streams, "the worker group was shut down"
         results, failures = dict[int, R](), list[Failure]()
-        deadline_s = math.inf
+        deadline_s, heard_s = math.inf, dict.fromkeys(streams, time.monotonic())
         while streams and time.monotonic() < deadline_s:
             done: list[Any] = ray.wait(list(streams), timeout=GRACE_S if failures else LOOK_S)[0]
             self._head.check()
+            heard_s |= dict.fromkeys(done, time.monotonic())
+            if not failures and (late := self._late({stream: heard_s[stream] for stream in streams})):
+                failures, deadline_s = [self._hangs(streams[late[0]])], 0
             for stream in done:
                 rank = streams[stream]
                 try:
@@ -274,6 +282,7 @@ class WorkerGroup[W]:
         """Call ``method`` on one rank, whose result `ended` waits for."""
         assert self._actors, "the worker group was shut down"
         ref: ray.ObjectRef[R] = self._actors[rank].call.remote(method.__name__, args, {})
+        self._begun_s[ref] = time.monotonic()
         return ref
 
     def ended[R](self, calls: Mapping["ray.ObjectRef[R]", int]) -> dict["ray.ObjectRef[R]", R]:
@@ -287,6 +296,10 @@ class WorkerGroup[W]:
         done, _ = ray.wait(list(calls), timeout=LOOK_S)
         self._head.check()
         outcomes: dict[Any, Any] = {ref: self._outcome(calls[ref], ref) for ref in done}
+        for ref in done:
+            del self._begun_s[ref]
+        if late := self._late(self._begun_s):
+            self._fail([self._hangs(calls[late[0]])])
         if failures := [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]:
             self._fail(failures)
         return outcomes
@@ -297,15 +310,27 @@ class WorkerGroup[W]:
             ray.kill(actor)
         self._actors = []
 
-    def _gather(self, refs: list[ray.ObjectRef[object]]) -> list[Any]:
+    def _late[T](self, heard_s: Mapping[T, float]) -> list[T]:
+        return [call for call, then_s in heard_s.items() if time.monotonic() - then_s > self._silence_s]
+
+    def _hangs(self, rank: int) -> Failure:
+        log = f" Its log: {self._places[rank].log}"
+        with suppress(ProcessLookupError):  # what is stopped does not hear Ray
+            if self._slots.cluster.is_private:
+                os.kill(self._places[rank].pid, signal.SIGKILL)
+        return Failure(rank, f"it has said nothing for {self._silence_s:.0f} s, and is taken to hang.{log}", "", 0.0)
+
+    def _gather(self, refs: list[ray.ObjectRef[object]], silence_s: float = math.inf) -> list[Any]:
         assert refs, "the worker group was shut down"
         outcomes: dict[ray.ObjectRef[object], object] = {}
-        pending, failures = refs, list[Failure]()
+        pending, failures, deadline_s = refs, list[Failure](), time.monotonic() + silence_s
         while pending and not failures:
             done, pending = ray.wait(pending, timeout=LOOK_S)
             self._head.check()
             outcomes |= {ref: self._outcome(refs.index(ref), ref) for ref in done}
             failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
+            if pending and not failures and time.monotonic() > deadline_s:
+                self._fail([self._hangs(refs.index(pending[0]))])
         if failures:
             late, _ = ray.wait(pending, num_returns=len(pending), timeout=GRACE_S) if pending else ([], [])
             self._head.check()  # its end takes the workers with it

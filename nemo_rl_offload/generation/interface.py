@@ -15,7 +15,7 @@ names the policy's class as text, an upward import in disguise. An engine of its
 workers on `slots`, or beside the training workers where there are none.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -35,7 +35,12 @@ class Generated:
     num_responses: int
     """That have ended."""
     num_tokens: int
-    """Sampled so far, also of responses that have not ended."""
+    """Sampled so far, also of responses that have not ended where the backend knows of those."""
+
+    @classmethod
+    def total(cls, parts: Collection["Generated"]) -> "Generated":
+        """Of all parts of a call."""
+        return cls(sum(part.num_responses for part in parts), sum(part.num_tokens for part in parts))
 
 
 Told = Callable[[Generated], None]

@@ -122,8 +122,7 @@ class ModelWorkers:
             place = self._placements[rank]
             if told is not None and place.is_source and place.data_parallel_rank % num_alike == 0:
                 progress[rank] = generated
-                parts = progress.values()
-                told(Generated(sum(part.num_responses for part in parts), sum(part.num_tokens for part in parts)))
+                told(Generated.total(progress.values()))
 
         results = self.workers.run_streamed(PolicyWorker.generate, self._of_ranks(shards), take)
         parts = self._of_shards(results, len(shards))[::num_alike]

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import psutil
 import pytest
@@ -62,6 +62,12 @@ class TellingWorker:
             time.sleep(600)
         return f"{end} {count}"
 
+    def work_slowly(self, count: int) -> Generator[int, None, int]:
+        for number in range(count):
+            time.sleep(0.5)
+            yield number
+        return count
+
 
 class HangingWorker:
     def pid(self) -> int:
@@ -71,6 +77,22 @@ class HangingWorker:
         if os.environ["RANK"] == str(rank):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
+
+
+class StoppingWorker:
+    """A rank that says something, and then is stopped, as by a debugger, or waits forever."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def work(self, how: str) -> Generator[str, None, None]:
+        yield how
+        self.stop(how)
+
+    def stop(self, how: str) -> None:
+        if how == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600 if how == "waits" else 0)
 
 
 class UnpicklableError(Exception):
@@ -111,6 +133,42 @@ def test_a_rank_that_fails_on_the_way_ends_the_others(cluster: VirtualCluster, e
         group.run_streamed(TellingWorker.work, [(1, "hang"), (2, end)], lambda rank, _: told.append(rank))
     assert time.monotonic() - start_s < 60
     assert end == "die" or sorted(told) == [0, 1, 1], "the dead may not have sent it"
+
+
+def call_all(group: WorkerGroup[StoppingWorker], how: str) -> None:
+    group.run_sharded(StoppingWorker.stop, [("goes on",), (how,)])
+
+
+def call_streamed(group: WorkerGroup[StoppingWorker], how: str) -> None:
+    group.run_streamed(StoppingWorker.work, [("goes on",), (how,)], lambda *_: None)
+
+
+def call_one(group: WorkerGroup[StoppingWorker], how: str) -> None:
+    calls = {group.begin(1, StoppingWorker.stop, how): 1}
+    while True:
+        group.ended(calls)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("call", "how"), [(call_all, "stops"), (call_streamed, "stops"), (call_streamed, "waits"), (call_one, "waits")]
+)
+def test_a_rank_that_says_nothing_for_too_long_ends_the_others(
+    cluster: VirtualCluster, call: Callable[[WorkerGroup[StoppingWorker], str], None], how: str
+) -> None:
+    group = WorkerGroup(cluster, StoppingWorker, silence_s=2.0, name="engine")
+    pids = group.run_all(StoppingWorker.pid)
+    with pytest.raises(WorkerError, match=r"engine 1 of 2 .*said nothing for 2 s, and is taken to hang\. Its log: /"):
+        call(group, how)
+    assert eventually_gone(pids)
+
+
+@pytest.mark.slow
+def test_a_rank_that_says_something_now_and_then_may_take_long(cluster: VirtualCluster) -> None:
+    group = WorkerGroup(cluster, TellingWorker, silence_s=2.0)
+    assert group.run_streamed(TellingWorker.work_slowly, [(6,), (1,)], lambda *_: None) == [6, 1]
+    group.shutdown()
 
 
 def test_collective_then_exception_of_one_rank(cluster: VirtualCluster) -> None:

@@ -28,6 +28,7 @@ from nemo_rl_offload.cluster.virtual_cluster import ClusterPart
 from nemo_rl_offload.config.loader import resolve_tokenizer_path
 from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.errors import WorkerError
+from nemo_rl_offload.generation.interface import Generated
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.stop_strings import StopStrings
 from nemo_rl_offload.generation.vllm.generator import VllmGenerator
@@ -218,16 +219,35 @@ def test_a_stop_string_ends_a_response_as_megatrons_sampler_ends_it(
     assert 3 < num_cut < len(prompts), "some have a stop string before their end, and some do not"
 
 
-def test_an_engine_that_dies_is_an_error_that_names_it(policy: tuple[Policy, list[ClusterPart], Path]) -> None:
+def another_engine(made: Policy) -> Any:
+    """Like the one that this policy had."""
+    another: Any = VllmGenerator(made._generator._setup)  # type: ignore[attr-defined]
+    another.prepare()
+    another.start(None)
+    return another
+
+
+def test_an_engine_that_dies_or_hangs_is_an_error_that_names_it(policy: tuple[Policy, list[ClusterPart], Path]) -> None:
     made, slots, _ = policy
     (engine,) = engines()
     killer = threading.Timer(0.3, engine.kill)
     killer.start()
     with pytest.raises(WorkerError, match=r"vLLM engine 0 of 1 .*the process died"):
         made.generate([[3, 4, 5]] * 20_000, SEED, GREEDY)
-    another: Any = VllmGenerator(made._generator._setup)  # type: ignore[attr-defined]
-    another.prepare()
-    another.start(None)
+    hung, told = another_engine(made), list[Generated]()
+    hung._engines._silence_s = 4.0
+    (engine,) = engines()
+
+    def stop(generated: Generated) -> None:
+        told.append(generated)
+        if generated.num_responses:
+            engine.suspend()
+
+    with pytest.raises(WorkerError, match=r"vLLM engine 0 of 1 .*said nothing for 4 s, and is taken to hang"):
+        hung.generate([[3, 4, 5]] * 5_000, SEED, GREEDY, stop)
+    assert 0 < told[-1].num_tokens <= told[-1].num_responses * NEW_TOKENS < 5_000 * NEW_TOKENS
+    wait_for_none()
+    another = another_engine(made)
     (engine,) = engines()
 
     def killed_on_the_way() -> Iterator[Any]:

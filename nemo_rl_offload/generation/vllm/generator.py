@@ -35,6 +35,8 @@ from nemo_rl_offload.generation.vllm.worker import VllmWorker
 from nemo_rl_offload.generation.weight_sync import WeightSource
 from nemo_rl_offload.observability.start_clock import slowest
 
+SILENCE_S = 600.0
+"""Longer than any step of an engine, update of its weights, or capture of a graph takes."""
 DEVICES_OF_CHANNELS = ("cuda",)
 """Where weights for engines apart go from device to device. CPUs share their memory through Ray's store."""
 
@@ -83,6 +85,7 @@ class VllmGenerator:
             env=engine_env(setup.config["generation"], device),
             name="vLLM engine" if self._num_engines == slots.world_size else "device of the vLLM engines",
             preloads="vllm",
+            silence_s=SILENCE_S,
             can_sleep=self._sleeps,
         )
         if setup.slots is not None:  # nobody else is on their devices
@@ -115,8 +118,6 @@ class VllmGenerator:
     ) -> list[Response]:
         """Sample one response for each prompt; a function of weights and arguments, not of the engines' number.
 
-        `told` hears of all responses at the end.
-
         Raises:
             ConfigError: a prompt leaves no room for a response in the engine's context.
         """
@@ -128,9 +129,18 @@ class VllmGenerator:
         costs = [min(len(prompt) + sampling.max_new_tokens, longest) for prompt in prompts]
         shards = divide(costs, self._num_engines)
         # Each device of an engine is told the same, and the first returns the responses.
-        shards = [shard for shard in shards for _ in range(self._group.world_size // self._num_engines)]
+        num_alike = self._group.world_size // self._num_engines
+        shards = [shard for shard in shards for _ in range(num_alike)]
         calls = [(list(prompts[shard]), seed, places[shard], sampling) for shard in shards]
-        responses = [response for part in self._group.run_sharded(VllmWorker.generate, calls) for response in part]
+        progress = dict[int, Generated]()
+
+        def take(rank: int, generated: Generated) -> None:
+            if told is not None and rank % num_alike == 0:
+                progress[rank] = generated
+                told(Generated.total(progress.values()))
+
+        parts = self._group.run_streamed(VllmWorker.generate, calls, take)
+        responses = [response for part in parts for response in part]
         if told is not None:
             told(Generated(len(responses), sum(len(response.tokens) for response in responses)))
         return responses

@@ -13,7 +13,8 @@ the others (vLLM's own way), which starts processes that would not be where the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
@@ -28,6 +29,7 @@ from nemo_rl_offload.config.rules.rule import read_shape
 from nemo_rl_offload.config.rules.vllm import context_length, devices_of_engine
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, ResourceError, WorkerError
+from nemo_rl_offload.generation.interface import Generated
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.settings import (
     CPU_BLOCK_SIZE,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from nemo_rl_offload.generation.weight_channel import WeightChannel
 
 CFG = "policy.generation.vllm_cfg"
+TELL_S = 1.0
 STEPS_OF_A_CALL = 8
 """Of an engine, between two looks for new requests: a call takes a millisecond or two."""
 
@@ -140,8 +143,8 @@ class VllmWorker:
 
     def generate(
         self, prompts: Sequence[list[int]], seed: int, places: Sequence[int], sampling: Sampling
-    ) -> list[Response]:
-        """Sample one response for each prompt (token ids), which have these numbers among all.
+    ) -> Generator[Generated, None, list[Response]]:
+        """Sample one response for each prompt (token ids), which have these numbers among all; yields how far that is.
 
         All workers of an engine are called alike; the first returns the responses, the others return none.
 
@@ -151,10 +154,18 @@ class VllmWorker:
         self._wake("kv_cache")  # also without prompts: an engine that is half asleep does not go to sleep
         if not prompts:
             return []
-        params = [self._params(prompt, seed, place, sampling) for prompt, place in zip(prompts, places, strict=True)]
+        engine, ended, told_s = self._llm.llm_engine, dict[int, Response](), time.monotonic()
         with _explained("generating"):
-            outputs = self._llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
-        return self._of_the_engine([_response(output.outputs[0]) for output in outputs])
+            for number, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
+                params = self._params(prompt, seed, place, sampling)
+                engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    ended[int(output.request_id)] = _response(output.outputs[0])
+                if time.monotonic() - told_s >= TELL_S:
+                    yield Generated(len(ended), sum(len(response.tokens) for response in ended.values()))
+                    told_s = time.monotonic()
+        return self._of_the_engine([ended[number] for number in range(len(prompts))])
 
     def _of_the_engine(self, responses: list[Response]) -> list[Response]:
         """The responses on the engine's first worker, none on the others; all have the same tokens."""

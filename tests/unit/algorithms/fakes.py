@@ -126,6 +126,9 @@ class FakePolicy:
     def idle_modules(self) -> list[str]:
         return [f"{name} after {self.weight} steps" for name in self.idle]
 
+    def start_seconds(self) -> dict[str, float]:
+        return {"imports": 2.5, "weights": 0.5}
+
     def notices(self) -> list[str]:
         texts, self.texts = self.texts, []
         return texts

@@ -63,6 +63,13 @@ class Group:
         pairs = zip(self.engines, shards, strict=True)
         return [getattr(engine, method.__name__)(*shard) for engine, shard in pairs]
 
+    def run_streamed(
+        self, method: Callable[..., Any], shards: list[tuple[Any, ...]], take: Callable[[int, Generated], None]
+    ) -> list[Any]:
+        take(1, Generated(1, 2))
+        take(0, Generated(2, 3))
+        return self.run_sharded(method, shards)
+
     def shutdown(self) -> None:
         self.run_all(SimpleNamespace(__name__="shutdown"))  # type: ignore[arg-type]
 
@@ -115,14 +122,16 @@ def test_responses_come_in_the_order_of_the_prompts(started: Any) -> None:
     responses = generator.generate(prompts, 4, SAMPLING, told.append)
     assert [response.tokens for response in responses] == [[0], [1], [2], [3], [4]]
     assert [engine.calls for engine in engines] == [[("generate", 1, 4, 0)], [("generate", 4, 4, 1)]]
-    assert told == [Generated(5, 5)]
+    assert told == [Generated(1, 2), Generated(3, 5), Generated(5, 5)]
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_the_devices_of_an_engine_are_asked_alike_and_answer_once(started: Any, kind: str) -> None:
     generator, devices = started("cpu", f"policy.generation.vllm_cfg.{kind}_parallel_size=2", world_size=4)
     assert generator._group.name == "device of the vLLM engines"
-    responses = generator.generate([[3]] * 5, 4, SAMPLING)
+    told: list[Generated] = []
+    responses = generator.generate([[3]] * 5, 4, SAMPLING, told.append)
+    assert told == [Generated(2, 3), Generated(5, 5)], "of an engine's first device"
     assert [response.tokens for response in responses] == [[0], [1], [2], [3], [4]]
     calls = [device.calls for device in devices]
     assert calls[0] == calls[1] == [("generate", 2, 4, 0)]

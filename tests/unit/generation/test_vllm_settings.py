@@ -212,7 +212,7 @@ def test_an_engine_without_prompts_wakes_up_whole_and_knows_what_it_lacks_before
         assert worker.lacking_bytes() == 60
         worker.wake()
         assert (free["bytes"], worker.lacking_bytes()) == (56, 57)
-        assert worker.generate([], 0, [], Sampling(8)) == []
+        assert list(worker.generate([], 0, [], Sampling(8))) == []
         assert (free["bytes"], worker.lacking_bytes()) == (6, 0)
         free["bytes"] = 10
     worker.sleep()
