@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from cpu_processes import cpu_cluster, cpu_environment
+from example_runs import run_example
 from test_generation_workers import TP, laid_out
 from test_grpo_run import interruptible, leftovers, metrics, start_run, wait_for, wait_until_gone
 from transformers import AutoModelForCausalLM
@@ -263,6 +264,16 @@ def test_an_engine_that_dies_or_hangs_is_an_error_that_names_it(policy: tuple[Po
         another.update_weights(Source())
     assert slots[1].world_size == 1
     wait_for_none()
+
+
+def test_an_engine_without_memory_for_its_cache_ends_the_run_with_the_key(tmp_path: Path) -> None:
+    share = "policy.generation.vllm_cfg.gpu_memory_utilization=0.0000001"
+    done = run_example("grpo", tmp_path / "run", BACKEND, share)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "out of memory while building the engine with vLLM" in line
+    assert "policy.generation.vllm_cfg.gpu_memory_utilization is the engine's share" in line
+    assert "Traceback" not in done.stderr + done.stdout
 
 
 @pytest.mark.usefixtures("interruptible")

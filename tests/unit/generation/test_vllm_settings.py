@@ -1,20 +1,23 @@
 """What is said to a vLLM engine, without vLLM."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.rules.vllm import OF_OTHER_KEYS, SET_HERE
 from nemo_rl_offload.config.schema import VllmConfig
 from nemo_rl_offload.config.types import keys_of
-from nemo_rl_offload.errors import WorkerError
+from nemo_rl_offload.errors import ResourceError, WorkerError
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.settings import (
+    Request,
     divide,
     engine_arguments,
     engine_env,
@@ -187,6 +190,37 @@ def test_the_users_variables_are_there_too() -> None:
     section = policy(f"{GENERATION}.vllm_cfg.env_vars={{NCCL_DEBUG: INFO}}")["generation"]
     for device in ("cpu", "cuda"):
         assert engine_env(section, device) == {"NCCL_DEBUG": "INFO"} | engine_env(policy()["generation"], device)
+
+
+class Engine:
+    """vLLM's, which has no memory for a step."""
+
+    def add_request(self, name: str, *_: object) -> str:
+        return name
+
+    def has_unfinished_requests(self) -> bool:
+        return True
+
+    def step(self) -> list[Any]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("call", ["generate", "advance"])
+def test_an_engine_out_of_memory_in_a_step_says_which_key_is_its_share(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker: Any = VllmWorker.__new__(VllmWorker)
+    monkeypatch.setattr(VllmWorker, "_wake", lambda *_: None)
+    monkeypatch.setattr(VllmWorker, "_params", lambda *_: None)
+    worker._llm, worker._under_way, worker._num_updates = SimpleNamespace(llm_engine=Engine()), {}, 0
+    calls: dict[str, Callable[[], object]] = {
+        "generate": lambda: list(worker.generate([[1]], 0, [0], Sampling(8))),
+        "advance": lambda: worker.advance([Request(0, [1], 0, 0, Sampling(8))]),
+    }
+    with pytest.raises(
+        ResourceError, match=r"while generating with vLLM: .*2\.00 GiB.*vllm_cfg\.gpu_memory_utilization"
+    ):
+        calls[call]()
 
 
 def test_an_engine_without_prompts_wakes_up_whole_and_knows_what_it_lacks_before(
