@@ -217,9 +217,7 @@ def test_an_engine_out_of_memory_in_a_step_says_which_key_is_its_share(
         "generate": lambda: list(worker.generate([[1]], 0, [0], Sampling(8))),
         "advance": lambda: worker.advance([Request(0, [1], 0, 0, Sampling(8))]),
     }
-    with pytest.raises(
-        ResourceError, match=r"while generating with vLLM: .*2\.00 GiB.*vllm_cfg\.gpu_memory_utilization"
-    ):
+    with pytest.raises(ResourceError, match=r"generating with vLLM: .*2\.00 GiB.*vllm_cfg\.gpu_memory_utilization"):
         calls[call]()
 
 
