@@ -125,6 +125,7 @@ class TrainingLoop(ABC):
         self.validation: Validation = {"first": None, "last": None}
         self.train_metrics: dict[str, float] = {}
         self._validation_metrics: dict[str, float] = {}
+        self._first_validation_metrics: dict[str, float] = {}
         self._totals_before: RunTotals | None = None
         self.elapsed = Elapsed()
         self._phase_seconds = Counter[str]()
@@ -168,10 +169,12 @@ class TrainingLoop(ABC):
             raise CheckpointError(f"{error} {recovery_hint(folder) if is_own else ''}".rstrip()) from error
         self._data.load_state_dict(state["data"])
         self.step, self.train_metrics = state["step"], state["train"]
+        self.validation_metric = state.get("validation_metric", self.validation_metric)
         if not is_own:  # time, counts and validations are of the other run
             self.elapsed.go_on_from(0.0)
             return folder
         self.validation, self._validation_metrics = state["validation"], state["validation_metrics"]
+        self._first_validation_metrics = state.get("first_validation_metrics", {})
         self.num_skipped = state["num_skipped"]
         self._totals_before = state.get("totals")
         self.elapsed.go_on_from(state.get("wall_seconds", 0.0))
@@ -354,8 +357,9 @@ class TrainingLoop(ABC):
         logger.log(self._validation_metrics, self.step, "validation")
         value = self._validation_metrics[self.validation_metric]
         if self.validation["first"] is None:
-            self.validation["first"] = value
-        self.validation["last"] = value
+            self._first_validation_metrics = self._validation_metrics
+        first = self._first_validation_metrics.get(self.validation_metric, self.validation["first"])
+        self.validation = {"first": first, "last": value}
 
     def save(self) -> None:
         """Write a checkpoint of this step, or begin to (`checkpointing.is_async`)."""
@@ -367,6 +371,8 @@ class TrainingLoop(ABC):
             "validation": self.validation.copy(),
             "train": self.train_metrics,
             "validation_metrics": self._validation_metrics,
+            "first_validation_metrics": self._first_validation_metrics,
+            "validation_metric": self.validation_metric,
             "num_skipped": self.num_skipped,
             "totals": run_totals(self.policy, self._totals_before, self._phase_seconds),
             "wall_seconds": self.elapsed.seconds,
@@ -556,7 +562,7 @@ def _run_once(
     parts = loop.policy.start_seconds()
     loop.start_seconds = {**parts, **clock.seconds}
     if text := told(parts):
-        say(f"  {text}")
+        say(f"Of that time: {text}")
     saving = config["checkpointing"]["enabled"]
     with (
         MetricLogger(run_dir, config["logger"], config) as logger,

@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
 
     if options.force and options.run_dir is None:
         raise ConfigError("--force: needs --run-dir; without it, a run with another configuration gets another folder.")
-    origin, told = _origin(options, checked.config), list[str]()
+    origin, told = _origin(options, checked.config)
     folder = checked.config["checkpointing"]["checkpoint_dir"]
     default = Path("results") / source.stem if folder is None else Path(folder).expanduser()
     with open_run_directory(
@@ -129,13 +129,13 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
     return 0
 
 
-def _origin(options: argparse.Namespace, config: "MasterConfig") -> "Origin | None":
-    """Where the run is to begin, if not with the model of the configuration."""
+def _origin(options: argparse.Namespace, config: "MasterConfig") -> "tuple[Origin | None, list[str]]":
+    """Where the run is to begin, if not with the model of the configuration; and what differs from the run there."""
     if options.from_checkpoint is None:
         if options.weights_only:
             raise ConfigError("--weights-only: needs --from-checkpoint, whose weights are meant.")
-        return None
-    from nemo_rl_offload.runs.begin import begin_from
+        return None, []
+    from nemo_rl_offload.runs.begin import begin_from, changed_from
 
     kept, begun = options.run_dir, options.from_checkpoint
     if options.force and kept is not None and begun.resolve().is_relative_to(kept.resolve()):
@@ -150,7 +150,7 @@ def _origin(options: argparse.Namespace, config: "MasterConfig") -> "Origin | No
     run_dir, _ = find_checkpoint(options.from_checkpoint)
     if changed := changed_frozen_weights(config, read_inputs(run_dir) or {}):
         raise ConfigError(f"--from-checkpoint {options.from_checkpoint}: {changed}")
-    return origin
+    return origin, [] if options.weights_only else changed_from(options.from_checkpoint, config)
 
 
 def _note_inputs(run_dir: Path, config: "MasterConfig") -> list[str]:

@@ -8,10 +8,12 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 
 from nemo_rl_offload.units import human_bytes
 
 LINE_EVERY = 10
+BAR_WIDTH = 10
 GENERATING_EVERY_S = 30.0
 
 
@@ -34,9 +36,9 @@ class Progress:
         self._start_s = self._told_s = time.monotonic()
         if enabled and self._stream.isatty():
             self._bar = RichProgress(
-                TextColumn("{task.completed}/{task.total}"),
-                BarColumn(bar_width=10),
-                TextColumn("{task.description}"),
+                TextColumn("{task.completed}/{task.total}", table_column=Column(no_wrap=True)),
+                BarColumn(bar_width=BAR_WIDTH, table_column=Column(no_wrap=True)),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True)),
                 console=Console(file=self._stream),
                 redirect_stdout=stream is None,
             )
@@ -51,12 +53,15 @@ class Progress:
         """
         if self._first_step is None:
             self._first_step = step
-        text = f"{self._time_left(step)} left  {_describe(fields)}"
+        parts = [f"{self._time_left(step)} left", *_describe(fields)]
         if self._bar is not None:
-            self._description = text
-            self._bar.update(self._task, completed=step, description=text)
+            room = self._bar.console.width - len(f"{step}/{self._total} ") - BAR_WIDTH - 1
+            while len(parts) > 1 and len("  ".join(parts)) > room:
+                parts.pop()  # the last say least
+            self._description = "  ".join(parts)
+            self._bar.update(self._task, completed=step, description=self._description)
         elif self._enabled and (step in (self._first_step, self._total) or step % LINE_EVERY == 0):
-            print(f"step {step}/{self._total}  {text}", file=self._stream, flush=True)
+            print("  ".join([f"step {step}/{self._total}", *parts]), file=self._stream, flush=True)
 
     def generating(self, num_done: int, num_responses: int, num_tokens: int, seconds: float) -> None:
         """Report how far a call for responses is that has taken so many seconds.
@@ -108,8 +113,8 @@ class Progress:
             self._bar.stop()
 
 
-def _describe(fields: dict[str, float | None]) -> str:
-    return "  ".join(_format(name, value) for name, value in fields.items() if value is not None)
+def _describe(fields: dict[str, float | None]) -> list[str]:
+    return [_format(name, value) for name, value in fields.items() if value is not None]
 
 
 def _format(name: str, value: float) -> str:

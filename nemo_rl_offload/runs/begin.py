@@ -6,7 +6,7 @@ from pathlib import Path
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.rules.rule import read_shape
 from nemo_rl_offload.errors import CheckpointError, ConfigError
-from nemo_rl_offload.runs.comparison import differences, leaves
+from nemo_rl_offload.runs.comparison import differences, leaves, may_change
 from nemo_rl_offload.runs.origin import Origin, origin_of
 from nemo_rl_offload.runs.plain_files import why_no_folder
 from nemo_rl_offload.runs.run_directory import (
@@ -121,6 +121,18 @@ def begin_from(checkpoint: Path, config: Mapping[str, object], *, weights_only: 
             f"{num_steps}: {most} steps are taken already at {checkpoint}. Give more than {step}, {alternative}."
         )
     return origin_of(folder, "everything")
+
+
+def changed_from(checkpoint: Path, config: Mapping[str, object]) -> list[str]:
+    """A line for each key by which a run from a checkpoint learns otherwise than that run did."""
+    run_dir, _ = find_checkpoint(checkpoint)
+    there, here = (leaves(each) for each in (read_yaml(run_dir / CONFIG_FILE, follows_links=False), config))
+    algorithm = config.get("algorithm")
+    kept = [
+        {path: value for path, value in values.items() if not may_change(path, algorithm, by_request=False)}
+        for values in (there, here)
+    ]
+    return [f"{path} is {new} instead of {old} of that run." for path, (old, new) in differences(*kept).items()]
 
 
 def _check_adapters(

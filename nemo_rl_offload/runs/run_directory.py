@@ -198,7 +198,13 @@ def _obstacle(
         for values in (there | length, here)
     ]
     origins = [as_key(each) for each in (same_or_given(folder, None), same_or_given(folder, origin))]
-    changed = differences(kept[0] | origins[0], kept[1] | origins[1]).told
+    found, num_steps = (
+        differences(kept[0] | origins[0], kept[1] | origins[1]),
+        f"{config.get('algorithm')}.max_num_steps",
+    )
+    changed = found.told
+    if steps and num_steps in found:
+        changed += f"; {steps[-1]} steps are taken, and {num_steps} may be as many or more"
     if changed and (steps or names & {SUMMARY_FILE, EVALUATION_FILE} or not by_request):
         return f"{_HOLDS} ({changed})"
     if length:

@@ -228,6 +228,9 @@ class LoopState(TypedDict):
     train: dict[str, Metric]
     """Metrics of the last step."""
     validation_metrics: dict[str, Metric]
+    first_validation_metrics: NotRequired[dict[str, Metric]]
+    validation_metric: NotRequired[str]
+    """By which validations are judged: with graded rewards another than at the start."""
     num_skipped: Count
     totals: NotRequired[RunTotals]
     wall_seconds: NotRequired[Amount]

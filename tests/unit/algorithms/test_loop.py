@@ -480,7 +480,7 @@ def test_a_failed_worker_restarts_all_from_the_last_checkpoint(no_cluster: list[
     assert saved(tmp_path) == {2: 2, 4: 4, 6: 6}
     assert [line for line in said if "Restarting" in line][-1].startswith("rank 0 of 1: it died\n")
     assert "Restarting the workers (3 of 3)" in said[-4]
-    assert said[-1] == "  imports 2.5 s.", "of parts that took a second"
+    assert said[-1] == "Of that time: imports 2.5 s.", "of parts that took a second"
     assert summary["start_seconds"].keys() == {"imports", "weights", "loading", "checkpoint"}
     assert (tmp_path / "restarts.log").read_text().count("it died") == 3
     losses = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -262,6 +262,32 @@ def test_graded_rewards_are_what_a_run_is_judged_by(
     assert again.summary()["validation_metric"] == metric, "also of a run that went on without a validation"
 
 
+def test_a_run_whose_grades_all_become_whole_is_still_judged_by_them(tokenizer: Any, tmp_path: Path) -> None:
+    """Rewards of the resumed part are all 1, and its figures those of a run that never stopped."""
+    first, _ = play(tmp_path, tokenizer, environment=Grades(0.25, 0.5))
+    again, _ = play(tmp_path, tokenizer, "grpo.max_num_steps=7", environment=Grades(1.0))
+    assert again.summary()["validation_metric"] == "reward"
+    assert again.summary()["validation"] == {"first": first.validation["first"], "last": 1.0}
+
+
+class GradesLater(Grades):
+    """Right and wrong at first, grades from some call on."""
+
+    def step(self, episodes: Any) -> list[Score]:
+        scores = super().step(episodes)
+        self._rewards = (0.25, 0.5)
+        return scores
+
+
+def test_grades_that_come_later_have_the_rewards_of_the_first_validation_beside_them(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    loop, recorder = play(tmp_path, tokenizer, environment=GradesLater(0.0, 1.0, 1.0))
+    first, last = (recorder.logged[step, "validation"] for step in (0, 6))
+    assert loop.summary()["validation_metric"] == "reward"
+    assert loop.validation == {"first": first["reward"], "last": last["reward"]}
+
+
 @pytest.mark.parametrize(("metric_name", "key"), [("val:accuracy", "reward"), ("train:loss", None)])
 def test_another_metric_stays_what_checkpoints_are_ranked_by(
     metric_name: str, key: str | None, tokenizer: Any, tmp_path: Path

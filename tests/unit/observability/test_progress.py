@@ -70,6 +70,28 @@ def test_terminal_gets_a_bar_within_80_columns(monkeypatch: pytest.MonkeyPatch) 
     assert not steps_shown(plain)
 
 
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (120, "reward 0.567  loss 0.00097  3,590 tokens/s  35.2 MiB offloaded"),
+        (80, "reward 0.567  loss 0.00097  3,590 tokens/s"),
+        (60, "reward 0.567  loss 0.00097"),
+        (40, ""),
+    ],
+)
+def test_on_a_narrow_terminal_the_last_figures_give_way_and_the_step_stays(
+    width: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with Progress(40, enabled=True, stream=stream) as progress:
+        progress.update(10, reward=0.567, loss=0.00097, tokens_per_s=3590.0, offloaded_bytes=36_900_000)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    last = re.split(r"[\r\n]+", plain.strip())[-1]
+    assert re.fullmatch(rf"10/40 \S{{10}} \d:\d\d:\d\d left *{re.escape(shown)}", last)
+
+
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
 def test_disabled_is_silent(stream: io.StringIO) -> None:
     with Progress(5, enabled=False, stream=stream) as progress:

@@ -10,7 +10,7 @@ from run_folders import enter, save, write
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError
-from nemo_rl_offload.runs.begin import begin_from
+from nemo_rl_offload.runs.begin import begin_from, changed_from
 from nemo_rl_offload.runs.comparison import differences
 from nemo_rl_offload.runs.origin import origin_of, read_origin
 from nemo_rl_offload.runs.run_directory import Checkpoints, open_run_directory
@@ -71,6 +71,11 @@ def test_what_a_run_that_takes_over_everything_may_have_otherwise(
             "takes": "everything",
             "start_weights": None,
         }
+        told = changed_from(run_dir / "step_5", other)
+        means = ("policy.train_micro_batch_size",)
+        assert [line.split()[0] for line in told] == ([] if path in means else [path])
+        assert all(line.endswith(" of that run.") and 'is "something else" instead of' in line for line in told)
+        assert changed_from(run_dir / "step_5", config) == []
     else:
         with pytest.raises(ConfigError, match=f"{said}.*{path} is .* there.*--weights-only"):
             begin_from(run_dir / "step_5", other, weights_only=False)

@@ -36,13 +36,19 @@ def test_a_finished_run_may_be_made_longer(length: dict[str, Any], tmp_path: Pat
     assert yaml.safe_load((folder / "config.yaml").read_text()) == longer
 
 
+TOO_FEW = (
+    r"another configuration \(sft.max_num_steps is 100 there, 99 here; 100 steps are taken, and sft.max_num_steps may be "
+    r"as many or more\)"
+)
+
+
 def test_a_length_can_be_corrected_but_not_to_fewer_steps_than_were_taken(tmp_path: Path) -> None:
     folder = finished_run(tmp_path)
     for num_steps in (200, 100):
         config = {**SFT, "sft": {**SFT["sft"], "max_num_steps": num_steps}}
         assert enter(folder, tmp_path, config) == folder
         assert yaml.safe_load((folder / "config.yaml").read_text()) == config
-    with pytest.raises(ConfigError, match=r"another configuration \(sft.max_num_steps is 100 there, 99 here\)"):
+    with pytest.raises(ConfigError, match=TOO_FEW):
         enter(folder, tmp_path, {**SFT, "sft": {**SFT["sft"], "max_num_steps": 99}})
     with pytest.raises(ConfigError, match=r"another configuration \(grpo.max_num_steps is 9 there, 10 here\)"):
         enter(folder, tmp_path, {**SFT, "grpo": {"max_num_steps": 10}})
