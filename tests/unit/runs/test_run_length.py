@@ -37,8 +37,8 @@ def test_a_finished_run_may_be_made_longer(length: dict[str, Any], tmp_path: Pat
 
 
 TOO_FEW = (
-    r"another configuration \(sft.max_num_steps is 100 there, 99 here; 100 steps are taken, and sft.max_num_steps may be "
-    r"as many or more\)"
+    r"another configuration \(sft.max_num_steps is 100 there, 99 here; 100 steps are taken, and "
+    r"sft.max_num_steps may be as many or more\)"
 )
 
 
