@@ -198,10 +198,8 @@ def _obstacle(
         for values in (there | length, here)
     ]
     origins = [as_key(each) for each in (same_or_given(folder, None), same_or_given(folder, origin))]
-    found, num_steps = (
-        differences(kept[0] | origins[0], kept[1] | origins[1]),
-        f"{config.get('algorithm')}.max_num_steps",
-    )
+    num_steps = f"{config.get('algorithm')}.max_num_steps"
+    found = differences(kept[0] | origins[0], kept[1] | origins[1])
     changed = found.told
     if steps and num_steps in found:
         changed += f"; {steps[-1]} steps are taken, and {num_steps} may be as many or more"
