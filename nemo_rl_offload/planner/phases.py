@@ -226,6 +226,13 @@ def host_use(job: Job, step: SimulatedStep) -> HostUse:
     return HostUse(parts, beside, job.host_budget_bytes, job.node_ranks, node_bytes)
 
 
+def update_lacks(job: Job, step: SimulatedStep) -> int:
+    """Bytes by which an optimizer's step, which no choice of modules changes, is above the budget."""
+    ranks = range(job.layout.pipeline)
+    peaks = [PhasesOfStage(job, step, rank).phases()[-1].peak_bytes for rank in ranks]
+    return max(0, max(peaks) - job.budget_bytes)
+
+
 def lacking(job: Job, step: SimulatedStep) -> Iterator[str]:
     """What is missing beside the training step: on the host, and in phases that no choice of modules changes."""
     yield from _lacking_on_host(job, host_use(job, step))

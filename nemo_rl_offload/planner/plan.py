@@ -3,10 +3,11 @@ would fit."""
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, Required, TypedDict
 
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.phases import UPDATE_BYTES, PhasesOfStage, lacking
+from nemo_rl_offload.planner.phases import UPDATE_BYTES, PhasesOfStage, lacking, update_lacks
 from nemo_rl_offload.planner.search.choice import best_tried, can_be_auto, choose, run_auto, surely_fits, surely_lacks
 from nemo_rl_offload.planner.search.frontier import frontier
 from nemo_rl_offload.planner.search.suggestions import suggest
@@ -149,10 +150,20 @@ def make_plan(job: Job, with_suggestions: bool = True) -> JobPlan:
     if not (plan.shortfall_bytes and with_suggestions):
         return plan
 
-    def shortfall(changed: Job) -> int:
-        return make_plan(changed, with_suggestions=False).shortfall_bytes
+    @cache
+    def of_update(changed: Job) -> int:
+        return update_lacks(changed, Trials(changed).try_modules(changed.recompute, ()).step)
 
-    return replace(plan, suggestions=suggest(job, surely_fits, surely_lacks, shortfall))
+    def fits(changed: Job) -> bool:
+        return surely_fits(changed) and not of_update(changed)
+
+    def at_least(changed: Job) -> int:
+        return max(surely_lacks(changed), of_update(changed))
+
+    def shortfall(changed: Job) -> int:
+        return max(make_plan(changed, with_suggestions=False).shortfall_bytes, of_update(changed))
+
+    return replace(plan, suggestions=suggest(job, fits, at_least, shortfall, of_update))
 
 
 def _without_recomputation(job: Job) -> ChoiceAsConfig | None:

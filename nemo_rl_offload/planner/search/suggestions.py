@@ -48,14 +48,18 @@ def least_shortfall(job: Job, with_copies: bool = True) -> int:
 
 
 def suggest(
-    job: Job, fits: Callable[[Job], bool], surely_lacks: Callable[[Job], int], shortfall: Callable[[Job], int]
+    job: Job,
+    fits: Callable[[Job], bool],
+    surely_lacks: Callable[[Job], int],
+    shortfall: Callable[[Job], int],
+    update_lacks: Callable[[Job], int],
 ) -> tuple[str, ...]:
     """Single changes with which a plan fits; else how near the best of them comes.
 
     `shortfall` says what the plan of a job lacks. Sooner than that, `fits` says where it lacks nothing, if not always,
-    and `surely_lacks` what it lacks at least.
+    and `surely_lacks` what it lacks at least. `update_lacks` is what the optimizer's step lacks.
     """
-    singles = list(_single(job))
+    singles = list(_single(job, update_lacks))
     if not singles:
         return ("none that was tried",)
     if fitting := [text for text, changed in singles if fits(changed)]:
@@ -69,7 +73,7 @@ def suggest(
     return (f"none that was tried; {singles[nearest][0]} comes nearest, {gib(lacking[nearest])} short",)
 
 
-def _single(job: Job) -> Iterator[tuple[str, Job]]:
+def _single(job: Job, update_lacks: Callable[[Job], int]) -> Iterator[tuple[str, Job]]:
     chunk = job.sequence // LOGPROB_CHUNKS
     if job.makes_logits:
         yield "use_fused_linear_logprobs=true", replace(job, makes_logits=False)
@@ -77,7 +81,7 @@ def _single(job: Job) -> Iterator[tuple[str, Job]]:
         yield f"logprob_chunk_size={chunk}", replace(job, logprob_chunk_size=chunk)
     if not job.optimizer.distributed and job.layout.data > 1:
         yield "use_distributed_optimizer=true", replace(job, optimizer=replace(job.optimizer, distributed=True))
-    yield from _optimizer_on_host(job)
+    yield from _optimizer_on_host(job, update_lacks)
     yield from islice(smaller_microbatches(job), 2)
     for divisor in (2, 4):
         if job.sequence // divisor < job.least_sequence:
@@ -91,16 +95,18 @@ def _single(job: Job) -> Iterator[tuple[str, Job]]:
     yield from _layouts(job)
 
 
-def _optimizer_on_host(job: Job) -> Iterator[tuple[str, Job]]:
-    """With as much of the optimizer's state in host memory as every choice lacks, in quarters."""
+def _optimizer_on_host(job: Job, update_lacks: Callable[[Job], int]) -> Iterator[tuple[str, Job]]:
+    """With as much of the optimizer's state on the host as every choice and its own step lack, in quarters."""
     given = job.optimizer.share_on_host
     whole_bytes = max(stage.static_bytes["optimizer"] for stage in build_stages(job, ())) / (1 - given or 1)
     if given == 1 or not whole_bytes:
         return
     share = min(1.0, math.ceil(4 * (given + least_shortfall(job) / whole_bytes)) / 4)
-    changed = replace(job, optimizer=replace(job.optimizer, share_on_host=share))
+    shares = [quarters / 4 for quarters in range(math.ceil(4 * share), 5)]
+    jobs = [replace(job, optimizer=replace(job.optimizer, share_on_host=each)) for each in shares]
+    changed = next((each for each in jobs if not update_lacks(each)), jobs[0])
     if max(sum(sizes.values()) for sizes in changed.resident_host_bytes) <= job.host_budget_bytes:
-        yield f"optimizer_cpu_offload=true with optimizer_offload_fraction={share:g}", changed
+        yield f"optimizer_cpu_offload=true with optimizer_offload_fraction={changed.optimizer.share_on_host:g}", changed
 
 
 def smaller_microbatches(job: Job) -> Iterator[tuple[str, Job]]:

@@ -192,6 +192,19 @@ def test_the_optimizer_on_the_host_is_proposed_where_it_would_do() -> None:
     assert not any("optimizer_offload_fraction" in text for text in starved.suggestions)
 
 
+def test_as_much_of_the_optimizer_is_proposed_as_its_own_step_lacks() -> None:
+    """The step's buffers come on top of the state, of which training alone would do with less on the host."""
+    job = replace(seven_billion(), optimizer=Optimizer(), num_microbatches=2)
+    for memory_gib in (75, 100):
+        tight = replace(job, memory_bytes=memory_gib * GIB)
+        plan = make_plan(tight)
+        for text in plan.suggestions:
+            if found := re.fullmatch(r"optimizer_cpu_offload=true with optimizer_offload_fraction=([\d.]+)", text):
+                changed = make_plan(replace(tight, optimizer=Optimizer(share_on_host=float(found[1]))))
+                assert not [each for each in changed.lacking if "optimizer step" in each], memory_gib
+                assert changed.shortfall_bytes == 0
+
+
 def test_less_of_the_optimizer_on_the_host_is_said_to_fit_too() -> None:
     job = make_job("Qwen/Qwen2.5-1.5B", layout=ALONE, passes=GRPO, makes_logits=False)
     most = highest_peak(run_nothing(job))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import plan_cases
 import pytest
@@ -16,6 +17,7 @@ from nemo_rl_offload.planner.report import tables
 from nemo_rl_offload.planner.report.data import plan_data
 from nemo_rl_offload.planner.search import choice as choice_module
 from nemo_rl_offload.planner.search import frontier as frontier_module
+from nemo_rl_offload.planner.search.suggestions import suggest
 from nemo_rl_offload.planner.search.to_config import ChoiceAsConfig, Trials
 from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep, highest_peak, run_stages, run_steady_state
 from nemo_rl_offload.planner.simulate.stages import build_stages
@@ -105,12 +107,17 @@ def everything(points: object, *_: object) -> list[ChoiceAsConfig]:
     return list(points)  # type: ignore[call-overload]
 
 
+def any_change(job: Job, _fits: object, *others: Any) -> tuple[str, ...]:
+    """Suggest every change as one that would do."""
+    return suggest(job, lambda _job: True, *others)
+
+
 PLANTED: dict[str, tuple[object, str, object, str, str]] = {
     "not the best": (choice_module, "best_tried", worst, "20GiB", "minimum"),
     "not the fastest": (choice_module, "best_tried", worst, "50GiB", "choice"),
     "choices by layers": (plan_module, "choose", by_layers, "66GiB", "rows"),
     "beaten rows": (frontier_module, "_falling", everything, "50GiB", "choice"),
-    "changes that do not do": (plan_module, "surely_fits", lambda _job: True, "8GiB", "changes"),
+    "changes that do not do": (plan_module, "suggest", any_change, "8GiB", "changes"),
     "sizes that look alike": (tables, "_decimals", lambda *_: 1, "SHORT", "text"),
 }
 
