@@ -68,6 +68,8 @@ def test_before_ray_starts(override: str, message: str, fail: Fail, monkeypatch:
     assert message in fail(override)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_cluster_that_is_too_small(ray_running: VirtualCluster, fail: Fail) -> None:
     assert "The Ray cluster is too small for cluster.num_nodes=2" in fail("cluster.num_nodes=2")
 

@@ -72,6 +72,8 @@ class TestOneRank:
         again, _ = self.trained(exported)
         assert not any(".mtp." in name for name in weights_of(again))
 
+    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_all_of_them_are_trained_as_without_the_key(self, tmp_path: Path) -> None:
         folder = write_model(FAMILY, tmp_path / "with")
         (model, metrics), (expected, expected_metrics) = self.trained(folder, "mtp_num_layers=1"), self.trained(folder)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_default import SAMPLED
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from models import make_batch, make_policy, offload, same_tensors, take_step, weights_of
@@ -146,18 +147,15 @@ def test_offloading_changes_no_bit(family: str, modules: tuple[str, ...], train:
     assert stats.denied_bytes == 0
 
 
-SAMPLED = (pytest.mark.slow, pytest.mark.sampled)
-
-
 def beside() -> Iterator[Any]:
-    """Everything for one family; what takes a compiler or many modules is slow for the others."""
+    """One family by default, without a compiler."""
     for setting in SETTINGS:
         for family, modules in ALL:
-            is_slow = family == "deepseek_v3_mtp" or (family != "qwen2" and setting in COMPILED)
+            is_slow = family != "qwen2" or setting in COMPILED
             yield pytest.param(setting, family, modules, marks=SAMPLED if is_slow else (), id=f"{setting}-{family}")
 
 
-@pytest.mark.parametrize(("setting", "family", "modules"), beside())
+@pytest.mark.parametrize(("setting", "family", "modules"), list(beside()))
 def test_offloading_changes_no_bit_beside(setting: str, family: str, modules: tuple[str, ...], train: Train) -> None:
     if setting in ONLY_WITH_EXPERTS and family == "qwen2":
         pytest.skip("a setting of experts")

@@ -2,30 +2,24 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from by_default import first
 from models import count_step, make_policy, write_model
-from planned_bytes import LAYOUTS, SELECTIVE, predict, random_case
+from planned_bytes import LAYOUTS, predict, random_case
 from ranks import Ranks
 
 from nemo_rl_offload.megatron.build.model import build_model
 from nemo_rl_offload.megatron.build.offload import install_offloading
 
 NUM_CASES = 90
-DEFAULT_SEEDS = len(SELECTIVE)
-"""Configurations of the default run, every family among them; the others are slow."""
+DEFAULT_SEEDS = 4
 
 ON_RANKS = [(layout, seed) for layout in LAYOUTS if layout != "one" for seed in range(6)]
 
 
-def seeds() -> list[Any]:
-    slow = [pytest.mark.slow, pytest.mark.sampled]
-    return [pytest.param(seed, marks=slow * (seed >= DEFAULT_SEEDS)) for seed in range(NUM_CASES)]
-
-
 @pytest.mark.usefixtures("megatron_process_group")
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", first(DEFAULT_SEEDS, list(range(NUM_CASES))))
 def test_predicted_bytes_are_the_counted_ones(seed: int, tmp_path: Path) -> None:
     case = random_case(seed)
     folder = write_model(case.family, tmp_path, **case.shape)
