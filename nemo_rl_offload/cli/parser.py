@@ -159,7 +159,7 @@ def _add_plan(commands: Commands) -> None:
         formatter_class=_Formatter,
     )
     plan.add_argument("config", type=Path, metavar="FILE", help="YAML configuration")
-    plan.add_argument("--gpu", required=True, metavar="NAME|FILE", help="device, as h100-80gb, or a YAML file with one")
+    plan.add_argument("--gpu", metavar="NAME|FILE", help="device, as h100-80gb, or a YAML file with one")
     plan.add_argument(
         "--memory",
         metavar="SIZE",

@@ -33,9 +33,6 @@ from nemo_rl_offload.specs.devices import Device, find_device
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.units import parse_bytes
 
-WIDTH = 80
-"""Tables are cut, not wrapped, where they have less."""
-
 
 def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     """Plan, write what is asked for, and print. Raises ConfigError, and ResourceError where a file cannot be written
@@ -54,8 +51,7 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
         print(json.dumps(plan_data(found), indent=2))
     else:
         console = Console(highlight=False, soft_wrap=True, markup=False)
-        console.width = max(console.width, WIDTH)
-        console.print(plan_tables(found))
+        console.print(plan_tables(found, console.width))
     return found
 
 

@@ -1,9 +1,11 @@
 """Several runs beside each other: `nemo-rl-offload report A B C`, as tables of 80 columns or as a page."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
+from textwrap import TextWrapper
 
 from rich.table import Table
 
@@ -82,13 +84,21 @@ def tables(runs: Sequence[Run], width: int = 80) -> Iterator[Table]:
     beside = max(1, BESIDE * width // 80)
     for start in range(0, len(runs), beside):
         part = slice(start, start + beside)
+        names = letters(runs)[part]
+        wrapper = _AtDots((width - 3 * len(names) - 4) * 3 // (3 + 2 * len(names)))
         table = Table(width=width)
-        table.add_column("", overflow="fold", ratio=3)
-        for name in letters(runs)[part]:
-            table.add_column(name, overflow="fold", ratio=2)
+        table.add_column("", overflow="fold", width=wrapper.width)
+        for name in names:
+            table.add_column(name, overflow="fold", ratio=1)
         for what, values in rows.items():
-            table.add_row(what, *values[part])
+            table.add_row(wrapper.fill(what), *values[part])
         yield table
+
+
+class _AtDots(TextWrapper):
+    """Breaks keys behind dots and underscores, where that is possible."""
+
+    wordsep_re = re.compile(r"(?<=[\s._])")
 
 
 def page(runs: Sequence[Run], *, script: str = "") -> str:

@@ -71,15 +71,20 @@ def recognise(driver_name: str, memory_bytes: int) -> Device:
     return min(alike, key=lambda device: abs(device.memory_bytes - memory_bytes))
 
 
-def find_device(name: str) -> Device:
+_OR_A_FILE = "; or a YAML file with its numbers"
+
+
+def find_device(name: str | None) -> Device:
     """Return a device by name, or from a YAML file that gives fields of `Device`.
 
-    A file starts from the device that it names under `like`, or gives every field. Raises ConfigError.
+    A file starts from the device that it names under `like`, or gives every field. Raises ConfigError; also for None.
     """
+    if name is None:
+        raise ConfigError(f"--gpu: missing value. Known: {', '.join(DEVICES)}{_OR_A_FILE}.")
     path = Path(name)
     if path.suffix.lower() in (".yaml", ".yml", ".json"):
         return _read_device(path)
-    return _known_device(name, "--gpu", "; or a YAML file with its numbers")
+    return _known_device(name, "--gpu", _OR_A_FILE)
 
 
 def _known_device(name: str, where: str, or_what: str = "") -> Device:

@@ -256,7 +256,8 @@ def find_module(module: str) -> importlib.machinery.ModuleSpec | str | None:
         if spec is None and package is not None and _makes_modules(package):
             return None
         if spec is None:
-            there = [entry.stem for folder in folders if Path(folder).is_dir() for entry in Path(folder).iterdir()]
+            there = {entry.stem for folder in folders if Path(folder).is_dir() for entry in Path(folder).iterdir()}
+            there -= sys.stdlib_module_names  # of hundreds, one is always alike
             return (
                 f"there is no module '{module}'.{nearest(part, there)} Modules are looked for in {os.getcwd()} and in "
                 "PYTHONPATH."

@@ -15,6 +15,11 @@ from nemo_rl_offload.units import GIB, MIB, gib
 
 COLUMNS = ("module", "microbatch", "at peak", "goes", "link", "recompute", "copies")
 PHASE_COLUMNS = ("phase", "peak", "link", "GiB")
+FRONTIER_COLUMNS = ("memory", "step", "ratio", "", "with")
+_RIGHT = ("microbatch", "at peak", "link", "recompute", "peak", "memory", "step", "ratio")
+_WRAPPED = ("goes", "GiB", "with")
+WIDTH = 80
+"""From so many columns on, what is not `_WRAPPED` stands on one line."""
 
 
 def summary_lines(plan: JobPlan) -> list[str]:
@@ -115,28 +120,32 @@ def _yaml(value: object) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, list | tuple) else str(value)
 
 
-def plan_tables(plan: JobPlan) -> RenderableType:
-    """What the terminal shows."""
-    shown: list[RenderableType] = [*summary_lines(plan), *_phase_table(plan), *_frontier_table(plan)]
+def plan_tables(plan: JobPlan, width: int = WIDTH) -> RenderableType:
+    """What a terminal of so many columns shows."""
+    shown: list[RenderableType] = [*summary_lines(plan), *_phase_table(plan, width), *_frontier_table(plan, width)]
     for stage in plan_data(plan)["stages"]:
-        table = _table(COLUMNS, right=(1, 2, 4, 5), wrapped=(3,))
+        table = _table(COLUMNS, width)
         for cells in stage_cells(stage):
             table.add_row(*cells)
         shown += [f"\n{line}" for line in stage_lines(stage)] + [table]
     return Group(*shown)
 
 
-def _table(columns: Sequence[str], right: Sequence[int], wrapped: Sequence[int] = ()) -> Table:
+def _table(columns: Sequence[str], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number in right else "left", no_wrap=number not in wrapped)
+    for name in columns:
+        table.add_column(
+            name,
+            justify="right" if name in _RIGHT else "left",
+            no_wrap=width >= WIDTH and name not in _WRAPPED,
+            overflow="fold",
+        )
     return table
 
 
-def _phase_table(plan: JobPlan) -> Iterator[RenderableType]:
+def _phase_table(plan: JobPlan, width: int) -> Iterator[RenderableType]:
     """Each phase of a step on the stage where it takes most."""
-    table = _table(PHASE_COLUMNS[:-1], right=(1, 2))
-    table.add_column(PHASE_COLUMNS[-1], overflow="fold")
+    table = _table(PHASE_COLUMNS, width)
     for cells in phase_cells(plan_data(plan)["phases"]):
         table.add_row(*cells)
     yield "\ndevice memory by phase, of the fullest stage"
@@ -151,14 +160,12 @@ def phase_cells(phases: Sequence[PhaseData]) -> Iterator[tuple[str, ...]]:
         yield phase["phase"], gib(phase["peak_bytes"]), f"{ms / 1e3:.2f} s" if ms else "", parts
 
 
-def _frontier_table(plan: JobPlan) -> Iterator[RenderableType]:
-    """What was tried; the point marked is the last that fits, or else the first."""
-    points = plan.frontier
-    fitting = [point for point in points if point.peak_bytes <= plan.job.budget_bytes]
-    table = _table(("memory", "step", "ratio", ""), right=(0, 1, 2))
-    table.add_column("with")
-    for point in points:
-        mark = "nearest to the budget" if point == (fitting[-1] if fitting else points[0]) else ""
+def _frontier_table(plan: JobPlan, width: int) -> Iterator[RenderableType]:
+    """What was tried; the choice is marked."""
+    table = _table(FRONTIER_COLUMNS, width)
+    chosen = (plan.choice.peak_bytes, plan.choice.step_ms)
+    for point in plan.frontier:
+        mark = "chosen" if (point.peak_bytes, point.step_ms) == chosen else ""
         ratio = point.step_ms / plan.baseline.step_ms
         table.add_row(gib(point.peak_bytes), f"{point.step_ms / 1e3:.2f} s", f"{ratio:.3f}", mark, _said(point))
     yield "\nmemory against time, of what was tried; ratio to the step with nothing offloaded"

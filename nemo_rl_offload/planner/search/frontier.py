@@ -13,8 +13,8 @@ _NUM_POINTS = 6
 
 
 def frontier(job: Job, choice: ChoiceAsConfig, written: ChoiceAsConfig, trials: Trials) -> tuple[ChoiceAsConfig, ...]:
-    """The least memory first: at most so many points, among them those of the choice and of the best whole modules, or
-    what beats them.
+    """The least memory first: at most so many points, among them the choice, and that of the best whole modules or what
+    beats it. The choice may take as long as a point with less memory: nothing is offloaded where all of it fits.
 
     What `auto` would do is none of them unless it is the choice, and neither is what the host has no room for. Nothing
     is recomputed in vain, and no module listed of which nothing moves.
@@ -22,7 +22,7 @@ def frontier(job: Job, choice: ChoiceAsConfig, written: ChoiceAsConfig, trials: 
     checked: set[int] = set()
     while True:
         tried = [*trials.whole, *([choice] if choice.is_auto else [])]
-        shown = _spread(_falling(each for each in tried if not each.host_excess(job)), (choice, written))
+        shown = _spread(_with(choice, _falling(each for each in tried if not each.host_excess(job))), (choice, written))
         unchecked = [each for each in shown if id(each) not in checked]
         if not unchecked:
             return shown
@@ -42,6 +42,13 @@ def _falling(choices: Iterable[ChoiceAsConfig]) -> list[ChoiceAsConfig]:
         if not kept or each.step_ms < kept[-1].step_ms:
             kept.append(each)
     return kept
+
+
+def _with(choice: ChoiceAsConfig, points: Sequence[ChoiceAsConfig]) -> Sequence[ChoiceAsConfig]:
+    """With the choice in its place, or its equal."""
+    if any((each.peak_bytes, each.step_ms) == (choice.peak_bytes, choice.step_ms) for each in points):
+        return points
+    return sorted([*points, choice], key=lambda each: each.peak_bytes)
 
 
 def _spread(points: Sequence[ChoiceAsConfig], wanted: Iterable[ChoiceAsConfig]) -> tuple[ChoiceAsConfig, ...]:

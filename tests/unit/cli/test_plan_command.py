@@ -76,6 +76,15 @@ def test_whole_modules_that_are_better_than_a_choice_by_layers_are_the_choice(
     assert {key: chosen[key] for key in ("peak_bytes", "step_ms")} in data["frontier"]
 
 
+def test_the_choice_is_a_row_where_offloading_takes_as_long(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it fits: nothing is offloaded, though it could be in the same time."""
+    text = plan(capsys, SMALL, "--gpu", "h100-80gb", "--memory", "72GiB")
+    (peak,) = re.findall(r"chosen for the budget: peak (.+?), step", text)
+    (row,) = re.findall(rf"^ *{peak} .* chosen +(.*)", text, re.MULTILINE)
+    assert "fits without offloading" in text
+    assert row.startswith("nothing offloaded")
+
+
 @pytest.mark.parametrize(
     ("memory", "keys"),
     [
@@ -309,6 +318,7 @@ def test_what_does_not_fit_exits_with_2(capsys: pytest.CaptureFixture[str]) -> N
 
 
 REFUSED = [
+    ((), "--gpu: missing value. Known: a100-40gb, a100-80gb, "),
     (("--gpu", "h1000"), "--gpu h1000: unknown device. Did you mean 'h100'?"),
     (("--gpu", "h100", "policy.model_name=nowhere"), "'nowhere' is neither a local folder with a config.json nor"),
     (("--gpu", "h100", "--memory", "80GB"), "'80GB' is not a size"),
@@ -390,12 +400,15 @@ def test_routing_is_of_models_with_experts(capsys: pytest.CaptureFixture[str]) -
     assert "has no experts" in text
 
 
-def test_tables_of_a_plan_fit_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize("width", [60, 80])
+def test_tables_of_a_plan_fit_the_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
     assert main(["plan", "examples/configs/grpo_moe_megatron.yaml", "--gpu", "h100-80gb"]) in (0, 2)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
     assert any("GiB" in row for row in rows)
-    assert max(len(row) for row in rows if "not activations" not in row) <= 80
+    assert max(len(row) for row in rows if "not activations" not in row) <= width
     size = ["policy.max_total_sequence_length=8192", "policy.train_global_batch_size=64", "cluster.gpus_per_node=8"]
     words = ["policy.model_name=Qwen/Qwen2.5-7B", "policy.train_micro_batch_size=1", *size]
     assert main(["plan", "examples/configs/sft.yaml", "--gpu", "h100-80gb", "--memory", "72GiB", *words]) == 0

@@ -1,12 +1,14 @@
 """Several runs beside each other: their figures, and what they have otherwise."""
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from run_dirs import make_run
 
 from nemo_rl_offload.cli import command_line
-from nemo_rl_offload.observability.run_comparison import Run, page, rows_of
+from nemo_rl_offload.observability.run_comparison import Run, page, rows_of, tables
 
 
 def test_figures_and_keys_that_differ(tmp_path: Path) -> None:
@@ -44,6 +46,22 @@ def test_tables_fit_a_narrow_terminal(
     drawn = [line for line in lines if line.startswith(("│", "┃", "┏", "└"))]
     assert {len(line) for line in drawn} == {min(columns, 80)}
     assert sum(line.startswith("┏") for line in drawn) == -(-2 // beside)
+
+
+def test_keys_are_broken_at_dots_and_underscores(tmp_path: Path) -> None:
+    runs = [Run(make_run(tmp_path / name)) for name in "abc"]
+    runs[0].config["checkpointing.metric_name"] = "loss"
+    runs[0].config["policy.megatron_cfg.activation_offload.host_memory_budget"] = "2GiB"
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(*tables(runs, 80))
+    cells = [line.split("│")[1].strip() for line in console.export_text().splitlines() if line.startswith("│")]
+    assert cells[-5:] == [
+        "checkpointing.metric_",
+        "name",
+        "policy.megatron_cfg.",
+        "activation_offload.",
+        "host_memory_budget",
+    ]
 
 
 def test_a_page_takes_no_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

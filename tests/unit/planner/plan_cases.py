@@ -26,10 +26,10 @@ from typing import Any
 from rich.console import Console
 
 from nemo_rl_offload.cli.parser import build_parser
-from nemo_rl_offload.cli.plan import WIDTH, plan
+from nemo_rl_offload.cli.plan import plan
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.report.tables import plan_tables
+from nemo_rl_offload.planner.report.tables import WIDTH, plan_tables
 from nemo_rl_offload.specs.catalogue import CATALOGUE
 from nemo_rl_offload.specs.devices import DEVICES
 from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES
@@ -233,7 +233,7 @@ def _other_budgets(case: Case, found: Planned) -> Iterator[str]:
 
 
 def _choice(found: Planned) -> Iterator[str]:
-    """The choice is the fastest of what fits, and no row of the frontier is beaten."""
+    """The choice is the fastest of what fits, and a row of the frontier; none of the others is beaten."""
     data = found.data
     chosen, budget, host = data["outcomes"]["chosen"], data["budget_bytes"], data["host"]["pinned_limit_per_rank_bytes"]
     for name, peak, ms, host_bytes in _rows(data):
@@ -244,12 +244,11 @@ def _choice(found: Planned) -> Iterator[str]:
                 yield f"choice: {name} fits and takes {ms} ms, less than the choice's {chosen['step_ms']}"
     rows = data["frontier"]
     for less, more in pairwise(rows):
-        if less["peak_bytes"] >= more["peak_bytes"] or less["step_ms"] <= more["step_ms"]:
+        is_equal = less["step_ms"] == more["step_ms"] == chosen["step_ms"]
+        if less["peak_bytes"] >= more["peak_bytes"] or (less["step_ms"] <= more["step_ms"] and not is_equal):
             yield f"choice: row {less} beats {more}, or stands behind it"
-    if not any(
-        row["peak_bytes"] <= chosen["peak_bytes"] and row["step_ms"] <= chosen["step_ms"] + CLOSE_MS for row in rows
-    ):
-        yield "choice: no row is as good as the choice"
+    if {key: chosen[key] for key in ("peak_bytes", "step_ms")} not in rows:
+        yield "choice: it is no row"
 
 
 def _counts(found: Planned) -> Iterator[str]:

@@ -200,6 +200,7 @@ def faults(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     ("path", "params", "words"),
     [
         ("kit.score:judge", "{bonus: 1}", "path: there is no module 'kit.score'. Did you mean 'scores'?"),
+        ("rewards:judge", "{}", "path: there is no module 'rewards'. Modules are looked for in "),
         ("kitt:judge", "{bonus: 1}", "path: there is no module 'kitt'. Did you mean 'kit'?"),
         ("kit.scores.inner:judge", "{bonus: 1}", "path: there is no module 'kit.scores.inner'."),
         ("kit.kit.kit:judge", "{}", "path: there is no module 'kit.kit.kit'."),
