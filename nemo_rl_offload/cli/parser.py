@@ -3,11 +3,11 @@
 import argparse
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
-from nemo_rl_offload.errors import nearest
 
 type Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -50,7 +50,10 @@ class _Formatter(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '(.+)' \(choose from (.+)\)$", message):
-            message += "." + nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+            choices = {name: name for name in re.findall(r"[\w-]+", wrong[2])}
+            others = {"train": "run"} if "run" in choices else {}
+            near = get_close_matches(wrong[1], [*choices, *others], n=1, cutoff=0.7)  # dpo is no guess for ppo
+            message += "." + "".join(f" Did you mean '{(choices | others)[name]}'?" for name in near)
         super().error(message)
 
 

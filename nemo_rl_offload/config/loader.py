@@ -30,7 +30,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import Container, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    InterpolationToMissingValueError,
+    OmegaConfBaseException,
+)
 
 from nemo_rl_offload.config.full_schema import may_be_added, plugin_defaults, right_place, section_at
 from nemo_rl_offload.config.sources import (
@@ -201,6 +206,8 @@ def _how_to_write(text: str, error: HydraException, config: dict[str, Any]) -> s
         elif path := _nearest_path(text, config):
             how = f"Write {path}=value, or ~{path} to remove it."
         return f"'{text}' is no override. {how}"
+    if value.startswith("="):
+        return f"override '{text}': one = is meant. Write {key}={value.lstrip('=')}"
     wrong = f"override '{text}': {_first_line(error)}. Write key=value, +key=value or ~key"
     quoted = f'"{value}"'
     try:
@@ -261,7 +268,7 @@ def _resolved(tree: Any, config: dict[str, Any], path: str | Path) -> tuple[dict
             key = re.sub(r"\[(\w+)\]", r".\1", place)
             if not isinstance(error, InterpolationResolutionError) or not key or key in unresolved:
                 raise ConfigError(f"{path}: {key or 'interpolation'}: {_first_line(error)}") from error
-            unresolved[key] = _circle(key, config) or _why(error)
+            unresolved[key] = _circle(key, config) or _why(error, key, config)
             OmegaConf.update(tree, place, UNGIVEN)
 
 
@@ -322,11 +329,14 @@ def _circle(key: str, config: dict[str, Any]) -> str | None:
     return None
 
 
-def _why(error: InterpolationResolutionError) -> str:
+def _why(error: InterpolationResolutionError, key: str, config: dict[str, Any]) -> str:
     text = _first_line(error).rpartition(" raised while resolving interpolation: ")[-1]
     if isinstance(error, InterpolationToMissingValueError):
         missing = text.rpartition(": ")[-1]
         return f"is made of {missing}, a missing value. Give one: {missing}=..."
+    if isinstance(error, InterpolationKeyError) and (wrong := re.search(r"'(.+)' not found", text)):
+        near = nearest(wrong[1], [path for path, _ in nodes(config) if path != key])
+        return f"is made of {wrong[1]}, a key that is not there.{near} Name one that is there, or write a value."
     return text
 
 
@@ -462,12 +472,11 @@ def _hint(path: Path) -> str:
 def _near_file(path: Path) -> str:
     """The file that is called almost so, in the folder that is named, here or among the shipped ones."""
     folders = dict.fromkeys([path.parent, PROJECT_ROOT / path.parent, BASE.parent])
-    there = {file.name for folder in folders if folder.is_dir() for file in folder.glob("*.y*ml")}
-    if not (match := get_close_matches(path.name, sorted(there), n=1)):
+    there = {file.stem: file for folder in reversed(folders) if folder.is_dir() for file in folder.glob("*.y*ml")}
+    if not (match := get_close_matches(path.stem, sorted(there), n=1)):
         return ""
-    folder = next(folder for folder in folders if (folder / match[0]).is_file())
-    shown = folder.relative_to(PROJECT_ROOT) if folder.is_relative_to(PROJECT_ROOT) else folder
-    return f" Did you mean '{shown / match[0]}'?"
+    file = there[match[0]]
+    return f" Did you mean '{file.relative_to(PROJECT_ROOT) if file.is_relative_to(PROJECT_ROOT) else file}'?"
 
 
 def _checked(text: str, path: Path) -> tuple[Mapping[str, str], Any]:

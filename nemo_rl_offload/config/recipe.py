@@ -80,7 +80,8 @@ def _translation(loaded: LoadedConfig, algorithm: str | None) -> tuple[LoadedCon
                     translation.without_effect[key] = "policy.dtensor_cfg.enabled is not true"
         translate_data(translation, partial(_rank, loaded))
         for split, place, other in further_data_sets(written):
-            _, inner = _translation(replace(loaded, values=other), algorithm)
+            origins = {path: at for path, at in loaded.origins.items() if not path.startswith(f"data.{split}.")}
+            _, inner = _translation(replace(loaded, values=other, origins=origins), algorithm)
             add_data_set(translation, split, place, inner)
         if evaluates:
             train_on_the_same(translation)

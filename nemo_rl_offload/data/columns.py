@@ -80,8 +80,10 @@ def split_off(
     """Cut records into those for training and those for validation: a share below 1, else a number, drawn by `seed`.
 
     Raises:
-        DataError: nothing would be left to train on.
+        DataError: there are no records, or none would be left to train on.
     """
+    if not records:
+        raise DataError(f"{name}.path: the data set is empty. Give one with records.")
     num = int(size) if size >= 1 else ceil(size * len(records))
     if num >= len(records):
         raise DataError(
@@ -152,7 +154,11 @@ def _renamed(
             ):
                 value = value[int(part)]
             else:
-                return Record(record.place, f"has nothing under {path}{keys.get(source, '')}; it has {has}")
+                why = f"has nothing under {path}{keys.get(source, '')}; it has {has}"
+                if "messages" in record.content and source in keys:
+                    key = keys[source].strip(" ()")
+                    why += f". The configuration names that column, and messages need none: {key}=null"
+                return Record(record.place, why)
         if isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)
         found[target] = value.rpartition(mark)[2].strip() if mark and isinstance(value, str) else value

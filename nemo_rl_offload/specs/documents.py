@@ -58,6 +58,13 @@ _OCTAL = re.compile(r"[-+]?0[0-7_]*[0-7]")
 _SEXAGESIMAL = re.compile(r"[-+]?([1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*)")
 _BINARY = re.compile(r"[-+]?0b[01_]+")
 _SWITCH = re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
+_USUAL_CAUSES = {
+    "mapping values are not allowed in this context": (
+        ". Usually a line above lacks the blank after its colon, a line is indented otherwise than those beside it, or "
+        "text with a colon lacks quotes"
+    )
+}
+"""And what to do, by what PyYAML says."""
 TOO_DEEP = f"is nested over {MAX_DEPTH} levels deep"
 TOO_MANY_DIGITS = f"has an integer of over {MAX_DIGITS} digits"
 CONTAINS_ITSELF = "a value contains itself by an alias (*name)"
@@ -212,7 +219,8 @@ def as_document_error(error: Exception, path: Path, text: str = "") -> DocumentE
         line = error.problem_mark.line + 1 if error.problem_mark else None
         if line is not None and _is_indented_by_tab(text, line):
             return DocumentError("is indented with a tab, which YAML does not take. Write blanks", path, line)
-        return DocumentError(str(error.problem or error.context), path, line)
+        problem = str(error.problem or error.context)
+        return DocumentError(f"{problem}{_USUAL_CAUSES.get(problem, '')}", path, line)
     if isinstance(error, yaml.reader.ReaderError):
         code = error.character if isinstance(error.character, int) else ord(error.character)
         return DocumentError(f"has the character U+{code:04X}, which YAML does not take", path)
@@ -296,7 +304,7 @@ class _Events:
         if is_key:
             is_merge = event.implicit[0] and event.value == "<<"
             if event.value in self._levels[-1].keys and not is_merge:
-                self._refuse(f"found duplicate key {event.value[:100]}", line)
+                self._refuse(f"found duplicate key {event.value[:100]}. Take one of the two out", line)
             self._levels[-1].keys.add(event.value)
         self._add(event.anchor, 1, 0, line)
 

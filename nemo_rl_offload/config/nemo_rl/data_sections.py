@@ -115,17 +115,26 @@ def translate_data(translation: Translation, rank: Callable[[str], int]) -> None
             if key.startswith(f"data.{split}.")
         }
         defaults = defaults_of(section_at(["data", split]))
-        given = {key for key, value in defaults.items() if translation.get(f"data.{split}.{key}") != value}
+        given = {
+            key
+            for key, value in defaults.items()
+            if translation.get(f"data.{split}.{key}") != value
+            or _counts(translation, f"data.{split}.{key}", f"data.default.{key}", rank)
+        }
         is_there = bool(own.keys() & {"dataset_name", "data_path"}) or translation.get(f"data.{split}.path") is not None
+        sources = {key: f"data.{split if key in own else 'default'}.{key}" for key in _OF_BOTH}
+        nearer = {key for key in _OF_BOTH if _is_nearer(translation, f"data.{key}", sources[key], rank)}
         for key, found in files.items():
-            if is_there:
+            if is_there and key not in nearer:
                 found.append(own.get(key, default.get(key)))
         if split == SPLITS[0] and own.get("repeat", 1) not in (1, None):
             reason = "a run passes over its records max_num_epochs times"
             refuse(translation, f"data.{split}.repeat", own["repeat"], "repeated records", reason, "Set it to 1.")
         for key in _OF_BOTH:
-            if key in default or key in own:
-                _for_both(translation, split, key, own.get(key, default.get(key)), is_own=key in own)
+            if key in nearer and (key in default or key in own):
+                translation.without_effect[sources[key]] = f"data.{key} says it"
+            elif key in own or (key in default and (is_there or split == SPLITS[0])):
+                _for_both(translation, sources[key], key, own.get(key, default.get(key)), rank)
         if is_there:
             of_default = default.keys() - own.keys()
             if "path" in given and _names_data_otherwise(translation, split, default | own, of_default, rank):
@@ -159,8 +168,16 @@ def _generation_prompt(translation: Translation) -> None:
         refuse(translation, path, False, "a learned opening of turns", reason, "Set it to true.")
 
 
-def _for_both(translation: Translation, split: str, key: str, value: Any, *, is_own: bool) -> None:
-    source = f"data.{split if is_own else 'default'}.{key}"
+def _counts(translation: Translation, path: str, source: str, rank: Callable[[str], int]) -> bool:
+    """Whether a key of this project's was written, and as near as NeMo-RL's that means the same, or nearer."""
+    return path in translation.given and rank(path) >= rank(source)
+
+
+def _is_nearer(translation: Translation, path: str, source: str, rank: Callable[[str], int]) -> bool:
+    return path in translation.given and rank(path) > rank(source)
+
+
+def _for_both(translation: Translation, source: str, key: str, value: Any, rank: Callable[[str], int]) -> None:
     if key == "processor":
         _processor(translation, source, value)
         return
@@ -183,6 +200,9 @@ def _for_both(translation: Translation, split: str, key: str, value: Any, *, is_
         reason = f"{before} is {shown(translation.get(path))}"
         refuse(translation, source, value, "another value for each data set", reason, "Give both the same.")
         return
+    is_said_twice = path in translation.given and rank(path) == rank(source) > 0
+    if before is None and is_said_twice and translation.get(path) != value:
+        translation.problems[path] = f"is {shown(translation.get(path))}, and {source} {shown(value)}. Leave one out."
     translation.set(path, value, source)
 
 

@@ -212,8 +212,8 @@ def _backend(translation: Translation) -> None:
     name, known = translation.get(path), keys_of(keys_of(keys_of(full_schema())["policy"])["generation"])["backend"]
     if isinstance(name, str) and name in _ENGINES and f"'{name}'" not in str(known):
         translation.problems[path] = (
-            f"{shown(name)} asks for generation by {_ENGINES[name]}, not supported here: Megatron-Core generates, in "
-            "workers laid out like the training workers. Set it to megatron."
+            f"{shown(name)} asks for generation by {_ENGINES[name]}, not supported here: vLLM generates, or "
+            "Megatron-Core in workers laid out like the training workers. Set it to vllm or megatron."
         )
         translation.set(path, "megatron")
 
@@ -335,10 +335,13 @@ def _differences(translation: Translation) -> None:
     algorithm = translation.get("algorithm")
     if not translation.is_recipe or algorithm not in ("grpo", "distillation"):
         return
-    if algorithm == "grpo" and translation.get("loss_fn.reference_policy_kl_penalty"):
+    says_otherwise = any(
+        translation.get(f"loss_fn.{key}") for key in ("use_on_policy_kl_approximation", "use_kl_in_reward")
+    )
+    if algorithm == "grpo" and translation.get("loss_fn.reference_policy_kl_penalty") and not says_otherwise:
         translation.warnings.append(
-            "loss_fn.reference_policy_kl_penalty: the gradient is that of the estimate; NeMo-RL adds that of sampling "
-            "(docs/from-nemo-rl.md)."
+            "loss_fn.reference_policy_kl_penalty: the gradient is that of the estimate alone; NeMo-RL adds that of "
+            "sampling, as loss_fn.use_on_policy_kl_approximation=true does here (docs/from-nemo-rl.md)."
         )
     sizes = [
         translation.get(path)

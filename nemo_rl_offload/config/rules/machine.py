@@ -6,6 +6,7 @@ plainly, such as names that are made while it runs, is left to the run.
 """
 
 import ast
+import fnmatch
 import importlib.machinery
 import os
 import re
@@ -73,10 +74,25 @@ def model_can_be_read(get: Get) -> Iterator[str]:
 
 
 def _model_is_here(get: Get) -> Iterator[str]:
+    yield from _model_with_weights("policy.model_name", get("policy.model_name"))
+
+
+def _model_with_weights(path: str, name: str) -> Iterator[str]:
+    """Of the weights, whether there are any; `megatron.build.hf_files` looks into them."""
     try:
-        resolve_model_path(get("policy.model_name"))
+        folder = resolve_model_path(name)
     except ConfigError as error:
-        yield f"policy.model_name: {error}"
+        yield f"{path}: {error}"
+        return
+    files = {file.name for file in folder.iterdir()}
+    if files & {"model.safetensors.index.json", "adapter_config.json"} or fnmatch.filter(files, "model*.safetensors"):
+        return
+    others = sorted(fnmatch.filter(files, "*.bin"))
+    of_pickle = f"{', '.join(others)} is not read: load the model, and save it anew with save_pretrained."
+    yield (
+        f"{path}: {folder} has a config.json and no weights: neither model.safetensors nor "
+        f"model.safetensors.index.json. {of_pickle if others else 'Is the download complete?'}"
+    )
 
 
 def _tokenizer_is_here(get: Get) -> Iterator[str]:
@@ -138,15 +154,13 @@ def _tracker_is_here(name: str, how: str, get: Get) -> Iterator[str]:
 def _teacher_is_here(get: Get) -> Iterator[str]:
     name = get("teacher.model_name")
     if algorithm_spec(get).needs_teacher and name is not None:
-        try:
-            resolve_model_path(name)
-        except ConfigError as error:
-            yield f"teacher.model_name: {error}"
+        yield from _model_with_weights("teacher.model_name", name)
 
 
 def _data_is_here(get: Get) -> Iterator[str]:
     files = () if takes_problems(get) else tuple(f"{split}.path" for split in SPLITS)
-    paths = {key: get(key) for key in (*files, "data.prompt_file", "data.system_prompt_file")}
+    prompt_files = ("data.prompt_file", "data.system_prompt_file")
+    paths = {key: get(key) for key in (*files, *prompt_files)}
     for split in SPLITS if files else ():
         paths |= {f"{split}.further.{number}.path": each["path"] for number, each in enumerate(get(f"{split}.further"))}
     for key, path in paths.items():
@@ -154,7 +168,8 @@ def _data_is_here(get: Get) -> Iterator[str]:
             try:
                 resolve_data_path(path)
             except ConfigError as error:
-                yield f"{key}: {error}"
+                how = "local path, or null." if key in prompt_files else "local path."
+                yield f"{key}: {str(error).replace('local path.', how)}"
 
 
 def _function_is_here(get: Get) -> Iterator[str]:
@@ -321,6 +336,16 @@ def _one_worker_is_enough(get: Get) -> Iterator[str]:
         yield from worker_counts(get, 1)
 
 
+def _several_nodes_are_joined(get: Get) -> Iterator[str]:
+    """A Ray that is started here is on this machine alone; a caller may have joined another one in this process."""
+    is_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if (num_nodes := get("cluster.num_nodes")) > 1 and not (is_joined or os.environ.get("RAY_ADDRESS")):
+        yield (
+            f"cluster.num_nodes: {num_nodes} machines need a Ray cluster that is there already, and RAY_ADDRESS names "
+            "none. Set RAY_ADDRESS to its address, or cluster.num_nodes=1."
+        )
+
+
 def _num_gpus() -> int | None:
     """Of this machine; None where the driver cannot be asked."""
     try:
@@ -355,4 +380,5 @@ MACHINE_RULES: tuple[Rule, ...] = (
     _data_is_here,
     _bind_is_here,
     _one_worker_is_enough,
+    _several_nodes_are_joined,
 )

@@ -150,10 +150,14 @@ def data_parallel_size(cfg: Mapping[str, Any], world_size: int) -> int:
     num_alike = cfg["tensor_model_parallel_size"] * cfg["context_parallel_size"]
     num_together = num_alike * cfg["pipeline_model_parallel_size"]
     if world_size % num_together:
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        product = " x ".join(str(cfg[name]) for name in names)
+        above_one = " or ".join(name for name in names if cfg[name] > 1)
+        nearest = nearest_multiple(world_size, num_together)
         raise ConfigError(
-            "cluster.gpus_per_node: tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size "
-            f"= {num_together} does not divide {world_size} worker(s). Change these sizes, or take "
-            f"{nearest_multiple(world_size, num_together)}."
+            f"cluster.gpus_per_node: {' x '.join(names)} = {product} = {num_together} does not divide {world_size} "
+            f"worker(s). Lower {above_one}, or {'raise' if nearest > world_size else 'lower'} cluster.gpus_per_node: "
+            f"{nearest} worker(s) can be divided so."
         )
     num_shards: int = world_size // num_together
     num_ranks, num_expert_ranks = num_shards * num_alike, cfg["expert_model_parallel_size"]

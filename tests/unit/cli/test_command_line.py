@@ -111,6 +111,8 @@ def test_answers_without_heavy_imports(arguments: list[str], code: int, tmp_path
         (["run", "gpro"], "Did you mean 'grpo'?"),
         (["run", "grpo", "--sed", "1"], "unknown option: --sed"),
         (["run", "grpo", "--confg", "a.yaml"], "no dashes). Did you mean --config?"),
+        (["trian"], "'completion'). Did you mean 'run'?"),
+        (["run", "ppo"], "'sft').\n"),
         (["report", "a", "--servee"], "no dashes). Did you mean --serve?"),
         (["run", "grpo", "--format", "xml"], "invalid choice: 'xml'"),
     ],

@@ -33,6 +33,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         content = {"model_type": _family(shape), "num_hidden_layers": 4, "num_attention_heads": 4, **shape}
         (folder / "config.json").write_text(json.dumps(content))
         (folder / "tokenizer_config.json").write_text("{}")
+        (folder / "model.safetensors").touch()
         return folder
 
     return make

@@ -97,6 +97,7 @@ def test_a_cycle_is_an_error(tmp_path: Path) -> None:
             "defaults: nothere.yaml\n",
             r"nothere\.yaml \(included by .*top\.yaml\): cannot read the file: No such",
         ),
+        ("defaults: nothere.yaml\n", r"No such file or directory\.$"),
         ("defaults: topp.yaml\n", r"No such file or directory\. Did you mean '.*/top\.yaml'\?"),
         (
             "defaults: examples/configs/grpo_tinny.yaml\n",
@@ -107,7 +108,8 @@ def test_a_cycle_is_an_error(tmp_path: Path) -> None:
         ("defaults: {a: b}\n", "give a file name or a list of file names"),
         ("defaults: .\n", "is a folder, and no plain file"),
         ("a: 1\nb: [1, 2\nc: 3\n", r"top\.yaml:3: "),
-        ("a: 1\na: 2\n", r"top\.yaml:2: found duplicate key a"),
+        ("a: 1\na: 2\n", r"top\.yaml:2: found duplicate key a\. Take one of the two out"),
+        ("a:1\nb: 2\n", r"top\.yaml:2: mapping values are not allowed in this context\. Usually .* blank after"),
         ("a:\n  b: 1\n  b: 2\n", r"top\.yaml:3: found duplicate key b"),
         ("- a\n- b\n", "must hold 'key: value' lines, not a list"),
         *((text, "must hold 'key: value' lines, not a single value") for text in ("hello\n", "3\n", "${a}\n")),
@@ -115,7 +117,7 @@ def test_a_cycle_is_an_error(tmp_path: Path) -> None:
         ("?\n: 3\n", r"top\.yaml:1: a key is null"),
         ("a:\n  - b: 1\n    ~: 3\n", r"top\.yaml:3: a key is null"),
         ("a: ${b\n", "top.yaml"),
-        ("a: ${b}\n", r"top\.yaml: a: .*'b' not found"),
+        ("a: ${b}\n", r"top\.yaml: a: is made of b, a key that is not there"),
         ("a: ???\nb: ${a}\n", r"top\.yaml: b: is made of a, a missing value\. Give one: a=\.\.\. \(.*top\.yaml:2\)"),
         ("a: x\nb: ['${mul:2,${a}}']\n", r'top\.yaml: b\.0: mul takes numbers, not "x" \(.*top\.yaml:2\)'),
         ("a: null\nb: ${add:2,${a}}\n", "b: add takes numbers, not null"),
@@ -173,6 +175,7 @@ def test_overrides(sample: Callable[..., dict[str, Any]], overrides: list[str], 
         ("a.bb=1", r"override 'a\.bb=1': no key a\.bb to change\. Did you mean 'b'\?$"),
         ("nam.b=1", "no key nam to change. Did you mean 'name'?"),
         ("~a.x", r"no key a\.x to remove\.$"),
+        ("name==3", r"^override 'name==3': one = is meant\. Write name=3$"),
         ("=3", "no key before the '='. Write key=value$"),
         ("+a.b=1", r"a\.b exists already. Leave the '\+' out"),
         ("~a.b=7", "a.b is 1, not 7"),
@@ -256,12 +259,17 @@ def test_the_quotes_that_an_override_is_told_to_have_mend_it(sample: Callable[..
     assert sample('name="Q: {question} A:"')["name"] == "Q: {question} A:"
 
 
+def test_an_interpolation_of_a_key_that_is_not_there_has_the_nearest(tmp_path: Path) -> None:
+    path = write(tmp_path, top="policy: {precision: x}\nb: ${policy.precison}\n")
+    assert "not there. Did you mean 'policy.precision'? Name one" in read_config(path).unresolved["b"]
+
+
 def test_interpolations_that_cannot_be_resolved_are_reported_together(tmp_path: Path) -> None:
     path = write(tmp_path, top="a: x\nb: ${c}\nd: ['${mul:${a},2}', 3]\ne: ${b}\nf: ${a}\n")
     loaded = read_config(path)
     assert loaded.values == {"a": "x", "b": "???", "d": ["???", 3], "e": "???", "f": "x"}
     assert loaded.unresolved == {
-        "b": "Interpolation key 'c' not found",
+        "b": "is made of c, a key that is not there. Name one that is there, or write a value.",
         "d.0": 'mul takes numbers, not "x"',
         "e": "is made of b, a missing value. Give one: b=...",
     }

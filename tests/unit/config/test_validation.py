@@ -157,7 +157,11 @@ WRONG_TOO = [f"{M}.offload_modules=[x]", "policy.precison=float32"]
         ("policy.logprob_batch_size=???", "policy.logprob_batch_size", "missing value. Give one"),
         ("~policy.model_name", "policy.model_name", "missing. Allowed: text."),
         ("policy.model_name=3", "policy.model_name", "3 is not allowed"),
-        ("policy.precision=${policy.nowhere}", "policy.precision", "Interpolation key 'policy.nowhere' not found"),
+        (
+            "policy.precision=${policy.nowhere}",
+            "policy.precision",
+            "is made of policy.nowhere, a key that is not there.",
+        ),
         ("policy.precision=${loss_fn}", "policy.precision", "is not allowed"),
         ("policy.train_micro_batch_size=${div:1,0}", "policy.train_micro_batch_size", "division by zero"),
     ],

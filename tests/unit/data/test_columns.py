@@ -11,6 +11,8 @@ import pytest
 from nemo_rl_offload.algorithms.rollout_loop import num_steps
 from nemo_rl_offload.config.loader import PROJECT_ROOT, resolve_data_path, resolve_model_path
 from nemo_rl_offload.config.recipe import read_recipe
+from nemo_rl_offload.config.schema import TrainingDataConfig
+from nemo_rl_offload.config.types import defaults_of
 from nemo_rl_offload.config.validation import check_config
 from nemo_rl_offload.data.columns import records_of, split_off, text_around, training_records, validation_records
 from nemo_rl_offload.data.inputs import _sources
@@ -133,6 +135,8 @@ def test_split_off(size: float, num: int) -> None:
     assert split_off(records, size, seed=3) == (train, validation)
     with pytest.raises(DataError, match="leaves none to train on"):
         split_off(records, 10, seed=3)
+    with pytest.raises(DataError, match=r"^data\.train\.path: the data set is empty\. Give one with records\.$"):
+        split_off([], size, seed=3)
 
 
 def numbered(path: Path, name: str, num: int) -> Path:
@@ -308,3 +312,11 @@ def test_packed_lines_of_a_split(hub: Path, recipe: Callable[..., Any]) -> None:
     (snapshot / "preference" / "train.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(DataError, match=r"train\.jsonl\.gz cannot be read"):
         records_of(config["data"]["train"], "data.train", "completion")
+
+
+def test_a_column_that_messages_lack_is_told_with_the_key_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": []}\n')
+    section: Any = defaults_of(TrainingDataConfig) | {"path": str(path), "output_key": "solution"}
+    (record,) = records_of(section, "data.train", "completion")
+    assert str(record.content).endswith("and messages need none: data.train.output_key=null")

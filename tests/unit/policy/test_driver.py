@@ -453,7 +453,7 @@ def test_ranks_of_one_shard_get_the_same_and_one_of_them_answers(
     ("world_size", "overrides", "words"),
     [
         (3, (TP,), r"does not divide 3 worker\(s\)"),
-        (2, (TP, PP), "x context_parallel_size = 4 does not divide"),
+        (2, (TP, PP), "x context_parallel_size = 2 x 2 x 1 = 4 does not divide"),
         (3, ("policy.megatron_cfg.context_parallel_size=2",), r"does not divide 3 worker\(s\)"),
         (3, (EP,), "expert_model_parallel_size: 2 does not divide the 3 worker"),
         (

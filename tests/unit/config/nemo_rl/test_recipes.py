@@ -7,6 +7,7 @@ import copy
 import os
 import random
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -20,7 +21,8 @@ from nemo_rl_offload.cli.check import as_text, check_file
 from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
 from nemo_rl_offload.config.nemo_rl.table import rows
 from nemo_rl_offload.config.nemo_rl.translation import ESTIMATORS
-from nemo_rl_offload.config.recipe import translated
+from nemo_rl_offload.config.recipe import read_recipe, translated
+from nemo_rl_offload.config.rules import machine
 from nemo_rl_offload.config.rules.vllm import SET_HERE
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.config.validation import Findings, examine
@@ -130,3 +132,25 @@ def test_what_is_changed_in_a_recipe_is_named() -> None:
             continue
         wanted = name + "q" if how == "misspell" else name
         assert wanted in said, (how, name, before)
+
+
+def commands_for_a_small_machine() -> dict[str, list[str]]:
+    """The words of each command of the page, by its algorithm, with what it names by variables."""
+    page = (PROJECT_ROOT / "docs" / "from-nemo-rl.md").read_text()
+    text = page.partition("## On a small machine\n")[2].partition("<!-- Below")[0]
+    blocks = [shlex.split(block.replace("\\\n", "")) for block in re.findall(r"```\n(.*?)```", text, re.DOTALL)]
+    (small,) = [word.removeprefix("SMALL=").split() for word in blocks[0] if word.startswith("SMALL=")]
+    configs = str(FOLDER / "configs")
+    words = [[each.replace("$CONFIGS", configs) for each in block] for block in blocks[1:]]
+    return {block[2]: [inner for each in block for inner in (small if each == "$SMALL" else [each])] for block in words}
+
+
+@needs_recipes
+@pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
+def test_the_commands_for_a_small_machine_can_be_run(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "have_transformer_engine", lambda: False)
+    program, command, _, option, config, *others = commands_for_a_small_machine()[algorithm]
+    assert (program, command, option, others[0]) == ("nemo-rl-offload", "run", "--config", "--run-dir")
+    found = examine(read_recipe(config, others[2:], algorithm), run_here=True)
+    assert found.problems == []
+    assert {warning.path for warning in found.warnings} <= {"loss_fn.reference_policy_kl_penalty"}

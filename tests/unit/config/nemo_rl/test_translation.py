@@ -267,6 +267,7 @@ def test_other_keys(text: str, wanted: dict[str, Any], read: Callable[..., Loade
         ("grpo: {}\nsft: {}", "algorithm", "there are sections for grpo and sft. Give algorithm=NAME"),
         ("grpo: {skip_reference_policy_logprobs_calculation: true}", "grpo.skip_reference_policy_logprobs_calculation", "Set that to 0"),  # noqa: E501
         ("grpo: {}\npolicy: {generation: {backend: sglang}}", "policy.generation.backend", "generation by SGLang, not"),
+        ("grpo: {}\npolicy: {generation: {backend: trtllm}}", "policy.generation.backend", "Set it to vllm or megatron."),  # noqa: E501
         ("grpo: {}\npolicy: {dtensor_cfg: {enabled: true}, megatron_cfg: {enabled: true}}", "policy.dtensor_cfg.enabled", "one of the two trains"),  # noqa: E501
         ("grpo: {}\ndata: {train: []}", "data.train", "Allowed: a section of keys, or a list of such sections"),
         ("grpo: {}\ndata: {train: [{path: x}, 3]}", "data.train", "Allowed: a section of keys, or a list"),
@@ -295,6 +296,16 @@ def test_what_is_refused(text: str, path: str, said: str, read: Callable[..., Lo
     assert said in read(text).refused[path]
 
 
+@pytest.mark.parametrize("key", ["use_on_policy_kl_approximation", "use_kl_in_reward"])
+def test_the_gradient_of_the_divergence_is_told_of_where_it_is_another(
+    key: str, read: Callable[..., LoadedConfig]
+) -> None:
+    recipe = "grpo: {}\nloss_fn: {reference_policy_kl_penalty: 0.1}\nlogger: {log_dir: logs}"
+    (told,) = [note for note in read(recipe).notes if "kl_penalty" in note]
+    assert "loss_fn.use_on_policy_kl_approximation=true does here" in told
+    assert not [note for note in read(recipe, f"loss_fn.{key}=true").notes if "kl_penalty" in note]
+
+
 @pytest.mark.parametrize("name", ["OpenMathInstruct-2", "ResponseDataset", "my.own.Class"])
 def test_a_path_that_is_given_counts_beside_the_name_of_a_data_set(
     name: str, read: Callable[..., LoadedConfig]
@@ -321,6 +332,55 @@ def test_of_a_path_and_a_name_the_nearer_counts(read: Callable[..., LoadedConfig
         assert (value(loaded, "data.train.path"), loaded.refused) == (wanted, {}), text
     twice = read("sft: {}\ndata: {train: {path: mine.jsonl, dataset_name: gsm8k}}")
     assert "Leave one of them out" in twice.refused["data.train.path"]
+
+
+FILE_WITH_DEFAULTS = """
+grpo: {}
+data:
+  train: {dataset_name: ResponseDataset, data_path: x.jsonl}
+  validation: null
+  default: {prompt_file: a.txt, system_prompt_file: b.txt, env_name: math, output_key: o, seed: 5}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "wanted"),
+    [
+        ("data.prompt_file=null", "data.prompt_file", None),
+        ("data.prompt_file=c.txt", "data.prompt_file", "c.txt"),
+        ("data.system_prompt_file=null", "data.system_prompt_file", None),
+        ("data.env_name=function", "data.env_name", "function"),
+        ("data.train.output_key=null", "data.train.output_key", None),
+        ("data.train.seed=1000000", "data.train.seed", 1_000_000),
+        ("+data.train.prompt_file=null", "data.prompt_file", None),
+        ("data.default.prompt_file=null", "data.prompt_file", None),
+        ("~data.default.prompt_file", "data.prompt_file", None),
+    ],
+)
+def test_the_command_line_counts_before_the_defaults_of_a_file(
+    override: str, path: str, wanted: object, read: Callable[..., LoadedConfig]
+) -> None:
+    loaded = read(FILE_WITH_DEFAULTS, override)
+    assert (value(loaded, path), loaded.refused) == (wanted, {})
+
+
+def test_the_command_line_counts_before_what_each_data_set_of_a_file_says(read: Callable[..., LoadedConfig]) -> None:
+    text = "grpo: {}\ndata: {train: {path: x, prompt_file: a}, validation: {path: y, prompt_file: b}}"
+    loaded = read(text, "data.prompt_file=c")
+    assert (value(loaded, "data.prompt_file"), loaded.refused) == ("c", {})
+
+
+def test_a_prompt_file_that_one_file_names_twice_is_refused(read: Callable[..., LoadedConfig]) -> None:
+    loaded = read("grpo: {}\ndata: {prompt_file: a, train: {path: x}, default: {prompt_file: b}}")
+    assert loaded.refused["data.prompt_file"] == 'is "a", and data.default.prompt_file "b". Leave one out.'
+
+
+def test_the_default_of_a_further_data_set_counts_beside_an_override_of_the_first(
+    read: Callable[..., LoadedConfig],
+) -> None:
+    text = "grpo: {}\ndata: {train: {path: x, further: [{path: y}]}, default: {output_key: o}}"
+    train = value(read(text, "data.train.output_key=null"), "data.train")
+    assert (train["output_key"], train["further"][0]["output_key"]) == (None, "o")
 
 
 def test_a_list_of_data_sets(read: Callable[..., LoadedConfig]) -> None:

@@ -1,7 +1,9 @@
 """Rules about the machine that runs a configuration: what must be here, and what a check elsewhere says."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,12 +132,50 @@ def test_files_and_teacher_must_exist(check: Check, dense_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"\ndata\.train\.path: 'no/such' is not there \(looked in /"):
         check(*sft, "data.train.path=no/such", "data.validation.path=README.md")
     for key in ("prompt_file", "system_prompt_file"):
-        with pytest.raises(ConfigError, match=rf"\ndata\.{key}: 'no/such' is not there \(looked in /"):
+        with pytest.raises(
+            ConfigError, match=rf"\ndata\.{key}: 'no/such' is not there \(looked in /.* Give a local path, or null\."
+        ):
             check(f"policy.model_name={dense_model}", f"data.{key}=no/such")
     teacher = [*DISTILLATION.split(), f"policy.model_name={dense_model}", "teacher.model_name=no/such"]
     with pytest.raises(ConfigError, match=r"\nteacher\.model_name: 'no/such' is not a local"):
         check(*teacher)
     assert len(check(*teacher, run_here=False).warnings) >= 1
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (None, r"model\.safetensors\.index\.json\. Is the download complete\?"),
+        ("pytorch_model.bin", r"pytorch_model\.bin is not read: .* save_pretrained"),
+    ],
+)
+@pytest.mark.parametrize("key", ["policy.model_name", "teacher.model_name"])
+def test_a_model_needs_weights(
+    key: str, file: str | None, words: str, check: Check, dense_model: Path, tmp_path: Path
+) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((dense_model / name).read_bytes())
+    if file is not None:
+        (tmp_path / file).touch()
+    overrides = [*DISTILLATION.split(), f"teacher.model_name={dense_model}", f"{key}={tmp_path}"]
+    with pytest.raises(ConfigError, match=rf"\n{key}: {tmp_path} has a config\.json and no weights: .*{words}"):
+        check(*overrides)
+    (told,) = [line for line in check(*overrides, run_here=False).warnings if "no weights" in line]
+    assert told.endswith("Only a run needs it.")
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    check(*overrides)
+
+
+def test_several_nodes_need_a_cluster(check: Check, dense_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"\ncluster\.num_nodes: 2 machines need a Ray cluster .* Set RAY_ADDRESS"):
+        check("cluster.num_nodes=2")
+    assert any("RAY_ADDRESS" in line for line in check("cluster.num_nodes=2", run_here=False).warnings)
+    with monkeypatch.context() as joined:
+        joined.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))  # type: ignore[arg-type]
+        check("cluster.num_nodes=2")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check("cluster.num_nodes=2")
 
 
 MODULE = """

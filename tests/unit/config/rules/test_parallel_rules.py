@@ -18,8 +18,18 @@ APART = "policy.generation.colocated.enabled=false policy.generation.colocated.r
 WHOLE = "M.fine_grained_activation_offloading=false M.offload_modules=null"
 
 CASES = [
-    (f"{WORKERS}=3 {SIZES}.tensor_model_parallel_size=2", WORKERS, "= 2 does not divide 3 worker(s)", f"{WORKERS}=4"),
-    (f"{WORKERS}=2 {SIZES}.context_parallel_size=4", WORKERS, "or take 4.", f"{WORKERS}=4"),
+    (
+        f"{WORKERS}=3 {SIZES}.tensor_model_parallel_size=2",
+        WORKERS,
+        "= 2 x 1 x 1 = 2 does not divide 3 worker(s). Lower tensor_model_parallel_size, or raise",
+        f"{WORKERS}=4",
+    ),
+    (
+        f"{WORKERS}=2 {SIZES}.context_parallel_size=4",
+        WORKERS,
+        "Lower context_parallel_size, or raise cluster.gpus_per_node: 4 worker(s)",
+        f"{WORKERS}=4",
+    ),
     (
         f"{WORKERS}=1 cluster.num_nodes=3 {SIZES}.pipeline_model_parallel_size=2",
         WORKERS,
