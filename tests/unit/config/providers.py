@@ -17,6 +17,7 @@ class Model:
 
         config.save_pretrained(folder)
         (folder / "tokenizer_config.json").write_text("{}")
+        (folder / "model.safetensors").touch()
         self._provider = bridge().AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
         self._raw = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [f"policy.model_name={folder}"])
 

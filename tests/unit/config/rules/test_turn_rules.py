@@ -41,6 +41,7 @@ def make(tmp_path: Path) -> Callable[..., None]:
             files["generation_config"] = {"eos_token_id": generation}
         for name, content in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        (tmp_path / "model.safetensors").touch()
 
     return write
 
@@ -213,6 +214,7 @@ def test_the_teacher_has_all_tokens_of_the_tokenizer(make: Any, check: Check, tm
     make()
     teacher = tmp_path / "teacher"
     teacher.mkdir()
+    (teacher / "model.safetensors").touch()
     (teacher / "config.json").write_text(
         json.dumps({"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 12})
     )

@@ -74,7 +74,7 @@ def test_neighbours_make_a_group_of_their_own(
         assert world_size == 2
         groups.append((store, rank))
 
-    monkeypatch.setattr(rendezvous, "_listen", lambda host, port: 0)
+    monkeypatch.setattr(rendezvous, "listen", lambda host, port: 0)
     monkeypatch.setattr(rendezvous.dist, "TCPStore", lambda *_, **__: "of all")
     monkeypatch.setattr(rendezvous.dist, "PrefixStore", lambda prefix, store: prefix)
     monkeypatch.setattr(rendezvous.dist, "init_process_group", init)
