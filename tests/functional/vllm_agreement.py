@@ -102,8 +102,18 @@ class Reference:
         return tokens[len(prompt) :]
 
 
+def responses(worker: VllmWorker, *asked: Any) -> list[Response]:
+    """Of `VllmWorker.generate`, which yields how far it is."""
+    generating = worker.generate(*asked)
+    while True:
+        try:
+            next(generating)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
 def num_different(worker: VllmWorker, reference: Reference) -> int:
-    found = worker.generate(PROMPTS, 0, EACH, Sampling(NEW_TOKENS, top_k=1))
+    found = responses(worker, PROMPTS, 0, EACH, Sampling(NEW_TOKENS, top_k=1))
     return sum(each.tokens != reference.greedy(prompt) for prompt, each in zip(PROMPTS, found, strict=True))
 
 
@@ -119,14 +129,14 @@ def largest_error(responses: list[Response], reference: Reference, temperature: 
 
 def sampled(worker: VllmWorker, reference: Reference) -> Iterator[tuple[str, Any]]:
     for name, sampling in (("plain", Sampling(NEW_TOKENS, 0.7)), ("truncated", Sampling(NEW_TOKENS, 0.7, 0.9, 20))):
-        whole = worker.generate(PROMPTS, 5, EACH, sampling)
+        whole = responses(worker, PROMPTS, 5, EACH, sampling)
         yield f"logprob_error_{name}", largest_error(whole, reference, sampling.temperature)
-        yield f"repeats_{name}", worker.generate(PROMPTS, 5, EACH, sampling) == whole
-        pieces = worker.generate(PROMPTS[:5], 5, EACH[:5], sampling) + worker.generate(
-            PROMPTS[5:], 5, EACH[5:], sampling
+        yield f"repeats_{name}", responses(worker, PROMPTS, 5, EACH, sampling) == whole
+        pieces = responses(worker, PROMPTS[:5], 5, EACH[:5], sampling) + responses(
+            worker, PROMPTS[5:], 5, EACH[5:], sampling
         )
         yield f"pieces_equal_whole_{name}", [each.tokens for each in pieces] == [each.tokens for each in whole]
-        yield f"seeds_differ_{name}", worker.generate(PROMPTS, 6, EACH, sampling) != whole
+        yield f"seeds_differ_{name}", responses(worker, PROMPTS, 6, EACH, sampling) != whole
         responses_end = [
             each.tokens[-1] == END_ID if each.finished else len(each.tokens) == NEW_TOKENS for each in whole
         ]

@@ -99,7 +99,7 @@ def error_of(fault: str, generator: VllmGenerator, weights: Weights) -> str:
             generator.update_weights(Source(left))  # type: ignore[arg-type]
         elif fault == "disagree":
             calls = [(PROMPTS, seed, vllm_agreement.EACH, Sampling(1)) for seed in (1, 2)]
-            generator._group.run_sharded(VllmWorker.generate, calls)
+            generator._group.run_streamed(VllmWorker.generate, calls, lambda *_: None)
         else:
             (second,) = (device for device in devices() if device.environ()["RANK"] == "1")
             threading.Timer(0.3, second.suspend if fault == "hangs" else second.kill).start()
