@@ -7,7 +7,8 @@ import pytest
 from nemo_rl_offload.environments.interface import Episode
 from nemo_rl_offload.environments.pool import EnvironmentPool
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 4.0
+"""Over ten times what the slowest right answer takes on an idle machine; a busy one has the same limit."""
 
 
 def box(text: str) -> str:
@@ -23,8 +24,8 @@ TAKES_TOO_LONG = (
     box(r"\prod_{n=1}^{1000000} n"),
     box(r"\sin(" * 200 + "x" + ")" * 200),
     "(9**9**9**9)",
-    "7 " * 20_000,
-    r"\[" * 5_000,
+    "7 " * 60_000,
+    r"\[" * 20_000,
 )
 """To the reference 5; each is worth 0, and counted."""
 WRONG = (
@@ -77,7 +78,7 @@ RIGHT = (
     (r"\frac{3}{2}", box(r"1\frac{1}{2}")),
     (r"\frac{3}{2}", box("1.5")),
     ("1,234,567", box("1234567")),
-    ("100000", box("100000!/99999!")),
+    ("10000", box("10000!/9999!")),
     (r"\{1,2,3\}", box("3, 1, 2")),
     (r"\{1,2\}", box(r"\{2,1\}")),
     ("[0,1)", box("[0,1)")),
@@ -126,5 +127,5 @@ def test_hard_answers(make_pool: Callable[..., EnvironmentPool]) -> None:
         if score.reward != reward or is_error not in (None, score.scorer_error):
             mistaken.append((answer, response[:80], score))
     assert mistaken == []
-    late = [text for text in pool.notices() if "took longer than timeout_s 1." in text]
+    late = [text for text in pool.notices() if f"took longer than timeout_s {TIMEOUT_S:g}." in text]
     assert len(late) == 1
