@@ -32,15 +32,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases-seed", default="", metavar="TEXT", help="what the share is drawn by")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Draw cases by what stands in their brackets, so that tests of one table share cases, and what these set up.
+    """Leave `sampled(N)` tests N plain cases, spread over their table; the others are slow. Draw the share of the slow.
 
+    Cases are drawn by what stands in their brackets, so that tests of one table share cases, and what these set up.
     Tests without cases are one table together.
     """
+    tables: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) and mark.args and not item.get_closest_marker("slow"):
+            tables[item.nodeid.partition("[")[0]].append(item)
+    for table in tables.values():
+        (number,) = table[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        plain = {index * len(table) // number for index in range(number)}
+        for index, item in enumerate(table):
+            if index not in plain:
+                item.add_marker(pytest.mark.slow)
+
     share, seed = config.getoption("--cases"), config.getoption("--cases-seed")
     cases: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if item.get_closest_marker("sampled") and item.get_closest_marker("slow"):
             test, bracket, case = item.nodeid.partition("[")
             cases[test if bracket else ""][case if bracket else test] = item
     left_out = set()

@@ -40,6 +40,7 @@ def test_every_variant_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.Mon
     assert all((each["bytes_out"] > 0) == name.startswith("ours") for name, each in figures.items())
 
 
+@pytest.mark.slow
 def test_an_unknown_variant_is_named_with_the_nearest() -> None:
     done = run_python("-m", "nemo_rl_offload.cli", "bench", "offload", "--variant", "ours: nroms")
     assert (done.returncode, done.stdout) == (2, "")
@@ -70,6 +71,7 @@ def test_what_is_away_is_what_the_host_has_after_a_forward(monkeypatch: pytest.M
     assert 0 < figures.away_bytes <= on_the_host[0] < 1.2 * figures.away_bytes  # blocks are of whole units
 
 
+@pytest.mark.slow
 def test_a_rival_whose_library_does_not_load_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def enter(model: object) -> object:
         raise OSError("libcudnn_cnn.so.9: undefined symbol")

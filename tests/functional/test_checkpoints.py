@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_default import first
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from models import FAMILIES, make_batch, make_policy, read_model, same_tensors, take_step, weights_of
 from torch import Tensor
@@ -71,10 +70,9 @@ def saved(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     return folder
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-@pytest.mark.parametrize(
-    ("optimizer", "distributed"), first(1, [("adam", "true"), ("adam", "false"), ("sgd", "false")])
-)
+@pytest.mark.parametrize(("optimizer", "distributed"), [("adam", "true"), ("adam", "false"), ("sgd", "false")])
 def test_resuming_changes_no_bit(family: str, distributed: str, optimizer: str, build: Build, tmp_path: Path) -> None:
     overrides = (f"optimizer.use_distributed_optimizer={distributed}", f"optimizer.optimizer={optimizer}")
     model = build(family, *overrides)
@@ -115,9 +113,8 @@ def test_a_run_that_was_made_longer_follows_its_present_schedule(
     assert longer[: len(shorter)] != shorter
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "distributed"), first(1, [("adam", "true"), ("adam", "false"), ("sgd", "false")])
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("optimizer", "distributed"), [("adam", "true"), ("adam", "false"), ("sgd", "false")])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_a_run_goes_on_with_the_rates_that_it_is_given_now(
     family: str, optimizer: str, distributed: str, build: Build, tmp_path: Path
@@ -148,8 +145,9 @@ def test_a_run_goes_on_with_the_rates_that_it_is_given_now(
             each.scheduler.step(increment=1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("distributed", ["true", "false"])
-@pytest.mark.parametrize("precision", first(1, ["bfloat16", "float32"]))
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 def test_weights_alone_begin_a_run_anew(distributed: str, precision: str, build: Build, tmp_path: Path) -> None:
     """As if the exported weights had been loaded: no moments, no step, main weights like those of the model."""
     kind = (f"optimizer.use_distributed_optimizer={distributed}", f".precision={precision}")

@@ -111,6 +111,7 @@ def eventually_gone(pids: list[int], timeout_s: float = 10.0) -> bool:
     return not alive
 
 
+@pytest.mark.slow
 def test_what_ranks_tell_on_the_way_comes_in_order(cluster: VirtualCluster) -> None:
     group = WorkerGroup(cluster, TellingWorker)
     told: list[tuple[int, tuple[int, str]]] = []
@@ -171,6 +172,7 @@ def test_a_rank_that_says_something_now_and_then_may_take_long(cluster: VirtualC
     group.shutdown()
 
 
+@pytest.mark.slow
 def test_collective_then_exception_of_one_rank(cluster: VirtualCluster) -> None:
     group = WorkerGroup(cluster, GlooWorker, env={"EXTRA": "7"})
     described = group.run_all(GlooWorker.describe)

@@ -19,6 +19,7 @@ def stage(megatron_process_group: None) -> Iterator[Stage]:
     stage.close()
 
 
+@pytest.mark.slow
 def test_the_routers_answers_pass_bare_copies_as_they_pass_an_engines(stage: Stage) -> None:
     original = token_dispatcher.maybe_move_tensor_to_cpu
     stage.use(None, cast(Any, "copies"))

@@ -74,6 +74,7 @@ def test_a_cluster_that_is_too_small(ray_running: VirtualCluster, fail: Fail) ->
     assert "The Ray cluster is too small for cluster.num_nodes=2" in fail("cluster.num_nodes=2")
 
 
+@pytest.mark.slow
 def test_a_busy_cluster(ray_running: VirtualCluster, fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual_cluster, "PLACEMENT_TIMEOUT_S", 1)
     num_workers = int(ray_running.layout.nodes[0].num_cores)

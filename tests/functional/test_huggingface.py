@@ -47,6 +47,7 @@ def assert_identical(model: Any, names: list[str], batches: list[dict[str, torch
     assert stats.host_bytes == stats.demand_reloads == stats.denied_bytes == 0
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_name_alone_and_all_together(family: str, dtype: torch.dtype) -> None:

@@ -50,6 +50,7 @@ def train(model_folder: Callable[[str], Path]) -> Iterator[Train]:
         engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_offloading_changes_no_bit(setting: str, train: Train) -> None:
     metrics, weights, stats = train(*SETTINGS[setting], *offload(SUPPORTED_MODULES))

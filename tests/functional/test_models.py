@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from by_default import first
 from models import FAMILIES, VOCABULARY_SIZE, make_policy, read_model, same_tensors, weights_of, write_model
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("megatron_process_group")
 
 GREEDY = Sampling(10, top_k=1)
 families = pytest.mark.parametrize("family", FAMILIES)
-some_families = pytest.mark.parametrize("family", first(5, list(FAMILIES)))
 Folder = Callable[[str], Path]
 
 
@@ -28,6 +26,7 @@ def import_model(folder: Path) -> MegatronModel:
     return build_model(make_policy(), folder, num_steps=10)
 
 
+@pytest.mark.sampled(8)
 @families
 def test_logits_equal_those_of_transformers(family: str, model_folder: Folder) -> None:
     reference = read_model(model_folder(family), family)
@@ -42,7 +41,8 @@ def test_logits_equal_those_of_transformers(family: str, model_folder: Folder) -
             torch.testing.assert_close(logits[row, :length], expected, rtol=0, atol=1e-5)
 
 
-@some_families
+@pytest.mark.sampled(4)
+@families
 def test_export_keeps_weights_and_files(family: str, model_folder: Folder, tmp_path: Path) -> None:
     source, destination = model_folder(family), tmp_path / "exported"
     model = import_model(source)
@@ -56,7 +56,8 @@ def test_export_keeps_weights_and_files(family: str, model_folder: Folder, tmp_p
     assert same_tensors(weights_of(import_model(destination)), weights_of(model))
 
 
-@some_families
+@pytest.mark.sampled(4)
+@families
 def test_export_writes_the_present_weights(family: str, model_folder: Folder, tmp_path: Path) -> None:
     source, destination = model_folder(family), tmp_path / "exported"
     destination.mkdir()
@@ -71,8 +72,9 @@ def test_export_writes_the_present_weights(family: str, model_folder: Folder, tm
     assert list(tmp_path.iterdir()) == [destination]
 
 
-@some_families
-@pytest.mark.parametrize("batch_size", [2, pytest.param(5, marks=(pytest.mark.slow, pytest.mark.sampled))])
+@pytest.mark.sampled(3)
+@families
+@pytest.mark.parametrize("batch_size", [2, 5])
 def test_greedy_generation_gives_the_tokens_of_transformers(family: str, batch_size: int, model_folder: Folder) -> None:
     reference = read_model(model_folder(family), family)
     model = import_model(model_folder(family)).modules[0]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from by_default import SAMPLED
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from models import make_batch, make_policy, offload, same_tensors, take_step, weights_of
@@ -136,6 +135,7 @@ def assert_same_training(outcome: Outcome, reference: Outcome) -> None:
     assert outcome.stats.host_bytes == 0
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("family", "modules"), [*SINGLE, *ALL])
 def test_offloading_changes_no_bit(family: str, modules: tuple[str, ...], train: Train) -> None:
     outcome = train(family, *offload(modules))
@@ -152,9 +152,16 @@ def beside() -> Iterator[Any]:
     for setting in SETTINGS:
         for family, modules in ALL:
             is_slow = family != "qwen2" or setting in COMPILED
-            yield pytest.param(setting, family, modules, marks=SAMPLED if is_slow else (), id=f"{setting}-{family}")
+            yield pytest.param(
+                setting,
+                family,
+                modules,
+                marks=(pytest.mark.slow, pytest.mark.sampled) if is_slow else (),
+                id=f"{setting}-{family}",
+            )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("setting", "family", "modules"), list(beside()))
 def test_offloading_changes_no_bit_beside(setting: str, family: str, modules: tuple[str, ...], train: Train) -> None:
     if setting in ONLY_WITH_EXPERTS and family == "qwen2":
@@ -168,12 +175,14 @@ def test_offloading_changes_no_bit_beside(setting: str, family: str, modules: tu
     assert outcome.stats.bytes_out == outcome.stats.bytes_in + outcome.stats.returned_bytes > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", ["recompute_mlp_act", "recompute_mlp_fc1", "recompute_some_mlps"])
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3_mtp"])
 def test_recomputing_parts_of_mlps_changes_no_bit(family: str, setting: str, train: Train) -> None:
     assert_same_training(train(family, *SETTINGS[setting]), train(family))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "modules"), ALL)
 def test_a_recomputed_layer_offloads_its_input_alone(family: str, modules: tuple[str, ...], build: Build) -> None:
     model, engine = build(family, *SETTINGS["recompute_full"], *offload(modules))
@@ -197,6 +206,7 @@ def test_a_recomputed_layer_offloads_its_input_alone(family: str, modules: tuple
     assert offered_bytes(stats) == sum(inputs_bytes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "modules"), ALL)
 def test_megatrons_knobs_leave_some_on_the_device(family: str, modules: tuple[str, ...], train: Train) -> None:
     whole = train(family, *offload(modules)).stats
@@ -210,6 +220,7 @@ def test_megatrons_knobs_leave_some_on_the_device(family: str, modules: tuple[st
     assert offered_bytes(half.stats) == offered_bytes(whole)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "modules"), ALL)
 @pytest.mark.parametrize("budget", ["1GiB", "64KiB"])
 @pytest.mark.filterwarnings("ignore:gpu_memory_budget. .* cannot be met:UserWarning")
@@ -248,6 +259,7 @@ def forward(model: MegatronModel) -> Tensor:
     return loss
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "modules"), ALL)
 def test_a_dropped_or_failed_forward_leaves_the_arena_empty(
     family: str, modules: tuple[str, ...], build: Build, train: Train
@@ -281,6 +293,7 @@ def test_a_dropped_or_failed_forward_leaves_the_arena_empty(
     assert same_tensors(weights_of(model), train(family).weights)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "modules"), ALL)
 def test_forward_only_passes_move_nothing(family: str, modules: tuple[str, ...], build: Build, train: Train) -> None:
     model, engine = build(family, *offload(modules))

@@ -187,6 +187,7 @@ def test_too_small_buffers_lose_no_step(
     assert "the experts' buffers were too small; to avoid it, set moe_expert_rank_capacity_factor: 1.05" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_rerun_without_what_it_puts_back_would_differ(
     train: Train, plain: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

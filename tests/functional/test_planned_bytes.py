@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from by_default import first
 from models import count_step, make_policy, write_model
 from planned_bytes import LAYOUTS, predict, random_case
 from ranks import Ranks
@@ -18,8 +17,9 @@ DEFAULT_SEEDS = 4
 ON_RANKS = [(layout, seed) for layout in LAYOUTS if layout != "one" for seed in range(6)]
 
 
+@pytest.mark.sampled(DEFAULT_SEEDS)
 @pytest.mark.usefixtures("megatron_process_group")
-@pytest.mark.parametrize("seed", first(DEFAULT_SEEDS, list(range(NUM_CASES))))
+@pytest.mark.parametrize("seed", range(NUM_CASES))
 def test_predicted_bytes_are_the_counted_ones(seed: int, tmp_path: Path) -> None:
     case = random_case(seed)
     folder = write_model(case.family, tmp_path, **case.shape)

@@ -97,6 +97,7 @@ def train(model_folder: Callable[[str], Path]) -> Train:
     return run
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", MODULES)
 @pytest.mark.parametrize("name", BY_TOKENS)
 def test_they_train_as_fixed_microbatches_do(family: str, name: str, train: Train) -> None:
@@ -111,6 +112,7 @@ def test_they_train_as_fixed_microbatches_do(family: str, name: str, train: Trai
     torch.testing.assert_close(by_tokens.logprobs, fixed.logprobs, rtol=1e-4, atol=1e-4)  # three steps later
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", MODULES)
 @pytest.mark.parametrize("name", BY_TOKENS)
 def test_offloading_changes_no_bit(family: str, name: str, train: Train) -> None:

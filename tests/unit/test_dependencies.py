@@ -46,6 +46,7 @@ def with_what_they_need(names: set[str]) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_engine_imports_what_it_depends_on_alone() -> None:
     done = subprocess.run([sys.executable, "-c", ENGINE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

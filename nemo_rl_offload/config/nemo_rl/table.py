@@ -287,11 +287,11 @@ vllm_metrics_logger_interval    num   none read by a server, or figures for deve
 zmq_refit_server_port           int?  none read by a server, or figures for developers
 
 [policy.generation.mcore_generation_config]
-tensor_model_parallel_size      int   honoured the training layout's, or refused
-pipeline_model_parallel_size    int   honoured the training layout's, or refused
+tensor_model_parallel_size      int   none responses are generated in training's layout
+pipeline_model_parallel_size    int   none responses are generated in training's layout
 context_parallel_size           int   none responses are generated on whole sequences
-expert_model_parallel_size      int   honoured the training layout's, or refused
-expert_tensor_parallel_size     int   honoured the training layout's, or refused
+expert_model_parallel_size      int   none responses are generated in training's layout
+expert_tensor_parallel_size     int   none responses are generated in training's layout
 sequence_parallel               bool  none off while responses are generated
 activation_checkpointing        bool  none nothing is kept for a backward pass
 moe_router_dtype                text? none as in training
@@ -312,8 +312,8 @@ inference_cuda_graph_scope      text  none CUDA graphs are not available yet
 inference_grouped_gemm_backend  text  none of another engine in Megatron-Core
 kv_cache_management_mode        text  none the cache is made anew for each batch
 logging_step_interval           int   none of another engine in Megatron-Core
-mamba_inference_conv_states_dtype text  none no model has such layers here
-mamba_inference_ssm_states_dtype text  none no model has such layers here
+mamba_inference_conv_states_dtype text  none states are float32
+mamba_inference_ssm_states_dtype text  none states are float32
 materialize_only_last_token_logits bool  none of another engine in Megatron-Core
 max_model_len                   int   none policy.max_total_sequence_length is the limit
 max_tokens                      int   none policy.generation_batch_size is the limit

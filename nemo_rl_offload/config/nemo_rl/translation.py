@@ -448,19 +448,6 @@ def _overrides_of_the_folder(translation: Translation) -> None:
         translation.set(source, {key: value for key, value in given.items() if key != "router_aux_loss_coef"})
 
 
-def _layout_of_generation(translation: Translation) -> None:
-    if translation.get("policy.generation.backend") != "megatron":
-        return
-    for key in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor"):
-        path, there = (
-            f"{section}.{key}_parallel_size" for section in ("policy.generation.mcore_generation_config", MEGATRON)
-        )
-        if (value := translation.honoured.get(path)) is not None and value != translation.get(there):
-            reason = "Megatron-Core generates in workers laid out like the training workers"
-            how = f"Set it to {shown(translation.get(there))}."
-            refuse(translation, path, value, "another layout for generation", reason, how)
-
-
 def _packing(translation: Translation) -> None:
     """Names that nothing reads where packing is off."""
     path = "policy.sequence_packing.algorithm"
@@ -511,7 +498,6 @@ STEPS: tuple[Callable[[Translation], Any], ...] = (
     _overrides_of_the_model,
     _further_tokens,
     _flex_dispatcher,
-    _layout_of_generation,
     _packing,
     _of_other_switches,
     _limits,

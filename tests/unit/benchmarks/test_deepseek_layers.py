@@ -55,6 +55,7 @@ class FakeStage:
             self.engine.commit(region, y).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_at", [1, 4, 6])
 def test_a_failure_of_megatrons_engine_is_a_result(
     fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,7 @@ def test_closed_output_is_one_message(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (done.returncode, done.stderr) == (2, "error: standard output was closed.\n")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "arguments",
@@ -45,6 +46,7 @@ def test_full_output_is_one_message(
     assert (done.returncode, done.stderr) == (2, "error: cannot write standard output: No space left on device.\n")
 
 
+@pytest.mark.slow
 def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     monkeypatch.setenv("PYTHONPATH", str(PROJECT_ROOT), prepend=os.pathsep)

@@ -73,6 +73,7 @@ def check_many_with_transformer_engine(models: list[Model], num_accepted: int, p
     assert set(accepted) == {"native", "megatron"}
 
 
+@pytest.mark.slow
 def test_megatron_refuses_nothing_that_is_accepted_with_transformer_engine(
     models: list[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ def test_megatron_refuses_nothing_of_much_with_transformer_engine(
     check_many_with_transformer_engine(models, 50, part)
 
 
+@pytest.mark.slow
 def test_megatron_refuses_nothing_that_is_accepted(models: list[Model]) -> None:
     check_many(models, 30)
 

@@ -25,12 +25,14 @@ def check_changed(tiny: Tiny, changes: dict[tuple[str, ...], Any]) -> None:
     refused(raw)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=250, deadline=None)
 def test_a_mutated_configuration_never_ends_in_another_error(tiny: Tiny, data: st.DataObject) -> None:
     check_mutated(tiny, data)
 
 
+@pytest.mark.slow
 @given(changes=megatron_changes())
 @settings(max_examples=250, deadline=None)
 def test_contradictory_keys_never_end_in_another_error(tiny: Tiny, changes: dict[tuple[str, ...], Any]) -> None:

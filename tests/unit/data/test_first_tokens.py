@@ -137,6 +137,7 @@ def pairs(random: Random) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("template", ["null", "'{question} '"])
 @pytest.mark.parametrize(("algorithm", "make"), [("sft", records), ("dpo", pairs)])
 @pytest.mark.filterwarnings("ignore")

@@ -100,6 +100,7 @@ class OneUsable(PromptEncoder):
         return Prompt(problem, [1]) if problem.question in self.usable else None
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 5000), skip=st.integers(0, 40), take=st.integers(1, 30), size=st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
 def test_resuming_continues_where_the_stream_was_left(seed: int, skip: int, take: int, size: int) -> None:

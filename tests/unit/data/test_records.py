@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from by_default import first
 
 from nemo_rl_offload.data import records
 from nemo_rl_offload.data.records import files_of, read_records, read_section
@@ -260,18 +259,16 @@ def arrow_bomb(file: Path) -> None:
         writer.write_batch(pa.record_batch({"prompt": ["x" * 600 * MIB]}))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "make", "free_mib"),
-    first(
-        2,
-        [
-            ("a.jsonl.gz", gzip_bomb, 64),
-            ("a.parquet", dictionary_bomb, 512),  # the stacks of its threads count too
-            ("a.parquet", footer_bomb, 64),
-            ("a.parquet", rows_bomb, 64),
-            ("a.arrow", arrow_bomb, 512),
-        ],
-    ),
+    [
+        ("a.jsonl.gz", gzip_bomb, 64),
+        ("a.parquet", dictionary_bomb, 512),  # the stacks of its threads count too
+        ("a.parquet", footer_bomb, 64),
+        ("a.parquet", rows_bomb, 64),
+        ("a.arrow", arrow_bomb, 512),
+    ],
 )
 def test_kilobytes_that_become_much(name: str, make: Callable[[Path], None], free_mib: int, tmp_path: Path) -> None:
     """In a process of its own: one that has used and freed memory before may use that again."""
@@ -285,6 +282,7 @@ def test_kilobytes_that_become_much(name: str, make: Callable[[Path], None], fre
     assert "half of the memory that is free here" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_a_footer_tells_is_known_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for make in (footer_bomb, rows_bomb):
         make(tmp_path / "a.parquet")

@@ -141,6 +141,7 @@ def test_a_process_that_was_killed_while_it_waited_is_replaced(make_pool: Callab
     assert pool.notices() == []
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_while_it_waited_is_replaced(
     make_pool: Callable[..., EnvironmentPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

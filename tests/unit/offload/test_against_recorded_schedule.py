@@ -153,6 +153,7 @@ PROMISES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 def test_ours_keeps_what_a_recorded_schedule_breaks(
     promise: Callable[[Any], bool], monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,7 @@ def test_no_fault_is_found() -> None:
     assert faults(range(10_000, 10_150)) == []
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_kept_says_what_a_new_one_would(monkeypatch: pytest.MonkeyPatch) -> None:
     follows_plan, num_kept = Prefetch._follows_plan, 0
 
@@ -122,6 +123,7 @@ def prefetch_dropped_while_loading(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Copies, "release", forget)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("plant", "words", "first_seed"),
     [

@@ -159,6 +159,7 @@ def test_the_first_forward_under_a_new_plan_moves_all_that_the_plan_moves() -> N
     assert max(found[2:]) <= 0.8 * model.plain_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_what_another_phase_holds_between_steps_changes_no_plan(seed: int) -> None:
     model = random_model(random.Random(seed))

@@ -136,6 +136,7 @@ class Layers:
         return self.num_layers * sum(shape.num_bytes for shape in self.modules.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("share", "lost"), [(0.9, 0.0), (0.8, 0.0), (0.7, 0.0), (0.6, 0.03), (0.5, 0.1)])
 def test_auto_meets_a_budget_and_lets_copies_lag_within_it(share: float, lost: float) -> None:
     """Neighbouring layers save faster than the link takes it. As long as the budget has room, nothing waits for that;
@@ -157,6 +158,7 @@ def test_a_pipeline_brings_nothing_back_before_a_forward_that_comes_between() ->
     assert peak_bytes < 3.6 * GB  # 13.7 GB are alive
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("num_layers", "num_microbatches", "num_ahead", "waits"),
     [(3, 4, 3, False), (5, 8, 3, False), (5, 16, 4, False), (7, 8, 4, True), (28, 8, 4, True)],

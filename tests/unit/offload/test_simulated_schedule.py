@@ -70,6 +70,7 @@ def compute_ms(shapes: list[GroupShape], head_ms: float = 0.0) -> float:
     return head_ms + sum(shape.forward_ms + shape.backward_ms for shape in shapes)
 
 
+@pytest.mark.slow
 def test_no_stall_where_a_search_finds_none() -> None:
     num_free, num_moved = 0, 0
     for seed in range(120):

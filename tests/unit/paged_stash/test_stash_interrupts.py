@@ -21,6 +21,7 @@ def gradient(stash: PagedStash, x: torch.Tensor) -> torch.Tensor:
     return x.grad[:LIVE]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda each: getattr(each, "__name__", each))
 def test_an_interrupt_loses_no_page(owner: type, name: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,7 @@ def test_a_host_of_less_memory_than_its_ranks_take_is_refused() -> None:
     assert not list(lacking(enough, run_nothing(enough)))
 
 
+@pytest.mark.slow
 def test_the_optimizer_on_the_host_is_proposed_where_it_would_do() -> None:
     """7B and Adam's state are more than one card; what is proposed fits."""
     job = replace(seven_billion(), optimizer=Optimizer(), num_microbatches=2)
@@ -192,6 +193,7 @@ def test_the_optimizer_on_the_host_is_proposed_where_it_would_do() -> None:
     assert not any("optimizer_offload_fraction" in text for text in starved.suggestions)
 
 
+@pytest.mark.slow
 def test_as_much_of_the_optimizer_is_proposed_as_its_own_step_lacks() -> None:
     """The step's buffers come on top of the state, of which training alone would do with less on the host."""
     job = replace(seven_billion(), optimizer=Optimizer(), num_microbatches=2)

@@ -65,6 +65,7 @@ HUNDREDS = ("Qwen/Qwen3-235B-A22B", LATENT)
 """Layouts of so many stages and microbatches that a plan takes seconds."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in HUNDREDS else []) for name in SENSIBLE]
 )
@@ -126,6 +127,7 @@ def test_a_smaller_budget_takes_more_time() -> None:
     assert round(plans[0].baseline.step_ms, 6) <= times[0] <= times[1] <= times[2] < 1.1 * times[0]
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_says_how_much_and_what_would_do() -> None:
     job = make_job("meta-llama/Llama-3.1-70B", layout=ParallelLayout(64, tensor=4, pipeline=2, sequence_parallel=True))
     job = replace(job, memory_bytes=40 * GIB)
@@ -135,6 +137,7 @@ def test_what_cannot_fit_says_how_much_and_what_would_do() -> None:
     assert make_plan(replace(job, layout=replace(job.layout, pipeline=8), num_microbatches=32)).shortfall_bytes == 0
 
 
+@pytest.mark.slow
 def test_logits_that_do_not_fit_whole_are_proposed_in_pieces() -> None:
     job = make_job("Qwen/Qwen2.5-1.5B", sequence=1024, micro_batch=16, memory_bytes=40 * GIB)
     assert make_plan(job).suggestions[:2] == ("use_fused_linear_logprobs=true", "logprob_chunk_size=128")
@@ -229,6 +232,7 @@ def test_what_is_written_is_predicted_as_the_engine_does_it() -> None:
     assert highest_peak(whole) < highest_peak(plan.written.step) <= job.budget_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("native_engine", [True, False])
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", MOE, LATENT])
 def test_less_memory_recomputes_more_and_never_costs_more_than_recomputing_all(name: str, native_engine: bool) -> None:
@@ -371,6 +375,7 @@ def test_multi_token_prediction_is_recomputed_with_whole_layers() -> None:
     assert extra[0] == extra[2] > 10 * extra[1]
 
 
+@pytest.mark.slow
 def test_rows_count_layers_and_waits_once() -> None:
     """A module of a layer may have several groups, of which some move; a layer's wait is that of one module."""
     job = make_job(

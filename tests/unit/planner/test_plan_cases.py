@@ -27,6 +27,7 @@ SMALL, LATENT = "Qwen/Qwen2.5-1.5B", "deepseek-ai/DeepSeek-V3"
 SAMPLE = (3, 6)
 
 
+@pytest.mark.slow
 def test_no_plan_contradicts_itself() -> None:
     wrong, _ = run_cases(SAMPLE)
     assert wrong == []

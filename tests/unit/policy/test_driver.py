@@ -542,6 +542,7 @@ def test_paged_stash_stats_without_limits(make: Make, monkeypatch: pytest.Monkey
     assert policy.paged_stash_stats() is None
 
 
+@pytest.mark.slow
 def test_a_driver_imports_no_megatron() -> None:
     """It takes seconds, and says what it misses; workers import it."""
     code = (

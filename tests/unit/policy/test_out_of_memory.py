@@ -60,6 +60,7 @@ def test_names_the_peak_the_largest_module_and_what_to_change() -> None:
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("given", "named", "first"),
     [
@@ -137,6 +138,7 @@ WHOLE = (
 NULLS = ("recompute_granularity=null", "recompute_modules=null")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "sequence", "settings"),
     [
@@ -186,6 +188,7 @@ def test_numbers_of_a_proposal_are_not_truth_values() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_packs_are_made_smaller_by_their_tokens() -> None:
     packs = ("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=65536")
     error = str(out_of_memory(policy(*packs), Path("nowhere"), 1, H100))
@@ -359,6 +362,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> PolicyWorker
     return found
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("method", "arguments", "doing"),
     [

@@ -105,6 +105,7 @@ def test_a_failed_checkpoint_is_absent(error: BaseException, when: str, tmp_path
         assert str(caught.value).startswith(f"Cannot write {tmp_path}/checkpoints/step_2: No space left on device.")
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
     monkeypatch.setenv("PYTHONPATH", str(PROJECT_ROOT), prepend=os.pathsep)
@@ -360,6 +361,7 @@ def test_a_new_key_had_the_value_of_the_key_that_it_follows(tmp_path: Path) -> N
     assert enter(folder, tmp_path, config) == folder
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_with_some_other_values(tmp_path: Path) -> None:
     config = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")
     folder = enter(tmp_path / "run", tmp_path, config)

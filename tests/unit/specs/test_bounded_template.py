@@ -145,6 +145,7 @@ RUNAWAYS = {
 }
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("template", RUNAWAYS.values(), ids=RUNAWAYS)
 def test_a_runaway_is_stopped(template: str) -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -36,6 +36,7 @@ def calls(path: Path) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
 
 
+@pytest.mark.slow
 def test_nothing_else_reads_documents() -> None:
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if calls(path) & READERS}
     found |= {
@@ -158,6 +159,7 @@ def doubled(value: str, depth: int) -> str:
     return "k0: 1\n" + "".join(f"k{n}: {value.replace('K', f'k{n - 1}')}\n" for n in range(1, depth))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -35,7 +35,7 @@ FEATURES = {
     *SET_HERE.values(),
     *(feature for feature, _ in ESTIMATORS.values()),
     *("generation by SGLang", "generation by TensorRT-LLM", "generation by Dynamo", "NeMo-Gym"),
-    *("another config.json", "another optimizer", "another schedule", "another layout for generation", "raw text"),
+    *("another config.json", "another optimizer", "another schedule", "raw text"),
     *("experts over several engines", "vLLM with Mamba-2 layers"),
     *("context parallelism of Mamba-2 layers", "LoRA of a model with Mamba-2 layers"),
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),

@@ -74,6 +74,7 @@ def test_virtual_stages(refusals: Refusals) -> None:
 EXAMPLES = PROJECT_ROOT / "examples" / "configs"
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml") if path.name != "base.yaml"))
 def test_every_example_runs_on_machines_of_any_usual_size(name: str, num_gpus: int) -> None:

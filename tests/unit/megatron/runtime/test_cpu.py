@@ -65,6 +65,7 @@ def test_nothing_is_redirected_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPa
     assert left_out == [True]
 
 
+@pytest.mark.slow
 def test_importing_the_module_changes_nothing() -> None:
     code = (
         "import torch; before = torch.Tensor.type, torch.cuda.current_device\n"

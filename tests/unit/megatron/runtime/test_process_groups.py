@@ -82,6 +82,7 @@ def test_neighbours_make_a_group_of_their_own(
     assert groups == [expected]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("taken_port")
 def test_one_worker_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -43,6 +43,7 @@ def loss_named(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return build_loss(name, config), {key: torch.randn(*shape, generator=generator) for key in names}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", ["nll", "clipped_pg", "distillation"])
 @pytest.mark.parametrize("how", FUSED)
@@ -105,6 +106,7 @@ class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["nll", "clipped_pg", "distillation"])
 def test_logits_of_all_tokens_never_exist(
     name: str, build: Callable[[], MegatronModel], monkeypatch: pytest.MonkeyPatch

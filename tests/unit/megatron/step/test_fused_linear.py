@@ -142,6 +142,7 @@ def compare_kernels(device: str, shape: tuple[int, int]) -> None:
         torch.testing.assert_close(out, plain_out, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_kernels_are_plain_operators_in_tritons_interpreter() -> None:
     code = "; ".join(f"compare_kernels('cpu', {shape})" for shape in ((3, 5), (2, 128), (2, 4500)))
     path = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
