@@ -63,14 +63,20 @@ def _is_not_empty(path: str, get: Get) -> Iterator[str]:
 def model_can_be_read(get: Get) -> Iterator[str]:
     """A rule: where the model's folder is here, its config.json can be read."""
     name = get("policy.model_name")
-    try:
-        resolve_model_path(name)
-    except ConfigError:  # `_model_is_here` says so
+    if not _is_folder(name):  # `_model_is_here` says so
         return
     try:
         read_shape(name)
     except ConfigError as error:
         yield f"policy.model_name: {error}"
+
+
+def _is_folder(name: str) -> bool:
+    try:
+        resolve_model_path(name)
+    except ConfigError:
+        return False
+    return True
 
 
 def _model_is_here(get: Get) -> Iterator[str]:
@@ -96,8 +102,12 @@ def _model_with_weights(path: str, name: str) -> Iterator[str]:
 
 
 def _tokenizer_is_here(get: Get) -> Iterator[str]:
+    """Of one in the model's folder, `_model_is_here` says that there is no such folder."""
+    name = get("policy.tokenizer.name")
+    if name == get("policy.model_name") and not _is_folder(name):
+        return
     try:
-        resolve_tokenizer_path(get("policy.tokenizer.name"))
+        resolve_tokenizer_path(name)
     except ConfigError as error:
         yield f"policy.tokenizer.name: {error}"
 

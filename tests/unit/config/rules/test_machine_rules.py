@@ -26,7 +26,7 @@ DISTILLATION = "algorithm=distillation distillation.num_prompts_per_step=128"
 )
 def test_folders_must_exist(check: Check, dense_model: Path, path: str, file: str) -> None:
     with pytest.raises(ConfigError, match=rf"\n{path}: 'no/such' is not a local .* with a {file} \(looked in /"):
-        check("policy.model_name=no/such", f"policy.tokenizer.name={dense_model}", f"{path}=no/such")
+        check(f"policy.model_name={dense_model}", f"policy.tokenizer.name={dense_model}", f"{path}=no/such")
 
 
 @pytest.mark.parametrize("run_here", [True, False])
@@ -46,10 +46,15 @@ def test_no_name_is_a_problem_wherever_it_runs(check: Check, dense_model: Path, 
 
 def test_a_check_elsewhere_only_warns_about_missing_folders(check: Check) -> None:
     checked = check("policy.model_name=no/such", f"{M}.offload_modules=[moe_act]", run_here=False)
-    paths = ["policy.model_name", "policy.tokenizer.name", "policy.model_name"]
-    assert [warning.split(":")[0] for warning in checked.warnings] == paths
-    assert all(warning.endswith("Only a run needs it.") for warning in checked.warnings[:2])
-    assert "rules about the model's layers were not checked" in checked.warnings[2]
+    missing, unknown = checked.warnings
+    assert missing.startswith("policy.model_name:")
+    assert missing.endswith("Only a run needs it.")
+    assert "rules about the model's layers were not checked" in unknown
+
+
+def test_a_tokenizer_of_its_own_is_told_of_beside_the_model(check: Check) -> None:
+    checked = check("policy.model_name=no/such", "policy.tokenizer.name=nor/such", run_here=False)
+    assert [warning.split(":")[0] for warning in checked.warnings[:2]] == ["policy.model_name", "policy.tokenizer.name"]
 
 
 @pytest.mark.parametrize("bind", ["", "127.0.0.1", "0.0.0.0", "'::'", "'fd00::2'", "10.0.0.0/8", "'eth0:1'"])
