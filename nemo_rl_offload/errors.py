@@ -60,7 +60,8 @@ def where_else(error: Exception, alternative: str) -> str:
 
 
 def all_or_none(*readers: Callable[[], Any]) -> list[Any]:
-    """Return what each of the readers returns. Raises what all of them raised as one error, of the first one's kind."""
+    """Return what each of the readers returns. Raises what all of them raised as one error, of the first one's kind;
+    the line that the last ends with is not said before."""
     found: list[Any] = []
     errors: list[NemoRLOffloadError] = []
     for read in readers:
@@ -69,5 +70,7 @@ def all_or_none(*readers: Callable[[], Any]) -> list[Any]:
         except NemoRLOffloadError as error:
             errors.append(error)
     if errors:
-        raise type(errors[0])("\n".join(map(str, errors)))
+        *others, last = map(str, errors)
+        advice = f"\n{last.rpartition('\n')[2]}"
+        raise type(errors[0])("\n".join([*(each.removesuffix(advice) for each in others), last]))
     return found

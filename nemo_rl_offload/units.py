@@ -44,8 +44,8 @@ def human_bytes(num_bytes: float | None) -> str:
 
 
 def gib(num_bytes: float, decimals: int = 1) -> str:
-    """Return a size in GiB whatever it is, such as ``0.3 GiB``, for sizes that are compared."""
-    return f"{num_bytes / GIB:.{decimals}f} GiB"
+    """Return a size in GiB, such as ``0.3 GiB``, for sizes that are compared; smaller units where that is 0."""
+    return f"{num_bytes / GIB:.{decimals}f} GiB" if round(num_bytes / GIB, decimals) else human_bytes(num_bytes)
 
 
 def human_duration(seconds: float | None) -> str:

@@ -76,8 +76,9 @@ class RolloutLoop(TrainingLoop):
             if self.config["checkpointing"]["metric_name"] == _BY_ACCURACY:
                 ranked = f", and checkpoints are ranked by it, not by {_BY_ACCURACY}"
             self._notes.append(
-                "rewards are graded, and accuracy counts each above 0 as right: validation is judged by the mean "
-                f"reward{ranked}. A reward function can say what is right with is_correct."
+                "some rewards are neither 0 nor 1, so accuracy, the share of responses with a reward above 0, says "
+                f"little: validation is judged by the mean reward{ranked}. For an accuracy that says more, a reward "
+                'function returns {"reward": ..., "is_correct": True or False}.'
             )
         return played.metrics() | (played.pass_at(num_generations) if num_generations > 1 else {})
 

@@ -1,13 +1,14 @@
 """What the command `check` does and says: as text, or as JSON for other programs."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.schema import MegatronConfig
-from nemo_rl_offload.config.sources import LoadedConfig
+from nemo_rl_offload.config.sources import OVERRIDE, LoadedConfig
 from nemo_rl_offload.config.validation import Findings, Problem, examine, problem_at, summary
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.activation_memory import resolve_activations
@@ -89,13 +90,21 @@ def as_json(file: Path, found: Findings) -> str:
     return json.dumps(
         {
             "config": str(file),
-            "problems": [asdict(problem) for problem in found.problems],
+            "problems": [asdict(_placed(problem, found.loaded)) for problem in found.problems],
             "warnings": [asdict(warning) for warning in found.warnings],
             "without_effect": [asdict(each) for each in found.without_effect],
             "offloading": settings,
         },
         indent=2,
     )
+
+
+def _placed(problem: Problem, loaded: LoadedConfig) -> Problem:
+    """With path and place of an override that does not apply; its message has both in words."""
+    if problem.message not in loaded.problems:
+        return problem
+    key = re.match(r"override '[+~]*([\w.]+)", problem.message)
+    return replace(problem, path=key[1] if key else "", origin=OVERRIDE)
 
 
 def _shown(value: object) -> str:

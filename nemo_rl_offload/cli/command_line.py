@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -302,6 +303,25 @@ def _show_summary(path: Path, form: str, console: "Console") -> None:
 
     if (summary := read_json(path, Summary, recovery_hint)) is not None:
         console.print(summary_table(summary, console.width))
+        for line in _what_next(path.parent, summary["algorithm"]):
+            console.print(line, markup=False)
+
+
+def _what_next(run_dir: Path, algorithm: str) -> list[str]:
+    """The last checkpoint, and commands that begin with it."""
+    from nemo_rl_offload.runs.run_directory import CHECKPOINTS, CONFIG_FILE, steps_in
+
+    if not (steps := steps_in(run_dir / CHECKPOINTS)):
+        return []
+    last, config, further = (shlex.quote(f"{run_dir}{end}") for end in (f"/step_{steps[-1]}", f"/{CONFIG_FILE}", "_b"))
+    steps_key = f"{algorithm}.max_num_steps={2 * steps[-1]}"
+    return [
+        f"Last checkpoint: {run_dir / CHECKPOINTS}/step_{steps[-1]}",
+        "What can be done with it:",
+        f"  nemo-rl-offload export {last} my-model",
+        *([f"  nemo-rl-offload eval --checkpoint {last}"] if ALGORITHMS[algorithm].generates else []),
+        f"  nemo-rl-offload run {algorithm} --config {config} --from-checkpoint {last} --run-dir {further} {steps_key}",
+    ]
 
 
 def _print_everything() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,10 +15,13 @@ from rich.table import Table
 
 from nemo_rl_offload.cli.warned import warnings_as_lines
 from nemo_rl_offload.config.algorithms import ALGORITHMS
+from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.config.nemo_rl.dtensor import is_override
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.schema import MasterConfig
-from nemo_rl_offload.config.validation import check_config
+from nemo_rl_offload.config.sources import LoadedConfig, nodes
+from nemo_rl_offload.config.validation import check_config, schema_problems
 from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.observability.summary_table import table_of_figures
 from nemo_rl_offload.runs.begin import find_checkpoint
@@ -40,14 +44,12 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
         run_dir, folder = find_checkpoint(checkpoint)
         name = f"eval_{run_dir.name}_{folder.name}"
         source = options.config or run_dir / CONFIG_FILE
-    checked = check_config(read_recipe(source, overrides), str(source))
+    loaded = read_recipe(source, overrides)
+    if checkpoint is not None and options.config is None:  # has all keys, of which a user wrote but these
+        written = {path for path, _ in nodes(loaded.values) if is_override(loaded.origin(path))}
+        loaded = replace(loaded, inherited=frozenset(path for path, _ in nodes(loaded.values)) - written)
+    checked = check_config(_that_generates(loaded, source), str(source))
     config = checked.config
-    if not ALGORITHMS[config["algorithm"]].generates:
-        names = " or ".join(each for each, spec in ALGORITHMS.items() if spec.generates)
-        raise ConfigError(
-            f"{source}: algorithm {config['algorithm']} scores given answers, and an evaluation the model's own. Give "
-            f"algorithm={names}, problems as data.validation, and their environment as data.env_name."
-        )
     widen_limits()
     saved = config["eval"]["save_path"]
     default = Path("results") / name if saved is None else Path(saved).expanduser()
@@ -79,6 +81,29 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
         if options.format != "json":
             console.print(_table(found, out, console.width))
         return out / EVALUATION_FILE
+
+
+def _that_generates(loaded: LoadedConfig, source: Path) -> LoadedConfig:
+    """The configuration; of an algorithm that learns from given answers, as that of one that generates."""
+    values = loaded.values
+    spec = ALGORITHMS.get(values["algorithm"])
+    if spec is None or spec.generates or loaded.problems or schema_problems(values):
+        return loaded
+    data = values["data"]
+    if ENVIRONMENTS[data["env_name"]].problems == "generated" and (data["train"]["path"] or data["validation"]["path"]):
+        scorers = " or ".join(name for name, each in ENVIRONMENTS.items() if each.problems == "file")
+        raise ConfigError(
+            f"{source}: {spec.name} learned from given answers, which nothing can score. Give problems as "
+            f"data.validation.path=FILE, and what scores the model's answers as data.env_name={scorers}."
+        )
+    same = {key: data["validation"][key] for key in ("path", "split", "input_key", "output_key", "further")}
+    train = {**data["train"], **same, "split_validation_size": 0.0}
+    ranked = {**values["checkpointing"], "metric_name": None}
+    generating = next(name for name, each in ALGORITHMS.items() if each.generates)
+    return replace(
+        loaded,
+        values={**values, "algorithm": generating, "data": {**data, "train": train}, "checkpointing": ranked},
+    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ doubles with each value that names another one twice, and parsing an override ta
 
 import json
 import operator
+import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -430,7 +431,10 @@ def files_of(path: Path) -> list[Path]:
 def _inherited(name: str, heir: Path) -> Path:
     """The file of a name in another file, or of one that the user gives: beside it, else a shipped one."""
     beside, shipped = heir.parent / name, PROJECT_ROOT / name
-    return shipped if shipped.is_file() and not beside.exists() else beside
+    if shipped.is_file() and not beside.exists():
+        return shipped
+    plain = Path(os.path.normpath(beside))
+    return plain if plain.resolve() == beside.resolve() else beside  # behind a link, .. is another folder
 
 
 def _load_file(path: Path, including: tuple[Path, ...], num_files: "count[int]") -> LoadedConfig:

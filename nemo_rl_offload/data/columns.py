@@ -54,11 +54,9 @@ def records_of(section: _OneTraining | _OneValidation, name: str, answer: str | 
     """Read the records of one data set, prompt and answer under `prompt` and ``answer`` where their keys are named.
 
     ``name`` is the section's path. Without ``answer`` records are pairs, which have two, and keep their other columns.
-    Raises DataError as `read_section` does, and for a key of pairs' answers.
+    Raises DataError as `read_section` does.
     """
     assert section["path"] is not None
-    if answer is None and section["output_key"] is not None:
-        raise DataError(f"{name}.output_key: pairs have two answers, chosen and rejected. Set it to null.")
     records = read_section(name, resolve_data_path(section["path"]), section["split"])
     columns = dict(columns_of(section["path"]))
     for key, target in (("input_key", "prompt"), ("output_key", "answer")):

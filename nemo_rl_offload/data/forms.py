@@ -43,6 +43,7 @@ _TEXT_COLUMNS = (
 _WORD = re.compile(r"\S+")
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 type Answers = dict[str, list[Message]]
 """By the name that messages call them by."""
@@ -63,6 +64,7 @@ class UndecidedPairError(DataError):
 def parse_conversation(content: Mapping[str, object]) -> list[Message]:
     """Return the messages of ``{"messages": [...]}`` or of ``{"prompt": ..., "completion": ...}``.
 
+    ShareGPT's ``conversations`` are messages too.
     Prompt and completion are text or lists of messages; a completion may be the whole conversation. Of either form,
     a text ``system`` beside them is the system prompt.
 
@@ -70,8 +72,8 @@ def parse_conversation(content: Mapping[str, object]) -> list[Message]:
         BadRecordError: neither is there, no assistant turn, or something that would not be honoured.
     """
     _refuse_unread(content)
-    if "messages" in content:
-        messages = _messages(content["messages"], "messages", role=None)
+    if name := next((name for name in ("messages", "conversations") if name in content), None):
+        messages = _messages(content[name], name, role=None)
     elif "prompt" in content and "completion" in content:
         if content.get("label") is False:
             raise BadRecordError("has the label false: its completion is one to avoid, which is not learned here")
@@ -180,6 +182,11 @@ def _pair(content: Mapping[str, object]) -> tuple[list[Message] | None, Answers]
     if has >= {"chosen", "rejected"}:
         if (score := content.get("score_chosen")) is not None and score == content.get("score_rejected"):
             raise UndecidedPairError("tie")
+        if "conversations" in has and "prompt" not in has:
+            raise BadRecordError(
+                "is a pair in ShareGPT's form; write each record r anew as "
+                '{"prompt": r["conversations"], "chosen": [r["chosen"]], "rejected": [r["rejected"]]}'
+            )
         answers = _columns(content, "chosen", "rejected")
         if (name := _question_column(content, answers)) is not None:
             return _read(name, content[name], answers)
@@ -289,9 +296,14 @@ def _messages(value: object, name: str, role: str | None) -> list[Message]:
 
 
 def _with_text(message: Any) -> Any:
-    """A message that only calls tools has the empty text."""
-    is_call = isinstance(message, dict) and message.get("tool_calls") and message.get("content") is None
-    return {**message, "content": ""} if is_call else message
+    """In the usual keys, where it has ShareGPT's; a message that only calls tools has the empty text."""
+    if not isinstance(message, dict):
+        return message
+    if message.keys() >= {"from", "value"} and not message.keys() & {"role", "content"}:
+        speaker, said = message["from"], message["value"]
+        kept = {key: value for key, value in message.items() if key not in ("from", "value")}
+        return {"role": _SHAREGPT_ROLES.get(str(speaker), speaker), "content": said, **kept}
+    return {**message, "content": ""} if message.get("tool_calls") and message.get("content") is None else message
 
 
 def _is_dialogue(text: str) -> bool:

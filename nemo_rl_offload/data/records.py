@@ -115,8 +115,6 @@ def files_of(path: Path, split: str | None) -> list[Path]:
 
 def read_section(name: str, path: Path, split: str | None) -> list[Record]:
     """`read_records` for the section ``name``, whose key messages begin with."""
-    if split is not None and path.is_file():
-        warnings.warn(f"{name}.split: {split} has no effect, since {path} is one file. Set it to null.", stacklevel=2)
     try:
         return read_records(path, split)
     except DataError as error:
@@ -125,6 +123,7 @@ def read_section(name: str, path: Path, split: str | None) -> list[Record]:
 
 def report_bad_records(name: str, bad: Sequence[tuple[str, str]], *, num_good: int, skips_bad: bool) -> None:
     """Warn about records that are left out (`data.on_bad_line: skip`), once, with how many there are for each reason.
+    An error has each reason once, with the first places.
 
     Args:
         name: the section that they come from.
@@ -138,8 +137,12 @@ def report_bad_records(name: str, bad: Sequence[tuple[str, str]], *, num_good: i
     if not bad:
         return
     if not skips_bad or not num_good:
-        shown = [f"{place}: {reason}" for place, reason in bad[:NUM_SHOWN]]
-        more = f"\n... and {len(bad) - NUM_SHOWN} more" if len(bad) > NUM_SHOWN else ""
+        places: dict[str, list[str]] = {}
+        for place, reason in bad:
+            places.setdefault(reason, []).append(place)
+        shown = [f"{_joined(each)}: {reason}" for reason, each in list(places.items())[:NUM_SHOWN]]
+        others = sum(len(each) for each in list(places.values())[NUM_SHOWN:])
+        more = f"\n... and {others} more, for other reasons" if others else ""
         raise DataError(
             f"{name}: {len(bad)} record(s) cannot be used\n" + "\n".join(shown) + more + "\n"
             "Mend the data; data.on_bad_line=skip leaves out what is bad, as long as something is left."
@@ -150,6 +153,15 @@ def report_bad_records(name: str, bad: Sequence[tuple[str, str]], *, num_good: i
     others = sum(numbers.values()) - sum(num for _, num in numbers.most_common(NUM_SHOWN))
     more = f"; and {others} for other reasons" if others else ""
     warnings.warn(f"{name}: left {len(bad)} bad record(s) out; {'; '.join(shown)}{more}", stacklevel=2)
+
+
+def _joined(places: Sequence[str]) -> str:
+    """The first places, of one file with its name once, and how many more."""
+    first, *others = places[:NUM_SHOWN]
+    start = first.rstrip("0123456789")
+    numbers = [place.removeprefix(start) for place in others]
+    more = f" and {len(places) - NUM_SHOWN} more" if len(places) > NUM_SHOWN else ""
+    return ", ".join([first, *numbers]) + more
 
 
 def _data_files(folder: Path, split: str | None) -> list[Path]:

@@ -129,7 +129,8 @@ class _Reader:
         """Of those `drawn` from training, and of `data.validation`."""
         if not drawn and data["validation"]["path"] is None:
             return []
-        return self._samples([*drawn, *validation_records(data["validation"], self._answer)], "data.validation")
+        records = [*drawn, *validation_records(data["validation"], self._answer)]
+        return self._samples(records, "data.validation", num_drawn=len(drawn))
 
     def problems(self, data: DataConfig, config: MasterConfig) -> tuple[list[Sample], list[Sample]]:
         """Samples of reasoning-gym's problems and their answers; no question is in both sets."""
@@ -138,13 +139,14 @@ class _Reader:
         parts = [self._samples([_record(problem) for problem in problems], name) for name, problems in sets]
         return parts[0], parts[1]
 
-    def _samples(self, records: Sequence[Record], name: str) -> list[Sample]:
+    def _samples(self, records: Sequence[Record], name: str, num_drawn: int = 0) -> list[Sample]:
+        """The first `num_drawn` stand in the files of `data.train`."""
         counts = self.counts[name] = DataCounts()
-        bad: list[tuple[str, str]] = []
+        bad: dict[str, list[tuple[str, str]]] = {"data.train": [], name: []}
         turns = self._encoder.counts = TurnCounts()
         samples = []
         refuses_repeats = _most_repeat_the_prompt(records)
-        for record in records:
+        for number, record in enumerate(records):
             try:
                 if isinstance(record.content, str):
                     raise BadRecordError(record.content)
@@ -160,7 +162,7 @@ class _Reader:
                 counts.num_identical += error.why == "identical"
                 continue
             except BadRecordError as error:
-                bad.append((record.place, str(error)))
+                bad["data.train" if number < num_drawn else name].append((record.place, str(error)))
                 continue
             counts.num_truncated += any(len(row.token_ids) > self._max_length for row in whole)
             sample = tuple(Row(row.token_ids[: self._max_length], row.is_learned[: self._max_length]) for row in whole)
@@ -169,13 +171,14 @@ class _Reader:
             else:
                 counts.num_too_long += 1
         counts.num_dropped = counts.num_too_long + counts.num_ties + counts.num_identical
-        counts.num_samples, counts.num_bad_records = len(samples), len(bad)
+        counts.num_samples, counts.num_bad_records = len(samples), sum(map(len, bad.values()))
         self._report(name, counts, bad)
         _report_turns(name, turns, says_where=not self._encoder.always_elsewhere)
         return samples
 
-    def _report(self, name: str, counts: DataCounts, bad: list[tuple[str, str]]) -> None:
-        report_bad_records(name, bad, num_good=counts.num_samples, skips_bad=self._skips_bad)
+    def _report(self, name: str, counts: DataCounts, bad: Mapping[str, list[tuple[str, str]]]) -> None:
+        report = partial(report_bad_records, num_good=counts.num_samples, skips_bad=self._skips_bad)
+        all_or_none(*(partial(report, section, found) for section, found in bad.items()))
         undecided = [
             f"{num} {what}"
             for num, what in (

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_offload.environments.interface import Episode, Score
 from nemo_rl_offload.errors import ConfigError, WorkerError, nearest
+from nemo_rl_offload.specs.reward_functions import CALL, OF_TRL
 
 if TYPE_CHECKING:  # which a scorer's process need not wait for
     from nemo_rl_offload.config.schema import FunctionConfig
@@ -55,10 +56,12 @@ class FunctionEnvironment:
         try:
             signature = inspect.signature(function)
             signature.bind([], {}, **section["params"])
+            if OF_TRL in signature.parameters:
+                raise TypeError(f"{OF_TRL} is a parameter of TRL's")
         except TypeError as error:
             raise ConfigError(
                 f"{KEY}: {section['path']}{signature} cannot be called as function(messages, entry, **params) with "
-                f"env.function.params: {error}. Mend it, or name another."
+                f"env.function.params: {error}. Mend it, or name another. {CALL}."
             ) from error
         except ValueError:  # some of those written in C tell nothing of their arguments
             pass

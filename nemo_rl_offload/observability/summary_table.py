@@ -27,7 +27,7 @@ def table_of_figures(title: str, width: int) -> Table:
 def summary_table(summary: Summary, width: int = WIDTH) -> Table:
     """Return a table of at most 80 columns, or the terminal's ``width``, for a run's ``summary.json``.
 
-    A value of None is shown as ``-``.
+    What is None, as what only a GPU has, has no row.
     """
     table = table_of_figures(f"{summary['algorithm']}: {_number(summary['steps'])} steps", width)
     _add_group(table, _run_rows(summary))
@@ -110,13 +110,15 @@ def _stash_rows(stash: StashStats) -> dict[str, str]:
 
 
 def _moved(stats: OffloadTotals | ModuleTotals) -> str:
-    return f"{human_bytes(stats['bytes_out'])} out, {human_bytes(stats['bytes_in'])} in"
+    out, back = human_bytes(stats["bytes_out"]), human_bytes(stats["bytes_in"])
+    return "-" if out == back == "-" else f"{out} out, {back} in"
 
 
 def _add_group(table: Table, rows: Mapping[str, str]) -> None:
     table.add_section()
     for name, value in rows.items():
-        table.add_row(name, value)
+        if value != "-":
+            table.add_row(name, value)
 
 
 def _number(value: float | None) -> str:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from nemo_rl_offload.units import human_bytes
+
 
 @dataclass(slots=True)
 class ModuleStats:
@@ -56,3 +58,32 @@ class OffloadStats:
     def overlap(self) -> float | None:
         """The share of copy time during which the compute stream did not wait; None where nothing was timed."""
         return None if self.copy_ms == 0 else max(0.0, 1 - (self.stall_out_ms + self.stall_in_ms) / self.copy_ms)
+
+    def __str__(self) -> str:
+        """A short table, of what is not 0."""
+        modules = {
+            f"  {name}": f"{human_bytes(each.bytes_out)} out, {human_bytes(each.bytes_in)} in"
+            for name, each in self.per_module.items()
+        }
+        rows = {
+            "offloaded": f"{human_bytes(self.bytes_out)} out, {human_bytes(self.bytes_in)} in",
+            **modules,
+            "host memory": f"{human_bytes(self.host_bytes)} now, {human_bytes(self.peak_host_bytes)} at most",
+            **{
+                name: human_bytes(size)
+                for name, size in (
+                    ("no room on the host", self.denied_bytes),
+                    ("kept by choice", self.kept_bytes),
+                    ("ineffective", self.ineffective_bytes),
+                    ("taken back", self.returned_bytes),
+                )
+                if size
+            },
+        }
+        if self.demand_reloads:
+            rows["reloads on demand"] = str(self.demand_reloads)
+        if (overlap := self.overlap) is not None:
+            rows["waits for copies"] = f"{self.stall_out_ms:.1f} ms out, {self.stall_in_ms:.1f} ms in"
+            rows["copies behind compute"] = f"{overlap:.1%}"
+        width = max(map(len, rows))
+        return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())

@@ -1,7 +1,7 @@
 """What to say when there is no device memory left: the peak and what to change. For a training step, which the planner
 knows, the largest module or the logits, and the planner's way out as well."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from nemo_rl_offload.planner.cost.memory import allowance_bytes
 from nemo_rl_offload.planner.job import Job, Recompute, read_job
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.search.choice import fullest_stage, surely_fits
-from nemo_rl_offload.planner.search.suggestions import smaller_microbatches
+from nemo_rl_offload.planner.search.suggestions import FUSED, smaller_microbatches
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak, module_rows, run_configured
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import recognise
@@ -161,9 +161,9 @@ def _proposals(job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
 
 def _smaller_logits(job: Job, less_bytes: float) -> Iterator[str]:
     """What makes logits smaller by enough: none of them, smaller microbatches, or the two together."""
-    fused, text = replace(job, makes_logits=False), "use_fused_linear_logprobs=true"
-    both = ((f"{text} and {smaller}", changed) for smaller, changed in smaller_microbatches(fused))
-    ways = [iter([(text, fused)]), smaller_microbatches(job), both]
+    fused = replace(job, makes_logits=False)
+    both = ((f"{FUSED} {smaller}", changed) for smaller, changed in smaller_microbatches(fused))
+    ways = [iter([(FUSED, fused)]), smaller_microbatches(job), both]
     found = [_first_that_fits(way, less_bytes) for way in ways]
     yield from [text for text in found[:2] if text is not None] or [text for text in found[2:] if text is not None]
 
@@ -180,21 +180,23 @@ def _changes(plan: JobPlan, job: Job, cfg: Mapping[str, Any]) -> Iterator[str]:
         yield from [fitting, *others[:2]] if fitting else others[:3]
         return
     if planned := list(_differing(plan.keys, cfg)):
-        yield _enumerated(planned)
+        yield " ".join(planned)
     if smaller:
         yield next(iter(smaller))
     elif job.recompute.method is None and not job.expert_buffers.has_stash:
-        yield _enumerated(list(_differing(Recompute(method="uniform").keys, cfg)))
+        yield " ".join(_differing(Recompute(method="uniform").keys, cfg))
 
 
 _NOTHING: tuple[object, ...] = ([], None)
 
 
-def _differing(keys: Mapping[str, object], cfg: Mapping[str, Any], section: str = "") -> Iterator[str]:
+def _differing(
+    keys: Mapping[str, object], cfg: Mapping[str, Any], section: str = "policy.megatron_cfg."
+) -> Iterator[str]:
     """Overrides for what is otherwise in force."""
     for key, value in keys.items():
         if isinstance(value, Mapping):
-            yield from _differing(value, cfg[key], f"{key}.")
+            yield from _differing(value, cfg[key], f"{section}{key}.")
         elif value != cfg[key] and not (value in _NOTHING and cfg[key] in _NOTHING):
             yield f"{section}{key}={_value(value)}"
 
@@ -205,7 +207,3 @@ def _value(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _enumerated(words: Sequence[str]) -> str:
-    return " and ".join([*([", ".join(words[:-1])] if words[:-1] else []), *words[-1:]])

@@ -306,7 +306,8 @@ def _named_rope(of_one: Key, section: object, content: Content) -> str | None:
         if "rope_theta" in section and section["rope_theta"] is None:
             return "a rope_theta above 0"
         return of_one.refuse(section, content)
-    return "an object with a rope_type, and no type"
+    is_old = isinstance(section, Mapping) and "type" in section and "rope_type" not in section
+    return f"an object with a rope_type, and no type{'. Rename type to rope_type' if is_old else ''}"
 
 
 def _rope_details(name: str, section: Content) -> str | None:

@@ -33,6 +33,7 @@ def test_human_bytes_examples(num_bytes: float | None, text: str) -> None:
     assert human_bytes(num_bytes) == text
 
 
-def test_gib_stays_in_its_unit() -> None:
+def test_gib_stays_in_its_unit_where_that_says_something() -> None:
     assert gib(0.26 * GIB) == "0.3 GiB"
     assert gib(2048 * GIB, decimals=2) == "2048.00 GiB"
+    assert gib(0.02 * GIB) == "20.5 MiB"

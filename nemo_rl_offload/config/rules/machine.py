@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,11 +32,19 @@ from nemo_rl_offload.config.rules.rule import (
     model_shape,
     read_shape,
 )
-from nemo_rl_offload.config.rules.tasks import FUNCTION, SPLITS, function_path, is_scored_by_function, takes_problems
+from nemo_rl_offload.config.rules.tasks import (
+    FUNCTION,
+    SPLITS,
+    data_sets,
+    function_path,
+    is_scored_by_function,
+    takes_problems,
+)
 from nemo_rl_offload.config.rules.turns import template_is_here
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.dispatchers import FLEX_LIBRARIES
 from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_SEVERAL_DEVICES, ENV_OF_TRUNCATED
+from nemo_rl_offload.specs.reward_functions import CALL, OF_TRL
 
 LOCAL_PATHS = (
     "policy.model_name",
@@ -77,6 +86,15 @@ def _is_folder(name: str) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def split_of_a_file(get: Get) -> Iterator[str]:
+    """A warning about a split of what has none, where it is here."""
+    for name, section in data_sets(get):
+        path, split = section["path"], section["split"]
+        with suppress(ConfigError):
+            if split is not None and resolve_data_path(path).is_file():
+                yield f"{name}.split: {split} has no effect, since {path} is one file. Set it to null."
 
 
 def _model_is_here(get: Get) -> Iterator[str]:
@@ -246,11 +264,12 @@ def _params_of_function(function: ast.FunctionDef, get: Get) -> Iterator[str]:
     """What `env.function.params` has that the function does not take, and lacks that it needs."""
     arguments = function.args
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    if len(positional) < 2 and arguments.vararg is None:
+    if (len(positional) < 2 and arguments.vararg is None) or OF_TRL in positional:
         yield (
             f"{FUNCTION}.path: {function.name}({ast.unparse(arguments)}) cannot be called as function(messages, entry, "
-            "**params). Give it these two parameters first."
+            f"**params). Give it these two parameters first. {CALL}."
         )
+        return
     needed = positional[2 : len(positional) - len(arguments.defaults)]
     allowed = positional[2:] + [argument.arg for argument in arguments.kwonlyargs]
     needed += [

@@ -12,6 +12,7 @@ from nemo_rl_offload.config.rules.machine import (
     env_vars,
     model_can_be_read,
     model_is_unknown,
+    split_of_a_file,
 )
 from nemo_rl_offload.config.rules.megatron import (
     AVAILABILITY_RULES,
@@ -55,6 +56,7 @@ RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (*MACHINE_RULES, *VLLM_MACHINE_RULES)
 """What a run needs here, and a check elsewhere does not."""
 WARNINGS: tuple[Rule, ...] = (
     model_is_unknown,
+    split_of_a_file,
     *MODEL_WARNINGS,
     *OFFLOAD_WARNINGS,
     *MEGATRON_WARNINGS,

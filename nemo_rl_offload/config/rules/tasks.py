@@ -8,10 +8,11 @@ import ast
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_has, algorithm_spec
@@ -412,6 +413,20 @@ def _teacher(get: Get) -> Iterator[str]:
         yield "teacher.model_name: missing value. Give one: teacher.model_name=..."
 
 
+def data_sets(get: Get) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Path and section of each data set that has a file or a folder."""
+    for split in SPLITS:
+        sections = {split: get(split)}
+        sections |= {f"{split}.further.{number}": each for number, each in enumerate(get(f"{split}.further"))}
+        yield from ((name, section) for name, section in sections.items() if section["path"] is not None)
+
+
+def _answers_of_pairs(get: Get) -> Iterator[str]:
+    for name, section in data_sets(get) if algorithm_spec(get).learns_from == "pairs" else ():
+        if section["output_key"] is not None:
+            yield f"{name}.output_key: pairs have two answers, chosen and rejected. Set it to null."
+
+
 def _data_paths(get: Get) -> Iterator[str]:
     spec, algorithm = algorithm_spec(get), get("algorithm")
     train, validation = (get(f"{split}.path") for split in SPLITS)
@@ -506,5 +521,6 @@ TASK_RULES: tuple[Rule, ...] = (
     _responses_of_a_validation,
     _teacher,
     _data_paths,
+    _answers_of_pairs,
     _metric,
 )

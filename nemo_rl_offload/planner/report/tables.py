@@ -1,6 +1,6 @@
 """A plan in sentences, and as tables on a terminal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,7 +11,7 @@ from nemo_rl_offload.planner.plan import JobPlan
 from nemo_rl_offload.planner.report.data import PhaseData, StageData, plan_data
 from nemo_rl_offload.planner.search.to_config import ChoiceAsConfig, excess_bytes
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
-from nemo_rl_offload.units import GIB, MIB, gib
+from nemo_rl_offload.units import MIB, gib
 
 COLUMNS = ("module", "microbatch", "at peak", "goes", "link", "recompute", "copies")
 PHASE_COLUMNS = ("phase", "peak", "link", "GiB")
@@ -29,8 +29,8 @@ def summary_lines(plan: JobPlan) -> list[str]:
     base = outcomes["nothing_offloaded"]
     size = f"{job.micro_batch} x {job.sequence}" if job.micro_batch_tokens is None else f"{job.micro_batch_tokens}"
     lines = [
-        f"{job.device.name}, {job.layout.world} devices, {job.num_microbatches} microbatches of {size} tokens; "
-        f"{gib(job.budget_bytes)} each",
+        f"{job.device.name}, {_counted(job.layout.world, 'device', 's')}, "
+        f"{_counted(job.num_microbatches, 'microbatch', 'es')} of {size} tokens; {gib(job.budget_bytes)} each",
         *(f"not enough: {text}" for text in data["lacking"]),
     ]
     titles = {
@@ -44,7 +44,7 @@ def summary_lines(plan: JobPlan) -> list[str]:
         recompute = _recomputed(recomputed.get(name, job.recompute))
         change = 100 * (outcome["step_ms"] / base["step_ms"] - 1)
         lines.append(
-            f"{titles[name]}: peak {gib(outcome['peak_bytes'])}, step {outcome['step_ms'] / 1e3:.2f} s "
+            f"{titles[name]}: peak {gib(outcome['peak_bytes'])}, step {_time(outcome['step_ms'])} "
             f"({change:+.1f} %), host {gib(outcome['host_bytes'])} per rank{recompute and f'; {recompute}'}"
         )
     parts = {name: size for name, size in host["parts"].items() if name != "activations"}
@@ -92,7 +92,8 @@ def _verdict(plan: JobPlan) -> list[str]:
     if "activation_offload" in keys:
         words.append(f"gpu_memory_budget: {keys['activation_offload']['gpu_memory_budget']}")
     words += [f"{key}: {_yaml(value)}" for key, value in keys.items() if key in RECOMPUTE_KEYS and value is not None]
-    said = [f"fits with {'; '.join(words)}" if words else "fits without offloading"]
+    fits = "the training step alone fits" if plan.lacking else "fits"
+    said = [f"{fits} with {'; '.join(words)}" if words else f"{fits} without offloading"]
     if plan.choice.is_auto:
         whole = plan.written.step
         missing = "fit"
@@ -102,11 +103,11 @@ def _verdict(plan: JobPlan) -> list[str]:
         times = f"take {abs(share):.0%} {'longer' if share >= 0 else 'less time'}"
         said.append(f"whole modules ({_yaml(plan.written.offload_modules)}) would {missing} and {times}")
     if (least := plan.least_optimizer_share) is not None:
-        said.append(f"fits with optimizer_offload_fraction: {least:g} too")
+        said.append(f"{fits} with policy.megatron_cfg.optimizer.optimizer_offload_fraction={least:g} too")
     if without := plan.without_recomputation:
         said.append(
-            f"fits without recomputation too: nothing offloaded, peak {gib(without.peak_bytes)}, step "
-            f"{without.step_ms / 1e3:.2f} s, with recompute_granularity and activation_checkpointing null"
+            f"{fits} without recomputation too: nothing offloaded, peak {gib(without.peak_bytes)}, step "
+            f"{_time(without.step_ms)}, with recompute_granularity and activation_checkpointing null"
         )
     return said
 
@@ -114,6 +115,18 @@ def _verdict(plan: JobPlan) -> list[str]:
 def _decimals(size: int, other: int) -> int:
     """So many that the two sizes do not look alike."""
     return next((number for number in range(1, 4) if gib(size, number) != gib(other, number)), 4)
+
+
+def _counted(number: int, what: str, plural: str) -> str:
+    return f"{number} {what}{'' if number == 1 else plural}"
+
+
+def _time(ms: float) -> str:
+    return f"{ms / 1e3:.2f} s" if ms >= 100 else f"{ms:.3g} ms"
+
+
+def _parts(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {gib(size).removesuffix(' GiB')}" for name, size in sizes.items() if size)
 
 
 def _yaml(value: object) -> str:
@@ -124,52 +137,50 @@ def plan_tables(plan: JobPlan, width: int = WIDTH) -> RenderableType:
     """What a terminal of so many columns shows."""
     shown: list[RenderableType] = [*summary_lines(plan), *_phase_table(plan, width), *_frontier_table(plan, width)]
     for stage in plan_data(plan)["stages"]:
-        table = _table(COLUMNS, width)
-        for cells in stage_cells(stage):
-            table.add_row(*cells)
-        shown += [f"\n{line}" for line in stage_lines(stage)] + [table]
+        shown += [f"\n{line}" for line in stage_lines(stage)] + [_table(COLUMNS, stage_cells(stage), width)]
     return Group(*shown)
 
 
-def _table(columns: Sequence[str], width: int) -> Table:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> Table:
+    """Without the columns that say nothing."""
+    rows = list(rows)
+    filled = [place for place in range(len(columns)) if any(cells[place] not in ("", "-") for cells in rows)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in columns:
+    for name in (columns[place] for place in filled):
         table.add_column(
             name,
             justify="right" if name in _RIGHT else "left",
             no_wrap=width >= WIDTH and name not in _WRAPPED,
             overflow="fold",
         )
+    for cells in rows:
+        table.add_row(*(cells[place] for place in filled))
     return table
 
 
 def _phase_table(plan: JobPlan, width: int) -> Iterator[RenderableType]:
     """Each phase of a step on the stage where it takes most."""
-    table = _table(PHASE_COLUMNS, width)
-    for cells in phase_cells(plan_data(plan)["phases"]):
-        table.add_row(*cells)
     yield "\ndevice memory by phase, of the fullest stage"
-    yield table
+    yield _table(PHASE_COLUMNS, phase_cells(plan_data(plan)["phases"]), width)
 
 
 def phase_cells(phases: Sequence[PhaseData]) -> Iterator[tuple[str, ...]]:
     """The rows of the table of phases, in `PHASE_COLUMNS`."""
     for phase in phases:
         ms = sum(move["ms"] for move in phase["moves"])
-        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in phase["parts"].items())
-        yield phase["phase"], gib(phase["peak_bytes"]), f"{ms / 1e3:.2f} s" if ms else "", parts
+        yield phase["phase"], gib(phase["peak_bytes"]), _time(ms) if ms else "", _parts(phase["parts"])
 
 
 def _frontier_table(plan: JobPlan, width: int) -> Iterator[RenderableType]:
     """What was tried; the choice is marked."""
-    table = _table(FRONTIER_COLUMNS, width)
+    rows = []
     chosen = (plan.choice.peak_bytes, plan.choice.step_ms)
     for point in plan.frontier:
         mark = "chosen" if (point.peak_bytes, point.step_ms) == chosen else ""
         ratio = point.step_ms / plan.baseline.step_ms
-        table.add_row(gib(point.peak_bytes), f"{point.step_ms / 1e3:.2f} s", f"{ratio:.3f}", mark, _said(point))
+        rows.append((gib(point.peak_bytes), _time(point.step_ms), f"{ratio:.3f}", mark, _said(point)))
     yield "\nmemory against time, of what was tried; ratio to the step with nothing offloaded"
-    yield table
+    yield _table(FRONTIER_COLUMNS, rows, width)
 
 
 def _said(choice: ChoiceAsConfig) -> str:
@@ -182,11 +193,10 @@ def _said(choice: ChoiceAsConfig) -> str:
 def stage_lines(stage: StageData) -> list[str]:
     """What stands above a stage's table."""
     layers = ", ".join(f"{start}-{stop - 1}" for start, stop in stage["layers"] if stop > start) or "none"
-    static = ", ".join(f"{name} {size / GIB:.1f}" for name, size in stage["static_bytes"].items())
     return [
         f"stage {stage['stage']}: layers {layers}; peak {gib(stage['peak_bytes_before'])} -> "
         f"{gib(stage['peak_bytes'])}, host {gib(stage['host_bytes'])}, waits {100 * stage['exposed_share']:.1f} %\n"
-        f"  not activations, GiB: {static}"
+        f"  not activations, GiB: {_parts(stage['static_bytes'])}"
     ]
 
 

@@ -13,6 +13,9 @@ from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
 from nemo_rl_offload.specs.parallel_layout import check_layout
 from nemo_rl_offload.units import gib
 
+_POLICY, _CFG = "policy", "policy.megatron_cfg"
+FUSED = f"{_CFG}.use_fused_linear_logprobs=true"
+"""Makes no logits."""
 LOGPROB_CHUNKS = 8
 """A microbatch's logits in float32 are proposed in so many pieces; more save little, for logits in bfloat16 stay."""
 
@@ -54,7 +57,7 @@ def suggest(
     shortfall: Callable[[Job], int],
     update_lacks: Callable[[Job], int],
 ) -> tuple[str, ...]:
-    """Single changes with which a plan fits; else how near the best of them comes.
+    """Single changes with which a plan fits, as overrides; else how near the best of them comes.
 
     `shortfall` says what the plan of a job lacks. Sooner than that, `fits` says where it lacks nothing, if not always,
     and `surely_lacks` what it lacks at least. `update_lacks` is what the optimizer's step lacks.
@@ -76,11 +79,12 @@ def suggest(
 def _single(job: Job, update_lacks: Callable[[Job], int]) -> Iterator[tuple[str, Job]]:
     chunk = job.sequence // LOGPROB_CHUNKS
     if job.makes_logits:
-        yield "use_fused_linear_logprobs=true", replace(job, makes_logits=False)
+        yield FUSED, replace(job, makes_logits=False)
     if job.makes_logits and job.logprob_chunk_size is None and chunk:
-        yield f"logprob_chunk_size={chunk}", replace(job, logprob_chunk_size=chunk)
+        yield f"{_POLICY}.logprob_chunk_size={chunk}", replace(job, logprob_chunk_size=chunk)
     if not job.optimizer.distributed and job.layout.data > 1:
-        yield "use_distributed_optimizer=true", replace(job, optimizer=replace(job.optimizer, distributed=True))
+        changed = replace(job, optimizer=replace(job.optimizer, distributed=True))
+        yield f"{_CFG}.optimizer.use_distributed_optimizer=true", changed
     yield from _optimizer_on_host(job, update_lacks)
     yield from islice(smaller_microbatches(job), 2)
     for divisor in (2, 4):
@@ -89,9 +93,9 @@ def _single(job: Job, update_lacks: Callable[[Job], int]) -> Iterator[tuple[str,
         changed, text = replace(job, sequence=job.sequence // divisor), ""
         if job.micro_batch_tokens is not None:
             changed = replace(changed, micro_batch_tokens=job.micro_batch_tokens // divisor)
-            text = f" with train_mb_tokens={changed.micro_batch_tokens}"
+            text = f" {_tokens_key(job)}={changed.micro_batch_tokens}"
         if _is_sound(changed):
-            yield f"max_total_sequence_length={changed.sequence}{text}", changed
+            yield f"{_POLICY}.max_total_sequence_length={changed.sequence}{text}", changed
     yield from _layouts(job)
 
 
@@ -106,7 +110,8 @@ def _optimizer_on_host(job: Job, update_lacks: Callable[[Job], int]) -> Iterator
     jobs = [replace(job, optimizer=replace(job.optimizer, share_on_host=each)) for each in shares]
     changed = next((each for each in jobs if not update_lacks(each)), jobs[0])
     if max(sum(sizes.values()) for sizes in changed.resident_host_bytes) <= job.host_budget_bytes:
-        yield f"optimizer_cpu_offload=true with optimizer_offload_fraction={changed.optimizer.share_on_host:g}", changed
+        key, given = f"{_CFG}.optimizer.optimizer_cpu_offload=true", changed.optimizer.share_on_host
+        yield f"{key} {_CFG}.optimizer.optimizer_offload_fraction={given:g}", changed
 
 
 def smaller_microbatches(job: Job) -> Iterator[tuple[str, Job]]:
@@ -122,7 +127,7 @@ def _fewer_samples(job: Job) -> Iterator[tuple[str, Job]]:
     while samples > 1:
         samples = next(size for size in range(samples // 2, 0, -1) if total % size == 0)
         smaller = replace(job, micro_batch=samples * job.rows_per_sample, num_microbatches=total // samples)
-        yield f"train_micro_batch_size={samples}", smaller
+        yield f"{_POLICY}.train_micro_batch_size={samples}", smaller
 
 
 def _fewer_tokens(job: Job, tokens: int) -> Iterator[tuple[str, Job]]:
@@ -130,7 +135,11 @@ def _fewer_tokens(job: Job, tokens: int) -> Iterator[tuple[str, Job]]:
     while (tokens := tokens // 2) >= job.sequence * job.rows_per_sample:
         number = math.ceil(total / tokens)
         smaller = replace(job, micro_batch_tokens=tokens, micro_batch=tokens // job.sequence, num_microbatches=number)
-        yield f"train_mb_tokens={tokens}", smaller
+        yield f"{_tokens_key(job)}={tokens}", smaller
+
+
+def _tokens_key(job: Job) -> str:
+    return f"{_POLICY}.{'sequence_packing' if job.is_packed else 'dynamic_batching'}.train_mb_tokens"
 
 
 def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
@@ -138,18 +147,20 @@ def _layouts(job: Job) -> Iterator[tuple[str, Job]]:
     batch = job.num_microbatches * layout.data
     for factor in (2, 4):
         changes = {
-            f"tensor_model_parallel_size={layout.tensor * factor} with sequence_parallel=true": replace(
+            f"{_CFG}.tensor_model_parallel_size={layout.tensor * factor} {_CFG}.sequence_parallel=true": replace(
                 layout, tensor=layout.tensor * factor, sequence_parallel=True
             ),
-            f"pipeline_model_parallel_size={layout.pipeline * factor}": replace(
+            f"{_CFG}.pipeline_model_parallel_size={layout.pipeline * factor}": replace(
                 layout, pipeline=layout.pipeline * factor
             ),
-            f"expert_model_parallel_size={layout.expert * factor}": replace(layout, expert=layout.expert * factor),
+            f"{_CFG}.expert_model_parallel_size={layout.expert * factor}": replace(
+                layout, expert=layout.expert * factor
+            ),
         }
         has_form = job.shape.attention_sinks or job.shape.sliding_windows
         if not (job.is_packed and job.transformer_engine and has_form):  # which has no kernel for it
             longer = layout.context * factor
-            changes[f"context_parallel_size={longer}"] = replace(layout, context=longer)
+            changes[f"{_CFG}.context_parallel_size={longer}"] = replace(layout, context=longer)
         for text, changed in changes.items():
             if changed.data == 0 or batch % changed.data:
                 continue

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -223,6 +224,25 @@ def test_what_differs_from_a_finished_run_has_no_effect(
     assert cli.main(["run", "grpo", "--run-dir", "out", "fault_tolerance.max_restarts=7"]) == 0
     assert "warning: without effect: fault_tolerance.max_restarts is 0 there, 7 here" in capsys.readouterr().out
     assert (tmp_path / "out" / "config.yaml").read_text() == written
+
+
+def test_the_end_names_the_last_checkpoint_and_what_can_be_done_with_it(
+    training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "grpo", "--run-dir", "out"]) == 0
+    assert "checkpoint" not in capsys.readouterr().out, "there is none"
+    for step in (2, 10):
+        (tmp_path / "out" / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    assert cli.main(["run", "grpo", "--run-dir", "out"]) == 0
+    _, found, end = capsys.readouterr().out.partition("Last checkpoint: out/checkpoints/step_10\n")
+    assert found
+    commands = [shlex.split(line) for line in end.splitlines()[1:]]
+    assert [words[1] for words in commands] == ["export", "eval", "run"]
+    parser = command_line.build_parser()
+    for words in commands:
+        parsed, overrides = parser.parse_known_args(words[1:])
+        assert Path("out/step_10") in vars(parsed).values()
+        assert overrides == (["grpo.max_num_steps=20"] if words[1] == "run" else [])
 
 
 def test_a_damaged_summary_is_one_error(training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,17 @@
 """`check` and `doctor` on the command line."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from nemo_rl_offload.cli import command_line as cli
+from nemo_rl_offload.cli import evaluate
 from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.config.recipe import read_recipe
 
 EXEMPLARS = sorted(
     set((PROJECT_ROOT / "examples" / "configs").glob("*.yaml")) - {PROJECT_ROOT / "examples/configs/base.yaml"}
@@ -39,6 +44,22 @@ def test_check_names_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
     assert "policy.precision" in error
 
 
+def test_overrides_that_do_not_apply_have_path_and_place_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    exemplar, words = str(PROJECT_ROOT / "examples" / "configs" / "grpo_tiny.yaml"), ("grpo.sed=1", "~grpo.sex", "word")
+    assert cli.main(["check", "--format", "json", exemplar, *words]) == cli.EXIT_USER_ERROR
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert [each["path"] for each in problems] == ["grpo.sed", "grpo.sex", ""]
+    assert {each["origin"] for each in problems} == {"override on the command line"}
+
+
+def test_a_further_data_set_of_pairs_has_no_column_of_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    exemplar, further = str(PROJECT_ROOT / "examples/configs/dpo_tiny.yaml"), "[{path:README.md,output_key:chosen}]"
+    assert cli.main(["check", exemplar, f"data.train.further={further}"]) == cli.EXIT_USER_ERROR
+    (_, line) = capsys.readouterr().err.splitlines()
+    assert line.startswith("data.train.further.0.output_key: pairs have two answers")
+    assert line.endswith("(override on the command line)")
+
+
 def test_doctor_answers_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["doctor", "--format", "json"])
     found = {finding["name"]: finding["status"] for finding in json.loads(capsys.readouterr().out)}
@@ -66,12 +87,15 @@ def test_an_evaluation_leaves_the_folder_of_a_run_alone(tmp_path: Path, capsys: 
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "samples.jsonl"}
 
 
-def test_an_evaluation_does_not_take_the_place_of_another_models(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations that were evaluated, by a stand-in."""
     from nemo_rl_offload.algorithms import evaluation
 
-    def stand_in(_config: object, folder: Path, model: str, *_: object) -> dict[str, object]:
+    configs: list[Any] = []
+
+    def stand_in(config: object, folder: Path, model: str, *_: object) -> dict[str, object]:
+        configs.append(config)
         found = {
             "model": model,
             "num_problems": 1,
@@ -90,6 +114,32 @@ def test_an_evaluation_does_not_take_the_place_of_another_models(
         return found
 
     monkeypatch.setattr(evaluation, "run_evaluation", stand_in)
+    monkeypatch.setattr(evaluate, "_exported", lambda *_: nullcontext(Path("exported")))
+    return configs
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo"])
+def test_a_checkpoint_of_any_algorithm_is_evaluated(
+    algorithm: str, tmp_path: Path, evaluated: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run/checkpoints/step_2").mkdir(parents=True)
+    values = read_recipe(PROJECT_ROOT / f"examples/configs/{algorithm}_tiny.yaml").values
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(values))
+    words = ["eval", "--checkpoint", str(tmp_path / "run/step_2"), "--run-dir", str(tmp_path / "out")]
+    if given := values["data"]["train"]["path"]:
+        assert cli.main(words) == cli.EXIT_USER_ERROR
+        (error,) = capsys.readouterr().err.splitlines()
+        assert "given answers, which nothing can score. Give problems as data.validation.path=FILE, and" in error
+        words += ["data.env_name=math", f"data.validation.path={given}"]
+    assert cli.main(words) == 0
+    assert "warning" not in capsys.readouterr().out, "of keys that nobody wrote"
+    assert evaluated[0]["algorithm"] == "grpo"
+    assert evaluated[0]["data"]["train"]["path"] == evaluated[0]["data"]["validation"]["path"]
+
+
+def test_an_evaluation_does_not_take_the_place_of_another_models(
+    tmp_path: Path, evaluated: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["eval", "--run-dir", str(tmp_path / "out")]
     assert cli.main(words) == 0
     assert cli.main(words) == 0, "the same again"

@@ -53,6 +53,8 @@ def test_an_engine_that_leaves_training_no_room_is_told_its_share(capsys: pytest
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
     text = plan(capsys, *words, f"{share}=0.99", code=EXIT_USER_ERROR)
     (said,) = re.findall(rf"not enough: generation on stage 0: .* more than there is\. {share} may be ([\d.]+)\.", text)
+    assert "\nthe training step alone fits with" in text
+    assert "\nfits" not in text
     text = plan(capsys, *words, f"{share}={said}")
     assert "not enough" not in text
     assert re.search(r"generation +[\d.]+ GiB +[\d.]+ s", text), "what leaves for it crosses the link"
@@ -314,7 +316,17 @@ def test_the_configured_budget_is_the_default(capsys: pytest.CaptureFixture[str]
 def test_what_does_not_fit_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(capsys, SMALL, "--gpu", "h100", "--memory", "15GiB", code=EXIT_USER_ERROR)
     assert "does not fit: stage 0 needs" in text
-    assert "changes that would do:" in text
+    changes = text.partition("changes that would do: ")[2].splitlines()[0].split("; or ")
+    assert all(re.fullmatch(r"policy\.[\w.]+=\S+( policy\.[\w.]+=\S+)?", each) for each in changes), "can be pasted"
+
+
+def test_a_small_plan_says_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, TINY, "--gpu", "h100-80gb", "--gpus-per-node", "1")
+    assert "h100-80gb, 1 device, 2 microbatches of" in text
+    assert not re.search(r"\b0\.0+ (GiB|s)\b", text)
+    assert re.search(r"^ module +microbatch +at peak +goes *$", text, re.MULTILINE), (
+        "no link, no recomputation, no copies"
+    )
 
 
 REFUSED = [

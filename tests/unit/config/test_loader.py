@@ -63,6 +63,11 @@ def test_defaults_are_relative_to_the_file_that_names_them(tmp_path: Path, monke
     path = write(tmp_path, top="defaults: inner/middle.yaml\nz: 3\n")
     monkeypatch.chdir(tmp_path / "inner")
     assert load_config(path) == {"x": 1, "y": 2, "z": 3}
+    assert read_config(path).origins["x"] == f"{tmp_path}/base.yaml:1", "without .."
+    (tmp_path / "inner" / "deep").mkdir()
+    (tmp_path / "deep").symlink_to(tmp_path / "inner" / "deep")
+    behind = write(tmp_path / "inner", top="defaults: ../deep/../middle.yaml\n")
+    assert load_config(behind)["y"] == 2, "behind a link"
 
 
 def test_shipped_files_are_inherited_from_anywhere(tmp_path: Path) -> None:

@@ -263,6 +263,8 @@ def test_turns_that_both_share_belong_to_the_prompt_of_one_question() -> None:
         {"messages": CONVERSATION, "id": 3, "tools": None, "label": 0},
         {"messages": CONVERSATION, "prompt": "a", "prompt_id": "x", "chosen": CONVERSATION, "tools": []},
         {"messages": [user("a"), assistant("b") | {"weight": 1}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "id": "x"},
+        {"conversations": CONVERSATION},
         {"prompt": "a", "completion": "b"},
         {"prompt": "a", "completion": "b", "label": True},
         {"prompt": [user("a")], "completion": [assistant("b")]},
@@ -276,6 +278,17 @@ def test_turns_that_both_share_belong_to_the_prompt_of_one_question() -> None:
 def test_forms_of_conversations(content: Content) -> None:
     parsed = parse_conversation(content)
     assert shown(parsed) == CONVERSATION  # type: ignore[arg-type]
+
+
+def test_pairs_of_sharegpt_are_read_as_their_message_says() -> None:
+    question, right, wrong = (
+        {"from": who, "value": text} for who, text in (("human", "a"), ("gpt", "b"), ("gpt", "c"))
+    )
+    r = {"conversations": [question], "chosen": right, "rejected": wrong}
+    with pytest.raises(BadRecordError) as caught:
+        parse_preference(r)
+    written = eval(str(caught.value).partition("anew as ")[2], {"r": r})
+    assert parse_preference(written) == ([user("a")], [assistant("b")], [assistant("c")])
 
 
 LONG = [system("s"), user("a"), assistant("x"), user("b"), assistant("y")]
@@ -339,7 +352,13 @@ COMPARED = {"context": "a", "response1": "b", "response2": "c"}
         (parse_conversation, {"messages": [user("a")]}, "no assistant turn to learn"),
         (parse_conversation, {"messages": [assistant("a")]}, "begins with an assistant turn"),
         (parse_conversation, {"messages": [{"role": "user"}]}, "a message without text in 'content'"),
-        (parse_conversation, {"messages": [{"from": "human", "value": "a"}]}, "'content'; it has from, value"),
+        (parse_conversation, {"messages": [{"from": "human", "said": "a"}]}, "'content'; it has from, said"),
+        (parse_conversation, {"conversations": [{"from": "tools", "value": "a"}]}, "the role 'tools'; roles are"),
+        (
+            parse_preference,
+            {"conversations": [], "chosen": {}, "rejected": {}},
+            "a pair in ShareGPT's form; write each",
+        ),
         (parse_conversation, {"messages": ["a", "b"]}, "a message without text in 'content'$"),
         (parse_conversation, {"messages": [{"role": "bot", "content": "a"}]}, "the role 'bot'; roles are system"),
         (parse_conversation, {"messages": [user("a"), assistant("b") | {"weight": 0}]}, "turn of weight 0"),

@@ -207,8 +207,7 @@ def test_a_folder_for_each_split(tmp_path: Path) -> None:
 
 def test_a_split_of_one_file_has_no_effect(tmp_path: Path) -> None:
     file = write(tmp_path / "train.jsonl", ROWS)
-    with pytest.warns(UserWarning, match=r"data\.train\.split: foo has no effect, since .*train\.jsonl is one file"):
-        assert len(read_section("data.train", file, "foo")) == 5
+    assert len(read_section("data.train", file, "foo")) == 5
     assert len(read_section("data.train", tmp_path, "train")) == 5
     with pytest.raises(DataError, match=r"data\.train\.path: .* and no 'foo'"):
         read_section("data.train", tmp_path, "foo")

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,7 @@ def test_text_that_repeats_the_prompt_is_refused_where_most_does(
     file = tmp_path / "a.jsonl"
     for most in ([repeating] * 2, [repeating] * 3 + [plain] * 2, [repeating]):
         with pytest.raises(
-            DataError, match=f"{most.count(repeating)} record.*\n.*:1: begins its answers with the text"
+            DataError, match=f"{most.count(repeating)} record.*\n.*:1[^:]*: begins its answers with the text"
         ):
             sample_sets(configure(tiny, algorithm, write(file, *most)), tokenizer, [tokenizer.eos_token_id], seed=1)
     mixed = [repeating] * 2 + [plain] * 2
@@ -241,7 +242,9 @@ def test_bad_lines_end_the_run_or_are_counted(tokenizer: Any, tiny: dict[str, An
     assert head == "data.train: 9 record(s) cannot be used"
     assert lines[0].startswith(f"{file}:2: is not JSON")
     assert lines[1].startswith(f"{file}:3: has neither chosen and rejected")
-    assert lines[5] == "... and 4 more"
+    assert lines[2] == f"{file}:5, 6, 7, 8, 9 and 2 more: is int, not an object with keys"
+    assert lines[3] == "data.validation: 9 record(s) cannot be used", "it is the same file"
+    assert [line for line in lines if "Mend the data; " in line] == lines[-1:]
     with pytest.warns(UserWarning, match="left 9 bad"):
         _, _, counts = sample_sets(
             configure(tiny, "dpo", file, on_bad_line="skip"), tokenizer, [tokenizer.eos_token_id], seed=1
@@ -251,6 +254,20 @@ def test_bad_lines_end_the_run_or_are_counted(tokenizer: Any, tiny: dict[str, An
         sample_sets(
             configure(tiny, "dpo", write(file, "{"), on_bad_line="skip"), tokenizer, [tokenizer.eos_token_id], seed=1
         )
+
+
+def test_bad_records_for_validation_are_told_where_they_stand(
+    tokenizer: Any, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    config = configure(tiny, "dpo", write(tmp_path / "train.jsonl", *[PAIR] * 4, *["1"] * 8))
+    config["data"]["train"]["split_validation_size"] = 0.5
+    config["data"]["validation"]["path"] = None
+    with pytest.raises(DataError) as caught:
+        sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
+    text = str(caught.value)
+    assert "data.validation" not in text
+    assert sum(map(int, re.findall(r"^data\.train: (\d+) record", text, re.MULTILINE))) == 8
+    assert text.count("Mend the data") == 1
 
 
 def test_truncation_is_counted(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -312,9 +329,6 @@ def test_pairs_keep_their_answers_where_the_prompts_column_is_named(
         sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1) for config in configs
     )
     assert found == expected
-    configs[1]["data"]["train"]["output_key"] = "chosen"
-    with pytest.raises(DataError, match=r"data\.train\.output_key: pairs have two answers, chosen and rejected"):
-        sample_sets(configs[1], tokenizer, [tokenizer.eos_token_id], seed=1)
 
 
 @given(num_samples=st.integers(1, 20), size=st.integers(1, 5), skip=st.integers(0, 20), seed=st.integers(0, 99))

@@ -11,6 +11,7 @@ from nemo_rl_offload.environments.function import FunctionEnvironment
 from nemo_rl_offload.environments.interface import Episode, Score
 from nemo_rl_offload.environments.pool import EnvironmentPool
 from nemo_rl_offload.errors import ConfigError, WorkerError
+from nemo_rl_offload.specs.reward_functions import CALL
 
 HERE = str(Path(__file__).parent)
 
@@ -107,6 +108,7 @@ def test_processes_call_it(make_pool: Callable[..., EnvironmentPool]) -> None:
     [
         ("user_functions:takes_one_argument", {}, "too many positional arguments"),
         ("operator:truth", {}, "too many positional arguments"),
+        ("user_functions:as_in_trl", {}, r"def score\(messages, entry\): return "),
         ("user_functions:shorter_is_better", {"scael": 1}, "unexpected keyword argument 'scael'"),
     ],
 )
@@ -117,6 +119,16 @@ def test_one_that_takes_other_arguments_is_refused_before_the_run(
     expected = rf"env\.function\.path: {function}\(.*cannot be called as function\(messages, entry, .*{words}"
     with pytest.raises(ConfigError, match=expected):
         FunctionEnvironment.prepare(section)
+
+
+def test_one_of_trls_is_adapted_as_the_message_says() -> None:
+    def reward(prompts: list[Any], completions: list[Any], answer: list[str]) -> list[float]:
+        return [float(each[0]["content"] == right) for each, right in zip(completions, answer, strict=True)]
+
+    names: dict[str, Any] = {"reward": reward}
+    exec("def score" + CALL.partition("def score")[2], names)
+    asked = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+    assert [names["score"](asked, {"answer": answer}) for answer in ("4", "5")] == [1.0, 0.0]
 
 
 def test_one_that_tells_nothing_of_its_arguments_is_tried() -> None:

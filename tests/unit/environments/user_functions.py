@@ -29,6 +29,10 @@ def half_a_character(messages: Messages, entry: Mapping[str, Any]) -> dict[str, 
     return {"reward": 1, "observation": "\ud800"}
 
 
+def as_in_trl(prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
 def takes_one_argument(messages: Messages) -> float:
     return 1.0
 

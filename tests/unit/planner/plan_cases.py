@@ -33,7 +33,7 @@ from nemo_rl_offload.planner.report.tables import WIDTH, plan_tables
 from nemo_rl_offload.specs.catalogue import CATALOGUE
 from nemo_rl_offload.specs.devices import DEVICES
 from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES
-from nemo_rl_offload.units import GIB, MIB
+from nemo_rl_offload.units import GIB, KIB, MIB, parse_bytes
 
 CFG = "policy.megatron_cfg"
 CLOSE_MS = 0.002
@@ -284,7 +284,7 @@ def _text(found: Planned) -> Iterator[str]:
             said = f"peak {row['peak_bytes'] / GIB:.1f} GiB, step {row['step_ms'] / 1e3:.2f} s"
             if said not in line:
                 yield f"text: {line!r} is not {said}"
-    does_fit, does_not = "\nfits with" in text or "\nfits without" in text, "does not fit: " in text
+    does_fit, does_not = bool(re.search(r"\n(the training step alone )?fits with", text)), "does not fit: " in text
     if does_fit != data["training_fits"] or does_not == data["training_fits"]:
         yield f"text: fits is {data['fits']}, and the text says something else"
     keys = data["megatron_cfg"]
@@ -292,10 +292,12 @@ def _text(found: Planned) -> Iterator[str]:
         not keys["offload_modules"] and not keys.get("recompute_granularity")
     ):
         yield f"text: 'fits without offloading' with {keys}"
-    if needs := re.search(r"needs ([\d.]+) GiB, ([\d.]+) GiB more than there is", text):
+    if needs := re.search(r"needs ([\d.]+) GiB, ([\d.]+) ([KMG]iB) more than there is", text):
         stage = max(data["stages"], key=lambda each: each["shortfall_bytes"])
-        for shown, size in zip(needs.groups(), (stage["peak_bytes"], data["shortfall_bytes"]), strict=True):
-            if abs(float(shown) - size / GIB) > 0.051:
+        lacking = float(needs[2]) * {"KiB": KIB / GIB, "MiB": MIB / GIB, "GiB": 1}[needs[3]]
+        sizes = (stage["peak_bytes"], data["shortfall_bytes"])
+        for shown, size in zip((float(needs[1]), lacking), sizes, strict=True):
+            if abs(shown - size / GIB) > 0.051:
                 yield f"text: {needs[0]} where it is {size}"
         if float(needs[2]) == 0 and data["shortfall_bytes"] > 2**17:
             yield f"text: {needs[0]}"
@@ -361,17 +363,6 @@ def _recomputes_for_something(case: Case, found: Planned) -> Iterator[str]:
                 yield f"recomputes: {name} in vain: {row}, without it {came}"
 
 
-_WHERE = {
-    "train_micro_batch_size": "policy",
-    "max_total_sequence_length": "policy",
-    "logprob_chunk_size": "policy",
-    "train_mb_tokens": "policy.sequence_packing",
-    **dict.fromkeys(
-        ("use_distributed_optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction"), f"{CFG}.optimizer"
-    ),
-}
-
-
 def _changes_do(case: Case, found: Planned) -> Iterator[str]:
     """Changes that would do make it fit; the nearest is as near as it is said to be."""
     changes = found.data["changes"]
@@ -382,17 +373,15 @@ def _changes_do(case: Case, found: Planned) -> Iterator[str]:
     for text in changes:
         if text == "none that was tried":
             continue
-        nearest = re.fullmatch(r"none that was tried; (.+) comes nearest, ([\d.]+) GiB short", text)
-        words = re.findall(r"(\w+)=([\w.]+)", nearest[1] if nearest else text)
-        overrides = [f"{_WHERE.get(key, CFG)}.{key}={value}" for key, value in words]
+        nearest = re.fullmatch(r"none that was tried; (.+) comes nearest, (.+) short", text)
         try:
-            again = case.plan(*overrides)
+            again = case.plan(*(nearest[1] if nearest else text).split())
         except ConfigError as error:
             yield f"changes: '{text}' is refused: {error}"
             continue
         if not nearest and not again.data["training_fits"]:
             yield f"changes: '{text}' is {again.data['shortfall_bytes'] / GIB:.2f} GiB short"
-        if nearest and abs(again.data["shortfall_bytes"] / GIB - float(nearest[2])) > 0.051:
+        if nearest and abs(again.data["shortfall_bytes"] - parse_bytes(nearest[2])) > 0.051 * GIB:
             yield f"changes: '{text}' is {again.data['shortfall_bytes'] / GIB:.2f} GiB short"
 
 

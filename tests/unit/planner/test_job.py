@@ -55,10 +55,10 @@ def test_a_pack_may_hold_more_than_whole_samples_of_the_longest() -> None:
 def test_smaller_microbatches_divide_the_batch_or_hold_the_longest_sample() -> None:
     size = "policy.train_micro_batch_size=15"
     texts = [text for text, _ in smaller_microbatches(job(size, "policy.train_global_batch_size=60"))]
-    assert texts == [f"train_micro_batch_size={number}" for number in (5, 1)]  # not 7, which `check` refuses
+    assert texts == [f"policy.train_micro_batch_size={number}" for number in (5, 1)]  # not 7, which `check` refuses
     packed = job("policy.sequence_packing.enabled=true", f"policy.sequence_packing.train_mb_tokens={9 * 1024}")
     found = dict(smaller_microbatches(packed))
-    assert list(found) == [f"train_mb_tokens={number}" for number in (4608, 2304, 1152)]
+    assert list(found) == [f"policy.sequence_packing.train_mb_tokens={number}" for number in (4608, 2304, 1152)]
     for smaller in found.values():
         assert smaller.num_microbatches * smaller.context.tokens.count >= packed.num_microbatches * 9 * 1024
 
@@ -68,8 +68,8 @@ def test_changes_of_packs_name_what_has_an_effect() -> None:
     packs = ("policy.sequence_packing.enabled=true", f"policy.sequence_packing.train_mb_tokens={32 * 1024}")
     packed = job(*packs, "policy.megatron_cfg.use_fused_linear_logprobs=false")
     changes = make_plan(replace(packed, memory_bytes=40 << 30)).suggestions
-    assert "train_mb_tokens=8192" in changes
-    assert "max_total_sequence_length=256 with train_mb_tokens=8192" in changes
+    assert "policy.sequence_packing.train_mb_tokens=8192" in changes
+    assert "policy.max_total_sequence_length=256 policy.sequence_packing.train_mb_tokens=8192" in changes
 
 
 def test_the_engine_that_moves_modules_is_read() -> None:

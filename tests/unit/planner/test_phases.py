@@ -186,7 +186,7 @@ def test_the_optimizer_on_the_host_is_proposed_where_it_would_do() -> None:
     (share,) = [
         float(found[1])
         for text in plan.suggestions
-        if (found := re.fullmatch(r"optimizer_cpu_offload=true with optimizer_offload_fraction=([\d.]+)", text))
+        if (found := re.fullmatch(r"\S+\.optimizer_cpu_offload=true \S+\.optimizer_offload_fraction=([\d.]+)", text))
     ]
     assert make_plan(replace(job, optimizer=Optimizer(share_on_host=share))).shortfall_bytes == 0
     starved = make_plan(replace(job, host_budget=20 * GIB))
@@ -201,7 +201,7 @@ def test_as_much_of_the_optimizer_is_proposed_as_its_own_step_lacks() -> None:
         tight = replace(job, memory_bytes=memory_gib * GIB)
         plan = make_plan(tight)
         for text in plan.suggestions:
-            if found := re.fullmatch(r"optimizer_cpu_offload=true with optimizer_offload_fraction=([\d.]+)", text):
+            if found := re.fullmatch(r"\S+\.optimizer_cpu_offload=true \S+\.optimizer_offload_fraction=([\d.]+)", text):
                 changed = make_plan(replace(tight, optimizer=Optimizer(share_on_host=float(found[1]))))
                 assert not [each for each in changed.lacking if "optimizer step" in each], memory_gib
                 assert changed.shortfall_bytes == 0

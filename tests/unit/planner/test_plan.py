@@ -133,14 +133,17 @@ def test_what_cannot_fit_says_how_much_and_what_would_do() -> None:
     job = replace(job, memory_bytes=40 * GIB)
     plan = make_plan(job)
     assert plan.shortfall_bytes == pytest.approx(least_shortfall(job), rel=0.2)
-    assert "pipeline_model_parallel_size=8" in plan.suggestions
+    assert "policy.megatron_cfg.pipeline_model_parallel_size=8" in plan.suggestions
     assert make_plan(replace(job, layout=replace(job.layout, pipeline=8), num_microbatches=32)).shortfall_bytes == 0
 
 
 @pytest.mark.slow
 def test_logits_that_do_not_fit_whole_are_proposed_in_pieces() -> None:
     job = make_job("Qwen/Qwen2.5-1.5B", sequence=1024, micro_batch=16, memory_bytes=40 * GIB)
-    assert make_plan(job).suggestions[:2] == ("use_fused_linear_logprobs=true", "logprob_chunk_size=128")
+    assert make_plan(job).suggestions[:2] == (
+        "policy.megatron_cfg.use_fused_linear_logprobs=true",
+        "policy.logprob_chunk_size=128",
+    )
     assert make_plan(replace(job, makes_logits=False)).shortfall_bytes == 0
     in_pieces = replace(job, logprob_chunk_size=128)
     assert make_plan(in_pieces).shortfall_bytes == 0

@@ -119,7 +119,7 @@ PLANTED: dict[str, tuple[object, str, object, str, str]] = {
     "choices by layers": (plan_module, "choose", by_layers, "66GiB", "rows"),
     "beaten rows": (frontier_module, "_falling", everything, "50GiB", "choice"),
     "changes that do not do": (plan_module, "suggest", any_change, "8GiB", "changes"),
-    "sizes that look alike": (tables, "_decimals", lambda *_: 1, "SHORT", "text"),
+    "sizes that look alike": (tables, "gib", lambda size, _=1: f"{size / 2**30:.1f} GiB", "SHORT", "text"),
 }
 
 

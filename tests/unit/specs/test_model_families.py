@@ -477,6 +477,11 @@ def test_a_section_for_each_kind_of_layers() -> None:
     assert unknown_keys(content) == ["rope_parameters.full_attention.beta_fast"]
 
 
+def test_an_older_name_of_the_type_comes_with_the_newer() -> None:
+    (refusal,) = refusals(PUBLIC["gemma-3-1b-it"] | {"rope_scaling": {"type": "linear", "factor": 8.0}})
+    assert refusal.endswith("Allowed: an object with a rope_type, and no type. Rename type to rope_type.")
+
+
 def test_layers_with_a_window_need_one() -> None:
     (refusal,) = refusals(PUBLIC["gemma-3-1b-it"] | {"sliding_window": None})
     assert refusal.startswith("sliding_window null of config.json is not taken without layer_types")

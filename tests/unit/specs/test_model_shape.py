@@ -32,6 +32,11 @@ def test_a_family_that_the_planner_does_not_know_has_a_shape_for_rules() -> None
         read_model_shape(content, "mine")
 
 
+def test_a_family_that_is_trained_and_not_planned_is_said_to_be_so() -> None:
+    with pytest.raises(ConfigError, match=r"nemotron_h is trained here but not planned yet: .* Run a few steps"):
+        read_model_shape({**DEEPSEEK, "model_type": "nemotron_h"}, "mine")
+
+
 @pytest.mark.parametrize("wrong", [None, "8", 0, -1, True, 2.5, []])
 @pytest.mark.parametrize(
     ("key", "field", "value"),

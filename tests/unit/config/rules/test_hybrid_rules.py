@@ -80,5 +80,5 @@ def test_layers_for_further_tokens_can_be_left_out(problems: Problems) -> None:
 
 
 def test_a_plan_of_it_is_refused_by_name(make_model: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="model_type 'nemotron_h' is not known"):
+    with pytest.raises(ConfigError, match="nemotron_h is trained here but not planned yet"):
         load_model_shape("local", make_model(**HYBRID, hybrid_override_pattern="M-M*"))

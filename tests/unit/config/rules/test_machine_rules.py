@@ -209,6 +209,9 @@ class Kind: ...
 
 made = print
 
+def of_trl(prompts, completions, **kwargs):
+    return [0.0 for _ in completions]
+
 def with_inner(messages, entry):
     def inner():
         yield 1
@@ -254,6 +257,11 @@ def faults(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         ("kit.scores:judge", "{bonus: 1, limt: 2}", "params.limt: not a parameter of judge. Did you mean 'limit'?"),
         ("kit.scores:judge", "{bonus: 1, entry: 2}", "params.entry: not a parameter of judge. It takes: bonus, limit."),
         ("kit.scores:of_one", "{}", "of_one(response) cannot be called as function(messages, entry, **params)."),
+        (
+            "kit.scores:of_trl",
+            "{}",
+            "so TRL's reward(prompts, completions, **kwargs) is adapted by def score(messages, ",
+        ),
         ("kit.scores:judge", "{}", "params.bonus: missing value: judge has no default for it."),
         ("kit.scores:number", "{}", "path: kit.scores:number is the value 3, and not a function that returns a reward"),
         ("kit.scores:later", "{}", "is a coroutine (async def)"),
@@ -328,3 +336,14 @@ def test_a_machine_without_gpus_has_one_worker_whose_number_is_known_before_ray_
         assert said(run_here=False) == is_known
         monkeypatch.setenv("RAY_ADDRESS", "there:6379")
         assert not said(run_here=True), "a cluster that is joined may have others"
+
+
+def test_a_split_of_one_file_has_no_effect(check: Check, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.touch()
+    words = ("algorithm=dpo", "checkpointing.metric_name=null", f"data.validation.path={tmp_path}")
+    given = (*words, f"data.train.path={file}", "data.validation.split=foo")
+    said = f"data.train.split: foo has no effect, since {file} is one file. Set it to null."
+    assert said in check(*given, "data.train.split=foo").warnings
+    assert "data.train.split" not in "".join(check(*given).warnings)
+    assert "data.validation.split" not in "".join(check(*given).warnings), "a folder has several"

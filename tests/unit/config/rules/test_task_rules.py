@@ -359,3 +359,9 @@ def test_a_second_turn_that_has_no_room_is_told(check: Check, turns: int, total:
     )
     told = [text for text in checked.warnings if "Set policy.max_total_sequence_length at least 128." in text]
     assert bool(told) == is_told
+
+
+def test_pairs_have_no_column_of_one_answer(refuses: Refuses) -> None:
+    """Told with its place, before the data are read."""
+    key = "data.train.output_key"
+    refuses(f"{DPO} {FILES} {key}=chosen", key, "pairs have two answers", f"{DPO} {FILES} {key}=null")

@@ -48,8 +48,6 @@ def test_a_machine_without_memory_for_all_its_ranks_is_told_before_any_is_taken(
     if fits:
         assert keep_weights(WaitingWeights, arena, [Router()], "reference's").num_bytes == arena.held_bytes > 0
         return
-    with pytest.raises(
-        ResourceError, match=r"the reference's weights need 0\.00 GiB of host memory on each of 5 ranks"
-    ):
+    with pytest.raises(ResourceError, match=r"the reference's weights need \S+ KiB of host memory on each of 5 ranks"):
         keep_weights(WaitingWeights, arena, [Router()], "reference's")
     assert arena.held_bytes == 0
