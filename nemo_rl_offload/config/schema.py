@@ -28,6 +28,7 @@ from nemo_rl_offload.config.sections.algorithms import (
     SFTConfig,
 )
 from nemo_rl_offload.config.sections.data import (
+    CodeTestsConfig,
     DataConfig,
     EnvConfig,
     FunctionConfig,
@@ -79,6 +80,7 @@ __all__ = [
     "AsyncGRPOConfig",
     "CheckpointingConfig",
     "ClusterConfig",
+    "CodeTestsConfig",
     "ColocatedConfig",
     "CpuAffinityConfig",
     "DPOConfig",

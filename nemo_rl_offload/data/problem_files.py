@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from nemo_rl_offload.data.program_tests import TESTS, tests_of
 from nemo_rl_offload.data.reasoning_gym import Problem
 from nemo_rl_offload.data.records import Record, report_bad_records
 from nemo_rl_offload.errors import DataError
@@ -10,10 +11,13 @@ QUESTIONS = ("prompt", "question", "problem", "input")
 ANSWERS = ("answer", "expected_answer", "output")
 
 
-def read_problems(records: Sequence[Record], *, name: str, needs_answer: bool, skips_bad: bool) -> list[Problem]:
+def read_problems(
+    records: Sequence[Record], *, name: str, needs_answer: bool, needs_tests: bool = False, skips_bad: bool
+) -> list[Problem]:
     """Return the problems of records; ``name`` is the section that messages begin with.
 
-    A problem's ``entry`` is the record, with the answer as text under ``answer``.
+    A problem's ``entry`` is the record, with the answer as text under ``answer``; where it needs tests these under
+    ``tests``.
 
     Raises:
         DataError: there are none, or records that cannot be used and are not skipped.
@@ -24,7 +28,7 @@ def read_problems(records: Sequence[Record], *, name: str, needs_answer: bool, s
         try:
             if isinstance(record.content, str):
                 raise ValueError(record.content)
-            problems.append(_problem(record.content, needs_answer))
+            problems.append(_problem(record.content, needs_answer, needs_tests))
         except ValueError as error:
             bad.append((record.place, str(error)))
     report_bad_records(name, bad, num_good=len(problems), skips_bad=skips_bad)
@@ -33,11 +37,16 @@ def read_problems(records: Sequence[Record], *, name: str, needs_answer: bool, s
     return problems
 
 
-def _problem(content: Mapping[str, object], needs_answer: bool) -> Problem:
+def _problem(content: Mapping[str, object], needs_answer: bool, needs_tests: bool) -> Problem:
     question, answer = (next((content[key] for key in keys if key in content), None) for keys in (QUESTIONS, ANSWERS))
     has = f"it has {', '.join(content) or 'no keys'}"
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"has no question as text under one of {', '.join(QUESTIONS)}; {has}")
+    if needs_tests:
+        given = next((content[key] for key in TESTS if key in content), None)
+        if given is None:
+            raise ValueError(f"has no tests under one of {', '.join(TESTS)}; {has}")
+        return Problem(question, None, {**content, "tests": tests_of(given, content)})
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if needs_answer and not (isinstance(answer, str) and answer.strip()):

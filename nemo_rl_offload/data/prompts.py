@@ -196,8 +196,10 @@ def _validation_problems(data: DataConfig) -> list[Problem]:
 
 
 def _problems(records: list[Record], name: str, data: DataConfig) -> list[Problem]:
-    needs_answer = ENVIRONMENTS[data["env_name"]].needs_answer
-    return read_problems(records, name=name, needs_answer=needs_answer, skips_bad=data["on_bad_line"] == "skip")
+    spec, skips_bad = ENVIRONMENTS[data["env_name"]], data["on_bad_line"] == "skip"
+    return read_problems(
+        records, name=name, needs_answer=spec.needs_answer, needs_tests=spec.needs_tests, skips_bad=skips_bad
+    )
 
 
 def problems_of(task: ReasoningGymConfig, seed: int, size: int) -> ReasoningGymProblems:

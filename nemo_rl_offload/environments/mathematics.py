@@ -14,6 +14,7 @@ from math_verify import parse, verify
 
 from nemo_rl_offload.environments.answers import Compared, is_dapo_answer, is_english_choice, is_multilingual_choice
 from nemo_rl_offload.environments.interface import Episode, Score
+from nemo_rl_offload.environments.thinking import without_thinking
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limit of time
 
@@ -35,17 +36,6 @@ class MathEnvironment:
             response = without_thinking(response, *self._thinking_tags)
         is_right, found = self._compare(answer, response)
         return Score(float(is_right), is_right, scorer_error=False, answer=found)
-
-
-def without_thinking(response: str, begin: str, end: str) -> str:
-    """Leave out what stands between the tags.
-
-    Before an end without a begin all is thinking, since a prompt may have begun it; after a begin without an end too,
-    since the answer was never given.
-    """
-    *closed, last = response.split(end)
-    kept = [text.partition(begin)[0] if begin in text else "" for text in closed]
-    return "".join([*kept, last.partition(begin)[0]])
 
 
 def _is_same_value(answer: str, response: str) -> Compared:

@@ -42,6 +42,7 @@ from nemo_rl_offload.config.rules.tasks import (
 )
 from nemo_rl_offload.config.rules.turns import template_is_here
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs import sandbox
 from nemo_rl_offload.specs.dispatchers import FLEX_LIBRARIES
 from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_SEVERAL_DEVICES, ENV_OF_TRUNCATED
 from nemo_rl_offload.specs.reward_functions import CALL, OF_TRL
@@ -198,6 +199,16 @@ def _data_is_here(get: Get) -> Iterator[str]:
             except ConfigError as error:
                 how = "local path, or null." if key in prompt_files else "local path."
                 yield f"{key}: {str(error).replace('local path.', how)}"
+
+
+def _programs_can_be_isolated(get: Get) -> Iterator[str]:
+    section = "env.code_tests"
+    is_run = algorithm_spec(get).generates and f"env.{get('data.env_name')}" == section
+    if is_run and get(f"{section}.sandbox") == "required" and (why := sandbox.missing()) is not None:
+        yield (
+            f"{section}.sandbox: what a model writes would run with your rights here: {why}. Take a machine whose "
+            "kernel has Landlock and seccomp, or set it to off where all of this machine may be lost."
+        )
 
 
 def _function_is_here(get: Get) -> Iterator[str]:
@@ -404,6 +415,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
     _transformer_engine_is_here,
     _dispatcher_is_here,
     *TRACKER_RULES,
+    _programs_can_be_isolated,
     _function_is_here,
     _teacher_is_here,
     _data_is_here,

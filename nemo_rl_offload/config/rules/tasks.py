@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -132,14 +132,14 @@ def _scorer_limits(get: Get) -> Iterator[str]:
         try:
             parse_bytes(limit)
         except ConfigError as error:
-            yield f"{section}.memory_limit: {error} null is no limit."
+            yield f"{section}.memory_limit: {error}"
 
 
-def _thinking_tags(get: Get) -> Iterator[str]:
-    tags = get("env.math.thinking_tags")
+def _thinking_tags(section: str, get: Get) -> Iterator[str]:
+    tags = get(f"{section}.thinking_tags")
     if tags is not None and (len(tags) != 2 or not all(tags) or tags[0] == tags[1]):
         yield (
-            f"env.math.thinking_tags: {tags} are not the begin and the end of thinking. "
+            f"{section}.thinking_tags: {tags} are not the begin and the end of thinking. "
             "Give two, like [<think>, </think>], or null."
         )
 
@@ -500,7 +500,7 @@ TASK_RULES: tuple[Rule, ...] = (
     _task_params,
     function_path,
     _scorer_limits,
-    _thinking_tags,
+    *(partial(_thinking_tags, section) for section in ("env.math", "env.code_tests")),
     _samples_per_step,
     _groups,
     _turns_fit,

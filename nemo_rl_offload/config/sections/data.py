@@ -171,6 +171,22 @@ class MathMultiRewardConfig(TypedDict):
 
 
 @closed
+class CodeTestsConfig(TypedDict):
+    num_workers: Annotated[Positive, Default(1)]
+    """Processes that test programs, each one program at a time."""
+    sandbox: Annotated[Literal["required", "off"], Default("required")]
+    """Programs lose all rights, or the run is refused (required); off: they have yours, on a machine made for that."""
+    timeout_s: Annotated[Seconds, Default(5.0)]
+    """Seconds that one test may take; a test that takes longer has failed."""
+    memory_limit: Annotated[Size, Default("1GiB")]
+    """Memory, in addresses, that a program may have; one that needs more fails."""
+    binary_reward: Annotated[bool, Default(True)]
+    """Reward 1 where all tests pass and 0 otherwise (true), or the share of them that pass (false)."""
+    thinking_tags: Annotated[list[str] | None, Default(["<think>", "</think>"])]
+    """Begin and end of thinking, in which no program is looked for; null: everywhere."""
+
+
+@closed
 class FunctionConfig(TypedDict):
     path: Annotated[str | None, Default(None)]
     """The function, as package.module:name."""
@@ -192,5 +208,7 @@ class EnvConfig(TypedDict):
     """Verification of mathematical answers."""
     math_multi_reward: MathMultiRewardConfig
     """Several rewards for an answer between tags: correctness, format, integer."""
+    code_tests: CodeTestsConfig
+    """Tests of programs, which run without rights."""
     function: FunctionConfig
     """Verification by a Python function."""

@@ -68,7 +68,7 @@ def test_a_planted_name_is_found(line: str, tmp_path: Path) -> None:
 
 def test_the_schema_has_what_is_registered() -> None:
     assert describe(keys_of(MasterConfig)["algorithm"]) == "'grpo' or 'sft' or 'dpo' or 'distillation'"
-    names = "'reasoning_gym' or 'math' or 'math_multi_reward' or 'function'"
+    names = "'reasoning_gym' or 'math' or 'math_multi_reward' or 'code_tests' or 'function'"
     assert describe(keys_of(keys_of(MasterConfig)["data"])["env_name"]) == names
     assert keys_of(MasterConfig).keys() >= ALGORITHMS.built_in.keys()
     assert keys_of(EnvConfig).keys() == ENVIRONMENTS.built_in.keys()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.environments.interface import Episode, Score
-from nemo_rl_offload.environments.mathematics import MathEnvironment, without_thinking
+from nemo_rl_offload.environments.mathematics import MathEnvironment
+from nemo_rl_offload.environments.thinking import without_thinking
 
 TAGS = ("<think>", "</think>")
 

@@ -28,6 +28,8 @@ MAY_READ = {
     "config/sources.py",  # behind check_yaml
     "config/rules/turns.py",  # what it has written itself
     "environments/process.py",  # its own process's answers
+    "environments/code_calls.py",  # in processes without rights, with limits of memory and time
+    "environments/code_child.py",  # what its parent has written
 }
 
 

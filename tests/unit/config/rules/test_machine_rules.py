@@ -347,3 +347,19 @@ def test_a_split_of_one_file_has_no_effect(check: Check, tmp_path: Path) -> None
     assert said in check(*given, "data.train.split=foo").warnings
     assert "data.train.split" not in "".join(check(*given).warnings)
     assert "data.validation.split" not in "".join(check(*given).warnings), "a folder has several"
+
+
+def test_programs_are_isolated_or_the_run_is_refused(
+    check: Check, dense_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "problems.jsonl").touch()
+    files = " ".join(f"data.{split}.path={tmp_path}/problems.jsonl" for split in ("train", "validation"))
+    given = f"policy.model_name={dense_model} data.env_name=code_tests {files}"
+    monkeypatch.setattr(machine.sandbox, "missing", lambda: "the kernel has no walls")
+    with pytest.raises(ConfigError, match=r"env\.code_tests\.sandbox: .* here: the kernel has no walls\. .* off where"):
+        check(*given.split())
+    assert any("the kernel has no walls" in text for text in check(*given.split(), run_here=False).warnings)
+    check(*given.split(), "env.code_tests.sandbox=off")
+    check(f"policy.model_name={dense_model}")
+    monkeypatch.setattr(machine.sandbox, "missing", lambda: None)
+    check(*given.split())

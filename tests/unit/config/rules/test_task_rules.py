@@ -214,7 +214,7 @@ ALGORITHM_CASES = [
     (
         "data.train.path=x",
         "data.train.path",
-        "data.env_name to math or math_multi_reward or function",
+        "data.env_name to math or math_multi_reward or code_tests or function",
         f"{MATH} {FILES}",
     ),
     (MATH, "data.train.path", "data.env_name math takes problems from a file", FILES),
@@ -241,7 +241,7 @@ ALGORITHM_CASES = [
     (
         f"{MATH} {FILES} env.math.memory_limit=4GB",
         "env.math.memory_limit",
-        "'4GB' is not a size. Write a number and one of KiB, MiB, GiB, TiB, like 32GiB. null is no limit",
+        "'4GB' is not a size. Write a number and one of KiB, MiB, GiB, TiB, like 32GiB.",
         "env.math.memory_limit=null",
     ),
     (
