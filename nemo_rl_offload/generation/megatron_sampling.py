@@ -70,6 +70,7 @@ _OF_SEQUENCE_PARALLELISM = {
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
     "reduce_scatter_embeddings": False,
+    "disable_sequence_parallel_comm": True,  # of adapters
 }
 _OF_CONTEXT_PARALLELISM = {"context_parallel_size": 1, "cp_group": None}
 
@@ -87,7 +88,7 @@ def _with_whole_sequences(chunks: Chunks) -> Iterator[None]:
         (each, name, getattr(each, name))
         for each in holders.values()
         for name, value in off.items()
-        if getattr(each, name, value) not in (value, False)
+        if getattr(each, name, value) != value
     ]
     for each, name, _ in before:
         setattr(each, name, off[name])

@@ -19,7 +19,7 @@ from nemo_rl_offload.planner.cost.memory import (
 )
 from nemo_rl_offload.specs.activation_memory import resolve_activations
 from nemo_rl_offload.specs.devices import Device
-from nemo_rl_offload.specs.lora import Adapters
+from nemo_rl_offload.specs.lora import HEAD, Adapters, parts_named
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE
 from nemo_rl_offload.specs.parallel_layout import (
@@ -155,6 +155,14 @@ class Job:
             return self.fused_chunk_tokens
         num_rows = 1 if self.is_packed else self.micro_batch
         return None if self.logprob_chunk_size is None else self.logprob_chunk_size * num_rows
+
+    @property
+    def head_adapter_dim(self) -> int:
+        """Rank of the output layer's adapter; 0 where it has none."""
+        if self.adapters is None:
+            return 0
+        names = parts_named(HEAD, False, self.adapters.targets, self.adapters.excluded)
+        return self.adapters.dim if names else 0
 
     @property
     def head_name(self) -> str:

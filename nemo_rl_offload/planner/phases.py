@@ -147,7 +147,8 @@ class PhasesOfStage:
         if self._is_last:
             head_bytes = forward_logits_bytes if job.makes_logits else fused_head_forward_bytes
             element_bytes, chunk = job.numbers.element_bytes, job.head_chunk_tokens
-            head = head_bytes(job.shape, job.layout, context.tokens.count, element_bytes, chunk)
+            count, dim = context.tokens.count, job.head_adapter_dim
+            head = head_bytes(job.shape, job.layout, count, element_bytes, chunk, adapter_dim=dim)
             return {job.head_name: max(head, *found.values())}  # one after the other
         return found
 

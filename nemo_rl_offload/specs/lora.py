@@ -34,6 +34,7 @@ PROJECTIONS: Mapping[str, str] = {
 }
 """Of a layer without experts, by transformers' names, with Megatron's."""
 HEAD = "output_layer"
+_OTHER_NAMES = {**PROJECTIONS, "lm_head": HEAD}
 _ADAPTER = ".adapter."
 LATENT_LINEARS = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
 """Of latent attention; they get no adapter here."""
@@ -56,7 +57,7 @@ class Linear(NamedTuple):
     """Whether tensor-parallel ranks share its inputs; they share its outputs otherwise."""
     is_of_experts: bool
     layer: int
-    """Counted from 0; those that predict further tokens come after the others."""
+    """Counted from 0; those that predict further tokens come after the others, and the output layer behind all."""
 
     @property
     def name(self) -> str:
@@ -80,14 +81,14 @@ class Adapted(NamedTuple):
 
 
 def linears(shape: ModelShape) -> list[Linear]:
-    """The linears of a model's layers that can have an adapter."""
+    """The linears of a model that can have an adapter."""
     found = []
     paths = [f"decoder.layers.{number}" for number in range(shape.num_layers)]
     paths += [f"mtp.layers.{number}.mtp_model_layer" for number in range(shape.num_mtp_layers)]
     for number, path in enumerate(paths):
         has_experts = shape.layers_with_experts[min(number, shape.num_layers - 1)]
         found += [Linear(*sizes, number) for sizes in _of_layer(shape, path, has_experts)]
-    return found
+    return [*found, Linear(HEAD, shape.hidden_size, (shape.vocab_size,), False, False, len(paths))]
 
 
 def _of_layer(
@@ -123,11 +124,12 @@ def parts_named(path: str, is_of_experts: bool, targets: Sequence[str], excluded
     if not targets:
         is_left = not is_of_experts and not any(is_named(path, pattern) for pattern in excluded)
         return {path.rpartition(".")[2]} if is_left else None
-    before, _, name = path.rpartition(".")
+    name = path.rpartition(".")[2]
+    before = path.removesuffix(name)
     found: set[str] = set()
     for target in targets:
         is_whole = is_named(path, target)
-        found |= {name} if is_whole else {part for part in PARTS.get(name, ()) if is_named(f"{before}.{part}", target)}
+        found |= {name} if is_whole else {part for part in PARTS.get(name, ()) if is_named(f"{before}{part}", target)}
     return found or None
 
 
@@ -147,11 +149,13 @@ def target_problems(shape: ModelShape, targets: Sequence[str], excluded: Sequenc
         yield "exclude_modules", "excludes nothing beside target_modules. Empty one of the two."
         return
     there = linears(shape)
-    if not targets and not any(is_named(HEAD, pattern) for pattern in excluded):
+    if shape.tied_embeddings and parts_named(HEAD, False, targets, excluded):
+        asking = next((target for target in targets if is_named(HEAD, target)), "an empty list, which means all,")
+        how = "Name other modules" if targets else f"Name the modules, or add {HEAD} to exclude_modules"
         yield (
             "target_modules",
-            f"an empty list means every linear, {HEAD} too, which gets no adapter here. Name the modules, such as "
-            f"{_names(there)}; or set exclude_modules: [{HEAD}].",
+            f"{asking} asks for LoRA of a tied output layer, not supported here: {HEAD} has the embedding's weight in "
+            f"this model (tie_word_embeddings), and an adapter merged into it would change both. {how}.",
         )
         return
     if not targets and shape.has_latent_attention:
@@ -161,10 +165,9 @@ def target_problems(shape: ModelShape, targets: Sequence[str], excluded: Sequenc
         yield "exclude_modules", "leaves no linear for an adapter. Exclude less."
     for target in targets:
         yield from _problems_of(shape, there, target)
-    paths = [HEAD, *(linear.path for linear in there)]
     for pattern in excluded:
-        if not any(is_named(path, pattern) for path in paths):
-            known = {path.rpartition(".")[2] for path in paths}
+        if not any(is_named(linear.path, pattern) for linear in there):
+            known = {linear.name for linear in there}
             yield "exclude_modules", f"{pattern} matches nothing in the model.{nearest(pattern, known)} {_only(there)}"
     for linear in there:
         names = parts_named(linear.path, linear.is_of_experts, targets, excluded) if targets else None
@@ -184,25 +187,24 @@ def target_problems(shape: ModelShape, targets: Sequence[str], excluded: Sequenc
 
 def _problems_of(shape: ModelShape, there: list[Linear], target: str) -> Iterator[tuple[str, str]]:
     def means(path: str) -> bool:
-        before, _, name = path.rpartition(".")
-        return any(is_named(f"{before}.{each}", target) for each in (name, *PARTS.get(name, ())))
+        name = path.rpartition(".")[2]
+        before = path.removesuffix(name)
+        return any(is_named(f"{before}{each}", target) for each in (name, *PARTS.get(name, ())))
 
     latent = [f"decoder.layers.0.self_attention.{name}" for name in LATENT_LINEARS] if shape.latent_attention else []
-    if not_here := [path for path in (HEAD, *latent) if is_named(path, target)]:
+    if not_here := [path for path in latent if is_named(path, target)]:
         yield "target_modules", f"{target}: {not_here[0].rpartition('.')[2]} gets no adapter here. {_only(there)}"
     elif not any(means(linear.path) for linear in there):
         known = {name for linear in there for name in (linear.name, *PARTS.get(linear.name, ()))}
-        theirs = [ours for name, ours in PROJECTIONS.items() if name.endswith(f".{target.rpartition('.')[2]}")]
+        last = target.rpartition(".")[2]
+        theirs = [ours for name, ours in _OTHER_NAMES.items() if name.rpartition(".")[2] == last]
         hint = f" Megatron-Core's name of it is {theirs[0]}." if theirs else nearest(target, known)
         yield "target_modules", f"{target} matches nothing in the model.{hint} {_only(there)}"
 
 
 def _only(there: list[Linear]) -> str:
-    return f"There are {_names(there)}, and for each part {', '.join(WHOLE_OF)}." if there else ""
-
-
-def _names(there: list[Linear]) -> str:
-    return ", ".join(dict.fromkeys(linear.name for linear in there))
+    names = ", ".join(dict.fromkeys(linear.name for linear in there))
+    return f"There are {names}, and for each part {', '.join(WHOLE_OF)}."
 
 
 def adapter_parameters(one: Adapted, dim: int, tensor: int = 1) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.batching.batch import shard
 from nemo_rl_offload.batching.plan import MicrobatchSplit
+from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.batching.sharding import ShardedBatch
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.generation import weight_sync
@@ -212,6 +213,14 @@ def sample(folder: Path, overrides: tuple[str, ...], prompts: list[list[int]]) -
     batch = make_batch(0, 4)
     train_step(model, _shard(batch), build_loss("nll", {}), normalizers(batch), MICRO_BATCH_SIZE, _heads(model))
     return [response.tokens for response in responses]
+
+
+def sample_trained(folder: Path, overrides: tuple[str, ...], prompts: list[list[int]], out: Path) -> list[Response]:
+    """Take steps, write the merged model, and generate greedily."""
+    model, _ = _build(folder, overrides)
+    _steps(model, (0, 1, 2))
+    export_hf(model, folder, out)
+    return generate(model.modules, prompts, GREEDY, batch_size=3, end_ids=[VOCABULARY_SIZE - 1], seed=0)
 
 
 Weights = dict[str, tuple[str, NDArray[np.uint8]]]

@@ -32,7 +32,10 @@ ADAM = (*RESHARDED, "optimizer.use_distributed_optimizer=true")
 ON = ("peft.enabled=true", "peft.dim=4", "peft.alpha=8")
 FUSED = (*ON, "peft.target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2]")
 EACH = (*ON, "peft.target_modules=[linear_q,linear_k,linear_v,linear_proj,linear_fc1_gate,linear_fc1_up,linear_fc2]")
+HEAD = (*EACH[:-1], EACH[-1].replace("]", ",output_layer]"))
+HEAD_ALONE = (*ON, "peft.target_modules=[output_layer]")
 UNFUSED = (*ON, "peft.target_modules=[linear_proj,linear_fc2]")
+HEAD_AND_SOME = (*ON, "peft.target_modules=[linear_proj,linear_fc2,output_layer]")
 SOME = (*ON, 'peft.target_modules=["*.layers.1.*.linear_qkv","*.layers.3.*.linear_fc1","*.layers.0.*.linear_fc2"]')
 CASES = [
     *(("llama", layout, FUSED) for layout in ("tp2-sp", "pp2", "cp2", "dp2")),
@@ -41,6 +44,8 @@ CASES = [
     *(("qwen2", layout, FUSED) for layout in ("pp2",)),
     *(("qwen3_moe", layout, FUSED) for layout in ("ep2", "tp2-sp", "tp2-sp-ep2", "pp2")),
     *(("deepseek_v3_mtp", layout, UNFUSED) for layout in ("pp2",)),
+    *(("llama", layout, HEAD) for layout in ("tp2-sp", "pp2", "cp2")),
+    *(("llama", "tp2", HEAD_ALONE), ("deepseek_v3_mtp", "pp2-stages", HEAD_AND_SOME)),
 ]
 Train = Callable[..., "list[Outcome]"]
 
@@ -98,6 +103,7 @@ def test_a_layout_trains_adapters_as_one_rank_does(
     (one,), outcomes = train(family, "one", peft), train(family, layout, peft)
     assert any("lora_B" in name for name in one.gradients)
     assert all("lora" in name for name in one.gradients)
+    assert any("lm_head" in name for name in one.gradients) == ("output_layer" in peft[-1])
     assert_alike(outcomes, one)
     assert_same_bits(train(family, layout, peft, *offloaded(family)), outcomes)
 
@@ -112,6 +118,10 @@ def test_a_layout_trains_adapters_as_one_rank_does(
         ("qwen3_moe", "pp2", FUSED, "sequence_packing"),
         ("qwen3_moe", "ep2", FUSED, "recompute_full"),
         ("qwen2", "pp2", FUSED, "head_by_tokens"),
+        *(("llama", layout, HEAD, "logits") for layout in ("one", "tp2-sp")),
+        ("deepseek_v3_mtp", "tp2-sp", HEAD_AND_SOME, "logits"),
+        ("llama", "pp2", HEAD, "head_by_tokens"),
+        ("llama", "cp2", HEAD, "sequence_packing"),
     ],
 )
 def test_other_ways_train_the_same_adapters(
@@ -126,7 +136,9 @@ def test_dropout_drops_the_same_with_and_without_offloading(train: Train) -> Non
     assert train("llama", "one", dropped)[0].metrics[1:] != train("llama", "one", FUSED)[0].metrics[1:]
 
 
-@pytest.mark.parametrize(("family", "layout", "peft"), [("llama", "pp2", FUSED), ("qwen3_moe", "ep2", FUSED)])
+@pytest.mark.parametrize(
+    ("family", "layout", "peft"), [("llama", "pp2", FUSED), ("qwen3_moe", "ep2", FUSED), ("llama", "tp2", HEAD)]
+)
 def test_the_model_without_adapters_stays_as_it_is(
     family: str, layout: str, peft: tuple[str, ...], run: Callable[..., list[Any]], folder: Callable[[str], Path]
 ) -> None:
@@ -144,6 +156,8 @@ def test_the_model_without_adapters_stays_as_it_is(
         ("llama", "one", "one", FUSED),
         ("llama", "tp2", "pp2", EACH),
         ("llama", "pp2-vpp2", "tp2", FUSED),
+        ("llama", "one", "one", HEAD),
+        ("llama", "tp2", "pp2", HEAD),
         ("qwen3_moe", "ep2", "one", FUSED),
         ("qwen3_moe", "one", "ep2", FUSED),
     ],
@@ -173,17 +187,36 @@ def test_a_checkpoint_of_adapters_goes_on_in_another_layout(
         assert [rank.digest for rank in resumed] == [rank.digest for rank in saved]
 
 
-@pytest.mark.parametrize("trained_in", ["tp2", "pp2"])
+@pytest.mark.parametrize(("trained_in", "peft"), [("tp2", EACH), ("pp2", EACH), ("tp2", HEAD), ("pp2", HEAD)])
 def test_workers_that_generate_get_merged_weights(
-    trained_in: str, run: Callable[..., list[Any]], folder: Callable[[str], Path]
+    trained_in: str, peft: tuple[str, ...], run: Callable[..., list[Any]], folder: Callable[[str], Path]
 ) -> None:
-    handed = run(trained_in, "train_and_hand_over", folder("llama"), (*SGD, *LAYOUTS[trained_in][1], *EACH))
+    handed = run(trained_in, "train_and_hand_over", folder("llama"), (*SGD, *LAYOUTS[trained_in][1], *peft))
     buckets, expected = handed[0]
-    (taken,) = run("one", "take_over", folder("llama"), (*SGD, *EACH), buckets)
+    (taken,) = run("one", "take_over", folder("llama"), (*SGD, *peft), buckets)
     assert taken.keys() == expected.keys()
     for name, (dtype, data) in expected.items():
         assert (taken[name][1] == data).all(), name
         assert taken[name][0] == dtype
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2"])
+def test_a_model_with_an_adapted_output_layer_generates_what_its_export_does(
+    layout: str, run: Callable[..., list[Any]], folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    prompts = [[3, 7, 11], [5], [9, 2, 4, 8, 1]]
+    sampled = run(
+        layout, "sample_trained", folder("llama"), (*SGD, *LAYOUTS[layout][1], *HEAD), prompts, tmp_path / "m"
+    )
+    assert sampled[0] == sampled[1]
+    base, merged = read_model(folder("llama"), "llama"), read_model(tmp_path / "m", "llama")
+    assert not torch.equal(base.lm_head.weight, merged.lm_head.weight)
+    for prompt, response in zip(prompts, sampled[0], strict=True):
+        with torch.no_grad():
+            logits = merged(torch.tensor([[*prompt, *response.tokens]])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == response.tokens
+        chosen = logits.log_softmax(-1).gather(-1, torch.tensor(response.tokens)[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(response.logprobs), chosen, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +227,8 @@ def test_workers_that_generate_get_merged_weights(
         ("llama", "tp2", (*ON, "peft.target_modules=[linear_q,linear_v,linear_fc1]")),
         ("qwen3_moe", "ep2", FUSED),
         ("deepseek_v3_mtp", "pp2", UNFUSED),
+        ("llama", "pp2-tp2", HEAD),
+        ("deepseek_v3_mtp", "pp2", HEAD_AND_SOME),
     ],
 )
 def test_a_plan_counts_the_adapters_that_are_built(
@@ -219,7 +254,9 @@ def test_a_plan_counts_the_adapters_that_are_built(
 STEPS_OF_PEFT, RATE = 20, 1e-2
 
 
-@pytest.mark.parametrize("peft", [EACH, UNFUSED], ids=["each projection", "linear_proj and linear_fc2"])
+@pytest.mark.parametrize(
+    "peft", [EACH, UNFUSED, HEAD], ids=["each projection", "linear_proj and linear_fc2", "all linears"]
+)
 def test_trajectories_are_those_of_peft(
     peft: tuple[str, ...], run: Callable[..., list[Any]], folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -256,6 +293,7 @@ def _nll(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "layout", "peft"),
     [
+        *(("llama", "tp2", HEAD), ("llama", "pp2", HEAD), ("llama", "one", HEAD_ALONE)),
         *(("llama", "tp2", FUSED), ("llama", "pp2", SOME), ("qwen2", "one", EACH), ("qwen3_moe", "ep2", FUSED)),
         ("gemma3_text", "tp2", FUSED),
     ],

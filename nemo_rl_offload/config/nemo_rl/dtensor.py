@@ -16,7 +16,7 @@ from nemo_rl_offload.config.nemo_rl.translation import MEGATRON, Translation, re
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.sources import OVERRIDE
 from nemo_rl_offload.specs.catalogue import find_config
-from nemo_rl_offload.specs.lora import PROJECTIONS
+from nemo_rl_offload.specs.lora import HEAD, PROJECTIONS
 
 _SIZES = {
     "tensor_parallel_size": "tensor_model_parallel_size",
@@ -191,21 +191,18 @@ def _targets(
     patterns = [str(each) for each in targets or excluded or ([] if given else ["*_proj"])]
     chosen = []
     for layer in (0, 1, 10):
-        paths = [f"model.layers.{layer}.{name}" for name in PROJECTIONS]
+        paths = [*(f"model.layers.{layer}.{name}" for name in PROJECTIONS), "lm_head"]
         chosen.append([_is_chosen(path, patterns, key) for path in paths])
     if any(each != chosen[0] for each in chosen):
         reason = "its names are translated for all layers alike"
         how = f"Train it with megatron_cfg, and name the layers in {MEGATRON}.peft.target_modules."
         refuse(translation, f"{LORA}.{key}", patterns, "LoRA of some layers by DTensor", reason, how)
         return None
-    if _is_chosen("lm_head", patterns, key):
-        how = f"Set match_all_linear to false, and target_modules to {shown(['*_proj'])}."
-        refuse(translation, f"{LORA}.{key}", [], "LoRA of the output layer", "lm_head gets no adapter", how)
-        return None
-    names = [name for name, is_chosen in zip(PROJECTIONS.values(), chosen[0], strict=True) if is_chosen]
+    linears = (*PROJECTIONS.values(), HEAD)
+    names = [name for name, is_chosen in zip(linears, chosen[0], strict=True) if is_chosen]
     if not names:
         translation.problems[f"{LORA}.{key}"] = (
-            f"{shown(patterns)} leaves no projection for an adapter. There are {', '.join(PROJECTIONS)}."
+            f"{shown(patterns)} leaves no linear for an adapter. There are {', '.join(PROJECTIONS)} and lm_head."
         )
         return None
     return names

@@ -149,7 +149,7 @@ automodel_kwargs.freeze_config.* map   none towers for images and audio
 enabled                         bool  honoured becomes megatron_cfg.peft.enabled
 target_modules                  list  honoured becomes megatron_cfg.peft.target_modules, in Megatron's names
 exclude_modules                 list  honoured the modules that are left become megatron_cfg.peft.target_modules
-match_all_linear                bool  honoured true is refused, for the output layer gets no adapter
+match_all_linear                bool  honoured the projections and output_layer become megatron_cfg.peft.target_modules
 dim                             int   honoured becomes megatron_cfg.peft.dim
 alpha                           int   honoured becomes megatron_cfg.peft.alpha
 dropout                         num   honoured becomes megatron_cfg.peft.dropout

@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, algorithm_spec, megatron, model_shape
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.specs.lora import Adapted, adapted, target_problems
+from nemo_rl_offload.specs.lora import HEAD, Adapted, adapted, target_problems
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 
 PEFT = f"{MEGATRON}.peft"
@@ -54,6 +54,28 @@ def _adapters(get: Get) -> Iterator[str]:
         yield (
             f"{PEFT}.a2a_experimental: the adapters of each projection do not take it. Set it to false, or name "
             "linear_qkv and linear_fc1."
+        )
+
+
+def _of_output_layer(get: Get) -> Iterator[str]:
+    if all(one.linear.name != HEAD for one in _adapted(get)):
+        return
+    tensor, vocabulary = megatron(get, "tensor_model_parallel_size"), model_shape(get).vocab_size
+    if vocabulary % tensor:
+        yield (
+            f"{PEFT}.target_modules: {HEAD}, whose {vocabulary:,} rows tensor_model_parallel_size {tensor} does not "
+            "divide, gets no adapter: the rows that fill it up would have one too. Name other modules, or set "
+            "tensor_model_parallel_size to 1."
+        )
+    if dropout := _peft(get, "dropout"):
+        yield (
+            f"{PEFT}.dropout: {dropout} is not honoured in an adapter of {HEAD}. Set it to 0, or name other modules in "
+            "target_modules."
+        )
+    if model_shape(get).num_mtp_layers and megatron(get, "mtp_detach_heads"):
+        yield (
+            f"{MEGATRON}.mtp_detach_heads: true keeps the loss of further tokens from the output layer, not from its "
+            f"adapter. Set it to null, or name other modules than {HEAD} in peft.target_modules."
         )
 
 
@@ -122,5 +144,5 @@ def _every_stage_has_adapters(get: Get) -> Iterator[str]:
                 )
 
 
-LORA_RULES = (_targets, _adapters, _beside_adapters, _every_stage_has_adapters)
+LORA_RULES = (_targets, _adapters, _of_output_layer, _beside_adapters, _every_stage_has_adapters)
 LORA_WARNINGS = (_without_effect, _reference_begins_elsewhere)

@@ -100,7 +100,7 @@ class DistributedDataParallelConfig(TypedDict):
 class PeftConfig(TypedDict):
     enabled: Annotated[bool, Default(False)]
     """Freeze the model's weights and train low-rank adapters beside its linears (LoRA)."""
-    # linear_qkv, linear_proj, linear_fc1, linear_fc2, or patterns of whole paths such as "*.layers.0.*.linear_proj".
+    # linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, or patterns of paths: "*.layers.0.*.linear_proj".
     # An adapter for each projection, as peft has them: linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up.
     target_modules: Annotated[list[str], Default([])]
     """Linears that get an adapter; empty: all but exclude_modules."""

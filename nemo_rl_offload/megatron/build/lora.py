@@ -25,16 +25,17 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_rl_offload.config.schema import PeftConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear
 from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear
-from nemo_rl_offload.specs.lora import PARTS, parts_named
+from nemo_rl_offload.specs.lora import HEAD, PARTS, parts_named
 
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", HEAD)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -84,7 +85,10 @@ def _attach(chunks: list[nn.Module], peft: PeftConfig) -> list[nn.Module]:
         for targets, canonical in ((wholes, False), (parts, True)):
             if targets:
                 walk(chunk, bridge_lora(peft, targets, canonical=canonical).transform)
+        if HEAD in wholes:
+            chunk.output_layer.adapter.register_forward_hook(_gather, with_kwargs=True)  # type: ignore[union-attr]
         _name_parts(chunk)
+        _interleave_own_heads(chunk)
         _initialize(chunk, peft)
         for path in of_parts:
             _freeze_parts(chunk.get_submodule(path), named[path])
@@ -96,6 +100,13 @@ def _attach(chunks: list[nn.Module], peft: PeftConfig) -> list[nn.Module]:
             "modules of all stages, or lower pipeline_model_parallel_size."
         )
     return chunks
+
+
+def _gather(adapter: Any, _: object, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+    """An adapter's part of the logits, whole where the output layer is asked for whole ones."""
+    if not kwargs["runtime_gather_output"]:
+        return output
+    return gather_from_tensor_model_parallel_region(output, group=adapter.tp_group)  # type: ignore[no-any-return]
 
 
 def _need_gradient(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -137,6 +148,21 @@ def _name_parts(chunk: nn.Module) -> None:
     for wrapper in wrappers:
         for name, adapter in wrapper.adapter.items():
             adapter.base_linear_name = f"{adapter.base_linear_name.rpartition('.')[0]}.{name}"
+
+
+def _interleave_own_heads(chunk: nn.Module) -> None:
+    """Bridge interleaves queries, keys and values by the heads of all tensor-parallel ranks, a rank's own ones of
+    several tokens taken together; it ends in an error where those do not come out even."""
+    from megatron.bridge.peft.canonical_lora import LoRALinearSplitQKV
+
+    def interleave(head_dim: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        num_groups = key.shape[-1] // head_dim
+        parts = [each.reshape(*each.shape[:-1], num_groups, -1) for each in (query, key, value)]
+        return torch.cat(parts, dim=-1).flatten(-2)
+
+    wrappers: list[Any] = [module for module in chunk.modules() if isinstance(module, LoRALinearSplitQKV)]
+    for wrapper in wrappers:
+        wrapper._interleave_qkv = partial(interleave, wrapper.to_wrap.config.kv_channels)
 
 
 def _in_model(chunk: Any, path: str) -> str:

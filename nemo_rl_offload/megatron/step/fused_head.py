@@ -19,14 +19,13 @@ from torch import Tensor
 from nemo_rl_offload.megatron.step.context_parallel import gather_for_cp, shift_logits, shift_targets
 from nemo_rl_offload.megatron.step.fused_linear import Head, linear_logprobs, linear_topk
 from nemo_rl_offload.megatron.step.head import Prediction, merge_topk
-from nemo_rl_offload.megatron.step.hidden_states import HiddenStates, local_head
+from nemo_rl_offload.megatron.step.hidden_states import HiddenStates, hand_on, local_head
 from nemo_rl_offload.megatron.step.microbatches import Microbatch
 from nemo_rl_offload.megatron.step.mtp_loss import install_mtp_loss
 
 
 def _hand_on(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> HiddenStates:
-    weight = output_layer.weight if output_weight is None else output_weight
-    return HiddenStates(hidden_states, weight, output_layer.sequence_parallel)
+    return hand_on(output_layer, hidden_states, output_weight)
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,14 @@ class FusedHead:
         if further_ids_BSK is not None:
             ids_BSK = torch.cat([ids_BSK, further_ids_BSK], dim=-1)
         targets_BSK = shift_targets(self._microbatch.for_model(ids_BSK), self._microbatch.part)
-        hidden_BSH = shift_logits(self._output.whole())
+        hidden_NH = shift_logits(self._output.whole()).flatten(0, 1)
         logprobs, entropies = linear_logprobs(
-            hidden_BSH.reshape(-1, hidden_BSH.shape[-1]),
+            hidden_NH,
             self._output.weight,
-            targets_BSK.reshape(-1, targets_BSK.shape[-1]),
+            targets_BSK.flatten(0, 1),
             self._head,
             entropy=entropy,
+            adapter=self._output.low_rank(hidden_NH),
         )
         chosen_BSK = self._for_loss(logprobs.view(targets_BSK.shape))
         return Prediction(
@@ -88,7 +88,8 @@ class FusedHead:
         """See `OutputHead`."""
         head = replace(self._head, num_local=min(max(num_tokens - self._head.first, 0), self._head.num_local))
         hidden_BSH = shift_logits(self._output.whole())
-        own = linear_topk(hidden_BSH.reshape(-1, hidden_BSH.shape[-1]), self._output.weight, k, head)
+        hidden_NH = hidden_BSH.flatten(0, 1)
+        own = linear_topk(hidden_NH, self._output.weight, k, head, self._output.low_rank(hidden_NH))
         merged = merge_topk(*own, k)
         values, ids = (self._for_loss(each.view(*hidden_BSH.shape[:2], each.shape[-1])) for each in merged)
         return values, ids

@@ -16,6 +16,9 @@ sums are float32, as without blocks. Chunks of tokens would each add to all of i
 weight and its traffic for each chunk. They are there for those who set `chunk_tokens`, and where so many tokens would
 leave a block too narrow for the device.
 
+An adapter of the output layer adds z B^T to the logits of a block, with z [N, R] made of the hidden states and B [V, R]
+split like W (`LowRank`). They are a second pair of factors, with gradients of their own by the same two products.
+
 Over tensor-parallel ranks, each with its part of the vocabulary, only numbers per token are reduced: the largest
 logarithm, then the sums relative to it. A rank's part may end with rows that pad the vocabulary; `num_tokens` leaves
 them out, in both directions.
@@ -55,6 +58,15 @@ class Head:
     by_kernel: bool = False
 
 
+class LowRank(NamedTuple):
+    """What an adapter of the output layer adds to the logits: its inputs times its weight, transposed."""
+
+    inputs: Tensor
+    """[N, R], made of the hidden states, scaled; on all ranks the same."""
+    weight: Tensor
+    """[V, R], this rank's part of the vocabulary."""
+
+
 class Statistics(NamedTuple):
     """Of each token; float32."""
 
@@ -69,11 +81,18 @@ class Statistics(NamedTuple):
 
 
 def linear_logprobs(
-    hidden_NH: Tensor, weight_VH: Tensor, ids_NK: Tensor, head: Head, *, entropy: bool
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    ids_NK: Tensor,
+    head: Head,
+    *,
+    entropy: bool,
+    adapter: LowRank | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of chosen tokens, [N, K], and the entropy, [N], both float32 and in nats.
 
-    Gradients of hidden states are those of this rank's part of the vocabulary; whoever calls sums them over ranks.
+    Gradients of hidden states, and of an adapter's inputs, are those of this rank's part of the vocabulary; whoever
+    calls sums them over ranks.
 
     Args:
         hidden_NH: float32 or bfloat16, on all ranks the same.
@@ -82,23 +101,26 @@ def linear_logprobs(
         entropy: whether it is wanted.
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = _LinearLogprobs.apply
-    chosen, entropies = apply(hidden_NH, weight_VH, ids_NK, head, entropy)
+    chosen, entropies = apply(ids_NK, head, entropy, hidden_NH, weight_VH, *(adapter or ()))
     return chosen, entropies if entropy else None
 
 
-def linear_topk(hidden_NH: Tensor, weight_VH: Tensor, k: int, head: Head) -> tuple[Tensor, Tensor]:
+def linear_topk(
+    hidden_NH: Tensor, weight_VH: Tensor, k: int, head: Head, adapter: LowRank | None = None
+) -> tuple[Tensor, Tensor]:
     """The largest of this rank's logits over temperature, float32, and their ids in the whole vocabulary, int64.
 
     [N, K] each with K as on all ranks, at most `k`: the largest first, and -inf where there are no more. Without
     gradients.
     """
     size = min(k, len(weight_VH))
+    factors = _pairs(hidden_NH, weight_VH, *(adapter or ()))
     parts = []
     for tokens in _chunks(len(hidden_NH), head):
         values = hidden_NH.new_empty(tokens.stop - tokens.start, 0, dtype=torch.float32)
         ids = torch.empty_like(values, dtype=torch.int64)
         for block in _blocks(tokens.stop - tokens.start, weight_VH.element_size(), head):
-            logits_NV = _product(hidden_NH[tokens], weight_VH[block])
+            logits_NV = _logits(_of_tokens(factors, tokens), block)
             new_values, new_ids = logits_NV.topk(min(size, logits_NV.shape[1]), dim=-1)
             values = torch.cat([values, new_values], dim=-1)
             ids = torch.cat([ids, new_ids + (head.first + block.start)], dim=-1)
@@ -109,13 +131,18 @@ def linear_topk(hidden_NH: Tensor, weight_VH: Tensor, k: int, head: Head) -> tup
     return torch.cat([values for values, _ in parts]), torch.cat([ids for _, ids in parts])
 
 
+type _Factors = list[tuple[Tensor, Tensor]]
+"""Pairs of inputs [N, I] and a weight [V, I], whose products are summed: the output layer's, and its adapter's."""
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_NK: Tensor, head: Head, wants_entropy: bool
+        ctx: Any, ids_NK: Tensor, head: Head, wants_entropy: bool, *inputs_and_weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        chunks = list(_chunks(len(hidden_NH), head))
-        parts = [_local_statistics(hidden_NH[each], weight_VH, ids_NK[each], head, wants_entropy) for each in chunks]
+        factors = _pairs(*inputs_and_weights)
+        chunks = list(_chunks(len(ids_NK), head))
+        parts = [_local_statistics(_of_tokens(factors, each), ids_NK[each], head, wants_entropy) for each in chunks]
         local = Statistics(
             torch.cat([part.chosen for part in parts]),
             torch.cat([part.largest for part in parts]),
@@ -125,27 +152,29 @@ class _LinearLogprobs(torch.autograd.Function):
         chosen_NK, largest_N, total_N, entropy_N = _over_ranks(local, head.group)
         log_total_N = total_N.log()
         saved_entropy = [] if entropy_N is None else [entropy_N]
-        ctx.save_for_backward(hidden_NH, weight_VH, ids_NK, largest_N, log_total_N, *saved_entropy)
+        ctx.save_for_backward(ids_NK, largest_N, log_total_N, *inputs_and_weights, *saved_entropy)
         ctx.head = head
         logprobs_NK = (chosen_NK - largest_N[:, None]) - log_total_N[:, None]
         return logprobs_NK, largest_N.new_empty(0) if entropy_N is None else entropy_N
 
     @staticmethod
     def backward(ctx: Any, of_chosen_NK: Tensor, of_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, ids_NK, largest_N, log_total_N, *rest = ctx.saved_tensors
+        ids_NK, largest_N, log_total_N, *rest = ctx.saved_tensors
         head: Head = ctx.head
-        entropy_N, of_entropy = (rest[0], of_entropy_N) if rest else (None, None)
-        chunks = list(_chunks(len(hidden_NH), head))
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        of_hidden = torch.empty_like(hidden_NH) if wants_hidden else None
-        of_weight = None
-        if wants_weight:  # more chunks than one are summed in float32
-            dtype = weight_VH.dtype if len(chunks) == 1 else torch.promote_types(weight_VH.dtype, torch.float32)
-            of_weight = torch.zeros_like(weight_VH, dtype=dtype)
+        is_wanted = ctx.needs_input_grad[3:]
+        entropy_N, of_entropy = (rest.pop(), of_entropy_N) if len(rest) > len(is_wanted) else (None, None)
+        factors = _pairs(*rest)
+        chunks = list(_chunks(len(ids_NK), head))
+        gradients: list[tuple[Tensor | None, Tensor | None]] = []
+        for (inputs, weight), (wants_inputs, wants_weight) in zip(factors, _pairs(*is_wanted), strict=True):
+            # of a weight, more chunks than one are summed in float32
+            dtype = weight.dtype if len(chunks) == 1 else torch.promote_types(weight.dtype, torch.float32)
+            of_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
+            gradients.append((torch.empty_like(inputs) if wants_inputs else None, of_weight))
         for each in chunks:
             _add_gradients(
-                hidden_NH[each],
-                weight_VH,
+                _of_tokens(factors, each),
+                [(None if inputs is None else inputs[each], weight) for inputs, weight in gradients],
                 ids_NK[each],
                 head,
                 largest_N[each],
@@ -153,22 +182,22 @@ class _LinearLogprobs(torch.autograd.Function):
                 of_chosen_NK[each],
                 None if entropy_N is None else entropy_N[each],
                 None if of_entropy is None else of_entropy[each],
-                None if of_hidden is None else of_hidden[each],
-                of_weight,
                 is_only=len(chunks) == 1,
             )
-        return of_hidden, None if of_weight is None else of_weight.to(weight_VH.dtype), None, None, None
+        found: list[Tensor | None] = [None, None, None]
+        for (of_inputs, of_weight), (_, weight) in zip(gradients, factors, strict=True):
+            found += [of_inputs, None if of_weight is None else of_weight.to(weight.dtype)]
+        return tuple(found)
 
 
-def _local_statistics(
-    hidden_NH: Tensor, weight_VH: Tensor, ids_NK: Tensor, head: Head, wants_entropy: bool
-) -> Statistics:
+def _local_statistics(factors: _Factors, ids_NK: Tensor, head: Head, wants_entropy: bool) -> Statistics:
     """Of this rank's part of the vocabulary: chosen logits or 0, the logarithm of its sum, the entropy within it."""
+    hidden_NH, weight_VH = factors[0]
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     chosen_NK = hidden_NH.new_zeros(ids_NK.shape, dtype=dtype)
     parts = []
     for block in _blocks(len(hidden_NH), weight_VH.element_size(), head):
-        logits_NV = _product(hidden_NH, weight_VH[block])
+        logits_NV = _logits(factors, block)
         parts.append(block_statistics(logits_NV, head.scale, entropy=wants_entropy, by_kernel=head.by_kernel))
         places_NK, is_elsewhere_NK = _places(ids_NK, head, block)
         chosen_NK += (logits_NV.gather(1, places_NK) * head.scale).masked_fill_(is_elsewhere_NK, 0)
@@ -203,8 +232,8 @@ def _over_ranks(local: Statistics, group: dist.ProcessGroup | None) -> Statistic
 
 
 def _add_gradients(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
+    factors: _Factors,
+    gradients: list[tuple[Tensor | None, Tensor | None]],
     ids_NK: Tensor,
     head: Head,
     largest_N: Tensor,
@@ -212,17 +241,16 @@ def _add_gradients(
     of_chosen_NK: Tensor,
     entropy_N: Tensor | None,
     of_entropy_N: Tensor | None,
-    of_hidden_NH: Tensor | None,
-    of_weight_VH: Tensor | None,
     *,
     is_only: bool,
 ) -> None:
-    """Write a chunk's gradient of hidden states, and write or add that of the weight."""
+    """Write a chunk's gradients of inputs, and write or add those of weights."""
+    hidden_NH, weight_VH = factors[0]
     of_chosen_NK = of_chosen_NK.to(largest_N.dtype)
     of_first_N, of_sums_N = of_chosen_NK[:, 0].contiguous(), of_chosen_NK.sum(dim=1)
-    sums_NH = None if of_hidden_NH is None else torch.zeros_like(of_hidden_NH, dtype=largest_N.dtype)
+    sums = [None if each is None else torch.zeros_like(each, dtype=largest_N.dtype) for each, _ in gradients]
     for block in _blocks(len(hidden_NH), weight_VH.element_size(), head):
-        logits_NV = _product(hidden_NH, weight_VH[block])
+        logits_NV = _logits(factors, block)
         gradient_NV = logits_NV if ids_NK.shape[1] > 1 else torch.empty_like(logits_NV, dtype=weight_VH.dtype)
         block_gradient(
             logits_NV,
@@ -242,15 +270,25 @@ def _add_gradients(
             gradient_NV.scatter_add_(1, places_NK, (of_chosen_NK[:, 1:] * head.scale).masked_fill(is_elsewhere_NK, 0))
             gradient_NV = gradient_NV.to(weight_VH.dtype)
         del logits_NV
-        if of_weight_VH is not None:
-            if is_only:
-                torch.mm(gradient_NV.T, hidden_NH, out=of_weight_VH[block])
-            else:
-                _add_product(of_weight_VH[block], gradient_NV.T, hidden_NH)
-        if sums_NH is not None:
-            _add_product(sums_NH, gradient_NV, weight_VH[block])
-    if of_hidden_NH is not None and sums_NH is not None:
-        of_hidden_NH.copy_(sums_NH)
+        for (inputs_NI, weight_VI), (_, of_weight_VI), sums_NI in zip(factors, gradients, sums, strict=True):
+            if of_weight_VI is not None:
+                if is_only:
+                    torch.mm(gradient_NV.T, inputs_NI, out=of_weight_VI[block])
+                else:
+                    _add_product(of_weight_VI[block], gradient_NV.T, inputs_NI)
+            if sums_NI is not None:
+                _add_product(sums_NI, gradient_NV, weight_VI[block])
+    for (of_inputs_NI, _), sums_NI in zip(gradients, sums, strict=True):
+        if of_inputs_NI is not None and sums_NI is not None:
+            of_inputs_NI.copy_(sums_NI)
+
+
+def _pairs[T](*items: T) -> list[tuple[T, T]]:
+    return list(zip(items[::2], items[1::2], strict=True))
+
+
+def _of_tokens(factors: _Factors, tokens: slice) -> _Factors:
+    return [(inputs_NI[tokens], weight_VI) for inputs_NI, weight_VI in factors]
 
 
 def _chunks(num_tokens: int, head: Head) -> Iterator[slice]:
@@ -271,6 +309,15 @@ def _places(ids_NK: Tensor, head: Head, block: slice) -> tuple[Tensor, Tensor]:
     places_NK = ids_NK - (head.first + block.start)
     size = block.stop - block.start
     return places_NK.clamp(0, size - 1), (places_NK < 0) | (places_NK >= size)
+
+
+def _logits(factors: _Factors, block: slice) -> Tensor:
+    """Of a block of the vocabulary, [N, V], float32."""
+    (hidden_NH, weight_VH), *adapter = factors
+    logits_NV = _product(hidden_NH, weight_VH[block])
+    for inputs_NR, weight_VR in adapter:
+        _add_product(logits_NV, inputs_NR, weight_VR[block].T)
+    return logits_NV
 
 
 def _product(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:

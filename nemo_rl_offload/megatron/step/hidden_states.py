@@ -1,8 +1,14 @@
-"""What stands behind the model's last layer, for a head that makes no logits: hidden states and the output weight."""
+"""What stands behind the model's last layer, for a head that makes no logits: hidden states and the output weight.
+
+An output layer with an adapter is Bridge's wrapper of both. Its own `weight` is merged, a copy of the vocabulary whose
+gradient is as large; the head takes the parts.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -10,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from nemo_rl_offload.megatron.step.fused_linear import Head
+from nemo_rl_offload.megatron.step.fused_linear import Head, LowRank
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,8 @@ class HiddenStates:
     """[V, H], this rank's part of the vocabulary."""
     is_split: bool
     """Whether tensor-parallel ranks hold different tokens (sequence parallelism)."""
+    adapter: Any = None
+    """Bridge's, of the output layer; None where there is none, or it is off."""
 
     @property
     def device(self) -> torch.device:
@@ -40,6 +48,26 @@ class HiddenStates:
         else:
             whole_SBH = copy_to_tensor_model_parallel_region(self.hidden, group=group)
         return whole_SBH.transpose(0, 1)  # type: ignore[no-any-return]
+
+    def low_rank(self, hidden_NH: Tensor) -> LowRank | None:
+        """What the adapter makes of hidden states that are `whole`.
+
+        Ranks share the rows of its first matrix. Each needs all of them for its part of the vocabulary, so the
+        backward pass sums their gradients and gives each rank its own.
+        """
+        if self.adapter is None:
+            return None
+        inputs_RH = gather_from_sequence_parallel_region(self.adapter.linear_in.weight, group=self.adapter.tp_group)
+        scale = self.adapter.alpha / self.adapter.dim
+        return LowRank(F.linear(hidden_NH, inputs_RH) * scale, self.adapter.linear_out.weight)
+
+
+def hand_on(output_layer: Any, hidden_SBH: Tensor, weight_VH: Tensor | None) -> HiddenStates:
+    """What stands in place of an output layer's logits; its own weight, unless another one is given."""
+    layer, adapter = getattr(output_layer, "to_wrap", output_layer), None
+    if layer is not output_layer and output_layer._adapter_enabled:
+        adapter = output_layer.adapter
+    return HiddenStates(hidden_SBH, layer.weight if weight_VH is None else weight_VH, layer.sequence_parallel, adapter)
 
 
 def local_head(weight_VH: Tensor, temperature: float, vocab_size: int, chunk_tokens: int | None) -> Head:

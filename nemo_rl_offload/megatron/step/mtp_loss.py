@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nemo_rl_offload.megatron.step.context_parallel import gather_sequence, num_ranks, shard_for_cp
 from nemo_rl_offload.megatron.step.fused_linear import linear_logprobs
-from nemo_rl_offload.megatron.step.hidden_states import HiddenStates, local_head
+from nemo_rl_offload.megatron.step.hidden_states import HiddenStates, hand_on, local_head
 
 _of_logits: Callable[..., Tensor] = multi_token_prediction.process_mtp_loss
 _counts_of_logits: Callable[..., tuple[Tensor, Tensor]] = multi_token_prediction._compute_mtp_acceptance_counts
@@ -36,10 +36,15 @@ class _HandsOn:
     """In place of the model's output layer."""
 
     def __init__(self, output_layer: Any) -> None:
-        self.weight, self._is_split = output_layer.weight, output_layer.sequence_parallel
+        self._layer = output_layer
+
+    @property
+    def weight(self) -> Tensor:
+        """Which Megatron detaches with `mtp_detach_heads`."""
+        return self._layer.weight  # type: ignore[no-any-return]
 
     def __call__(self, hidden_SBH: Tensor, weight: Tensor | None, **_: Any) -> tuple[HiddenStates, None]:
-        return HiddenStates(hidden_SBH, self.weight if weight is None else weight, self._is_split), None
+        return hand_on(self._layer, hidden_SBH, weight), None
 
 
 def _process_mtp_loss(*, hidden_states: Tensor, output_layer: Any, config: Any, **how: Any) -> Tensor:
@@ -55,10 +60,9 @@ def _process_mtp_loss(*, hidden_states: Tensor, output_layer: Any, config: Any, 
 
     def cross_entropy(labels_BS: Tensor, states: HiddenStates) -> Tensor:
         head = local_head(states.weight, 1.0, config.vocab_size, None)
-        hidden_BSH = states.whole()
-        logprobs, _ = linear_logprobs(
-            hidden_BSH.reshape(-1, hidden_BSH.shape[-1]), states.weight, labels_BS.reshape(-1, 1), head, entropy=False
-        )
+        hidden_NH, ids_NK = states.whole().flatten(0, 1), labels_BS.reshape(-1, 1)
+        adapter = states.low_rank(hidden_NH)
+        logprobs, _ = linear_logprobs(hidden_NH, states.weight, ids_NK, head, entropy=False, adapter=adapter)
         return -logprobs.view(labels_BS.shape)
 
     how["compute_language_model_loss"] = _times_ranks(cross_entropy)

@@ -60,7 +60,7 @@ def stage_adapters(
     """Parameters of the adapters on one rank of pipeline stage `rank`. All experts of a layer share one."""
     layers = {layer for chunk in chunks for layer in chunk}
     if rank == layout.pipeline - 1:
-        layers |= set(range(shape.num_layers, shape.num_layers + shape.num_mtp_layers))
+        layers |= set(range(shape.num_layers, shape.num_layers + shape.num_mtp_layers + 1))  # the output layer too
     counts = {False: 0, True: 0}
     for one in adapted(shape, adapters.targets, adapters.excluded):
         if one.linear.layer in layers:

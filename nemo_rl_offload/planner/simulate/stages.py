@@ -243,7 +243,9 @@ class _Builder:
             adapters = stage_adapters(job.shape, job.layout, chunks, rank, job.adapters)
         static = state_bytes(parameters, job.layout, job.optimizer, job.numbers.element_bytes, adapters)
         if is_last:
-            without_logits = partial(fused_head_bytes, is_frozen=job.adapters is not None)
+            without_logits = partial(
+                fused_head_bytes, is_frozen=job.adapters is not None, adapter_dim=job.head_adapter_dim
+            )
             head_bytes = logits_bytes if job.makes_logits else without_logits
             static[job.head_name] = head_bytes(
                 job.shape, job.layout, job.context.tokens.count, job.numbers.element_bytes, job.head_chunk_tokens

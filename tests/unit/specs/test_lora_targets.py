@@ -13,6 +13,7 @@ from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 
 DENSE, EXPERTS, LATENT = "Qwen/Qwen2.5-7B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
+TIED = "Qwen/Qwen2.5-1.5B"
 ALL = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 EACH = ("linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_gate", "linear_fc1_up", "linear_fc2")
 
@@ -50,6 +51,10 @@ def test_targets_choose_linears_and_their_parts() -> None:
     experts = adapted(shape(EXPERTS), (), ("output_layer",))
     assert {one.linear.name for one in experts} == {"linear_qkv", "linear_proj"}, "none of the experts', as in Bridge"
     assert len(adapted(shape(LATENT), ("linear_proj",), ())) == 62, "with the layer that predicts a further token"
+    for targets in ((), ("*",), ("*linear_qkv", "output*")):
+        (head,) = [one for one in adapted(shape(), targets, ()) if one.linear.name == "output_layer"]
+        assert head == (("output_layer", 3584, (152064,), False, False, 28), ())
+    assert adapted(shape(LATENT), ("output_layer",), ())[0].linear.layer == 62
 
 
 @pytest.mark.parametrize(
@@ -60,10 +65,11 @@ def test_targets_choose_linears_and_their_parts() -> None:
         (DENSE, ("*.mlp.up_proj",), (), "target_modules", "Megatron-Core's name of it is linear_fc1_up."),
         (DENSE, ("*.layers.28.*.linear_proj",), (), "target_modules", "matches nothing"),
         (DENSE, ("linear_qkv", "linear_q"), (), "target_modules", "as linear_q and linear_qkv. Name one"),
-        (DENSE, ("output_layer",), (), "target_modules", "output_layer gets no adapter here"),
-        (DENSE, ("*",), (), "target_modules", "output_layer gets no adapter here"),
-        (DENSE, (), (), "target_modules", "set exclude_modules: [output_layer]"),
-        (DENSE, (), ("linear_proj",), "target_modules", "set exclude_modules: [output_layer]"),
+        (DENSE, ("lm_head",), (), "target_modules", "Megatron-Core's name of it is output_layer."),
+        (TIED, ("linear_proj", "output_layer"), (), "target_modules", "output_layer asks for LoRA of a tied output layer"),  # noqa: E501
+        (TIED, ("*",), (), "target_modules", "* asks for LoRA of a tied output layer"),
+        (TIED, (), (), "target_modules", "Name the modules, or add output_layer to exclude_modules"),
+        (TIED, (), ("linear_proj",), "target_modules", "an empty list, which means all, asks for LoRA of a tied"),
         (DENSE, (), ("output_layer", *ALL), "exclude_modules", "leaves no linear"),
         (DENSE, ("linear_qkv",), ("linear_proj",), "exclude_modules", "Empty one of the two"),
         (EXPERTS, ("linear_fc1_gate",), (), "target_modules", "experts have one adapter for linear_fc1"),
@@ -87,7 +93,11 @@ def test_what_cannot_be_honoured_is_named(
         (DENSE, EACH, ()),
         (DENSE, ("linear_q", "linear_v"), ()),
         (DENSE, ("*.layers.0.*.linear_qkv", "*.layers.1.*.linear_q"), ()),
-        (DENSE, (), ("output_layer",)),
+        (DENSE, (), ()),
+        (DENSE, (*EACH, "output_layer"), ()),
+        (TIED, (), ("output_layer",)),
+        (TIED, ("*.linear_*",), ()),
+        (LATENT, ("linear_proj", "output_layer"), ()),
         (EXPERTS, ALL, ()),
         (EXPERTS, (), ("*output*",)),
         (LATENT, ("linear_proj", "linear_fc1"), ()),
@@ -112,6 +122,13 @@ def test_sizes_are_those_of_two_matrices() -> None:
     assert count(ALL, dense) == ParameterCount(4 * 16 * fused, 0)
     assert count(EACH, dense) == ParameterCount(4 * 16 * (fused + 2 * h + h), 0), "with an A for each part"
     assert count(("linear_q", "linear_v"), dense).shared == 4 * 16 * (2 * h + heads + groups)
+    of_head = 16 * (h + 152064)
+    assert count((*ALL, "output_layer"), dense).shared == 4 * 16 * fused + of_head
+    assert count(("output_layer",), dense, world=2, tensor=2).shared * 2 == of_head
+    ends = ParallelLayout(world=2, pipeline=2, stages="Ettt|tL")
+    chunks = stage_layers(ends, dense.num_layers)
+    held = [stage_adapters(dense, ends, chunks[rank], rank, Adapters(("output_layer",), (), 16)) for rank in (0, 1)]
+    assert held == [ParameterCount(0, 0), ParameterCount(of_head, 0)]
     assert count(ALL, dense, world=2, pipeline=2) == count(ALL, dense)
     assert count(ALL, dense, world=2, tensor=2).shared * 2 == count(ALL, dense).shared
     of_experts = count(("linear_fc2",), shape(EXPERTS), world=8, expert=8)

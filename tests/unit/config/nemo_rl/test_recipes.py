@@ -45,7 +45,7 @@ FEATURES = {
     *("data behind an address", "a sampler of one's own", "batches by data set"),
     *("a data set class of one's own", "another value for each data set", "repeated records"),
     *("a limit for whole records", "asynchronous GRPO by Megatron-Core"),
-    *("LoRA of the output layer", "LoRA of some layers by DTensor", "LoRA of a model with experts by DTensor"),
+    *("LoRA of a tied output layer", "LoRA of some layers by DTensor", "LoRA of a model with experts by DTensor"),
 }
 NOT_YET = (
     r"model_type '\w+' of config.json is not trained here",

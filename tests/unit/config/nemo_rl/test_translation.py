@@ -479,6 +479,9 @@ policy:
         ("target_modules: [q_proj, v_proj]", "linear_q linear_v"),
         ("target_modules: ['*.mlp.*']", "linear_fc1_gate linear_fc1_up linear_fc2"),
         ("exclude_modules: [lm_head, o_proj, '*.mlp.*']", "linear_q linear_k linear_v"),
+        ("match_all_linear: true", f"{EACH} output_layer"),
+        ("target_modules: [q_proj, lm_head]", "linear_q output_layer"),
+        ("exclude_modules: ['*out_proj*']", f"{EACH} output_layer"),
     ],
 )
 def test_lora_by_dtensor_has_an_adapter_for_each_projection(
@@ -498,10 +501,8 @@ def test_lora_by_dtensor_has_an_adapter_for_each_projection(
 @pytest.mark.parametrize(
     ("lora", "model", "key", "words"),
     [
-        ("match_all_linear: true", "Qwen/Qwen3-8B-Base", "match_all_linear", "LoRA of the output layer"),
-        ("exclude_modules: ['*out_proj*']", "Qwen/Qwen3-8B-Base", "exclude_modules", "LoRA of the output layer"),
         ("target_modules: ['*layers.1.*']", "Qwen/Qwen3-8B-Base", "target_modules", "LoRA of some layers by DTensor"),
-        ("target_modules: [query]", "Qwen/Qwen3-8B-Base", "target_modules", "leaves no projection"),
+        ("target_modules: [query]", "Qwen/Qwen3-8B-Base", "target_modules", "leaves no linear"),
         ("target_modules: [q_proj], match_all_linear: true", "Qwen/Qwen3-8B-Base", "match_all_linear", "Give one"),
         ("lora_A_init: gaussian", "Qwen/Qwen3-8B-Base", "lora_A_init", "xavier or uniform"),
         ("target_modules: [q_proj]", "Qwen/Qwen3-30B-A3B", "enabled", "LoRA of a model with experts by DTensor"),

@@ -1,5 +1,6 @@
 """What `check` says about adapters."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def test_the_exemplar_passes() -> None:
     ("overrides", "path", "words"),
     [
         ((f"{P}.target_modules=[linear_prj]",), f"{P}.target_modules", "Did you mean 'linear_proj'?"),
-        ((f"{P}.target_modules=[]",), f"{P}.target_modules", "exclude_modules: [output_layer]"),
+        ((f"{P}.target_modules=[]",), f"{P}.target_modules", "LoRA of a tied output layer, not supported here"),
         ((f"{P}.dim=5", "M.tensor_model_parallel_size=2"), f"{P}.dim", "not divisible by tensor_model_parallel_size 2"),
         ((f"{P}.lora_A_init_method=zero",), f"{P}.lora_A_init_method", "Set xavier"),
         ((f"{P}.lora_dtype=bfloat16",), f"{P}.lora_dtype", "is not policy.precision, float32"),
@@ -63,6 +64,30 @@ def test_experts_have_rules_of_their_own(tmp_path: Path) -> None:
     assert "policy.megatron_cfg.moe_expert_rank_capacity_factor" not in {each.path for each in attention.problems}
 
 
+HEAD = f"{P}.target_modules=[linear_proj,output_layer]"
+ODD = "M.tensor_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("shape", "overrides", "path", "words"),
+    [
+        ({"vocab_size": 261}, (HEAD, ODD), f"{P}.target_modules", "261 rows tensor_model_parallel_size 2 does not divide"),  # noqa: E501
+        ({"vocab_size": 261}, (f"{P}.target_modules=[]", ODD), f"{P}.target_modules", "261 rows"),
+        ({}, (HEAD, f"{P}.dropout=0.1"), f"{P}.dropout", "0.1 is not honoured in an adapter of output_layer"),
+        ({"num_nextn_predict_layers": 1}, (HEAD, "M.mtp_detach_heads=true"), "policy.megatron_cfg.mtp_detach_heads", "not from its adapter"),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_the_output_layer_has_rules_of_its_own(
+    shape: dict[str, int], overrides: tuple[str, ...], path: str, words: str, make_model: Callable[..., Path]
+) -> None:
+    sizes = {"hidden_size": 32, "vocab_size": 260, "tie_word_embeddings": False} | shape
+    model = (f"policy.model_name={make_model(**sizes)}", *ON)
+    found = {problem.path: problem.message for problem in examined(*model, *overrides).problems}
+    assert words in found[path]
+    other = examined(*model, *overrides, f"{P}.target_modules=[linear_proj]").problems
+    assert not [each for each in other if each.path == path and words in each.message]
+
+
 @pytest.mark.parametrize(
     ("overrides", "path", "words"),
     [
@@ -89,6 +114,15 @@ def test_each_stage_needs_an_adapter(overrides: tuple[str, ...], words: str) -> 
     found = [each.message for each in problems if "pipeline stage" in each.message]
     assert [message for message in found if words and words in message] == found
     assert bool(found) == bool(words)
+
+
+def test_the_output_layer_is_the_last_stages(make_model: Callable[..., Path]) -> None:
+    model = f"policy.model_name={make_model(hidden_size=32, vocab_size=260, tie_word_embeddings=False)}"
+    layout = ("M.pipeline_model_parallel_size=2", "M.pipeline_model_parallel_layout=Etttt|L")
+    for target, stages in (("[linear_proj]", "1"), ("[output_layer]", "0"), ("[linear_proj,output_layer]", "")):
+        problems = examined(model, *ON, *layout, f"{P}.target_modules={target}").problems
+        found = [each.message for each in problems if "has no adapter" in each.message]
+        assert [message.split()[2] for message in found] == list(stages)
 
 
 def test_a_misspelt_exclusion_is_named() -> None:

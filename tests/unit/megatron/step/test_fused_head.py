@@ -1,5 +1,6 @@
 """The head without logits in a whole model, beside the one of logits."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
+from nemo_rl_offload.megatron.build.lora import adapters_off
 from nemo_rl_offload.megatron.build.model import MegatronModel
 from nemo_rl_offload.megatron.step.fused_head import FusedHeadFactory
 from nemo_rl_offload.megatron.step.head import HeadFactory, LogitsHeadFactory
@@ -66,6 +68,31 @@ def test_a_step_is_that_of_logits(how: str, name: str, split: str, build: Callab
         assert float((gradient - expected).norm()) <= 1e-6 * max(float(expected.norm()), 1e-3)
 
 
+@pytest.mark.parametrize("name", ["nll", "distillation"])
+@pytest.mark.parametrize("how", FUSED)
+def test_a_step_with_an_adapted_output_layer_is_that_of_logits(
+    how: str, name: str, build_adapted: Callable[[], MegatronModel]
+) -> None:
+    loss, further = loss_named(name)
+    batch = make_batch() | further
+    results: list[tuple[dict[str, float], dict[str, torch.Tensor], list[Any]]] = []
+    for heads in (PLAIN, FUSED[how]):
+        model = build_adapted()
+        values = [compute_logprobs(model, batch, 2, heads), compute_topk_logits(model, batch, 2, heads, 7, 250)]
+        with adapters_off(model.modules):
+            values.append(compute_logprobs(model, batch, 2, heads))
+            values.append(compute_topk_logits(model, batch, 2, heads, 7, 250))
+        metrics = train_step(model, batch, loss, normalizers(batch), SPLITS["rows"], heads)
+        named = {name: weight for name, weight in model.modules[0].named_parameters() if weight.requires_grad}
+        results.append((metrics, {name: weight.main_grad for name, weight in named.items()}, values))
+    torch.testing.assert_close(results[1][2], results[0][2])
+    assert not torch.allclose(results[1][2][0], results[1][2][2], atol=1e-2), "the adapter has a say"
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-5, abs=1e-7)
+    assert sum(name.startswith("output_layer.adapter.") for name in results[0][1]) == 2
+    for name, expected in results[0][1].items():
+        assert float((results[1][1][name] - expected).norm()) <= 1e-6 * float(expected.norm()), name
+
+
 def test_padding_of_the_vocabulary_is_left_out(build: Callable[[], MegatronModel]) -> None:
     batch = make_batch() | {"input_ids": make_batch()["input_ids"] % 200}
     results = []
@@ -97,10 +124,14 @@ class Watch(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.largest = 0
+        self.of_shape = defaultdict[tuple[int, ...], set[int]](set)
+        """Addresses of tensors of each shape."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.of_shape[tuple(tensor.shape)].add(tensor.untyped_storage().data_ptr())
             if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (VOCABULARY,):
                 self.largest = max(self.largest, tensor.numel())
         return result
@@ -127,3 +158,18 @@ def test_logits_of_all_tokens_never_exist(
         largest.append(watch.largest)
     assert largest[0] >= 2 * (WIDTH - 1) * VOCABULARY
     assert largest[1] == 0
+
+
+def test_with_an_adapter_neither_logits_nor_a_merged_weight_exist(
+    build_adapted: Callable[[], MegatronModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_rl_offload.megatron.step import fused_linear, hidden_states
+
+    monkeypatch.setattr(hidden_states, "Head", lambda **how: fused_linear.Head(**how, block_bytes=1))
+    model, batch, loss = build_adapted(), make_batch(), loss_named("nll")[0]
+    weight = model.modules[0].output_layer.to_wrap.weight
+    with Watch() as watch:
+        compute_logprobs(model, batch, 2, FUSED["whole"])
+        train_step(model, batch, loss, normalizers(batch), 2, FUSED["whole"])
+    assert watch.largest == 0
+    assert watch.of_shape[tuple(weight.shape)] <= {weight.untyped_storage().data_ptr()}

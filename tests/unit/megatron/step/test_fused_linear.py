@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_offload.megatron.step.fused_linear import Head, linear_logprobs, linear_topk
+from nemo_rl_offload.megatron.step.fused_linear import Head, LowRank, linear_logprobs, linear_topk
 from nemo_rl_offload.megatron.step.head_kernels import block_gradient, block_statistics
 
 TOKENS, HIDDEN, VOCABULARY = 11, 6, 300
@@ -37,6 +37,19 @@ def make_inputs(dtype: torch.dtype, limit: int, num_ids: int) -> tuple[Tensor, T
 def plain(hidden: Tensor, weight: Tensor, ids: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     logits = (hidden @ weight[: head.num_local].T) * head.scale
     return logits.log_softmax(-1).gather(-1, ids), torch.distributions.Categorical(logits=logits).entropy()
+
+
+def make_adapter(dtype: torch.dtype) -> LowRank:
+    generator = torch.Generator().manual_seed(3)
+    inputs, weight = (
+        torch.randn(size, 3, generator=generator, dtype=torch.float64).to(dtype) for size in (TOKENS, VOCABULARY)
+    )
+    return LowRank(inputs.requires_grad_(), weight.requires_grad_())
+
+
+def beside(hidden: Tensor, weight: Tensor, adapter: LowRank) -> tuple[Tensor, Tensor]:
+    """Hidden states and a weight whose product is that of both pairs."""
+    return torch.cat([hidden, adapter.inputs], dim=1), torch.cat([weight, adapter.weight], dim=1)
 
 
 def distance(value: Tensor, expected: Tensor) -> float:
@@ -69,6 +82,33 @@ def test_values_and_gradients_are_those_of_whole_logits(
 
 
 @pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("num_ids", [1, 5])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_an_adapter_adds_its_logits_and_a_frozen_weight_has_no_gradient(
+    how: str, num_ids: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    head = HOW[how]
+    hidden, weight, ids = make_inputs(dtype, head.num_local, num_ids)
+    weight.requires_grad_(False)
+    adapter = make_adapter(dtype)
+    exact = [each.detach().double().requires_grad_() for each in (hidden, *adapter)]
+    logprobs, entropy = linear_logprobs(hidden, weight, ids, head, entropy=True, adapter=adapter)
+    expected = plain(*beside(exact[0], weight.double(), LowRank(*exact[1:])), ids, head)
+    assert entropy is not None
+    assert distance(logprobs, expected[0]) < tolerance
+    assert distance(entropy, expected[1]) < tolerance
+    factors = torch.linspace(-1, 2, TOKENS * num_ids, dtype=torch.float64).view(TOKENS, num_ids)
+    loss, wanted = (
+        (chosen * factors).sum() + (of_all * factors[:, 0].cos()).sum()
+        for chosen, of_all in ((logprobs, entropy), expected)
+    )
+    gradients = torch.autograd.grad(loss, (hidden, *adapter))
+    for gradient, exact_gradient in zip(gradients, torch.autograd.grad(wanted, exact), strict=True):
+        assert gradient.dtype == dtype
+        assert distance(gradient, exact_gradient) < tolerance
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("num_ids", [1, 4])
 def test_bfloat16_is_no_further_from_float64_than_whole_logits_are(how: str, num_ids: int) -> None:
     head = HOW[how]
@@ -85,6 +125,38 @@ def test_bfloat16_is_no_further_from_float64_than_whole_logits_are(how: str, num
         errors.append([distance(value, expected) for value, expected in values])
     for fused, reference in zip(errors[1], errors[0], strict=True):
         assert fused < 1.05 * reference + 1e-7
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def test_an_adapter_in_bfloat16_is_no_further_from_float64_than_whole_logits_are(device: str) -> None:
+    """Of 64 tokens: rounding of eleven comes out one way or the other."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((64, HIDDEN), (64, 3), (VOCABULARY, 3), (VOCABULARY, HIDDEN))
+    *trained, weight = (torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes)
+    ids = torch.randint(0, VOCABULARY, (64, 1), generator=generator).to(device)
+    for each in trained:
+        each.requires_grad_()
+    exact = [each.detach().double().requires_grad_() for each in trained]
+    wanted, _ = plain(*beside(exact[0], weight.double(), LowRank(*exact[1:])), ids, HEAD)
+    wanted_gradients = torch.autograd.grad(wanted.sum(), exact)
+    logits = trained[0] @ weight.T + trained[1] @ trained[2].T
+    whole = (logits.float() * HEAD.scale).log_softmax(-1).gather(-1, ids)
+    fused, _ = linear_logprobs(trained[0], weight, ids, HEAD, entropy=False, adapter=LowRank(*trained[1:]))
+    errors = []
+    for logprobs in (whole, fused):
+        values = (logprobs, wanted), *zip(torch.autograd.grad(logprobs.sum(), trained), wanted_gradients, strict=True)
+        errors.append([distance(value, expected) for value, expected in values])
+    for found, reference in zip(errors[1], errors[0], strict=True):
+        assert found < 1.05 * reference + 1e-7
 
 
 def test_a_frozen_weight_or_body_has_no_gradient() -> None:
@@ -110,12 +182,15 @@ def test_no_logits_are_saved_and_blocks_are_of_their_size() -> None:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("k", [1, 7, 400])
-def test_topk_is_that_of_whole_logits(how: str, k: int) -> None:
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_topk_is_that_of_whole_logits(how: str, k: int, has_adapter: bool) -> None:
     head = HOW[how]
     hidden, weight, _ = make_inputs(torch.float32, VOCABULARY, 1)
+    adapter = make_adapter(torch.float32) if has_adapter else None
     with torch.no_grad():
-        values, ids = linear_topk(hidden, weight, k, head)
-        logits = (hidden @ weight.T)[:, : head.num_local] * head.scale
+        values, ids = linear_topk(hidden, weight, k, head, adapter)
+        both = (hidden, weight) if adapter is None else beside(hidden, weight, adapter)
+        logits = (both[0] @ both[1].T)[:, : head.num_local] * head.scale
     num_found = min(k, head.num_local)
     expected = logits.topk(num_found, dim=-1)
     torch.testing.assert_close(values[:, :num_found], expected.values)
