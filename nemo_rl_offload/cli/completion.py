@@ -8,8 +8,11 @@ from collections.abc import Iterator
 
 from nemo_rl_offload.cli.parser import option_names, subparsers
 from nemo_rl_offload.config.rules.effects import defaults
+from nemo_rl_offload.specs.devices import DEVICES
 
 TAKE_KEYS = ("run", "check", "plan", "eval")
+_NAMES = {"--gpu": tuple(DEVICES)}
+"""Of options that take a name or a file."""
 SCRIPT = """\
 # bash: eval "$(nemo-rl-offload completion)"      zsh: autoload -U bashcompinit && bashcompinit, then the same
 _nemo_rl_offload() {{
@@ -57,7 +60,7 @@ def script(parser: argparse.ArgumentParser) -> str:
 def _values(command: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     """What may stand after a word: choices of options, and of the command's first argument."""
     for action in parser._actions:
-        if action.choices:
+        named = next((_NAMES[each] for each in action.option_strings if each in _NAMES), ())
+        if choices := " ".join(map(str, action.choices or named)):
             befores = action.option_strings or [command]
-            choices = " ".join(map(str, action.choices))
             yield from (f'    "{command} {before}") words="{choices}" ;;' for before in befores)

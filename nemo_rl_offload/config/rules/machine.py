@@ -212,15 +212,16 @@ def _programs_can_be_isolated(get: Get) -> Iterator[str]:
 
 
 def _function_is_here(get: Get) -> Iterator[str]:
-    path = get(f"{FUNCTION}.path")
-    if not is_scored_by_function(get) or path is None or any(function_path(get)):
-        return
-    module, _, name = path.partition(":")
-    found = find_module(module)
-    if isinstance(found, str):
+    module, _ = _function(get)
+    if module is not None and isinstance(found := find_module(module), str):
         yield f"{FUNCTION}.path: {found}"
-        return
-    if found is None or not found.origin or not found.origin.endswith(".py"):
+
+
+def function_fits(get: Get) -> Iterator[str]:
+    """A rule: a reward function whose module is here is there, and can be called."""
+    module, name = _function(get)
+    found = None if module is None else find_module(module)
+    if found is None or isinstance(found, str) or not found.origin or not found.origin.endswith(".py"):
         return
     try:
         tree = ast.parse(Path(found.origin).read_bytes())
@@ -234,7 +235,18 @@ def _function_is_here(get: Get) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
             yield from _params_of_function(node, get)
     if (what := _no_function(tree, name)) is not None:
-        yield f"{FUNCTION}.path: {path} is {what}, and not a function that returns a reward. Write it with def."
+        yield (
+            f"{FUNCTION}.path: {module}:{name} is {what}, and not a function that returns a reward. Write it with def."
+        )
+
+
+def _function(get: Get) -> tuple[str | None, str]:
+    """The module of the reward function and its name there; None where none scores, or its path is none."""
+    path = get(f"{FUNCTION}.path")
+    if not is_scored_by_function(get) or path is None or any(function_path(get)):
+        return None, ""
+    module, _, name = path.partition(":")
+    return module, name
 
 
 def _no_function(tree: ast.Module, name: str) -> str | None:

@@ -273,13 +273,9 @@ def _num_updates(get: Get) -> int:
 
 def _warmup(get: Get) -> Iterator[str]:
     path = f"{MEGATRON}.scheduler"
-    warmup = get(f"{path}.lr_warmup_iters")
-    decay = get(f"{path}.lr_decay_iters") or _num_updates(get)
-    if get(f"{path}.lr_decay_style") != "constant" and warmup >= decay:
-        yield (
-            f"{path}.lr_warmup_iters: {warmup} is not below lr_decay_iters, {decay} (null: updates of the run). "
-            "Lower it."
-        )
+    warmup, decay = get(f"{path}.lr_warmup_iters"), get(f"{path}.lr_decay_iters")
+    if get(f"{path}.lr_decay_style") != "constant" and decay is not None and warmup >= decay:
+        yield f"{path}.lr_warmup_iters: {warmup} is not below lr_decay_iters, {decay}. Lower it."
 
 
 def _distributed_optimizer(get: Get) -> Iterator[str]:
@@ -340,7 +336,7 @@ def _warmup_never_ends(get: Get) -> Iterator[str]:
     if get(path) >= num_updates and not any(_warmup(get)):
         yield (
             f"{path}: {get(path)} is not below {num_updates}, the updates of the run, so that optimizer.lr is never "
-            "reached. Lower it."
+            f"reached. Lower it, such as {path}={num_updates // 10}."
         )
 
 

@@ -27,6 +27,7 @@ def script(capsys: pytest.CaptureFixture[str]) -> str:
         ("run grpo --format j", ["json"]),
         ("report a --se", ["--serve"]),
         ("export a b --dtype b", ["bfloat16"]),
+        ("plan a.yaml --gpu h", ["h100-80gb", "h200-141gb"]),
         ("run grpo policy.megatron_cfg.optimizer.l", ["policy.megatron_cfg.optimizer.lr="]),
         ("check my.yaml logger.profile.s", ["logger.profile.steps="]),
         ("report policy.m", []),

@@ -122,13 +122,21 @@ def test_one_that_takes_other_arguments_is_refused_before_the_run(
 
 
 def test_one_of_trls_is_adapted_as_the_message_says() -> None:
-    def reward(prompts: list[Any], completions: list[Any], answer: list[str]) -> list[float]:
+    def of_text(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
+        assert prompts == ["2 + 2"]
+        return [float(each == right) for each, right in zip(completions, answer, strict=True)]
+
+    def of_messages(prompts: list[Any], completions: list[Any], answer: list[str]) -> list[float]:
+        assert prompts == [asked[:1]]
         return [float(each[0]["content"] == right) for each, right in zip(completions, answer, strict=True)]
 
-    names: dict[str, Any] = {"reward": reward}
-    exec("def score" + CALL.partition("def score")[2], names)
     asked = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
-    assert [names["score"](asked, {"answer": answer}) for answer in ("4", "5")] == [1.0, 0.0]
+    text, _, messages = CALL.partition("def score")[2].partition("; one that reads messages gets ")
+    arguments = text[text.index("prompts=") : text.index(", **{key")]
+    for reward, adapter in ((of_text, text), (of_messages, text.replace(arguments, messages))):
+        names: dict[str, Any] = {"reward": reward}
+        exec("def score" + adapter, names)
+        assert [names["score"](asked, {"answer": answer}) for answer in ("4", "5")] == [1.0, 0.0]
 
 
 def test_one_that_tells_nothing_of_its_arguments_is_tried() -> None:

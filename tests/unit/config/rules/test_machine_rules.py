@@ -260,7 +260,7 @@ def faults(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         (
             "kit.scores:of_trl",
             "{}",
-            "so TRL's reward(prompts, completions, **kwargs) is adapted by def score(messages, ",
+            "so TRL's reward(prompts, completions, **kwargs) that reads text is adapted by def score(messages, ",
         ),
         ("kit.scores:judge", "{}", "params.bonus: missing value: judge has no default for it."),
         ("kit.scores:number", "{}", "path: kit.scores:number is the value 3, and not a function that returns a reward"),
@@ -274,7 +274,8 @@ def test_functions(faults: Callable[..., list[str]], path: str, params: str, wor
     assert line.startswith("env.function.")
     assert words in line
     assert "sre_parse" not in line, "of the standard library"
-    assert faults(path, params, run_here=False) == [], "it may be somewhere else"
+    is_elsewhere = "there is no module" in words
+    assert faults(path, params, run_here=False) == ([] if is_elsewhere else [line]), "a module may be elsewhere"
 
 
 @pytest.mark.parametrize(
