@@ -115,13 +115,20 @@ def test_python_compiles(text: str) -> None:
     compile(text, "documentation", "exec")
 
 
-def test_the_function_of_the_page_on_algorithms_scores() -> None:
-    (text,) = re.findall(r"```python\n(.*?)```", (PROJECT_ROOT / "docs/algorithms.md").read_text(), re.DOTALL)
+def test_the_functions_of_the_page_on_algorithms_score() -> None:
+    text, adapter = re.findall(r"```python\n(.*?)```", (PROJECT_ROOT / "docs/algorithms.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(text, names)
     right, wrong = ([{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": said}] for said in "23")
     assert names["score"](right, {"answer": "2"}) == 1.0
     assert names["score"](wrong, {"answer": "2"}) == {"reward": 0.0, "observation": "No. Try again: "}
+
+    def reward(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
+        assert prompts == ["1 + 1"]
+        return [float(completions == answer)]
+
+    exec(adapter, names := {"reward": reward})
+    assert [names["score"](said, {"answer": "2"}) for said in (right, wrong)] == [1.0, 0.0]
 
 
 def test_links_lead_somewhere() -> None:
