@@ -4,6 +4,7 @@ A training step's peak is the simulation's. The other phases run without gradien
 layer's forward, and the output head. Sizes are of one rank of a pipeline stage.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from nemo_rl_offload.units import GIB, MIB, gib
 EXCHANGE_BYTES = 128 * MIB
 """Device memory that holds pieces of weights on their way: `offload.waiting_weights`."""
 LEAVING = "what leaves between two trainings"
+OWN_OF_UPDATE = "the update's own"
 UPDATE_BYTES = 4
 """That torch's Adam needs for each parameter while it updates all of them at once."""
 BUCKETS_BYTES = 1024 * MIB
@@ -185,7 +187,7 @@ class PhasesOfStage:
         if job.transformer_engine or job.optimizer.state_bytes < 8:
             return found
         number = optimizer_parameters(parameters, job.layout, job.optimizer) * (1 - job.optimizer.share_on_host)
-        return found | {"the update's own": round(UPDATE_BYTES * number)}
+        return found | {OWN_OF_UPDATE: round(UPDATE_BYTES * number)}
 
     def moves(self) -> list[Move]:
         """What crosses the link in a step, but for activations, which the simulation times."""
@@ -273,10 +275,20 @@ def _remedy(job: Job, phase: Phase) -> str:
     if phase.name == "generation":
         return "Lower policy.generation_batch_size."
     if phase.name == "optimizer step":
-        return "Set optimizer_cpu_offload with an optimizer_offload_fraction, or more ranks."
+        share = _least_share_on_host(job, phase)
+        path = "policy.megatron_cfg.optimizer"
+        sets = f"Set {path}.optimizer_cpu_offload=true {path}.optimizer_offload_fraction={share:g}, or take more ranks."
+        return sets if share <= 1 else "Take more ranks: with all of the optimizer on the host there is too little too."
     if job.micro_batch_tokens is not None:
         return "Lower logprob_mb_tokens."
     return "Lower policy.logprob_batch_size, or set use_fused_linear_logprobs."
+
+
+def _least_share_on_host(job: Job, phase: Phase) -> float:
+    """Of the optimizer, in quarters, with which its own step finds room; above 1 where none does."""
+    given, here = job.optimizer.share_on_host, sum(phase.parts.get(name, 0) for name in ("optimizer", OWN_OF_UPDATE))
+    excess = phase.peak_bytes - job.budget_bytes + (0 if given else BUCKETS_BYTES)
+    return math.ceil(4 * (given + (1 - given) * excess / here)) / 4 if here else math.inf
 
 
 def fullest(job: Job, step: SimulatedStep) -> Sequence[tuple[int, Phase]]:

@@ -159,7 +159,10 @@ def test_what_waits_on_the_host_leaves_activations_the_rest_of_the_budget() -> N
             {"passes": replace(GRPO, logprob_tokens=1 << 18), "makes_logits": True},
             r"log-probabilities on stage 0: .* Lower policy\.logprob_batch_size, or set use_fused_linear_logprobs\.",
         ),
-        ({"optimizer": Optimizer()}, r"optimizer step on stage 0: .* Set optimizer_cpu_offload"),
+        (
+            {"optimizer": Optimizer()},
+            r"optimizer step on stage 0: .* Set policy\.megatron_cfg\.optimizer\.optimizer_cpu_offload=true",
+        ),
     ],
 )
 def test_what_lacks_is_said_with_the_numbers(changes: dict[str, object], expected: str) -> None:
@@ -205,6 +208,24 @@ def test_as_much_of_the_optimizer_is_proposed_as_its_own_step_lacks() -> None:
                 changed = make_plan(replace(tight, optimizer=Optimizer(share_on_host=float(found[1]))))
                 assert not [each for each in changed.lacking if "optimizer step" in each], memory_gib
                 assert changed.shortfall_bytes == 0
+
+
+@pytest.mark.parametrize("given", [0.0, 0.25])
+@pytest.mark.parametrize("memory_gib", [30, 45, 60, 75, 90, 105])
+def test_an_optimizers_step_is_told_the_share_that_gives_it_room(memory_gib: int, given: float) -> None:
+    job = seven_billion(optimizer=Optimizer(share_on_host=given), memory_bytes=memory_gib * GIB)
+    of_update = [each for each in lacking(job, run_nothing(job)) if each.startswith("optimizer step")]
+    if not of_update:
+        return
+    if (found := re.search(r"optimizer_offload_fraction=([\d.]+)", of_update[0])) is None:
+        assert "all of the optimizer on the host there is too little" in of_update[0]
+        share, has_room = 1.0, False
+    else:
+        share, has_room = float(found[1]), True
+    for tried, fits in ((share, has_room), (share - 0.25, False)):
+        changed = replace(job, optimizer=Optimizer(share_on_host=tried))
+        still = [each for each in lacking(changed, run_nothing(changed)) if each.startswith("optimizer step")]
+        assert (not still) == fits, (tried, of_update, still)
 
 
 def test_less_of_the_optimizer_on_the_host_is_said_to_fit_too() -> None:
