@@ -142,7 +142,7 @@ def test_another_programs_script_as_it_is(tmp_path: Path) -> None:
     )
     done = run_python("-W", "ignore", "examples/adapters/megatron_lm.py", str(script), "--lr", "1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("__main__ ['--lr', '1'] OffloadInterface\nOffloadStats(")
+    assert done.stdout.startswith("__main__ ['--lr', '1'] OffloadInterface\noffloaded ")
 
 
 BESIDE_OURS = """
