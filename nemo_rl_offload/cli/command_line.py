@@ -314,13 +314,13 @@ def _what_next(run_dir: Path, algorithm: str) -> list[str]:
     if not (steps := steps_in(run_dir / CHECKPOINTS)):
         return []
     last, config, further = (shlex.quote(f"{run_dir}{end}") for end in (f"/step_{steps[-1]}", f"/{CONFIG_FILE}", "_b"))
-    steps_key = f"{algorithm}.max_num_steps={2 * steps[-1]}"
+    longer = f"{algorithm}.max_num_steps={2 * steps[-1]} {algorithm}.max_num_epochs=null"
     return [
         f"Last checkpoint: {run_dir / CHECKPOINTS}/step_{steps[-1]}",
         "What can be done with it:",
         f"  nemo-rl-offload export {last} my-model",
         *([f"  nemo-rl-offload eval --checkpoint {last}"] if ALGORITHMS[algorithm].generates else []),
-        f"  nemo-rl-offload run {algorithm} --config {config} --from-checkpoint {last} --run-dir {further} {steps_key}",
+        f"  nemo-rl-offload run {algorithm} --config {config} --from-checkpoint {last} --run-dir {further} {longer}",
     ]
 
 

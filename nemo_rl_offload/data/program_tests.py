@@ -70,8 +70,13 @@ def _setup(record: Mapping[str, object]) -> str:
 def _statements(test: str, setup: str) -> dict[str, str]:
     try:
         tree = ast.parse(setup + test)
+        compile(tree, "tests.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"has a test that is no Python ({error}): {test[:80]!r}") from error
     if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
         raise ValueError(f"has a test without an assert, which would always pass: {test[:80]!r}")
+    if any(isinstance(node, ast.Assert) and isinstance(node.test, ast.Tuple) for node in ast.walk(tree)):
+        raise ValueError(
+            f"has an assert of (condition, message), which is always true. Leave out the brackets: {test[:80]!r}"
+        )
     return {"code": setup + test}

@@ -118,10 +118,13 @@ def asking(requests: BinaryIO, answers: BinaryIO, when_gone: Callable[[], object
 def serve(requests: BinaryIO, answers: BinaryIO, names: Mapping[str, object]) -> None:
     """The program's side: answer until nothing is asked any more. `name` gives what the program calls so."""
     held: list[object] = []
+    numbers: dict[int, int] = {}
 
     def refer(value: object) -> int:
-        held.append(value)
-        return len(held) - 1
+        number = numbers.setdefault(id(value), len(held))  # no other object has its id, since it is held
+        if number == len(held):
+            held.append(value)
+        return number
 
     for line in requests:
         operation, encoded_args = json.loads(line)
@@ -151,15 +154,17 @@ def encoded(value: object, refer: Refer) -> object:
             return {"float": float.hex(value)}
         case complex():
             return {"complex": [float.hex(value.real), float.hex(value.imag)]}
-        case bytes():
-            return {"bytes": value.hex()}
+        case bytes() | bytearray():
+            return {"bytes" if isinstance(value, bytes) else "bytearray": value.hex()}
+        case range():
+            return {"range": [hex(each) for each in (value.start, value.stop, value.step)]}
         case list() | tuple() | set() | frozenset():
             kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
             return {kind.__name__: each(value)}
         case dict():
             return {"dict": [each(pair) for pair in value.items()]}
-    if hasattr(type(value), "__index__"):  # numpy's integers
-        return {"int": hex(operator.index(value))}  # type: ignore[arg-type]
+    if all(hasattr(type(value), name) for name in ("ndim", "item")) and value.ndim == 0:  # type: ignore[attr-defined]
+        return encoded(value.item(), refer)  # type: ignore[attr-defined]  # numpy's numbers
     return {"object": refer(value)}
 
 
@@ -177,6 +182,10 @@ def decoded(content: Any, resolve: Resolve) -> Any:
             return complex(*map(float.fromhex, inner))
         case "bytes":
             return bytes.fromhex(inner)
+        case "bytearray":
+            return bytearray.fromhex(inner)
+        case "range":
+            return range(*(int(each, 16) for each in inner))
         case "dict":
             return {decoded(key, resolve): decoded(value, resolve) for key, value in inner}
         case "object":

@@ -55,6 +55,7 @@ def main(job: int, status: int, parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+        vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which Python's `site` brings, and programs call
         sys.path[:] = [path for path in sys.path if path.startswith(sys.base_prefix)] + told["packages"]
         sandbox.limit(told["memory_bytes"])
         if told["is_isolated"]:

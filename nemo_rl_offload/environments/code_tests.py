@@ -1,6 +1,7 @@
 """Rewards for programs that a response holds: whether a record's tests pass (`code_processes.py`)."""
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,6 +34,8 @@ class CodeTestsEnvironment:
         self._limits = Limits(test_timeout_s, parse_bytes(program_memory), is_isolated=sandbox == "required")
         self._binary_reward = binary_reward
         self._thinking_tags = thinking_tags
+        self._sound: set[tuple[str, ...]] = set()
+        """Tests that an empty program has failed."""
         try:
             works = prints(_LEAST, "1", "1", self._limits._replace(timeout_s=60.0))
         except WorkerError as error:
@@ -75,6 +78,17 @@ class CodeTestsEnvironment:
         return Score(reward, is_right, scorer_error=False)
 
     def _passes(self, program: str, test: Mapping[str, str]) -> bool:
+        if not self._runs(program, test):
+            return False
+        if (key := tuple(test.values())) not in self._sound:
+            if self._runs("", test):
+                raise ValueError(
+                    f"this test passes without a program, such as one whose asserts are never run: {key[0][:80]!r}"
+                )
+            self._sound.add(key)
+        return True
+
+    def _runs(self, program: str, test: Mapping[str, str]) -> bool:
         if "code" in test:
             return passes(program, test["code"], self._limits)
         return prints(program, test["input"], test["output"], self._limits)
@@ -88,7 +102,8 @@ def last_program(response: str) -> str | None:
         if begin is None:
             begin = fence
         elif not fence[1].strip():
-            if begin[1].strip().lower() == "python":
-                program = response[begin.end() + 1 : fence.start()]
+            if begin[1].lower().split()[:1] in (["python"], ["python3"], ["py"]):
+                body = response[begin.end() + 1 : fence.start()]
+                program = textwrap.dedent(body) if begin[0][:1].isspace() else body
             begin = None
     return program

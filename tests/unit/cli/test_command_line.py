@@ -242,7 +242,7 @@ def test_the_end_names_the_last_checkpoint_and_what_can_be_done_with_it(
     for words in commands:
         parsed, overrides = parser.parse_known_args(words[1:])
         assert Path("out/step_10") in vars(parsed).values()
-        assert overrides == (["grpo.max_num_steps=20"] if words[1] == "run" else [])
+        assert overrides == (["grpo.max_num_steps=20", "grpo.max_num_epochs=null"] if words[1] == "run" else [])
 
 
 def test_a_damaged_summary_is_one_error(training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

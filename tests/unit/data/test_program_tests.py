@@ -49,6 +49,8 @@ def test_what_mbpp_has_beside_its_tests_comes_before_each() -> None:
         ("", "no Python|without an assert"),
         ("[1", "whose JSON cannot be read: is not JSON"),
         (["f(1) == 2"], r"a test without an assert, which would always pass: 'f\(1\) == 2'"),
+        (["assert (f(1) == 2, 'no')"], "which is always true. Leave out the brackets"),
+        (["from __future__ import annotations\nassert f(1)\nreturn"], "no Python"),
         (["assert f("], r"no Python .*: 'assert f\('"),
         ([3], "neither statements .* nor an object with input and output"),
         ([{"input": "1"}], "neither statements"),

@@ -66,6 +66,11 @@ def is_right(program: str, *tests: str) -> bool:
         ("import threading\nout = []\nt = threading.Thread(target=out.append, args=(3,))\nt.start()\nt.join()",
          "assert out == [3]"),
         ("def f(a, b):\n    return a == b", "def check(candidate):\n    assert candidate(1, 1)\ncheck(f)"),
+        ("import numpy as np\ndef f(x):\n    return np.array(x), np.float32(0.5), np.bool_(True)",
+         "a, b, c = f([1, 2])\nassert list(a) == [1, 2] and (b, c) == (0.5, True)"),
+        ("def f(x):\n    return range(x), bytearray(b'a')", "assert f(3) == (range(3), bytearray(b'a'))"),
+        ("def f(x):\n    return sum(x)", "assert f(range(4)) == 6"),
+        ("class N:\n    pass\ndef f(x):\n    return x", "n = N()\nassert f(n) == n and f([n]) == [n]"),
         ("def f(x):\n    return x\nif __name__ == '__main__':\n    print(f(int(input())))", "assert f(2) == 2"),
     ],
 )  # fmt: skip
@@ -100,13 +105,15 @@ def test_wrong_programs_fail(program: str, test: str) -> None:
         ("print(open(0).read())", "text", "text", True),
         ("def main():\n    print(input())\nif __name__ == '__main__':\n    main()", "a", "a", True),
         ("print('3')\nraise SystemExit", "", "3", True),
+        ("print('3')\nexit()", "", "3", True),
+        ("print('3')\nquit(1)", "", "3", False),
         ("print('3')\nraise ValueError", "", "3", False),
         ("print('3')\nraise SystemExit(1)", "", "3", False),
         ("print('4')", "", "3", False),
         ("print(' 3')", "", "3", False),
         ("print('3\\n4')", "", "3", False),
         ("pass", "", "3", False),
-        ("import threading\nthreading.stack_size(1 << 27)\nthreading.Thread(target=print).start()", "", "", True),
+        ("import threading\nthreading.stack_size(1 << 27)\nthreading.Thread(target=print, args=(3,)).start()", "", "3", True),
         ("import heapq, bisect, itertools, functools, math, re, collections, decimal, random\nprint(3)", "", "3", True),
     ],
 )  # fmt: skip
@@ -138,7 +145,7 @@ def test_rewards() -> None:
         ("```\na\n```\n```python\nb\n```", "b\n"),
         ("```python\na", None),
         ("```python\na\n```\n```python\nb", "a\n"),
-        ("  ```python\n  a\n  ```", "  a\n"),
+        ("  ```python\n  a\n  ```", "a\n"),
         ("```python\n```", ""),
         ("a ```python\na\n```", None),
         ("a", None),
@@ -169,3 +176,26 @@ def test_a_program_that_cannot_be_isolated_ends_the_run_and_never_runs(
 def test_too_little_memory_for_python_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory_limit"):
         environment(program_memory="1MiB")
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        {"code": "def check(candidate):\n    assert candidate(1) == 1"},
+        {"code": "def test_f():\n    assert f(1) == 1"},
+        {"code": "if __name__ == '__main__':\n    assert f(1) == 1"},
+        {"code": "try:\n    assert f(1) == 1\nexcept Exception:\n    pass"},
+        {"code": "assert True"},
+        {"input": "1", "output": ""},
+    ],
+)
+def test_a_test_that_nothing_fails_is_an_error_of_the_record(test: Mapping[str, str]) -> None:
+    with pytest.raises(ValueError, match="passes without a program"):
+        score([test], fenced("def f(x):\n    return 2"))
+
+
+@pytest.mark.parametrize("opening", ["```python", "```Python3", "```py", "```python title=a.py", "  ```python"])
+def test_ways_to_begin_a_block(opening: str) -> None:
+    indent = opening[: -len(opening.lstrip())]
+    lines = [opening, f"{indent}def f(x):", f"{indent}    return x", f"{indent}```"]
+    assert score([{"code": "assert f(1) == 1"}], "\n".join(lines)).is_correct
