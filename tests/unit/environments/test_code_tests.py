@@ -113,7 +113,7 @@ def test_wrong_programs_fail(program: str, test: str) -> None:
         ("print(' 3')", "", "3", False),
         ("print('3\\n4')", "", "3", False),
         ("pass", "", "3", False),
-        ("import threading\nthreading.stack_size(1 << 27)\nthreading.Thread(target=print, args=(3,)).start()", "", "3", True),
+        ("import threading as t\nt.stack_size(1 << 27)\nt.Thread(target=print, args=(3,)).start()", "", "3", True),
         ("import heapq, bisect, itertools, functools, math, re, collections, decimal, random\nprint(3)", "", "3", True),
     ],
 )  # fmt: skip
