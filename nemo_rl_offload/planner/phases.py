@@ -288,7 +288,12 @@ def _least_share_on_host(job: Job, phase: Phase) -> float:
     """Of the optimizer, in quarters, with which its own step finds room; above 1 where none does."""
     given, here = job.optimizer.share_on_host, sum(phase.parts.get(name, 0) for name in ("optimizer", OWN_OF_UPDATE))
     excess = phase.peak_bytes - job.budget_bytes + (0 if given else BUCKETS_BYTES)
-    return math.ceil(4 * (given + (1 - given) * excess / here)) / 4 if here else math.inf
+    return least_share(given, excess, here) if here else math.inf
+
+
+def least_share(given: float, lacking_bytes: float, here_bytes: float) -> float:
+    """Of the optimizer on the host, in quarters, with which that much less is on the device, where `here_bytes` are."""
+    return math.ceil(4 * (given + (1 - given) * lacking_bytes / here_bytes)) / 4
 
 
 def fullest(job: Job, step: SimulatedStep) -> Sequence[tuple[int, Phase]]:

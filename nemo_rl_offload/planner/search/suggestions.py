@@ -8,6 +8,7 @@ from itertools import islice
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.offload.solver import MemoryBudget
 from nemo_rl_offload.planner.job import Job
+from nemo_rl_offload.planner.phases import least_share
 from nemo_rl_offload.planner.search.candidates import candidates
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
 from nemo_rl_offload.specs.parallel_layout import check_layout
@@ -102,10 +103,10 @@ def _single(job: Job, update_lacks: Callable[[Job], int]) -> Iterator[tuple[str,
 def _optimizer_on_host(job: Job, update_lacks: Callable[[Job], int]) -> Iterator[tuple[str, Job]]:
     """With as much of the optimizer's state on the host as every choice and its own step lack, in quarters."""
     given = job.optimizer.share_on_host
-    whole_bytes = max(stage.static_bytes["optimizer"] for stage in build_stages(job, ())) / (1 - given or 1)
-    if given == 1 or not whole_bytes:
+    here_bytes = max(stage.static_bytes["optimizer"] for stage in build_stages(job, ()))
+    if given == 1 or not here_bytes:
         return
-    share = min(1.0, math.ceil(4 * (given + least_shortfall(job) / whole_bytes)) / 4)
+    share = min(1.0, least_share(given, least_shortfall(job), here_bytes))
     shares = [quarters / 4 for quarters in range(math.ceil(4 * share), 5)]
     jobs = [replace(job, optimizer=replace(job.optimizer, share_on_host=each)) for each in shares]
     changed = next((each for each in jobs if not update_lacks(each)), jobs[0])
