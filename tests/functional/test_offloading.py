@@ -59,6 +59,7 @@ SETTINGS = {
     "recompute_moe_act": ("recompute_granularity=selective", "recompute_modules=[moe_act]"),
     "recompute_mlp": ("recompute_granularity=selective", "recompute_modules=[mlp]"),
     "recompute_mlp_act": ("recompute_granularity=selective", "recompute_modules=[mlp_act]"),
+    "recompute_both_activations": ("recompute_granularity=selective", "recompute_modules=[mlp_act,moe_act]"),
     "recompute_mlp_fc1": ("recompute_granularity=selective", "recompute_modules=[mlp_fc1]"),
     "recompute_some_mlps": (
         "recompute_granularity=selective",
@@ -67,7 +68,7 @@ SETTINGS = {
     ),
 }
 ONLY_WITH_EXPERTS = ("allgather", "recompute_moe_act")
-COMPILED = ("recompute_layernorm", "recompute_moe_act")
+COMPILED = ("recompute_layernorm", "recompute_moe_act", "recompute_both_activations")
 
 
 @dataclass

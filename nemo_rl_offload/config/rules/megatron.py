@@ -183,7 +183,7 @@ def _recompute_names(get: Get) -> Iterator[str]:
 
 
 _TWINS = {"mlp_act": "moe_act", "mlp": "moe", "moe_act": "mlp_act", "moe": "mlp"}
-"""Of layers with and without experts, what recomputes the same part."""
+"""Of layers with and without experts, what recomputes the same part. A list with both fits every model."""
 
 
 def _recompute_fits_model(get: Get) -> Iterator[str]:
@@ -200,8 +200,9 @@ def _recompute_fits_model(get: Get) -> Iterator[str]:
     }
     for part, (of_part, is_present) in present.items():
         for name in names:
-            if name in of_part and not is_present:
-                instead = f"Take {twin}, or remove it." if (twin := _TWINS.get(name)) else "Remove it."
+            twin = _TWINS.get(name)
+            if name in of_part and not is_present and twin not in names:
+                instead = f"Take {twin}, or remove it." if twin else "Remove it."
                 yield f"{MEGATRON}.recompute_modules: '{name}' needs {part}, and the model has none. {instead}"
     if "shared_experts" in names and megatron(get, "moe_shared_expert_overlap"):
         yield (

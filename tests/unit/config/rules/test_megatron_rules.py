@@ -61,6 +61,18 @@ CASES = [
         "M.recompute_modules=[moe_act]",
     ),
     (
+        f"{SELECTIVE} MOE M.recompute_modules=[mlp_act]",
+        "recompute_modules",
+        "Take moe_act, or remove it",
+        "M.recompute_modules=[mlp_act,moe_act]",
+    ),
+    (
+        f"{SELECTIVE} M.recompute_modules=[moe_act]",
+        "recompute_modules",
+        "Take mlp_act, or remove it",
+        "M.recompute_modules=[mlp_act,moe_act]",
+    ),
+    (
         f"{SELECTIVE} M.recompute_modules=[mlp,mlp_fc1]",
         "recompute_modules",
         "'mlp' contains 'mlp_fc1'",
