@@ -27,10 +27,13 @@ if TYPE_CHECKING:
     from nemo_rl_offload.runs.origin import Origin
 
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
+EXIT_OUTPUT_CLOSED = 141
+"""A shell's code for SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 2 for what the user can mend, 130 when interrupted."""
+    """Run the command line; returns the exit code: 0, 2 for what the user can mend, 130 when interrupted, 141 when
+    a reader of standard output has had enough."""
     _print_everything()
     try:
         parser = build_parser()
@@ -60,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _interrupted(run_dirs)
     except SystemExit as exit_:
         if isinstance(exit_.__context__, BrokenPipeError):
-            return _output_failed("standard output was closed", run_dirs)  # from Rich
+            return _output_closed(run_dirs)  # from Rich
         return _interrupted(run_dirs)  # by SIGTERM: from the cluster's handler, or from Ray's before that stands
     except BrokenPipeError:
-        return _output_failed("standard output was closed", run_dirs)
+        return _output_closed(run_dirs)
     except (OSError, MemoryError) as error:
         from nemo_rl_offload.specs.process_limits import explained
 
@@ -365,8 +368,20 @@ def _output_fails() -> bool:
     return False
 
 
-def _output_failed(reason: str, run_dirs: list[Path]) -> int:
+def _output_closed(run_dirs: list[Path]) -> int:
+    """`plan ... | head -1` wanted no more; a run that nobody hears has ended before its time."""
+    if run_dirs:
+        return _output_failed("standard output was closed", run_dirs)
+    _drop_output()
+    return EXIT_OUTPUT_CLOSED
+
+
+def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+
+
+def _output_failed(reason: str, run_dirs: list[Path]) -> int:
+    _drop_output()
     print(f"error: {reason}.{_how_to_go_on(run_dirs)}", file=sys.stderr)
     return EXIT_USER_ERROR
 

@@ -10,7 +10,18 @@ import pytest
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 
-def test_closed_output_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_a_reader_that_has_had_enough_is_no_error(output: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    example = "examples/configs/grpo_tiny.yaml"
+    command = [sys.executable, "-m", "nemo_rl_offload.cli", "check", example, "--format", output]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, cwd=PROJECT_ROOT, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_closed_output_ends_a_run_with_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [
