@@ -74,6 +74,8 @@ class _Turn:
         self.episodes = episodes
         self.waiting = deque(range(len(episodes)))
         self.scores: dict[int, Score] = {}
+        self.raised: list[tuple[str, str]] = []
+        """Kinds and descriptions of what was raised instead, for want of memory apart."""
 
     @property
     def is_done(self) -> bool:
@@ -111,6 +113,7 @@ class EnvironmentPool:
         self._timeout_s = float("inf") if timeout_s is None else timeout_s
         self._memory_limit = memory_limit
         self._told: set[str] = set()
+        self._has_scored = False
         self._notices = self._failures.append("")
         self._workers = [_Worker(setup, log) for _ in range(num_workers)]
         self._one_at_a_time = threading.Lock()
@@ -121,7 +124,8 @@ class EnvironmentPool:
 
         Raises:
             ConfigError: the environment cannot be made as configured.
-            WorkerError: its processes do not start, or the environment raised one.
+            WorkerError: its processes do not start, the environment raised one, or it raised the same exception on
+                each of the first responses, two or more, so that it is likely never to score any.
         """
         finished = [episode for episode in episodes if episode.finished]
         with self._one_at_a_time:
@@ -152,6 +156,14 @@ class EnvironmentPool:
                     self._ask(worker, turn)
             for worker in self._due():
                 self._hear(worker, turn)
+        kinds = {kind for kind, _ in turn.raised}
+        if not self._has_scored and len(turn.raised) == len(episodes) > 1 and len(kinds) == 1:
+            raise WorkerError(
+                f"{self._section}: the scorer raised the same on each of the first {len(episodes)} responses, so no "
+                f"reward would mean anything: {turn.raised[0][1]}. Mend it, or let it return 0 for what it cannot "
+                f"score. The traceback is in {self._log}."
+            )
+        self._has_scored = self._has_scored or not all(score.scorer_error for score in turn.scores.values())
         if episodes and all(score.scorer_error for score in turn.scores.values()):
             self._tell("all", f"none of the {len(episodes)} responses of this turn could be scored; all count 0.")
         return [turn.scores[index] for index in range(len(episodes))]
@@ -202,7 +214,10 @@ class EnvironmentPool:
         elif message["kind"] == MemoryError.__name__ and worker.num_answers:
             turn.waiting.appendleft(worker.index)
         else:
-            limit = f"; memory_limit is {self._memory_limit}" if message["kind"] == MemoryError.__name__ else ""
+            is_short = message["kind"] == MemoryError.__name__
+            limit = f"; memory_limit is {self._memory_limit}" if is_short else ""
+            if not is_short:
+                turn.raised.append((message["kind"], message["error"]))
             self._fail(message["kind"], f"raised {message['error']}{limit}", worker.index, turn, message["details"])
         worker.index, worker.num_starts = None, 0
         worker.num_answers += 1

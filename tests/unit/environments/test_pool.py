@@ -96,6 +96,27 @@ def test_whatever_a_scorer_does_costs_its_own_response_alone(
     assert pool.notices() == ["env.function: none of the 2 responses of this turn could be scored; all count 0."]
 
 
+def test_one_that_raises_the_same_on_every_first_response_ends_the_run(
+    make_pool: Callable[..., EnvironmentPool], tmp_path: Path
+) -> None:
+    pool = make_pool(*function("misbehaves"), run_dir=tmp_path)
+    with pytest.raises(WorkerError, match=r"on each of the first 3 responses.*: ValueError: bad .*\. Mend it, or"):
+        pool.step(episodes(*["an exception"] * 3))
+    assert "Traceback" in (tmp_path / "scorers.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [["an exception", "an exit"], ["an exception"], ["a hang in C"] * 2, ["an abort"] * 2],
+    ids=["two kinds", "one response", "late", "crashed"],
+)
+def test_others_do_not(asked: list[str], make_pool: Callable[..., EnvironmentPool]) -> None:
+    pool = make_pool(*function("misbehaves", "env.function.timeout_s=2"))
+    assert pool.step(episodes(*asked)) == [FAILED] * len(asked)
+    assert pool.step(episodes("good", "good")) == [RIGHT] * 2
+    assert pool.step(episodes("an exception", "an exception")) == [FAILED] * 2, "it has scored before"
+
+
 def test_an_observation_with_half_a_character_costs_its_response(make_pool: Callable[..., EnvironmentPool]) -> None:
     """No tokenizer takes it."""
     pool = make_pool(*function("half_a_character"))
@@ -174,7 +195,7 @@ def test_what_a_scorer_prints_is_kept_apart(
 
 def test_the_traceback_of_a_failure_is_kept(make_pool: Callable[..., EnvironmentPool], tmp_path: Path) -> None:
     pool = make_pool(*function("misbehaves"), run_dir=tmp_path)
-    pool.step(episodes("an exit", "an exit"))
+    pool.step(episodes("an exit", "an exit", "good"))
     pool.shutdown()
     assert (tmp_path / "scorers.log").read_text().count('"an exit": lambda: sys.exit(3)') == 1
 
