@@ -40,7 +40,12 @@ def with_data(found: Findings) -> Findings:
     trains = not found.loaded.is_evaluation
     lines = [*data_problems(found.config, trains=trains), *(host_problems(found.config) if trains else ())]
     problems = [problem_at(line, found.loaded) for line in lines]
-    return replace(found, config=None if problems else found.config, problems=problems)
+    warnings = [each for each in found.warnings if not any(_says_the_same(each, problem) for problem in problems)]
+    return replace(found, config=None if problems else found.config, problems=problems, warnings=warnings)
+
+
+def _says_the_same(warning: Problem, problem: Problem) -> bool:
+    return warning.path == problem.path and warning.message.startswith(problem.message)
 
 
 def offload_settings(megatron_cfg: MegatronConfig) -> dict[str, object]:

@@ -273,7 +273,7 @@ def read_job(
         min_elements=megatron_cfg["min_offloaded_tensor_size"],
         numbers=Numbers(element_bytes, fp8),
         optimizer=read_optimizer(megatron_cfg, element_bytes),
-        recompute=_recompute(activations.recompute),
+        recompute=_recompute(activations.recompute, shape),
         adapters=read_adapters(megatron_cfg),
         logprob_chunk_size=policy["logprob_chunk_size"],
         makes_logits=not megatron_cfg["use_fused_linear_logprobs"],
@@ -383,9 +383,12 @@ def read_adapters(megatron_cfg: MegatronConfig) -> Adapters | None:
     return Adapters(tuple(peft["target_modules"]), tuple(peft["exclude_modules"]), peft["dim"])
 
 
-def _recompute(resolved: ResolvedRecompute) -> Recompute:
+def _recompute(resolved: ResolvedRecompute, shape: ModelShape) -> Recompute:
+    """What a list names for layers that this model lacks is left out: `[mlp_act, moe_act]` fits any model."""
     if resolved.granularity == "full":
         return Recompute(method=resolved.method or "uniform", num_layers=resolved.num_layers or 1)
     if resolved.granularity == "selective":
-        return Recompute(modules=frozenset(resolved.modules), num_counted_layers=resolved.num_layers)
+        absent = set() if any(shape.layers_with_experts) else {"moe", "moe_act"}
+        absent |= {"mlp", "mlp_act"} if all(shape.layers_with_experts) else set()
+        return Recompute(modules=frozenset(resolved.modules) - absent, num_counted_layers=resolved.num_layers)
     return Recompute()

@@ -53,6 +53,12 @@ def test_what_a_run_would_end_with(
     assert any(problem.path.startswith(path) and text in str(problem) for problem in found.problems), found.problems
 
 
+def test_a_template_that_is_none_is_told_once(look: Look) -> None:
+    found = look(CONFIGS / "sft_chat.yaml", CHAT, "policy.tokenizer.chat_template=nothere.jinja")
+    told = [str(each) for each in (*found.problems, *found.warnings) if "nothere.jinja" in str(each)]
+    assert len(told) == len(found.problems) == 1, told
+
+
 @pytest.mark.parametrize(("config", "records", "overrides"), [(SFT, CHAT, ()), (GRPO, PROBLEMS, MATH)])
 def test_sound_data_pass(look: Look, config: Path, records: list[dict[str, Any]], overrides: tuple[str, ...]) -> None:
     found = look(config, records, *overrides)

@@ -14,9 +14,9 @@ from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import find_device
 
 
-def job(*overrides: str) -> Job:
+def job(*overrides: str, model: str = "Qwen/Qwen2.5-1.5B") -> Job:
     config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_math_1B.yaml", list(overrides))
-    return read_job(config["policy"], load_model_shape("Qwen/Qwen2.5-1.5B", None), find_device("h100-80gb"), 4)
+    return read_job(config["policy"], load_model_shape(model, None), find_device("h100-80gb"), 4)
 
 
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
@@ -114,3 +114,16 @@ def test_a_sample_of_two_rows_takes_twice_as_much(tokens: int | None) -> None:
         assert (pairs.micro_batch, pairs.num_microbatches) == (2 * single.micro_batch, single.num_microbatches)
     else:
         assert (pairs.micro_batch, pairs.num_microbatches) == (single.micro_batch, 2 * single.num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("model", "left"),
+    [
+        ("Qwen/Qwen2.5-1.5B", {"mlp_act"}),
+        ("Qwen/Qwen3-30B-A3B", {"moe_act"}),
+        ("deepseek-ai/DeepSeek-V3", {"mlp_act", "moe_act"}),
+    ],
+)
+def test_of_a_list_for_any_model_what_its_layers_have_is_recomputed(model: str, left: set[str]) -> None:
+    both = ("recompute_granularity=selective", "recompute_modules=[mlp_act,moe_act]")
+    assert job(*(f"policy.megatron_cfg.{each}" for each in both), model=model).recompute.modules == left
