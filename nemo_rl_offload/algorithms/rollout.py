@@ -75,8 +75,14 @@ class Rollout:
             "avg_turns_per_sample": sum(response.num_turns for response in self.responses) / count,
             "unfinished_fraction": sum(not response.finished for response in self.responses) / count,
             "scorer_errors": float(sum(score.scorer_error for score in self.scores)),
+            **self._drafts(),
             **{f"reward/{name}": float(part.mean()) for name, part in self.parts.items()},
         }
+
+    def _drafts(self) -> dict[str, float]:
+        drafted = sum(response.num_drafted for response in self.responses)
+        accepted = sum(response.num_accepted for response in self.responses)
+        return {"draft_acceptance_rate": accepted / drafted} if drafted else {}
 
     def pass_at(self, size: int) -> dict[str, float]:
         """`pass_k`: the share of prompts of whose `size` responses, next to each other, one is right."""

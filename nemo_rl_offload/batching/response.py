@@ -18,6 +18,9 @@ class Response:
     num_turns: int = 1
     versions: list[int] = field(default_factory=list)
     """By token, how often its engine's weights had been updated; nothing where no update comes in between."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Tokens that speculative decoding proposed, and those of them that were taken."""
 
     @property
     def num_generated(self) -> int:
@@ -35,4 +38,6 @@ class Response:
             self.observed | frozenset(range(begin, end)) | {end + place for place in response.observed},
             self.num_turns + response.num_turns,
             self.versions + response.versions[:1] * len(observation) + response.versions,
+            self.num_drafted + response.num_drafted,
+            self.num_accepted + response.num_accepted,
         )

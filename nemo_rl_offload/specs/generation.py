@@ -55,6 +55,6 @@ ENV_OF_CUDA = {
     "PYTORCH_CUDA_ALLOC_CONF": "",
     "PYTORCH_ALLOC_CONF": "",
 }
-ENV_OF_TRUNCATED = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+ENV_OF_FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 """Environment variables of vLLM's engines: of all, of those of several devices, on CPUs, on GPUs, and there with top-k
-or top-p."""
+or top-p, or with drafts."""

@@ -85,6 +85,29 @@ def test_after_each_update_an_engine_answers_like_transformers(family: str) -> N
     assert found["children"] == []
 
 
+@pytest.mark.parametrize(("family", "method"), [("qwen2", "draft_model"), ("deepseek_v3_mtp", "deepseek_mtp")])
+def test_drafts_change_the_time_alone(family: str, method: str) -> None:
+    """Greedy tokens, log-probabilities and, over 20 seeds, the distribution are those of the model."""
+    command = [sys.executable, str(HERE / "vllm_agreement.py"), "--family", family, "--speculative", method]
+    environment = {**os.environ, **cpu_environment(), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*command, "--updates", "2"], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["different"] == [0] * 3
+    assert found["logprob_error_plain"] < 1e-4
+    for what in ("repeats", "pieces_equal_whole", "seeds_differ", "ends"):
+        assert found[f"{what}_plain"], what
+    assert found["different_with_stale_cache"] > 0
+    assert found["different_with_exchanged_weights"] > 0
+    assert found["num_drafted"] > 0
+    if method == "draft_model":
+        assert found["num_accepted"] > 0, "a random layer guesses none, a model that was the same guesses some"
+    else:
+        assert found["drafts_follow"]
+    assert found["drafts_return"]
+    assert all(abs(score) < 4.5 for score in found["z_scores"].values()), found["z_scores"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_latent_attention_decodes_with_follows_an_update(dtype: torch.dtype) -> None:
     """On a GPU it does so with parts of a weight in another order: views of it, or copies where types differ.

@@ -27,7 +27,7 @@ import torch
 from models import write_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.errors import ConfigError
@@ -149,7 +149,50 @@ def exchanged(weights: Weights) -> Weights:
     return {**weights, first: weights[second], second: weights[first]}
 
 
-def compare(family: str, num_updates: int) -> dict[str, Any]:
+def z_scores(worker: VllmWorker, reference: Reference) -> dict[str, float]:
+    """How far sampled tokens are from what the reference says, in standard deviations: of their log-probabilities, of
+    how often the likeliest token comes, and one with an even number."""
+    sums = {name: [0.0, 0.0] for name in ("logprob", "likeliest", "even")}
+    sampling = Sampling(NEW_TOKENS, 0.2)
+    for seed in range(20):
+        for prompt, response in zip(PROMPTS, responses(worker, PROMPTS, seed, EACH, sampling), strict=True):
+            logprobs_SV = reference.logprobs(prompt + response.tokens, sampling.temperature)[len(prompt) - 1 : -1]
+            for logprobs_V, token in zip(logprobs_SV, response.tokens, strict=True):
+                numbers_V = torch.arange(len(logprobs_V))
+                for name, value_V in (
+                    ("logprob", logprobs_V.clamp(min=-50)),
+                    ("likeliest", (numbers_V == logprobs_V.argmax()).float()),
+                    ("even", (numbers_V % 2 == 0).float()),
+                ):
+                    mean = (logprobs_V.exp() * value_V).sum()
+                    sums[name][0] += float(value_V[token] - mean)
+                    sums[name][1] += float((logprobs_V.exp() * (value_V - mean) ** 2).sum())
+    return {name: float(difference / variance**0.5) for name, (difference, variance) in sums.items()}
+
+
+def drafted(
+    worker: VllmWorker, reference: Reference, weights: Weights, *, layer: int | None
+) -> Iterator[tuple[str, Any]]:
+    """What speculative decoding changes: the time alone. `layer`: the model's own that drafts."""
+    found = responses(worker, PROMPTS, 5, EACH, Sampling(NEW_TOKENS, top_k=1))
+    yield "num_drafted", sum(each.num_drafted for each in found)
+    yield "num_accepted", sum(each.num_accepted for each in found)
+    yield "z_scores", z_scores(worker, reference)
+    extension = worker._llm.llm_engine.model_executor.driver_worker.worker
+    own = extension._own_parameters_of_drafts()
+    if layer is not None:
+        name = f"model.layers.{layer}.eh_proj.weight"
+        yield "drafts_follow", torch.equal(own[name], weights[name])
+    before = {name: each.clone() for name, each in own.items()}
+    extension.keep_drafts()
+    with torch.no_grad():
+        for each in own.values():
+            each.fill_(torch.nan)
+    extension.give_drafts_back()
+    yield "drafts_return", all(torch.equal(each, before[name]) for name, each in own.items())
+
+
+def compare(family: str, num_updates: int, speculative: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_model(family, Path(scratch) / "model", **SHAPES[family])
@@ -162,6 +205,15 @@ def compare(family: str, num_updates: int) -> dict[str, Any]:
                 f"+policy.generation.vllm_kwargs.block_size={BLOCK_SIZE}",
             ],
         )["policy"]
+        if speculative:
+            model = (
+                {"model": str(shutil.copytree(folder, Path(scratch) / "draft"))} if speculative == "draft_model" else {}
+            )
+            drafts = {"method": speculative, "num_speculative_tokens": 3, **model}
+            config["generation"] |= {
+                "top_k": None,
+                "vllm_kwargs": {"block_size": BLOCK_SIZE, "speculative_config": drafts},
+            }
         refused = {**config, "generation": {**config["generation"], "vllm_kwargs": {"no_such_argument": 1}}}
         try:
             VllmWorker(refused, folder, (END_ID,), can_sleep=True)
@@ -176,6 +228,9 @@ def compare(family: str, num_updates: int) -> dict[str, Any]:
             hand_over(worker, weights)
             found["different"].append(num_different(worker, reference := Reference(folder, weights)))
         found |= sampled(worker, reference)
+        if speculative:
+            layer = None if speculative == "draft_model" else AutoConfig.from_pretrained(folder).num_hidden_layers
+            found |= drafted(worker, reference, weights, layer=layer)
 
         forget, worker._llm.reset_prefix_cache = worker._llm.reset_prefix_cache, lambda: True
         hand_over(worker, before)
@@ -200,5 +255,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--family", choices=SHAPES, default="qwen2")
     parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--speculative", choices=["draft_model", "deepseek_mtp"])
     arguments = parser.parse_args()
-    print(json.dumps(compare(arguments.family, arguments.updates)))
+    print(json.dumps(compare(arguments.family, arguments.updates, arguments.speculative)))

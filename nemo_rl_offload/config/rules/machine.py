@@ -32,6 +32,7 @@ from nemo_rl_offload.config.rules.rule import (
     model_shape,
     read_shape,
 )
+from nemo_rl_offload.config.rules.speculative import SPECULATIVE, drafts
 from nemo_rl_offload.config.rules.tasks import (
     FUNCTION,
     SPLITS,
@@ -44,7 +45,7 @@ from nemo_rl_offload.config.rules.turns import template_is_here
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs import sandbox
 from nemo_rl_offload.specs.dispatchers import FLEX_LIBRARIES
-from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_SEVERAL_DEVICES, ENV_OF_TRUNCATED
+from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_FIRST_RUNNER, ENV_OF_SEVERAL_DEVICES
 from nemo_rl_offload.specs.reward_functions import CALL, OF_TRL
 
 LOCAL_PATHS = (
@@ -146,7 +147,7 @@ def env_vars(get: Get) -> Iterator[str]:
             yield f"{MEGATRON}.env_vars.{name}: is set for each worker by this project. Remove it."
     path, set_here = (
         "policy.generation.vllm_cfg.env_vars",
-        ENV | ENV_OF_SEVERAL_DEVICES | ENV_OF_CPU | ENV_OF_CUDA | ENV_OF_TRUNCATED,
+        ENV | ENV_OF_SEVERAL_DEVICES | ENV_OF_CPU | ENV_OF_CUDA | ENV_OF_FIRST_RUNNER,
     )
     for name, value in (get(path) or {}).items():
         if name in SET_BY_GROUP or value != set_here.get(name, value):
@@ -184,6 +185,11 @@ def _teacher_is_here(get: Get) -> Iterator[str]:
     name = get("teacher.model_name")
     if algorithm_spec(get).needs_teacher and name is not None:
         yield from _model_with_weights("teacher.model_name", name)
+
+
+def _draft_model_is_here(get: Get) -> Iterator[str]:
+    if (section := drafts(get)) is not None and isinstance(name := section.get("model"), str):
+        yield from _model_with_weights(f"{SPECULATIVE}.model", name)
 
 
 def _data_is_here(get: Get) -> Iterator[str]:
@@ -430,6 +436,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
     _programs_can_be_isolated,
     _function_is_here,
     _teacher_is_here,
+    _draft_model_is_here,
     _data_is_here,
     _bind_is_here,
     _one_worker_is_enough,

@@ -26,6 +26,7 @@ from nemo_rl_offload.config.rules.model import MODEL_RULES, MODEL_WARNINGS
 from nemo_rl_offload.config.rules.offload import OFFLOAD_RULES, OFFLOAD_WARNINGS, STASH_RULES
 from nemo_rl_offload.config.rules.parallel import PARALLEL_RULES
 from nemo_rl_offload.config.rules.rule import Rule
+from nemo_rl_offload.config.rules.speculative import SPECULATIVE_RULES
 from nemo_rl_offload.config.rules.tasks import TASK_RULES, TASK_WARNINGS
 from nemo_rl_offload.config.rules.turns import TURN_RULES, TURN_WARNINGS
 from nemo_rl_offload.config.rules.vllm import VLLM_MACHINE_RULES, VLLM_RULES
@@ -51,6 +52,7 @@ RULES: tuple[Rule, ...] = (
     *TURN_RULES,
     *GENERATION_RULES,
     *VLLM_RULES,
+    *SPECULATIVE_RULES,
     *VLLM_DEVICE_RULES,
     *ASYNC_RULES,
 )

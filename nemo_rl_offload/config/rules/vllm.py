@@ -27,6 +27,7 @@ OF_OTHER_KEYS = {
     "dtype": f"{CFG}.precision",
     "seed": "the algorithm's seed",
     "enable_expert_parallel": f"{CFG}.expert_parallel_size",
+    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), f"{KWARGS}.speculative_config"),
     **dict.fromkeys(
         (
             *("kv_cache_dtype", "load_format", "tensor_parallel_size", "pipeline_parallel_size"),
@@ -38,7 +39,6 @@ OF_OTHER_KEYS = {
 }
 """Arguments of the engine that have a key."""
 SET_HERE: Mapping[str, str] = {
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "draft models"),
     **dict.fromkeys(("quantization", "quantization_config"), "quantized weights in generation"),
     **dict.fromkeys(("model_weights", "model_impl", "model_class_overrides"), "another model in generation"),
     "enable_lora": "LoRA in the engine",

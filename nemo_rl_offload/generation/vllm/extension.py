@@ -56,6 +56,21 @@ def rotate_heads_apart() -> None:
     RotaryEmbedding.forward_cpu = forward
 
 
+def expand_to_drafts() -> None:
+    """Give each draft its request's temperature, top-k and top-p on a CPU: its kernel writes them into a copy.
+
+    To be called before an engine is built.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x: Tensor, ends: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+        """Of `x`, [B], where each row has tokens up to `ends`, [B]; returns [num_tokens]."""
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return x.where(x != replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand
+
+
 def take_place(rank: int) -> None:
     """Let vLLM be this rank of an engine, whose process group is there. To be called before an engine is built.
 
@@ -81,6 +96,36 @@ class WeightsInPlace:
 
     model_runner: Any
     model_config: Any
+    _kept: dict[str, Tensor]
+
+    def _draft_model(self) -> Any:
+        """What drafts; None without speculative decoding."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        return None if drafter is None else drafter.model
+
+    def _own_parameters_of_drafts(self) -> dict[str, Tensor]:
+        """Without what the drafting layer shares with the model."""
+        if (model := self._draft_model()) is None:
+            return {}
+        shared = {id(parameter) for parameter in self.model_runner.model.parameters()}
+        return {name: each for name, each in model.named_parameters() if id(each) not in shared}
+
+    def keep_drafts(self) -> None:
+        """Copy what drafts to the host, before sleep gives it up: of what is not trained, an update brings nothing."""
+        own = self._own_parameters_of_drafts()
+        if not hasattr(self, "_kept"):
+            self._kept = {
+                name: torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda) for name, each in own.items()
+            }
+        with torch.no_grad():
+            for name, each in own.items():
+                self._kept[name].copy_(each)
+
+    def give_drafts_back(self) -> None:
+        """Write it into the memory that it has again."""
+        with torch.no_grad():
+            for name, each in self._own_parameters_of_drafts().items():
+                each.copy_(self._kept[name])
 
     def begin_update(self) -> None:
         """Leave no old weight in place: what an update does not bring is found by `finish_update`."""
@@ -90,8 +135,15 @@ class WeightsInPlace:
 
     def load_named_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write weights by Hugging Face's names."""
+        from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name as drafting_layer
+
+        named = list(weights)
         with torch.no_grad():
-            self.model_runner.model.load_weights(weights)
+            self.model_runner.model.load_weights(iter(named))
+            if (model := self._draft_model()) is not None and self.model_runner.speculative_config.method == "mtp":
+                config = self.model_config.hf_config
+                if of_layer := [each for each in named if drafting_layer(config, each[0]) is not None]:
+                    model.load_weights(iter(of_layer))
 
     def finish_update(self) -> list[str]:
         """The names of vLLM's parameters of which a part has not come.
@@ -102,9 +154,10 @@ class WeightsInPlace:
         from vllm.model_executor.layers.attention import MLAAttention
 
         with torch.no_grad():
-            for module in self.model_runner.model.modules():
-                if isinstance(module, MLAAttention):
-                    module.process_weights_after_loading(self.model_config.dtype)
+            for model in filter(None, (self.model_runner.model, self._draft_model())):
+                for module in model.modules():
+                    if isinstance(module, MLAAttention):
+                        module.process_weights_after_loading(self.model_config.dtype)
         named = self.model_runner.model.named_parameters()
         return [name for name, parameter in named if parameter.sum(dtype=torch.float32).isnan()]
 

@@ -4,17 +4,18 @@ Imports nothing of vLLM, so that the driver and a test without it can ask.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_rl_offload.config.loader import resolve_tokenizer_path
+from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.rules.vllm import context_length, devices_of_engine
 from nemo_rl_offload.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.specs.catalogue import read_config_file
-from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_SEVERAL_DEVICES, ENV_OF_TRUNCATED
+from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_FIRST_RUNNER, ENV_OF_SEVERAL_DEVICES
 from nemo_rl_offload.specs.model_keys import Content, rope_section, rope_type, with_overrides
 
 MAX_NUM_SEQS = 256
@@ -51,8 +52,9 @@ def engine_env(config: GenerationConfig, device: str) -> dict[str, str]:
         env |= ENV_OF_CPU
     else:
         # The second runner draws with one seed a request in one kernel, the first in one each. But the first alone can
-        # be told what log-probabilities to return where top-k or top-p cut the distribution.
-        env |= ENV_OF_CUDA | (ENV_OF_TRUNCATED if is_truncated(config) else {})
+        # be told what log-probabilities to return where top-k or top-p cut the distribution, and what it does with
+        # drafts is what has been tried.
+        env |= ENV_OF_CUDA | (ENV_OF_FIRST_RUNNER if is_truncated(config) or speculates(config) else {})
     return (config["vllm_cfg"]["env_vars"] or {}) | env
 
 
@@ -60,6 +62,11 @@ def is_truncated(config: GenerationConfig) -> bool:
     """Whether sampling leaves tokens out, in training or in validation."""
     is_cut = config["top_k"] is not None or config["top_p"] < 1
     return is_cut or config["val_top_k"] is not None or config["val_top_p"] < 1
+
+
+def speculates(config: GenerationConfig) -> bool:
+    """Whether engines check drafts of several tokens at once."""
+    return config["vllm_kwargs"].get("speculative_config") is not None
 
 
 def engine_arguments(
@@ -92,6 +99,11 @@ def engine_arguments(
         arguments |= {"tokenizer": str(tokenizer.resolve()), "skip_tokenizer_init": False}
     if overrides := _overrides(model_path, config["hf_config_overrides"]):
         arguments["hf_overrides"] = overrides
+    if speculates(generation):
+        # What an update brings begins with a token that is known; with a step under way it would be one of several.
+        arguments["async_scheduling"] = False
+        if "hf_overrides" in arguments:
+            arguments["hf_overrides"] = partial(_overridden, arguments["hf_overrides"])  # which drafts are told as well
     if devices_of_engine(cfg) > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
         # Its own sums open memory of the other devices, by numbers that processes which see one device do not share.
@@ -108,7 +120,15 @@ def engine_arguments(
         if not cfg["enforce_eager"]:
             # Graphs of decoding without a compiler: as fast as with it, and built in a fifth of the time.
             arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    return arguments | generation["vllm_kwargs"]
+    own = dict(generation["vllm_kwargs"])
+    if speculates(generation) and (model := own["speculative_config"].get("model")) is not None:
+        own["speculative_config"] = {**own["speculative_config"], "model": str(resolve_model_path(model))}
+    return arguments | own
+
+
+def _overridden(changes: Content, config: Any) -> Any:
+    config.update(changes)
+    return config
 
 
 def _overrides(model_path: Path, overrides: Content | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,7 @@ from nemo_rl_offload.generation.vllm.settings import (
     is_truncated,
     request_seed,
     sampling_arguments,
+    speculates,
 )
 from nemo_rl_offload.generation.weight_sync import (
     Assembler,
@@ -106,13 +108,14 @@ class VllmWorker:
             from vllm.distributed.parallel_state import get_world_group
             from vllm.sampling_params import RequestOutputKind
 
-        from nemo_rl_offload.generation.vllm.extension import keep_weights_plain, rotate_heads_apart, take_place
+        from nemo_rl_offload.generation.vllm import extension
 
         if self._is_cpu:
-            keep_weights_plain()
-            rotate_heads_apart()
+            extension.keep_weights_plain()
+            extension.rotate_heads_apart()
+            extension.expand_to_drafts()
         if self._num_devices > 1:
-            take_place(self._rank_of_engine)
+            extension.take_place(self._rank_of_engine)
         arguments = engine_arguments(
             config,
             model_path,
@@ -133,6 +136,16 @@ class VllmWorker:
         self._peers = get_world_group().cpu_group
         if is_truncated(config["generation"]):
             self._on_the_model("return_whole_logprobs")
+        self._drafts = defaultdict[str, Counter[str]](Counter)
+        """By the engine's name of a request: how many tokens were drafted, and how many of them accepted."""
+        self._speculates = speculates(config["generation"])
+        if self._speculates:
+            self._llm.llm_engine.engine_core.engine_core.scheduler.make_spec_decoding_stats = self._count_drafts
+
+    def _count_drafts(
+        self, _: object, num_draft_tokens: int, num_accepted_tokens: int, *, request_id: str, **__: object
+    ) -> None:
+        self._drafts[request_id] += Counter(drafted=num_draft_tokens, accepted=num_accepted_tokens)
 
     def start_seconds(self) -> dict[str, float]:
         """What building this engine took, by part."""
@@ -156,12 +169,14 @@ class VllmWorker:
             return []
         engine, ended, told_s = self._llm.llm_engine, dict[int, Response](), time.monotonic()
         with _explained("generating"):
+            names = []
             for number, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
                 params = self._params(prompt, seed, place, sampling)
-                engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+                names.append(engine.add_request(str(number), {"prompt_token_ids": prompt}, params))
             while engine.has_unfinished_requests():
                 for output in engine.step():
-                    ended[int(output.request_id)] = _response(output.outputs[0])
+                    number = int(output.request_id)
+                    ended[number] = self._response(output.outputs[0], names[number])
                 if time.monotonic() - told_s >= TELL_S:
                     yield Generated(len(ended), sum(len(response.tokens) for response in ended.values()))
                     told_s = time.monotonic()
@@ -202,8 +217,8 @@ class VllmWorker:
                     break
                 for output in engine.step():
                     number = int(output.request_id)
-                    response = _response(output.outputs[0])
-                    _, updates = self._under_way.pop(number)
+                    name, updates = self._under_way.pop(number)
+                    response = self._response(output.outputs[0], name)
                     versions = versions_of(len(response.tokens), updates)
                     ended.append((number, replace(response, versions=versions)))
         responses = self._of_the_engine([response for _, response in ended])
@@ -215,6 +230,17 @@ class VllmWorker:
             **sampling_arguments(sampling, self._end_ids, num_left),
             seed=request_seed(seed, place),
             output_kind=self._at_the_end,
+        )
+
+    def _response(self, output: Any, name: str) -> Response:
+        """Of a request that has ended, by the engine's name."""
+        drafts = self._drafts.pop(name, Counter())
+        return Response(
+            list(output.token_ids),
+            list(output.logprobs.logprobs),
+            output.finish_reason == "stop",
+            num_drafted=drafts["drafted"],
+            num_accepted=drafts["accepted"],
         )
 
     def _note_update(self) -> None:
@@ -284,6 +310,8 @@ class VllmWorker:
         if self._asleep == {"kv_cache"}:  # of an engine that got no prompts: half asleep, it would not go to sleep
             self._wake("kv_cache")
         if self._can_sleep and not self._asleep:
+            if self._speculates:
+                self._on_the_model("keep_drafts")
             free_bytes = self._free_bytes()
             self._llm.sleep(level=2)
             self._slept_bytes = self._free_bytes() - free_bytes
@@ -298,6 +326,8 @@ class VllmWorker:
             free_bytes = self._free_bytes()
             with _explained("waking up"):
                 self._llm.wake_up(tags=[part])
+                if part == "weights" and self._speculates:
+                    self._on_the_model("give_drafts_back")
             self._slept_bytes -= free_bytes - self._free_bytes()
             self._asleep.discard(part)
 
@@ -320,10 +350,6 @@ def versions_of(num_tokens: int, updates: Sequence[int]) -> list[int]:
     """By token, how often the weights had been updated: `updates` as in `VllmWorker`."""
     first, ends = updates[0], updates[1:]
     return [first + sum(end <= place for end in ends) for place in range(num_tokens)]
-
-
-def _response(output: Any) -> Response:
-    return Response(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "stop")
 
 
 def _import_vllm(*, is_cpu: bool) -> None:
@@ -354,10 +380,17 @@ def _cpu_cache_bytes(config: PolicyConfig) -> int:
     cfg = config["generation"]["vllm_cfg"]
     itemsize = 4 if (cfg["precision"] or config["precision"]) == "float32" else 2
     num_blocks = -(-context_length(config) // CPU_BLOCK_SIZE)
-    num_layers = shape.num_layers // cfg["pipeline_parallel_size"]
-    num_heads = max(1, shape.num_key_value_heads // cfg["tensor_parallel_size"])
-    per_token = 2 * num_layers * num_heads * shape.query_head_dim * itemsize
-    of_one = num_blocks * CPU_BLOCK_SIZE * per_token
+    cached = [(shape, shape.num_layers // cfg["pipeline_parallel_size"])]
+    if speculates(config["generation"]):
+        model = config["generation"]["vllm_kwargs"]["speculative_config"].get("model")
+        cached.append(
+            (shape, shape.num_mtp_layers) if model is None else (other := read_shape(model), other.num_layers)
+        )
+    elements = 0
+    for each, num_layers in cached:
+        num_heads = max(1, each.num_key_value_heads // cfg["tensor_parallel_size"])
+        elements += 2 * num_layers * num_heads * each.query_head_dim
+    of_one = num_blocks * CPU_BLOCK_SIZE * elements * itemsize
     return int(min(MAX_NUM_SEQS * of_one, cfg["gpu_memory_utilization"] * psutil.virtual_memory().available))
 
 

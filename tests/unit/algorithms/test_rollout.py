@@ -1,6 +1,7 @@
 """Rollouts: which response belongs to which prompt, and the batch made of them."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -314,6 +315,15 @@ def test_turns_of_the_chat_template_have_one_end_each(tokenizer: Any, end: str) 
 def test_rewards_are_graded_where_right_says_no_more_than_they_do(scores: list[Score], is_graded: bool) -> None:
     played = Rollout([make_prompt([1])] * 2, [make_response([1])] * 2, scores)
     assert played.is_graded == is_graded
+
+
+def test_the_share_of_drafts_that_were_taken_is_a_metric_where_there_were_drafts() -> None:
+    score = Score(1.0, is_correct=True, scorer_error=False)
+    drafted = [replace(make_response([1]), num_drafted=6, num_accepted=number) for number in (0, 3)]
+    drafted.append(drafted[1].then([9], drafted[1]))
+    played = Rollout([make_prompt([1])] * 3, drafted, [score] * 3)
+    assert played.metrics()["draft_acceptance_rate"] == 9 / 24
+    assert "draft_acceptance_rate" not in Rollout([make_prompt([1])], [make_response([1])], [score]).metrics()
 
 
 @pytest.mark.parametrize(

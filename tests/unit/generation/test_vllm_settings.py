@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
@@ -186,6 +187,26 @@ def test_truncated_sampling_has_the_runner_that_returns_whole_log_probabilities(
         assert engine_env(policy(f"{GENERATION}.{override}")["generation"], "cuda")[key] == "0"
 
 
+def drafting(**section: object) -> Any:
+    config = policy()
+    config["generation"]["vllm_kwargs"] = {"speculative_config": {"num_speculative_tokens": 2, **section}}
+    return config
+
+
+def test_engines_that_check_drafts_know_what_drafts_and_of_which_weights_a_token_is(tmp_path: Path) -> None:
+    config = drafting(method="draft_model", model="examples/models/tiny_speller")
+    folder = PROJECT_ROOT / "examples/models/tiny_speller"
+    said = engine_arguments(config, folder, is_cpu=False, can_sleep=True, cache_bytes=None)
+    assert said["speculative_config"]["model"] == str(folder)
+    assert said["async_scheduling"] is False
+    assert engine_env(config["generation"], "cuda")["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    own = drafting(method="mtp")
+    told = engine_arguments(own, tmp_path, is_cpu=False, can_sleep=True, cache_bytes=None)["hf_overrides"]
+    assert told(PretrainedConfig()).topk_method == "noaux_tc", "the layer that drafts is told too"
+    assert "async_scheduling" not in arguments()
+
+
 def test_the_users_variables_are_there_too() -> None:
     section = policy(f"{GENERATION}.vllm_cfg.env_vars={{NCCL_DEBUG: INFO}}")["generation"]
     for device in ("cpu", "cuda"):
@@ -236,6 +257,7 @@ def test_an_engine_without_prompts_wakes_up_whole_and_knows_what_it_lacks_before
 
     monkeypatch.setattr(VllmWorker, "_free_bytes", staticmethod(lambda: free["bytes"]))
     worker._asleep, worker._can_sleep, worker._slept_bytes, worker._unused_bytes = set(), True, 0, 7
+    worker._speculates = False
     worker._llm = SimpleNamespace(sleep=sleep, wake_up=wake_up)
     assert worker.lacking_bytes() == 0
     for _ in range(2):
@@ -252,6 +274,20 @@ def test_an_engine_without_prompts_wakes_up_whole_and_knows_what_it_lacks_before
     worker.sleep()
     assert worker._asleep == {"weights", "kv_cache"}, "an engine that got no prompts gives its weights up too"
     assert free["bytes"] == 63
+
+
+def test_what_drafts_survives_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, done = VllmWorker.__new__(VllmWorker), list[str]()
+    monkeypatch.setattr(VllmWorker, "_free_bytes", staticmethod(lambda: 0))
+    monkeypatch.setattr(VllmWorker, "_on_the_model", lambda _, method: done.append(method))
+    worker._asleep, worker._can_sleep, worker._slept_bytes, worker._speculates = set(), True, 0, True
+    worker._llm = SimpleNamespace(
+        sleep=lambda level: done.append(f"sleep {level}"), wake_up=lambda tags: done.append(f"wake {tags[0]}")
+    )
+    worker.sleep()
+    worker.wake()
+    assert list(worker.generate([], 0, [], Sampling(8))) == []
+    assert done == ["keep_drafts", "sleep 2", "wake weights", "give_drafts_back", "wake kv_cache"]
 
 
 def test_an_engine_of_several_devices_is_started_by_its_workers() -> None:

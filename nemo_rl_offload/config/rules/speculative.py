@@ -1,0 +1,110 @@
+"""Rules about speculative decoding (`vllm_kwargs.speculative_config`), in vLLM's own keys.
+
+A draft of some tokens comes from a small model, or from the layer that the model has for predicting a further token.
+The model computes all of them at once and takes those that it would have sampled: responses keep their distribution,
+and their log-probabilities are the model's own.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_rl_offload.config.rules.rule import Get, Rule, read_model_config, read_shape
+from nemo_rl_offload.config.rules.vllm import CFG, GENERATION, KWARGS, is_used
+from nemo_rl_offload.errors import ConfigError, nearest
+
+SPECULATIVE = f"{KWARGS}.speculative_config"
+MTP_METHODS = ("mtp", "deepseek_mtp")
+"""The model's own layer drafts."""
+METHODS = ("draft_model", *MTP_METHODS)
+FAMILIES_WITH_MTP = ("deepseek_v3",)
+MOST_TOKENS = 32
+_KEYS = ("method", "model", "num_speculative_tokens", "draft_tensor_parallel_size")
+
+
+def drafts(get: Get) -> Mapping[str, Any] | None:
+    """The section; None where nothing is drafted, or vLLM does not generate."""
+    section = get(KWARGS).get("speculative_config") if is_used(get) else None
+    return section if isinstance(section, Mapping) else None
+
+
+def _keys(get: Get) -> Iterator[str]:
+    section = get(KWARGS).get("speculative_config")
+    if section is None:
+        return
+    if not isinstance(section, Mapping):
+        shown = json.dumps(section, default=str)[:60]
+        yield f"{SPECULATIVE}: {shown} is not allowed. Allowed: a section with {', '.join(_KEYS)}."
+        return
+    for key in section:
+        if key not in _KEYS:
+            yield f"{SPECULATIVE}.{key}: not supported here.{nearest(str(key), _KEYS)} Allowed: {', '.join(_KEYS)}."
+    method = section.get("method")
+    if method not in METHODS:
+        yield (
+            f"{SPECULATIVE}.method: {json.dumps(method, default=str)} asks for draft models of another kind, not "
+            f"supported here.{nearest(str(method), METHODS)} Allowed: {', '.join(METHODS)}."
+        )
+    for key in ("num_speculative_tokens", "draft_tensor_parallel_size"):
+        value = section.get(key, 1 if key == "draft_tensor_parallel_size" else None)
+        if type(value) is not int or not 1 <= value <= MOST_TOKENS:
+            shown = json.dumps(value, default=str)[:60]
+            yield f"{SPECULATIVE}.{key}: {shown} is not allowed. Allowed: a whole number from 1 to {MOST_TOKENS}."
+
+
+def _what_drafts(get: Get) -> Iterator[str]:
+    """The model's layer for it, or a model with the same vocabulary."""
+    section = drafts(get)
+    if section is None:
+        return
+    path, method, model = f"{SPECULATIVE}.model", section.get("method"), section.get("model")
+    if method == "draft_model" and not isinstance(model, str):
+        yield f"{path}: missing value: the folder of the model that drafts. Give one."
+    if method in MTP_METHODS and model is not None:
+        yield f"{path}: has no effect with method {method}, where the model's own layer drafts. Remove it."
+    try:
+        content, shape = read_model_config(get("policy.model_name")), read_shape(get("policy.model_name"))
+        other = read_shape(model) if method == "draft_model" and isinstance(model, str) else None
+    except ConfigError:  # of which another rule says that it is not there
+        return
+    if other is not None and other.vocab_size != shape.vocab_size:
+        yield (
+            f"{path}: has a vocabulary of {other.vocab_size}, and the policy one of {shape.vocab_size}. Take a model "
+            "with the policy's tokenizer and vocabulary."
+        )
+    if method in MTP_METHODS:
+        if content.get("model_type") not in FAMILIES_WITH_MTP:
+            yield (
+                f"{SPECULATIVE}.method: {method} asks for drafts by a layer of a {content.get('model_type')}, not "
+                f"supported here: tried with {', '.join(FAMILIES_WITH_MTP)} alone. Set draft_model, or remove that."
+            )
+        elif shape.num_mtp_layers != 1:
+            yield (
+                f"{SPECULATIVE}.method: {method} needs a model with one layer for it (num_nextn_predict_layers), and "
+                f"this has {shape.num_mtp_layers}. Set draft_model, or remove the section."
+            )
+
+
+def _excluded(get: Get) -> Iterator[str]:
+    """What has not been tried beside drafts, or would give other log-probabilities."""
+    if drafts(get) is None:
+        return
+    unless = {
+        f"{GENERATION}.top_k": (None, "the log-probabilities of tokens that a draft proposed are of what top-k leaves"),
+        f"{GENERATION}.top_p": (1.0, "the log-probabilities of tokens that a draft proposed are of what top-p leaves"),
+        f"{GENERATION}.stop_strings": (None, "tokens after a stop string would stay in a response"),
+        f"{CFG}.pipeline_parallel_size": (1, "nobody has tried it"),
+    }
+    for key, (allowed, why) in unless.items():
+        if (value := get(key)) not in (allowed, []):
+            yield f"{key}: {value} is excluded by {SPECULATIVE}: {why}. Set {json.dumps(allowed)}, or remove that."
+    if get("policy.hf_config_overrides"):
+        yield f"policy.hf_config_overrides: excluded by {SPECULATIVE}: nobody has tried it. Remove one of the two."
+    if get(KWARGS).get("async_scheduling"):
+        yield (
+            f"{KWARGS}.async_scheduling: true is excluded by {SPECULATIVE}: it would not be known which weights a "
+            "token is of. Remove it."
+        )
+
+
+SPECULATIVE_RULES: tuple[Rule, ...] = (_keys, _what_drafts, _excluded)
