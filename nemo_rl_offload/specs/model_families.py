@@ -32,6 +32,7 @@ from nemo_rl_offload.specs.model_keys import (
     WINDOWS,
     Content,
     Key,
+    dense_first,
     divides,
     even,
     experts_chosen,
@@ -204,6 +205,23 @@ FAMILIES: dict[str, dict[str, Key]] = {
         "topk_group": whole(),
         "topk_method": only("noaux_tc"),
     },
+    "glm4_moe_lite": {
+        **_DEEPSEEK,
+        "first_k_dense_replace": only(1, because="transformers' GLM-4.7-Flash reads mlp_layer_types in its place"),
+        "head_dim": same_as("qk_rope_head_dim"),
+        "mlp_layer_types": Key("honoured", dense_first),
+        "n_group": divides("n_routed_experts"),
+        "norm_topk_prob": only(True),
+        "num_experts_per_tok": experts_chosen(minimum=2),
+        "num_local_experts": whole(),
+        "num_nextn_predict_layers": whole(minimum=0, or_null=True),
+        "rope_interleave": only(True),
+        "rope_parameters": rope(("default",)),
+        "rope_scaling": rope(("default",)),
+        "scoring_func": only("sigmoid"),
+        "topk_group": whole(),
+        "topk_method": only("noaux_tc"),
+    },
     "gpt_oss": {
         **_COMMON,
         **ROUTER_TRAINING,
@@ -351,7 +369,7 @@ def needs_torch_layers(content: Content) -> str | None:
     for key in ("attention_bias", "mlp_bias"):
         if name in ("llama", "qwen3", "qwen3_moe") and content.get(key):
             return f"{key} true"
-    if name in ("deepseek_v2", "deepseek_v3") and content.get("q_lora_rank", 0) is None:
+    if name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite") and content.get("q_lora_rank", 0) is None:
         return "q_lora_rank null"
     return "model_type nemotron_h" if name == "nemotron_h" else None
 

@@ -432,6 +432,13 @@ def layer_numbers(value: object, content: Content) -> str | None:
     return "a list of layers, counted from 0"
 
 
+def dense_first(value: object, content: Content) -> str | None:
+    """Kinds of the MLPs of layers: a dense one, and experts in all others."""
+    number = content.get("num_hidden_layers")
+    others = number - 1 if is_whole(number) else 0
+    return None if value in (None, ["dense", *["sparse"] * others]) else "null, or dense once and then sparse"
+
+
 def experts_chosen(minimum: int = 1) -> Key:
     """How many experts a token has; from 2 on where their weights are divided by their sum, which Megatron does not do
     with a single one."""

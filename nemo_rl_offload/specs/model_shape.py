@@ -126,6 +126,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"qk_norm": True},
     "deepseek_v2": {},
     "deepseek_v3": {},
+    "glm4_moe_lite": {"defaults": {"first_k_dense_replace": 1}},
     "gpt_oss": {"mlp_bias": True, "attention_sinks": True},
     "gemma3_text": {
         "qk_norm": True,
@@ -215,7 +216,8 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
     latent = _latent_attention(reader) if reader.get("kv_lora_rank") else None
     experts = _experts(reader, family) if pattern is None or EXPERTS in pattern else None
     if pattern is None:
-        with_experts = _layers_with_experts(reader, num_layers, experts is not None)
+        first = family.get("defaults", {}).get("first_k_dense_replace", 0)
+        with_experts = _layers_with_experts(reader, num_layers, experts is not None, first)
         dense = tuple(not has_experts for has_experts in with_experts)
     else:
         with_experts, dense = (tuple(letter == kind for letter in pattern) for kind in (EXPERTS, MLP))
@@ -299,10 +301,10 @@ def _experts(reader: _Reader, family: Mapping[str, Any]) -> Experts | None:
     )
 
 
-def _layers_with_experts(reader: _Reader, num_layers: int, has_experts: bool) -> tuple[bool, ...]:
+def _layers_with_experts(reader: _Reader, num_layers: int, has_experts: bool, num_dense: int) -> tuple[bool, ...]:
     """Qwen counts every `decoder_sparse_step`-th layer and names exceptions; DeepSeek has dense layers first."""
     step, frequency = reader.whole("decoder_sparse_step", 1), reader.whole("moe_layer_freq", 1)
-    first = reader.whole("first_k_dense_replace", 0, minimum=0)
+    first = reader.whole("first_k_dense_replace", num_dense, minimum=0)
     dense = reader.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         reader.problems.append(f"mlp_only_layers is {dense!r}; a list of layers is needed.")

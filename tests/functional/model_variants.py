@@ -74,6 +74,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_HEAD, **_MOE, "num_experts": 4, "norm_topk_prob": True},
     "deepseek_v2": {key: value for key, value in _LATENT.items() if key != "num_nextn_predict_layers"},
     "deepseek_v3": _LATENT,
+    "glm4_moe_lite": {key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
     "gpt_oss": {
         **_HEAD,
         "num_local_experts": 4,
@@ -264,6 +265,7 @@ HONOURED = [
     Variant("qwen3_moe", {"mlp_only_layers": [0, 2], "norm_topk_prob": False, "attention_bias": True}),
     Variant("deepseek_v2", {"q_lora_rank": None, "rms_norm_eps": 1e-2}),
     Variant("deepseek_v3", {"n_group": 2, "topk_group": 1, "n_shared_experts": 3, "num_nextn_predict_layers": None}),
+    Variant("glm4_moe_lite", {"n_group": 2, "topk_group": 1, "mlp_layer_types": None, "rms_norm_eps": 1e-2}),
     Variant("gpt_oss", {"sliding_window": 4, "num_experts_per_tok": 3}),
     Variant("gemma", {"head_dim": 24}),
     Variant("gemma3_text", {"query_pre_attn_scalar": 40, "rope_parameters": ROPES_BY_LAYERS[0], "sliding_window": 4}),

@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -114,6 +116,11 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _EXPERTS),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, _LATENT),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, _LATENT),
+    "glm4_moe_lite": (
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
+        {key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
+    ),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM, _SINKS),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM, _GEMMA3),
     "nemotron_h": (NemotronHConfig, NemotronHForCausalLM, _HYBRID),
@@ -129,6 +136,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         _EXPERTS | {"mlp_only_layers": [1], "attention_bias": True},
     ),
     "deepseek_v3_mtp": (DeepseekV3Config, DeepseekV3ForCausalLM, _LATENT | {"num_nextn_predict_layers": 1}),
+    "glm4_moe_lite_mtp": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, _LATENT | {"num_nextn_predict_layers": 1}),
     # A vocabulary that two tensor-parallel ranks do not divide.
     "qwen2_odd": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True, "vocab_size": VOCABULARY_SIZE + 1}),
     "llama_odd": (LlamaConfig, LlamaForCausalLM, {"vocab_size": VOCABULARY_SIZE + 1}),

@@ -13,6 +13,8 @@ REFUSED = [
     Variant("qwen3", {"use_qk_norm": False}),
     Variant("deepseek_v3", {"num_experts_per_tok": 1}),
     Variant("gemma", {"tie_word_embeddings": False}),
+    Variant("glm4_moe_lite", {"first_k_dense_replace": 2}),
+    Variant("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
     Variant("llama", {"final_logit_softcapping": 5.0}),
 ]
 SAMPLE = random.Random(0).sample([*table(), *map(mutated, range(200))], 16)

@@ -52,7 +52,7 @@ _DENSE = tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
 MODULES = {
     **dict.fromkeys(("qwen2", "qwen2_odd", "llama", "llama_odd", "gemma3_text"), _DENSE),
     "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
-    **dict.fromkeys(("deepseek_v3_mtp", "deepseek_v3_mtp_odd", "nemotron_h"), SUPPORTED_MODULES),
+    **dict.fromkeys(("deepseek_v3_mtp", "deepseek_v3_mtp_odd", "glm4_moe_lite_mtp", "nemotron_h"), SUPPORTED_MODULES),
     "gpt_oss": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
     **dict.fromkeys(
         ("llama_biased", "qwen2_windowed"), tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
@@ -68,6 +68,7 @@ CASES = [
     *(("qwen3_moe", layout) for layout in LAYOUTS if layout not in ALONE),
     *(("deepseek_v3_mtp", layout) for layout in ("tp2-sp", "pp2", "pp2-vpp2", "tp2-sp-ep2", "cp2")),
     *(("gpt_oss", layout) for layout in ("tp2-sp-ep2", "pp2")),
+    *(("glm4_moe_lite_mtp", layout) for layout in ("tp2-sp-ep2", "pp2")),
     *(("llama_biased", "tp2-sp"), ("qwen2_windowed", "cp2")),
     *(("gemma3_text", layout) for layout in ("tp2", "tp2-sp", "pp2-vpp2", "cp2")),
     *(("nemotron_h", layout) for layout in ("tp2-sp-ep2", "pp2-vpp2")),

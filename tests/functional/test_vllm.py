@@ -94,9 +94,10 @@ def test_drafts_change_the_time_alone(family: str, method: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["different"] == [0] * 3
-    assert found["logprob_error_plain"] < 1e-4
-    for what in ("repeats", "pieces_equal_whole", "seeds_differ", "ends"):
-        assert found[f"{what}_plain"], what
+    for sampling in ("plain", "truncated"):
+        assert found[f"logprob_error_{sampling}"] < 1e-4
+        for what in ("repeats", "pieces_equal_whole", "seeds_differ", "ends"):
+            assert found[f"{what}_{sampling}"], (what, sampling)
     assert found["different_with_stale_cache"] > 0
     assert found["different_with_exchanged_weights"] > 0
     assert found["num_drafted"] > 0

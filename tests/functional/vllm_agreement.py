@@ -42,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, "max_position_embeddings": 256},
     "gemma3_text": {"head_dim": 32, "max_position_embeddings": 256},
     "deepseek_v3_mtp": _LATENT | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    "glm4_moe_lite_mtp": _LATENT | {"n_routed_experts": 8, "n_group": 1},
     "deepseek_v3": _LATENT | {"q_lora_rank": None, "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     "deepseek_v2": _LATENT | {"n_group": 2, "rope_parameters": _YARN},
 }
@@ -206,14 +207,10 @@ def compare(family: str, num_updates: int, speculative: str | None) -> dict[str,
             ],
         )["policy"]
         if speculative:
-            model = (
-                {"model": str(shutil.copytree(folder, Path(scratch) / "draft"))} if speculative == "draft_model" else {}
-            )
+            own = speculative != "draft_model"
+            model = {} if own else {"model": str(shutil.copytree(folder, Path(scratch) / "draft"))}
             drafts = {"method": speculative, "num_speculative_tokens": 3, **model}
-            config["generation"] |= {
-                "top_k": None,
-                "vllm_kwargs": {"block_size": BLOCK_SIZE, "speculative_config": drafts},
-            }
+            config["generation"]["vllm_kwargs"]["speculative_config"] = drafts
         refused = {**config, "generation": {**config["generation"], "vllm_kwargs": {"no_such_argument": 1}}}
         try:
             VllmWorker(refused, folder, (END_ID,), can_sleep=True)

@@ -42,8 +42,8 @@ def _keys(get: Get) -> Iterator[str]:
     method = section.get("method")
     if method not in METHODS:
         yield (
-            f"{SPECULATIVE}.method: {json.dumps(method, default=str)} asks for draft models of another kind, not "
-            f"supported here.{nearest(str(method), METHODS)} Allowed: {', '.join(METHODS)}."
+            f"{SPECULATIVE}.method: {json.dumps(method, default=str)} asks for draft models, not supported here: of "
+            f"this kind.{nearest(str(method), METHODS)} Allowed: {', '.join(METHODS)}."
         )
     for key in ("num_speculative_tokens", "draft_tensor_parallel_size"):
         value = section.get(key, 1 if key == "draft_tensor_parallel_size" else None)
@@ -75,8 +75,8 @@ def _what_drafts(get: Get) -> Iterator[str]:
     if method in MTP_METHODS:
         if content.get("model_type") not in FAMILIES_WITH_MTP:
             yield (
-                f"{SPECULATIVE}.method: {method} asks for drafts by a layer of a {content.get('model_type')}, not "
-                f"supported here: tried with {', '.join(FAMILIES_WITH_MTP)} alone. Set draft_model, or remove that."
+                f"{SPECULATIVE}.method: {method} asks for draft models, not supported here: a layer that drafts has "
+                f"been tried in {', '.join(FAMILIES_WITH_MTP)} alone. Set draft_model, or remove that section."
             )
         elif shape.num_mtp_layers != 1:
             yield (
@@ -86,12 +86,10 @@ def _what_drafts(get: Get) -> Iterator[str]:
 
 
 def _excluded(get: Get) -> Iterator[str]:
-    """What has not been tried beside drafts, or would give other log-probabilities."""
+    """What has not been tried beside drafts."""
     if drafts(get) is None:
         return
     unless = {
-        f"{GENERATION}.top_k": (None, "the log-probabilities of tokens that a draft proposed are of what top-k leaves"),
-        f"{GENERATION}.top_p": (1.0, "the log-probabilities of tokens that a draft proposed are of what top-p leaves"),
         f"{GENERATION}.stop_strings": (None, "tokens after a stop string would stay in a response"),
         f"{CFG}.pipeline_parallel_size": (1, "nobody has tried it"),
     }

@@ -13,6 +13,7 @@ they have loaded is not asked: a name is in it once one of many experts has come
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -174,3 +175,21 @@ class WeightsInPlace:
             return draw(logits, *others)[0], logprobs_BV
 
         sampler.forward = forward
+        if self._draft_model() is not None:
+            self._return_whole_logprobs_of_drafts()
+
+    def _return_whole_logprobs_of_drafts(self) -> None:
+        """The same of tokens that a draft proposed, whose logits vLLM masks elsewhere."""
+        from vllm.v1.sample import rejection_sampler as module
+
+        mask, sampler = module.apply_sampling_constraints, self.model_runner.rejection_sampler
+        gather, whole = sampler._get_logprobs_tensors, list[Tensor]()
+
+        def masked(logits: Tensor, ends: Tensor, metadata: Any) -> Tensor:
+            whole[:] = [mask(logits.clone(), ends, replace(metadata, top_k=None, top_p=None))]
+            return mask(logits, ends, metadata)
+
+        def gathered(number: int, metadata: Any, logits: Tensor, _: Tensor, *others: Tensor) -> Any:
+            return gather(number, metadata, logits, whole.pop(), *others)
+
+        module.apply_sampling_constraints, sampler._get_logprobs_tensors = masked, gathered

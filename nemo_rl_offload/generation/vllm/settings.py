@@ -28,9 +28,10 @@ PEER_TIMEOUT_S = 600
 ROUTING: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
 }
-"""By `model_type`, how experts are chosen where vLLM asks a `config.json` for it and transformers does not: a file that
-transformers has written says nothing of it, and vLLM would take another way."""
+"""By `model_type`, where experts are and how they are chosen, where vLLM asks a `config.json` for it and transformers
+does not: a file that transformers has written says nothing of it, and vLLM would take another way."""
 
 
 class Request(NamedTuple):

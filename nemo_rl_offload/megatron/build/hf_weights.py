@@ -57,10 +57,15 @@ def names_read(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> set[s
 
 def repeated_names(auto_bridge: "AutoBridge") -> dict[str, str]:
     """Names of a folder's weights that are other weights again, of layers that predict further tokens, with those."""
-    config, there = auto_bridge.hf_pretrained.config, set(auto_bridge.hf_pretrained.state.source.get_all_keys())
+    there = set(auto_bridge.hf_pretrained.state.source.get_all_keys())
+    return {name: whole for name, whole in possible_repeats(auto_bridge).items() if name in there}
+
+
+def possible_repeats(auto_bridge: "AutoBridge") -> dict[str, str]:
+    """The same, whether the folder has them or not; some of Bridge's exports do."""
+    config = getattr(auto_bridge.hf_pretrained, "config", auto_bridge.hf_pretrained)
     further = range(config.num_hidden_layers, _num_layers(config))
-    names = {f"model.layers.{layer}.{name}": whole for layer in further for name, whole in _SHARED.items()}
-    return {name: whole for name, whole in names.items() if name in there}
+    return {f"model.layers.{layer}.{name}": whole for layer in further for name, whole in _SHARED.items()}
 
 
 def _num_layers(config: "PretrainedConfig") -> int:

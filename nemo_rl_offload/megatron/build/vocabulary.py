@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, arange, finfo, nn
 
+from nemo_rl_offload.megatron.build.hf_weights import possible_repeats
+
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
     from megatron.core.models.gpt import GPTModel
@@ -49,11 +51,14 @@ def mask_padding(chunks: Sequence["GPTModel"], vocab_size: int) -> None:
 def exported_weights(
     auto_bridge: "AutoBridge", chunks: list[Any], vocab_size: int, **how: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """Bridge's export of all weights by Hugging Face's names, without the rows that pad the vocabulary.
+    """Bridge's export of all weights by Hugging Face's names, each once, without the rows that pad the vocabulary.
 
     Every rank takes part.
     """
     table = auto_bridge._model_bridge.mapping_registry()
     padded = {str(found.hf_param) for name in _PADDED if (found := table.megatron_to_hf_lookup(name)) is not None}
+    repeats = possible_repeats(auto_bridge)
     for name, weight in auto_bridge.export_hf_weights(chunks, show_progress=False, **how):
+        if name in repeats:
+            continue
         yield name, weight[:vocab_size] if name in padded else weight
