@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -187,7 +187,7 @@ class WeightsInPlace:
 
         def masked(logits: Tensor, ends: Tensor, metadata: Any) -> Tensor:
             whole[:] = [mask(logits.clone(), ends, replace(metadata, top_k=None, top_p=None))]
-            return mask(logits, ends, metadata)
+            return cast("Tensor", mask(logits, ends, metadata))
 
         def gathered(number: int, metadata: Any, logits: Tensor, _: Tensor, *others: Tensor) -> Any:
             return gather(number, metadata, logits, whole.pop(), *others)
