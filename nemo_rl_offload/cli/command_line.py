@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl_offload.cli.outlive import outliving_readers
 from nemo_rl_offload.cli.parser import build_parser, option_names
 from nemo_rl_offload.cluster.signals import never_unheard, terminated_like_interrupted
 from nemo_rl_offload.config.algorithms import ALGORITHMS
@@ -49,24 +50,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown option: {' '.join(unknown)} ({told}){hint}")
     run_dirs: list[Path] = []
     try:
-        with terminated_like_interrupted(), never_unheard():
+        outlives = outliving_readers() if options.command in ("run", "eval") else contextlib.nullcontext()
+        with terminated_like_interrupted(), never_unheard(), outlives:
             code = _EXECUTE[options.command](options, overrides, run_dirs)
             if sys.stdout is not None:
                 sys.stdout.flush()
             return code
     except NemoRLOffloadError as error:
-        hint = _how_to_go_on(run_dirs) if isinstance(error, WorkerError | ResourceError) else ""
+        hint = _how_to_go_on(options, run_dirs) if isinstance(error, WorkerError | ResourceError) else ""
         print(f"error: {error}{hint}", file=sys.stderr)
         _keep_details(error, run_dirs)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        return _interrupted(run_dirs)
+        return _interrupted(options, run_dirs)
     except SystemExit as exit_:
         if isinstance(exit_.__context__, BrokenPipeError):
-            return _output_closed(run_dirs)  # from Rich
-        return _interrupted(run_dirs)  # by SIGTERM: from the cluster's handler, or from Ray's before that stands
+            return _output_closed()  # from Rich
+        # By SIGTERM: from the cluster's handler, or from Ray's before that stands.
+        return _interrupted(options, run_dirs)
     except BrokenPipeError:
-        return _output_closed(run_dirs)
+        return _output_closed()
     except (OSError, MemoryError) as error:
         from nemo_rl_offload.specs.process_limits import explained
 
@@ -75,7 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_USER_ERROR
         if isinstance(error, MemoryError) or not _output_fails():
             raise
-        return _output_failed(f"cannot write standard output: {error.strerror}", run_dirs)
+        _drop_output()
+        told = f"cannot write standard output: {error.strerror}."
+        print(f"error: {told}{_how_to_go_on(options, run_dirs)}", file=sys.stderr)
+        return EXIT_USER_ERROR
 
 
 def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> int:
@@ -139,8 +145,12 @@ def _origin(options: argparse.Namespace, config: "MasterConfig") -> "tuple[Origi
         if options.weights_only:
             raise ConfigError("--weights-only: needs --from-checkpoint, whose weights are meant.")
         return None, []
-    from nemo_rl_offload.runs.begin import begin_from, changed_from
+    from nemo_rl_offload.runs.begin import began_from, begin_from, changed_from
 
+    if options.run_dir is not None and not options.force:
+        there = began_from(options.run_dir, options.from_checkpoint, weights_only=options.weights_only)
+        if there is not None:
+            return there, []
     kept, begun = options.run_dir, options.from_checkpoint
     if options.force and kept is not None and begun.resolve().is_relative_to(kept.resolve()):
         raise ConfigError(
@@ -351,8 +361,9 @@ def _keep_details(error: NemoRLOffloadError, run_dirs: list[Path]) -> None:
         print(f"Details: {path}", file=sys.stderr)
 
 
-def _interrupted(run_dirs: list[Path]) -> int:
-    print(f"Interrupted.{_how_to_go_on(run_dirs)}", file=sys.stderr)
+def _interrupted(options: argparse.Namespace, run_dirs: list[Path]) -> int:
+    none = " There is no checkpoint yet, from which to go on." if run_dirs and options.command == "run" else ""
+    print(f"Interrupted.{_how_to_go_on(options, run_dirs) or none}", file=sys.stderr)
     return EXIT_INTERRUPTED
 
 
@@ -368,10 +379,8 @@ def _output_fails() -> bool:
     return False
 
 
-def _output_closed(run_dirs: list[Path]) -> int:
-    """`plan ... | head -1` wanted no more; a run that nobody hears has ended before its time."""
-    if run_dirs:
-        return _output_failed("standard output was closed", run_dirs)
+def _output_closed() -> int:
+    """`plan ... | head -1` wanted no more."""
     _drop_output()
     return EXIT_OUTPUT_CLOSED
 
@@ -380,20 +389,17 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
 
 
-def _output_failed(reason: str, run_dirs: list[Path]) -> int:
-    _drop_output()
-    print(f"error: {reason}.{_how_to_go_on(run_dirs)}", file=sys.stderr)
-    return EXIT_USER_ERROR
-
-
-def _how_to_go_on(run_dirs: list[Path]) -> str:
-    if not run_dirs:
+def _how_to_go_on(options: argparse.Namespace, run_dirs: list[Path]) -> str:
+    if not run_dirs or options.command != "run":
         return ""
     from nemo_rl_offload.runs.run_directory import CHECKPOINTS, steps_in
 
     folder = run_dirs[0] / CHECKPOINTS
     steps = steps_in(folder)
-    return f" The same command goes on from the last checkpoint, {folder}/step_{steps[-1]}." if steps else ""
+    if not steps:
+        return ""
+    same = "The same command without --force" if options.force else "The same command"
+    return f" {same} goes on from the last checkpoint, {folder}/step_{steps[-1]}."
 
 
 _EXECUTE: dict[str, Callable[[argparse.Namespace, Sequence[str], list[Path]], int]] = {

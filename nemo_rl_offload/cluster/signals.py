@@ -177,7 +177,7 @@ class Termination:
             signal.setitimer(signal.ITIMER_REAL, self._grace_period_s)
             until = f", or at once in {self._grace_period_s:g} s"
         with contextlib.suppress(RuntimeError, OSError):  # the main thread was writing there, or nobody reads it
-            self._told(f"Interrupted: the run saves when this step is done, and ends{until} ...")
+            self._told(f"Interrupted: when this step or validation is done, the run saves, and ends{until} ...")
 
 
 def exit_on_sigterm(_number: int, _frame: FrameType | None) -> None:

@@ -7,7 +7,7 @@ from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.rules.rule import read_shape
 from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.runs.comparison import differences, leaves, may_change
-from nemo_rl_offload.runs.origin import Origin, origin_of
+from nemo_rl_offload.runs.origin import Origin, origin_of, read_origin
 from nemo_rl_offload.runs.plain_files import why_no_folder
 from nemo_rl_offload.runs.run_directory import (
     CHECKPOINTS,
@@ -77,6 +77,22 @@ def checkpoints_of(run_dir: Path) -> str:
         return folder.name if is_whole else f"{folder.name} (without the optimizer's state)"
 
     return ", ".join(map(told, steps_in(run_dir / CHECKPOINTS)))
+
+
+def began_from(run_dir: Path, checkpoint: Path, *, weights_only: bool) -> Origin | None:
+    """The origin of a run that goes on from checkpoints of its own, where it is the one that is named.
+
+    The checkpoint that it began with need not be there any more. None: a run begins, or another one is named.
+    """
+    try:
+        origin = read_origin(run_dir)
+    except ConfigError:  # which is told where the folder is opened
+        return None
+    if origin is None or origin["takes"] != ("weights" if weights_only else "everything"):
+        return None
+    path = checkpoint.resolve()
+    is_named = origin["checkpoint"] in (str(path), str(path.parent / CHECKPOINTS / path.name))
+    return origin if is_named and steps_in(run_dir / CHECKPOINTS) else None
 
 
 def begin_from(checkpoint: Path, config: Mapping[str, object], *, weights_only: bool) -> Origin:

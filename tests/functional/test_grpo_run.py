@@ -256,9 +256,9 @@ def test_interrupted(signal_number: int, to_group: bool, when: str, tmp_path: Pa
     output, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output) == (130, "")
     last = max((path.name for path in run_dir.glob("checkpoints/step_*")), key=lambda name: int(name[5:]), default="")
-    hint = f" The same command goes on from the last checkpoint, {run_dir}/checkpoints/{last}." if last else ""
+    hint = f" The same command goes on from the last checkpoint, {run_dir}/checkpoints/{last}."
     assert bool(last) == (when == "training")
-    assert errors.endswith(f"Interrupted.{hint}\n")
+    assert errors.endswith(f"Interrupted.{hint if last else ' There is no checkpoint yet, from which to go on.'}\n")
     assert "Traceback" not in errors
     wait_until_gone(mark)
     assert not list((run_dir / "checkpoints").glob(".*"))

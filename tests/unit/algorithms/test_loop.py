@@ -179,7 +179,7 @@ def test_the_first_signal_saves_and_ends(number: int, patience_s: float, tmp_pat
         run(loop, termination)
     assert caught.value.code == 143
     assert saved(tmp_path) == {2: 2, 3: 3}
-    assert "the run saves when this step is done" in told.pop()
+    assert "when this step or validation is done, the run saves" in told.pop()
     assert not told
 
 

@@ -21,22 +21,51 @@ def test_a_reader_that_has_had_enough_is_no_error(output: str) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_closed_output_ends_a_run_with_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+OUTLIVES = """
+import sys
+from nemo_rl_offload.cli.outlive import outliving_readers
+with outliving_readers():
+    for step in range(3):
+        print("step", step)
+        print("note", step, file=sys.stderr)
+open(sys.argv[1], "w").write("done")
+"""
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["output", "output and errors"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_job_goes_on_without_its_reader(
+    both: bool, unbuffered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT_ROOT), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [
-        sys.executable,
-        "-m",
-        "nemo_rl_offload.cli",
-        "run",
-        "grpo",
-        "--run-dir",
-        str(tmp_path / "out"),
-    ]
-    monkeypatch.setenv("PYTHONPATH", str(PROJECT_ROOT), prepend=os.pathsep)
-    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, "-c", OUTLIVES, str(tmp_path / "done")]
+    errors = subprocess.STDOUT if both else subprocess.PIPE
+    done = subprocess.run(command, stdout=write_end, stderr=errors, text=True, check=False)
     os.close(write_end)
-    assert (done.returncode, done.stderr) == (2, "error: standard output was closed.\n")
+    assert (done.returncode, (tmp_path / "done").read_text()) == (0, "done")
+    assert both or done.stderr.splitlines() == ["note 0", "note 1", "note 2"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_its_reader(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    few = ("sft.max_num_steps=1", "sft.val_period=0", "sft.val_at_start=false")
+    example = "examples/configs/sft_tiny.yaml"
+    command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", "sft", "--config", example]
+    done = subprocess.run(
+        [*command, "--run-dir", str(tmp_path / "out"), *few],
+        stdout=write_end,
+        stderr=subprocess.STDOUT,
+        cwd=PROJECT_ROOT,
+        check=False,
+    )
+    os.close(write_end)
+    assert done.returncode == 0
+    assert (tmp_path / "out" / "summary.json").exists()
 
 
 @pytest.mark.sampled(1)

@@ -58,6 +58,7 @@ except SystemExit as exit:
 heavy = {"torch", "ray", "megatron", "transformers", "reasoning_gym"} & sys.modules.keys()
 print("code", code, "heavy", sorted(heavy))
 """
+NO_CHECKPOINT = " There is no checkpoint yet, from which to go on."
 
 
 class Training:
@@ -284,8 +285,21 @@ def test_interrupted(
         capsys.readouterr()
     training.error = error
     assert cli.main(["run", "grpo", "--run-dir", "out"]) == 130
-    hint = " The same command goes on from the last checkpoint, out/checkpoints/step_1." if saved else ""
-    assert capsys.readouterr().err == f"Interrupted.{hint}\n"
+    hint = " The same command goes on from the last checkpoint, out/checkpoints/step_1."
+    assert capsys.readouterr().err == f"Interrupted.{hint if saved else NO_CHECKPOINT}\n"
+
+
+def test_one_that_was_forced_goes_on_without_force(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def save_and_stop(_: object, __: object, run_dir: Path, ___: object) -> None:
+        (run_dir / "checkpoints" / "step_1").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_train", save_and_stop)
+    assert cli.main(["run", "grpo", "--run-dir", "out", "--force"]) == 130
+    said = "The same command without --force goes on from the last checkpoint, out/checkpoints/step_1."
+    assert capsys.readouterr().err == f"Interrupted. {said}\n"
 
 
 def test_sigterm_is_an_interrupt(
@@ -295,7 +309,7 @@ def test_sigterm_is_an_interrupt(
     monkeypatch.setattr(cli, "_train", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     assert cli.main(["run", "grpo"]) == 130
     assert signal.getsignal(signal.SIGTERM) is before
-    assert capsys.readouterr().err == "Interrupted.\n"
+    assert capsys.readouterr().err == f"Interrupted.{NO_CHECKPOINT}\n"
 
 
 class Garbage:
@@ -331,7 +345,7 @@ def test_no_interrupt_is_lost(
     if in_the_background and number == signal.SIGINT:
         assert code == 2
     else:
-        assert (code, capsys.readouterr().err) == (130, "Interrupted.\n")
+        assert (code, capsys.readouterr().err) == (130, f"Interrupted.{NO_CHECKPOINT}\n")
 
 
 def test_other_errors_of_destructors_are_printed(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from run_folders import enter, save, write
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError
-from nemo_rl_offload.runs.begin import begin_from, changed_from
+from nemo_rl_offload.runs.begin import began_from, begin_from, changed_from
 from nemo_rl_offload.runs.comparison import differences
 from nemo_rl_offload.runs.origin import origin_of, read_origin
 from nemo_rl_offload.runs.run_directory import Checkpoints, open_run_directory
@@ -217,3 +218,21 @@ def test_weights_of_further_tokens_by_the_names_of_an_earlier_version() -> None:
     assert list(differences(there, {path: {}, f"policy.megatron_cfg.{key}": 0.1})) == [f"policy.megatron_cfg.{key}"]
     assert list(differences({}, {"policy.megatron_cfg.mtp_num_layers": None})) == []
     assert list(differences({}, {"policy.megatron_cfg.mtp_num_layers": 0})) == ["policy.megatron_cfg.mtp_num_layers"]
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_run_with_checkpoints_of_its_own_goes_on_without_the_one_that_it_began_with(
+    weights_only: bool, tmp_path: Path
+) -> None:
+    """Which its own run may have removed since: `checkpointing.keep_top_k`."""
+    first, config = make(tmp_path, "sft")
+    origin = begin_from(first / "step_5", config, weights_only=weights_only)
+    with open_run_directory(tmp_path / "second", tmp_path, config, origin=origin) as second:
+        assert began_from(second, first / "step_5", weights_only=weights_only) is None, "it begins"
+        save(Checkpoints(second, None, True), 6, STATE, None, write)
+    shutil.rmtree(first / "checkpoints" / "step_5")
+    for named in (first / "step_5", first / "checkpoints" / "step_5"):
+        assert began_from(second, named, weights_only=weights_only) == origin
+    assert began_from(second, first / "step_5", weights_only=not weights_only) is None
+    assert began_from(second, first / "step_4", weights_only=weights_only) is None
+    assert began_from(tmp_path / "third", first / "step_5", weights_only=weights_only) is None
