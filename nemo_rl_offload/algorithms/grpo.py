@@ -24,7 +24,7 @@ from nemo_rl_offload.algorithms.rollout_loop import (
     training_and_generation_slots,
 )
 from nemo_rl_offload.algorithms.waiting import waiting
-from nemo_rl_offload.batching.batch import Batch
+from nemo_rl_offload.batching.batch import NO_ROUTE, ROUTED_EXPERTS, Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
@@ -103,6 +103,8 @@ class GRPO(RolloutLoop):
         played, metrics = self._sample(watch)
         self._take_training(played)
         batch = played.batch(self._tokenizer.pad_token_id)
+        if self.config["policy"]["router_replay"]["enabled"]:
+            metrics["routed_experts_fallback_token_route_fraction"] = _share_without_route(batch)
         if grpo["overlong_filtering"]:
             batch["sample_mask"] = torch.tensor([float(response.finished) for response in played.responses])
         batch["prev_logprobs"] = watch.time("logprobs", lambda: self.policy.get_logprobs(batch))
@@ -274,6 +276,22 @@ def _token_mult_prob_error(batch: Batch) -> float:
     """
     difference = (batch["generation_logprobs"] - batch["prev_logprobs"]).abs()[valid_tokens(batch)]
     return float(difference.exp().mean()) if difference.numel() else 1.0
+
+
+def _share_without_route(batch: Batch) -> float:
+    """Share of tokens whose experts generation has not said, and training's routers choose; but for each row's last.
+
+    Raises:
+        WorkerError: it has said those of none.
+    """
+    if ROUTED_EXPERTS not in batch:
+        raise WorkerError(
+            "policy.router_replay.enabled: vLLM has returned the experts of no response. Set it to false, and report "
+            "this."
+        )
+    routes_BS = batch[ROUTED_EXPERTS][:, :, 0, 0]
+    is_expected = torch.arange(routes_BS.shape[1]) < batch["input_lengths"][:, None] - 1
+    return float((routes_BS[is_expected] == NO_ROUTE).float().mean())
 
 
 def _mask_disagreement(batch: Batch, bound: float) -> float:

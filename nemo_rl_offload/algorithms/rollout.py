@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_offload.batching.batch import Batch, pad_sequences
+from nemo_rl_offload.batching.batch import NO_ROUTE, ROUTED_EXPERTS, Batch, pad_sequences
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.data.prompts import Prompt
 from nemo_rl_offload.data.tokenizer import Tokenizer
@@ -90,7 +90,10 @@ class Rollout:
         return {"pass_k": sum(any(score.is_correct for score in group.scores) for group in groups) / len(groups)}
 
     def batch(self, pad_id: int) -> Batch:
-        """`input_ids`, `input_lengths`, `token_mask` (1 on sampled tokens), `sample_mask`, `generation_logprobs`."""
+        """`input_ids`, `input_lengths`, `token_mask` (1 on sampled tokens), `sample_mask`, `generation_logprobs`.
+
+        And `ROUTED_EXPERTS`, where generation says them of any response.
+        """
         sequences = [p.token_ids + r.tokens for p, r in zip(self.prompts, self.responses, strict=True)]
         batch = pad_sequences(sequences, pad_id)
         batch["sample_mask"] = torch.ones(len(sequences))
@@ -101,6 +104,12 @@ class Rollout:
             batch["token_mask"][row, begin:end] = 1
             batch["token_mask"][row, [begin + place for place in sorted(response.observed)]] = 0
             batch["generation_logprobs"][row, begin:end] = torch.tensor(response.logprobs)
+        for row, response in enumerate(self.responses):
+            if response.routed_experts is not None:
+                routes = torch.tensor(response.routed_experts)  # a copy: Ray's arrays are read-only
+                if ROUTED_EXPERTS not in batch:
+                    batch[ROUTED_EXPERTS] = routes.new_full((*batch["input_ids"].shape, *routes.shape[1:]), NO_ROUTE)
+                batch[ROUTED_EXPERTS][row, : len(routes)] = routes
         return batch
 
 

@@ -11,6 +11,11 @@ from torch import Tensor
 
 Batch = dict[str, Tensor]
 
+ROUTED_EXPERTS = "routed_experts"
+"""[B, S, MoE layers, top-k], small integers: the experts that generation's routers chose for each token."""
+NO_ROUTE = -1
+"""Stands there in the place of every expert of a token that generation says nothing of."""
+
 
 def pad_sequences(sequences: Sequence[Sequence[int]], pad_id: int) -> Batch:
     """Return ``input_ids`` [B,S], padded on the right to the longest, and ``input_lengths`` [B]; int64."""

@@ -1,6 +1,10 @@
 """What a policy generates for one prompt, and what it is told in between."""
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,9 @@ class Response:
     num_drafted: int = 0
     num_accepted: int = 0
     """Tokens that speculative decoding proposed, and those of them that were taken."""
+    routed_experts: NDArray[np.signedinteger[Any]] | None = field(default=None, compare=False)
+    """[prompt and response, MoE layers, top-k]: the experts that generation's routers chose, without the last token,
+    which an engine has only drawn; None where a backend does not say."""
 
     @property
     def num_generated(self) -> int:
@@ -40,4 +47,14 @@ class Response:
             self.versions + response.versions[:1] * len(observation) + response.versions,
             self.num_drafted + response.num_drafted,
             self.num_accepted + response.num_accepted,
+            _first_said(self.routed_experts, response.routed_experts),
         )
+
+
+def _first_said(
+    before: NDArray[np.signedinteger[Any]] | None, now: NDArray[np.signedinteger[Any]] | None
+) -> NDArray[np.signedinteger[Any]] | None:
+    """A later turn's choices, which begin with those for the earlier turns: of these, what drew their tokens."""
+    if before is None or now is None:
+        return now if before is None else before
+    return np.concatenate([before, now[len(before) :]])

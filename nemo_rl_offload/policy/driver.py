@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nemo_rl_offload.batching.batch import Batch, num_samples, select
+from nemo_rl_offload.batching.batch import ROUTED_EXPERTS, Batch, num_samples, select
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.batching.sharding import ShardedBatch
@@ -145,14 +145,14 @@ class Policy:
 
     def get_logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of every token under the current weights, float32 [B, S]; position 0 is 0."""
-        return self._sharded_logprobs(PolicyWorker.get_logprobs, batch)
+        return self._sharded_logprobs(PolicyWorker.get_logprobs, batch, replays=True)
 
     def get_reference_policy_logprobs(self, batch: Batch) -> Tensor:
         """The same under the weights that the run started from."""
         return self._sharded_logprobs(PolicyWorker.get_reference_policy_logprobs, batch)
 
-    def _sharded_logprobs(self, method: LogprobsMethod, batch: Batch) -> Tensor:
-        sharded = self._for_logprobs(batch)
+    def _sharded_logprobs(self, method: LogprobsMethod, batch: Batch, *, replays: bool = False) -> Tensor:
+        sharded = self._for_logprobs(batch, replays=replays)
         self._generator.sleep()
         if self._config["offload_optimizer_for_logprob"]:
             self._trainers.send_optimizer_away()
@@ -160,8 +160,10 @@ class Policy:
         parts = self._trainers.run_sharded(method, sharded.with_splits())
         return sharded.gather([torch.tensor(part) for part in parts])  # copies: Ray's arrays are read-only
 
-    def _for_logprobs(self, batch: Batch) -> ShardedBatch:
-        inputs = {key: batch[key] for key in ("input_ids", "input_lengths")}
+    def _for_logprobs(self, batch: Batch, *, replays: bool = False) -> ShardedBatch:
+        """`replays`: the generating policy's experts are those that it chose then; another model has its own."""
+        keys = ("input_ids", "input_lengths", ROUTED_EXPERTS) if replays else ("input_ids", "input_lengths")
+        inputs = {key: batch[key] for key in keys if key in batch}
         return shard_for_ranks(inputs, self._config, self._trainers.num_shards, "logprob")
 
     def get_topk_logits(self, batch: Batch, k: int, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import deep_ep_by_gloo
 import numpy as np
@@ -16,7 +16,7 @@ from models import VOCABULARY_SIZE, count_step, make_batch, make_policy, write_m
 from numpy.typing import NDArray
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
-from nemo_rl_offload.batching.batch import shard
+from nemo_rl_offload.batching.batch import NO_ROUTE, ROUTED_EXPERTS, shard
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.batching.sharding import ShardedBatch
@@ -38,10 +38,12 @@ from nemo_rl_offload.megatron.build.model import (
 from nemo_rl_offload.megatron.build.offload import install_offloading, make_arena
 from nemo_rl_offload.megatron.build.vocabulary import exported_weights
 from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
+from nemo_rl_offload.megatron.layers.router_replay import routers_of
 from nemo_rl_offload.megatron.step.fused_head import FusedHeadFactory
 from nemo_rl_offload.megatron.step.head_factory import make_heads
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs, compute_topk_logits
 from nemo_rl_offload.megatron.step.microbatches import split_into_microbatches
+from nemo_rl_offload.megatron.step.router_replay import places_of_layers
 from nemo_rl_offload.megatron.step.train_step import accumulate_gradients, evaluate, train_step
 from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.backends.host import HostBackend
@@ -88,12 +90,15 @@ def train(
     full_at: tuple[tuple[int, int], ...] = (),
     *,
     packs_rows: bool = False,
+    replays: bool | Literal["own"] = False,
 ) -> Outcome:
     """Train on batches given by (number for the generator and the lengths, number of samples over all ranks).
 
     `full_at`: ranks and numbers of steps whose paged stash has no page. `packs_rows`: the rows of each microbatch of a
-    fixed number of samples are a pack.
+    fixed number of samples are a pack. `replays`: routers take experts that were drawn for most of the tokens, or those
+    that they choose themselves.
     """
+    overrides = (*overrides, ".router_replay.enabled=true") if replays else overrides
     model, engine = _build(folder, overrides)
     policy = make_policy(*overrides)
     heads = make_heads(policy, model)
@@ -102,6 +107,9 @@ def train(
         if (torch.distributed.get_rank(), index) in full_at:
             _empty_stash(model)
         batch = make_batch(number, num_samples)
+        if replays:
+            routes = own_routes(model, batch) if replays == "own" else drawn_routes(batch, model.config)
+            batch |= {ROUTED_EXPERTS: routes}
         sharded = _divide(batch, policy)
         mine, microbatches = _share(sharded)
         if packs_rows:
@@ -128,6 +136,39 @@ def train(
         use_engine(None)
         engine.close()
     return outcome
+
+
+def drawn_routes(batch: dict[str, torch.Tensor], config: Any) -> torch.Tensor:
+    """Random experts of each layer that has some, for all tokens but each row's last and some others."""
+    random = torch.Generator().manual_seed(len(batch["input_lengths"]))
+    num_layers = len(places_of_layers(config))
+    scores = torch.rand(*batch["input_ids"].shape, num_layers, config.num_moe_experts, generator=random)
+    routes = scores.topk(config.moe_router_topk).indices.to(torch.int8)
+    has_routes = torch.arange(routes.shape[1]) < batch["input_lengths"][:, None] - 1
+    has_routes &= torch.rand(has_routes.shape, generator=random) < 0.9
+    return routes.masked_fill(~has_routes[..., None, None], NO_ROUTE)
+
+
+def own_routes(model: MegatronModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the routers of a model on one rank choose by themselves, with all tokens in one microbatch."""
+    found: list[torch.Tensor] = []
+    routers = [router for module in model.modules for router in routers_of(module)]
+    hooks = [
+        router.register_forward_hook(lambda *made: found.append(made[-1][1].nonzero()[:, 1])) for router in routers
+    ]
+    compute_logprobs(model, batch, len(batch["input_ids"]), make_heads(make_policy(), model))
+    for hook in hooks:
+        hook.remove()
+    num_rows, width = batch["input_ids"].shape
+    assert len(found) == len(routers)
+    routes_SBK = [each.view(width, num_rows, model.config.moe_router_topk) for each in found]
+    return torch.stack(routes_SBK, 2).transpose(0, 1).to(torch.int8)
+
+
+def routes_of(folder: Path, overrides: tuple[str, ...], step: tuple[int, int]) -> tuple[NDArray[np.int8], int]:
+    """The experts that `train` draws for a batch, and how many there are."""
+    config = _build(folder, overrides)[0].config
+    return drawn_routes(make_batch(*step), config).numpy(), config.num_moe_experts
 
 
 class Learned(NamedTuple):

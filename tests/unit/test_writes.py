@@ -14,6 +14,7 @@ ALLOWED = {
     ("runs/plain_files.py", "open"): 2,  # the descriptors that `open_plain_file` returns
     ("runs/output.py", "write_text"): 1,  # to a device or a pipe that a user names
     ("cli/command_line.py", "os.open"): 1,  # the null device
+    ("cli/outlive.py", "os.open"): 1,  # the null device
     ("environments/process.py", "open"): 1,  # the null device
     ("environments/worker.py", "os.open"): 1,  # /proc
     ("environments/code_child.py", "open"): 2,  # pipes

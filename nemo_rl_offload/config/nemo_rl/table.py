@@ -113,9 +113,6 @@ loss_weight                     num   none read by the draft model alone
 num_layers                      int?  none read by the draft model alone
 aux_layer_indices               list? none read by the draft model alone
 
-[policy.router_replay]
-enabled                         bool  only false [router replay] each pass chooses its experts
-
 [policy.tokenizer]
 use_fastokens                   bool  none another implementation of the same tokenizer
 use_processor                   bool  only false [images and audio] models read text alone
@@ -260,7 +257,7 @@ _mtp_weights_from_refit         bool  none read by vLLM alone
 cap_max_tokens_to_context       bool  none a response ends where its context does
 distributed_executor_backend    text? none an engine's processes are started here
 enable_expert_parallel          bool  none expert_parallel_size says it
-enable_return_routed_experts    bool  only false [router replay] the routers of training choose for themselves
+enable_return_routed_experts    bool  none policy.router_replay.enabled says it
 enable_thinking                 bool  none read by a server of chats alone
 enable_vllm_metrics_logger      bool  none read by a server, or figures for developers
 enforce_monotonicity            bool  none read by a server, or figures for developers

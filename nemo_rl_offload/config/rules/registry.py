@@ -25,6 +25,7 @@ from nemo_rl_offload.config.rules.megatron import (
 from nemo_rl_offload.config.rules.model import MODEL_RULES, MODEL_WARNINGS
 from nemo_rl_offload.config.rules.offload import OFFLOAD_RULES, OFFLOAD_WARNINGS, STASH_RULES
 from nemo_rl_offload.config.rules.parallel import PARALLEL_RULES
+from nemo_rl_offload.config.rules.router_replay import REPLAY_RULES
 from nemo_rl_offload.config.rules.rule import Rule
 from nemo_rl_offload.config.rules.speculative import SPECULATIVE_RULES
 from nemo_rl_offload.config.rules.tasks import TASK_RULES, TASK_WARNINGS
@@ -54,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     *VLLM_RULES,
     *SPECULATIVE_RULES,
     *VLLM_DEVICE_RULES,
+    *REPLAY_RULES,
     *ASYNC_RULES,
 )
 RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (*MACHINE_RULES, *VLLM_MACHINE_RULES)

@@ -96,6 +96,11 @@ def _excluded(get: Get) -> Iterator[str]:
     for key, (allowed, why) in unless.items():
         if (value := get(key)) not in (allowed, []):
             yield f"{key}: {value} is excluded by {SPECULATIVE}: {why}. Set {json.dumps(allowed)}, or remove that."
+    if get("policy.router_replay.enabled"):
+        yield (
+            f"policy.router_replay.enabled: true is excluded by {SPECULATIVE}: vLLM tells the experts of rejected "
+            "drafts too. Remove one of the two."
+        )
     if get("policy.hf_config_overrides"):
         yield f"policy.hf_config_overrides: excluded by {SPECULATIVE}: nobody has tried it. Remove one of the two."
     if get(KWARGS).get("async_scheduling"):

@@ -28,6 +28,7 @@ OF_OTHER_KEYS = {
     "seed": "the algorithm's seed",
     "enable_expert_parallel": f"{CFG}.expert_parallel_size",
     **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), f"{KWARGS}.speculative_config"),
+    "enable_return_routed_experts": "policy.router_replay.enabled",
     **dict.fromkeys(
         (
             *("kv_cache_dtype", "load_format", "tensor_parallel_size", "pipeline_parallel_size"),
@@ -109,6 +110,8 @@ def _engines_compute_the_same(get: Get) -> Iterator[str]:
 
 
 def _read_otherwise(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if content.get("attention_bias") and content.get("model_type") in ("qwen3", "qwen3_moe"):
+        yield "biases of attention", "its engines have none behind attention"
     if content.get("quantization_config"):
         yield "quantized weights", "its engines would keep them, and updates are not quantized"
     layers = content.get("layer_types") or []

@@ -123,6 +123,12 @@ class SequencePackingConfig(DynamicBatchingConfig):
 
 
 @closed
+class RouterReplayConfig(TypedDict):
+    enabled: Annotated[bool, Default(False)]
+    """Training and the policy's log-probabilities take the experts that vLLM's routers chose; in GRPO."""
+
+
+@closed
 class PolicyConfig(TypedDict):
     model_name: Annotated[str, Default("???")]
     """Local folder with the start model in Hugging Face format."""
@@ -158,6 +164,9 @@ class PolicyConfig(TypedDict):
 
     generation: GenerationConfig
     """How responses are sampled."""
+
+    router_replay: RouterReplayConfig
+    """Of a model with experts: whether generation's choices of them are replayed."""
 
 
 @closed

@@ -12,7 +12,7 @@ they have loaded is not asked: a name is in it once one of many experts has come
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -88,6 +88,19 @@ def take_place(rank: int) -> None:
     MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
 
 
+def _tell_and_compute(
+    tell: Callable[[Tensor], None],
+    compute: Callable[..., Tensor],
+    layer: Any,
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    *further: Any,
+) -> Tensor:
+    tell(experts)
+    return compute(layer, x, weights, experts, *further)
+
+
 def _zeros(size: int, tokens: Tensor) -> Tensor:
     return tokens.new_zeros(len(tokens), size)
 
@@ -161,6 +174,29 @@ class WeightsInPlace:
                         module.process_weights_after_loading(self.model_config.dtype)
         named = self.model_runner.model.named_parameters()
         return [name for name, parameter in named if parameter.sum(dtype=torch.float32).isnan()]
+
+    def return_routed_experts(self) -> list[str]:
+        """Let each layer tell vLLM which experts it chooses; the names of layers that cannot.
+
+        A router tells by itself where its choice is made apart from the experts' product. On a CPU vLLM makes both at
+        once, and would return zeros: there the layer tells before its product.
+        """
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        silent = []
+        for name, layer in self.model_runner.model.named_modules():
+            if not isinstance(layer, MoERunner):
+                continue
+            method = layer.routed_experts.quant_method
+            experts = getattr(method, "cpu_fused_moe", None)
+            if getattr(layer.router, "capture_fn", None) is None:
+                silent.append(name)
+            elif isinstance(experts, CPUFusedMOE):
+                experts.forward_method = partial(_tell_and_compute, layer.router.capture_fn, experts.forward_method)
+            elif method.is_monolithic:
+                silent.append(name)
+        return silent
 
     def return_whole_logprobs(self) -> None:
         """Let the sampler return log-probabilities at the temperature before top-k and top-p, as training has them.

@@ -90,6 +90,7 @@ def engine_arguments(
         "skip_tokenizer_init": cfg["skip_tokenizer_init"],
         "max_num_seqs": MAX_NUM_SEQS,
         "enable_prefix_caching": cfg["enable_prefix_caching"],
+        "enable_return_routed_experts": config["router_replay"]["enabled"],
         "generation_config": "vllm",  # not the model's: nothing is sampled otherwise than the configuration says
         "logprobs_mode": "processed_logprobs",
         "seed": 0,

@@ -32,6 +32,7 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError, ResourceError, WorkerError
 from nemo_rl_offload.generation.interface import Generated
 from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.vllm.routes import RoutesOfModel
 from nemo_rl_offload.generation.vllm.settings import (
     CPU_BLOCK_SIZE,
     MAX_NUM_SEQS,
@@ -141,6 +142,12 @@ class VllmWorker:
         self._speculates = speculates(config["generation"])
         if self._speculates:
             self._llm.llm_engine.engine_core.engine_core.scheduler.make_spec_decoding_stats = self._count_drafts
+        self._routes = RoutesOfModel.of(config) if config["router_replay"]["enabled"] else None
+        if self._routes is not None and (silent := self._on_the_model("return_routed_experts")):
+            raise ConfigError(
+                f"policy.router_replay.enabled: vLLM does not say which experts {len(silent)} of the model's layers "
+                f"choose, the first of them {silent[0]}. Set it to false."
+            )
 
     def _count_drafts(
         self, _: object, num_draft_tokens: int, num_accepted_tokens: int, *, request_id: str, **__: object
@@ -176,7 +183,7 @@ class VllmWorker:
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     number = int(output.request_id)
-                    ended[number] = self._response(output.outputs[0], names[number])
+                    ended[number] = self._response(output, names[number])
                 if time.monotonic() - told_s >= TELL_S:
                     yield Generated(len(ended), sum(len(response.tokens) for response in ended.values()))
                     told_s = time.monotonic()
@@ -218,7 +225,7 @@ class VllmWorker:
                 for output in engine.step():
                     number = int(output.request_id)
                     name, updates = self._under_way.pop(number)
-                    response = self._response(output.outputs[0], name)
+                    response = self._response(output, name)
                     versions = versions_of(len(response.tokens), updates)
                     ended.append((number, replace(response, versions=versions)))
         responses = self._of_the_engine([response for _, response in ended])
@@ -232,15 +239,20 @@ class VllmWorker:
             output_kind=self._at_the_end,
         )
 
-    def _response(self, output: Any, name: str) -> Response:
-        """Of a request that has ended, by the engine's name."""
-        drafts = self._drafts.pop(name, Counter())
+    def _response(self, request: Any, name: str) -> Response:
+        """Of vLLM's `RequestOutput` of a request that has ended, and the engine's name for it."""
+        output, drafts = request.outputs[0], self._drafts.pop(name, Counter())
+        tokens, num_prompt = list(output.token_ids), len(request.prompt_token_ids)
+        routes = None
+        if self._routes is not None:
+            routes = self._routes.of_response(output.routed_experts, num_prompt + len(tokens))
         return Response(
-            list(output.token_ids),
+            tokens,
             list(output.logprobs.logprobs),
             output.finish_reason == "stop",
             num_drafted=drafts["drafted"],
             num_accepted=drafts["accepted"],
+            routed_experts=routes,
         )
 
     def _note_update(self) -> None:

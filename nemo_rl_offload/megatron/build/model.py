@@ -33,6 +33,7 @@ from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_s
 from nemo_rl_offload.megatron.build.paged_stash import install_paged_stash
 from nemo_rl_offload.megatron.build.transformer_config import configure_provider
 from nemo_rl_offload.megatron.build.vocabulary import exported_weights, mask_padding, pad_vocabulary
+from nemo_rl_offload.megatron.layers.router_replay import prepare_replay
 from nemo_rl_offload.megatron.protocols import ModelChunk, Optimizer, Scheduler
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.megatron.runtime.rendezvous import join
@@ -194,6 +195,8 @@ def build_model(
         mask_padding([unwrap(chunk) for chunk in chunks], provider.vocab_size)
         for layer in [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]:
             layer.register_forward_hook(forget_probabilities, always_call=True)
+        if policy["router_replay"]["enabled"]:
+            prepare_replay([unwrap(chunk) for chunk in chunks])
         guard = install_paged_stash(policy, [unwrap(chunk) for chunk in chunks])
         if num_steps is None:
             return MegatronModel(

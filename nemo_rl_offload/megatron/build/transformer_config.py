@@ -135,6 +135,8 @@ def _transformer_fields(
         **{key: values[key] for key in FORWARDED},
         **{key: values[key] for key in FORWARDED_UNLESS_NULL if values[key] is not None},
         **({} if backend is None else {"attention_backend": AttnBackend[backend]}),
+        # The fused kernel chooses and weighs experts at once, and knows no choice of others.
+        **({"moe_router_fusion": False} if policy["router_replay"]["enabled"] else {}),
         **megatron_cfg["model_overrides"],
     }
 

@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples, select
+from nemo_rl_offload.batching.batch import NO_ROUTE, ROUTED_EXPERTS, Batch, microbatches, num_samples, select
 from nemo_rl_offload.batching.packing import Packing, PackPart
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.megatron.layers.packed_rotary import announce_pack
@@ -151,8 +151,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 def _fill(batch: Batch, size: int) -> Batch:
     num_real = num_samples(batch)
-    rows = torch.arange(size, device=batch["input_ids"].device).clamp(max=num_real - 1)
-    filled = select(batch, rows)
+    filled = select(batch, torch.arange(size).clamp(max=num_real - 1))
     if "sample_mask" in filled:
         filled["sample_mask"][num_real:] = 0
     return filled
@@ -172,7 +171,9 @@ def _widen(batch: Batch, multiple: int) -> Batch:
     if not missing:
         return batch
     return {
-        key: torch.nn.functional.pad(value, (0, 0) * (value.ndim - 2) + (0, missing))
+        key: torch.nn.functional.pad(
+            value, (0, 0) * (value.ndim - 2) + (0, missing), value=NO_ROUTE if key == ROUTED_EXPERTS else 0
+        )
         if _has_positions(batch, value)
         else value
         for key, value in batch.items()

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core import interface as offload_interface
-from nemo_rl_offload.batching.batch import Batch, num_samples
+from nemo_rl_offload.batching.batch import ROUTED_EXPERTS, Batch, num_samples
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.losses.reduction import valid_tokens
 from nemo_rl_offload.megatron.build.model import MegatronModel, unwrap
@@ -21,12 +21,13 @@ from nemo_rl_offload.megatron.protocols import ModelChunk
 from nemo_rl_offload.megatron.step.context_parallel import shard_for_cp
 from nemo_rl_offload.megatron.step.head import HeadFactory, OutputHead
 from nemo_rl_offload.megatron.step.microbatches import Microbatch, split_into_microbatches
+from nemo_rl_offload.megatron.step.router_replay import end_replay, replaying
 
 
 def to_device(batch: Mapping[str, Tensor]) -> Batch:
-    """Move a batch to this worker's device."""
+    """Move a batch to this worker's device; routed experts follow with each microbatch."""
     device = torch.cuda.current_device()
-    return {key: value.to(device) for key, value in batch.items()}
+    return {key: value if key == ROUTED_EXPERTS else value.to(device) for key, value in batch.items()}
 
 
 type Process[T] = Callable[[OutputHead, Microbatch], T]
@@ -63,16 +64,19 @@ def _run_schedule(
     forward_only: bool,
 ) -> Any:
     num_rows, width = microbatches[0].input_ids.shape
-    return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, heads, process),
-        data_iterator=[iter(microbatches) for _ in model.chunks],
-        model=model.chunks,
-        num_microbatches=len(microbatches),
-        seq_length=width,
-        micro_batch_size=num_rows,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    try:
+        return get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, heads, process),
+            data_iterator=[iter(microbatches) for _ in model.chunks],
+            model=model.chunks,
+            num_microbatches=len(microbatches),
+            seq_length=width,
+            micro_batch_size=num_rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+    finally:
+        end_replay(model.modules)
 
 
 def _forward_step(
@@ -90,7 +94,8 @@ def _forward_step(
         mask_BS = torch.ones_like(batch["input_ids"]) if is_scored else valid_tokens(batch).long()
         further["loss_mask"] = shard_for_cp(microbatch.for_model(mask_BS), microbatch.part)
     ids, positions = (shard_for_cp(each, microbatch.part) for each in (microbatch.input_ids, microbatch.position_ids))
-    output = chunk(ids, positions, None, **further)
+    with replaying(unwrap(chunk), microbatch):
+        output = chunk(ids, positions, None, **further)
     return output, partial(_on_output, heads, process, microbatch)
 
 

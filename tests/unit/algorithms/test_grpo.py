@@ -7,14 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes import END_ID, FakeEnvironment, FakePolicy, Recorder, rows
 
 from nemo_rl_offload.algorithms.grpo import DISAGREEMENT, GRPO
+from nemo_rl_offload.algorithms.rollout import Rollout
+from nemo_rl_offload.batching.batch import ROUTED_EXPERTS
+from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.prompts import prompt_sets
+from nemo_rl_offload.errors import WorkerError
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.losses.reduction import valid_tokens
 
@@ -76,6 +81,35 @@ def test_what_happens_when(make: Make, tmp_path: Path) -> None:
     assert loop.validation["first"] != loop.validation["last"]
     assert [logged[step, "train"]["offloaded_bytes"] for step in range(1, 7)] == [1000] * 6
     assert policy.num_reference_calls == 0
+
+
+def test_experts_that_generation_has_not_said_are_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of six responses comes without any, and is as long as the others; no last token has one."""
+    responses = [Response([100, 101, END_ID], [-0.1] * 3, True) for _ in range(12)]
+    monkeypatch.setattr(FakePolicy, "generate", lambda _, prompts, *__, **___: responses[: len(prompts)])
+    on = "policy.router_replay.enabled=true"
+    loop, _ = make(on)
+    with pytest.raises(WorkerError, match="the experts of no response"):
+        loop.train_step()
+    loop, policy = make(on)
+    with_routes = iter([None, *[np.zeros((99, 1, 2), np.int8)] * 5] * 2)
+    said = Rollout.batch
+
+    def batch(self: Rollout, pad_id: int) -> Any:
+        pairs = zip(self.prompts, self.responses, with_routes, strict=True)
+        routed = [
+            replace(each, routed_experts=None if routes is None else routes[: len(prompt.token_ids) + 2])
+            for prompt, each, routes in pairs
+        ]
+        return said(replace(self, responses=routed), pad_id)
+
+    monkeypatch.setattr(Rollout, "batch", batch)
+    metrics = loop.train_step()
+    (trained,) = policy.batches
+    expected = trained["input_lengths"] - 1
+    missing = expected[[0, 6]].sum() / expected.sum()
+    assert metrics["routed_experts_fallback_token_route_fraction"] == pytest.approx(float(missing))
+    assert trained[ROUTED_EXPERTS].shape == (*trained["input_ids"].shape, 1, 2)
 
 
 @pytest.mark.parametrize(

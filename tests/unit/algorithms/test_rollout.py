@@ -4,12 +4,14 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
+from nemo_rl_offload.batching.batch import NO_ROUTE, ROUTED_EXPERTS
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.data.policy_tokenizer import response_ends
 from nemo_rl_offload.data.prompts import Prompt
@@ -47,6 +49,22 @@ def test_batch(pairs: list[tuple[list[int], list[int]]]) -> None:
         assert batch["token_mask"][row].tolist() == [0] * len(prompt) + [1] * len(response) + padding
         logprobs = [-0.5 * token for token in response]
         assert batch["generation_logprobs"][row].tolist() == [0] * len(prompt) + logprobs + padding
+
+
+def test_a_batch_has_the_experts_that_generation_chose() -> None:
+    """Of two layers, two experts; the last token has none yet, and one response comes without any."""
+    routes = np.arange(4 * 2 * 2, dtype=np.int8).reshape(4, 2, 2)
+    routes.flags.writeable = False  # as they come from a worker
+    responses = [make_response([7]), replace(make_response([5, 6, 7]), routed_experts=routes)]
+    batch = Rollout([make_prompt([3]), make_prompt([3, 4])], responses, [Score(0.0, False, False)] * 2).batch(PAD_ID)
+    found = batch[ROUTED_EXPERTS]
+    assert found.dtype == torch.int8
+    assert found.shape == (2, 5, 2, 2)
+    assert (found[0] == NO_ROUTE).all()
+    assert torch.equal(found[1, :4], torch.tensor(routes))
+    assert (found[1, 4] == NO_ROUTE).all()
+    without = Rollout([make_prompt([3])], responses[:1], [Score(0.0, False, False)]).batch(PAD_ID)
+    assert ROUTED_EXPERTS not in without
 
 
 class InBatches:

@@ -8,6 +8,7 @@ import torch
 
 from nemo_rl_offload.algorithms.grpo import GRPO
 from nemo_rl_offload.algorithms.rollout import Rollout
+from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.environments.interface import UNFINISHED, Score
 from nemo_rl_offload.errors import WorkerError
 from nemo_rl_offload.losses.advantages import decoupled_advantages
@@ -61,7 +62,7 @@ def test_what_cannot_be_compared_ends_the_run(scores: list[Score], weights: Any,
 
 
 def test_means_of_several_rewards_are_metrics() -> None:
-    responses: Any = [SimpleNamespace(finished=True, num_generated=1, num_turns=1)] * 2
+    responses: Any = [Response([1], [0.0], finished=True)] * 2
     prompts: Any = [SimpleNamespace(token_ids=[1])] * 2
     metrics = Rollout(prompts, responses, [scored(a=1.0, b=0.0), scored(a=0.0, b=0.0)]).metrics()
     assert (metrics["reward/a"], metrics["reward/b"], metrics["reward"]) == (0.5, 0.0, 0.5)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PretrainedConfig
@@ -17,6 +18,7 @@ from nemo_rl_offload.config.schema import VllmConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ResourceError, WorkerError
 from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.vllm.routes import RoutesOfModel
 from nemo_rl_offload.generation.vllm.settings import (
     Request,
     divide,
@@ -61,6 +63,26 @@ def test_engines_are_told_how_deepseek_chooses_experts(tmp_path: Path) -> None:
         said = engine_arguments(section, tmp_path, is_cpu=True, can_sleep=True, cache_bytes=1 << 20)["hf_overrides"]
         assert said[key] == value
         assert said["max_position_embeddings"] == 64
+
+
+def test_engines_return_experts_where_they_are_replayed() -> None:
+    assert arguments()["enable_return_routed_experts"] is False
+    assert arguments("policy.router_replay.enabled=true")["enable_return_routed_experts"] is True
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(128, np.int8), (129, np.int16)])
+def test_experts_of_layers_that_have_some_in_the_smallest_type(tmp_path: Path, num_experts: int, dtype: type) -> None:
+    shape = {"num_experts": num_experts, "num_experts_per_tok": 2, "mlp_only_layers": [1], "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **shape}))
+    routes = RoutesOfModel.of(policy(f"policy.model_name={tmp_path}"))
+    said = np.full((6, 3, 2), num_experts - 1, np.uint8 if num_experts == 128 else np.uint16)
+    said[:, 1] = 0
+    found = routes.of_response(said, 7)
+    assert found is not None
+    assert found.dtype == dtype
+    assert found.shape == (6, 2, 2)
+    assert (found == num_experts - 1).all()
+    assert routes.of_response(said, 8) is routes.of_response(said, 6) is routes.of_response(None, 7) is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_offload.batching.batch import Batch, num_samples
+from nemo_rl_offload.batching.batch import ROUTED_EXPERTS, Batch, num_samples
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
@@ -66,8 +66,9 @@ class FakeWorker:
     def get_logprobs(self, batch: Batch, split: MicrobatchSplit | None = None) -> np.ndarray[Any, Any] | None:
         if not self.place.is_source:
             return None
-        assert set(batch) == {"input_ids", "input_lengths"}
-        return -batch["input_ids"].float().numpy()
+        assert set(batch) <= {"input_ids", "input_lengths", ROUTED_EXPERTS}
+        replayed = int(batch[ROUTED_EXPERTS].sum()) if ROUTED_EXPERTS in batch else 0
+        return -batch["input_ids"].float().numpy() - replayed
 
     def get_reference_policy_logprobs(
         self, batch: Batch, split: MicrobatchSplit | None = None
@@ -379,6 +380,15 @@ BY_TOKENS = {
     ]
     for name in ("dynamic_batching", "sequence_packing")
 }
+
+
+def test_the_policy_replays_generations_experts_and_its_reference_does_not(make: Make) -> None:
+    policy, _ = make(1)
+    batch = {"input_ids": torch.arange(6).view(2, 3), "input_lengths": torch.tensor([3, 3])}
+    without = policy.get_logprobs(batch), policy.get_reference_policy_logprobs(batch)
+    batch |= {ROUTED_EXPERTS: torch.ones(2, 3, 2, 2, dtype=torch.int8)}
+    assert torch.equal(policy.get_logprobs(batch), without[0] - 24)
+    assert torch.equal(policy.get_reference_policy_logprobs(batch), without[1])
 
 
 @pytest.mark.parametrize("name", BY_TOKENS)

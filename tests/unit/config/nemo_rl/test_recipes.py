@@ -39,12 +39,15 @@ FEATURES = {
     *("experts over several engines", "vLLM with Mamba-2 layers"),
     *("context parallelism of Mamba-2 layers", "LoRA of a model with Mamba-2 layers"),
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
-    "other positions of two kinds of layers with vLLM",
+    *("other positions of two kinds of layers with vLLM", "biases of attention with vLLM"),
     *("further multi-token prediction", "cross-tokenizer distillation"),
     *("several data sets", "another processor of records", "a learned opening of turns"),
     *("data behind an address", "a sampler of one's own", "batches by data set"),
     *("a data set class of one's own", "another value for each data set", "repeated records"),
     *("a limit for whole records", "asynchronous GRPO by Megatron-Core"),
+    *("router replay without GRPO", "router replay of generation by Megatron-Core"),
+    *("router replay of engines with pipeline parallelism", "router replay beside layers for further tokens"),
+    "router replay of sinkhorn balancing",
     *("LoRA of a tied output layer", "LoRA of some layers by DTensor", "LoRA of a model with experts by DTensor"),
 }
 NOT_YET = (

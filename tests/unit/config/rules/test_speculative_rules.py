@@ -27,7 +27,10 @@ def said(tmp_path: Path) -> Any:
         generation = {"backend": backend, "vllm_kwargs": {"speculative_config": section}}
         file.write_text(json.dumps({"defaults": str(TINY), "policy": {"generation": generation}}))
         found = examine(load_config(file, overrides), run_here=run_here)
-        return {problem.path: problem.message for problem in found.problems}
+        return {
+            path: "\n".join(problem.message for problem in found.problems if problem.path == path)
+            for path in {problem.path for problem in found.problems}
+        }
 
     return check
 
@@ -110,6 +113,7 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path, said: Any) -> 
         (f"{GENERATION}.stop_strings=[x]", "would stay in a response"),
         (f"{GENERATION}.vllm_cfg.pipeline_parallel_size=2", "nobody has tried it"),
         (f"+{KWARGS}.async_scheduling=true", "Remove it"),
+        ("policy.router_replay.enabled=true", "experts of rejected"),
         ("policy.hf_config_overrides={rope_theta:5000.0}", "Remove one of the two"),
     ],
 )

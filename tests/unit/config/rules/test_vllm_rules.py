@@ -180,6 +180,8 @@ def test_the_error_is_one_of_the_configuration(installed: Any) -> None:
     [
         ({}, None),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantized weights with vLLM"),
+        ({"model_type": "qwen3_moe", "attention_bias": True}, "biases of attention with vLLM"),
+        ({"model_type": "llama", "attention_bias": True}, None),
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 28}, "sliding windows in some layers"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows in some layers"),
         ({"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"]}, None),

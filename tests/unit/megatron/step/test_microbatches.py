@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
 
-from nemo_rl_offload.batching.batch import Batch, microbatches, num_samples
+from nemo_rl_offload.batching.batch import NO_ROUTE, ROUTED_EXPERTS, Batch, microbatches, num_samples
 from nemo_rl_offload.batching.context_parts import own_positions
 from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.megatron.step.microbatches import split_into_microbatches
@@ -85,6 +85,17 @@ def test_without_a_pipeline_nothing_is_filled_up(lengths: list[int], size: int) 
         assert len(pieces) == len(expected)
         for piece, other in zip(pieces, expected, strict=True):
             assert all(torch.equal(piece[key], other[key]) for key in batch)
+
+
+def test_what_fills_rows_up_has_no_experts_of_generations() -> None:
+    """A zero would be the first expert, twice."""
+    batch = make_batch([3, 2], width=3) | {ROUTED_EXPERTS: torch.ones(2, 3, 1, 2, dtype=torch.int8)}
+    layout = config(tensor_model_parallel_size=2, sequence_parallel=True)
+    (piece,) = split_into_microbatches(batch, 2, layout)
+    assert piece.batch[ROUTED_EXPERTS].shape == (2, 4, 1, 2)
+    assert (piece.batch[ROUTED_EXPERTS][:, :3] == 1).all()
+    assert (piece.batch[ROUTED_EXPERTS][:, 3] == NO_ROUTE).all()
+    assert (piece.batch["input_ids"][:, 3] == 0).all()
 
 
 def test_ranks_that_gather_tokens_are_equally_wide() -> None:
