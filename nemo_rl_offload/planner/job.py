@@ -380,7 +380,8 @@ def read_adapters(megatron_cfg: MegatronConfig) -> Adapters | None:
     peft = megatron_cfg["peft"]
     if not peft["enabled"]:
         return None
-    return Adapters(tuple(peft["target_modules"]), tuple(peft["exclude_modules"]), peft["dim"])
+    targets, excluded = (tuple(peft[key]) for key in ("target_modules", "exclude_modules"))
+    return Adapters(targets, excluded, peft["dim"], peft["share_expert_adapters"])
 
 
 def _recompute(resolved: ResolvedRecompute, shape: ModelShape) -> Recompute:

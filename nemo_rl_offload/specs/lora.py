@@ -7,14 +7,17 @@ counts the layers of the whole model, in any pipeline; Bridge matches each stage
 Megatron has one linear for queries, keys and values, and one for gate and up. Bridge knows two forms of adapters there:
 one of the fused linear, whose parts share an A (`linear_qkv`, `linear_fc1`), and the canonical form with an adapter for
 each part, as peft has them (`linear_q`, `linear_k`, `linear_v`, `linear_fc1_gate`, `linear_fc1_up`). The names choose
-the form.
+the form. A Mamba-2 layer has two linears, `in_proj` and `out_proj`, and a hybrid model's MLP has no gate: one adapter
+each, here and in peft.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from nemo_rl_offload.errors import nearest
+from nemo_rl_offload.specs.hybrid_layers import ATTENTION, EXPERTS, MAMBA, MLP
 from nemo_rl_offload.specs.model_shape import ModelShape
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -22,7 +25,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
 }
 """Fused linears, and the names of their parts in the canonical form."""
-WHOLE_OF = {part: whole for whole, parts in PARTS.items() for part in parts}
 PROJECTIONS: Mapping[str, str] = {
     "self_attn.q_proj": "linear_q",
     "self_attn.k_proj": "linear_k",
@@ -33,6 +35,18 @@ PROJECTIONS: Mapping[str, str] = {
     "mlp.down_proj": "linear_fc2",
 }
 """Of a layer without experts, by transformers' names, with Megatron's."""
+HYBRID_PROJECTIONS: Mapping[str, Mapping[str, str]] = {
+    MAMBA: {"in_proj": "in_proj", "out_proj": "out_proj"},
+    ATTENTION: {f"{name}_proj": f"linear_{'proj' if name == 'o' else name}" for name in "qkvo"},
+    MLP: {"up_proj": "*.mlp.linear_fc1", "down_proj": "*.mlp.linear_fc2"},
+    EXPERTS: {
+        "shared_experts.up_proj": "*.shared_experts.linear_fc1",
+        "shared_experts.down_proj": "*.shared_experts.linear_fc2",
+        "experts.up_proj": "*.experts.linear_fc1",
+        "experts.down_proj": "*.experts.linear_fc2",
+    },
+}
+"""Of each kind of layers of a hybrid model, by names of NVIDIA's own code for transformers, with Megatron's."""
 HEAD = "output_layer"
 _OTHER_NAMES = {**PROJECTIONS, "lm_head": HEAD}
 _ADAPTER = ".adapter."
@@ -64,6 +78,11 @@ class Linear(NamedTuple):
         """The last part of its path."""
         return self.path.rpartition(".")[2]
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of its parts."""
+        return PARTS.get(self.name, ()) if len(self.outputs) > 1 else ()
+
 
 class Adapters(NamedTuple):
     """What a configuration says of adapters, as far as their sizes go."""
@@ -71,6 +90,8 @@ class Adapters(NamedTuple):
     targets: tuple[str, ...]
     excluded: tuple[str, ...]
     dim: int
+    experts_share: bool = True
+    """Whether all experts of a layer share an adapter; each has its own otherwise."""
 
 
 class Adapted(NamedTuple):
@@ -87,26 +108,47 @@ def linears(shape: ModelShape) -> list[Linear]:
     paths += [f"mtp.layers.{number}.mtp_model_layer" for number in range(shape.num_mtp_layers)]
     for number, path in enumerate(paths):
         has_experts = shape.layers_with_experts[min(number, shape.num_layers - 1)]
-        found += [Linear(*sizes, number) for sizes in _of_layer(shape, path, has_experts)]
+        letter = shape.hybrid_layers[number : number + 1]
+        if letter == MAMBA:
+            sizes = _of_mamba(shape, path)
+        elif letter:
+            sizes = _of_attention(shape, path) if letter == ATTENTION else _of_mlp(shape, path, letter == EXPERTS)
+        else:
+            sizes = chain(_of_attention(shape, path), _of_mlp(shape, path, has_experts))
+        found += [Linear(*each, number) for each in sizes]
     return [*found, Linear(HEAD, shape.hidden_size, (shape.vocab_size,), False, False, len(paths))]
 
 
-def _of_layer(
-    shape: ModelShape, path: str, has_experts: bool
-) -> Iterator[tuple[str, int, tuple[int, ...], bool, bool]]:
+_Sizes = Iterator[tuple[str, int, tuple[int, ...], bool, bool]]
+
+
+def _of_mamba(shape: ModelShape, path: str) -> _Sizes:
+    """The first gives a gate, the input of the scan, what writes and reads the state, and the steps."""
+    assert shape.mamba is not None, "a hybrid model"
+    h, inner = shape.hidden_size, shape.mamba.num_heads * shape.mamba.head_dim
+    of_groups = 2 * shape.mamba.num_groups * shape.mamba.state_dim
+    yield f"{path}.self_attention.in_proj", h, (2 * inner + of_groups + shape.mamba.num_heads,), False, False
+    yield f"{path}.self_attention.out_proj", inner, (h,), True, False
+
+
+def _of_attention(shape: ModelShape, path: str) -> _Sizes:
     h = shape.hidden_size
     if not shape.has_latent_attention:
         heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads)
         outputs = tuple(number * shape.head_dim for number in heads)
         yield f"{path}.self_attention.linear_qkv", h, outputs, False, False
     yield f"{path}.self_attention.linear_proj", shape.num_attention_heads * shape.value_head_dim, (h,), True, False
+
+
+def _of_mlp(shape: ModelShape, path: str, has_experts: bool) -> _Sizes:
+    h, num_parts = shape.hidden_size, 1 if shape.hybrid_layers else 2
     mlps = [("mlp", shape.ffn_hidden_size, False)]
     if has_experts and shape.experts is not None:
         mlps = [("mlp.experts", shape.experts.ffn_hidden_size, True)]
         if shape.experts.shared_ffn_hidden_size:
             mlps.append(("mlp.shared_experts", shape.experts.shared_ffn_hidden_size, False))
     for name, width, is_of_experts in mlps:
-        yield f"{path}.{name}.linear_fc1", h, (width, width), False, is_of_experts
+        yield f"{path}.{name}.linear_fc1", h, (width,) * num_parts, False, is_of_experts
         yield f"{path}.{name}.linear_fc2", width, (h,), True, is_of_experts
 
 
@@ -139,7 +181,7 @@ def adapted(shape: ModelShape, targets: Sequence[str], excluded: Sequence[str]) 
     for linear in linears(shape):
         names = parts_named(linear.path, linear.is_of_experts, targets, excluded)
         if names is not None:
-            found.append(Adapted(linear, tuple(part for part in PARTS.get(linear.name, ()) if part in names)))
+            found.append(Adapted(linear, tuple(part for part in linear.parts if part in names)))
     return found
 
 
@@ -180,6 +222,8 @@ def target_problems(shape: ModelShape, targets: Sequence[str], excluded: Sequenc
                 "target_modules",
                 f"experts have one adapter for {linear.name}, not for its parts. Name {linear.name}.",
             )
+        elif not linear.parts:
+            yield "target_modules", f"{linear.path} has no parts in this model. Name {linear.name}."
         else:
             continue
         return
@@ -204,7 +248,8 @@ def _problems_of(shape: ModelShape, there: list[Linear], target: str) -> Iterato
 
 def _only(there: list[Linear]) -> str:
     names = ", ".join(dict.fromkeys(linear.name for linear in there))
-    return f"There are {names}, and for each part {', '.join(WHOLE_OF)}."
+    parts = ", ".join(dict.fromkeys(part for linear in there for part in linear.parts))
+    return f"There are {names}, and for each part {parts}." if parts else f"There are {names}."
 
 
 def adapter_parameters(one: Adapted, dim: int, tensor: int = 1) -> int:

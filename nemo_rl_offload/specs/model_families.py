@@ -32,6 +32,7 @@ from nemo_rl_offload.specs.model_keys import (
     WINDOWS,
     Content,
     Key,
+    delta_layer_types,
     dense_first,
     divides,
     even,
@@ -55,7 +56,7 @@ from nemo_rl_offload.specs.model_keys import (
     unknown_rope_keys,
     whole,
 )
-from nemo_rl_offload.specs.model_shape import has_windows
+from nemo_rl_offload.specs.model_shape import has_delta_nets, has_windows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
 
@@ -128,6 +129,27 @@ _RENAMED_OF_MAMBA = {
     "dt_min": "time_step_min",
     "expand": "expand",
     "n_groups": "n_groups",
+}
+
+
+_DELTA_NETS = {
+    "attention_bias": only(False),
+    "attn_output_gate": only(True),
+    "full_attention_interval": whole(),
+    "head_dim": even(),
+    "hidden_act": only("silu"),
+    "layer_types": Key("honoured", delta_layer_types),
+    "linear_conv_kernel_dim": whole(minimum=2),
+    "linear_key_head_dim": whole(),
+    "linear_num_key_heads": divides("linear_num_value_heads"),
+    "linear_num_value_heads": whole(),
+    "linear_value_head_dim": whole(),
+    "mamba_ssm_dtype": _NOT_READ,
+    "mtp_num_hidden_layers": only(0),
+    "mtp_use_dedicated_embeddings": _NOT_READ,
+    "partial_rotary_factor": PARTIAL_ROTARY,
+    "rope_parameters": rope(("default",), is_partial=True),
+    "rope_scaling": rope(("default",), is_partial=True),
 }
 
 
@@ -281,6 +303,19 @@ FAMILIES: dict[str, dict[str, Key]] = {
         "topk_group": whole(),
         "use_qk_norm": flag(),
     },
+    "qwen3_5_text": {**_COMMON, **_DELTA_NETS},
+    "qwen3_5_moe_text": {
+        **_COMMON,
+        **_DELTA_NETS,
+        **ROUTER_TRAINING,
+        "intermediate_size": _NOT_READ,
+        "moe_intermediate_size": whole(),
+        "norm_topk_prob": only(True),
+        "num_experts": whole(),
+        "num_experts_per_tok": experts_chosen(minimum=2),
+        "num_local_experts": whole(),
+        "shared_expert_intermediate_size": whole(),
+    },
     "nemotron_h": {
         **{key: what for key, what in _COMMON.items() if not key.startswith(("rope_", "rms_", "original_"))},
         **dict.fromkeys(("norm_eps", "rms_norm_eps", "rope_theta", "partial_rotary_factor"), _NOT_READ),
@@ -350,6 +385,8 @@ def refusals(content: Content, max_length: int | None = None) -> list[str]:
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         hint = nearest(name, FAMILIES) if isinstance(name, str) else ""
+        if f"{name}_text" in FAMILIES:
+            hint = f" Its text part is, a {name}_text: docs/models.md says how to write it as a folder of its own."
         return [f"model_type {name!r} of config.json is not trained here. Families: {', '.join(FAMILIES)}.{hint}"]
     return [*_refused_values(str(name), family, content), *_refused_together(content, max_length)]
 
@@ -357,7 +394,8 @@ def refusals(content: Content, max_length: int | None = None) -> list[str]:
 TORCH_LAYERS = (
     "{key} of config.json needs policy.megatron_cfg.transformer_impl: torch. Transformer Engine's layers have biases "
     "everywhere or in queries, keys and values alone, and no norms behind attention and MLP; their weights of queries "
-    "without q_lora_rank have no name in Megatron-Bridge, and Mamba-2 layers have not been tried with them."
+    "without q_lora_rank have no name in Megatron-Bridge, and Mamba-2 layers and gated delta nets have not been tried "
+    "with them."
 )
 
 
@@ -371,7 +409,7 @@ def needs_torch_layers(content: Content) -> str | None:
             return f"{key} true"
     if name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite") and content.get("q_lora_rank", 0) is None:
         return "q_lora_rank null"
-    return "model_type nemotron_h" if name == "nemotron_h" else None
+    return f"model_type {name}" if name == "nemotron_h" or has_delta_nets(name) else None
 
 
 SPLIT_PACKS = (
@@ -451,6 +489,7 @@ def _refused_heads(hidden: int, heads: int, content: Content) -> Iterator[str]:
     if content.get("head_dim") is None and hidden % heads:
         yield f"hidden_size {hidden} of config.json is not divided by num_attention_heads {heads}, without a head_dim."
     size = content.get("head_dim") or hidden // heads
-    share = rope_section(content).get("partial_rotary_factor", content.get("partial_rotary_factor")) or 1
+    default = 0.25 if has_delta_nets(content.get("model_type")) else 1
+    share = rope_section(content).get("partial_rotary_factor", content.get("partial_rotary_factor")) or default
     if isinstance(size, int) and is_number(share) and (int(size * share) < 2 or int(size * share) % 2):
         yield f"a head of config.json has {int(size * share)} elements with positions: an even number is needed."

@@ -374,6 +374,18 @@ def layer_types(value: object, content: Content) -> str | None:
     return None
 
 
+def delta_layer_types(value: object, content: Content) -> str | None:
+    """Of layers that are a gated delta net, or attention."""
+    kinds = ("linear_attention", "full_attention")
+    if value is None:
+        return None
+    if not isinstance(value, list) or any(one not in kinds for one in value):
+        return f"a list of {' and '.join(kinds)}"
+    if len(value) != content.get("num_hidden_layers"):
+        return f"a list of num_hidden_layers, {content.get('num_hidden_layers')}"
+    return None
+
+
 WINDOWS = {
     "sliding_window": whole(or_null=True),
     "layer_types": Key("honoured", layer_types),

@@ -44,6 +44,18 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """A Mamba-2 layer (arXiv 2405.21060)."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Of heads, which share what reads and writes the state."""
+    state_dim: int
+    """Of each element of a head."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What memory and time depend on. Sizes are counts of elements."""
 
@@ -61,8 +73,8 @@ class ModelShape:
     experts: Experts | None
     has_shared_experts: bool
     latent_attention: LatentAttention | None
-    has_linear_attention: bool
-    """The planner has no costs of it, and its families have none."""
+    num_delta_heads: int
+    """Heads of keys in each gated delta net; 0: there are no such layers. The planner has no costs of them."""
     num_mtp_layers: int
     """Layers that predict further tokens (multi-token prediction)."""
     tied_embeddings: bool
@@ -80,8 +92,10 @@ class ModelShape:
     """Hugging Face's name of the activation in the MLP."""
     max_positions: int
     """Longest sequence that the model is made for; 0 where it does not say."""
-    num_mamba_groups: int
-    """Groups of heads in each Mamba-2 layer; 0: there are no such layers."""
+    hybrid_layers: str
+    """A letter for each layer of a hybrid model (`specs/hybrid_layers.py`); empty: it is none."""
+    mamba: Mamba | None
+    """Of a hybrid model."""
     dense_layers: tuple[bool, ...]
     """Of each layer whether it has an MLP without experts."""
 
@@ -99,6 +113,16 @@ class ModelShape:
     def predicts_further_tokens(self) -> bool:
         """Whether it has multi-token prediction."""
         return self.num_mtp_layers > 0
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers hand a state from token to token: Mamba-2 layers, or gated delta nets."""
+        return self.mamba is not None or self.num_delta_heads > 0
+
+    @property
+    def num_mamba_groups(self) -> int:
+        """Groups of heads in each Mamba-2 layer; 0: there are no such layers."""
+        return 0 if self.mamba is None else self.mamba.num_groups
 
     def vocabulary_rows(self, num_parts: int) -> int:
         """Of embedding and output layer on each of so many tensor-parallel ranks, those that pad included."""
@@ -128,6 +152,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "glm4_moe_lite": {"defaults": {"first_k_dense_replace": 1}},
     "gpt_oss": {"mlp_bias": True, "attention_sinks": True},
+    "qwen3_5_text": {"qk_norm": True, "defaults": {"head_dim": 256}},
+    "qwen3_5_moe_text": {"qk_norm": True, "shared_gate": True, "defaults": {"head_dim": 256}},
     "gemma3_text": {
         "qk_norm": True,
         "output_norms": True,
@@ -172,9 +198,10 @@ def parse_model_shape(content: Mapping[str, Any]) -> ParsedShape:
     if family is None:
         hint = nearest(name, _FAMILIES) if isinstance(name, str) else ""
         problems = [f"model_type {name!r} is not known. Known: {', '.join(_FAMILIES)}.{hint}"]
-    if name == "nemotron_h":
+    if name == "nemotron_h" or has_delta_nets(name):
+        layers = "Mamba layers" if name == "nemotron_h" else "gated delta nets"
         problems = [
-            "model_type nemotron_h is trained here but not planned yet: the planner has no costs of its Mamba layers. "
+            f"model_type {name} is trained here but not planned yet: the planner has no costs of its {layers}. "
             "Run a few steps of it, whose summary.json has the peak memory and the time."
         ]
     return ParsedShape(shape, tuple(problems), frozenset(reader.asked))
@@ -209,7 +236,8 @@ class _Reader:
 
 
 def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
-    pattern = layer_pattern(reader.content) if reader.get("model_type") == "nemotron_h" else None
+    name = reader.get("model_type")
+    pattern = layer_pattern(reader.content) if name == "nemotron_h" else None
     num_layers = reader.whole("num_hidden_layers", None if pattern is None else len(pattern))
     hidden_size = reader.whole("hidden_size")
     num_heads = reader.whole("num_attention_heads")
@@ -242,7 +270,7 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         experts=experts,
         has_shared_experts=has_shared if pattern is None else EXPERTS in pattern,
         latent_attention=latent,
-        has_linear_attention=bool(reader.get("linear_num_value_heads")),
+        num_delta_heads=reader.whole("linear_num_key_heads", 16) if has_delta_nets(name) else 0,
         num_mtp_layers=reader.whole("num_nextn_predict_layers", 0, minimum=0),
         tied_embeddings=reader.flag("tie_word_embeddings", bool(defaults.get("tie_word_embeddings"))),
         qk_norm=bool(family.get("qk_norm")),
@@ -254,9 +282,15 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         sliding_windows=has_windows(reader.content),
         activation=activation if isinstance(activation, str) else "silu",
         max_positions=max_positions if isinstance(max_positions, int) else 0,
-        num_mamba_groups=reader.whole("n_groups", 8) if pattern is not None else 0,
+        hybrid_layers=pattern or "",
+        mamba=None if pattern is None else _mamba(reader),
         dense_layers=dense,
     )
+
+
+def has_delta_nets(family: object) -> bool:
+    """Whether the family, a `model_type`, has layers that are gated delta nets."""
+    return family in ("qwen3_5_text", "qwen3_5_moe_text")
 
 
 def has_windows(content: Mapping[str, Any]) -> bool:
@@ -292,6 +326,8 @@ def _experts(reader: _Reader, family: Mapping[str, Any]) -> Experts | None:
         return None
     width = reader.whole("moe_intermediate_size", reader.whole("intermediate_size"))
     shared = reader.whole("n_shared_experts", 0, minimum=0) * width
+    if reader.get("model_type") == "nemotron_h":
+        shared = reader.whole("moe_shared_expert_intermediate_size", 7688)
     return Experts(
         num_experts=reader.whole(key),
         experts_per_token=reader.whole("num_experts_per_tok"),
@@ -299,6 +335,11 @@ def _experts(reader: _Reader, family: Mapping[str, Any]) -> Experts | None:
         shared_ffn_hidden_size=shared or reader.whole("shared_expert_intermediate_size", 0, minimum=0),
         has_shared_gate=bool(family.get("shared_gate")),
     )
+
+
+def _mamba(reader: _Reader) -> Mamba:
+    defaults = {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128}
+    return Mamba(*(reader.whole(key, default) for key, default in defaults.items()))
 
 
 def _layers_with_experts(reader: _Reader, num_layers: int, has_experts: bool, num_dense: int) -> tuple[bool, ...]:

@@ -50,6 +50,13 @@ _SHAPE = {
 }
 _HEAD = {"head_dim": 16}
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "full_attention_interval": 2,
+}
 _LATENT = {
     **_MOE,
     "num_key_value_heads": 4,
@@ -93,6 +100,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma": _HEAD,
     "gemma3_text": {**_HEAD, "sliding_window": 8, "layer_types": _MIXED},
     "glm4_moe": {**_HEAD, **_MOE, "n_routed_experts": 4, "n_shared_experts": 1, "num_nextn_predict_layers": 0},
+    "qwen3_5_text": {**_HEAD, **_DELTA},
+    "qwen3_5_moe_text": {**_HEAD, **_DELTA, **_MOE, "num_experts": 4, "shared_expert_intermediate_size": 48},
     "nemotron_h": {
         **_HEAD,
         **_MOE,
@@ -270,6 +279,8 @@ HONOURED = [
     Variant("gemma", {"head_dim": 24}),
     Variant("gemma3_text", {"query_pre_attn_scalar": 40, "rope_parameters": ROPES_BY_LAYERS[0], "sliding_window": 4}),
     Variant("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 3}),
+    Variant("qwen3_5_text", {"linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-2, "partial_rotary_factor": 0.75}),
+    Variant("qwen3_5_moe_text", {"layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"]}),
     Variant("nemotron_h", {"chunk_size": 7, "conv_kernel": 3, "layer_norm_epsilon": 1e-2, "n_group": 2}),
 ]
 """What Megatron-Bridge alone leaves out, or takes for something else."""

@@ -25,6 +25,10 @@ from transformers import (
     NemotronHForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -89,6 +93,16 @@ _HYBRID = {
     "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 48,
 }
+_DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "full_attention_interval": 2,
+    "rms_norm_eps": 1e-2,  # a first token's state is one product, which may be next to 0 and is normed
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
 _SINKS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 _ROPE = {
@@ -124,6 +138,14 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gpt_oss": (GptOssConfig, GptOssForCausalLM, _SINKS),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM, _GEMMA3),
     "nemotron_h": (NemotronHConfig, NemotronHForCausalLM, _HYBRID),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, _DELTA),
+    "qwen3_5_moe_text": (
+        Qwen3_5MoeTextConfig,
+        Qwen3_5MoeForCausalLM,
+        {key: value for key, value in _EXPERTS.items() if key != "norm_topk_prob"}
+        | _DELTA
+        | {"shared_expert_intermediate_size": 48},
+    ),
     "llama_biased": (
         LlamaConfig,
         LlamaForCausalLM,
@@ -159,8 +181,11 @@ def write_model(family: str, folder: Path, **shape: Any) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                is_scale = "norm" in name and family != "gemma3_text"  # whose norms add 1 to it
+                adds_one = family.startswith(("gemma3", "qwen3_5")) and "linear_attn" not in name
+                is_scale = "norm" in name and not adds_one
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + is_scale)
+            elif "linear_attn.conv1d" in name:  # queries and keys are divided by their lengths: short ones go astray
+                parameter.copy_(torch.randn_like(parameter) * 0.5)
             elif name.endswith("_bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)

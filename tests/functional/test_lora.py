@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.planner.cost.memory import stage_adapters
 from nemo_rl_offload.specs.lora import Adapters
-from nemo_rl_offload.specs.model_shape import read_model_shape
+from nemo_rl_offload.specs.model_shape import parse_model_shape
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 
 if TYPE_CHECKING:
@@ -33,6 +33,12 @@ ON = ("peft.enabled=true", "peft.dim=4", "peft.alpha=8")
 FUSED = (*ON, "peft.target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2]")
 EACH = (*ON, "peft.target_modules=[linear_q,linear_k,linear_v,linear_proj,linear_fc1_gate,linear_fc1_up,linear_fc2]")
 HEAD = (*EACH[:-1], EACH[-1].replace("]", ",output_layer]"))
+MIXERS = (
+    *(*ON, "peft.share_expert_adapters=false"),
+    "peft.target_modules=[in_proj,out_proj,linear_q,linear_k,linear_v,linear_proj,linear_fc1,output_layer]",
+)
+FOR_PEFT = (*ON, 'peft.target_modules=[in_proj,linear_q,linear_k,linear_v,linear_proj,"*.mlp.linear_fc1",output_layer]')
+OWN = (*FUSED, "peft.share_expert_adapters=false")
 HEAD_ALONE = (*ON, "peft.target_modules=[output_layer]")
 UNFUSED = (*ON, "peft.target_modules=[linear_proj,linear_fc2]")
 HEAD_AND_SOME = (*ON, "peft.target_modules=[linear_proj,linear_fc2,output_layer]")
@@ -43,8 +49,10 @@ CASES = [
     *(("llama", layout, SOME) for layout in ("pp2", "pp2-vpp2")),
     *(("qwen2", layout, FUSED) for layout in ("pp2",)),
     *(("qwen3_moe", layout, FUSED) for layout in ("ep2", "tp2-sp", "tp2-sp-ep2", "pp2")),
+    *(("qwen3_moe", layout, OWN) for layout in ("ep2", "tp2-sp", "tp2-sp-ep2", "pp2", "dp2")),
     *(("deepseek_v3_mtp", layout, UNFUSED) for layout in ("pp2",)),
     *(("llama", layout, HEAD) for layout in ("tp2-sp", "pp2", "cp2")),
+    *(("nemotron_h", layout, MIXERS) for layout in ("tp2-sp-ep2", "pp2-vpp2")),
     *(("llama", "tp2", HEAD_ALONE), ("deepseek_v3_mtp", "pp2-stages", HEAD_AND_SOME)),
 ]
 Train = Callable[..., "list[Outcome]"]
@@ -160,6 +168,10 @@ def test_the_model_without_adapters_stays_as_it_is(
         ("llama", "tp2", "pp2", HEAD),
         ("qwen3_moe", "ep2", "one", FUSED),
         ("qwen3_moe", "one", "ep2", FUSED),
+        ("qwen3_moe", "ep2", "one", OWN),
+        ("qwen3_moe", "one", "ep2", OWN),
+        ("nemotron_h", "tp2-sp", "one", MIXERS),
+        ("nemotron_h", "one", "tp2-sp", MIXERS),
     ],
 )
 def test_a_checkpoint_of_adapters_goes_on_in_another_layout(
@@ -226,9 +238,11 @@ def test_a_model_with_an_adapted_output_layer_generates_what_its_export_does(
         ("llama", "pp2", SOME),
         ("llama", "tp2", (*ON, "peft.target_modules=[linear_q,linear_v,linear_fc1]")),
         ("qwen3_moe", "ep2", FUSED),
+        ("qwen3_moe", "ep2", OWN),
         ("deepseek_v3_mtp", "pp2", UNFUSED),
         ("llama", "pp2-tp2", HEAD),
         ("deepseek_v3_mtp", "pp2", HEAD_AND_SOME),
+        ("nemotron_h", "tp2-sp", MIXERS),
     ],
 )
 def test_a_plan_counts_the_adapters_that_are_built(
@@ -242,9 +256,9 @@ def test_a_plan_counts_the_adapters_that_are_built(
         int(sizes.get("pipeline_model_parallel_size", 1)),
         expert=int(sizes.get("expert_model_parallel_size", 1)),
     )
-    shape = read_model_shape(json.loads((folder(family) / "config.json").read_text()), family)
+    shape = parse_model_shape(json.loads((folder(family) / "config.json").read_text())).shape
     section = make_policy(*peft)["megatron_cfg"]["peft"]
-    adapters = Adapters(tuple(section["target_modules"]), (), section["dim"])
+    adapters = Adapters(tuple(section["target_modules"]), (), section["dim"], section["share_expert_adapters"])
     counts = run(layout, "count_adapters", folder(family), (*SGD, *overrides, *peft))
     for rank, chunks in enumerate(stage_layers(ranks, shape.num_layers)):
         planned = stage_adapters(shape, ranks, chunks, rank, adapters)
@@ -295,7 +309,7 @@ def _nll(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     [
         *(("llama", "tp2", HEAD), ("llama", "pp2", HEAD), ("llama", "one", HEAD_ALONE)),
         *(("llama", "tp2", FUSED), ("llama", "pp2", SOME), ("qwen2", "one", EACH), ("qwen3_moe", "ep2", FUSED)),
-        ("gemma3_text", "tp2", FUSED),
+        *(("qwen3_moe", "ep2", OWN), ("gemma3_text", "tp2", FUSED), ("nemotron_h", "tp2-sp", FOR_PEFT)),
     ],
 )
 def test_an_exported_adapter_is_the_merged_model_in_peft(

@@ -53,6 +53,8 @@ MODULES = {
     **dict.fromkeys(("qwen2", "qwen2_odd", "llama", "llama_odd", "gemma3_text"), _DENSE),
     "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
     **dict.fromkeys(("deepseek_v3_mtp", "deepseek_v3_mtp_odd", "glm4_moe_lite_mtp", "nemotron_h"), SUPPORTED_MODULES),
+    "qwen3_5_text": _DENSE,
+    "qwen3_5_moe_text": tuple(name for name in SUPPORTED_MODULES if name not in DENSE_MLP_MODULES),
     "gpt_oss": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
     **dict.fromkeys(
         ("llama_biased", "qwen2_windowed"), tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
@@ -72,6 +74,8 @@ CASES = [
     *(("llama_biased", "tp2-sp"), ("qwen2_windowed", "cp2")),
     *(("gemma3_text", layout) for layout in ("tp2", "tp2-sp", "pp2-vpp2", "cp2")),
     *(("nemotron_h", layout) for layout in ("tp2-sp-ep2", "pp2-vpp2")),
+    *(("qwen3_5_text", layout) for layout in ("dp2", "tp2", "tp2-sp", "pp2")),
+    *(("qwen3_5_moe_text", layout) for layout in ("ep2", "tp2-sp-ep2", "pp2-vpp2")),
     *(("qwen2_odd", "pp2-tp2"), ("llama_odd", "tp2-sp"), ("deepseek_v3_mtp_odd", "tp2-sp")),
 ]
 CUT_ALIKE = [case for case in CASES if case != ("deepseek_v3_mtp", "pp2-vpp2")]

@@ -68,6 +68,7 @@ def run(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory)
         ("qwen3_moe", "ep2", ("ep2", "one", "pp2"), True),
         ("qwen3_moe", "one", ("ep2",), True),
         ("nemotron_h", "tp2-sp", ("tp2-sp", "one", "pp2"), True),
+        ("qwen3_5_moe_text", "tp2-sp", ("tp2-sp", "one", "pp2"), True),
     ],
 )
 def test_a_checkpoint_goes_on_in_other_layouts(

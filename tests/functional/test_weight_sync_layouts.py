@@ -36,6 +36,7 @@ def num_ranks(overrides: tuple[str, ...]) -> int:
         ("deepseek_v3", (TP, "sequence_parallel=true", EP, BF16), (BF16,)),
         ("deepseek_v3", (), (TP, "sequence_parallel=true")),
         ("nemotron_h", (TP, "sequence_parallel=true", EP), (PP,)),
+        ("qwen3_5_moe_text", (TP, "sequence_parallel=true", EP), (PP,)),
     ],
 )
 def test_weights_arrive_bit_for_bit(

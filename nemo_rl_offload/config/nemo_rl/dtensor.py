@@ -6,17 +6,20 @@ sections of it: such values would train something else, such as frozen routers, 
 line gives them, or where they are about memory alone.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl_offload.config.nemo_rl.translation import MEGATRON, Translation, refuse, shown
+from nemo_rl_offload.config.rules.rule import read_model_config
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.sources import OVERRIDE
-from nemo_rl_offload.specs.catalogue import find_config
-from nemo_rl_offload.specs.lora import HEAD, PROJECTIONS
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.hybrid_layers import EXPERTS, layer_pattern
+from nemo_rl_offload.specs.lora import HEAD, HYBRID_PROJECTIONS, PROJECTIONS
+from nemo_rl_offload.specs.model_shape import ModelShape, parse_model_shape
 
 _SIZES = {
     "tensor_parallel_size": "tensor_model_parallel_size",
@@ -136,8 +139,8 @@ def _kept(given: Any, default: Any, path: str, origins: Mapping[str, str]) -> An
 
 def _experts(translation: Translation, put: Any) -> None:
     """Experts need sequence parallelism beside tensor parallelism in Megatron-Core; it changes no result."""
-    config = find_config(str(translation.get("policy.model_name"))) or {}
-    has_experts = any(config.get(key) for key in _NUM_EXPERTS)
+    content = _content(translation)
+    has_experts = any(content.get(key) for key in _NUM_EXPERTS)
     tensor = translation.get(f"{MEGATRON}.tensor_model_parallel_size")
     if has_experts and isinstance(tensor, int) and tensor > 1:
         put("sequence_parallel", True, "policy.dtensor_cfg.sequence_parallel")
@@ -159,27 +162,84 @@ def _adapters(translation: Translation, put: Any) -> None:
         translation.problems[f"{LORA}.lora_A_init"] = f"{shown(method)} is not allowed. Allowed: xavier or uniform."
     elif method is not None:
         put("peft.lora_A_init_method", _INIT[method], f"{LORA}.lora_A_init")
-    config = find_config(str(translation.get("policy.model_name"))) or {}
-    if any(config.get(key) for key in _NUM_EXPERTS):
-        how = f"Train it with megatron_cfg, and set {MEGATRON}.peft."
-        reason = "DTensor's modules of experts have other names and adapters than Megatron-Core's"
-        refuse(translation, f"{LORA}.enabled", True, "LoRA of a model with experts by DTensor", reason, how)
+    content = _content(translation)
+    modules = _modules(translation, content)
+    if modules is None:
         return
-    names = _targets(translation, given["match_all_linear"], given["target_modules"], given["exclude_modules"])
+    names = _targets(translation, modules, given["match_all_linear"], given["target_modules"], given["exclude_modules"])
     if names is not None:
         put("peft.enabled", True, f"{LORA}.enabled")
         put("peft.target_modules", names, f"{LORA}.target_modules")
+        if content.get("model_type") == "nemotron_h":
+            put("peft.share_expert_adapters", False, f"{LORA}.enabled")
+
+
+def _content(translation: Translation) -> Mapping[str, Any]:
+    """What the model's `config.json` holds; nothing where it cannot be read, which a rule reports."""
+    try:
+        return read_model_config(str(translation.get("policy.model_name")))
+    except ConfigError:
+        return {}
 
 
 _LORA_KEYS = (
     *("enabled", "target_modules", "exclude_modules", "match_all_linear", "dim", "alpha", "dropout"),
     *("dropout_position", "lora_A_init"),
 )
+_KWARGS = "policy.dtensor_cfg.automodel_kwargs"
+_ALL_EXPERTS = "experts"
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
+def _modules(translation: Translation, content: Mapping[str, Any]) -> Sequence[tuple[str, str]] | None:
+    """Modules that Automodel's LoRA asks about, by their paths there, with Megatron's names; None: refused.
+
+    These are linears, and a module of experts where a layer has one for all.
+    """
+    family = content.get("model_type")
+    if family == "nemotron_h" and (pattern := layer_pattern(content)):
+        if EXPERTS not in pattern or translation.honoured.get(f"{_KWARGS}.force_hf") is True:
+            return [*_hybrid_modules(pattern, int(content.get("n_routed_experts", 8))), ("lm_head", HEAD)]
+        reason = "its experts have an adapter each in NVIDIA's own code for transformers, and none in Automodel's"
+        how = f"Say {_KWARGS}.force_hf=true for the first."
+    elif family == "qwen3_moe" or not any(content.get(key) for key in _NUM_EXPERTS):
+        return [*_plain_modules(parse_model_shape(content).shape), ("lm_head", HEAD)]
+    else:
+        reason = f"the adapters of a {family} there were not compared with Megatron-Core's"
+        how = f"Train it with megatron_cfg, and set {MEGATRON}.peft."
+    refuse(translation, f"{LORA}.enabled", True, "LoRA of a model with experts by DTensor", reason, how)
+    return None
+
+
+def _plain_modules(shape: ModelShape) -> Iterator[tuple[str, str]]:
+    of_mlp = {name: ours for name, ours in PROJECTIONS.items() if name.startswith("mlp.")}
+    for number, has_experts in enumerate(shape.layers_with_experts):
+        path = f"model.layers.{number}."
+        yield from ((path + name, ours) for name, ours in PROJECTIONS.items() if name not in of_mlp)
+        if has_experts:
+            yield f"{path}mlp.experts", _ALL_EXPERTS
+        else:
+            before = "*.mlp." if shape.has_experts else ""
+            yield from ((path + name, before + ours) for name, ours in of_mlp.items())
+
+
+def _hybrid_modules(pattern: str, num_experts: int) -> Iterator[tuple[str, str]]:
+    for number, letter in enumerate(pattern):
+        for name, ours in HYBRID_PROJECTIONS[letter].items():
+            path = f"backbone.layers.{number}.mixer."
+            if name.startswith("experts."):
+                each = (name.replace("experts.", f"experts.{expert}.") for expert in range(num_experts))
+                yield from ((path + module, ours) for module in each)
+            else:
+                yield path + name, ours
+
+
 def _targets(
-    translation: Translation, match_all: bool | None, targets: list[Any] | None, excluded: list[Any] | None
+    translation: Translation,
+    modules: Sequence[tuple[str, str]],
+    match_all: bool | None,
+    targets: list[Any] | None,
+    excluded: list[Any] | None,
 ) -> list[str] | None:
     """Megatron's names of the modules that get an adapter; None where that is refused."""
     key = "match_all_linear" if match_all else "exclude_modules" if excluded and not targets else "target_modules"
@@ -189,29 +249,57 @@ def _targets(
         )
         return None
     patterns = [str(each) for each in targets or excluded or ([] if given else ["*_proj"])]
-    chosen = []
-    for layer in (0, 1, 10):
-        paths = [*(f"model.layers.{layer}.{name}" for name in PROJECTIONS), "lm_head"]
-        chosen.append([_is_chosen(path, patterns, key) for path in paths])
-    if any(each != chosen[0] for each in chosen):
-        reason = "its names are translated for all layers alike"
+    last = {path.rpartition(".")[2] for path, _ in modules}
+    for pattern in patterns:
+        try:
+            re.compile(_expression(pattern))
+        except re.error as error:
+            translation.problems[f"{LORA}.{key}"] = f"{pattern} is no pattern: {error}. Write * for any text."
+            return None
+        if pattern in last and not any(_is_named(path, [pattern]) for path, _ in modules):
+            translation.problems[f"{LORA}.{key}"] = (
+                f"{pattern} is no module's whole path, which NeMo-RL compares. Write '*{pattern}' for all of that name."
+            )
+            return None
+    chosen: dict[str, set[bool]] = {}
+    for path, ours in modules:
+        is_chosen = key == "match_all_linear" or _is_named(path, patterns) == (key == "target_modules")
+        chosen.setdefault(ours, set()).add(is_chosen)
+    of_all_experts = chosen.pop(_ALL_EXPERTS, set())
+    names = [name for name, found in chosen.items() if True in found]
+    refused = ""
+    if any(len(found) > 1 for found in chosen.values()):
+        refused, reason = "LoRA of some layers by DTensor", "its names are translated for all layers alike"
         how = f"Train it with megatron_cfg, and name the layers in {MEGATRON}.peft.target_modules."
-        refuse(translation, f"{LORA}.{key}", patterns, "LoRA of some layers by DTensor", reason, how)
-        return None
-    linears = (*PROJECTIONS.values(), HEAD)
-    names = [name for name, is_chosen in zip(linears, chosen[0], strict=True) if is_chosen]
-    if not names:
-        translation.problems[f"{LORA}.{key}"] = (
-            f"{shown(patterns)} leaves no linear for an adapter. There are {', '.join(PROJECTIONS)} and lm_head."
+    elif True in of_all_experts and key == "target_modules":
+        refused, reason = (
+            "LoRA of a model with experts by DTensor",
+            "which code runs there decides what its experts get",
         )
+        how = "Name modules that are none of experts."
+    elif "out_proj" in names:
+        refused = "LoRA of out_proj by DTensor"
+        reason = "the kernel of Mamba-2 layers there reads its weight past the adapter, which learns nothing"
+        how = "Add '*out_proj*' to exclude_modules."
+    elif not names:
+        translation.problems[f"{LORA}.{key}"] = (
+            f"{shown(patterns)} leaves no linear for an adapter. There are "
+            f"{', '.join(dict.fromkeys(path.rpartition('.')[2] for path, _ in modules))}."
+        )
+        return None
+    if refused:
+        refuse(translation, f"{LORA}.{key}", patterns, refused, reason, how)
         return None
     return names
 
 
-def _is_chosen(path: str, patterns: Sequence[str], key: str) -> bool:
-    """Whether a module gets an adapter by the patterns of a key."""
-    is_named = any(fnmatchcase(path, pattern) or path.rpartition(".")[2] == pattern for pattern in patterns)
-    return key == "match_all_linear" or is_named == (key == "target_modules")
+def _is_named(path: str, patterns: Sequence[str]) -> bool:
+    """Whether a path matches one, as in Automodel's `module_matcher.py`: `*` is any text, the rest an expression."""
+    return path in patterns or any(re.fullmatch(_expression(pattern), path) for pattern in patterns)
+
+
+def _expression(pattern: str) -> str:
+    return re.sub(r"(?<!\.)\*", ".*", pattern)
 
 
 def _optimizer(translation: Translation) -> Iterator[tuple[str, Any]]:

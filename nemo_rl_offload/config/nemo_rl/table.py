@@ -140,6 +140,7 @@ defer_fsdp_grad_sync            bool  none when gradients travel
 clear_cache_every_n_steps       int?  none megatron_cfg.empty_unused_memory_level hands memory back
 moe_parallelizer.*              map   none how DTensor wraps experts
 automodel_kwargs.*              map   none kernels and wrappers of DTensor's models
+automodel_kwargs.force_hf       bool  honoured says whose modules lora_cfg's adapters stand beside in a hybrid model
 automodel_kwargs.freeze_config.* map   none towers for images and audio
 
 [policy.dtensor_cfg.lora_cfg]

@@ -19,7 +19,7 @@ def _peft(get: Get, key: str) -> Any:
 def _adapted(get: Get) -> list[Adapted]:
     """The linears that get adapters; none where the targets are wrong, which another rule says, or LoRA is off."""
     targets, excluded = _peft(get, "target_modules"), _peft(get, "exclude_modules")
-    if not _peft(get, "enabled") or model_shape(get).num_mamba_groups:
+    if not _peft(get, "enabled") or model_shape(get).num_delta_heads:
         return []
     if any(target_problems(model_shape(get), targets, excluded)):
         return []
@@ -29,10 +29,10 @@ def _adapted(get: Get) -> list[Adapted]:
 def _targets(get: Get) -> Iterator[str]:
     if _peft(get, "enabled"):
         shape = model_shape(get)
-        if shape.num_mamba_groups:
+        if shape.num_delta_heads:
             yield (
-                f"{PEFT}.enabled: true asks for LoRA of a model with Mamba-2 layers, not supported here: the names of "
-                "its linears and what their adapters are called elsewhere are not known. Set it to false."
+                f"{PEFT}.enabled: true asks for LoRA of a model with gated delta nets, not supported here: they have "
+                "one linear where transformers has four, and a gate in the queries' linear. Set it to false."
             )
             return
         for key, problem in target_problems(shape, _peft(get, "target_modules"), _peft(get, "exclude_modules")):

@@ -195,7 +195,7 @@ def _recompute_fits_model(get: Get) -> Iterator[str]:
         "experts": (("moe_act", "moe"), shape.has_experts),
         "shared experts": (("shared_experts",), shape.has_shared_experts),
         "latent attention": (("mla_up_proj",), shape.has_latent_attention),
-        "linear attention": (("gdn_norm_out",), shape.has_linear_attention),
+        "linear attention by the kernels of Megatron-Core": (("gdn_norm_out",), False),
         "layers without experts": (DENSE_MLP_RECOMPUTE, any(shape.dense_layers)),
     }
     for part, (of_part, is_present) in present.items():

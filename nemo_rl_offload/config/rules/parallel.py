@@ -10,6 +10,7 @@ from typing import Any
 from nemo_rl_offload.config.rules.batching import is_by_tokens
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_spec, megatron, model_shape, read_shape
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import nearest_multiple, num_microbatches
 from nemo_rl_offload.specs.pipeline_layout import KEY as STAGES
 from nemo_rl_offload.specs.pipeline_layout import VIRTUAL, layout_problems
@@ -23,10 +24,12 @@ SIZES = (
 )
 
 
-_NO_CONTEXT = (
-    "context parallelism of Mamba-2 layers, not supported here: a rank's part of a sequence begins with the state that "
-    "other ranks' parts leave."
-)
+def _no_context(shape: ModelShape) -> str:
+    layers = "gated delta nets" if shape.num_delta_heads else "Mamba-2 layers"
+    return (
+        f"context parallelism of {layers}, not supported here: a rank's part of a sequence begins with the state that "
+        "other ranks' parts leave."
+    )
 
 
 def _tensor(get: Get) -> Iterator[str]:
@@ -43,12 +46,18 @@ def _tensor(get: Get) -> Iterator[str]:
     if shape.num_mamba_groups % num_ranks:
         groups = f"{shape.num_mamba_groups} groups of heads in Mamba-2 layers"
         yield f"{path}: {num_ranks} does not divide the model's {groups}. Change it."
+    if shape.num_delta_heads % num_ranks:
+        heads = f"{shape.num_delta_heads} heads of keys in gated delta nets"
+        yield f"{path}: {num_ranks} does not divide the model's {heads}. Change it."
+    elif shape.num_delta_heads and shape.num_key_value_heads % num_ranks:
+        heads = f"{shape.num_key_value_heads} key heads of attention, whose output has a gate"
+        yield f"{path}: {num_ranks} does not divide the model's {heads}. Change it."
 
 
 def _context(get: Get) -> Iterator[str]:
     num_ranks = megatron(get, "context_parallel_size")
-    if num_ranks > 1 and model_shape(get).num_mamba_groups:
-        yield f"{MEGATRON}.context_parallel_size: {num_ranks} asks for {_NO_CONTEXT} Set it to 1."
+    if num_ranks > 1 and model_shape(get).has_states:
+        yield f"{MEGATRON}.context_parallel_size: {num_ranks} asks for {_no_context(model_shape(get))} Set it to 1."
 
 
 def _experts(get: Get) -> Iterator[str]:
@@ -133,8 +142,13 @@ def _teacher(get: Get) -> Iterator[str]:
     if shape.num_mamba_groups % tensor:
         size = f"{MEGATRON}.tensor_model_parallel_size {tensor}"
         yield f"{path}: {size}, the student's, does not divide the teacher's {shape.num_mamba_groups} groups. {change}."
-    if shape.num_mamba_groups and (num_parts := megatron(get, "context_parallel_size")) > 1:
-        yield f"{path}: context_parallel_size {num_parts}, the student's, asks for {_NO_CONTEXT} {change}."
+    if shape.num_delta_heads % tensor or (shape.num_delta_heads and key_heads % tensor):
+        size = f"{MEGATRON}.tensor_model_parallel_size {tensor}"
+        held = f"{shape.num_delta_heads} and {key_heads} heads of keys"
+        yield f"{path}: {size}, the student's, does not divide the teacher's {held}. {change}."
+    if shape.has_states and (num_parts := megatron(get, "context_parallel_size")) > 1:
+        asked = _no_context(shape)
+        yield f"{path}: context_parallel_size {num_parts}, the student's, asks for {asked} {change}."
     if experts > 1 and (not num_experts or num_experts % experts):
         size = f"{MEGATRON}.expert_model_parallel_size {experts}"
         yield f"{path}: {size}, the student's, does not divide the teacher's {num_experts} experts. {change}."

@@ -82,9 +82,10 @@ def is_used(get: Get) -> bool:
 
 
 def _not_supported_yet(get: Get) -> Iterator[str]:
-    if is_used(get) and model_shape(get).num_mamba_groups:
+    if is_used(get) and (shape := model_shape(get)).has_states:
+        layers = "gated delta nets" if shape.num_delta_heads else "Mamba-2 layers"
         yield (
-            f"{BACKEND}: vllm asks for vLLM with Mamba-2 layers, not supported here: nobody has tried whether its "
+            f"{BACKEND}: vllm asks for vLLM with {layers}, not supported here: nobody has tried whether its "
             "engines take new weights of them. Set it to megatron."
         )
 

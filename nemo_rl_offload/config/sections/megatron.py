@@ -120,6 +120,8 @@ class PeftConfig(TypedDict):
     """How its second matrix begins; with zero, the model begins as it is."""
     a2a_experimental: Annotated[bool, Default(False)]
     """With sequence parallelism, exchange an adapter's output all-to-all instead of gathering it."""
+    share_expert_adapters: Annotated[bool, Default(True)]
+    """All experts of a layer share an adapter for each of their linears; false: each expert has its own."""
     lora_dtype: Annotated[Literal["float32", "bfloat16", "None"] | None, Default(None)]
     """Type of the adapters: policy.precision, as null says, too."""
 

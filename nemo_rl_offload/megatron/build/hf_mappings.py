@@ -6,8 +6,11 @@ here where a transformer layer has its attention.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
+
+from nemo_rl_offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,6 +29,22 @@ def tell_names(config: "PretrainedConfig", weights: Collection[str]) -> None:
         setattr(config, _OTHER_NAME, _HYBRID_EMBEDDING)
 
 
+def name_for_peft(config: "PretrainedConfig", name: str) -> str:
+    """The name of an adapter's weight beside transformers' modules, from that beside the folder's weights.
+
+    Raises ConfigError for those that peft cannot have: of experts that are no modules there, and of `out_proj`.
+    """
+    if config.model_type != "nemotron_h":
+        return name
+    for part in (".mixer.experts.", ".mixer.out_proj."):
+        if part in name:
+            raise ConfigError(
+                f"--adapter: peft takes no adapter of {part.strip('.')} of a nemotron_h, which this run has trained. "
+                "Leave --adapter out: the export's weights have them merged."
+            )
+    return name.replace("backbone.", "model.")
+
+
 def extend_mappings() -> None:
     """Let every table of a dense or MoE model end with the entries of this module; once for a process."""
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -36,6 +55,7 @@ def extend_mappings() -> None:
     from megatron.bridge.models.nemotronh.nemotron_h_bridge import NemotronHBridge
     from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
     from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
+    from megatron.bridge.models.qwen.qwen35_bridge import Qwen35Bridge, Qwen35MoEBridge
 
     def entries() -> list[Any]:
         ours, theirs = "decoder.layers.*.", "model.layers.*."
@@ -71,6 +91,42 @@ def extend_mappings() -> None:
     for model in (LlamaBridge, Qwen3Bridge, Qwen3MoEBridge, GemmaBridge, Gemma3ModelBridge):
         extend(model, entries)
     extend(NemotronHBridge, _of_mixers)
+    for model in (Qwen35Bridge, Qwen35MoEBridge):
+        extend(model, _of_delta_nets)
+    _tell_parts_of_adapters(NemotronHBridge)
+
+
+def _tell_parts_of_adapters(model: Any) -> None:
+    """An adapter's second matrix of `in_proj` has its rows by parts, as the weight beside it; Bridge's table of
+    adapters takes every one for whole rows of a rank."""
+    from megatron.bridge.models.conversion.param_mapping import MambaInProjMapping
+
+    tasks_of = model.build_adapter_conversion_tasks
+
+    @wraps(tasks_of)
+    def with_parts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def told(task: Any) -> Any:
+            out = task.linear_out_task
+            if ".in_proj.adapter." not in out.param_name:
+                return task
+            mapping = MambaInProjMapping(out.mapping.megatron_param, out.mapping.hf_param)
+            return replace(task, linear_out_task=replace(out, mapping=mapping))
+
+        return {name: [told(task) for task in tasks] for name, tasks in tasks_of(self, *args, **kwargs).items()}
+
+    model.build_adapter_conversion_tasks = with_parts
+
+
+def _of_delta_nets() -> list[Any]:
+    """Bridge's table has a module of the convolution, and a norm that adds 1 to its weight."""
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GDNConv1dMapping, ReplicatedMapping
+
+    AutoMapping.register_module_type("TorchGatedDeltaNet", "column")
+    ours, theirs = "decoder.layers.*.self_attention.", "model.layers.*.linear_attn."
+    return [
+        GDNConv1dMapping(f"{ours}conv1d_weight", f"{theirs}conv1d.weight"),
+        ReplicatedMapping(f"{ours}out_norm_weight", f"{theirs}norm.weight"),
+    ]
 
 
 def _of_mixers() -> list[Any]:

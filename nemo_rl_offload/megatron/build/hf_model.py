@@ -38,6 +38,7 @@ from nemo_rl_offload.megatron.layers.gemma import make_gemma
 from nemo_rl_offload.specs.hybrid_layers import EXPERTS, layer_pattern
 from nemo_rl_offload.specs.model_families import FAMILIES, refusals
 from nemo_rl_offload.specs.model_keys import LAYER_TYPES, Content
+from nemo_rl_offload.specs.model_shape import has_delta_nets
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -107,6 +108,8 @@ def _honour(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None
         provider.activation_func = gelu_tanh if name == "gelu_pytorch_tanh" else ACTIVATION_FUNC_MAP[name]
     if provider.attention_backend == AttnBackend.flash:  # Gemma's, for head sizes of older kernels
         provider.attention_backend = AttnBackend.auto
+    if has_delta_nets(hf_config.model_type):
+        _delta_nets(provider, hf_config)
     _windows(provider, hf_config)
     _experts(provider, hf_config)
     _biases(provider, hf_config)
@@ -222,6 +225,17 @@ def _hybrid(read: Any, hf_config: "PretrainedConfig") -> "GPTModelProvider":
         provider.num_moe_experts = provider.moe_shared_expert_intermediate_size = None
         provider.moe_router_num_groups = provider.moe_router_group_topk = None
     return provider
+
+
+# --- gated delta nets
+
+
+def _delta_nets(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> None:
+    """Bridge's own layers of them are Megatron's variant of attention, which needs kernels; here they are mixers."""
+    provider.experimental_attention_variant = None
+    provider.linear_attention_freq = [int(kind == "linear_attention") for kind in hf_config.layer_types]
+    provider.hetereogenous_dist_checkpoint = True  # layers of a checkpoint by name
+    provider.mtp_num_layers = None
 
 
 # --- positions

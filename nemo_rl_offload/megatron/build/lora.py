@@ -31,11 +31,12 @@ from torch import Tensor, nn
 
 from nemo_rl_offload.config.schema import PeftConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.megatron.layers.mamba import TorchMambaMixer
 from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear
 from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear
 from nemo_rl_offload.specs.lora import HEAD, PARTS, parts_named
 
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", HEAD)
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj", HEAD)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -69,7 +70,8 @@ def bridge_lora(peft: PeftConfig, targets: Sequence[str] = (), *, canonical: boo
     values: dict[str, Any] = {key: peft[key] for key in keys}  # type: ignore[literal-required]
     if canonical:
         return CanonicalLoRA(target_modules=list(targets), **values)
-    return LoRA(target_modules=list(targets), a2a_experimental=peft["a2a_experimental"], **values)
+    values |= {key: peft[key] for key in ("a2a_experimental", "share_expert_adapters")}
+    return LoRA(target_modules=list(targets), **values)
 
 
 def _attach(chunks: list[nn.Module], peft: PeftConfig) -> list[nn.Module]:
@@ -181,26 +183,48 @@ def _wrappers(chunks: Sequence[nn.Module]) -> list[Any]:
 
 def _initialize(chunk: nn.Module, peft: PeftConfig) -> None:
     """Give an adapter numbers that follow from the seed and its path alone, whoever holds which part of it."""
+    from megatron.bridge.peft.utils import GroupedExpertLinearAdapter
+
     methods = {"linear_in": peft["lora_A_init_method"], "linear_out": peft["lora_B_init_method"]}
     for path, adapter in chunk.named_modules():
         if not hasattr(adapter, "base_linear_name"):
             continue
-        group = adapter.tp_group
+        is_each_experts = isinstance(adapter, GroupedExpertLinearAdapter)
         for name, method in methods.items():
-            weight = getattr(adapter, name).weight
+            weight, place = getattr(adapter, name).weight, f"{_in_model(chunk, path)}.{name}"
+            if is_each_experts:
+                first = adapter.num_local_experts * parallel_state.get_expert_model_parallel_rank()
+                for number, own in enumerate(weight.data):
+                    axis = weight.partition_dim - 1
+                    own.copy_(_drawn(own, axis, [own.shape[axis]], method, f"{place}{first + number}", adapter))
+                continue
             axis = weight.partition_dim
-            shape = list(weight.shape)
-            shape[axis] *= group.size()
-            whole = torch.empty(shape, dtype=torch.float32)
-            with _seeded(f"{_in_model(chunk, path)}.{name}"):
-                adapter._get_init_fn(method)(whole)
-            weight.data.copy_(whole.chunk(group.size(), dim=axis)[group.rank()])
+            mixer: Any = chunk.get_submodule(path.removesuffix(".adapter").rpartition(".")[0])
+            has_parts = (
+                isinstance(mixer, TorchMambaMixer) and path.endswith(".in_proj.adapter") and name == "linear_out"
+            )
+            sizes = mixer.parts if has_parts else [weight.shape[axis]]
+            weight.data.copy_(_drawn(weight, axis, sizes, method, place, adapter))
             if adapter.is_expert:
                 _mark_of_experts(weight, adapter.config)
 
 
+def _drawn(weight: Tensor, axis: int, sizes: Sequence[int], method: str, place: str, adapter: Any) -> Tensor:
+    """This rank's part of a matrix that is drawn whole, like `weight`; `sizes` along `axis` of what all ranks share."""
+    from megatron.bridge.peft.utils import ParallelLinearAdapter
+
+    group = adapter.tp_group if hasattr(adapter, "tp_group") else adapter.expert_tp_group
+    shape = list(weight.shape)
+    shape[axis] *= group.size()
+    whole = torch.empty(shape, dtype=torch.float32)
+    with _seeded(place):
+        ParallelLinearAdapter._get_init_fn(adapter, method)(whole)
+    shared = torch.split(whole, [size * group.size() for size in sizes], axis)
+    return torch.cat([part.chunk(group.size(), axis)[group.rank()] for part in shared], axis)
+
+
 def _mark_of_experts(weight: Any, config: TransformerConfig) -> None:
-    """Tell Megatron who has the same weight: all experts share one adapter, on whatever rank they are.
+    """Tell Megatron who has the same weight: the adapter that all experts share, on whatever rank they are.
 
     Its gradients are reduced like those of experts, also where tensor-parallel ranks hold whole ones; Bridge sums them
     over expert-parallel ranks before. The norm of gradients counts it once.

@@ -25,7 +25,7 @@ from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceErro
 from nemo_rl_offload.megatron.build.bridge import bridge
 from nemo_rl_offload.megatron.build.export_files import copy_model_files, write_dtype, write_json, write_overrides
 from nemo_rl_offload.megatron.build.hf_files import weight_files
-from nemo_rl_offload.megatron.build.hf_mappings import tell_names
+from nemo_rl_offload.megatron.build.hf_mappings import name_for_peft, tell_names
 from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
 from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read, repeated_names
 from nemo_rl_offload.megatron.build.lora import bridge_lora, register_lora
@@ -334,18 +334,20 @@ def export_adapter(
 
     Raises:
         ResourceError: a file cannot be written, as on a full disk.
-        ConfigError: a weight is too large for `dtype`.
+        ConfigError: a weight is too large for `dtype`, or peft has no name for an adapter.
     """
     from megatron.bridge.models.conversion import peft_bridge
 
     with quiet():
         found = list(model.auto_bridge.export_adapter_weights(model.modules, cpu=True, show_progress=False))
+    config = model.auto_bridge.hf_pretrained.config
+    found = [pair._replace(param_name=name_for_peft(config, pair.param_name)) for pair in found]
     if dist.get_rank() == 0:
         is_zero = {name: not weight.any() for name, weight in found}  # both of an adapter: of a part without a target
         found = [pair for pair in found if not all(is_zero[each] for each in _both_of(pair.param_name))]
         state, names, parameters = peft_bridge.convert_adapter_weights_to_peft_state(found)
         weights = {name: weight.detach().clone(memory_format=torch.contiguous_format) for name, weight in state.items()}
-        config = peft_bridge.build_adapter_config_dict(
+        settings = peft_bridge.build_adapter_config_dict(
             bridge_lora(peft),
             _modules_for_peft(names, peft["target_modules"]),
             parameters,
@@ -358,7 +360,7 @@ def export_adapter(
                 convert(weights, dtype)
             partial.mkdir(parents=True)
             save_file(weights, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-            write_json(partial / ADAPTER_CONFIG, config)
+            write_json(partial / ADAPTER_CONFIG, settings)
             complete(partial)
             shutil.rmtree(destination, ignore_errors=True)
             partial.rename(destination)

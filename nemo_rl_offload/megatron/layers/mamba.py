@@ -59,7 +59,7 @@ class TorchMambaMixer(MegatronModule):  # type: ignore[misc]
         self._recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         self.in_proj = TorchLayerNormColumnParallelLinear(
             config.hidden_size,
-            sum(self._parts) * num_ranks,
+            sum(self.parts) * num_ranks,
             config=config,
             init_method=config.init_method,
             gather_output=False,
@@ -80,14 +80,14 @@ class TorchMambaMixer(MegatronModule):  # type: ignore[misc]
             is_expert=False,
             tp_group=pg_collection.tp,
         )
-        num_channels = sum(self._parts[1:4])
+        num_channels = sum(self.parts[1:4])
         self.conv1d_weight = self._parameter(num_channels, 1, config.mamba_conv_kernel)
         self.conv1d_bias = self._parameter(num_channels)
         self.dt_bias, self.A_log, self.D = (self._parameter(self.num_heads) for _ in range(3))
         self.norm_weight = self._parameter(self.inner)
 
     @property
-    def _parts(self) -> list[int]:
+    def parts(self) -> list[int]:
         """What the projection of the input gives, in this order: gate, x, B, C, and the step of each head."""
         return [self.inner, self.inner, self.of_groups, self.of_groups, self.num_heads]
 
@@ -132,14 +132,14 @@ class TorchMambaMixer(MegatronModule):  # type: ignore[misc]
 
     def _rows(self, projected: Tensor, context: Any) -> Tensor:
         """[batch, sequence, all parts] to [batch, sequence, N * D]."""
-        gate, mixed, step = torch.split(projected, [self.inner, sum(self._parts[1:4]), self.num_heads], dim=-1)
+        gate, mixed, step = torch.split(projected, [self.inner, sum(self.parts[1:4]), self.num_heads], dim=-1)
         states = {} if context is None else context.key_value_memory_dict
         before, state = states.get(self.layer_number, (None, None))
         mixed = mixed.transpose(1, 2)
         num_before = self.conv1d_weight.shape[-1] - 1
         mixed = F.pad(mixed, (num_before, 0)) if before is None else torch.cat([before, mixed], dim=-1)
         convolved = F.conv1d(mixed, self.conv1d_weight, self.conv1d_bias, groups=mixed.shape[1])
-        x, b, c = torch.split(F.silu(convolved).transpose(1, 2).float(), self._parts[1:4], dim=-1)
+        x, b, c = torch.split(F.silu(convolved).transpose(1, 2).float(), self.parts[1:4], dim=-1)
         x_BLND = torch.unflatten(x, -1, (self.num_heads, self.head_dim))
         b_BLGS, c_BLGS = (torch.unflatten(each, -1, (self.num_groups, self.state_dim)) for each in (b, c))
         step_BLN = F.softplus(step.float() + self.dt_bias.float())
@@ -168,10 +168,14 @@ class TorchMambaMixer(MegatronModule):  # type: ignore[misc]
             path = f"{prefix}{name}."
             sharded |= sharded_state_dict_default(module, path, sharded_offsets, metadata, tp_group=self.tp_group)
         names = ["z", "x", "B", "C", "dt"]
-        of_parts = {"in_proj.weight": slice(None), "conv1d_weight": slice(1, 4), "conv1d_bias": slice(1, 4)}
+        of_parts = {
+            **dict.fromkeys(("in_proj.weight", "in_proj.adapter.linear_out.weight"), slice(None)),
+            **dict.fromkeys(("conv1d_weight", "conv1d_bias"), slice(1, 4)),
+        }
         for name, parts in of_parts.items():
-            key = f"{prefix}{name}"
-            sharded[key] = _split_tensor_factory(sharded[key], self._parts[parts], names[parts], 0)
+            if (key := f"{prefix}{name}") not in sharded:
+                continue
+            sharded[key] = _split_tensor_factory(sharded[key], self.parts[parts], names[parts], 0)
         return sharded
 
 

@@ -39,6 +39,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from nemo_rl_offload.megatron.layers.attention import TorchDotProductAttention, TorchMLASelfAttention
+from nemo_rl_offload.megatron.layers.delta_net import TorchGatedDeltaNet
 from nemo_rl_offload.megatron.layers.dense_mlp import DenseMLP
 from nemo_rl_offload.megatron.layers.mamba import TorchMambaMixer
 from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear, TorchNorm
@@ -141,8 +142,9 @@ def _layer(**submodules: object) -> ModuleSpec:
     return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**submodules))
 
 
-def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    return _layer(**_mixing(config, _attention(config)), **_feed_forward(num_experts))
+def _layer_spec(config: TransformerConfig, num_experts: int | None, has_delta_net: bool) -> ModuleSpec:
+    mixer = ModuleSpec(TorchGatedDeltaNet) if has_delta_net else _attention(config)
+    return _layer(**_mixing(config, mixer), **_feed_forward(num_experts))
 
 
 def _hybrid_layer_spec(config: TransformerConfig, letter: str) -> ModuleSpec:
@@ -162,7 +164,11 @@ def _layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
         is_moe = [layer % config.moe_layer_freq == 0 for layer in range(config.num_layers)]
     else:
         is_moe = [bool(layer) for layer in config.moe_layer_freq]
-    return [_layer_spec(config, config.num_moe_experts if moe else None) for moe in is_moe]
+    has_delta_net = map(bool, config.linear_attention_freq or [0] * config.num_layers)
+    return [
+        _layer_spec(config, config.num_moe_experts if moe else None, delta)
+        for moe, delta in zip(is_moe, has_delta_net, strict=True)
+    ]
 
 
 def torch_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

@@ -104,6 +104,7 @@ class TorchGroupedLinear(torch.nn.Module):
         if bias and config.moe_expert_rank_capacity_factor is not None:
             raise ConfigError("policy.megatron_cfg.moe_expert_rank_capacity_factor: not for experts with biases")
         self.num_local_experts, self.pg_collection = num_local_experts, pg_collection
+        self.num_gemms = num_local_experts  # Transformer Engine's name of it, by which Bridge's adapters ask
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         storage = torch.empty(num_local_experts, output_size, input_size, dtype=config.params_dtype, device=device)
         # Megatron reduces gradients over the ranks that hold the same weights. For experts these differ from the

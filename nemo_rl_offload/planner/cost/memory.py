@@ -57,14 +57,16 @@ def stage_parameters(shape: ModelShape, layout: ParallelLayout, chunks: Sequence
 def stage_adapters(
     shape: ModelShape, layout: ParallelLayout, chunks: Sequence[range], rank: int, adapters: Adapters
 ) -> ParameterCount:
-    """Parameters of the adapters on one rank of pipeline stage `rank`. All experts of a layer share one."""
+    """Parameters of the adapters on one rank of pipeline stage `rank`."""
     layers = {layer for chunk in chunks for layer in chunk}
     if rank == layout.pipeline - 1:
         layers |= set(range(shape.num_layers, shape.num_layers + shape.num_mtp_layers + 1))  # the output layer too
     counts = {False: 0, True: 0}
+    of_experts = 1 if adapters.experts_share or shape.experts is None else shape.experts.num_experts // layout.expert
     for one in adapted(shape, adapters.targets, adapters.excluded):
         if one.linear.layer in layers:
-            counts[one.linear.is_of_experts] += adapter_parameters(one, adapters.dim, layout.tensor)
+            num = of_experts if one.linear.is_of_experts else 1
+            counts[one.linear.is_of_experts] += num * adapter_parameters(one, adapters.dim, layout.tensor)
     return ParameterCount(counts[False], counts[True])
 
 

@@ -7,9 +7,9 @@ import pytest
 from nemo_rl_offload.planner.cost.memory import stage_adapters, state_bytes
 from nemo_rl_offload.planner.cost.parameters import ParameterCount
 from nemo_rl_offload.planner.job import Optimizer
-from nemo_rl_offload.specs.catalogue import load_model_shape
+from nemo_rl_offload.specs.catalogue import find_config, load_model_shape
 from nemo_rl_offload.specs.lora import Adapters, adapted, is_named, target_problems
-from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.specs.model_shape import ModelShape, parse_model_shape
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 
 DENSE, EXPERTS, LATENT = "Qwen/Qwen2.5-7B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
@@ -133,6 +133,24 @@ def test_sizes_are_those_of_two_matrices() -> None:
     assert count(ALL, dense, world=2, tensor=2).shared * 2 == count(ALL, dense).shared
     of_experts = count(("linear_fc2",), shape(EXPERTS), world=8, expert=8)
     assert of_experts == ParameterCount(0, 48 * 16 * (768 + 2048)), "all experts of a layer share one"
+
+
+def test_linears_of_a_hybrid_model_are_those_of_its_layers() -> None:
+    content = find_config("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B")
+    assert content is not None
+    hybrid = parse_model_shape(content).shape
+    found = {one.linear.name: one.linear for one in adapted(hybrid, ("*",), ()) if one.linear.layer < 6}
+    h, inner, groups, state = 2688, 64 * 64, 8, 128
+    assert found["in_proj"][1:3] == (h, (2 * inner + 2 * groups * state + 64,))
+    assert found["out_proj"][1:4] == (inner, (h,), True)
+    layers = [one.linear.layer for one in adapted(hybrid, ("in_proj", "linear_q", "linear_fc2"), ())]
+    assert layers[:9] == [0, 1, 1, 2, 3, 3, 4, 5, 6], "experts and shared experts, and attention in the sixth layer"
+    (shared,) = [one.linear for one in adapted(hybrid, ("*.shared_experts.linear_fc1",), ()) if one.linear.layer == 1]
+    assert shared.outputs == (3712,)
+    own = Adapters(("*.experts.linear_fc1",), (), 16, experts_share=False)
+    layout = ParallelLayout(world=8, expert=8)
+    counted = stage_adapters(hybrid, layout, stage_layers(layout, hybrid.num_layers)[0], 0, own)
+    assert counted == ParameterCount(0, 23 * 16 * 16 * (h + 1856)), "16 of 128 experts, an adapter each"
 
 
 def test_frozen_weights_have_neither_gradients_nor_state() -> None:

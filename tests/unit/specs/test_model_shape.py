@@ -72,7 +72,7 @@ def test_an_empty_file_has_the_least_shape() -> None:
     shape = parsed.shape
     assert shape.layers_with_experts == (False,)
     assert not shape.has_experts
-    assert not shape.has_linear_attention
+    assert not shape.has_states
     assert (shape.vocab_size, shape.max_positions, shape.activation) == (0, 0, "silu")
     assert parsed.problems[0].startswith("model_type None is not known")
 

@@ -36,8 +36,9 @@ FEATURES = {
     *(feature for feature, _ in ESTIMATORS.values()),
     *("generation by SGLang", "generation by TensorRT-LLM", "generation by Dynamo", "NeMo-Gym"),
     *("another config.json", "another optimizer", "another schedule", "raw text"),
-    *("experts over several engines", "vLLM with Mamba-2 layers"),
-    *("context parallelism of Mamba-2 layers", "LoRA of a model with Mamba-2 layers"),
+    *("experts over several engines", "vLLM with Mamba-2 layers", "vLLM with gated delta nets"),
+    *("context parallelism of Mamba-2 layers", "context parallelism of gated delta nets"),
+    "LoRA of a model with gated delta nets",
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
     *("other positions of two kinds of layers with vLLM", "biases of attention with vLLM"),
     *("further multi-token prediction", "cross-tokenizer distillation"),
@@ -49,6 +50,7 @@ FEATURES = {
     *("router replay of engines with pipeline parallelism", "router replay beside layers for further tokens"),
     "router replay of sinkhorn balancing",
     *("LoRA of a tied output layer", "LoRA of some layers by DTensor", "LoRA of a model with experts by DTensor"),
+    "LoRA of out_proj by DTensor",
 }
 NOT_YET = (
     r"model_type '\w+' of config.json is not trained here",

@@ -459,15 +459,16 @@ def test_keys_without_effect_are_one_line_or_named(
 
 
 EACH = "linear_q linear_k linear_v linear_proj linear_fc1_gate linear_fc1_up linear_fc2"
+NANO = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16"
 
 
-def by_lora(lora: str, model: str = "Qwen/Qwen3-8B-Base") -> str:
+def by_lora(lora: str, model: str = "Qwen/Qwen3-8B-Base", others: str = "cpu_offload: false") -> str:
     return f"""
 grpo: {{max_num_steps: 2}}
 policy:
   model_name: {model}
   tokenizer: {{name: "${{policy.model_name}}"}}
-  dtensor_cfg: {{enabled: true, tensor_parallel_size: 1, lora_cfg: {{{lora}}}}}
+  dtensor_cfg: {{enabled: true, tensor_parallel_size: 1, lora_cfg: {{{lora}}}, {others}}}
 """
 
 
@@ -476,11 +477,11 @@ policy:
     [
         ("match_all_linear: false", EACH),
         ("target_modules: ['*_proj']", EACH),
-        ("target_modules: [q_proj, v_proj]", "linear_q linear_v"),
+        ("target_modules: ['*q_proj', '.*v_proj']", "linear_q linear_v"),
         ("target_modules: ['*.mlp.*']", "linear_fc1_gate linear_fc1_up linear_fc2"),
-        ("exclude_modules: [lm_head, o_proj, '*.mlp.*']", "linear_q linear_k linear_v"),
+        ("exclude_modules: [lm_head, '*o_proj', '*.mlp.*']", "linear_q linear_k linear_v"),
         ("match_all_linear: true", f"{EACH} output_layer"),
-        ("target_modules: [q_proj, lm_head]", "linear_q output_layer"),
+        ("target_modules: ['*q_proj', lm_head]", "linear_q output_layer"),
         ("exclude_modules: ['*out_proj*']", f"{EACH} output_layer"),
     ],
 )
@@ -503,12 +504,61 @@ def test_lora_by_dtensor_has_an_adapter_for_each_projection(
     [
         ("target_modules: ['*layers.1.*']", "Qwen/Qwen3-8B-Base", "target_modules", "LoRA of some layers by DTensor"),
         ("target_modules: [query]", "Qwen/Qwen3-8B-Base", "target_modules", "leaves no linear"),
+        ("exclude_modules: ['*layers.2.*']", "Qwen/Qwen3-8B-Base", "exclude_modules", "LoRA of some layers by DTensor"),
+        ("exclude_modules: [o_proj]", "Qwen/Qwen3-8B-Base", "exclude_modules", "Write '*o_proj' for all of that name"),
+        ("target_modules: ['*(q_proj']", "Qwen/Qwen3-8B-Base", "target_modules", "is no pattern"),
         ("target_modules: [q_proj], match_all_linear: true", "Qwen/Qwen3-8B-Base", "match_all_linear", "Give one"),
         ("lora_A_init: gaussian", "Qwen/Qwen3-8B-Base", "lora_A_init", "xavier or uniform"),
-        ("target_modules: [q_proj]", "Qwen/Qwen3-30B-A3B", "enabled", "LoRA of a model with experts by DTensor"),
+        ("target_modules: ['*experts*']", "Qwen/Qwen3-30B-A3B", "target_modules", "LoRA of a model with experts"),
+        ("match_all_linear: true", "deepseek-ai/DeepSeek-V3", "enabled", "of a deepseek_v3 there were not compared"),
+        ("exclude_modules: ['*out_proj*']", NANO, "enabled", "Say policy.dtensor_cfg.automodel_kwargs.force_hf=true"),
     ],
-)
+)  # fmt: skip
 def test_lora_by_dtensor_that_cannot_be_honoured_is_refused(
     read: Callable[..., LoadedConfig], lora: str, model: str, key: str, words: str
 ) -> None:
     assert words in read(by_lora(f"enabled: true, {lora}", model)).refused[f"policy.dtensor_cfg.lora_cfg.{key}"]
+
+
+OF_ATTENTION = "linear_q linear_k linear_v linear_proj"
+SHARED, OWN = ("*.shared_experts.linear_fc1 *.shared_experts.linear_fc2", "*.experts.linear_fc1 *.experts.linear_fc2")
+
+
+@pytest.mark.parametrize(
+    ("lora", "model", "targets"),
+    [
+        ("match_all_linear: true", "Qwen/Qwen3-30B-A3B", f"{OF_ATTENTION} output_layer"),
+        ("match_all_linear: false", "Qwen/Qwen3-30B-A3B", OF_ATTENTION),
+        ("exclude_modules: ['*out_proj*']", NANO, f"in_proj {SHARED} {OWN} {OF_ATTENTION} output_layer"),
+        ("exclude_modules: ['*out_proj*', '*mixer.experts*', lm_head]", NANO, f"in_proj {SHARED} {OF_ATTENTION}"),
+        (
+            "exclude_modules: ['*out_proj*', '*.experts.*', lm_head]",
+            NANO,
+            f"in_proj {OF_ATTENTION}",
+        ),  # a dot is any letter
+        ("target_modules: ['*mixer.experts.*.up_proj', '*q_proj']", NANO, "*.experts.linear_fc1 linear_q"),
+    ],
+)
+def test_lora_by_dtensor_of_experts_has_the_adapters_of_their_linears(
+    read: Callable[..., LoadedConfig], lora: str, model: str, targets: str
+) -> None:
+    """Of a hybrid model each expert has its own; where experts are no linears, they have none."""
+    loaded = read(by_lora(f"enabled: true, dim: 128, {lora}", model, "automodel_kwargs: {force_hf: true}"))
+    assert not loaded.refused
+    section = value(loaded, f"{M}.peft")
+    assert section["target_modules"] == targets.split()
+    assert section["share_expert_adapters"] == (model != NANO)
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ("match_all_linear: true", "LoRA of out_proj by DTensor, not supported here"),
+        ("target_modules: ['*.experts.3.*']", "LoRA of some layers by DTensor"),
+    ],
+)
+def test_lora_by_dtensor_of_a_hybrid_model_that_cannot_be_honoured_is_refused(
+    read: Callable[..., LoadedConfig], lora: str, words: str
+) -> None:
+    loaded = read(by_lora(f"enabled: true, {lora}", NANO, "automodel_kwargs: {force_hf: true}"))
+    assert any(words in message for message in loaded.refused.values())

@@ -1,4 +1,4 @@
-"""What is refused of models with Mamba-2 layers, by name; and what is not."""
+"""What is refused of models with Mamba-2 layers or gated delta nets, by name; and what is not."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,12 +48,78 @@ def test_such_a_model_is_trained(pattern: str, problems: Problems) -> None:
     ("key", "override", "feature"),
     [
         ("context_parallel_size", "=2", "context parallelism of Mamba-2 layers, not supported here"),
-        ("peft.enabled", "=true", "LoRA of a model with Mamba-2 layers, not supported here"),
         ("tensor_model_parallel_size", "=2", "2 does not divide the model's 3 groups of heads in Mamba-2 layers"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(key: str, override: str, feature: str, problems: Problems) -> None:
     assert feature in problems("M-M*", TWO, f"policy.megatron_cfg.{key}{override}")[key]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "targets", "words"),
+    [
+        ("M-M*", "[]", None),
+        ("MEM*", "[in_proj,out_proj,linear_q,linear_fc1,linear_fc2]", None),
+        ("M-M*", "[linear_fc1_up]", "decoder.layers.1.mlp.linear_fc1 has no parts in this model. Name linear_fc1."),
+        ("M-M-", "[linear_qkv]", "linear_qkv matches nothing in the model"),
+        ("*-*-", "[in_proj]", "in_proj matches nothing in the model"),
+    ],
+)
+def test_adapters_stand_beside_the_linears_of_each_kind_of_layers(
+    pattern: str, targets: str, words: str | None, problems: Problems
+) -> None:
+    key = "peft.target_modules"
+    given = (f"policy.megatron_cfg.{key}={targets}", "policy.megatron_cfg.peft.enabled=true")
+    found = problems(pattern, *given, tie_word_embeddings=False)
+    assert (words in found[key]) if words else not found
+
+
+DELTA = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 64,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "override", "shape", "feature"),
+    [
+        ("tensor_model_parallel_size", "=1", {}, None),
+        ("context_parallel_size", "=2", {}, "context parallelism of gated delta nets, not supported here"),
+        ("peft.enabled", "=true", {}, "LoRA of a model with gated delta nets, not supported here"),
+        ("tensor_model_parallel_size", "=2", {}, "2 does not divide the model's 3 heads of keys in gated delta nets"),
+        (
+            "tensor_model_parallel_size",
+            "=2",
+            {"linear_num_key_heads": 2, "num_key_value_heads": 1},
+            "2 does not divide the model's 1 key heads of attention, whose output has a gate",
+        ),
+        ("tensor_model_parallel_size", "=2", {"linear_num_key_heads": 2}, None),
+    ],
+)
+def test_what_gated_delta_nets_do_not_do_is_refused_by_name(
+    key: str,
+    override: str,
+    shape: dict[str, Any],
+    feature: str | None,
+    make_model: Callable[..., Path],
+    tiny: Callable[..., dict[str, Any]],
+) -> None:
+    folder = make_model(**DELTA | shape)
+    given = (f"policy.model_name={folder}", TWO, f"policy.megatron_cfg.{key}{override}")
+    found = examine(tiny(*given), run_here=False).problems
+    said = {problem.path.removeprefix("policy.megatron_cfg."): problem.message for problem in found}
+    assert (feature in said[key]) if feature else not said, said
+    vllm = examine(tiny(*given, "policy.generation.backend=vllm"), run_here=False).problems
+    assert any("vLLM with gated delta nets, not supported here" in problem.message for problem in vllm)
 
 
 def test_vllm_is_refused_by_name(problems: Problems) -> None:
