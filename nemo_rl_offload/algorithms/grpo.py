@@ -47,6 +47,8 @@ from nemo_rl_offload.runs.run_files import Summary
 
 DISAGREEMENT: Mapping[str, float] = {"float32": 1.005, "bfloat16": 1.1}
 """Above this `token_mult_prob_error`, by precision, generation and training disagree by more than they round."""
+IDLE_STEPS = 3
+"""From the first on, after which a run that has learned nothing says so."""
 
 
 class GRPO(RolloutLoop):
@@ -57,6 +59,7 @@ class GRPO(RolloutLoop):
     _collector: Collector | None = None
     _is_on_policy = True
     _dropped: str | None = None
+    _num_idle_steps = 0
 
     def __init__(self, config: MasterConfig, *others: Any) -> None:
         super().__init__(config, *others)
@@ -120,6 +123,7 @@ class GRPO(RolloutLoop):
         if low is not None or high is not None:
             advantages = advantages.clamp(low, high)
         batch["advantages"] = advantages * batch["token_mask"]
+        self._watch_advantages(batch["advantages"])
         updates = [watch.time("train", lambda: self.policy.train(batch, *self.loss)) for _ in range(grpo["ppo_epochs"])]
         metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         metrics |= {
@@ -130,6 +134,16 @@ class GRPO(RolloutLoop):
             collector = self._collector
             watch.time("refit", lambda: collector.renew(self.policy.refit))
         return metrics, int(batch["input_lengths"].sum())
+
+    def _watch_advantages(self, advantages: Tensor) -> None:
+        """Warn, once, where a run has begun with steps that teach nothing."""
+        self._num_idle_steps += not bool(advantages.any())
+        if self._num_idle_steps == self.step == IDLE_STEPS:
+            self._notes.append(
+                f"in each of the first {IDLE_STEPS} steps all responses to a prompt got the same reward, so that "
+                "nothing is learned (advantages_zero_fraction is 1). samples.jsonl has them: are the problems too hard "
+                "or too easy for the model, or is the reward never given?"
+            )
 
     def _sample(self, watch: Stopwatch) -> tuple[Rollout, dict[str, float]]:
         """Responses to train on, and metrics of all that were sampled.

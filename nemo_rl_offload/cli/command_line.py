@@ -331,7 +331,7 @@ def _what_next(run_dir: Path, algorithm: str) -> list[str]:
     return [
         f"Last checkpoint: {run_dir / CHECKPOINTS}/step_{steps[-1]}",
         "What can be done with it:",
-        f"  nemo-rl-offload export {last} my-model",
+        f"  nemo-rl-offload export {last} {shlex.quote(f'{run_dir}_step_{steps[-1]}_hf')}",
         *([f"  nemo-rl-offload eval --checkpoint {last}"] if ALGORITHMS[algorithm].generates else []),
         f"  nemo-rl-offload run {algorithm} --config {config} --from-checkpoint {last} --run-dir {further} {longer}",
     ]

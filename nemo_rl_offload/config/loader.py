@@ -193,6 +193,19 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
+def _unclosed(value: str) -> str:
+    """The brackets that close what a value has opened; nothing where they match, or cannot be made to, or in quotes."""
+    if '"' in value or "'" in value:
+        return ""
+    pairs, open_ones = {"[": "]", "{": "}"}, list[str]()
+    for letter in value:
+        if letter in pairs:
+            open_ones.append(pairs[letter])
+        elif letter in pairs.values() and (not open_ones or open_ones.pop() != letter):
+            return ""
+    return "".join(reversed(open_ones))
+
+
 def _how_to_write(text: str, error: HydraException, config: dict[str, Any]) -> str:
     """The fix for an override that is none."""
     if len(text) > 1000:
@@ -209,6 +222,8 @@ def _how_to_write(text: str, error: HydraException, config: dict[str, Any]) -> s
         return f"'{text}' is no override. {how}"
     if value.startswith("="):
         return f"override '{text}': one = is meant. Write {key}={value.lstrip('=')}"
+    if closing := _unclosed(value):
+        return f"override '{text}': a bracket is not closed. Write {key}={value}{closing}"
     wrong = f"override '{text}': {_first_line(error)}. Write key=value, +key=value or ~key"
     quoted = f'"{value}"'
     try:

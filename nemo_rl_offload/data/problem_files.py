@@ -28,7 +28,7 @@ def read_problems(
         try:
             if isinstance(record.content, str):
                 raise ValueError(record.content)
-            problems.append(_problem(record.content, needs_answer, needs_tests))
+            problems.append(_problem(record.content, name, needs_answer, needs_tests))
         except ValueError as error:
             bad.append((record.place, str(error)))
     report_bad_records(name, bad, num_good=len(problems), skips_bad=skips_bad)
@@ -37,11 +37,12 @@ def read_problems(
     return problems
 
 
-def _problem(content: Mapping[str, object], needs_answer: bool, needs_tests: bool) -> Problem:
+def _problem(content: Mapping[str, object], name: str, needs_answer: bool, needs_tests: bool) -> Problem:
     question, answer = (next((content[key] for key in keys if key in content), None) for keys in (QUESTIONS, ANSWERS))
     has = f"it has {', '.join(content) or 'no keys'}"
     if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"has no question as text under one of {', '.join(QUESTIONS)}; {has}")
+        where = f"under one of {', '.join(QUESTIONS)}, or what {name}.input_key names"
+        raise ValueError(f"has no question as text {where}; {has}")
     if needs_tests:
         given = next((content[key] for key in TESTS if key in content), None)
         if given is None:
@@ -50,6 +51,7 @@ def _problem(content: Mapping[str, object], needs_answer: bool, needs_tests: boo
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if needs_answer and not (isinstance(answer, str) and answer.strip()):
-        raise ValueError(f"has no answer under one of {', '.join(ANSWERS)}; {has}")
+        where = f"under one of {', '.join(ANSWERS)}, or what {name}.output_key names"
+        raise ValueError(f"has no answer {where}; {has}")
     entry = {**content, "answer": answer} if answer is not None else dict(content)
     return Problem(question, answer if isinstance(answer, str) else None, entry)

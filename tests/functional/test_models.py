@@ -53,6 +53,8 @@ def test_export_keeps_weights_and_files(family: str, model_folder: Folder, tmp_p
     assert load_file(destination / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (destination / name).read_bytes() == (source / name).read_bytes()
+    (tmp_path / "new").touch()
+    assert (destination / "model.safetensors").stat().st_mode == (tmp_path / "new").stat().st_mode, "others may read it"
     assert same_tensors(weights_of(import_model(destination)), weights_of(model))
 
 

@@ -310,10 +310,17 @@ def _params_of_function(function: ast.FunctionDef, get: Get) -> Iterator[str]:
     for name in given:
         if name not in allowed and arguments.kwarg is None:
             takes = f"It takes: {', '.join(allowed)}." if allowed else "It takes none."
-            yield f"{path}.{name}: not a parameter of {function.name}.{nearest(name, allowed)} {takes}"
+            yield (
+                f"{path}.{name}: not a parameter of {function.name}.{nearest(name, allowed)} {takes} Remove it: "
+                f"~{path}.{name}. In a file that inherits it: params: {{_override_: true}}."
+            )
     for name in needed:
         if name not in given:
-            yield f"{path}.{name}: missing value: {function.name} has no default for it. Give one: +{path}.{name}=..."
+            yield (
+                f"{path}.{name}: missing value: {function.name} has no default for it. Give one: +{path}.{name}=..., "
+                f"or make it no parameter: a call is {function.name}(messages, entry, **params), and entry is the "
+                "problem's record, with its answer."
+            )
 
 
 def find_module(module: str) -> importlib.machinery.ModuleSpec | str | None:

@@ -117,7 +117,7 @@ def function_path(get: Get) -> Iterator[str]:
     file, _, name = (path or "").partition(":")
     if file.endswith(".py"):
         meant = f"{file.removesuffix('.py').lstrip('./').replace('/', '.')}:{name or 'name'}"
-        yield f"{FUNCTION}.path: '{file}' is a file. Write its module and the function, as {meant}."
+        yield f"{FUNCTION}.path: '{file}' is the name of a file. Write its module and the function, as {meant}."
     elif path is not None and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", path):
         yield f"{FUNCTION}.path: '{path}' names no function. Write it as package.module:name."
     elif path is None and is_scored_by_function(get):

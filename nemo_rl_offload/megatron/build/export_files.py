@@ -10,6 +10,7 @@ transformers may take another class for the same tokenizer files.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -32,6 +33,14 @@ PROBES = (
     "数学 привет 🙂",
 )
 """Texts on which tokenizers of different classes differ."""
+
+
+def readable(folder: Path) -> None:
+    """Give weights the rights that new files have here: safetensors gives them to their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o666 & ~mask)
 
 
 def copy_model_files(source: Path, folder: Path) -> None:

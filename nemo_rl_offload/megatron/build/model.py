@@ -23,7 +23,13 @@ from safetensors.torch import save_file
 from nemo_rl_offload.config.schema import PeftConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, where_else
 from nemo_rl_offload.megatron.build.bridge import bridge
-from nemo_rl_offload.megatron.build.export_files import copy_model_files, write_dtype, write_json, write_overrides
+from nemo_rl_offload.megatron.build.export_files import (
+    copy_model_files,
+    readable,
+    write_dtype,
+    write_json,
+    write_overrides,
+)
 from nemo_rl_offload.megatron.build.hf_files import weight_files
 from nemo_rl_offload.megatron.build.hf_mappings import name_for_peft, tell_names
 from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
@@ -308,6 +314,7 @@ def export_hf(
             if dtype is not None:
                 convert(weights, dtype)
             save_torch_state_dict(weights, partial)
+            readable(partial)
             write_dtype(partial, dtype_name(most_common_dtype(weights)))
             complete(partial)
             shutil.rmtree(destination, ignore_errors=True)
@@ -360,6 +367,7 @@ def export_adapter(
                 convert(weights, dtype)
             partial.mkdir(parents=True)
             save_file(weights, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            readable(partial)
             write_json(partial / ADAPTER_CONFIG, settings)
             complete(partial)
             shutil.rmtree(destination, ignore_errors=True)

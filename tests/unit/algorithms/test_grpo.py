@@ -132,6 +132,25 @@ def test_periods(
         assert loop.validation == {"first": None, "last": None}
 
 
+def test_a_run_that_begins_with_steps_that_teach_nothing_says_so_once(make: Make) -> None:
+    loop, _ = make("grpo.max_num_steps=6")
+    told = []
+    for step, advantage in enumerate((0.0, 0.0, 0.0, 0.0), 1):
+        loop.step = step
+        loop._watch_advantages(torch.full((2, 3), advantage))
+        told += loop._notes
+        loop._notes.clear()
+    assert [text.partition(" all ")[0] for text in told] == ["in each of the first 3 steps"]
+
+
+def test_one_of_which_a_step_taught_something_does_not(make: Make) -> None:
+    loop, _ = make("grpo.max_num_steps=6")
+    for step, advantage in enumerate((0.0, 0.5, 0.0, 0.0), 1):
+        loop.step = step
+        loop._watch_advantages(torch.full((2, 3), advantage))
+    assert loop._notes == []
+
+
 def test_training_batch(make: Make, tokenizer: Any) -> None:
     loop, policy = make("loss_fn.reference_policy_kl_penalty=0.1", "grpo.normalize_rewards=false")
     metrics = loop.train_step()

@@ -229,7 +229,7 @@ ALGORITHM_CASES = [
     (
         f"{FUNCTION} {FILES} env.function.path=my/scores.py",
         "env.function.path",
-        "'my/scores.py' is a file. Write its module and the function, as my.scores:name.",
+        "'my/scores.py' is the name of a file. Write its module and the function, as my.scores:name.",
         "env.function.path=my.scores:by_length",
     ),
     (
