@@ -123,6 +123,7 @@ class TrainingLoop(ABC):
         self.seed = self._section["seed"]
         self.step = self.num_skipped = self._num_skipped_in_a_row = 0
         self.validation: Validation = {"first": None, "last": None}
+        self._num_validations = 0
         self.train_metrics: dict[str, float] = {}
         self._validation_metrics: dict[str, float] = {}
         self._first_validation_metrics: dict[str, float] = {}
@@ -175,6 +176,7 @@ class TrainingLoop(ABC):
             return folder
         self.validation, self._validation_metrics = state["validation"], state["validation_metrics"]
         self._first_validation_metrics = state.get("first_validation_metrics", {})
+        self._num_validations = state.get("num_validations", 2)  # of older ones, which show the first and the last
         self.num_skipped = state["num_skipped"]
         self._totals_before = state.get("totals")
         self.elapsed.go_on_from(state.get("wall_seconds", 0.0))
@@ -360,6 +362,7 @@ class TrainingLoop(ABC):
             self._first_validation_metrics = self._validation_metrics
         first = self._first_validation_metrics.get(self.validation_metric, self.validation["first"])
         self.validation = {"first": first, "last": value}
+        self._num_validations += 1
 
     def save(self) -> None:
         """Write a checkpoint of this step, or begin to (`checkpointing.is_async`)."""
@@ -369,6 +372,7 @@ class TrainingLoop(ABC):
         state: LoopState = {
             "data": self._data.state_dict(),
             "validation": self.validation.copy(),
+            "num_validations": self._num_validations,
             "train": self.train_metrics,
             "validation_metrics": self._validation_metrics,
             "first_validation_metrics": self._first_validation_metrics,
@@ -407,6 +411,7 @@ class TrainingLoop(ABC):
             "skipped_steps": self.num_skipped,
             "validation_metric": self.validation_metric,
             "validation": self.validation,
+            "num_validations": self._num_validations,
             "train": {"loss": self.train_metrics.get("loss")},
             "offload": totals["offload"],
             "paged_stash": totals["paged_stash"],

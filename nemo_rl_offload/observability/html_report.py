@@ -8,7 +8,7 @@ from statistics import mean, median
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.page import framed
 from nemo_rl_offload.observability.sample_text import outcome, visible
-from nemo_rl_offload.observability.summary_table import host_rows, offload_figures, phase_rows
+from nemo_rl_offload.observability.summary_table import host_rows, offload_figures, phase_rows, validation_figures
 from nemo_rl_offload.observability.svg import bar, line_chart
 from nemo_rl_offload.runs.begin import checkpoints_of
 from nemo_rl_offload.runs.origin import ORIGIN_FILE, read_origin
@@ -183,8 +183,7 @@ def _overview(summary: Summary | None, curves: Curves, run_dir: Path) -> Iterato
     if summary is None:
         rows["state"] = "not finished"
     else:
-        first, last = summary["validation"]["first"], summary["validation"]["last"]
-        shown = " to ".join("-" if value is None else f"{value:.4g}" for value in (first, last))
+        shown = validation_figures(summary, lambda value: "-" if value is None else f"{value:.4g}", " to ")
         rows |= {
             f"validation {summary['validation_metric']}": shown,
             "wall time": f"{summary['wall_seconds']:.0f} s",

@@ -1,6 +1,6 @@
 """The table at the end of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rich.table import Table
 
@@ -44,14 +44,19 @@ def summary_table(summary: Summary, width: int = WIDTH) -> Table:
 
 
 def _run_rows(summary: Summary) -> dict[str, str]:
-    first, last = _number(summary["validation"]["first"]), _number(summary["validation"]["last"])
     return {
-        f"validation {summary['validation_metric']}": f"{first} -> {last}",
+        f"validation {summary['validation_metric']}": validation_figures(summary, _number, " -> "),
         "training loss": _number(summary["train"]["loss"]),
         "wall time": human_duration(summary["wall_seconds"]),
         "workers": _number(summary["world_size"]),
         "seed": _number(summary["seed"]),
     }
+
+
+def validation_figures(summary: Summary, shown: Callable[[float | None], str], arrow: str) -> str:
+    """The first and the last, or the only one."""
+    first, last = shown(summary["validation"]["first"]), shown(summary["validation"]["last"])
+    return f"{last}, measured once" if summary.get("num_validations") == 1 else f"{first}{arrow}{last}"
 
 
 def _offload_rows(offload: OffloadTotals) -> dict[str, str]:

@@ -202,6 +202,7 @@ class LoopSummary(RunTotals):
     skipped_steps: Count
     validation_metric: str
     validation: Validation
+    num_validations: NotRequired[Count]
     train: TrainFigures
     start_seconds: NotRequired[dict[str, Amount]]
     """What the last start of the workers took, by part; parts overlap, and `loading` is their whole."""
@@ -225,6 +226,7 @@ class LoopState(TypedDict):
     data: Annotated[dict[str, Count], AfterValidator(_check_place)]
     """The place in the data stream: an epoch and a position."""
     validation: Validation
+    num_validations: NotRequired[Count]
     train: dict[str, Metric]
     """Metrics of the last step."""
     validation_metrics: dict[str, Metric]

@@ -42,9 +42,7 @@ def test_bad_records_are_told_with_their_place_or_left_out(tmp_path: Path) -> No
     assert text.startswith("data.train: 3 record(s) cannot be used\n")
     assert f"{file}:2: has no question as text under one of prompt, question, problem, input, or what " in text
     assert "data.train.input_key names; it has promt" in text
-    assert (
-        f"{file}:3: has no answer under one of answer, expected_answer, output, or what data.train.output" in text
-    )
+    assert f"{file}:3: has no answer under one of answer, expected_answer, output, or what data.train.output" in text
     assert f"{file}:4: is list, not an object" in text
     with pytest.warns(UserWarning, match="left 3 bad record"):
         assert [problem.entry for problem in read(file, skips_bad=True)] == [good]

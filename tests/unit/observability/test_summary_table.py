@@ -45,6 +45,12 @@ def rows(content: dict[str, Any]) -> tuple[dict[str, str], str]:
     return {name.strip(): value.strip() for name, value in cells}, text
 
 
+def test_a_single_validation_is_no_change() -> None:
+    once = summary(validation={"first": 0.5, "last": 0.5}, num_validations=1)
+    assert rows(once)[0]["validation accuracy"] == "0.5, measured once"
+    assert rows(once | {"num_validations": 2})[0]["validation accuracy"] == "0.5 -> 0.5"
+
+
 def test_every_figure_is_shown() -> None:
     shown, text = rows(summary(run_dir="results/x"))
     assert shown == {
