@@ -109,6 +109,18 @@ def test_drafts_change_the_time_alone(family: str, method: str) -> None:
     assert all(abs(score) < 4.5 for score in found["z_scores"].values()), found["z_scores"]
 
 
+def test_mamba_layers_of_an_engine_take_new_weights() -> None:
+    """vLLM's own module, which does not compute on a CPU: every parameter and what is made of it."""
+    environment = {**os.environ, **cpu_environment(), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(HERE / "vllm_hybrid.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["missing"], found["different"]) == ([], [])
+    assert found["num"] > 30
+    assert [name.rpartition(".")[2] for name in found["without"]] == ["A"] * 3, "a part that has not come is told"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_latent_attention_decodes_with_follows_an_update(dtype: torch.dtype) -> None:
     """On a GPU it does so with parts of a weight in another order: views of it, or copies where types differ.

