@@ -227,7 +227,6 @@ _FURTHER: Mapping[str, Mapping[str, Any]] = {
 _OTHER_CONTENTS: Mapping[str, Mapping[str, Any]] = {
     r"nvidia/.*nemotron-3-super": {
         "model_type": "nemotron_h",
-        "moe_latent_size": 1024,
         "num_nextn_predict_layers": 1,
     },
 }

@@ -337,7 +337,7 @@ FAMILIES: dict[str, dict[str, Key]] = {
         "mlp_bias": only(False),
         "mlp_hidden_act": one_of(ACTIVATIONS),
         "moe_intermediate_size": whole(),
-        "moe_latent_size": only(None),
+        "moe_latent_size": whole(or_null=True),
         "moe_shared_expert_intermediate_size": whole(),
         "moe_shared_expert_overlap": ignored("no effect: the run's key of that name says it"),
         "n_group": divides("n_routed_experts"),

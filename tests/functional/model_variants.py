@@ -281,6 +281,7 @@ HONOURED = [
     Variant("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 3}),
     Variant("qwen3_5_text", {"linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-2, "partial_rotary_factor": 0.75}),
     Variant("qwen3_5_moe_text", {"layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"]}),
+    Variant("nemotron_h", {"moe_latent_size": 24, "n_group": 2}),
     Variant("nemotron_h", {"chunk_size": 7, "conv_kernel": 3, "layer_norm_epsilon": 1e-2, "n_group": 2}),
 ]
 """What Megatron-Bridge alone leaves out, or takes for something else."""

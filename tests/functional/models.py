@@ -146,6 +146,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         | _DELTA
         | {"shared_expert_intermediate_size": 48},
     ),
+    "nemotron_h_latent": (NemotronHConfig, NemotronHForCausalLM, _HYBRID | {"moe_latent_size": 24}),
     "llama_biased": (
         LlamaConfig,
         LlamaForCausalLM,

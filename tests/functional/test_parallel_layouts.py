@@ -52,7 +52,10 @@ _DENSE = tuple(name for name in SUPPORTED_MODULES if name not in MOE_MODULES)
 MODULES = {
     **dict.fromkeys(("qwen2", "qwen2_odd", "llama", "llama_odd", "gemma3_text"), _DENSE),
     "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
-    **dict.fromkeys(("deepseek_v3_mtp", "deepseek_v3_mtp_odd", "glm4_moe_lite_mtp", "nemotron_h"), SUPPORTED_MODULES),
+    **dict.fromkeys(
+        ("deepseek_v3_mtp", "deepseek_v3_mtp_odd", "glm4_moe_lite_mtp", "nemotron_h", "nemotron_h_latent"),
+        SUPPORTED_MODULES,
+    ),
     "qwen3_5_text": _DENSE,
     "qwen3_5_moe_text": tuple(name for name in SUPPORTED_MODULES if name not in DENSE_MLP_MODULES),
     "gpt_oss": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
@@ -74,6 +77,7 @@ CASES = [
     *(("llama_biased", "tp2-sp"), ("qwen2_windowed", "cp2")),
     *(("gemma3_text", layout) for layout in ("tp2", "tp2-sp", "pp2-vpp2", "cp2")),
     *(("nemotron_h", layout) for layout in ("tp2-sp-ep2", "pp2-vpp2")),
+    *(("nemotron_h_latent", layout) for layout in ("tp2-sp-ep2", "tp2-sp", "pp2")),
     *(("qwen3_5_text", layout) for layout in ("dp2", "tp2", "tp2-sp", "pp2")),
     *(("qwen3_5_moe_text", layout) for layout in ("ep2", "tp2-sp-ep2", "pp2-vpp2")),
     *(("qwen2_odd", "pp2-tp2"), ("llama_odd", "tp2-sp"), ("deepseek_v3_mtp_odd", "tp2-sp")),

@@ -26,6 +26,7 @@ from nemo_rl_offload.config.rules.rule import (
     is_native,
     known_to_megatron,
     megatron,
+    model_content,
     model_shape,
     offloaded,
     recompute,
@@ -33,7 +34,7 @@ from nemo_rl_offload.config.rules.rule import (
 )
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.types import describe, keys_of
-from nemo_rl_offload.errors import nearest
+from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE, MOE_MODULES
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
@@ -220,6 +221,27 @@ def _experts(get: Get) -> Iterator[str]:
     loss = megatron(get, "moe_aux_loss_coeff")
     if megatron(get, "moe_router_load_balancing_type") == "sinkhorn" and loss != 0:
         yield f"{MEGATRON}.moe_aux_loss_coeff: sinkhorn balances without a loss. Set it to 0."
+
+
+def _latent_experts(get: Get) -> Iterator[str]:
+    """What is not done of experts that compute in fewer elements than the model's layers have."""
+    try:
+        size = model_content(get).get("moe_latent_size")
+    except ConfigError:  # which another rule reports
+        return
+    if not size:
+        return
+    allowed = {
+        "peft.enabled": (False, "LoRA of experts in fewer elements"),
+        "moe_expert_rank_capacity_factor": (None, "buffers of fixed size of experts in fewer elements"),
+        "moe_shared_expert_overlap": (False, "an overlap of experts in fewer elements with shared ones"),
+    }
+    for key, (value, feature) in allowed.items():
+        if (given := megatron(get, key)) not in (value, None):
+            yield (
+                f"{MEGATRON}.{key}: {json.dumps(given)} asks for {feature}, not supported here: nobody has tried it "
+                f"(moe_latent_size {size} of config.json). Set it to {json.dumps(value)}."
+            )
 
 
 def _flex_dispatcher(get: Get) -> Iterator[str]:
@@ -533,6 +555,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     _recompute_names,
     _recompute_fits_model,
     _experts,
+    _latent_experts,
     _flex_dispatcher,
     _bias_activation_fusion,
     _learning_rate,

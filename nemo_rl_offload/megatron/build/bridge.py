@@ -106,7 +106,10 @@ def bridge() -> types.ModuleType:
     gpt_provider.mtp_block_spec = mtp_block_spec
 
     # The fused norm+linear needs no entry: Bridge knows it by its name.
-    layers = (("TorchGroupedLinear", "column"), ("TorchNorm", "replicated"), ("TorchDotProductAttention", "column"))
+    layers = (
+        *(("TorchGroupedLinear", "column"), ("TorchDotProductAttention", "column")),
+        *(("TorchNorm", "replicated"), ("WholeLinear", "replicated")),
+    )
     for layer, parallelism in layers:
         AutoMapping.register_module_type(layer, parallelism)
     extend_mappings()

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 
+from nemo_rl_offload.megatron.layers.whole_linear import whole_linears
 from nemo_rl_offload.paged_stash.rerun import Capacity
 from nemo_rl_offload.paged_stash.stash import PagedStash
 
@@ -129,7 +130,8 @@ class TorchMoELayer(MoELayer):  # type: ignore[misc]
     """Megatron's MoE layer; with `moe_expert_rank_capacity_factor`, without reads on the host."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
+        with whole_linears():
+            super().__init__(*args, **kwargs)
         if self.config.moe_expert_rank_capacity_factor is not None:
             self.token_dispatcher = StaticTokenDispatcher(
                 self.num_local_experts,

@@ -369,7 +369,7 @@ def test_the_catalogue_is_taken(name: str) -> None:
         ("Nemotron-Nano-9B-v2", "layers_block_type", "M-M*"),
         ("Nemotron-Nano-9B-v2", "num_hidden_layers", 55),
         ("Nemotron-Nano-9B-v2", "mamba_d_conv", 4),
-        ("Nemotron-Nano-9B-v2", "moe_latent_size", 1024),
+        ("Nemotron-Nano-9B-v2", "moe_latent_size", 0),
         ("Nemotron-Nano-9B-v2", "n_groups", 7),
         ("Nemotron-Nano-9B-v2", "time_step_limit", [0.0, 0.1]),
         ("Nemotron-Nano-9B-v2", "use_bias", True),

@@ -41,6 +41,7 @@ FEATURES = {
     "LoRA of a model with gated delta nets",
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
     *("other positions of two kinds of layers with vLLM", "biases of attention with vLLM"),
+    *("LoRA of experts in fewer elements", "an overlap of experts in fewer elements with shared ones"),
     *("further multi-token prediction", "cross-tokenizer distillation"),
     *("several data sets", "another processor of records", "a learned opening of turns"),
     *("data behind an address", "a sampler of one's own", "batches by data set"),

@@ -125,6 +125,17 @@ def test_what_gated_delta_nets_do_not_do_is_refused_by_name(
     assert any("vLLM with gated delta nets, not supported here" in problem.message for problem in vllm)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("peft.enabled", "true"), ("moe_expert_rank_capacity_factor", "1.5"), ("moe_shared_expert_overlap", "true")],
+)
+def test_what_experts_in_fewer_elements_do_not_do(key: str, value: str, problems: Problems) -> None:
+    given = f"policy.megatron_cfg.{key}={value}"
+    assert "experts in fewer elements" in problems("MEM*", given, moe_latent_size=24)[key]
+    assert "experts in fewer elements" not in problems("MEM*", given).get(key, "")
+    assert problems("MEM*", moe_latent_size=24) == {}
+
+
 def test_vllm_generates_on_gpus_alone(make_model: Callable[..., Path], tiny: Any, monkeypatch: Any) -> None:
     given = (
         f"policy.model_name={make_model(**HYBRID | {'hybrid_override_pattern': 'M-M*'})}",
