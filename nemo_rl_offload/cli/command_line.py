@@ -221,8 +221,11 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
+    from nemo_rl_offload.cli.layouts import plan_layouts
     from nemo_rl_offload.cli.plan import plan
 
+    if options.layouts is not None:
+        return 0 if plan_layouts(options, overrides).fits else EXIT_USER_ERROR
     found = plan(options, overrides)
     return EXIT_USER_ERROR if found.shortfall_bytes or found.lacking else 0
 

@@ -2,13 +2,17 @@
 
 import argparse
 import re
+import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 
+NUM_LAYOUTS = 5
+"""That `plan --layouts` prints."""
 type Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
@@ -20,7 +24,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "run grpo --config my.yaml --from-checkpoint results/my_sft/step_100 --weights-only",
     ),
     "check": ("check my.yaml", "check recipe.yaml --verbose cluster.gpus_per_node=8"),
-    "plan": ("plan my.yaml --gpu h100-80gb", "plan my.yaml --gpu h100-80gb --memory 72GiB --write planned.yaml"),
+    "plan": (
+        "plan my.yaml --gpu h100-80gb",
+        "plan my.yaml --gpu h100-80gb --memory 72GiB --write planned.yaml",
+        "plan my.yaml --gpu h100-80gb --layouts 3 cluster.num_nodes=4 cluster.gpus_per_node=8",
+    ),
     "eval": (
         "eval --checkpoint results/mine/step_100",
         "eval --config my.yaml eval.num_tests_per_prompt=16 eval.k_value=4",
@@ -48,6 +56,14 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """No override that follows `--layouts` is taken for its number."""
+        words = list(sys.argv[1:] if args is None else args)
+        for place, (word, after) in enumerate(pairwise([*words, ""])):
+            if word == "--layouts" and not after.lstrip("-").isdigit():
+                words[place] = f"{word}={NUM_LAYOUTS}"
+        return super().parse_known_args(words, namespace)
+
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '(.+)' \(choose from (.+)\)$", message):
             choices = {name: name for name in re.findall(r"[\w-]+", wrong[2])}
@@ -172,9 +188,22 @@ def _add_plan(commands: Commands) -> None:
     skew = plan.add_mutually_exclusive_group()
     skew.add_argument("--routing-skew", type=float, metavar="X", help="fullest rank's tokens over the average: factors")
     skew.add_argument("--recorded-run", type=Path, metavar="DIR", help="the same from a run with buffers of fixed size")
+    plan.add_argument(
+        "--layouts",
+        type=int,
+        nargs="?",
+        const=NUM_LAYOUTS,
+        metavar="N",
+        help=f"search layouts over the same GPUs instead, and print the N fastest (default: {NUM_LAYOUTS})",
+    )
     plan.add_argument("--format", choices=("table", "json"), default="table")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan as one HTML page")
-    plan.add_argument("--write", type=Path, metavar="FILE", help="write a configuration with the chosen keys")
+    plan.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write a configuration with the chosen keys; with --layouts, the fastest layout",
+    )
 
 
 def _add_eval(commands: Commands) -> None:

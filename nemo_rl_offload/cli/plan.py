@@ -1,37 +1,21 @@
 """`nemo-rl-offload plan`: from a configuration to a job of the planner, and from its plan to tables and files."""
 
 import argparse
-import contextlib
-import gc
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from nemo_rl_offload.config.algorithms import ALGORITHMS
-from nemo_rl_offload.config.loader import files_of, resolve_model_path
+from nemo_rl_offload.cli.layouts import advise
+from nemo_rl_offload.cli.plan_files import check_targets, difference, uncollected
+from nemo_rl_offload.cli.planned_job import read_options
 from nemo_rl_offload.config.recipe import read_recipe
-from nemo_rl_offload.config.rules.parallel import training_and_generating
-from nemo_rl_offload.config.sources import LoadedConfig
-from nemo_rl_offload.config.validation import check_to_plan
-from nemo_rl_offload.errors import ConfigError, all_or_none
-from nemo_rl_offload.planner.cost.experts import Skew, recorded_skew
-from nemo_rl_offload.planner.cost.memory import allowance_bytes
-from nemo_rl_offload.planner.job import Job, Passes, read_job
-from nemo_rl_offload.planner.plan import JobPlan, make_plan
+from nemo_rl_offload.planner.plan import JobPlan, asks_for_layouts, make_plan, with_advice
 from nemo_rl_offload.planner.report.data import plan_data
 from nemo_rl_offload.planner.report.html import plan_html
 from nemo_rl_offload.planner.report.overlay import plan_overlay
 from nemo_rl_offload.planner.report.tables import plan_tables
-from nemo_rl_offload.runs.output import check_writable, write_text
-from nemo_rl_offload.runs.run_directory import SUMMARY_FILE
-from nemo_rl_offload.specs.catalogue import load_model_shape
-from nemo_rl_offload.specs.devices import Device, find_device
-from nemo_rl_offload.specs.model_shape import ModelShape
-from nemo_rl_offload.units import parse_bytes
+from nemo_rl_offload.runs.output import write_text
 
 
 def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
@@ -39,9 +23,11 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     after all."""
     loaded = read_recipe(options.config, overrides)
     job = read_options(options, loaded)
-    _check_targets(options)
-    with _uncollected():
+    check_targets(options)
+    with uncollected():
         found = make_plan(job)
+        if asks_for_layouts(found):
+            found = with_advice(found, advise(options, overrides, loaded, 1))
     if options.html is not None:
         write_text(options.html, plan_html(found))
     if options.write is not None:
@@ -53,166 +39,3 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
         console = Console(highlight=False, soft_wrap=True, markup=False)
         console.print(plan_tables(found, console.width))
     return found
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's collector, which looks through a simulation's times again and again, a fifth of all time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _check_targets(options: argparse.Namespace) -> None:
-    targets = {name: path for name in ("--write", "--html") if (path := getattr(options, name[2:])) is not None}
-    for name, path in targets.items():
-        if path.resolve() in files_of(options.config):
-            raise ConfigError(f"{path}: the configuration is read from it, and would be lost. Give another name.")
-        check_writable(path, f"{name} {path}")
-    if len({path.resolve() for path in targets.values()}) < len(targets):
-        raise ConfigError(f"--write {targets['--write']}: --html would write over it. Give two names.")
-
-
-def difference(new: Mapping[str, object], old: Mapping[str, object]) -> dict[str, object]:
-    """What of `new` is not in `old`, in sections as there; lists count as a whole."""
-    found: dict[str, object] = {}
-    for key, value in new.items():
-        before = old.get(key)
-        if isinstance(value, Mapping) and isinstance(before, Mapping):
-            if inner := difference(value, before):
-                found[key] = inner
-        elif key not in old or value != before:
-            found[key] = value
-    return found
-
-
-def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
-    """The configuration on the command line as the planner sees it. Raises one ConfigError with all problems."""
-    config, per_node = loaded.values, options.gpus_per_node
-    if per_node is not None and isinstance(config.get("cluster"), Mapping):
-        config = {**config, "cluster": {**config["cluster"], "gpus_per_node": per_node}}
-    device, skew, memory_bytes, _ = all_or_none(
-        partial(find_device, options.gpu),
-        partial(_skew, options),
-        partial(_given_bytes, options.memory),
-        partial(_check, config, options, loaded),
-    )
-    policy, cluster, algorithm = config["policy"], config["cluster"], ALGORITHMS[config["algorithm"]]
-    if cluster["gpus_per_node"] != "auto":
-        per_node = cluster["gpus_per_node"]
-    per_node = device.devices_per_node if per_node is None else per_node
-    offload = policy["megatron_cfg"]["activation_offload"]
-    host_budget, num_mtp_layers = offload["host_memory_budget"], policy["megatron_cfg"]["mtp_num_layers"]
-    shape = _shape(policy["model_name"], num_mtp_layers)
-    if skew is not None and shape.experts is None:
-        given = "--routing-skew" if options.recorded_run is None else "--recorded-run"
-        raise ConfigError(f"{given}: {policy['model_name']} has no experts whose tokens could be uneven. Leave it out.")
-    return read_job(
-        policy,
-        shape,
-        device,
-        _num_training(config, per_node),
-        skew=skew,
-        memory_bytes=_memory_bytes(memory_bytes, offload["gpu_memory_budget"], device),
-        host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
-        reference_on_host=algorithm.copies_reference(config),
-        rows_per_sample=algorithm.rows_per_sample,
-        least_sequence=_least_sequence(config),
-        teacher=_shape(config["teacher"]["model_name"], num_mtp_layers) if algorithm.needs_teacher else None,
-        teacher_element_bytes=4 if (config["teacher"]["precision"] or policy["precision"]) == "float32" else 2,
-        ranks_per_node=per_node,
-        passes=_passes(config),
-    )
-
-
-def _passes(config: Mapping[str, Any]) -> Passes:
-    """What a step does beside training, on the GPUs that train."""
-    algorithm, policy = ALGORITHMS[config["algorithm"]], config["policy"]
-    generation, longest = policy["generation"], policy["max_total_sequence_length"]
-    found = Passes()
-    if algorithm.generates and generation["colocated"]["enabled"]:
-        if generation["backend"] == "vllm":
-            found = replace(found, engine_share=generation["vllm_cfg"]["gpu_memory_utilization"])
-        else:
-            found = replace(
-                found,
-                generation_rows=policy["generation_batch_size"],
-                generation_length=longest,
-                prompt_length=min(config["data"]["max_input_seq_length"], longest),
-            )
-    if algorithm.has_logprob_passes:
-        sections = (policy["dynamic_batching"], policy["sequence_packing"])
-        tokens = next((section["logprob_mb_tokens"] for section in sections if section["enabled"]), None)
-        found = replace(found, logprob_tokens=max(tokens or policy["logprob_batch_size"] * longest, longest))
-    return found
-
-
-def _check(config: dict[str, Any], options: argparse.Namespace, loaded: LoadedConfig) -> None:
-    if options.gpus_per_node is not None and options.gpus_per_node < 1:
-        raise ConfigError(f"--gpus-per-node {options.gpus_per_node}: give a number from 1 on.")
-    check_to_plan(replace(loaded, values=config), str(options.config))
-
-
-def _shape(name: str, mtp_num_layers: int | None) -> ModelShape:
-    folder = None
-    with contextlib.suppress(ConfigError):  # then the catalogue is asked, whose message names both
-        folder = resolve_model_path(name)
-    return load_model_shape(name, folder, mtp_num_layers)
-
-
-def _num_training(config: Mapping[str, Any], per_node: int) -> int:
-    """Workers that train."""
-    colocated, num_nodes = config["policy"]["generation"]["colocated"], config["cluster"]["num_nodes"]
-    if not ALGORITHMS[config["algorithm"]].generates:
-        colocated = {"enabled": True}
-    training, generating = training_and_generating(colocated, num_nodes, per_node)
-    if training < 1:
-        raise ConfigError(
-            f"policy.generation.colocated.resources: {generating} workers of {training + generating} leave none to "
-            "train. Lower that, or give more with --gpus-per-node."
-        )
-    return training
-
-
-def _least_sequence(config: Mapping[str, Any]) -> int:
-    if not ALGORITHMS[config["algorithm"]].generates:
-        return 1
-    policy = config["policy"]
-    most = int(config["data"]["max_input_seq_length"]) + int(policy["generation"]["max_new_tokens"])
-    return min(most, int(policy["max_total_sequence_length"]))
-
-
-def _given_bytes(size: str | None) -> int | None:
-    try:
-        return None if size is None else parse_bytes(size)
-    except ConfigError as error:
-        raise ConfigError(f"--memory: {error}") from error
-
-
-def _memory_bytes(given_bytes: int | None, allocator_budget: str | None, device: Device) -> int:
-    """Device memory for a plan; 0: all of it. `auto` keeps what torch's allocator hands out within its budget, beside
-    which the allowances stand."""
-    if given_bytes is not None:
-        return given_bytes
-    if allocator_budget is None:
-        return 0
-    budget_bytes = parse_bytes(allocator_budget)
-    if budget_bytes > device.memory_bytes:
-        return budget_bytes
-    return min(device.memory_bytes, budget_bytes + sum(allowance_bytes(device).values()))
-
-
-def _skew(options: argparse.Namespace) -> Skew | None:
-    if options.recorded_run is not None:
-        return recorded_skew(options.recorded_run / SUMMARY_FILE)
-    if options.routing_skew is None:
-        return None
-    if not 1 <= options.routing_skew < float("inf"):
-        raise ConfigError(
-            f"--routing-skew {options.routing_skew:g}: the fullest rank has at least the average. Give 1.3."
-        )
-    return Skew(options.routing_skew, options.routing_skew)

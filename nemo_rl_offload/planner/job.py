@@ -123,8 +123,6 @@ class Job:
     """Where microbatches are numbers of tokens (packs, or samples of similar length), that number."""
     is_packed: bool = False
     """Whether the rows of a microbatch stand one behind another in one."""
-    least_sequence: int = 1
-    """The shortest `sequence` that prompts and responses fit into."""
     teacher: ModelShape | None = None
     """The model that distillation keeps beside the trained one."""
     teacher_element_bytes: int = 2
@@ -246,9 +244,12 @@ def read_job(
             f"--memory, gpu_memory_budget: {device.name} has {device.memory_gib:g} GiB. Give at most that."
         )
     layout = read_layout(megatron_cfg, world)
-    sequence = layout.padded(_longest(policy))
+    sequence = layout.padded(longest_row(policy))
     check_layout(layout, shape, sequence)
-    microbatches = _microbatches(policy, sequence, layout, rows_per_sample)
+    samples, tokens = policy["train_micro_batch_size"], tokens_of_a_microbatch(policy)
+    microbatches = cut_batch(
+        policy["train_global_batch_size"], sequence, layout, rows_per_sample, samples=samples, tokens=tokens
+    )
     element_bytes = 4 if policy["precision"] == "float32" else 2
     fp8 = _fp8(megatron_cfg["model_overrides"], device)
     activations = resolve_activations(megatron_cfg)
@@ -261,7 +262,7 @@ def read_job(
         micro_batch=microbatches.num_rows,
         num_microbatches=microbatches.number,
         micro_batch_tokens=microbatches.num_tokens,
-        is_packed=microbatches.is_packed,
+        is_packed=policy["sequence_packing"]["enabled"],
         offload_modules=activations.listed_modules,
         offload_fraction=megatron_cfg["activation_offload_fraction"],
         is_auto=activations.is_auto and is_native,
@@ -287,33 +288,32 @@ def read_job(
     )
 
 
-class _Microbatches(NamedTuple):
+class Microbatches(NamedTuple):
     """A step's, on each rank."""
 
     num_rows: int
     """Of each; where it is a number of tokens, how many of the longest it holds."""
     number: int
     num_tokens: int | None = None
-    is_packed: bool = False
 
 
-def _microbatches(policy: PolicyConfig, sequence: int, layout: ParallelLayout, rows: int) -> _Microbatches:
-    """A sample has so many `rows`, which stay together.
+def cut_batch(
+    global_batch: int, sequence: int, layout: ParallelLayout, rows: int, *, samples: int, tokens: int | None
+) -> Microbatches:
+    """A batch in microbatches of `samples`, or of `tokens`. A sample has so many `rows`, which stay together.
 
     Of a number of tokens, as many microbatches as samples of the longest length fill, and so many more that each rank
-    has as many as the others.
+    has as many as the others. Raises ConfigError as `num_microbatches` does.
     """
-    tokens, is_packed = _tokens_of_a_microbatch(policy), policy["sequence_packing"]["enabled"]
-    batch, num_interleaved = policy["train_global_batch_size"], layout.pipeline if layout.virtual > 1 else 1
+    num_interleaved = layout.pipeline if layout.virtual > 1 else 1
     if tokens is None:
-        size = policy["train_micro_batch_size"]
-        return _Microbatches(size * rows, num_microbatches(batch, size, layout.data, num_interleaved))
+        return Microbatches(samples * rows, num_microbatches(global_batch, samples, layout.data, num_interleaved))
     tokens = max(tokens, sequence * rows)
-    number = math.ceil(batch * rows * sequence / (tokens * layout.data * num_interleaved)) * num_interleaved
-    return _Microbatches(tokens // sequence, number, tokens, is_packed)
+    number = math.ceil(global_batch * rows * sequence / (tokens * layout.data * num_interleaved)) * num_interleaved
+    return Microbatches(tokens // sequence, number, tokens)
 
 
-def _longest(policy: PolicyConfig) -> int:
+def longest_row(policy: PolicyConfig) -> int:
     """The longest row, in a microbatch of tokens rounded as those are."""
     length = policy["max_total_sequence_length"]
     sections = (policy["dynamic_batching"], policy["sequence_packing"])
@@ -321,7 +321,7 @@ def _longest(policy: PolicyConfig) -> int:
     return rounded_length(length, rounding)
 
 
-def _tokens_of_a_microbatch(policy: PolicyConfig) -> int | None:
+def tokens_of_a_microbatch(policy: PolicyConfig) -> int | None:
     """Where microbatches are numbers of tokens, that number."""
     sections = (policy["dynamic_batching"], policy["sequence_packing"])
     return next((section["train_mb_tokens"] for section in sections if section["enabled"]), None)

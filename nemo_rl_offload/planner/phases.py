@@ -16,6 +16,8 @@ from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep
 from nemo_rl_offload.planner.simulate.stages import job_link
 from nemo_rl_offload.units import GIB, MIB, gib
 
+OF_LAYOUT = ("optimizer step", "host memory")
+"""How the sentences of `lacking` begin that a layout decides."""
 EXCHANGE_BYTES = 128 * MIB
 """Device memory that holds pieces of weights on their way: `offload.waiting_weights`."""
 LEAVING = "what leaves between two trainings"
@@ -94,7 +96,7 @@ class PhasesOfStage:
 
     def phases(self) -> list[Phase]:
         """In the order of a step."""
-        job, passes = self._job, self._job.passes
+        job, passes, rank = self._job, self._job.passes, self._rank
         found = []
         if passes.generation_rows:
             found.append(Phase("generation", self._asleep | self._generation()))
@@ -112,9 +114,9 @@ class PhasesOfStage:
                 exchanged = {"weights on their way": min(EXCHANGE_BYTES, self._static["weights"])}
                 found.append(Phase("reference log-probabilities", asleep | forward | exchanged))
         others = {name: size for name, size in self._static.items() if name not in self._resident and size}
-        activations = {"activations": self._step.times[self._rank].peak_bytes}
+        activations = {"activations": self._step.times[rank].peak_bytes}
         found.append(Phase("training", self._resident | others | activations))
-        found.append(Phase("optimizer step", self._resident | self._update()))
+        found.append(Phase("optimizer step", self._resident | update_bytes(job, rank, self._step.stages[rank].layers)))
         return found
 
     def _engine(self) -> dict[str, int]:
@@ -177,18 +179,6 @@ class PhasesOfStage:
             found["logits"] = forward_logits_bytes(job.shape, layout, rows, element_bytes)
         return found
 
-    def _update(self) -> dict[str, int]:
-        """torch's own optimizers make square roots of all second moments at once; Transformer Engine's make none."""
-        job = self._job
-        layers = self._step.stages[self._rank].layers
-        parameters = trained_parameters(job.shape, job.layout, layers, self._rank, job.adapters)
-        on_host = optimizer_host_bytes(parameters, job.layout, job.optimizer)
-        found = {"buckets on their way": min(BUCKETS_BYTES, on_host)} if on_host else {}
-        if job.transformer_engine or job.optimizer.state_bytes < 8:
-            return found
-        number = optimizer_parameters(parameters, job.layout, job.optimizer) * (1 - job.optimizer.share_on_host)
-        return found | {OWN_OF_UPDATE: round(UPDATE_BYTES * number)}
-
     def moves(self) -> list[Move]:
         """What crosses the link in a step, but for activations, which the simulation times."""
         found, host = [], self._job.resident_host_bytes[self._rank]
@@ -210,6 +200,20 @@ class PhasesOfStage:
         link = job_link(self._job)
         ms = max(out_bytes / link.out_bytes_per_ms, in_bytes / link.in_bytes_per_ms)
         return Move(phase, what, out_bytes, in_bytes, ms)
+
+
+def update_bytes(job: Job, rank: int, layers: Sequence[range]) -> dict[str, int]:
+    """Device memory of an optimizer's step beside what is there throughout, on the stage that has these layers.
+
+    torch's own optimizers make square roots of all second moments at once; Transformer Engine's make none.
+    """
+    parameters = trained_parameters(job.shape, job.layout, layers, rank, job.adapters)
+    on_host = optimizer_host_bytes(parameters, job.layout, job.optimizer)
+    found = {"buckets on their way": min(BUCKETS_BYTES, on_host)} if on_host else {}
+    if job.transformer_engine or job.optimizer.state_bytes < 8:
+        return found
+    number = optimizer_parameters(parameters, job.layout, job.optimizer) * (1 - job.optimizer.share_on_host)
+    return found | {OWN_OF_UPDATE: round(UPDATE_BYTES * number)}
 
 
 def host_use(job: Job, step: SimulatedStep) -> HostUse:
@@ -277,8 +281,8 @@ def _remedy(job: Job, phase: Phase) -> str:
     if phase.name == "optimizer step":
         share = _least_share_on_host(job, phase)
         path = "policy.megatron_cfg.optimizer"
-        sets = f"Set {path}.optimizer_cpu_offload=true {path}.optimizer_offload_fraction={share:g}, or take more ranks."
-        return sets if share <= 1 else "Take more ranks: with all of the optimizer on the host there is too little too."
+        sets = f"Set {path}.optimizer_cpu_offload=true {path}.optimizer_offload_fraction={share:g} for that."
+        return sets if share <= 1 else "With all of the optimizer on the host there is too little too."
     if job.micro_batch_tokens is not None:
         return "Lower logprob_mb_tokens."
     return "Lower policy.logprob_batch_size, or set use_fused_linear_logprobs."

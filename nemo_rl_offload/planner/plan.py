@@ -4,33 +4,15 @@ would fit."""
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, Required, TypedDict
 
 from nemo_rl_offload.planner.job import Job, Recompute
-from nemo_rl_offload.planner.phases import UPDATE_BYTES, PhasesOfStage, lacking, update_lacks
+from nemo_rl_offload.planner.phases import OF_LAYOUT, UPDATE_BYTES, PhasesOfStage, lacking, update_lacks
 from nemo_rl_offload.planner.search.choice import best_tried, can_be_auto, choose, run_auto, surely_fits, surely_lacks
 from nemo_rl_offload.planner.search.frontier import frontier
-from nemo_rl_offload.planner.search.suggestions import suggest
-from nemo_rl_offload.planner.search.to_config import ChoiceAsConfig, Trials
+from nemo_rl_offload.planner.search.layout_search import FoundLayout, LayoutAdvice
+from nemo_rl_offload.planner.search.suggestions import NONE_TRIED, suggest
+from nemo_rl_offload.planner.search.to_config import ChoiceAsConfig, PlannedKeys, Trials, planned_keys
 from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep
-from nemo_rl_offload.specs.recompute import RecomputeKeys
-
-
-class MemoryBudgetKeys(TypedDict):
-    """What a plan changes in `activation_offload`."""
-
-    gpu_memory_budget: str
-
-
-class PlannedKeys(RecomputeKeys, total=False):
-    """What a plan changes in `policy.megatron_cfg`."""
-
-    fine_grained_activation_offloading: Required[bool]
-    offload_modules: Required[list[str] | Literal["auto"]]
-    activation_offload: MemoryBudgetKeys
-    activation_offload_fraction: float
-    delta_offload_bytes_across_pp_ranks: int
-    activation_checkpointing: None
 
 
 @dataclass(frozen=True)
@@ -52,6 +34,13 @@ class JobPlan:
     """Where the budget is not met: changes that would do, nearest first."""
     without_recomputation: ChoiceAsConfig | None
     """Where recomputation is configured, and nothing needs it: the step without it, nothing offloaded."""
+    advice: LayoutAdvice | None = None
+    """Where something lacks that other layouts have room for: what was found of these, if they were searched."""
+
+    @property
+    def layouts(self) -> tuple[FoundLayout, ...]:
+        """That have room, where they were searched."""
+        return self.advice.found if self.advice else ()
 
     @property
     def chosen(self) -> SimulatedStep:
@@ -102,33 +91,6 @@ class JobPlan:
         return planned_keys(self.job, self.choice)
 
 
-def planned_keys(job: Job, choice: ChoiceAsConfig) -> PlannedKeys:
-    """What a choice changes in `policy.megatron_cfg`: whole modules, or `auto` with what the budget leaves to torch's
-    allocator beside the allowances."""
-    keys: PlannedKeys = {
-        "fine_grained_activation_offloading": bool(choice.offload_modules),
-        "offload_modules": list(choice.offload_modules),
-    }
-    if choice.is_auto:
-        keys = {
-            "fine_grained_activation_offloading": True,
-            "offload_modules": "auto",
-            "activation_offload": {"gpu_memory_budget": f"{job.auto_budget_mib}MiB"},
-        }
-    if keys["fine_grained_activation_offloading"]:  # it was simulated so
-        keys |= {"activation_offload_fraction": choice.fraction, "delta_offload_bytes_across_pp_ranks": 0}
-    if choice.recompute != job.recompute:
-        recompute = choice.recompute.keys
-        keys |= {
-            "activation_checkpointing": None,  # false would turn off what follows
-            "recompute_granularity": recompute["recompute_granularity"],
-            "recompute_modules": recompute["recompute_modules"],
-            "recompute_method": recompute["recompute_method"],
-            "recompute_num_layers": recompute["recompute_num_layers"],
-        }
-    return keys
-
-
 def make_plan(job: Job, with_suggestions: bool = True) -> JobPlan:
     """Plan a job: simulate it as it is, choose for its budget, and look for changes where that is not enough."""
     trials = Trials(job)
@@ -164,6 +126,18 @@ def make_plan(job: Job, with_suggestions: bool = True) -> JobPlan:
         return max(make_plan(changed, with_suggestions=False).shortfall_bytes, of_update(changed))
 
     return replace(plan, suggestions=suggest(job, fits, at_least, shortfall, of_update))
+
+
+def asks_for_layouts(plan: JobPlan) -> bool:
+    """Whether something lacks that another layout may have room for. What a generating engine or the passes for
+    log-probabilities lack beside training, keys of their own change."""
+    return bool(plan.shortfall_bytes) or any(text.startswith(OF_LAYOUT) for text in plan.lacking)
+
+
+def with_advice(plan: JobPlan, advice: LayoutAdvice) -> JobPlan:
+    """The plan with layouts that were searched; where some have room, without changes that would not do."""
+    would_do = tuple(text for text in plan.suggestions if not text.startswith(NONE_TRIED))
+    return replace(plan, advice=advice, suggestions=would_do if advice.found else plan.suggestions)
 
 
 def _without_recomputation(job: Job) -> ChoiceAsConfig | None:

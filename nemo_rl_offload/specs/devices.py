@@ -6,7 +6,7 @@ reaches of them is a stated fraction, not a promise: replace any number by a mea
 
 import math
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,10 @@ class Device:
     """Share of the peak rate that matrix products and attention reach in training, communication included."""
     achieved_memory: float = 0.7
     """Share of the memory bandwidth that norms and activations reach."""
+    peers_gb_per_s: float = 360
+    """To other devices of the machine, each way; 80 % of what the data sheets say of NVLink."""
+    network_gb_per_s: float = 40
+    """To other machines, each way: a device's share of the network."""
 
     @property
     def memory_bytes(self) -> int:
@@ -45,13 +49,13 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
-        Device("a100-40gb", 39.4, 312, None, 1555, 25, 25, 120),
-        Device("a100-80gb", 79.1, 312, None, 2039, 25, 25, 120),
-        Device("l40s-48gb", 44.5, 362, 733, 864, 25, 25, 96),
+        Device("a100-40gb", 39.4, 312, None, 1555, 25, 25, 120, peers_gb_per_s=240, network_gb_per_s=20),
+        Device("a100-80gb", 79.1, 312, None, 2039, 25, 25, 120, peers_gb_per_s=240, network_gb_per_s=20),
+        Device("l40s-48gb", 44.5, 362, 733, 864, 25, 25, 96, peers_gb_per_s=25, network_gb_per_s=20),
         Device("h100-80gb", 79.1, 989, 1979, 3350, 55, 55, 240),
         Device("h200-141gb", 139.8, 989, 1979, 4800, 55, 55, 240),
-        Device("b200-180gb", 178.4, 2250, 4500, 8000, 55, 55, 240),
-        Device("gb200-186gb", 184.0, 2450, 4900, 8000, 350, 350, 230, devices_per_node=4),
+        Device("b200-180gb", 178.4, 2250, 4500, 8000, 55, 55, 240, peers_gb_per_s=720),
+        Device("gb200-186gb", 184.0, 2450, 4900, 8000, 350, 350, 230, devices_per_node=4, peers_gb_per_s=720),
     )
 }
 
@@ -113,7 +117,7 @@ def _read_device(path: Path) -> Device:
     known = {field.name for field in fields(Device)}
     problems = [f"{key}: unknown key.{nearest(key, known)}" for key in values if key not in known]
     problems += [f"{key}: {text}" for key, value in values.items() if key in known and (text := _wrong(key, value))]
-    optional = {"devices_per_node", "achieved", "achieved_memory"}
+    optional = {each.name for each in fields(Device) if each.default is not MISSING}
     if base is None and (missing := sorted(known - set(values) - optional)):
         problems.append(f"missing: {', '.join(missing)}. Give them, or a device to start from: like: h100-80gb.")
     if problems:

@@ -3,12 +3,18 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.pipeline_layout import KEY as STAGES
-from nemo_rl_offload.specs.pipeline_layout import layers_of_stages, layout_problems
+from nemo_rl_offload.specs.pipeline_layout import (
+    SECTION,
+    even_stages,
+    layers_of_stages,
+    layout_problems,
+    stages_override,
+)
 
 LengthRound = int | Literal["power_of_two"]
 
@@ -133,7 +139,7 @@ def _problems(layout: ParallelLayout, shape: ModelShape, sequence: int) -> Itera
     if layout.sequence_parallel and sequence // layout.context % tensor:
         yield f"sequence_parallel: {KEYS['tensor']} {tensor} does not divide the {sequence // layout.context} tokens."
     if layout.stages is None:
-        yield from _stage_problems(layout, shape.num_layers)
+        yield from _stage_problems(layout, shape)
     else:
         how = {"num_layers": shape.num_layers, "num_mtp_layers": shape.num_mtp_layers, "pipeline": layout.pipeline}
         virtual = layout.virtual if layout.virtual > 1 else None
@@ -160,8 +166,8 @@ def _expert_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]
         yield "sequence_parallel: experts with tensor parallelism need it. Set it to true."
 
 
-def _stage_problems(layout: ParallelLayout, num_layers: int) -> Iterator[str]:
-    key = KEYS["pipeline"]
+def _stage_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
+    key, num_layers = KEYS["pipeline"], shape.num_layers
     if layout.pipeline == 1:
         if layout.virtual > 1:
             yield f"{KEYS['virtual']}: needs {key} above 1. Raise that, or set this to null."
@@ -171,21 +177,60 @@ def _stage_problems(layout: ParallelLayout, num_layers: int) -> Iterator[str]:
     parts = f" with {layout.virtual} chunks each" if layout.virtual > 1 else ""
     uneven = any(num % layout.virtual for num in ends)
     if uneven or middle < others or (others and middle % (others * layout.virtual)) or (not others and middle):
+        numbers = {FIRST: layout.num_layers_first, LAST: layout.num_layers_last}
+        given = [key for key, number in numbers.items() if number is not None]
         yield (
             f"{key}: {num_layers} layers cannot be divided among {layout.pipeline} ranks{parts}. "
-            f"{_stage_fix(num_layers, layout)}"
+            f"{division_remedy(num_layers, layout.pipeline, layout.virtual, shape.num_mtp_layers, given)}"
         )
 
 
-def _stage_fix(num_layers: int, layout: ParallelLayout) -> str:
-    """Name sizes of the last stage, or of both ends, that leave an even share for the others."""
-    share = max(layout.virtual, round(num_layers / layout.pipeline / layout.virtual) * layout.virtual)
-    last = num_layers - share * (layout.pipeline - 1)
-    if last > 0 and last % layout.virtual == 0:
-        return f"With num_layers_in_last_pipeline_stage={last} the others take {share} each. {STAGES} takes any stages."
-    fitting = [n for n in range(1, num_layers + 1) if num_layers % (n * layout.virtual) == 0]
-    nearest = min(fitting, key=lambda n: abs(n - layout.pipeline), default=1)
-    return f"The nearest size that divides evenly is {nearest}. {STAGES} takes any stages."
+class Division(NamedTuple):
+    """How layers are divided among pipeline ranks: an even share where nothing else is said."""
+
+    num_layers_first: int | None = None
+    num_layers_last: int | None = None
+    stages: str | None = None
+
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+def divisions(num_layers: int, pipeline: int, virtual: int = 1, num_mtp_layers: int = 0) -> list[Division]:
+    """How so many layers can be divided among 2 or more ranks: evenly, or with a smaller first or last rank, or as even
+    as they go. Empty where there are fewer layers than stages.
+
+    Those by numbers of layers come first. Of all, no rank has more layers than it must, but for a chunk.
+    """
+    if pipeline * virtual > num_layers:
+        return []
+    if num_layers % (pipeline * virtual) == 0:
+        return [Division()]
+    share = -(-num_layers // (pipeline * virtual)) * virtual
+    end = num_layers - share * (pipeline - 1)
+    found = []
+    if end > 0 and end % virtual == 0:
+        found = [Division(num_layers_first=end), Division(num_layers_last=end)]
+    return [*found, Division(stages=even_stages(num_layers, pipeline * virtual, num_mtp_layers))]
+
+
+def division_remedy(num_layers: int, pipeline: int, virtual: int, num_mtp_layers: int, given: Sequence[str]) -> str:
+    """Overrides that divide the layers among the ranks, else what to lower; `given` are those of FIRST and LAST that
+    are configured."""
+    found = divisions(num_layers, pipeline, virtual, num_mtp_layers)
+    if not found:
+        sizes = f"{KEYS['pipeline']} x {KEYS['virtual']}" if virtual > 1 else KEYS["pipeline"]
+        return f"Lower {sizes}, to {num_layers} at most."
+    unset = [f"{SECTION}.{key}=null" for key in given]
+    if found == [Division()]:
+        return f"Set {' '.join(unset)}."
+    stages = found[-1].stages
+    assert stages is not None
+    even = f"as even as can be: {' '.join([*unset, stages_override(stages)])}"
+    if (end := found[0].num_layers_first) is None:
+        return f"A{even[1:]}"
+    setting = " ".join([f"{SECTION}.{FIRST}={end}", *(f"{SECTION}.{key}=null" for key in given if key == LAST)])
+    return f"With {setting} the others take {(num_layers - end) // (pipeline - 1)} each; {even}"
 
 
 def _divisors(size: int, near: int) -> str:

@@ -8,10 +8,12 @@ virtual stages a rank takes every `pipeline_model_parallel_size`-th one. The not
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
 
 from nemo_rl_offload.errors import ConfigError
 
 KEY = "pipeline_model_parallel_layout"
+SECTION = "policy.megatron_cfg"
 PIPELINE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 MEANINGS = {"E": "embedding", "t": "layer", "m": "head that predicts a further token", "L": "loss"}
 MAX_REPEATS = 1000
@@ -48,6 +50,24 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
     return tuple(stage.count("t") for stage in stages_of(text))
 
 
+def even_stages(num_layers: int, num_stages: int, num_mtp_layers: int = 0) -> str:
+    """Stages whose layers differ by one at most; those with one less stand at the ends, where embedding and loss are.
+
+    `num_stages` is 2 or more, and no more than `num_layers`.
+    """
+    share, num_larger = divmod(num_layers, num_stages)
+    first_larger = 1 if num_larger < num_stages - 1 else 0
+    is_larger = [first_larger <= stage < first_larger + num_larger for stage in range(num_stages)]
+    first, *middle, last = (_repeated("t", share + larger) for larger in is_larger)
+    runs = [(text, len(list(equal))) for text, equal in groupby(middle)]
+    between = "".join(f"({text}|)*{number}" if number > 1 else f"{text}|" for text, number in runs)
+    return f"E{first}|{between}{last}{_repeated('m', num_mtp_layers)}L"
+
+
+def _repeated(letter: str, number: int) -> str:
+    return letter * number if number < 3 else f"{letter}*{number}"
+
+
 def layout_problems(
     text: str, *, num_layers: int, num_mtp_layers: int, pipeline: int, virtual: int | None
 ) -> Iterator[str]:
@@ -74,6 +94,25 @@ def layout_problems(
         yield "layers (t) come before the heads (m). Write them so."
     if len(stages) != pipeline * (virtual or 1):
         of_virtual = f" x {VIRTUAL} {virtual}" if virtual else ""
-        fitting = len(stages) // pipeline if len(stages) % pipeline == 0 else 0
-        fix = f"Set {VIRTUAL}={fitting if fitting > 1 else 'null'}." if fitting else "Change one of them."
-        yield f"has {len(stages)} stages, and {PIPELINE} is {pipeline}{of_virtual}. {fix}"
+        said = (
+            f"has {len(stages)} stages, and {PIPELINE} is {pipeline}{of_virtual}. There must be {pipeline} stages, or "
+            f"a multiple of that with {VIRTUAL}, which is then how many times."
+        )
+        yield f"{said} {_stages_remedy(len(stages), num_layers, num_mtp_layers, pipeline)}"
+
+
+def _stages_remedy(num_stages: int, num_layers: int, num_mtp_layers: int, pipeline: int) -> str:
+    """Values that belong together: those of the stages that are there, or of as even ones of the nearest number."""
+    if pipeline > num_layers:
+        return f"Lower {PIPELINE}, to {num_layers} at most."
+    times = max(1, min(round(num_stages / pipeline), num_layers // pipeline))
+    virtual = f"{SECTION}.{VIRTUAL}={times if times > 1 else 'null'}"
+    if num_stages == times * pipeline:
+        return f"Set {virtual}."
+    stages = even_stages(num_layers, times * pipeline, num_mtp_layers)
+    return f"As even as can be: {virtual} {stages_override(stages)}"
+
+
+def stages_override(stages: str) -> str:
+    """The key and its value as an override, quoted for a shell and for Hydra."""
+    return f"'{SECTION}.{KEY}=\"{stages}\"'"

@@ -11,7 +11,7 @@ from nemo_rl_offload.config.rules.batching import is_by_tokens
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_spec, megatron, model_shape, read_shape
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.model_shape import ModelShape
-from nemo_rl_offload.specs.parallel_layout import nearest_multiple, num_microbatches
+from nemo_rl_offload.specs.parallel_layout import division_remedy, nearest_multiple, num_microbatches
 from nemo_rl_offload.specs.pipeline_layout import KEY as STAGES
 from nemo_rl_offload.specs.pipeline_layout import VIRTUAL, layout_problems
 
@@ -92,17 +92,21 @@ def _pipeline_layers(get: Get) -> Iterator[str]:
         yield from _stages(get, text, [key for key in ends if megatron(get, key) is not None])
         return
     given = {key: num for key in ends if (num := megatron(get, key)) is not None}
+    shape = model_shape(get)
+    total = len(shape.layers_with_experts)
+    remedy = division_remedy(total, num_ranks, num_parts or 1, shape.num_mtp_layers, list(given))
     if uneven := {key: num for key, num in given.items() if num % (num_parts or 1)}:
         for key, num in uneven.items():
-            yield f"{MEGATRON}.{key}: {num} is not a multiple of {VIRTUAL} {num_parts}. Change one of them."
+            yield f"{MEGATRON}.{key}: {num} is not a multiple of {VIRTUAL} {num_parts}. {remedy}"
         return
-    num_layers, others = len(model_shape(get).layers_with_experts) - sum(given.values()), num_ranks - len(given)
+    num_layers, others = total - sum(given.values()), num_ranks - len(given)
     stages = others * (num_parts or 1)
     if num_layers < others or (num_layers and not others) or (stages and num_layers % stages):
+        parts = [f"{num_parts} virtual stages each"] if num_parts else []
+        parts += [f"{key}={num}" for key, num in given.items()]
         yield (
-            f"{MEGATRON}.pipeline_model_parallel_size: {num_layers} layers cannot be divided among {others} ranks"
-            f"{f' and {num_parts} virtual stages' if num_parts else ''}. Change the sizes of the pipeline, "
-            f"num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage, or write {STAGES}."
+            f"{MEGATRON}.pipeline_model_parallel_size: {total} layers cannot be divided among {num_ranks} ranks"
+            f"{f' with {" and ".join(parts)}' if parts else ''}. {remedy}"
         )
 
 

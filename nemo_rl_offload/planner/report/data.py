@@ -4,7 +4,9 @@ from typing import TypedDict
 
 from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.phases import PhasesOfStage, fullest, host_use
-from nemo_rl_offload.planner.plan import JobPlan, PlannedKeys, planned_keys
+from nemo_rl_offload.planner.plan import JobPlan
+from nemo_rl_offload.planner.search.layout_keys import to_paste
+from nemo_rl_offload.planner.search.to_config import PlannedKeys, planned_keys
 from nemo_rl_offload.planner.simulate.simulated_step import ModuleRow, SimulatedStep, module_rows
 from nemo_rl_offload.planner.simulate.stages import job_link
 
@@ -107,7 +109,7 @@ class PlanData(TypedDict):
     shortfall_bytes: int
     """Of the training step."""
     changes: list[str]
-    """What would make it fit."""
+    """What would make it fit, a layout among them where these were searched."""
     outcomes: dict[str, StepData]
     """nothing_offloaded, as_configured (where something is), chosen, written."""
     without_recomputation: StepData | None
@@ -138,7 +140,7 @@ def plan_data(plan: JobPlan) -> PlanData:
         "lacking": missing,
         "phases": _phases(plan),
         "shortfall_bytes": plan.shortfall_bytes,
-        "changes": list(plan.suggestions),
+        "changes": [*plan.suggestions, *(to_paste(each.keys) for each in plan.layouts)],
         "outcomes": {
             name: _step_data(step)
             for name, step in {

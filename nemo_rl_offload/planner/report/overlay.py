@@ -19,12 +19,19 @@ def plan_overlay(
 ) -> str:
     """A configuration that inherits `config`, has what the `overrides` of the plan `changed`, and adds the plan's keys;
     `overlay` is where it will stand."""
+    content = _merged(changed or {}, {"policy": {"megatron_cfg": plan.keys}})
+    return overlay_text(summary_lines(plan), content, config, overlay, overrides)
+
+
+def overlay_text(
+    said: Sequence[str], content: Mapping[str, object], config: Path, overlay: Path, overrides: Sequence[str]
+) -> str:
+    """A configuration with this content that inherits `config`; above it what is said, as comments."""
     inherited = os.path.relpath(config, overlay.parent) if config.exists() else str(config)  # that is a shipped one
-    content: Mapping[str, object] = {"defaults": inherited, **(changed or {})}
-    content = _merged(content, {"policy": {"megatron_cfg": plan.keys}})
-    said = "\n".join(f"# {line}" for line in summary_lines(plan))
+    comments = "\n".join(f"# {line}" for line in said)
     given = f"# planned with: {' '.join(overrides)}\n" if overrides else ""
-    return f"# Written by `nemo-rl-offload plan`.\n{said}\n{given}{yaml.safe_dump(content, sort_keys=False)}"
+    written = yaml.safe_dump({"defaults": inherited, **content}, sort_keys=False)
+    return f"# Written by `nemo-rl-offload plan`.\n{comments}\n{given}{written}"
 
 
 def _merged(content: Mapping[str, object], added: Mapping[str, object]) -> dict[str, object]:

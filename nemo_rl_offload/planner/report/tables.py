@@ -9,7 +9,10 @@ from rich.table import Table
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.plan import JobPlan
 from nemo_rl_offload.planner.report.data import PhaseData, StageData, plan_data
+from nemo_rl_offload.planner.search.layout_keys import to_paste
+from nemo_rl_offload.planner.search.layout_search import FoundLayout, LayoutAdvice
 from nemo_rl_offload.planner.search.to_config import ChoiceAsConfig, excess_bytes
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 from nemo_rl_offload.units import MIB, gib
 
@@ -29,8 +32,8 @@ def summary_lines(plan: JobPlan) -> list[str]:
     base = outcomes["nothing_offloaded"]
     size = f"{job.micro_batch} x {job.sequence}" if job.micro_batch_tokens is None else f"{job.micro_batch_tokens}"
     lines = [
-        f"{job.device.name}, {_counted(job.layout.world, 'device', 's')}, "
-        f"{_counted(job.num_microbatches, 'microbatch', 'es')} of {size} tokens; {gib(job.budget_bytes)} each",
+        f"{job.device.name}, {counted(job.layout.world, 'device', 's')}, "
+        f"{counted(job.num_microbatches, 'microbatch', 'es')} of {size} tokens; {gib(job.budget_bytes)} each",
         *(f"not enough: {text}" for text in data["lacking"]),
     ]
     titles = {
@@ -44,7 +47,7 @@ def summary_lines(plan: JobPlan) -> list[str]:
         recompute = _recomputed(recomputed.get(name, job.recompute))
         change = 100 * (outcome["step_ms"] / base["step_ms"] - 1)
         lines.append(
-            f"{titles[name]}: peak {gib(outcome['peak_bytes'])}, step {_time(outcome['step_ms'])} "
+            f"{titles[name]}: peak {gib(outcome['peak_bytes'])}, step {shown_time(outcome['step_ms'])} "
             f"({change:+.1f} %), host {gib(outcome['host_bytes'])} per rank{recompute and f'; {recompute}'}"
         )
     parts = {name: size for name, size in host["parts"].items() if name != "activations"}
@@ -84,7 +87,7 @@ def _verdict(plan: JobPlan) -> list[str]:
             f"does not fit: stage {rank} needs {gib(plan.chosen.peak_bytes(rank), decimals)}, "
             f"{gib(plan.shortfall_bytes, decimals)} more than there is."
         )
-        return [short, f"changes that would do: {'; or '.join(plan.suggestions)}"]
+        return [short, *changes_lines(plan)]
     keys = plan.keys
     words = [f"offload_modules: {_yaml(keys['offload_modules'])}"] if keys["offload_modules"] else []
     if keys.get("activation_offload_fraction", 1.0) != 1.0:
@@ -104,12 +107,62 @@ def _verdict(plan: JobPlan) -> list[str]:
         said.append(f"whole modules ({_yaml(plan.written.offload_modules)}) would {missing} and {times}")
     if (least := plan.least_optimizer_share) is not None:
         said.append(f"{fits} with policy.megatron_cfg.optimizer.optimizer_offload_fraction={least:g} too")
+    said += changes_lines(plan)
     if without := plan.without_recomputation:
         said.append(
             f"{fits} without recomputation too: nothing offloaded, peak {gib(without.peak_bytes)}, step "
-            f"{_time(without.step_ms)}, with recompute_granularity and activation_checkpointing null"
+            f"{shown_time(without.step_ms)}, with recompute_granularity and activation_checkpointing null"
         )
     return said
+
+
+def changes_lines(plan: JobPlan) -> list[str]:
+    """Changes of a key or two, and the best of the layouts where these were searched."""
+    lines = [f"changes that would do: {'; or '.join(plan.suggestions)}"] if plan.suggestions else []
+    if plan.advice is None:
+        return lines
+    if not plan.advice.found:
+        return [*lines, nothing_found(plan.advice)]
+    best = plan.advice.found[0]
+    where = "a layout with room" if plan.advice.fits else nothing_found(plan.advice)
+    return [*lines, f"{where}: {found_words(best)}", f"to paste: {to_paste(best.keys)}"]
+
+
+def nothing_found(advice: LayoutAdvice) -> str:
+    """That no layout does on the given devices."""
+    on_more = ""
+    if advice.found:
+        on_more = f"; on {advice.found[0].job.layout.world}"
+    elif advice.most_world > advice.world:
+        on_more = f", nor on up to {advice.most_world}"
+    has_room = f"has room for more than training ({' '.join(advice.blocked)})" if advice.blocked else "has room"
+    return f"no layout that was tried {has_room} on {counted(advice.world, 'device', 's')}{on_more}"
+
+
+def found_words(found: FoundLayout) -> str:
+    """A layout, and what comes of it."""
+    job = found.job
+    size = f"{job.micro_batch} x {job.sequence}" if job.micro_batch_tokens is None else f"{job.micro_batch_tokens}"
+    on_host = f"optimizer's copies {shown_time(found.optimizer_ms)}, " if found.optimizer_ms else ""
+    return (
+        f"{layout_words(job.layout)}, {counted(job.num_microbatches, 'microbatch', 'es')} of {size} tokens: peak "
+        f"{gib(found.choice.peak_bytes)}, step {shown_time(found.choice.step_ms)}, messages "
+        f"{shown_time(found.messages_ms)}, {on_host}host {gib(found.host_node_bytes)} per node"
+    )
+
+
+def layout_words(layout: ParallelLayout) -> str:
+    """Sizes of the groups of ranks above 1, by their usual initials."""
+    sizes = {
+        "TP": layout.tensor,
+        "PP": layout.pipeline,
+        "VPP": layout.virtual,
+        "CP": layout.context,
+        "EP": layout.expert,
+        "ETP": layout.expert_tensor,
+        "DP": layout.data,
+    }
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
 def _decimals(size: int, other: int) -> int:
@@ -117,11 +170,13 @@ def _decimals(size: int, other: int) -> int:
     return next((number for number in range(1, 4) if gib(size, number) != gib(other, number)), 4)
 
 
-def _counted(number: int, what: str, plural: str) -> str:
+def counted(number: int, what: str, plural: str) -> str:
+    """A number of things."""
     return f"{number} {what}{'' if number == 1 else plural}"
 
 
-def _time(ms: float) -> str:
+def shown_time(ms: float) -> str:
+    """Seconds, or milliseconds where these are few."""
     return f"{ms / 1e3:.2f} s" if ms >= 100 else f"{ms:.3g} ms"
 
 
@@ -168,7 +223,7 @@ def phase_cells(phases: Sequence[PhaseData]) -> Iterator[tuple[str, ...]]:
     """The rows of the table of phases, in `PHASE_COLUMNS`."""
     for phase in phases:
         ms = sum(move["ms"] for move in phase["moves"])
-        yield phase["phase"], gib(phase["peak_bytes"]), _time(ms) if ms else "", _parts(phase["parts"])
+        yield phase["phase"], gib(phase["peak_bytes"]), shown_time(ms) if ms else "", _parts(phase["parts"])
 
 
 def _frontier_table(plan: JobPlan, width: int) -> Iterator[RenderableType]:
@@ -178,12 +233,12 @@ def _frontier_table(plan: JobPlan, width: int) -> Iterator[RenderableType]:
     for point in plan.frontier:
         mark = "chosen" if (point.peak_bytes, point.step_ms) == chosen else ""
         ratio = point.step_ms / plan.baseline.step_ms
-        rows.append((gib(point.peak_bytes), _time(point.step_ms), f"{ratio:.3f}", mark, _said(point)))
+        rows.append((gib(point.peak_bytes), shown_time(point.step_ms), f"{ratio:.3f}", mark, choice_words(point)))
     yield "\nmemory against time, of what was tried; ratio to the step with nothing offloaded"
     yield _table(FRONTIER_COLUMNS, rows, width)
 
 
-def _said(choice: ChoiceAsConfig) -> str:
+def choice_words(choice: ChoiceAsConfig) -> str:
     """What it offloads and recomputes."""
     share = "" if choice.fraction == 1 else f" (fraction {choice.fraction:g})"
     offloaded = "auto" if choice.is_auto else ", ".join(choice.offload_modules)

@@ -177,7 +177,7 @@ def _try_less_memory(job: Job, trials: Trials) -> None:
         if not on_device or on_host:
             return
         if least_shortfall(way, with_copies=False) < on_device:
-            trials.try_modules(way.recompute, listable(way, _by_bytes(way)[-1]))
+            trials.try_modules(way.recompute, listable(way, by_bytes(way)[-1]))
             if can_be_auto(job):
                 trials.try_auto(way.recompute, run_auto)
 
@@ -225,7 +225,7 @@ def _try_least(job: Job, trials: Trials) -> Iterator[ChoiceAsConfig]:
     way = min((every[-1], every[0]), key=least_shortfall)
     if least_shortfall(way, with_copies=False) > 0:
         return
-    yield trials.try_modules(way.recompute, listable(way, _by_bytes(way)[-1]))
+    yield trials.try_modules(way.recompute, listable(way, by_bytes(way)[-1]))
     if can_be_auto(job):
         yield trials.try_auto(way.recompute, run_auto)
     yield trials.try_modules(way.recompute, ())
@@ -247,7 +247,7 @@ def _others(job: Job) -> Iterator[tuple[Recompute, tuple[str, ...]]]:
     orders = {}
     for each in (every[-1], job.recompute):
         way = replace(job, recompute=each)
-        orders[each] = [listable(way, modules) for modules in _by_bytes(way)]
+        orders[each] = [listable(way, modules) for modules in by_bytes(way)]
     for end in (-1, 0):
         yield from ((each, lists[end]) for each, lists in orders.items())
     yield from ((each, ()) for each in every)
@@ -255,7 +255,7 @@ def _others(job: Job) -> Iterator[tuple[Recompute, tuple[str, ...]]]:
         yield from ((each, modules) for modules in lists)
 
 
-def _by_bytes(job: Job) -> list[tuple[str, ...]]:
+def by_bytes(job: Job) -> list[tuple[str, ...]]:
     """No module, that with the least bytes, and ever more."""
     sizes: Counter[str] = Counter()
     for stage in build_stages(job, candidates(job)):
@@ -297,7 +297,7 @@ def _guide(job: Job, baseline: SimulatedStep, trials: Trials) -> tuple[Job, Simu
 def _listed(job: Job) -> SimulatedStep | None:
     """What the engine does with all layers of some modules, those with the least bytes first: None where such a choice
     does not fit, or makes compute wait."""
-    for modules in _by_bytes(job):
+    for modules in by_bytes(job):
         if not may_fit(job, modules):
             continue
         step = run_steady_state(job, modules)

@@ -17,6 +17,7 @@ from nemo_rl_offload.units import gib
 _POLICY, _CFG = "policy", "policy.megatron_cfg"
 FUSED = f"{_CFG}.use_fused_linear_logprobs=true"
 """Makes no logits."""
+NONE_TRIED = "none that was tried"
 LOGPROB_CHUNKS = 8
 """A microbatch's logits in float32 are proposed in so many pieces; more save little, for logits in bfloat16 stay."""
 
@@ -65,7 +66,7 @@ def suggest(
     """
     singles = list(_single(job, update_lacks))
     if not singles:
-        return ("none that was tried",)
+        return (NONE_TRIED,)
     if fitting := [text for text, changed in singles if fits(changed)]:
         return tuple(fitting)
     least = sorted((surely_lacks(changed), number) for number, (_, changed) in enumerate(singles))
@@ -74,7 +75,7 @@ def suggest(
     if fitting := [singles[number][0] for number in sorted(near) if not lacking[number]]:
         return tuple(fitting)
     nearest = min(near, key=lambda number: lacking[number])
-    return (f"none that was tried; {singles[nearest][0]} comes nearest, {gib(lacking[nearest])} short",)
+    return (f"{NONE_TRIED}; {singles[nearest][0]} comes nearest, {gib(lacking[nearest])} short",)
 
 
 def _single(job: Job, update_lacks: Callable[[Job], int]) -> Iterator[tuple[str, Job]]:
@@ -88,15 +89,6 @@ def _single(job: Job, update_lacks: Callable[[Job], int]) -> Iterator[tuple[str,
         yield f"{_CFG}.optimizer.use_distributed_optimizer=true", changed
     yield from _optimizer_on_host(job, update_lacks)
     yield from islice(smaller_microbatches(job), 2)
-    for divisor in (2, 4):
-        if job.sequence // divisor < job.least_sequence:
-            break
-        changed, text = replace(job, sequence=job.sequence // divisor), ""
-        if job.micro_batch_tokens is not None:
-            changed = replace(changed, micro_batch_tokens=job.micro_batch_tokens // divisor)
-            text = f" {_tokens_key(job)}={changed.micro_batch_tokens}"
-        if _is_sound(changed):
-            yield f"{_POLICY}.max_total_sequence_length={changed.sequence}{text}", changed
     yield from _layouts(job)
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal, Required, TypedDict
 
 from nemo_rl_offload.offload.solver import Action
 from nemo_rl_offload.planner.job import Job, Recompute
@@ -16,6 +17,7 @@ from nemo_rl_offload.planner.simulate.simulated_step import (
 )
 from nemo_rl_offload.planner.simulate.stages import build_stages
 from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES, discarded_by_recompute
+from nemo_rl_offload.specs.recompute import RecomputeKeys
 
 _CLOSE = 1.005
 """Of the choice's own time: nothing better is looked for."""
@@ -24,6 +26,23 @@ _MOST_TRIES, _FEWEST_TRIES = 48, 4
 
 type Names = tuple[frozenset[str], frozenset[str]]
 """Of `offload_modules` and of `recompute_modules`."""
+
+
+class MemoryBudgetKeys(TypedDict):
+    """What a plan changes in `activation_offload`."""
+
+    gpu_memory_budget: str
+
+
+class PlannedKeys(RecomputeKeys, total=False):
+    """What a plan changes in `policy.megatron_cfg`."""
+
+    fine_grained_activation_offloading: Required[bool]
+    offload_modules: Required[list[str] | Literal["auto"]]
+    activation_offload: MemoryBudgetKeys
+    activation_offload_fraction: float
+    delta_offload_bytes_across_pp_ranks: int
+    activation_checkpointing: None
 
 
 @dataclass(frozen=True)
@@ -58,6 +77,33 @@ class ChoiceAsConfig:
     def order(self, job: Job) -> tuple[int, int, float, int]:
         """Smaller is better: what is above the budgets of host and device, then time, then memory."""
         return self.host_excess(job), max(0, self.peak_bytes - job.budget_bytes), self.step_ms, self.peak_bytes
+
+
+def planned_keys(job: Job, choice: ChoiceAsConfig) -> PlannedKeys:
+    """What a choice changes in `policy.megatron_cfg`: whole modules, or `auto` with what the budget leaves to torch's
+    allocator beside the allowances."""
+    keys: PlannedKeys = {
+        "fine_grained_activation_offloading": bool(choice.offload_modules),
+        "offload_modules": list(choice.offload_modules),
+    }
+    if choice.is_auto:
+        keys = {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": "auto",
+            "activation_offload": {"gpu_memory_budget": f"{job.auto_budget_mib}MiB"},
+        }
+    if keys["fine_grained_activation_offloading"]:  # it was simulated so
+        keys |= {"activation_offload_fraction": choice.fraction, "delta_offload_bytes_across_pp_ranks": 0}
+    if choice.recompute != job.recompute:
+        recompute = choice.recompute.keys
+        keys |= {
+            "activation_checkpointing": None,  # false would turn off what follows
+            "recompute_granularity": recompute["recompute_granularity"],
+            "recompute_modules": recompute["recompute_modules"],
+            "recompute_method": recompute["recompute_method"],
+            "recompute_num_layers": recompute["recompute_num_layers"],
+        }
+    return keys
 
 
 class Trials:

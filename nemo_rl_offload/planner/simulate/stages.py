@@ -328,11 +328,17 @@ class _Builder:
             kept_bytes = (2 if is_recomputed else 4) * hidden
             found.append(Part(layer, "mtp_projection", 0.0, 0.0, kept_bytes=kept_bytes))
             found += [part.of_layer(layer) for part in ([_whole(parts)] if is_recomputed else parts)]
-        operations = 2.0 * context.tokens.count * job.shape.hidden_size * job.shape.vocabulary_rows(job.layout.tensor)
-        forward_ms = operations * (1 + job.shape.num_mtp_layers) / (job.device.bf16_tflops * job.device.achieved) / 1e9
-        num_products = (2 if job.makes_logits else 3) - (job.adapters is not None)
-        end = Part(job.shape.num_layers, "output_layer", forward_ms, num_products * forward_ms, kept_bytes=2 * hidden)
+        forward_ms, backward_ms = output_layer_ms(job)
+        end = Part(job.shape.num_layers, "output_layer", forward_ms, backward_ms, kept_bytes=2 * hidden)
         return (*found, end)
+
+
+def output_layer_ms(job: Job) -> tuple[float, float]:
+    """Of a microbatch, forward and backward, with those for further tokens."""
+    operations = 2.0 * job.context.tokens.count * job.shape.hidden_size * job.shape.vocabulary_rows(job.layout.tensor)
+    forward_ms = operations * (1 + job.shape.num_mtp_layers) / (job.device.bf16_tflops * job.device.achieved) / 1e9
+    num_products = (2 if job.makes_logits else 3) - (job.adapters is not None)
+    return forward_ms, num_products * forward_ms
 
 
 def _recomputed(job: Job, parts: Sequence[Part], modules: Collection[str], is_input: bool) -> Part:

@@ -139,12 +139,14 @@ def test_what_it_writes_passes_the_check_and_is_in_force(
 
 
 def test_changes_that_cannot_be_tried_are_no_error_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    """All ranks are taken, and half of the sequence is none that context parallelism could divide."""
+    """All ranks are taken."""
     words = (f"{CFG}.context_parallel_size=4", "policy.max_total_sequence_length=4024", "policy.logprob_chunk_size=256")
     words += ("policy.train_micro_batch_size=1", "--gpus-per-node", "4", "--memory", "6GiB")
     words += ("policy.sequence_packing.enabled=false",)
     text = plan(capsys, SMALL, "--gpu", "h100", *words, code=EXIT_USER_ERROR)
-    assert "changes that would do: none that was tried" in text
+    assert "changes that would do" not in text
+    assert re.search(r"no layout that was tried has room.* on 4 devices; on (8|16): ", text)
+    assert "to paste: cluster.num_nodes=" in text
 
 
 def test_pairs_of_dpo_are_two_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +218,7 @@ def test_workers_that_generate_do_not_train(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_changes_are_none_that_check_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompt and response must fit into the length. Packs may be split over ranks."""
+    """A shorter length would be another task. Packs may be split over ranks."""
     data = json.loads(
         plan(capsys, SMALL, "--gpu", "h100", "--memory", "40GiB", "--format", "json", LOGITS, code=EXIT_USER_ERROR)
     )

@@ -13,6 +13,7 @@ import io
 import json
 import random
 import re
+import shlex
 import sys
 import tempfile
 import zlib
@@ -366,7 +367,7 @@ def _recomputes_for_something(case: Case, found: Planned) -> Iterator[str]:
 def _changes_do(case: Case, found: Planned) -> Iterator[str]:
     """Changes that would do make it fit; the nearest is as near as it is said to be."""
     changes = found.data["changes"]
-    if found.data["training_fits"]:
+    if found.data["fits"]:
         if changes:
             yield f"changes: it fits, and {changes}"
         return
@@ -375,7 +376,7 @@ def _changes_do(case: Case, found: Planned) -> Iterator[str]:
             continue
         nearest = re.fullmatch(r"none that was tried; (.+) comes nearest, (.+) short", text)
         try:
-            again = case.plan(*(nearest[1] if nearest else text).split())
+            again = case.plan(*shlex.split(nearest[1] if nearest else text))
         except ConfigError as error:
             yield f"changes: '{text}' is refused: {error}"
             continue

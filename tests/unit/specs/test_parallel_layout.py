@@ -7,7 +7,7 @@ from jobs import SENSIBLE
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.catalogue import load_model_shape
-from nemo_rl_offload.specs.parallel_layout import ParallelLayout, check_layout, counted_layers, stage_layers
+from nemo_rl_offload.specs.parallel_layout import ParallelLayout, check_layout, counted_layers, divisions, stage_layers
 
 QWEN = load_model_shape("Qwen/Qwen2.5-7B", None)
 MOE = load_model_shape("Qwen/Qwen3-30B-A3B", None)
@@ -73,7 +73,9 @@ REFUSED = [
     (
         QWEN,
         ParallelLayout(5, pipeline=5),
-        "28 layers cannot be divided among 5 ranks. With num_layers_in_last_pipeline_stage=4",
+        "28 layers cannot be divided among 5 ranks. With policy.megatron_cfg.num_layers_in_first_pipeline_stage=4 the "
+        "others take 6 each; as even as can be: "
+        "'policy.megatron_cfg.pipeline_model_parallel_layout=\"Et*5|(t*6|)*3t*5L\"'",
     ),
     (QWEN, ParallelLayout(4, pipeline=4, virtual=3), "28 layers cannot be divided among 4 ranks with 3 chunks each."),
     (QWEN, ParallelLayout(3, context=3), "context_parallel_size: twice it must divide the sequence of 4096 tokens"),
@@ -94,6 +96,24 @@ def test_an_impossible_layout_is_told_the_fix(shape: object, layout: ParallelLay
         check_layout(layout, shape, 4096)  # type: ignore[arg-type]
     assert words in str(raised.value)
     assert all(line.startswith("policy.megatron_cfg.") for line in str(raised.value).splitlines())
+
+
+@given(st.integers(1, 70), st.integers(2, 17), st.integers(1, 4), st.integers(0, 2))
+@settings(max_examples=200, deadline=None)
+def test_layers_are_divided_among_any_ranks_that_they_are_enough_for(
+    num_layers: int, ranks: int, virtual: int, num_mtp: int
+) -> None:
+    found = divisions(num_layers, ranks, virtual, num_mtp)
+    assert bool(found) is (num_layers >= ranks * virtual)
+    for division in found:
+        shape = replace(QWEN, num_layers=num_layers, num_mtp_layers=num_mtp)
+        layout = ParallelLayout(ranks, pipeline=ranks, virtual=virtual, **division._asdict())
+        check_layout(layout, shape, 4096)
+        sizes = [sum(map(len, stage)) for stage in stage_layers(layout, num_layers)]
+        share = -(-num_layers // (ranks * virtual)) * virtual
+        assert max(sizes) <= share, "no rank has more than it must"
+        if division.stages:
+            assert max(sizes) - min(sizes) <= virtual
 
 
 def test_all_problems_are_told_at_once() -> None:

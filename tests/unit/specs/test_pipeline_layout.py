@@ -47,8 +47,10 @@ def test_layouts_that_fit(text: str) -> None:
         ("E(t*999)*999|L", "stands for more than 20000 letters"),
         ("Ett|tttL", "has 5 of t (layer), and the model has 4. Write 4."),
         ("Ett|ttmL", "has 1 of m (head that predicts a further token), and the model has 0"),
-        ("Ett|t|tL", "has 3 stages, and pipeline_model_parallel_size is 2. Change one of them."),
-        ("Et|t|t|tL", "Set virtual_pipeline_model_parallel_size=2."),
+        ("Ett|t|tL", "has 3 stages, and pipeline_model_parallel_size is 2. There must be 2 stages, or a multiple"),
+        ("Ett|t|tL", "virtual_pipeline_model_parallel_size=2 'policy.megatron_cfg.pipeline_model_parallel_layout="),
+        ("Ett|t|tL", 'pipeline_model_parallel_layout="Et|(t|)*2tL"'),
+        ("Et|t|t|tL", "Set policy.megatron_cfg.virtual_pipeline_model_parallel_size=2."),
         ("Et*99999999999999|L", "repeats 't' 999999999999 times. Write fewer."),
     ],
 )
@@ -59,9 +61,8 @@ def test_layouts_that_do_not_fit(text: str, message: str) -> None:
 def test_virtual_stages_are_counted_with_the_ranks() -> None:
     assert not problems("Et|t|t|tL", virtual=2)
     (problem,) = problems("Ett|ttL", virtual=2)
-    assert problem.endswith(
-        "is 2 x virtual_pipeline_model_parallel_size 2. Set virtual_pipeline_model_parallel_size=null."
-    )
+    assert "is 2 x virtual_pipeline_model_parallel_size 2. There must be 2 stages" in problem
+    assert problem.endswith("Set policy.megatron_cfg.virtual_pipeline_model_parallel_size=null.")
 
 
 def test_heads_stand_between_the_last_layer_and_the_loss() -> None:

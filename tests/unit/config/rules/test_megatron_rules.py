@@ -184,7 +184,8 @@ CASES = [
     (
         f"{PIPELINE} M.num_layers_in_first_pipeline_stage=3 M.num_layers_in_last_pipeline_stage=2",
         "pipeline_model_parallel_size",
-        "-1 layers cannot be divided among 0 ranks",
+        "4 layers cannot be divided among 2 ranks with num_layers_in_first_pipeline_stage=3 and "
+        "num_layers_in_last_pipeline_stage=2. Set policy.megatron_cfg.num_layers_in_first_pipeline_stage=null",
         "M.num_layers_in_last_pipeline_stage=1",
     ),
     (
