@@ -12,6 +12,7 @@ from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.documents import MODEL_BYTES, read_json_object
 from nemo_rl_offload.specs.model_keys import overrides_of_run
 from nemo_rl_offload.specs.model_shape import ModelShape, read_model_shape
+from nemo_rl_offload.specs.multimodal import TextPart, text_content, text_part
 
 
 def _qwen(family: str, layers: int, hidden: int, ffn: int, heads: int, groups: int, **other: Any) -> dict[str, Any]:
@@ -51,6 +52,46 @@ def _nemotron(pattern: str, hidden: int, ffn: int, heads: int, groups: int, **ot
         "vocab_size": 131072,
         "tie_word_embeddings": False,
         **other,
+    }
+
+
+def _gemma3(layers: int, hidden: int, ffn: int, heads: int, groups: int, **other: Any) -> dict[str, Any]:
+    """With images."""
+    return {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+            **other,
+        },
+    }
+
+
+def _qwen3_5_moe(
+    layers: int, hidden: int, heads: int, expert_ffn: int, experts: int, chosen: int, value_heads: int
+) -> dict[str, Any]:
+    """With images, and a layer that predicts a further token."""
+    return {
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "model_type": "qwen3_5_moe_text",
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": value_heads,
+            "moe_intermediate_size": expert_ffn,
+            "shared_expert_intermediate_size": expert_ffn,
+            "num_experts": experts,
+            "num_experts_per_tok": chosen,
+            "mtp_num_hidden_layers": 1,
+        },
     }
 
 
@@ -151,6 +192,11 @@ _FURTHER: Mapping[str, Mapping[str, Any]] = {
         "sliding_window_pattern": 6,
         "vocab_size": 262144,
     },
+    "google/gemma-3-4b": _gemma3(34, 2560, 10240, 8, 4),
+    "google/gemma-3-12b": _gemma3(48, 3840, 15360, 16, 8),
+    "google/gemma-3-27b": _gemma3(62, 5376, 21504, 32, 16, head_dim=128, query_pre_attn_scalar=168),
+    "Qwen/Qwen3.5-35B-A3B": _qwen3_5_moe(40, 2048, 16, 512, 256, 8, 32),
+    "Qwen/Qwen3.5-397B-A17B": _qwen3_5_moe(60, 4096, 32, 1024, 512, 10, 64),
     "allenai/Llama-3.1-Tulu-3-8B-SFT": {**_llama(32, 4096, 14336, 32), "vocab_size": 128264},
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": _nemotron(
         "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
@@ -235,9 +281,7 @@ _OTHER_FAMILIES = {
     r"nvidia/.*nemotron-(3|nano)": "nemotron_h",
     r"google/gemma-4": "gemma4",
     r"google/gemma-3n": "gemma3n",
-    r"google/gemma-3": "gemma3",
     r"google/gemma-2": "gemma2",
-    r"qwen/qwen3\.5": "qwen3_5",
     r"qwen/qwen3-next": "qwen3_next",
     r"zai-org/glm-5": "glm_moe_dsa",
     r"zai-org/glm-4\.[567]": "glm4_moe",
@@ -260,7 +304,8 @@ _SAME_SHAPE = {
 
 
 def find_config(name: str) -> Mapping[str, Any] | None:
-    """Return the `config.json` contents of a model by its hub name, variants such as `-Instruct` included.
+    """Return the `config.json` contents of a model by its hub name, variants such as `-Instruct` included; of a
+    multimodal one those of its text part.
 
     None for a model that the catalogue does not have. Case does not matter.
     """
@@ -271,7 +316,7 @@ def find_config(name: str) -> Mapping[str, Any] | None:
     models = {**CATALOGUE, **_FURTHER}
     known = {key.lower(): key for key in (*models, *_SAME_SHAPE)}
     key = known.get(base.lower()) or known.get(name.strip("/").lower())
-    return None if key is None else models[_SAME_SHAPE.get(key, key)]
+    return None if key is None else text_content(models[_SAME_SHAPE.get(key, key)])
 
 
 def other_content(name: str) -> Mapping[str, Any] | None:
@@ -283,7 +328,26 @@ def other_content(name: str) -> Mapping[str, Any] | None:
 
 
 def read_config_file(path: Path) -> Mapping[str, Any]:
-    """Return what a `config.json` holds. Raises ConfigError when it cannot be read."""
+    """Return what a `config.json` holds, that of a multimodal model as its text part's.
+
+    Raises ConfigError when it cannot be read.
+    """
+    content = _read(path)
+    try:
+        return text_content(content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_text_part(path: Path) -> TextPart | None:
+    """Return what is trained of the multimodal model that a `config.json` describes; None for a text model.
+
+    Raises ConfigError when it cannot be read.
+    """
+    return text_part(_read(path))
+
+
+def _read(path: Path) -> Mapping[str, Any]:
     try:
         return read_json_object(path, MODEL_BYTES)
     except OSError as error:

@@ -119,6 +119,7 @@ LATENT_ROPE = rope(("default", "yarn"), latent_rope)
 GEMMA_ROPES = ("default", "linear")
 _NOT_READ = ignored("no effect")
 _OF_FIRST_WEIGHTS = ignored("no effect: steps are clipped in no kernel, and in transformers' plain form alone")
+_WITHOUT_MTP = only(0, because="`policy.megatron_cfg.mtp_num_layers: 0` leaves them out")
 _RENAMED_OF_MAMBA = {
     "chunk_size": "chunk_size",
     "conv_bias": "use_conv_bias",
@@ -145,7 +146,7 @@ _DELTA_NETS = {
     "linear_num_value_heads": whole(),
     "linear_value_head_dim": whole(),
     "mamba_ssm_dtype": _NOT_READ,
-    "mtp_num_hidden_layers": only(0),
+    "mtp_num_hidden_layers": _WITHOUT_MTP,
     "mtp_use_dedicated_embeddings": _NOT_READ,
     "partial_rotary_factor": PARTIAL_ROTARY,
     "rope_parameters": rope(("default",), is_partial=True),
@@ -346,7 +347,7 @@ FAMILIES: dict[str, dict[str, Key]] = {
         "n_shared_experts": only(1),
         "norm_topk_prob": only(True),
         "num_experts_per_tok": experts_chosen(minimum=2),
-        "num_nextn_predict_layers": only(0, because="`policy.megatron_cfg.mtp_num_layers: 0` leaves them out"),
+        "num_nextn_predict_layers": _WITHOUT_MTP,
         "residual_in_fp32": only(False),
         "routed_scaling_factor": positive(),
         "sliding_window": only(None),
@@ -385,8 +386,6 @@ def refusals(content: Content, max_length: int | None = None) -> list[str]:
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         hint = nearest(name, FAMILIES) if isinstance(name, str) else ""
-        if f"{name}_text" in FAMILIES:
-            hint = f" Its text part is, a {name}_text: docs/models.md says how to write it as a folder of its own."
         return [f"model_type {name!r} of config.json is not trained here. Families: {', '.join(FAMILIES)}.{hint}"]
     return [*_refused_values(str(name), family, content), *_refused_together(content, max_length)]
 

@@ -134,8 +134,8 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
 """The types of rotary positions, and what numbers each cannot do without."""
 POSITION_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
 """Keys of a `config.json` about positions."""
-MTP_LAYERS = "num_nextn_predict_layers"
-"""Key of a `config.json`: how many layers predict further tokens."""
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys of a `config.json`: how many layers predict further tokens."""
 ROPE_READ: Mapping[str, tuple[str, ...]] = {
     **ROPE_NUMBERS,
     "yarn": (
@@ -230,7 +230,8 @@ def with_overrides(content: Content, overrides: Content) -> Content:
 def overrides_of_run(content: Content, overrides: Content, mtp_num_layers: int | None) -> Content:
     """What a run says in place of a `config.json` that holds `content`: `overrides` of positions, and that layers which
     predict further tokens are left out, where it wants 0 of them."""
-    return {**overrides, MTP_LAYERS: 0} if mtp_num_layers == 0 and content.get(MTP_LAYERS) else overrides
+    left_out = [key for key in MTP_LAYERS if content.get(key)] if mtp_num_layers == 0 else []
+    return {**overrides, **dict.fromkeys(left_out, 0)}
 
 
 def positions_of(content: Content) -> int:

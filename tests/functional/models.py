@@ -1,7 +1,7 @@
 """Tiny Hugging Face models with random weights, and policies, batches and steps that train them in this process."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
@@ -25,8 +27,12 @@ from transformers import (
     NemotronHForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -103,6 +109,11 @@ _DELTA = {
     "rms_norm_eps": 1e-2,  # a first token's state is one product, which may be next to 0 and is normed
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
+_DELTA_MOE = (
+    {key: value for key, value in _EXPERTS.items() if key != "norm_topk_prob"}
+    | _DELTA
+    | {"shared_expert_intermediate_size": 48}
+)
 _SINKS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 _ROPE = {
@@ -123,7 +134,47 @@ _GEMMA3 = {
         "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     },
 }
-FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_OF_IMAGES = {"mm_tokens_per_image": 4, "boi_token_index": 257, "eoi_token_index": 258, "image_token_index": 259}
+
+
+def _gemma3(**text: Any) -> Gemma3Config:
+    return Gemma3Config(text_config=text, vision_config=_VISION, **_OF_IMAGES)
+
+
+_VISION_OF_QWEN = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+_TOKENS_OF_QWEN = {
+    "image_token_id": 260,
+    "video_token_id": 261,
+    "vision_start_token_id": 262,
+    "vision_end_token_id": 263,
+}
+
+
+def _qwen3_5(**text: Any) -> Qwen3_5Config:
+    return Qwen3_5Config(text_config=text, vision_config=_VISION_OF_QWEN, **_TOKENS_OF_QWEN)
+
+
+def _qwen3_5_moe(**text: Any) -> Qwen3_5MoeConfig:
+    return Qwen3_5MoeConfig(text_config=text, vision_config=_VISION_OF_QWEN, **_TOKENS_OF_QWEN)
+
+
+FAMILIES: dict[str, tuple[Callable[..., Any], type, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -137,15 +188,12 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM, _SINKS),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM, _GEMMA3),
+    "gemma3": (_gemma3, Gemma3ForConditionalGeneration, _GEMMA3),
+    "qwen3_5": (_qwen3_5, Qwen3_5ForConditionalGeneration, _DELTA),
+    "qwen3_5_moe": (_qwen3_5_moe, Qwen3_5MoeForConditionalGeneration, _DELTA_MOE),
     "nemotron_h": (NemotronHConfig, NemotronHForCausalLM, _HYBRID),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, _DELTA),
-    "qwen3_5_moe_text": (
-        Qwen3_5MoeTextConfig,
-        Qwen3_5MoeForCausalLM,
-        {key: value for key, value in _EXPERTS.items() if key != "norm_topk_prob"}
-        | _DELTA
-        | {"shared_expert_intermediate_size": 48},
-    ),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _DELTA_MOE),
     "nemotron_h_latent": (NemotronHConfig, NemotronHForCausalLM, _HYBRID | {"moe_latent_size": 24}),
     "llama_biased": (
         LlamaConfig,

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from models import (
-    FAMILIES,
     make_batch,
     make_policy,
     offload,
@@ -18,11 +17,9 @@ from models import (
     write_model,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
-from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import build_model, export_hf
@@ -143,35 +140,6 @@ def test_a_sequence_of_several_chunks_is_that_of_transformers(tmp_path: Path) ->
         logits = model(ids, torch.arange(150).expand_as(ids), None)
         expected = read_model(folder, "qwen3_5_text")(ids).logits
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_the_text_part_of_a_model_with_images_is_a_folder_of_its_own(tmp_path: Path) -> None:
-    """By the lines of docs/models.md."""
-    torch.manual_seed(0)
-    text_config = {"num_hidden_layers": 2, **FAMILIES["qwen3_5_text"][2]} | {
-        "vocab_size": 260,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    config = Qwen3_5Config(text_config=text_config, vision_config=vision | {"num_position_embeddings": 16})
-    whole = Qwen3_5ForConditionalGeneration(config).float().eval()
-    whole.save_pretrained(tmp_path / "whole")
-    with pytest.raises(ConfigError, match="Its text part is, a qwen3_5_text"):
-        build_model(make_policy(), tmp_path / "whole", num_steps=None)
-    text = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    alone = AutoModelForCausalLM.from_config(text.config, dtype=text.dtype)
-    alone.load_state_dict(text.state_dict())
-    alone.save_pretrained(tmp_path / "text")
-    ids = torch.randint(0, 250, (2, 16), generator=torch.Generator().manual_seed(3))
-    model = build_model(make_policy(), tmp_path / "text", num_steps=None).modules[0].eval()
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model(ids, torch.arange(16).expand_as(ids), None), whole(ids).logits, rtol=0, atol=1e-5
-        )
 
 
 def test_resuming_changes_no_bit(model_folder: Callable[[str], Path], tmp_path: Path) -> None:

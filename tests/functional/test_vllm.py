@@ -62,6 +62,7 @@ def engines(above: int | None = None) -> list[psutil.Process]:
     "family",
     [
         *("qwen2", "qwen3_moe", "gemma3_text", "deepseek_v3_mtp"),
+        pytest.param("gemma3", marks=[pytest.mark.slow, pytest.mark.skipif(not find_spec("torchvision"), reason="")]),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "deepseek_v2")),
     ],
 )

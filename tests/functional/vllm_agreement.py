@@ -34,6 +34,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.worker import VllmWorker
 from nemo_rl_offload.generation.weight_sync import WeightBucket, cut_into_buckets, pack
+from nemo_rl_offload.specs.multimodal import is_of_tower, text_name, text_part
 
 _LATENT = {"qk_rope_head_dim": 16, "max_position_embeddings": 256}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
@@ -41,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256},
     "qwen3_moe": {"head_dim": 32, "max_position_embeddings": 256},
     "gemma3_text": {"head_dim": 32, "max_position_embeddings": 256},
+    "gemma3": {"head_dim": 32, "max_position_embeddings": 256},
     "deepseek_v3_mtp": _LATENT | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
     "glm4_moe_lite_mtp": _LATENT | {"n_routed_experts": 8, "n_group": 1},
     "deepseek_v3": _LATENT | {"q_lora_rank": None, "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
@@ -86,7 +88,9 @@ class Reference:
     def __init__(self, folder: Path, weights: Weights) -> None:
         with tempfile.TemporaryDirectory() as copy:
             shutil.copytree(folder, copy, dirs_exist_ok=True)
-            save_file(weights, Path(copy) / "model.safetensors", {"format": "pt"})
+            whole = load_file(folder / "model.safetensors")
+            whole |= {name: weights[text_name(name)] for name in whole if text_name(name) in weights}
+            save_file(whole, Path(copy) / "model.safetensors", {"format": "pt"})
             self._model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).eval()
 
     @torch.no_grad()
@@ -218,7 +222,12 @@ def compare(family: str, num_updates: int, speculative: str | None) -> dict[str,
             found["refusal"] = str(error)
         torch.distributed.destroy_process_group()
         worker = VllmWorker(config, folder, (END_ID,), can_sleep=True)
-        weights = load_file(folder / "model.safetensors")
+        part = text_part(json.loads((folder / "config.json").read_text()))
+        weights = {
+            text_name(name): weight
+            for name, weight in load_file(folder / "model.safetensors").items()
+            if part is None or not is_of_tower(part, name)
+        }
         found["different"] = [num_different(worker, Reference(folder, weights))]
         for number in range(num_updates):
             before, weights = weights, changed(weights, number)

@@ -142,6 +142,8 @@ moe_parallelizer.*              map   none how DTensor wraps experts
 automodel_kwargs.*              map   none kernels and wrappers of DTensor's models
 automodel_kwargs.force_hf       bool  honoured says whose modules lora_cfg's adapters stand beside in a hybrid model
 automodel_kwargs.freeze_config.* map   none towers for images and audio
+automodel_kwargs.freeze_config.freeze_language_model bool only false [frozen parts of a model] all weights are trained
+automodel_kwargs.freeze_config.freeze_embeddings     bool only false [frozen parts of a model] all weights are trained
 
 [policy.dtensor_cfg.lora_cfg]
 enabled                         bool  honoured becomes megatron_cfg.peft.enabled

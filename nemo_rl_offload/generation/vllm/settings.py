@@ -14,7 +14,7 @@ from nemo_rl_offload.config.rules.vllm import context_length, devices_of_engine
 from nemo_rl_offload.config.schema import GenerationConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.sampling import Sampling
-from nemo_rl_offload.specs.catalogue import read_config_file
+from nemo_rl_offload.specs.catalogue import read_config_file, read_text_part
 from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_FIRST_RUNNER, ENV_OF_SEVERAL_DEVICES
 from nemo_rl_offload.specs.model_keys import Content, rope_section, rope_type, with_overrides
 
@@ -99,6 +99,8 @@ def engine_arguments(
     if generation["stop_strings"]:  # which an engine finds in the text
         tokenizer = resolve_tokenizer_path(config["tokenizer"]["name"])
         arguments |= {"tokenizer": str(tokenizer.resolve()), "skip_tokenizer_init": False}
+    if read_text_part(model_path / "config.json") is not None:
+        arguments["language_model_only"] = True  # prompts are text, and an update brings no weights of a tower
     if overrides := _overrides(model_path, config["hf_config_overrides"]):
         arguments["hf_overrides"] = overrides
     if speculates(generation):

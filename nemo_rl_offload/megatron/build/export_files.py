@@ -23,6 +23,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.documents import MODEL_BYTES, DocumentError, read_json_object
 from nemo_rl_offload.specs.end_tokens import GENERATION_CONFIG
 from nemo_rl_offload.specs.model_keys import Content, with_overrides
+from nemo_rl_offload.specs.multimodal import SECTION, changed_text
 
 MODEL_CONFIG, TOKENIZER_CONFIG, CHAT_TEMPLATE = "config.json", "tokenizer_config.json", "chat_template.jinja"
 PROBES = (
@@ -54,7 +55,8 @@ def write_overrides(folder: Path, overrides: Content) -> None:
     """Say in config.json what the run said of positions. Raises OSError, DocumentError."""
     if overrides:
         path = folder / MODEL_CONFIG
-        write_json(path, with_overrides(read_json_object(path, MODEL_BYTES), overrides))
+        config = read_json_object(path, MODEL_BYTES)
+        write_json(path, changed_text(config, lambda text: with_overrides(text, overrides)))
 
 
 def write_dtype(folder: Path, dtype: str) -> None:
@@ -66,11 +68,11 @@ def write_dtype(folder: Path, dtype: str) -> None:
     config = read_json_object(path, MODEL_BYTES)
     before = deepcopy(config)
     config.pop("quantization_config", None)
-    for section in (config, config.get("text_config")):
+    for section in (config, config.get(SECTION)):
         if isinstance(section, dict):
             # transformers wrote `torch_dtype` before its version 4.56, and reads both.
             keys = [key for key in ("dtype", "torch_dtype") if key in section]
-            section |= dict.fromkeys(keys or ["dtype"], dtype)
+            section |= dict.fromkeys(keys or (["dtype"] if section is config else []), dtype)
     if config != before:
         write_json(path, config)
 

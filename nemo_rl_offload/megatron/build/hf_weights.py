@@ -30,6 +30,8 @@ _SHARED = {"embed_tokens.weight": _EMBEDDING, "shared_head.head.weight": _TIED_H
 """What a layer that predicts a further token uses of the model; public folders hold it again below that layer."""
 _LEFT_OUT = "policy.megatron_cfg.mtp_num_layers"
 """Key that leaves layers out which predict further tokens."""
+_WITHOUT_MTP = ("nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose layers that predict further tokens are left out."""
 _SHOWN = 4
 
 
@@ -124,7 +126,7 @@ def _is_again(auto_bridge: "AutoBridge", there: set[str], name: str, other: str)
 def _superfluous(config: "PretrainedConfig", there: set[str]) -> Iterator[str]:
     """Buffers that are computed, a head that is the embedding, and layers that config.json does not count."""
     for name in there:
-        is_further = name.startswith("mtp.") and config.model_type == "nemotron_h"  # refused unless they count as none
+        is_further = name.startswith("mtp.") and config.model_type in _WITHOUT_MTP  # refused unless they count as none
         if name.endswith("rotary_emb.inv_freq") or _layer_of(name) >= _num_layers(config) or is_further:
             yield name
     if config.tie_word_embeddings and _TIED_HEAD in there:

@@ -37,6 +37,7 @@ from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read, r
 from nemo_rl_offload.megatron.build.lora import bridge_lora, register_lora
 from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
 from nemo_rl_offload.megatron.build.paged_stash import install_paged_stash
+from nemo_rl_offload.megatron.build.text_part import TextWeights
 from nemo_rl_offload.megatron.build.transformer_config import configure_provider
 from nemo_rl_offload.megatron.build.vocabulary import exported_weights, mask_padding, pad_vocabulary
 from nemo_rl_offload.megatron.layers.router_replay import prepare_replay
@@ -46,10 +47,11 @@ from nemo_rl_offload.megatron.runtime.rendezvous import join
 from nemo_rl_offload.observability.start_clock import StartClock
 from nemo_rl_offload.paged_stash.rerun import StepGuard
 from nemo_rl_offload.runs.output import partial_of
-from nemo_rl_offload.specs.catalogue import read_config_file
+from nemo_rl_offload.specs.catalogue import read_config_file, read_text_part
 from nemo_rl_offload.specs.lora import is_adapter
 from nemo_rl_offload.specs.model_families import SPLIT_PACKS, TORCH_LAYERS, needs_torch_layers, windows_or_sinks
 from nemo_rl_offload.specs.model_keys import Content, overrides_of_run, with_overrides
+from nemo_rl_offload.specs.multimodal import module_name
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ class MegatronModel:
     """Opens a part of a step whose device memory is counted for itself."""
     overrides: Content = field(default_factory=dict)
     """What the run says in place of the model's `config.json`."""
+    text_weights: TextWeights | None = None
+    """Of a multimodal model's folder."""
     has_adapters: bool = False
     """Whether adapters are trained, and the model's own weights frozen."""
     weights_are_whole: bool = True
@@ -173,13 +177,18 @@ def build_model(
             bridge()
         with _named(model_path), clock.part("model"):
             auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path), **class_of(content))
-            if overrides:
+            part = read_text_part(model_path / "config.json")
+            if overrides or part is not None:
                 from transformers import AutoConfig
 
                 auto_bridge.hf_pretrained.config = AutoConfig.for_model(**{**content, **class_of(content)})
             provider = make_provider(auto_bridge, content, model_path, policy["max_total_sequence_length"])
         files = _files_of_weights(model_path, content)
-        auto_bridge.hf_pretrained.state.source._key_to_filename_map_cache = files
+        state = auto_bridge.hf_pretrained.state
+        state.source._key_to_filename_map_cache = files
+        text_weights = None if part is None else TextWeights(state.source, part, model_path)
+        if text_weights is not None:
+            state.source = text_weights.source()
         tell_names(auto_bridge.hf_pretrained.config, files)
         pad_vocabulary(provider, policy["megatron_cfg"]["tensor_model_parallel_size"])
         transformer_impl = configure_provider(provider, policy, needs_torch=needs_torch_layers(content) is not None)
@@ -209,6 +218,7 @@ def build_model(
                 *(chunks, provider, auto_bridge, transformer_impl, None, None),
                 has_adapters=has_adapters,
                 overrides=overrides,
+                text_weights=text_weights,
             )
         try:
             with clock.part("optimizer"):
@@ -220,6 +230,7 @@ def build_model(
         *(chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler, guard),
         has_adapters=has_adapters,
         overrides=overrides,
+        text_weights=text_weights,
     )
 
 
@@ -306,16 +317,16 @@ def export_hf(
             for name, weight in exported_weights(model.auto_bridge, model.modules, model.config.vocab_size, cpu=True)
             if dist.get_rank() == 0
         }
-    expected = names_read(model.auto_bridge, model.modules)
+    expected, whole = names_read(model.auto_bridge, model.modules), model.text_weights
     if dist.get_rank() == 0:
         assert weights.keys() == expected, f"an export without {expected ^ weights.keys()}"
         weights |= {name: weights[other].clone() for name, other in repeated_names(model.auto_bridge).items()}
         with _absent_on_failure(partial, destination):
             if dtype is not None:
                 convert(weights, dtype)
-            save_torch_state_dict(weights, partial)
-            readable(partial)
             write_dtype(partial, dtype_name(most_common_dtype(weights)))
+            save_torch_state_dict(weights if whole is None else whole.whole(weights), partial)
+            readable(partial)
             complete(partial)
             shutil.rmtree(destination, ignore_errors=True)
             partial.rename(destination)
@@ -349,6 +360,8 @@ def export_adapter(
         found = list(model.auto_bridge.export_adapter_weights(model.modules, cpu=True, show_progress=False))
     config = model.auto_bridge.hf_pretrained.config
     found = [pair._replace(param_name=name_for_peft(config, pair.param_name)) for pair in found]
+    if model.text_weights is not None:
+        found = [pair._replace(param_name=module_name(pair.param_name)) for pair in found]
     if dist.get_rank() == 0:
         is_zero = {name: not weight.any() for name, weight in found}  # both of an adapter: of a part without a target
         found = [pair for pair in found if not all(is_zero[each] for each in _both_of(pair.param_name))]
@@ -356,7 +369,7 @@ def export_adapter(
         weights = {name: weight.detach().clone(memory_format=torch.contiguous_format) for name, weight in state.items()}
         settings = peft_bridge.build_adapter_config_dict(
             bridge_lora(peft),
-            _modules_for_peft(names, peft["target_modules"]),
+            _modules_for_peft(names, peft["target_modules"], is_part=model.text_weights is not None),
             parameters,
             base_model_name_or_path=base,
         )
@@ -380,10 +393,11 @@ def _both_of(name: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
-def _modules_for_peft(names: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """Of adapters' weights by Hugging Face's names; whole paths where patterns may have left layers out."""
+def _modules_for_peft(names: Sequence[str], targets: Sequence[str], *, is_part: bool) -> list[str]:
+    """Of adapters' weights by Hugging Face's names; whole paths where patterns may have left layers out, or the model
+    has towers with modules of the same names."""
     modules = {name.removesuffix(".weight").rpartition(".lora_")[0] for name in names}
-    is_part = any("*" in target for target in targets)
+    is_part = is_part or any("*" in target for target in targets)
     return sorted(modules if is_part else {module.rpartition(".")[2] for module in modules})
 
 

@@ -56,6 +56,7 @@ FEATURES = {
 NOT_YET = (
     r"model_type '\w+' of config.json is not trained here",
     r"of config.json is not taken in a \w+\. Allowed: ",
+    r"does not divide the model's \d+ key heads of attention, whose output has a gate",
     r"must be true. Megatron-Core is the only training backend",
     r"cannot read the file: No such file",  # inherited from beside the recipes
     r"Environment variable '\w+' not found",

