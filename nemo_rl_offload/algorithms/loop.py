@@ -191,6 +191,12 @@ class TrainingLoop(ABC):
         """
         section, saving = self._section, self.config["checkpointing"]
         self.progress = progress
+        epochs, most, name = section["max_num_epochs"], int(section["max_num_steps"]), self.config["algorithm"]
+        if epochs and self.num_steps < most:
+            progress.show(
+                f"This run ends with step {self.num_steps}, for {name}.max_num_epochs is {epochs}, and not with "
+                f"{name}.max_num_steps {most}. For all of those: {name}.max_num_epochs=null"
+            )
         if section["val_at_start"] and self.step == 0:
             self._validate(logger, progress)
         self._warn(self.notices(), progress)

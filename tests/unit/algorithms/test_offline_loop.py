@@ -115,8 +115,10 @@ def test_dpo_compares_pairs_with_the_start_model(make: Make, tokenizer: Any) -> 
 @pytest.mark.parametrize(("epochs", "steps"), [("1", 3), ("2", 6), ("5", 6), ("null", 6)])
 def test_epochs_end_a_run(epochs: str, steps: int, make: Make) -> None:
     loop, _ = make("sft", f"sft.max_num_epochs={epochs}")
-    run(loop)
+    shown = run(loop).shown
     assert loop.step == loop.num_steps == steps
+    said = [line for line in shown if "sft.max_num_epochs=null" in line]
+    assert [line.split(", ")[0] for line in said] == (["This run ends with step 3"] if steps == 3 else [])
 
 
 def test_validation_takes_so_many_samples(make: Make) -> None:
