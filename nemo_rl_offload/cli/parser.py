@@ -197,7 +197,7 @@ def _add_plan(commands: Commands) -> None:
         help=f"search layouts over the same GPUs instead, and print the N fastest (default: {NUM_LAYOUTS})",
     )
     plan.add_argument("--format", choices=("table", "json"), default="table")
-    plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan as one HTML page")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan as one HTML page; not with --layouts")
     plan.add_argument(
         "--write",
         type=Path,

@@ -58,6 +58,7 @@ _OCTAL = re.compile(r"[-+]?0[0-7_]*[0-7]")
 _SEXAGESIMAL = re.compile(r"[-+]?([1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*)")
 _BINARY = re.compile(r"[-+]?0b[01_]+")
 _SWITCH = re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
+_DATA = (".jsonl", ".csv", ".parquet", ".arrow")
 _USUAL_CAUSES = {
     "mapping values are not allowed in this context": (
         ". Usually a line above lacks the blank after its colon, a line is indented otherwise than those beside it, or "
@@ -220,6 +221,10 @@ def as_document_error(error: Exception, path: Path, text: str = "") -> DocumentE
         if line is not None and _is_indented_by_tab(text, line):
             return DocumentError("is indented with a tab, which YAML does not take. Write blanks", path, line)
         problem = str(error.problem or error.context)
+        if path.suffix in _DATA:
+            return DocumentError(
+                f"is no YAML ({problem}): {path.suffix} is of data, not of a configuration", path, line
+            )
         return DocumentError(f"{problem}{_USUAL_CAUSES.get(problem, '')}", path, line)
     if isinstance(error, yaml.reader.ReaderError):
         code = error.character if isinstance(error.character, int) else ord(error.character)

@@ -458,9 +458,22 @@ def _data_paths(get: Get) -> Iterator[str]:
         )
 
 
+def _split_sizes(get: Get) -> dict[str, float]:
+    """By their keys."""
+    further = enumerate(get("data.train.further"))
+    paths = {f"data.train.further.{number}": each["split_validation_size"] for number, each in further}
+    sizes = {"data.train": get("data.train.split_validation_size")} | paths
+    return {f"{path}.split_validation_size": size for path, size in sizes.items()}
+
+
 def _takes_from_training(get: Get) -> bool:
-    further = [each["split_validation_size"] for each in get("data.train.further")]
-    return any([get("data.train.split_validation_size"), *further])
+    return any(_split_sizes(get).values())
+
+
+def _parts_of_records(get: Get) -> Iterator[str]:
+    for path, size in _split_sizes(get).items():
+        if size > 1 and size != int(size):
+            yield f"{path}: {size} is neither a share below 1 nor a number of records. Set {int(size)}, or a share."
 
 
 def validates(get: Get) -> bool:
@@ -501,6 +514,7 @@ TASK_RULES: tuple[Rule, ...] = (
     function_path,
     _scorer_limits,
     *(partial(_thinking_tags, section) for section in ("env.math", "env.code_tests")),
+    _parts_of_records,
     _samples_per_step,
     _groups,
     _turns_fit,

@@ -266,6 +266,9 @@ def _load_weights(auto_bridge: "AutoBridge", chunks: list[ModelChunk], model_pat
         )
 
 
+_CANNOT = "Megatron-Bridge cannot take it"
+
+
 @contextmanager
 def _named(model_path: Path) -> Iterator[None]:
     """Whatever transformers or Bridge raises becomes a message about the model: they read what the user brought.
@@ -280,7 +283,8 @@ def _named(model_path: Path) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         reason = " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__
-        raise ConfigError(f"policy.model_name: {model_path}: Megatron-Bridge cannot take it: {reason}") from error
+        cannot = "its weights have other shapes than its config.json says" if "Shape mismatch" in reason else _CANNOT
+        raise ConfigError(f"policy.model_name: {model_path}: {cannot}: {reason}") from error
 
 
 def export_hf(

@@ -50,6 +50,10 @@ def summary_lines(plan: JobPlan) -> list[str]:
             f"{titles[name]}: peak {gib(outcome['peak_bytes'])}, step {shown_time(outcome['step_ms'])} "
             f"({change:+.1f} %), host {gib(outcome['host_bytes'])} per rank{recompute and f'; {recompute}'}"
         )
+    fullest = max(data["phases"], key=lambda phase: phase["peak_bytes"])
+    if fullest["peak_bytes"] > outcomes["chosen"]["peak_bytes"]:
+        most = f"{fullest['phase']}, {gib(fullest['peak_bytes'])}"
+        lines.append(f"these peaks are of training; what is chosen takes most in {most}")
     parts = {name: size for name, size in host["parts"].items() if name != "activations"}
     lines.append(
         f"host memory per node: {gib(host['per_node_bytes'])} of {gib(host['memory_per_node_bytes'])}; per rank "

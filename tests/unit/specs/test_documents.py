@@ -162,6 +162,14 @@ def doubled(value: str, depth: int) -> str:
 
 
 @pytest.mark.sampled(5)
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_data_in_the_place_of_a_configuration(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"chats{suffix}"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    with pytest.raises(DocumentError, match=rf"chats\{suffix}:2: is no YAML .* \{suffix} is of data, not of a config"):
+        read_yaml(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

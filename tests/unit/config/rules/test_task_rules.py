@@ -219,6 +219,12 @@ ALGORITHM_CASES = [
     ),
     (MATH, "data.train.path", "data.env_name math takes problems from a file", FILES),
     (f"{MATH} data.train.path=x", "data.validation.path", "turn validation off", FILES),
+    (
+        f"{MATH} data.train.path=x data.train.split_validation_size=40.7",
+        "data.train.split_validation_size",
+        "40.7 is neither a share below 1 nor a number of records. Set 40, or a share.",
+        f"{MATH} data.train.path=x data.train.split_validation_size=40",
+    ),
     (f"{FUNCTION} {FILES}", "env.function.path", "missing value. Give one", "env.function.path=my.scores:by_length"),
     (
         f"{FUNCTION} {FILES} env.function.path=my/scores",

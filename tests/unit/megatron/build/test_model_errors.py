@@ -21,6 +21,12 @@ def test_anything_else_is_named_after_the_model() -> None:
         raise RuntimeError("no such head")
 
 
+def test_weights_of_other_shapes_are_told_as_such() -> None:
+    told = r"^policy\.model_name: model: its weights have other shapes than its config\.json says: Shape mismatch for"
+    with pytest.raises(ConfigError, match=told), _named(Path("model")):
+        raise ValueError("Shape mismatch for megatron param embedding.word_embeddings.weight:\n  Expected shape: [328]")
+
+
 @pytest.mark.parametrize(
     ("content", "num_ranks", "is_packed", "words"),
     [

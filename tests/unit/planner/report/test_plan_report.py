@@ -12,6 +12,7 @@ from rich.console import Console
 
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
+from nemo_rl_offload.planner.report import tables
 from nemo_rl_offload.planner.report.data import plan_data
 from nemo_rl_offload.planner.report.html import plan_html
 from nemo_rl_offload.planner.report.overlay import plan_overlay
@@ -58,6 +59,18 @@ def test_data_is_json_and_adds_up(plan: JobPlan) -> None:
             assert (row["copies"] == "-") == ("host" not in row["goes"])
             assert (row["link_ms_per_microbatch"] > 0) == ("host" in row["goes"])
             assert (row["recompute_ms_per_microbatch"] > 0) == ("recomputed" in row["goes"])
+
+
+def test_a_phase_that_takes_more_than_training_is_said_beside_its_peaks(
+    plan: JobPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = plan_data(plan)
+    most = data["outcomes"]["chosen"]["peak_bytes"]
+    for size, count in ((most, 0), (most + GIB, 1)):
+        phases = [{**data["phases"][0], "phase": "optimizer step", "peak_bytes": size}]
+        monkeypatch.setattr(tables, "plan_data", lambda _, phases=phases: {**data, "phases": phases})
+        said = [line for line in summary_lines(plan) if "takes most in optimizer step" in line]
+        assert len(said) == count, said
 
 
 def test_the_terminal_shows_every_module_of_every_stage(plan: JobPlan) -> None:
