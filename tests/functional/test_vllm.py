@@ -147,7 +147,8 @@ def test_what_latent_attention_decodes_with_follows_an_update(dtype: torch.dtype
     addresses = attention.W_UK_T.data_ptr(), attention.W_UV.data_ptr()
     worker = WeightsInPlace()
     attention.load_weights = lambda weights: attention.kv_b_proj.weight.copy_(dict(weights)["kv_b_proj"])
-    worker.model_runner, worker.model_config = SimpleNamespace(model=attention), SimpleNamespace(dtype=dtype)
+    worker.model_runner = SimpleNamespace(model=attention)
+    worker.model_config = SimpleNamespace(dtype=dtype, hf_config=SimpleNamespace(model_type="deepseek_v3"))
 
     weight = torch.randn(num_heads * (nope + value), rank)
     worker.begin_update()
