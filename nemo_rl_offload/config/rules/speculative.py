@@ -40,16 +40,26 @@ def _keys(get: Get) -> Iterator[str]:
         if key not in _KEYS:
             yield f"{SPECULATIVE}.{key}: not supported here.{nearest(str(key), _KEYS)} Allowed: {', '.join(_KEYS)}."
     method = section.get("method")
-    if method not in METHODS:
+    if method is None:
+        yield f"{SPECULATIVE}.method: missing value. Allowed: {', '.join(METHODS)}."
+    elif method not in METHODS:
         yield (
             f"{SPECULATIVE}.method: {json.dumps(method, default=str)} asks for draft models, not supported here: of "
             f"this kind.{nearest(str(method), METHODS)} Allowed: {', '.join(METHODS)}."
         )
-    for key in ("num_speculative_tokens", "draft_tensor_parallel_size"):
-        value = section.get(key, 1 if key == "draft_tensor_parallel_size" else None)
-        if type(value) is not int or not 1 <= value <= MOST_TOKENS:
-            shown = json.dumps(value, default=str)[:60]
-            yield f"{SPECULATIVE}.{key}: {shown} is not allowed. Allowed: a whole number from 1 to {MOST_TOKENS}."
+    value = section.get("num_speculative_tokens")
+    if type(value) is not int or not 1 <= value <= MOST_TOKENS:
+        shown = json.dumps(value, default=str)[:60]
+        yield (
+            f"{SPECULATIVE}.num_speculative_tokens: {shown} is not allowed. Allowed: a whole number from 1 to "
+            f"{MOST_TOKENS}."
+        )
+    own, size = section.get("draft_tensor_parallel_size"), get(f"{CFG}.tensor_parallel_size")
+    if own is not None and (type(own) is not int or own != size):
+        yield (
+            f"{SPECULATIVE}.draft_tensor_parallel_size: {json.dumps(own, default=str)[:60]} is not "
+            f"{CFG}.tensor_parallel_size, {size}, and nothing else has been tried. Leave it out."
+        )
 
 
 def _what_drafts(get: Get) -> Iterator[str]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.lora import is_adapter
@@ -50,6 +49,8 @@ def names_read(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> set[s
 
     Bridge tells those of all pipeline stages, and of this rank's experts.
     """
+    from megatron.core import parallel_state
+
     here = {name for task in auto_bridge.get_conversion_tasks(list(chunks)) if task for name in _names(task.mapping)}
     group = parallel_state.get_expert_model_parallel_group()
     everywhere: list[set[str]] = [set()] * group.size()

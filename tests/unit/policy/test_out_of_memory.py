@@ -188,7 +188,7 @@ def test_numbers_of_a_proposal_are_not_truth_values() -> None:
 def test_packs_are_made_smaller_by_their_tokens() -> None:
     packs = ("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=65536")
     error = str(out_of_memory(policy(*packs), Path("nowhere"), 1, H100))
-    assert "train_mb_tokens=16384" in error
+    assert "train_mb_tokens=8192 or" in error  # with 16384 it takes 92 GiB
     assert "train_micro_batch_size" not in error
 
 

@@ -60,6 +60,11 @@ def model(tmp_path: Path) -> Any:
 
 def test_a_model_drafts(said: Any) -> None:
     assert said(BY_MODEL) == {}
+    assert (
+        said(BY_MODEL | {"draft_tensor_parallel_size": 1})
+        == said(BY_MODEL | {"draft_tensor_parallel_size": None})
+        == {}
+    )
     assert said(BY_MODEL, f"{GENERATION}.top_k=5", f"{GENERATION}.val_top_p=0.9") == {}
 
 
@@ -85,12 +90,13 @@ def test_a_model_without_one_such_layer_is_refused(num_layers: int, said: Any, m
             '"eagle3" asks for draft models, not supported here: of this kind',
         ),
         (BY_MODEL | {"method": "draft_modl"}, ".method", "Did you mean 'draft_model'?"),
-        ({"num_speculative_tokens": 2}, ".method", "null asks for draft models"),
+        ({"num_speculative_tokens": 2}, ".method", "missing value. Allowed: draft_model"),
         (BY_MODEL | {"rejection_sample_method": "synthetic"}, ".rejection_sample_method", "not supported here"),
         (BY_MODEL | {"num_speculative_token": 3}, ".num_speculative_token", "Did you mean 'num_speculative_tokens'?"),
         (BY_MODEL | {"num_speculative_tokens": 0}, ".num_speculative_tokens", "a whole number from 1 to 32"),
         ({"method": "draft_model", "model": str(MODEL)}, ".num_speculative_tokens", "null is not allowed"),
-        (BY_MODEL | {"draft_tensor_parallel_size": "2"}, ".draft_tensor_parallel_size", '"2" is not allowed'),
+        (BY_MODEL | {"draft_tensor_parallel_size": "1"}, ".draft_tensor_parallel_size", '"1" is not policy.gen'),
+        (BY_MODEL | {"draft_tensor_parallel_size": 2}, ".draft_tensor_parallel_size", "tensor_parallel_size, 1, and"),
         ({"method": "draft_model", "num_speculative_tokens": 1}, ".model", "missing value"),
         (BY_LAYER, ".method", "tried in deepseek_v3 alone"),
         (BY_LAYER | {"model": "x"}, ".model", "has no effect with method deepseek_mtp"),
