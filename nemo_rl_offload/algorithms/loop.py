@@ -19,7 +19,7 @@ from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_rl_offload.config.schema import DistillationConfig, DPOConfig, GRPOConfig, MasterConfig, SFTConfig
 from nemo_rl_offload.errors import CheckpointError, ResourceError, TrainingError, WorkerError
 from nemo_rl_offload.observability.logger import MetricLogger
-from nemo_rl_offload.observability.progress import Progress
+from nemo_rl_offload.observability.progress import Progress, described
 from nemo_rl_offload.observability.start_clock import StartClock, told
 from nemo_rl_offload.observability.step_profile import since_1970
 from nemo_rl_offload.policy.interface import PolicyInterface
@@ -274,6 +274,9 @@ class TrainingLoop(ABC):
     def _validate(self, logger: MetricLogger, progress: Progress) -> None:
         self.validate(logger)
         self.folder.check()
+        names = (self.validation_metric, *self.progress_metrics)
+        measured = {name: value for name in names if (value := self._validation_metrics.get(name)) is not None}
+        progress.show("  ".join([f"validation at step {self.step}", *described(measured)]))
         self._warn(self.keep_samples(), progress)
         for line in self.samples_to_show():
             progress.show(line)

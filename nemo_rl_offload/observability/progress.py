@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -53,7 +54,7 @@ class Progress:
         """
         if self._first_step is None:
             self._first_step = step
-        parts = [f"{self._time_left(step)} left", *_describe(fields)]
+        parts = [f"{self._time_left(step)} left", *described(fields)]
         if self._bar is not None:
             room = self._bar.console.width - len(f"{step}/{self._total} ") - BAR_WIDTH - 1
             while len(parts) > 1 and len("  ".join(parts)) > room:
@@ -113,7 +114,8 @@ class Progress:
             self._bar.stop()
 
 
-def _describe(fields: dict[str, float | None]) -> list[str]:
+def described(fields: Mapping[str, float | None]) -> list[str]:
+    """Figures with their names and units, as `Progress.update` shows them."""
     return [_format(name, value) for name, value in fields.items() if value is not None]
 
 

@@ -37,7 +37,7 @@ def outcome(sample: SampleRecord) -> str:
 def sample_lines(samples: Sequence[SampleRecord], num_all: int) -> Iterator[str]:
     """Lines for a terminal with some of a validation's ``num_all`` samples."""
     if samples:
-        yield f"validation at step {samples[0]['step']}: {len(samples)} of {num_all} responses"
+        yield f"{len(samples)} of {num_all} responses:"
     for sample in samples:
         yield f"  {outcome(sample)}"
         yield f"    prompt    {visible(shortened(sample['prompt'], PROMPT_CHARACTERS))}"

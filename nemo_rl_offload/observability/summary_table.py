@@ -54,7 +54,9 @@ def _run_rows(summary: Summary) -> dict[str, str]:
 
 
 def validation_figures(summary: Summary, shown: Callable[[float | None], str], arrow: str) -> str:
-    """The first and the last, or the only one."""
+    """The first and the last, the only one, or that there was none."""
+    if summary["validation"]["last"] is None:
+        return "none"
     first, last = shown(summary["validation"]["first"]), shown(summary["validation"]["last"])
     return f"{last}, measured once" if summary.get("num_validations") == 1 else f"{first}{arrow}{last}"
 

@@ -298,7 +298,16 @@ def test_how_long_a_checkpoint_took_is_shown_where_that_is_long(
     monkeypatch.setattr(loop_module, "WORTH_SAYING_S", 0.0)
     shown: Any = Recorder()
     make(tmp_path / "checkpoints")[0].run(shown, shown, Termination(0))
-    assert [line.split(":")[0] for line in shown.shown] == [f"checkpoint of step {step}" for step in (2, 4, 6)]
+    told = [line.split(":")[0] for line in shown.shown if line.startswith("checkpoint")]
+    assert told == [f"checkpoint of step {step}" for step in (2, 4, 6)]
+
+
+def test_each_validation_says_what_it_measured(tmp_path: Path) -> None:
+    shown: Any = Recorder()
+    make(tmp_path / "checkpoints")[0].run(shown, shown, Termination(0))
+    found = [(step, metrics["loss"]) for (step, prefix), metrics in shown.logged.items() if prefix == "validation"]
+    assert shown.shown == [f"validation at step {step}  loss {loss:.3g}" for step, loss in found]
+    assert found
 
 
 def test_warnings_of_the_workers_are_shown_and_kept(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def summary(**changes: Any) -> dict[str, Any]:
         "world_size": 2,
         "wall_seconds": 3725.4,
         "validation_metric": "accuracy",
-        "validation": {"first": 0.315, "last": None},
+        "validation": {"first": None, "last": None},
         "train": {"loss": -0.01234567},
         "paged_stash": None,
         "offload": {
@@ -54,7 +54,7 @@ def test_a_single_validation_is_no_change() -> None:
 def test_every_figure_is_shown() -> None:
     shown, text = rows(summary(run_dir="results/x"))
     assert shown == {
-        "validation accuracy": "0.315 -> -",
+        "validation accuracy": "none",
         "training loss": "-0.01235",
         "wall time": "1:02:05",
         "workers": "2",
