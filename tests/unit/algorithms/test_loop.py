@@ -304,7 +304,7 @@ def test_how_long_a_checkpoint_took_is_shown_where_that_is_long(
 
 def test_each_validation_says_what_it_measured(tmp_path: Path) -> None:
     shown: Any = Recorder()
-    make(tmp_path / "checkpoints")[0].run(shown, shown, Termination(0))
+    make(tmp_path)[0].run(shown, shown, Termination(0))
     found = [(step, metrics["loss"]) for (step, prefix), metrics in shown.logged.items() if prefix == "validation"]
     assert shown.shown == [f"validation at step {step}  loss {loss:.3g}" for step, loss in found]
     assert found
