@@ -63,6 +63,8 @@ class _GroupedLinear(torch.autograd.Function):
         dy = dy.contiguous()
         dx = F.grouped_mm(dy, expert_stack(tuple(weights)), offs=offsets) if ctx.needs_input_grad[0] else None
         dw = F.grouped_mm(dy.transpose(0, 1), x, offs=offsets)
+        is_idle = offsets.diff(prepend=offsets.new_zeros(1)) == 0
+        dw.masked_fill_(is_idle[:, None, None], 0)  # which Blackwell's kernel leaves unwritten: pytorch issue 172439
         return dx, None, *dw.unbind(0)
 
 

@@ -124,6 +124,27 @@ def test_no_token_at_all() -> None:
     assert all(torch.equal(weight.grad, torch.zeros(OUT, IN)) for weight in experts_of(linear))
 
 
+def test_experts_without_a_token_have_no_gradient_where_the_product_leaves_theirs_unwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fake of what Blackwell's kernel does."""
+    product = torch.nn.functional.grouped_mm
+
+    def leaves_out(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        result = product(a, b, offs=offs)
+        if result.dim() == 3:
+            result[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return result
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaves_out)
+    linear = make_linear(4)
+    y, _ = linear(torch.randn(5, IN), [0, 3, 0, 2])
+    y.sum().backward()
+    gradients = [weight.grad for weight in experts_of(linear)]
+    assert [gradient is not None and bool(gradient.any()) for gradient in gradients] == [False, True, False, True]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+
+
 def test_saves_the_parameters_themselves() -> None:
     linear = make_linear(3)
     saved: list[Tensor] = []
