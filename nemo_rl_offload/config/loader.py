@@ -366,6 +366,12 @@ def resolve_model_path(name: str) -> Path:
     return _resolve_folder(name, "config.json")
 
 
+def is_folder_here(name: str) -> bool:
+    """Whether there is a folder where `resolve_model_path` looks, whatever it holds. Raises ConfigError as that does
+    for what is no path."""
+    return any(candidate.is_dir() for candidate in _candidates(name))
+
+
 def resolve_tokenizer_path(name: str) -> Path:
     """Return the local folder of a Hugging Face tokenizer, by the rules of `resolve_model_path`."""
     return _resolve_folder(name, "tokenizer_config.json")
@@ -425,6 +431,8 @@ def _resolve_folder(name: str, required_file: str) -> Path:
     snapshot = downloaded(name, "model")
     if snapshot is not None and (snapshot / required_file).is_file():
         return snapshot
+    if folder := next((candidate for candidate in candidates if candidate.is_dir()), None):
+        raise ConfigError(f"the folder {folder} has no {required_file}. Is the download complete?")
     looked = ", ".join(str(candidate) for candidate in candidates)
     near = _beside(candidates, lambda folder: (folder / required_file).is_file())
     how = "Model hubs are not used: give the path of a downloaded folder."

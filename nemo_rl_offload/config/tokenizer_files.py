@@ -28,10 +28,15 @@ class TokenizerFiles:
     """Names of special tokens (`eos_token`, ...) and their texts."""
     ids: dict[str, int]
     """Tokens of their own, which no text is cut into, and their ids."""
-    highest_id: int | None
-    """Of all tokens; None where no file lists them."""
+    vocabulary: dict[str, int]
+    """All tokens and their ids; empty where no file lists them."""
     templates: dict[str, str]
     """Chat templates by name; the one that counts unless another is asked for is `default`."""
+
+    @property
+    def highest_id(self) -> int | None:
+        """Of all tokens; None where no file lists them."""
+        return max(self.vocabulary.values(), default=None)
 
     @property
     def eos_id(self) -> int | None:
@@ -63,18 +68,30 @@ def _read(folder: Path, tokens_stamp: int | None, _config_stamp: int) -> Tokeniz
     special = {name: text for name, text in values.items() if text is not None}
     listed = config.get("added_tokens_decoder", {})
     ids = {text: int(number) for number, token in listed.items() if (text := _text(token))}
-    highest = None
+    all_ids = dict[str, int]()
     if tokens_stamp is not None:
         content = _json(folder / "tokenizer.json")
         ids |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
         vocabulary = model.get("vocab") if isinstance(model := content.get("model"), dict) else None
         if not isinstance(vocabulary, dict | list):
             raise DocumentError("has no model with a vocab", folder / "tokenizer.json")
-        highest = max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary) - 1
-        highest = max([highest, *ids.values()])
+        pieces = vocabulary if isinstance(vocabulary, dict) else {each[0]: at for at, each in enumerate(vocabulary)}
+        all_ids = {**pieces, **ids}
     return TokenizerFiles(
-        special, {text: number for text, number in ids.items() if text}, highest, _own(folder, config)
+        special, {text: number for text, number in ids.items() if text}, all_ids, _own(folder, config)
     )
+
+
+def differing_token(some: TokenizerFiles, other: TokenizerFiles) -> str | None:
+    """A token that has another id in the other tokenizer, or none; None where the files show no difference.
+
+    Special tokens are left out that a tokenizer may add itself when it is loaded.
+    """
+    if not (some.vocabulary and other.vocabulary):
+        return None
+    different = dict(some.vocabulary.items() ^ other.vocabulary.items())
+    added = {*some.special.values(), *other.special.values()}
+    return min(different.keys() - added, key=lambda token: (different[token], token), default=None)
 
 
 def _own(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -119,7 +119,7 @@ def examine(raw: Mapping[str, Any] | LoadedConfig, *, run_here: bool) -> Finding
     get = _Reader(loaded.values, [*reported, *loaded.refused], frozenset() if loaded.is_recipe else loaded.inherited)
     lines = [f"{path}: {text}" for path, text in (_causes(reported, loaded) | {**loaded.refused}).items()]
     lines += [line for rule in RULES for line in _run(rule, get)]
-    lines = [line for line in lines if not _is_lacking_for(line, loaded.refused)]
+    lines = [line for line in lines if not (_is_lacking_for(line, loaded.refused) or _is_section_of(line, lines))]
     here = [line for rule in RULES_OF_THIS_MACHINE for line in _run(rule, get) if line not in lines]
     lines += here if run_here else []
     problems = [Problem("", text, "") for text in loaded.problems] + [problem_at(line, loaded) for line in lines]
@@ -145,6 +145,14 @@ def _is_lacking_for(line: str, refused: Mapping[str, str]) -> bool:
     if path.startswith("teacher."):
         return any("cross-tokenizer distillation" in why for why in refused.values())
     return path.startswith(_OF_PROBLEMS) and any(each.startswith(_OF_PROBLEMS) for each in refused)
+
+
+def _is_section_of(line: str, lines: Sequence[str]) -> bool:
+    """Whether a section is unknown because no environment has its name, which another line says where it is chosen."""
+    unknown = re.match(r"env\.([^.:]+): unknown key", line)
+    return unknown is not None and any(
+        re.match(rf'data\.\S*env_name: "{re.escape(unknown[1])}" ', each) for each in lines
+    )
 
 
 def problem_at(line: str, loaded: LoadedConfig) -> Problem:

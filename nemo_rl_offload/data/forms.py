@@ -35,14 +35,23 @@ _UNREAD_COLUMNS = ("functions", "chat_template_kwargs")
 _EMPTY: tuple[object, ...] = (None, [], {}, "", "[]", "{}")
 _QUESTION_COLUMNS = ("question", "problem", "input", "instruction")
 """Of pairs of plain text: where the prompt is besides `prompt`, where a record has one of them."""
+_COMPARED_COLUMNS = (
+    ("context", "response1", "response2", "overall_preference"),
+    ("prompt", "response_1", "response_2", "preference_strength"),
+)
+"""Of HelpSteer3 and HelpSteer2: prompt, answers, and a number that is below 0 where the first is better."""
+_CHOSEN_COLUMNS = ("prompt", "response_0", "response_1", "better_response_id")
+"""Of PKU-SafeRLHF: prompt, answers, and which of them is better."""
 _TEXT_COLUMNS = (
     ("prompt", "completion"),
     *((name, "chosen", "rejected") for name in ("prompt", *_QUESTION_COLUMNS)),
-    ("context", "response1", "response2"),
+    *(columns[:3] for columns in (*_COMPARED_COLUMNS, _CHOSEN_COLUMNS)),
 )
 _WORD = re.compile(r"\S+")
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-_SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
+_SPEAKER_ROLES = {"Human": "user", "User": "user", "Assistant": "assistant"}
+_HELPSTEER2_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
+"""What stands between the turns of a prompt."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 type Answers = dict[str, list[Message]]
@@ -177,8 +186,11 @@ def _begins_with(text: str, beginning: str) -> bool:
 def _pair(content: Mapping[str, object]) -> tuple[list[Message] | None, Answers]:
     """The prompt, if there is one, and the answers, the better first; they may hold the prompt."""
     has = content.keys()
-    if has >= {"context", "response1", "response2", "overall_preference"}:
-        return _read("context", content["context"], _columns(content, *_compared(content["overall_preference"])))
+    for asked, *compared in _COMPARED_COLUMNS:
+        if has >= {asked, *compared}:
+            return _read(asked, _helpsteer2_turns(content[asked]), _columns(content, *_compared(content, *compared)))
+    if has >= set(_CHOSEN_COLUMNS):
+        return _read("prompt", content["prompt"], _columns(content, *_better(content, *_CHOSEN_COLUMNS[1:])))
     if has >= {"chosen", "rejected"}:
         if (score := content.get("score_chosen")) is not None and score == content.get("score_rejected"):
             raise UndecidedPairError("tie")
@@ -219,12 +231,29 @@ def _columns(content: Mapping[str, object], *names: str) -> dict[str, object]:
     return {name: content[name] for name in names}
 
 
-def _compared(preference: object) -> tuple[str, str]:
+def _helpsteer2_turns(prompt: object) -> object:
+    """Its turns, where a text has several."""
+    if not isinstance(prompt, str) or not _HELPSTEER2_TURN.search(prompt):
+        return prompt
+    first, *parts = _HELPSTEER2_TURN.split(prompt)
+    turns = [("User", first), *zip(parts[::2], parts[1::2], strict=True)]
+    return [{"role": _SPEAKER_ROLES[speaker], "content": said} for speaker, said in turns]
+
+
+def _compared(content: Mapping[str, object], first: str, second: str, name: str) -> tuple[str, str]:
+    preference = content[name]
     if isinstance(preference, bool) or not isinstance(preference, int | float) or preference != preference:
-        raise BadRecordError(f"overall_preference is {preference!r}, not a number: below 0 for response1, above for 2")
+        raise BadRecordError(f"{name} is {preference!r}, not a number: below 0 for {first}, above for {second}")
     if preference == 0:
         raise UndecidedPairError("tie")
-    return ("response1", "response2") if preference < 0 else ("response2", "response1")
+    return (first, second) if preference < 0 else (second, first)
+
+
+def _better(content: Mapping[str, object], first: str, second: str, name: str) -> tuple[str, str]:
+    better = content[name]
+    if type(better) is not int or better not in (0, 1):
+        raise BadRecordError(f"{name} is {better!r}, not 0 for {first} or 1 for {second}")
+    return (second, first) if better else (first, second)
 
 
 def _ranked(completions: object) -> dict[str, object]:

@@ -10,7 +10,7 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.tokenizer_files import OWN, chosen_template, ends_of_turns, read_tokenizer_files
 from nemo_rl_offload.data.tokenizer import Tokenizer, added_tokens, load_tokenizer, special_ids
 from nemo_rl_offload.errors import ConfigError, DataError
-from nemo_rl_offload.specs.catalogue import read_config_file
+from nemo_rl_offload.specs.catalogue import key_in_file, read_config_file
 from nemo_rl_offload.specs.chat_template import turn_texts
 from nemo_rl_offload.specs.model_shape import parse_model_shape
 from nemo_rl_offload.specs.stop_strings import never_written
@@ -91,10 +91,11 @@ def response_ends(policy: PolicyConfig, tokenizer: Tokenizer, end_ids: tuple[int
 def check_vocabulary(tokenizer: Tokenizer, folder: Path, model: Path) -> None:
     """Raise DataError where the model in its folder lacks tokens of the tokenizer in another one."""
     highest = max(tokenizer.get_vocab().values())
-    vocab_size = parse_model_shape(read_config_file(model / "config.json")).shape.vocab_size
+    file = model / "config.json"
+    vocab_size = parse_model_shape(read_config_file(file)).shape.vocab_size
     if vocab_size and highest >= vocab_size:
         raise DataError(
             f"policy.tokenizer.name: the tokenizer in {folder} has ids up to {highest}, and the model in {model} has "
-            f"{vocab_size} tokens (vocab_size of its config.json). Take the model's own tokenizer, or remove the added "
-            "tokens that the model does not have."
+            f"{vocab_size} tokens ({key_in_file(file, 'vocab_size')} of its config.json). Take the model's own "
+            "tokenizer, or remove the added tokens that the model does not have."
         )

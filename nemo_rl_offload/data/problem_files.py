@@ -12,29 +12,33 @@ ANSWERS = ("answer", "expected_answer", "output")
 
 
 def read_problems(
-    records: Sequence[Record], *, name: str, needs_answer: bool, needs_tests: bool = False, skips_bad: bool
-) -> list[Problem]:
-    """Return the problems of records; ``name`` is the section that messages begin with.
+    *parts: Sequence[Record], name: str, needs_answer: bool, needs_tests: bool = False, skips_bad: bool
+) -> list[list[Problem]]:
+    """Return the problems of each part of the records; ``name`` is the section that messages begin with.
 
     A problem's ``entry`` is the record, with the answer as text under ``answer``; where it needs tests these under
     ``tests``.
 
     Raises:
-        DataError: there are none, or records that cannot be used and are not skipped.
+        DataError: the first part has none, or there are records that cannot be used and are not skipped.
     """
-    problems: list[Problem] = []
     bad: list[tuple[str, str]] = []
-    for record in records:
-        try:
-            if isinstance(record.content, str):
-                raise ValueError(record.content)
-            problems.append(_problem(record.content, name, needs_answer, needs_tests))
-        except ValueError as error:
-            bad.append((record.place, str(error)))
-    report_bad_records(name, bad, num_good=len(problems), skips_bad=skips_bad)
-    if not problems:
+    found: list[list[Problem]] = []
+    for records in parts:
+        problems: list[Problem] = []
+        for record in records:
+            try:
+                if isinstance(record.content, str):
+                    raise ValueError(record.content)
+                problems.append(_problem(record.content, name, needs_answer, needs_tests))
+            except ValueError as error:
+                bad.append((record.place, str(error)))
+        found.append(problems)
+    num_good = min((len(problems) for records, problems in zip(parts, found, strict=True) if records), default=0)
+    report_bad_records(name, bad, num_good=num_good, skips_bad=skips_bad)
+    if not found[0]:
         raise DataError(f"{name}.path: there are no problems. Give records with a question.")
-    return problems
+    return found
 
 
 def _problem(content: Mapping[str, object], name: str, needs_answer: bool, needs_tests: bool) -> Problem:

@@ -182,23 +182,21 @@ def _from_files(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
     return [*drawn, *held], problems
 
 
-def _training_problems(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
+def _training_problems(data: DataConfig) -> list[list[Problem]]:
     """Those of `data.train`, and of these the ones for validation."""
-    records, others = training_records(data["train"], "answer")
-    drawn = _problems(others, "data.train", data) if others else []
-    return _problems(records, "data.train", data), drawn
+    return _problems("data.train", data, *training_records(data["train"], "answer"))
 
 
 def _validation_problems(data: DataConfig) -> list[Problem]:
     if data["validation"]["path"] is None:
         return []
-    return _problems(validation_records(data["validation"], "answer"), "data.validation", data)
+    return _problems("data.validation", data, validation_records(data["validation"], "answer"))[0]
 
 
-def _problems(records: list[Record], name: str, data: DataConfig) -> list[Problem]:
+def _problems(name: str, data: DataConfig, *parts: list[Record]) -> list[list[Problem]]:
     spec, skips_bad = ENVIRONMENTS[data["env_name"]], data["on_bad_line"] == "skip"
     return read_problems(
-        records, name=name, needs_answer=spec.needs_answer, needs_tests=spec.needs_tests, skips_bad=skips_bad
+        *parts, name=name, needs_answer=spec.needs_answer, needs_tests=spec.needs_tests, skips_bad=skips_bad
     )
 
 

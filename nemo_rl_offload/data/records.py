@@ -123,7 +123,7 @@ def read_section(name: str, path: Path, split: str | None) -> list[Record]:
 
 def report_bad_records(name: str, bad: Sequence[tuple[str, str]], *, num_good: int, skips_bad: bool) -> None:
     """Warn about records that are left out (`data.on_bad_line: skip`), once, with how many there are for each reason.
-    An error has each reason once, with the first places.
+    An error has each reason once, with the first places. Both are in the files' order.
 
     Args:
         name: the section that they come from.
@@ -136,6 +136,7 @@ def report_bad_records(name: str, bad: Sequence[tuple[str, str]], *, num_good: i
     """
     if not bad:
         return
+    bad = sorted(bad, key=lambda each: _in_file(each[0]))
     if not skips_bad or not num_good:
         places: dict[str, list[str]] = {}
         for place, reason in bad:
@@ -153,6 +154,12 @@ def report_bad_records(name: str, bad: Sequence[tuple[str, str]], *, num_good: i
     others = sum(numbers.values()) - sum(num for _, num in numbers.most_common(NUM_SHOWN))
     more = f"; and {others} for other reasons" if others else ""
     warnings.warn(f"{name}: left {len(bad)} bad record(s) out; {'; '.join(shown)}{more}", stacklevel=2)
+
+
+def _in_file(place: str) -> tuple[str, int]:
+    """The file, and the number of a line, item or row in it."""
+    start = place.rstrip("0123456789")
+    return start, int(place[len(start) :] or 0)
 
 
 def _joined(places: Sequence[str]) -> str:

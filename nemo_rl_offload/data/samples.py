@@ -4,12 +4,12 @@ A sample is a tuple of rows: one for supervised data, chosen and rejected for pr
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from random import Random
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
@@ -107,46 +107,62 @@ class _Reader:
         self._encode = self._pair if is_pair else self._turns
         self._answer = None if is_pair else "completion"
         self.counts: dict[str, DataCounts] = {}
+        self._turn_counts: dict[str, TurnCounts] = {}
+        self._bad: dict[str, dict[str, list[tuple[str, str]]]] = {
+            name: {} for name in ("data.train", "data.validation")
+        }
+        """Place and reason of records, by the section whose files have them and by the one that they are for."""
 
     def files(self, data: DataConfig) -> tuple[list[Sample], list[Sample]]:
         """Samples of files: for training and for validation."""
-        parts: Sequence[Callable[[], list[Sample]]]
         sections = (data["train"], *data["train"]["further"])
         if not any(section["split_validation_size"] for section in sections):
-            parts = (partial(self._training, data), partial(self._validation, data, ()))
-        else:
-            (records, drawn), _ = all_or_none(
-                partial(training_records, data["train"], self._answer),
-                partial(validation_records, data["validation"], self._answer),
-            )
-            parts = (partial(self._samples, records, "data.train"), partial(self._validation, data, drawn))
-        return cast("tuple[list[Sample], list[Sample]]", all_or_none(*parts))
+            train, validation = all_or_none(partial(self._training, data), partial(self._validation, data))
+            return train, validation
+        (records, drawn), others = all_or_none(
+            partial(training_records, data["train"], self._answer),
+            partial(validation_records, data["validation"], self._answer),
+        )
+        repeat = _most_repeat_the_prompt([*records, *drawn])
+        train = self._samples(records, "data.train", repeat=repeat)
+        validation = self._samples(drawn, "data.validation", "data.train", repeat=repeat)
+        validation += self._samples(others, "data.validation")
+        self._report("data.train", "data.validation")
+        return train, validation
 
     def _training(self, data: DataConfig) -> list[Sample]:
-        return self._samples(training_records(data["train"], self._answer)[0], "data.train")
+        samples = self._samples(training_records(data["train"], self._answer)[0], "data.train")
+        self._report("data.train")
+        return samples
 
-    def _validation(self, data: DataConfig, drawn: Sequence[Record]) -> list[Sample]:
-        """Of those `drawn` from training, and of `data.validation`."""
-        if not drawn and data["validation"]["path"] is None:
+    def _validation(self, data: DataConfig) -> list[Sample]:
+        if data["validation"]["path"] is None:
             return []
-        records = [*drawn, *validation_records(data["validation"], self._answer)]
-        return self._samples(records, "data.validation", num_drawn=len(drawn))
+        samples = self._samples(validation_records(data["validation"], self._answer), "data.validation")
+        self._report("data.validation")
+        return samples
 
     def problems(self, data: DataConfig, config: MasterConfig) -> tuple[list[Sample], list[Sample]]:
         """Samples of reasoning-gym's problems and their answers; no question is in both sets."""
         train, validation = problem_sets(data, config["env"]["reasoning_gym"])
         sets = (("data.train", train), ("data.validation", validation))
         parts = [self._samples([_record(problem) for problem in problems], name) for name, problems in sets]
+        self._report("data.train", "data.validation")
         return parts[0], parts[1]
 
-    def _samples(self, records: Sequence[Record], name: str, num_drawn: int = 0) -> list[Sample]:
-        """The first `num_drawn` stand in the files of `data.train`."""
-        counts = self.counts[name] = DataCounts()
-        bad: dict[str, list[tuple[str, str]]] = {"data.train": [], name: []}
-        turns = self._encoder.counts = TurnCounts()
+    def _samples(
+        self, records: Sequence[Record], name: str, source: str | None = None, *, repeat: bool | None = None
+    ) -> list[Sample]:
+        """Samples for the section `name`, of records in the files of `source`, or its own; `_report` is to follow.
+
+        `repeat` says whether answers of the whole data set repeat the prompt, where these are a part of it.
+        """
+        counts = self.counts.setdefault(name, DataCounts())
+        self._encoder.counts = self._turn_counts.setdefault(name, TurnCounts())
+        bad: list[tuple[str, str]] = []
         samples = []
-        refuses_repeats = _most_repeat_the_prompt(records)
-        for number, record in enumerate(records):
+        refuses_repeats = _most_repeat_the_prompt(records) if repeat is None else repeat
+        for record in records:
             try:
                 if isinstance(record.content, str):
                     raise BadRecordError(record.content)
@@ -162,7 +178,7 @@ class _Reader:
                 counts.num_identical += error.why == "identical"
                 continue
             except BadRecordError as error:
-                bad["data.train" if number < num_drawn else name].append((record.place, str(error)))
+                bad.append((record.place, str(error)))
                 continue
             counts.num_truncated += any(len(row.token_ids) > self._max_length for row in whole)
             sample = tuple(Row(row.token_ids[: self._max_length], row.is_learned[: self._max_length]) for row in whole)
@@ -171,14 +187,21 @@ class _Reader:
             else:
                 counts.num_too_long += 1
         counts.num_dropped = counts.num_too_long + counts.num_ties + counts.num_identical
-        counts.num_samples, counts.num_bad_records = len(samples), sum(map(len, bad.values()))
-        self._report(name, counts, bad)
-        _report_turns(name, turns, says_where=not self._encoder.always_elsewhere)
+        counts.num_samples += len(samples)
+        counts.num_bad_records += len(bad)
+        if bad:
+            self._bad[source or name][name] = bad
         return samples
 
-    def _report(self, name: str, counts: DataCounts, bad: Mapping[str, list[tuple[str, str]]]) -> None:
-        report = partial(report_bad_records, num_good=counts.num_samples, skips_bad=self._skips_bad)
-        all_or_none(*(partial(report, section, found) for section, found in bad.items()))
+    def _report(self, *names: str) -> None:
+        """Warn of what happened to the records. Raises DataError where they cannot be used."""
+        all_or_none(*(partial(self._report_one, name) for name in names))
+
+    def _report_one(self, name: str) -> None:
+        bad, counts = self._bad[name], self.counts[name]
+        num_good = min((self.counts[use].num_samples for use in bad), default=0)
+        every = [each for found in bad.values() for each in found]
+        report_bad_records(name, every, num_good=num_good, skips_bad=self._skips_bad)
         undecided = [
             f"{num} {what}"
             for num, what in (
@@ -188,6 +211,8 @@ class _Reader:
             if num
         ]
         if not counts.num_samples:
+            if counts.num_bad_records:  # all of `data.train`, of which it is told there
+                return
             too_long = (
                 f"{counts.num_too_long} had nothing to learn within policy.max_total_sequence_length "
                 f"{self._max_length}. Raise it."
@@ -202,6 +227,7 @@ class _Reader:
                 f"{counts.num_too_long} of them dropped, with nothing left to learn.",
                 stacklevel=2,
             )
+        _report_turns(name, self._turn_counts[name], says_where=not self._encoder.always_elsewhere)
 
     def _turns(self, content: Mapping[str, object]) -> Sample:
         messages = self._asked(parse_conversation(content))

@@ -11,8 +11,8 @@ from typing import Any
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.documents import MODEL_BYTES, read_json_object
 from nemo_rl_offload.specs.model_keys import overrides_of_run
-from nemo_rl_offload.specs.model_shape import ModelShape, read_model_shape
-from nemo_rl_offload.specs.multimodal import TextPart, text_content, text_part
+from nemo_rl_offload.specs.model_shape import ModelShape, parse_model_shape, read_model_shape
+from nemo_rl_offload.specs.multimodal import SECTION, TextPart, text_content, text_part
 
 
 def _qwen(family: str, layers: int, hidden: int, ffn: int, heads: int, groups: int, **other: Any) -> dict[str, Any]:
@@ -301,6 +301,12 @@ _SAME_SHAPE = {
     "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": "meta-llama/Llama-3.1-70B",
     "mistralai/Mistral-7B-Instruct-v0.3": "mistralai/Mistral-7B-v0.3",
 }
+_MODELS: Mapping[str, Mapping[str, Any]] = {
+    **CATALOGUE,
+    **_FURTHER,
+    **{name: {**CATALOGUE, **_FURTHER}[same] for name, same in _SAME_SHAPE.items()},
+}
+"""All of them."""
 
 
 def find_config(name: str) -> Mapping[str, Any] | None:
@@ -313,10 +319,9 @@ def find_config(name: str) -> Mapping[str, Any] | None:
     while _VARIANT.search(base):
         base = _VARIANT.sub("", base)
     base = re.sub("/Meta-Llama-", "/Llama-", base, flags=re.IGNORECASE)
-    models = {**CATALOGUE, **_FURTHER}
-    known = {key.lower(): key for key in (*models, *_SAME_SHAPE)}
-    key = known.get(base.lower()) or known.get(name.strip("/").lower())
-    return None if key is None else text_content(models[_SAME_SHAPE.get(key, key)])
+    known = {key.lower(): content for key, content in _MODELS.items()}
+    content = known.get(base.lower()) or known.get(name.strip("/").lower())
+    return None if content is None else text_content(content)
 
 
 def other_content(name: str) -> Mapping[str, Any] | None:
@@ -347,6 +352,11 @@ def read_text_part(path: Path) -> TextPart | None:
     return text_part(_read(path))
 
 
+def key_in_file(path: Path, key: str) -> str:
+    """Where a key of the text model stands in a `config.json`: below `text_config` in a multimodal model's."""
+    return key if read_text_part(path) is None else f"{SECTION}.{key}"
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         return read_json_object(path, MODEL_BYTES)
@@ -365,9 +375,10 @@ def load_model_shape(name: str, folder: Path | None, mtp_num_layers: int | None 
     file = path if path is not None and path.is_file() else None
     found = find_config(name) if file is None else read_config_file(file)
     if found is None:
+        planned = [each for each, content in _MODELS.items() if not parse_model_shape(text_content(content)).problems]
         raise ConfigError(
-            f"'{name}' is neither a local folder with a config.json nor in the catalogue.{nearest(name, CATALOGUE)} "
-            f"Give a folder, or one of {', '.join(CATALOGUE)}."
+            f"'{name}' is neither a local folder with a config.json nor in the catalogue.{nearest(name, planned)} "
+            f"Give a folder, or one of {', '.join(sorted(planned))}."
         )
     found = {**found, **overrides_of_run(found, {}, mtp_num_layers)}
     return read_model_shape(found, name if file is None else str(file))

@@ -170,7 +170,7 @@ def _adapters(translation: Translation, put: Any) -> None:
     if names is not None:
         put("peft.enabled", True, f"{LORA}.enabled")
         put("peft.target_modules", names, f"{LORA}.target_modules")
-        if content.get("model_type") == "nemotron_h":
+        if any(name.startswith("*.experts.") for name in names):  # each is a linear, and has an adapter
             put("peft.share_expert_adapters", False, f"{LORA}.enabled")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nemo_rl_offload.config.loader import resolve_tokenizer_path
-from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec, model_shape
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec, model_shape, vocabulary_key
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.end_tokens import outside
 from nemo_rl_offload.specs.stop_strings import KEY, never_written
@@ -18,9 +18,10 @@ def _model_has_stop_tokens(get: Get) -> Iterator[str]:
         return
     vocab_size = model_shape(get).vocab_size
     if vocab_size and (beyond := outside(ids, vocab_size)):
+        key = vocabulary_key(get("policy.model_name"))
         yield (
-            f"{_STOP_IDS}: {beyond[0]} is no token of the model, which has {vocab_size} (vocab_size of its "
-            f"config.json). Give ids from 0 to {vocab_size - 1}."
+            f"{_STOP_IDS}: {beyond[0]} is no token of the model, which has {vocab_size} ({key} of its config.json). "
+            f"Give ids from 0 to {vocab_size - 1}."
         )
 
 

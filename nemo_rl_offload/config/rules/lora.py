@@ -108,6 +108,9 @@ def _without_effect(get: Get) -> Iterator[str]:
     offloaded = megatron(get, "offload_modules")
     if isinstance(offloaded, list) and "mlp_fc1" in offloaded:
         yield f"{MEGATRON}.offload_modules: mlp_fc1 saves nothing of a frozen MLP with transformer_impl: torch."
+    are_of_experts = [] if _peft(get, "share_expert_adapters") else [one.linear.is_of_experts for one in _adapted(get)]
+    if are_of_experts and not any(are_of_experts):
+        yield f"{PEFT}.share_expert_adapters: false has no effect: no linear of experts gets an adapter. Set true."
 
 
 def _reference_begins_elsewhere(get: Get) -> Iterator[str]:

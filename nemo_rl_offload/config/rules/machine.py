@@ -18,7 +18,13 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from nemo_rl_offload.config.loader import EMPTY_PATH, resolve_data_path, resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.loader import (
+    EMPTY_PATH,
+    is_folder_here,
+    resolve_data_path,
+    resolve_model_path,
+    resolve_tokenizer_path,
+)
 from nemo_rl_offload.config.rules.megatron import transformer_engine_settings
 from nemo_rl_offload.config.rules.parallel import worker_counts
 from nemo_rl_offload.config.rules.rule import (
@@ -44,6 +50,7 @@ from nemo_rl_offload.config.rules.tasks import (
 from nemo_rl_offload.config.rules.turns import template_is_here
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs import sandbox
+from nemo_rl_offload.specs.catalogue import read_config_file
 from nemo_rl_offload.specs.dispatchers import FLEX_LIBRARIES
 from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_FIRST_RUNNER, ENV_OF_SEVERAL_DEVICES
 from nemo_rl_offload.specs.reward_functions import CALL, OF_TRL
@@ -72,14 +79,16 @@ def _is_not_empty(path: str, get: Get) -> Iterator[str]:
 
 
 def model_can_be_read(get: Get) -> Iterator[str]:
-    """A rule: where the model's folder is here, its config.json can be read."""
-    name = get("policy.model_name")
-    if not _is_folder(name):  # `_model_is_here` says so
-        return
-    try:
-        read_shape(name)
-    except ConfigError as error:
-        yield f"policy.model_name: {error}"
+    """A rule: where the folder of the model or the teacher is here, it has a config.json that can be read."""
+    teacher = get("teacher.model_name") if algorithm_spec(get).needs_teacher else None
+    for path, name in (("policy.model_name", get("policy.model_name")), ("teacher.model_name", teacher)):
+        if name is None or not name.strip():  # which other rules report
+            continue
+        try:
+            if is_folder_here(name) or _is_folder(name):  # else `_model_is_here` says so
+                read_config_file(resolve_model_path(name) / "config.json")
+        except ConfigError as error:
+            yield f"{path}: {error}"
 
 
 def _is_folder(name: str) -> bool:

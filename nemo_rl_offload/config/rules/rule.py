@@ -14,7 +14,7 @@ from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.activation_memory import listed_modules
-from nemo_rl_offload.specs.catalogue import find_config, read_config_file
+from nemo_rl_offload.specs.catalogue import find_config, key_in_file, read_config_file
 from nemo_rl_offload.specs.model_keys import overrides_of_run, with_overrides
 from nemo_rl_offload.specs.model_shape import ModelShape, parse_model_shape
 from nemo_rl_offload.specs.offload_modules import MEGATRON_MODULES
@@ -70,6 +70,15 @@ def read_model_config(model_name: str) -> Mapping[str, Any]:
             raise
         return public
     return read_config_file(path)
+
+
+def vocabulary_key(model_name: str) -> str:
+    """What says in the model's `config.json` how many tokens it has. Raises ConfigError as `read_model_config` does."""
+    try:
+        path = resolve_model_path(model_name) / "config.json"
+    except ConfigError:  # a public model, of which only its text part is known
+        return "vocab_size"
+    return key_in_file(path, "vocab_size")
 
 
 def read_shape(model_name: str) -> ModelShape:

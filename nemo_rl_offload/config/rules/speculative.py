@@ -19,6 +19,8 @@ MTP_METHODS = ("mtp", "deepseek_mtp")
 METHODS = ("draft_model", *MTP_METHODS)
 FAMILIES_WITH_MTP = ("deepseek_v3",)
 MOST_TOKENS = 32
+_ALLOWED = f"draft_model, with the folder of a small model as model; {' or '.join(MTP_METHODS)}, without model"
+_BY_MODEL = "Set draft_model, and the folder of a small model as model, or remove the section."
 _KEYS = ("method", "model", "num_speculative_tokens", "draft_tensor_parallel_size")
 
 
@@ -41,19 +43,16 @@ def _keys(get: Get) -> Iterator[str]:
             yield f"{SPECULATIVE}.{key}: not supported here.{nearest(str(key), _KEYS)} Allowed: {', '.join(_KEYS)}."
     method = section.get("method")
     if method is None:
-        yield f"{SPECULATIVE}.method: missing value. Allowed: {', '.join(METHODS)}."
+        yield f"{SPECULATIVE}.method: missing value. Allowed: {_ALLOWED}."
     elif method not in METHODS:
         yield (
-            f"{SPECULATIVE}.method: {json.dumps(method, default=str)} asks for draft models, not supported here: of "
-            f"this kind.{nearest(str(method), METHODS)} Allowed: {', '.join(METHODS)}."
+            f"{SPECULATIVE}.method: {json.dumps(method, default=str)[:60]} asks for drafts by another method, not "
+            f"supported here: nobody has tried it.{nearest(str(method), METHODS)} Allowed: {_ALLOWED}."
         )
     value = section.get("num_speculative_tokens")
     if type(value) is not int or not 1 <= value <= MOST_TOKENS:
-        shown = json.dumps(value, default=str)[:60]
-        yield (
-            f"{SPECULATIVE}.num_speculative_tokens: {shown} is not allowed. Allowed: a whole number from 1 to "
-            f"{MOST_TOKENS}."
-        )
+        wrong = "missing value" if value is None else f"{json.dumps(value, default=str)[:60]} is not allowed"
+        yield f"{SPECULATIVE}.num_speculative_tokens: {wrong}. Allowed: a whole number from 1 to {MOST_TOKENS}."
     own, size = section.get("draft_tensor_parallel_size"), get(f"{CFG}.tensor_parallel_size")
     if own is not None and (type(own) is not int or own != size):
         yield (
@@ -69,9 +68,8 @@ def _what_drafts(get: Get) -> Iterator[str]:
         return
     path, method, model = f"{SPECULATIVE}.model", section.get("method"), section.get("model")
     if method == "draft_model" and not isinstance(model, str):
-        yield f"{path}: missing value: the folder of the model that drafts. Give one."
-    if method in MTP_METHODS and model is not None:
-        yield f"{path}: has no effect with method {method}, where the model's own layer drafts. Remove it."
+        wrong = "missing value" if model is None else f"{json.dumps(model, default=str)[:60]} is not allowed"
+        yield f"{path}: {wrong}. Allowed: text, the folder of the model that drafts."
     try:
         content, shape = read_model_config(get("policy.model_name")), read_shape(get("policy.model_name"))
         other = read_shape(model) if method == "draft_model" and isinstance(model, str) else None
@@ -85,14 +83,16 @@ def _what_drafts(get: Get) -> Iterator[str]:
     if method in MTP_METHODS:
         if content.get("model_type") not in FAMILIES_WITH_MTP:
             yield (
-                f"{SPECULATIVE}.method: {method} asks for draft models, not supported here: a layer that drafts has "
-                f"been tried in {', '.join(FAMILIES_WITH_MTP)} alone. Set draft_model, or remove that section."
+                f"{SPECULATIVE}.method: {method} asks for drafts by the model's own layer, not supported here: it has "
+                f"been tried in {', '.join(FAMILIES_WITH_MTP)} alone. {_BY_MODEL}"
             )
         elif shape.num_mtp_layers != 1:
             yield (
                 f"{SPECULATIVE}.method: {method} needs a model with one layer for it (num_nextn_predict_layers), and "
-                f"this has {shape.num_mtp_layers}. Set draft_model, or remove the section."
+                f"this has {shape.num_mtp_layers}. {_BY_MODEL}"
             )
+        elif model is not None:
+            yield f"{path}: has no effect with method {method}, where the model's own layer drafts. Remove it."
 
 
 def _excluded(get: Get) -> Iterator[str]:

@@ -10,10 +10,19 @@ from functools import lru_cache
 from pathlib import Path
 
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
-from nemo_rl_offload.config.rules.rule import Get, ReportedError, Rule, algorithm_has, algorithm_spec, read_shape
+from nemo_rl_offload.config.rules.rule import (
+    Get,
+    ReportedError,
+    Rule,
+    algorithm_has,
+    algorithm_spec,
+    read_shape,
+    vocabulary_key,
+)
 from nemo_rl_offload.config.tokenizer_files import (
     TokenizerFiles,
     chosen_template,
+    differing_token,
     ends_of_turns,
     read_tokenizer_files,
 )
@@ -68,16 +77,46 @@ def tokenizer_can_be_read(get: Get) -> Iterator[str]:
         return
     teacher = get("teacher.model_name") if algorithm_spec(get).needs_teacher else None
     for key, model in (("policy.model_name", get("policy.model_name")), ("teacher.model_name", teacher)):
+        if model is None:
+            continue
         try:
-            vocab_size = read_shape(model).vocab_size if model is not None else 0
+            vocab_size = read_shape(model).vocab_size
         except ConfigError:  # a rule about the model says so
             continue
         if vocab_size and files.highest_id is not None and files.highest_id >= vocab_size:
             yield (
                 f"{NAME}: the tokenizer in {folder} has ids up to {files.highest_id}, and the model {model} of {key} "
-                f"has {vocab_size} tokens (vocab_size of its config.json). Take the model's own tokenizer, or remove "
-                "the added tokens that the model does not have from tokenizer.json."
+                f"has {vocab_size} tokens ({vocabulary_key(model)} of its config.json). Take the model's own "
+                "tokenizer, or remove the added tokens that the model does not have from tokenizer.json."
             )
+
+
+def _teacher_has_the_vocabulary(get: Get) -> Iterator[str]:
+    """Where the teacher's tokenizer is here, it has the student's tokens: the teacher's logits go by their ids."""
+    name = get("teacher.model_name") if algorithm_spec(get).needs_teacher else None
+    if name is None:
+        return
+    try:
+        folder = resolve_model_path(name)
+    except ConfigError:  # a rule about this machine says so
+        return
+    if not (folder / "tokenizer_config.json").is_file():
+        return
+    student = _files(get)
+    try:
+        teacher = read_tokenizer_files(folder)
+    except ConfigError as error:
+        yield f"teacher.model_name: {error}"
+        return
+    if (token := differing_token(teacher, student)) is not None:
+        its, mine = (
+            f"has the id {files.vocabulary[token]} in" if token in files.vocabulary else "is no token of"
+            for files in (teacher, student)
+        )
+        yield (
+            f"teacher.model_name: the tokenizer in {folder} has another vocabulary than the student's: {token!r} "
+            f"{its} it, and {mine} that of {NAME}. Choose a teacher of the same family."
+        )
 
 
 def generation_config_can_be_read(get: Get) -> Iterator[str]:
@@ -251,6 +290,7 @@ def _thinking_stays(get: Get) -> Iterator[str]:
 
 TURN_RULES: tuple[Rule, ...] = (
     tokenizer_can_be_read,
+    _teacher_has_the_vocabulary,
     generation_config_can_be_read,
     template_can_be_used,
     given_arguments,

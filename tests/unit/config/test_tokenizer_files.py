@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_offload.config.tokenizer_files import chosen_template, read_tokenizer_files
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.config.tokenizer_files import chosen_template, differing_token, read_tokenizer_files
+from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.chat_template import PASSTHROUGH
 
@@ -24,6 +26,32 @@ def test_tokens_of_their_own_and_the_highest_id(tmp_path: Path) -> None:
     vocabulary = {"model": {"vocab": {"a": 0, "b": 4}}, "added_tokens": ADDED}
     files = read_tokenizer_files(write(tmp_path, {"eos_token": {"content": "</s>"}}, tokenizer=vocabulary))
     assert (files.eos_id, files.highest_id, files.ids) == (3, 9, {"</s>": 3, "<pad>": 9})
+
+
+def test_the_vocabulary_is_that_of_the_loaded_tokenizer() -> None:
+    folder = PROJECT_ROOT / "examples/models/tiny_speller"
+    assert read_tokenizer_files(folder).vocabulary == load_tokenizer(folder).get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "token"),
+    [
+        ({"a": 0, "b": 4}, None),
+        ({"a": 0, "b": 4, "c": 5}, "c"),
+        ({"a": 0}, "b"),
+        ({"a": 4, "b": 0}, "a"),
+        ({"a": 0, "b": 4, "<eos>": 7}, None),  # which a tokenizer without it adds when it is loaded
+    ],
+)
+def test_differing_tokens(tmp_path: Path, vocabulary: dict[str, int], token: str | None) -> None:
+    folders = tmp_path / "a", tmp_path / "b"
+    for folder, vocab in zip(folders, ({"a": 0, "b": 4}, vocabulary), strict=True):
+        folder.mkdir()
+        write(folder, {"eos_token": "<eos>"}, tokenizer={"model": {"vocab": vocab}, "added_tokens": ADDED})
+    some, other = map(read_tokenizer_files, folders)
+    assert differing_token(some, other) == differing_token(other, some) == token
+    (folders[1] / "tokenizer.json").unlink()
+    assert differing_token(some, read_tokenizer_files(folders[1])) is None
 
 
 def test_a_list_of_pieces_and_other_places_of_special_tokens(tmp_path: Path) -> None:

@@ -129,6 +129,18 @@ def test_keys_that_are_not_text(tiny: Tiny, section: str) -> None:
         check_config(raw)
 
 
+def test_an_environment_that_is_none_is_told_once(check: Check, tmp_path: Path) -> None:
+    (line,) = problems(check, "data.env_name=mine", "+env.mine.function.path=a.py")
+    assert line.startswith("data.env_name: \"mine\" is not allowed. Allowed: 'reasoning_gym' or ")
+    assert problems(check, "+env.mine.function.path=a.py") == ["env.mine: unknown key."]
+    other = problems(check, "data.env_name=mine", "+env.other.function.path=a.py")
+    assert [line.split(":")[0] for line in other] == ["data.env_name", "env.other"]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("data: {default: {env_name: mine}}\nenv: {mine: {function: {path: a.py}}}\n")
+    found = examine(read_recipe(recipe), run_here=False).problems
+    assert [each.path for each in found if "mine" in str(each)] == ["data.default.env_name"]
+
+
 def test_everything_is_reported_together(check: Check) -> None:
     lines = problems(
         check,

@@ -105,6 +105,32 @@ PAIRS_OF_MESSAGES: dict[str, Callable[[Turns, Turns, Turns], Content]] = {
         "chosen": c[0]["content"],
         "rejected": r[0]["content"],
     },
+    "strength": lambda p, c, r: {
+        "prompt": p,
+        "response_1": c[0]["content"],
+        "response_2": r[0]["content"],
+        "preference_strength": -2,
+    },
+    "strength the other way": lambda p, c, r: {
+        "prompt": p,
+        "response_1": r[0]["content"],
+        "response_2": c[0]["content"],
+        "preference_strength": 3,
+    },
+    "the better by its number": lambda p, c, r: {
+        "prompt": p,
+        "response_0": c[0]["content"],
+        "response_1": r[0]["content"],
+        "better_response_id": 0,
+        "safer_response_id": 1,
+    },
+    "the better by its number, the other way": lambda p, c, r: {
+        "prompt": p,
+        "response_0": r[0]["content"],
+        "response_1": c[0]["content"],
+        "better_response_id": 1,
+        "safer_response_id": 0,
+    },
 }
 """What a record looks like from a prompt, a chosen and a rejected answer."""
 
@@ -315,11 +341,20 @@ def test_longer_conversations_stand_once(content: Content) -> None:
     assert parse_conversation(content) == LONG
 
 
+def test_a_prompt_of_helpsteer2_has_its_turns() -> None:
+    prompt = "a\n<extra_id_1>Assistant\nx\n\ny\n<extra_id_1>User\nb\n"
+    content = {"prompt": prompt, "response_1": "c", "response_2": "d", "preference_strength": -1}
+    turns = [user("a"), assistant("x\n\ny"), user("b\n")]
+    assert parse_preference(content) == (turns, [assistant("c")], [assistant("d")])
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
         ({"context": "a", "response1": "b", "response2": "c", "overall_preference": 0}, "tie"),
         ({"context": "a", "response1": "b", "response2": "b", "overall_preference": 1}, "identical"),
+        ({"prompt": "a", "response_1": "b", "response_2": "c", "preference_strength": 0}, "tie"),
+        ({"prompt": "a", "response_0": "b", "response_1": "b", "better_response_id": 0}, "identical"),
         ({"context": "a", "completions": ranked(1, 1)}, "tie"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 7.5, "score_rejected": 7.5}, "tie"),
         ({"context": "a", "completions": ranked(0, 1, answers=("b", "b"))}, "identical"),
@@ -339,6 +374,7 @@ def test_pairs_that_teach_nothing(content: Content, why: str) -> None:
 
 ASKED = {"prompt": "a", "rejected": [user("a"), assistant("c")]}
 COMPARED = {"context": "a", "response1": "b", "response2": "c"}
+BY_NUMBER = {"prompt": "a", "response_0": "b", "response_1": "c"}
 
 
 @pytest.mark.parametrize(
@@ -436,6 +472,10 @@ COMPARED = {"context": "a", "response1": "b", "response2": "c"}
         (parse_preference, COMPARED | {"overall_preference": None}, "overall_preference is None"),
         (parse_preference, COMPARED | {"overall_preference": "1"}, "overall_preference is '1'"),
         (parse_preference, COMPARED | {"overall_preference": True}, "overall_preference is True"),
+        *(
+            (parse_preference, BY_NUMBER | {"better_response_id": better}, f"better_response_id is {better}, not 0 for")
+            for better in (None, True, 2, -1)
+        ),
         (parse_preference, COMPARED | {"overall_preference": float("nan")}, "overall_preference is nan"),
         (parse_preference, COMPARED | {"overall_preference": 1, "context": None}, "context is not a list"),
         (
@@ -485,6 +525,8 @@ def test_bad_records(parse: Any, content: Content, words: str) -> None:
         ({"prompt": "The sky is", "chosen": "The sky is blue.", "rejected": "The sky is\ngreen."}, True),
         ({"prompt": " a b\n", "completion": "a b c"}, True),
         ({"context": "a b", "response1": "a b c", "response2": "a b d"}, True),
+        ({"prompt": "a b", "response_1": "a b c", "response_2": "a b d"}, True),
+        ({"prompt": "a b", "response_0": "a b c", "response_1": "a b d"}, True),
         ({"prompt": "a b", "chosen": "a b c", "rejected": "d"}, False),
         ({"prompt": "a b", "completion": "c"}, False),
         ({"prompt": "", "completion": "c"}, False),

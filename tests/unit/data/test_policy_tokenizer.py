@@ -97,3 +97,6 @@ def test_a_model_without_all_tokens_of_the_tokenizer_is_refused(folder: Path) ->
         load(folder)
     edit(folder, "config", vocab_size=1000)
     load(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"vocab_size": 263}}))
+    with pytest.raises(DataError, match=r"has 263 tokens \(text_config\.vocab_size of its config\.json\)"):
+        load(folder)

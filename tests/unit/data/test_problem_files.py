@@ -22,7 +22,7 @@ def write(path: Path, *records: Any) -> Path:
 
 def read(path: Path, *, needs_answer: bool = True, skips_bad: bool = False) -> list[Problem]:
     records = read_section("data.train", path, None)
-    return read_problems(records, name="data.train", needs_answer=needs_answer, skips_bad=skips_bad)
+    return read_problems(records, name="data.train", needs_answer=needs_answer, skips_bad=skips_bad)[0]
 
 
 @pytest.mark.parametrize("question", ["prompt", "question", "problem", "input"])
@@ -64,6 +64,19 @@ def test_both_files_are_told_of_at_once(tmp_path: Path) -> None:
         prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, seed=1)
     assert f"data.validation.path: {files['validation']}: unknown kind of file" in str(caught.value)
     assert "\ndata.train: 1 record(s) cannot be used\n" in str(caught.value)
+
+
+def test_bad_records_of_a_file_that_is_split_are_told_once_in_its_order(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.jsonl", *[{"prompt": f"{n}+{n}?", "answer": str(2 * n)} for n in range(8)], *[{}] * 5)
+    given = [f"data.train.path={file}", "data.env_name=math", "data.train.split_validation_size=0.5"]
+    config: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", given)
+    config["data"]["validation"]["path"] = None
+    tokenizer = load_tokenizer(PROJECT_ROOT / "examples/models/tiny_speller")
+    with pytest.raises(DataError) as caught:
+        prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, seed=1)
+    head, line, _ = str(caught.value).splitlines()
+    assert head == "data.train: 5 record(s) cannot be used"
+    assert line.startswith(f"{file}:9, 10, 11, 12, 13: has no question")
 
 
 def test_prompts_from_files(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config, resolve_tokenizer_path
+from nemo_rl_offload.data.columns import training_records
 from nemo_rl_offload.data.samples import DataCounts, SampleStream, collate, sample_sets
 from nemo_rl_offload.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from nemo_rl_offload.data.turns import Row
@@ -89,6 +89,8 @@ PAIR_FORMS: list[dict[str, Any]] = [
     {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]},
     {"chosen": "\n\nHuman: a?\n\nAssistant: yes", "rejected": "\n\nHuman: a?\n\nAssistant: no"},
     {"context": [QUESTION], "response1": "no", "response2": "yes", "overall_preference": 3, "domain": "general"},
+    {"prompt": "a?", "response_1": "yes", "response_2": "no", "preference_strength": -1, "split": "train"},
+    {"prompt": "a?", "response_0": "no", "response_1": "yes", "better_response_id": 1, "safer_response_id": 0},
     {"instruction": "a?", "completions": [{"response": r, "overall_score": s} for r, s in (("no", 1.0), ("yes", 7.5))]},
     {"context": [QUESTION], "completions": [{"rank": 0, "completion": [YES]}, {"rank": 1, "completion": [NO]}]},
     {"input": {"messages": [QUESTION], "tools": []}, "preferred_output": [YES], "non_preferred_output": [NO]},
@@ -256,18 +258,61 @@ def test_bad_lines_end_the_run_or_are_counted(tokenizer: Any, tiny: dict[str, An
         )
 
 
-def test_bad_records_for_validation_are_told_where_they_stand(
-    tokenizer: Any, tiny: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("on_bad_line", ["error", "skip"])
+def test_bad_records_of_a_file_that_is_split_are_told_once_in_its_order(
+    tokenizer: Any, tiny: dict[str, Any], tmp_path: Path, on_bad_line: str
 ) -> None:
-    config = configure(tiny, "dpo", write(tmp_path / "train.jsonl", *[PAIR] * 4, *["1"] * 8))
+    file = write(tmp_path / "train.jsonl", *[PAIR] * 8, *["1"] * 5, {"prompt": "a"})
+    config = configure(tiny, "dpo", file, on_bad_line=on_bad_line)
     config["data"]["train"]["split_validation_size"] = 0.5
     config["data"]["validation"]["path"] = None
+    expected = [
+        "data.train: 6 record(s) cannot be used",
+        f"{file}:9, 10, 11, 12, 13: is int, not an object with keys",
+        f"{file}:14: has neither chosen and rejected nor another form of a pair (see docs/algorithms.md); it has "
+        "prompt",
+        "Mend the data; data.on_bad_line=skip leaves out what is bad, as long as something is left.",
+    ]
+    if on_bad_line == "error":
+        with pytest.raises(DataError) as caught:
+            sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
+        assert str(caught.value).splitlines() == expected
+    else:
+        with pytest.warns(UserWarning, match=r"left .* out") as warned:
+            _, _, counts = sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
+        (text,) = [str(each.message) for each in warned if "bad record" in str(each.message)]
+        assert text.startswith(f"data.train: left 6 bad record(s) out; 5 from {file}:9 on: is int")
+        assert sum(each.num_samples for each in counts.values()) == 8
+        assert {name: each.num_bad_records > 0 for name, each in counts.items()} == dict.fromkeys(counts, True)
+
+
+@pytest.fixture
+def drawn_line(tiny: dict[str, Any], tmp_path: Path) -> tuple[Any, int]:
+    """A configuration whose file of four pairs gives one for validation, and that one's line."""
+    config = configure(tiny, "dpo", write(tmp_path / "train.jsonl", *[PAIR] * 4), on_bad_line="skip")
+    config["data"]["train"]["split_validation_size"] = 1
+    config["data"]["validation"]["path"] = None
+    (drawn,) = training_records(config["data"]["train"], None)[1]
+    return config, int(drawn.place.rpartition(":")[2])
+
+
+def test_a_split_that_is_all_bad_is_refused(tokenizer: Any, drawn_line: tuple[Any, int], tmp_path: Path) -> None:
+    config, line = drawn_line
+    file = write(tmp_path / "train.jsonl", *[PAIR] * (line - 1), "1", *[PAIR] * (4 - line))
     with pytest.raises(DataError) as caught:
         sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
-    text = str(caught.value)
-    assert "data.validation" not in text
-    assert sum(map(int, re.findall(r"^data\.train: (\d+) record", text, re.MULTILINE))) == 8
-    assert text.count("Mend the data") == 1
+    assert str(caught.value).startswith(f"data.train: 1 record(s) cannot be used\n{file}:{line}: is int")
+    assert "no samples" not in str(caught.value)
+
+
+def test_whether_answers_repeat_the_prompt_is_told_from_the_whole_file(
+    tokenizer: Any, drawn_line: tuple[Any, int], tmp_path: Path
+) -> None:
+    config, line = drawn_line
+    by_chance = PAIR | {"chosen": "a? yes", "rejected": "a? no"}
+    write(tmp_path / "train.jsonl", *[PAIR] * (line - 1), by_chance, *[PAIR] * (4 - line))
+    _, validation, _ = sample_sets(config, tokenizer, [tokenizer.eos_token_id], seed=1)
+    assert len(validation) == 1
 
 
 def test_truncation_is_counted(tokenizer: Any, tiny: dict[str, Any], tmp_path: Path) -> None:

@@ -72,6 +72,17 @@ def test_an_unknown_model_is_told_the_nearest() -> None:
         load_model_shape("Qwen/Qwen2.5-8B", None)
 
 
+def test_an_unknown_model_is_told_all_that_can_be_planned() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_model_shape("acme/none", None)
+    named = str(caught.value).partition(" or one of ")[2].removesuffix(".").split(", ")
+    assert {*CATALOGUE, "Qwen/Qwen3-0.6B", "google/gemma-3-27b", "deepseek-ai/DeepSeek-R1"} <= set(named)
+    assert len({load_model_shape(name, None) for name in named}) > 25
+    for name in ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "Qwen/Qwen3.5-35B-A3B"):
+        assert find_config(name) is not None
+        assert name not in named, "a plan of it would be refused"
+
+
 def write(folder: Path, content: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(content))
     return folder

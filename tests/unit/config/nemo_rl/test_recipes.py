@@ -51,7 +51,7 @@ FEATURES = {
     *("router replay of engines with pipeline parallelism", "router replay beside layers for further tokens"),
     "router replay of sinkhorn balancing",
     *("LoRA of a tied output layer", "LoRA of some layers by DTensor", "LoRA of a model with experts by DTensor"),
-    "LoRA of out_proj by DTensor",
+    *("LoRA of out_proj by DTensor", "drafts by another method", "drafts by the model's own layer"),
 }
 NOT_YET = (
     r"model_type '\w+' of config.json is not trained here",

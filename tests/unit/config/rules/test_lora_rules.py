@@ -62,6 +62,10 @@ def test_experts_have_rules_of_their_own(tmp_path: Path) -> None:
     assert "peft freezes the model" in found[rate]
     attention = examined(*given, f"{P}.target_modules=[linear_proj]", f"{rate}=0.0")
     assert "policy.megatron_cfg.moe_expert_rank_capacity_factor" not in {each.path for each in attention.problems}
+    each = (f"policy.model_name={tmp_path}", *ON, f"{P}.share_expert_adapters=false")
+    for targets, is_said in (("[linear_proj,linear_fc2]", False), ("[linear_proj]", True)):
+        warned = examined(*each, f"{P}.target_modules={targets}").warnings
+        assert (f"{P}.share_expert_adapters" in {warning.path for warning in warned}) == is_said
 
 
 HEAD = f"{P}.target_modules=[linear_proj,output_layer]"
@@ -95,6 +99,7 @@ def test_the_output_layer_has_rules_of_its_own(
         ((f"{P}.enabled=false", f"{P}.target_modules=[]", f"{P}.dim=16"), f"{P}.dim", "no effect"),
         (("M.freeze_moe_router=true",), "policy.megatron_cfg.freeze_moe_router", "peft freezes the whole model"),
         (("M.offload_modules=[mlp_fc1]",), "policy.megatron_cfg.offload_modules", "mlp_fc1 saves nothing"),
+        ((f"{P}.share_expert_adapters=false",), f"{P}.share_expert_adapters", "no effect: no linear of experts"),
     ],
 )
 def test_what_has_no_effect_is_said(overrides: tuple[str, ...], path: str, words: str) -> None:

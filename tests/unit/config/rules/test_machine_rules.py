@@ -52,6 +52,19 @@ def test_a_check_elsewhere_only_warns_about_missing_folders(check: Check) -> Non
     assert "rules about the model's layers were not checked" in unknown
 
 
+@pytest.mark.parametrize("run_here", [True, False])
+@pytest.mark.parametrize("path", ["policy.model_name", "teacher.model_name"])
+def test_a_folder_without_a_config_is_refused_wherever_it_runs(
+    check: Check, dense_model: Path, tmp_path: Path, path: str, run_here: bool
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    models = (f"policy.model_name={dense_model}", f"teacher.model_name={dense_model}", f"{path}={tmp_path}")
+    with pytest.raises(ConfigError) as caught:
+        check(*DISTILLATION.split(), *models, f"policy.tokenizer.name={dense_model}", run_here=run_here)
+    said = f"{path}: the folder {tmp_path} has no config.json. Is the download complete?"
+    assert str(caught.value).splitlines()[1:] == [said]
+
+
 def test_a_tokenizer_of_its_own_is_told_of_beside_the_model(check: Check) -> None:
     checked = check("policy.model_name=no/such", "policy.tokenizer.name=nor/such", run_here=False)
     assert [warning.split(":")[0] for warning in checked.warnings[:2]] == ["policy.model_name", "policy.tokenizer.name"]

@@ -77,7 +77,13 @@ def test_the_models_own_layer_drafts(said: Any, model: Any) -> None:
 @pytest.mark.parametrize("num_layers", [0, 2])
 def test_a_model_without_one_such_layer_is_refused(num_layers: int, said: Any, model: Any) -> None:
     found = said(BY_LAYER, model(num_layers))
-    assert f"this has {num_layers}. Set draft_model" in found[f"{SPECULATIVE}.method"]
+    assert f"this has {num_layers}. Set draft_model, and the folder" in found[f"{SPECULATIVE}.method"]
+
+
+def test_a_model_beside_a_layer_that_drafts_has_no_effect(said: Any, model: Any) -> None:
+    section = BY_LAYER | {"model": "x"}
+    assert "has no effect with method deepseek_mtp" in said(section, model(1))[f"{SPECULATIVE}.model"]
+    assert f"{SPECULATIVE}.model" not in said(section, model(0)), "it is what the other advice needs"
 
 
 @pytest.mark.parametrize(
@@ -87,19 +93,24 @@ def test_a_model_without_one_such_layer_is_refused(num_layers: int, said: Any, m
         (
             BY_MODEL | {"method": "eagle3"},
             ".method",
-            '"eagle3" asks for draft models, not supported here: of this kind',
+            '"eagle3" asks for drafts by another method, not supported here: nobody has tried it. Allowed: draft',
+        ),
+        (
+            BY_LAYER | {"method": "ngram"},
+            ".method",
+            "Allowed: draft_model, with the folder of a small model as model; mtp",
         ),
         (BY_MODEL | {"method": "draft_modl"}, ".method", "Did you mean 'draft_model'?"),
         ({"num_speculative_tokens": 2}, ".method", "missing value. Allowed: draft_model"),
         (BY_MODEL | {"rejection_sample_method": "synthetic"}, ".rejection_sample_method", "not supported here"),
         (BY_MODEL | {"num_speculative_token": 3}, ".num_speculative_token", "Did you mean 'num_speculative_tokens'?"),
         (BY_MODEL | {"num_speculative_tokens": 0}, ".num_speculative_tokens", "a whole number from 1 to 32"),
-        ({"method": "draft_model", "model": str(MODEL)}, ".num_speculative_tokens", "null is not allowed"),
+        ({"method": "draft_model", "model": str(MODEL)}, ".num_speculative_tokens", "missing value. Allowed: a"),
         (BY_MODEL | {"draft_tensor_parallel_size": "1"}, ".draft_tensor_parallel_size", '"1" is not policy.gen'),
         (BY_MODEL | {"draft_tensor_parallel_size": 2}, ".draft_tensor_parallel_size", "tensor_parallel_size, 1, and"),
-        ({"method": "draft_model", "num_speculative_tokens": 1}, ".model", "missing value"),
-        (BY_LAYER, ".method", "tried in deepseek_v3 alone"),
-        (BY_LAYER | {"model": "x"}, ".model", "has no effect with method deepseek_mtp"),
+        (BY_MODEL | {"model": None}, ".model", "missing value. Allowed: text, the folder"),
+        (BY_MODEL | {"model": 3}, ".model", "3 is not allowed. Allowed: text, the folder"),
+        (BY_LAYER, ".method", "tried in deepseek_v3 alone. Set draft_model, and the folder of a small model as model"),
     ],
 )
 def test_what_a_section_may_not_say(section: Any, key: str, words: str, said: Any) -> None:

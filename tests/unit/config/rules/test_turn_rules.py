@@ -1,6 +1,7 @@
 """Rules and warnings about the tokenizer and its chat template, from files as public models have them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,34 @@ def test_the_teacher_has_all_tokens_of_the_tokenizer(make: Any, check: Check, tm
     ):
         check(f"policy.model_name={tmp_path}", *overrides)
     check(f"policy.model_name={tmp_path}", f"teacher.model_name={teacher}")
+
+
+@pytest.mark.parametrize("run_here", [True, False])
+def test_the_teacher_has_the_students_vocabulary(make: Any, check: Check, tmp_path: Path, run_here: bool) -> None:
+    make()
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tmp_path, teacher)
+    distillation = ("algorithm=distillation", "distillation.num_prompts_per_step=128", f"teacher.model_name={teacher}")
+    check(f"policy.model_name={tmp_path}", *distillation, run_here=run_here)
+    content = json.loads((teacher / "tokenizer.json").read_text())
+    content["added_tokens"].append({"id": 13, "content": "<think>"})
+    (teacher / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ConfigError,
+        match=r"teacher\.model_name: .* another vocabulary than the student's: '<think>' has the id 13 in it, and is "
+        r"no token of that of policy\.tokenizer\.name\. Choose a teacher of the same family\.",
+    ):
+        check(f"policy.model_name={tmp_path}", *distillation, run_here=run_here)
+    check(f"policy.model_name={tmp_path}", f"teacher.model_name={teacher}", run_here=run_here)
+    (teacher / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"teacher\.model_name: the tokenizer's files in .*teacher' cannot be read"):
+        check(f"policy.model_name={tmp_path}", *distillation, run_here=run_here)
+
+
+def test_the_key_of_a_multimodal_models_vocabulary_is_named(make: Any, check: Check, tmp_path: Path) -> None:
+    make()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"vocab_size": 12}}))
+    with pytest.raises(ConfigError, match=r"has 12 tokens \(text_config\.vocab_size of its config\.json\)"):
+        check(f"policy.model_name={tmp_path}")
+    with pytest.raises(ConfigError, match=r"which has 12 \(text_config\.vocab_size of its config\.json\)"):
+        check(f"policy.model_name={tmp_path}", "policy.generation.stop_token_ids=[12]")
