@@ -12,6 +12,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
+os.environ.pop("COLUMNS", None)  # which tables and prose follow
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets a worker wait for whatever else the machine does
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job; what is started inherits it
     signal.signal(signal.SIGINT, signal.default_int_handler)

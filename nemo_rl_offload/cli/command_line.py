@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import json
 import os
 import shlex
 import sys
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
     except NemoRLOffloadError as error:
         hint = _how_to_go_on(options, run_dirs) if isinstance(error, WorkerError | ResourceError) else ""
-        print(f"error: {error}{hint}", file=sys.stderr)
+        _refuse(options, f"{error}{hint}")
         _keep_details(error, run_dirs)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from nemo_rl_offload.specs.process_limits import explained
 
         if (text := explained(error)) is not None:
-            print(f"error: {text}", file=sys.stderr)
+            _refuse(options, text)
             return EXIT_USER_ERROR
         if isinstance(error, MemoryError) or not _output_fails():
             raise
@@ -82,6 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = f"cannot write standard output: {error.strerror}."
         print(f"error: {told}{_how_to_go_on(options, run_dirs)}", file=sys.stderr)
         return EXIT_USER_ERROR
+
+
+def _refuse(options: argparse.Namespace, message: str) -> None:
+    """Tell it; with `--format json` to the reader of that too, as `check` tells of a file that cannot be read."""
+    print(f"error: {message}", file=sys.stderr)
+    if getattr(options, "format", None) == "json":
+        try:
+            print(json.dumps({"problems": [{"path": "", "message": message, "origin": ""}]}, indent=2), flush=True)
+        except OSError:
+            _drop_output()
 
 
 def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[Path]) -> int:

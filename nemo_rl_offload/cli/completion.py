@@ -18,6 +18,7 @@ SCRIPT = """\
 _nemo_rl_offload() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
   COMPREPLY=()
+  [ "$before" = "=" ] && before="${{COMP_WORDS[COMP_CWORD-2]}}"
   if [ "$COMP_CWORD" -eq 1 ]; then
     COMPREPLY=($(compgen -W "{commands}" -- "$word"))
     return

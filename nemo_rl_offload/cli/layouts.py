@@ -1,23 +1,23 @@
 """`nemo-rl-offload plan --layouts`, and the layouts that `plan` advises where the given one has no room."""
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 from nemo_rl_offload.cli.plan_files import check_targets, difference, uncollected
 from nemo_rl_offload.cli.planned_job import read_options
+from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.sources import LoadedConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.job import Job, longest_row, tokens_of_a_microbatch
-from nemo_rl_offload.planner.report.layouts import layouts_data, layouts_lines, layouts_overlay
+from nemo_rl_offload.planner.report.layouts import layouts_data, layouts_overlay, layouts_text
+from nemo_rl_offload.planner.search.choice import as_configured
 from nemo_rl_offload.planner.search.layout_keys import as_override, layout_keys
-from nemo_rl_offload.planner.search.layout_search import LayoutAdvice, find_layouts
+from nemo_rl_offload.planner.search.layout_search import FoundLayout, LayoutAdvice, find_layouts
 from nemo_rl_offload.planner.search.layouts import LayoutTask
+from nemo_rl_offload.planner.search.to_config import Trials
 from nemo_rl_offload.runs.output import write_text
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
@@ -28,25 +28,29 @@ _FACTORS = (1, 2, 4, 8, 16)
 
 def plan_layouts(options: argparse.Namespace, overrides: Sequence[str]) -> LayoutAdvice:
     """Search layouts, write the best if that is asked for, and print. Raises ConfigError as `plan` does."""
-    if options.layouts < 1:
-        raise ConfigError(f"--layouts {options.layouts}: give a number from 1 on.")
     if options.html is not None:
         raise ConfigError("--html: not with --layouts. Plan the layout that you take, with --html.")
     check_targets(options)
     given = read_recipe(options.config, overrides)
     with uncollected():
-        advice = advise(options, overrides, given, options.layouts)
+        advice = replace(advise(options, overrides, given, options.layouts), configured=_configured(options, given))
     if options.write is not None and advice.found:
         changes = [as_override(path, value) for path, value in advice.found[0].keys.items()]
         written = read_recipe(options.config, [*overrides, *changes])
         changed = difference(written.values, read_recipe(options.config).values)
         write_text(options.write, layouts_overlay(advice, options.config, options.write, overrides, changed))
-    if options.format == "json":
-        print(json.dumps(layouts_data(advice), indent=2))
-    else:
-        console = Console(highlight=False, soft_wrap=True, markup=False)
-        console.print("\n".join(layouts_lines(advice)))
+    show(options.format, lambda: layouts_data(advice), lambda _width: layouts_text(advice))
     return advice
+
+
+def _configured(options: argparse.Namespace, given: LoadedConfig) -> FoundLayout | None:
+    """What the configuration has; None where it cannot be planned."""
+    try:
+        job = read_options(options, given)
+    except ConfigError:
+        return None
+    trials = Trials(job)
+    return FoundLayout(job, {}, as_configured(job, trials) or trials.try_modules(job.recompute, ()))
 
 
 def advise(options: argparse.Namespace, overrides: Sequence[str], given: LoadedConfig, number: int) -> LayoutAdvice:

@@ -35,7 +35,12 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "doctor": ("doctor", "doctor --write-device mine.yaml"),
     "export": ("export results/mine/step_100 my-model", "export results/mine/step_100 my-model --dtype bfloat16"),
-    "report": ("report results/mine", "report results/mine --serve", "report results/a results/b results/c"),
+    "report": (
+        "report results/mine",
+        "report results/mine --serve",
+        "report results/a results/b results/c",
+        "report results/a results/b --format json",
+    ),
     "completion": ("completion",),
     "bench": ("bench offload --layers 8 --sequence 16384", "bench stash --out results/stash"),
 }
@@ -57,10 +62,10 @@ class _Formatter(argparse.HelpFormatter):
 
 class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """No override that follows `--layouts` is taken for its number."""
+        """No override, option or configuration that follows `--layouts` is taken for its number."""
         words = list(sys.argv[1:] if args is None else args)
         for place, (word, after) in enumerate(pairwise([*words, ""])):
-            if word == "--layouts" and not after.lstrip("-").isdigit():
+            if word == "--layouts" and _is_no_number(after):
                 words[place] = f"{word}={NUM_LAYOUTS}"
         return super().parse_known_args(words, namespace)
 
@@ -71,6 +76,29 @@ class _Parser(argparse.ArgumentParser):
             near = get_close_matches(wrong[1], [*choices, *others], n=1, cutoff=0.7)  # dpo is no guess for ppo
             message += "." + "".join(f" Did you mean '{(choices | others)[name]}'?" for name in near)
         super().error(message)
+
+
+def _is_no_number(word: str) -> bool:
+    """Whether a word behind `--layouts` is not meant as its number, not even as a wrong one."""
+    is_option = word.startswith("-") and not word[1:2].isdigit()
+    return is_option or "=" in word or word.startswith("~") or Path(word).suffix in (".yaml", ".yml") or not word
+
+
+def _num_layouts(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of layouts: give a whole number from 1 on, or none")
+    return int(text)
+
+
+def _add_format(parser: argparse.ArgumentParser, what: str) -> None:
+    """`--format`: to read, or for other programs."""
+    parser.add_argument(
+        "--format",
+        choices=("table", "json"),
+        default="table",
+        type=lambda word: "table" if word == "text" else word,  # as `check` called it
+        help=f"how {what} printed (default: table)",
+    )
 
 
 def _examples(command: str) -> str:
@@ -141,9 +169,7 @@ def _add_run(commands: Commands) -> None:
         action="store_true",
         help="let a run in --run-dir give way: it is moved to a folder below, and nothing is deleted",
     )
-    run.add_argument(
-        "--format", choices=("table", "json"), default="table", help="how the summary is printed at the end"
-    )
+    _add_format(run, "the summary at the end is")
 
 
 def _add_check(commands: Commands) -> None:
@@ -151,12 +177,12 @@ def _add_check(commands: Commands) -> None:
         "check",
         help="check a configuration",
         description="Check a configuration, offline and in seconds, all problems at once; exit code 2 if there are any",
-        usage="%(prog)s FILE [--verbose] [--megatron] [--format text|json] [KEY=VALUE ...]",
+        usage="%(prog)s FILE [--verbose] [--megatron] [--format table|json] [KEY=VALUE ...]",
         epilog=f"{_examples('check')}\n{EPILOG}",
         formatter_class=_Formatter,
     )
     check.add_argument("config", type=Path, metavar="FILE", help="YAML configuration")
-    check.add_argument("--format", choices=("text", "json"), default="text", help="how the findings are printed")
+    _add_format(check, "the findings are")
     check.add_argument(
         "--megatron",
         action="store_true",
@@ -190,13 +216,13 @@ def _add_plan(commands: Commands) -> None:
     skew.add_argument("--recorded-run", type=Path, metavar="DIR", help="the same from a run with buffers of fixed size")
     plan.add_argument(
         "--layouts",
-        type=int,
+        type=_num_layouts,
         nargs="?",
         const=NUM_LAYOUTS,
         metavar="N",
         help=f"search layouts over the same GPUs instead, and print the N fastest (default: {NUM_LAYOUTS})",
     )
-    plan.add_argument("--format", choices=("table", "json"), default="table")
+    _add_format(plan, "the plan is")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write the plan as one HTML page; not with --layouts")
     plan.add_argument(
         "--write",
@@ -225,7 +251,7 @@ def _add_eval(commands: Commands) -> None:
     evaluate.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where figures and responses go (default: results/eval_<name>)"
     )
-    evaluate.add_argument("--format", choices=("table", "json"), default="table", help="how the figures are printed")
+    _add_format(evaluate, "the figures are")
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -236,7 +262,7 @@ def _add_doctor(commands: Commands) -> None:
         epilog=_examples("doctor"),
         formatter_class=_Formatter,
     )
-    doctor.add_argument("--format", choices=("table", "json"), default="table")
+    _add_format(doctor, "the findings are")
     doctor.add_argument("--write-device", type=Path, metavar="FILE", help="write what a GPU has here, for `plan --gpu`")
 
 
@@ -275,6 +301,7 @@ def _add_report(commands: Commands) -> None:
     report.add_argument(
         "--out", type=Path, metavar="FILE", help="where the page goes (default: RUN_DIR/report.html; of several: none)"
     )
+    _add_format(report, "several runs are")
     report.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1, refreshed, until Ctrl-C")
     report.add_argument("--port", type=int, metavar="N", help="with --serve: this port (default: a free one)")
 
@@ -294,9 +321,11 @@ def _add_bench(commands: Commands) -> None:
     bench.add_argument("--sequence", type=int, metavar="TOKENS")
     bench.add_argument("--microbatches", type=int, metavar="N", help="offload: per step")
     bench.add_argument("--rounds", type=int, default=5, metavar="N", help="of all variants in turn (default: 5)")
-    bench.add_argument("--variant", action="append", metavar="NAME", help="offload: this one; may be repeated")
+    bench.add_argument(
+        "--variant", action="append", metavar="NAME", help="offload: this, as 'ours: all'; may be repeated"
+    )
     bench.add_argument("--out", type=Path, metavar="DIR", help="write the figures and a picture there")
-    bench.add_argument("--format", choices=("table", "json"), default="table")
+    _add_format(bench, "the figures are")
 
 
 def _add_completion(commands: Commands) -> None:

@@ -1,14 +1,12 @@
 """`nemo-rl-offload plan`: from a configuration to a job of the planner, and from its plan to tables and files."""
 
 import argparse
-import json
 from collections.abc import Sequence
-
-from rich.console import Console
 
 from nemo_rl_offload.cli.layouts import advise
 from nemo_rl_offload.cli.plan_files import check_targets, difference, uncollected
 from nemo_rl_offload.cli.planned_job import read_options
+from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.planner.plan import JobPlan, asks_for_layouts, make_plan, with_advice
 from nemo_rl_offload.planner.report.data import plan_data
@@ -33,9 +31,5 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     if options.write is not None:
         changed = difference(loaded.values, read_recipe(options.config).values)
         write_text(options.write, plan_overlay(found, options.config, options.write, overrides, changed))
-    if options.format == "json":
-        print(json.dumps(plan_data(found), indent=2))
-    else:
-        console = Console(highlight=False, soft_wrap=True, markup=False)
-        console.print(plan_tables(found, console.width))
+    show(options.format, lambda: plan_data(found), lambda width: plan_tables(found, width))
     return found

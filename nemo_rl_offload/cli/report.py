@@ -2,15 +2,18 @@
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Group
+from rich.text import Text
 
+from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.observability.html_report import RUN_FILES, run_page, write_report
 from nemo_rl_offload.observability.page_server import PageServer
-from nemo_rl_offload.observability.run_comparison import Run, letters, page, tables
+from nemo_rl_offload.observability.run_comparison import Run, comparison_data, letters, page, tables
 from nemo_rl_offload.runs.output import write_text
 
 _PORTS = range(1 << 16)
@@ -21,6 +24,8 @@ def report(options: argparse.Namespace) -> None:
     run_dirs: list[Path] = options.run_dirs
     if options.port is not None and (not options.serve or options.port not in _PORTS):
         raise ConfigError(f"--port {options.port}: needs --serve, and a number from 0 to {_PORTS[-1]}.")
+    if options.format == "json" and (options.serve or len(run_dirs) == 1):
+        raise ConfigError("--format json: compares several runs. Give their folders, without --serve.")
     if options.serve:
         if options.out is not None:
             raise ConfigError("--serve writes no file: leave --out away, or serve and write in two commands.")
@@ -30,21 +35,23 @@ def report(options: argparse.Namespace) -> None:
         write_report(run_dirs[0], destination)
         print(f"Wrote {destination}")
     else:
-        _compare(run_dirs, options.out)
+        _compare(run_dirs, options.out, options.format)
 
 
-def _compare(run_dirs: list[Path], destination: Path | None) -> None:
+def _compare(run_dirs: list[Path], destination: Path | None, form: str) -> None:
+    if destination is not None and destination.resolve() in {
+        (run_dir / name).resolve() for run_dir in run_dirs for name in RUN_FILES
+    }:
+        raise ConfigError(f"{destination}: belongs to a run, and would be lost. Give another name.")
     runs = [Run(folder) for folder in run_dirs]
-    console = Console(highlight=False, soft_wrap=True)
-    for name, run in zip(letters(runs), runs, strict=True):
-        console.print(f"{name}: {run.folder}", markup=False)
-    for table in tables(runs, console.width):
-        console.print(table)
+    folders = [
+        Text(f"{name}: {run.folder}", no_wrap=True, overflow="ignore")
+        for name, run in zip(letters(runs), runs, strict=True)
+    ]
+    show(form, lambda: comparison_data(runs), lambda width: Group(*folders, *tables(runs, width)))
     if destination is not None:
-        if destination.resolve() in {(run_dir / name).resolve() for run_dir in run_dirs for name in RUN_FILES}:
-            raise ConfigError(f"{destination}: belongs to a run, and would be lost. Give another name.")
         write_text(destination, page(runs))
-        print(f"Wrote {destination}")
+        print(f"Wrote {destination}", file=sys.stderr if form == "json" else sys.stdout)
 
 
 def _serve(run_dirs: list[Path], port: int) -> None:

@@ -1,11 +1,12 @@
 """Several runs beside each other: `nemo-rl-offload report A B C`, as tables of 80 columns or as a page."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
 from textwrap import TextWrapper
+from typing import TypedDict
 
 from rich.table import Table
 
@@ -22,6 +23,12 @@ from nemo_rl_offload.units import human_bytes
 BESIDE = 3
 """Runs in a table of 80 columns."""
 DIFFERING_KEYS = 30
+_PER_STEP: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "tokens_per_s": ("tokens/s", "{:,.0f}".format),
+    "timing/step_s": ("seconds a step", "{:.3g}".format),
+    "memory/peak_device_bytes": ("peak device memory", human_bytes),
+    "offloaded_bytes": ("offloaded a step", human_bytes),
+}
 DRAWN = ("loss", "reward", "accuracy", "grad_norm", "lr", "tokens_per_s")
 
 
@@ -31,33 +38,102 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         _, self.algorithm = read_config_text(folder / CONFIG_FILE)
-        self.config = {path: str(value) for path, value in leaves(read_yaml(folder / CONFIG_FILE)).items()}
+        self.config = leaves(read_yaml(folder / CONFIG_FILE))
         self.curves: Curves = read_curves(folder / METRICS_FILE)
         if not self.curves:
             raise ConfigError(f"{folder}: the run has logged nothing yet.")
         self.summary = read_json(folder / SUMMARY_FILE, Summary, NOT_SHOWN_THEN)
 
-    def figures(self) -> dict[str, str]:
-        """By what they are."""
+    def _values(self, name: str, prefix: str) -> list[float]:
+        return [value for _, value in self.curves.get(name, {}).get(prefix, [])]
+
+    def data(self) -> "RunData":
+        """What is compared of it, in numbers."""
         steps = [step for lines in self.curves.values() for line in lines.values() for step, _ in line]
-        found = {"algorithm": self.algorithm, "steps": f"{max(steps):g}"}
-        found["state"] = "finished" if self.summary else "not finished"
+        progress: dict[str, Progress] = {}
         for name in ("accuracy", "reward", "loss"):
             for prefix in ("validation", "train"):
-                if values := [value for _, value in self.curves.get(name, {}).get(prefix, [])]:
-                    found[f"{prefix} {name}"] = f"{values[0]:.3g} to {values[-1]:.3g}"
-                    if prefix == "validation":
-                        best = min(values) if name == "loss" else max(values)
-                        found[f"best validation {name}"] = f"{best:.3g}"
-        for name, what, show in (
-            ("tokens_per_s", "tokens/s", "{:,.0f}".format),
-            ("timing/step_s", "seconds a step", "{:.3g}".format),
-            ("memory/peak_device_bytes", "peak device memory", human_bytes),
-            ("offloaded_bytes", "offloaded a step", human_bytes),
-        ):
-            if values := [value for _, value in self.curves.get(name, {}).get("train", [])]:
-                found[what] = show(max(values) if "peak" in name else median(values))
+                if values := self._values(name, prefix):
+                    best = min(values) if name == "loss" else max(values)
+                    progress[f"{prefix}/{name}"] = {"first": values[0], "last": values[-1], "best": best}
+        return {
+            "run_dir": str(self.folder),
+            "algorithm": self.algorithm,
+            "steps": int(max(steps)),
+            "finished": self.summary is not None,
+            "progress": progress,
+            "per_step": {
+                name: max(values) if "peak" in name else median(values)
+                for name in _PER_STEP
+                if (values := self._values(name, "train"))
+            },
+        }
+
+    def figures(self) -> dict[str, str]:
+        """The same as texts, by what they are."""
+        data = self.data()
+        found = {"algorithm": data["algorithm"], "steps": str(data["steps"])}
+        found["state"] = "finished" if data["finished"] else "not finished"
+        for path, values in data["progress"].items():
+            name = path.replace("/", " ")
+            found[name] = f"{values['first']:.3g} to {values['last']:.3g}"
+            if path.startswith("validation"):
+                found[f"best {name}"] = f"{values['best']:.3g}"
+        for name, value in data["per_step"].items():
+            what, show = _PER_STEP[name]
+            found[what] = show(value)
         return found
+
+
+class Progress(TypedDict):
+    """Of a metric."""
+
+    first: float
+    last: float
+    best: float
+    """The least of a loss, the most of the others."""
+
+
+class RunData(TypedDict):
+    """What is compared of a run."""
+
+    run_dir: str
+    algorithm: str
+    steps: int
+    finished: bool
+    progress: dict[str, Progress]
+    """By prefix and name of the metric, as `validation/accuracy`."""
+    per_step: dict[str, float]
+    """By the metrics' names: medians of the training steps, and the most of what is a peak."""
+
+
+class ComparisonData(TypedDict):
+    """What `report --format json` prints."""
+
+    runs: dict[str, RunData]
+    differing_keys: dict[str, dict[str, object]]
+    """Of the configurations: values by the runs that have the key."""
+
+
+def comparison_data(runs: Sequence[Run]) -> ComparisonData:
+    """Figures, and all keys that differ."""
+    named = dict(zip(letters(runs), runs, strict=True))
+    return {
+        "runs": {name: run.data() for name, run in named.items()},
+        "differing_keys": {
+            key: {name: run.config[key] for name, run in named.items() if key in run.config}
+            for key in _differing_keys(runs)
+        },
+    }
+
+
+def _differing_keys(runs: Sequence[Run]) -> list[str]:
+    keys = sorted({key for run in runs for key in run.config})
+    return [key for key in keys if len({_shown(run, key) for run in runs}) > 1]
+
+
+def _shown(run: Run, key: str) -> str:
+    return str(run.config.get(key, "absent"))
 
 
 def rows_of(runs: Sequence[Run]) -> dict[str, list[str]]:
@@ -65,9 +141,8 @@ def rows_of(runs: Sequence[Run]) -> dict[str, list[str]]:
     figures = [run.figures() for run in runs]
     names = list(dict.fromkeys(name for each in figures for name in each))
     rows = {name: [each.get(name, "-") for each in figures] for name in names}
-    keys = sorted({key for run in runs for key in run.config})
-    differing = [key for key in keys if len({run.config.get(key) for run in runs}) > 1]
-    rows |= {key: [run.config.get(key, "absent") for run in runs] for key in differing[:DIFFERING_KEYS]}
+    differing = _differing_keys(runs)
+    rows |= {key: [_shown(run, key) for run in runs] for key in differing[:DIFFERING_KEYS]}
     if (more := len(differing) - DIFFERING_KEYS) > 0:
         rows[f"and {more} more keys"] = ["" for _ in runs]
     return rows

@@ -240,15 +240,16 @@ def update_lacks(job: Job, step: SimulatedStep) -> int:
     return max(0, max(peaks) - job.budget_bytes)
 
 
-def lacking(job: Job, step: SimulatedStep) -> Iterator[str]:
-    """What is missing beside the training step: on the host, and in phases that no choice of modules changes."""
+def lacking(job: Job, step: SimulatedStep, *, training_fits: bool = True) -> Iterator[str]:
+    """What is missing beside the training step: on the host, and in phases that no choice of modules changes. The
+    optimizer's share on the host that its own step asks for is named where training asks for no other."""
     yield from _lacking_on_host(job, host_use(job, step))
     for rank, phase in fullest(job, step):
         if phase.name != "training" and phase.peak_bytes > job.budget_bytes:
             yield (
                 f"{phase.name} on stage {rank}: {gib(phase.peak_bytes)}, {gib(phase.peak_bytes - job.budget_bytes)} "
-                f"more than there is. {_remedy(job, phase)}"
-            )
+                f"more than there is. {_remedy(job, phase, training_fits)}"
+            ).rstrip()
 
 
 def _lacking_on_host(job: Job, host: HostUse) -> Iterator[str]:
@@ -271,7 +272,7 @@ def _listed(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
 
 
-def _remedy(job: Job, phase: Phase) -> str:
+def _remedy(job: Job, phase: Phase, training_fits: bool) -> str:
     if "vLLM's engine" in phase.parts:
         left = job.budget_bytes - phase.peak_bytes + phase.parts["vLLM's engine"]
         share = max(0.0, left / job.device.memory_bytes)
@@ -282,7 +283,9 @@ def _remedy(job: Job, phase: Phase) -> str:
         share = _least_share_on_host(job, phase)
         path = "policy.megatron_cfg.optimizer"
         sets = f"Set {path}.optimizer_cpu_offload=true {path}.optimizer_offload_fraction={share:g} for that."
-        return sets if share <= 1 else "With all of the optimizer on the host there is too little too."
+        if share > 1:
+            return "With all of the optimizer on the host there is too little too."
+        return sets if training_fits else ""
     if job.micro_batch_tokens is not None:
         return "Lower logprob_mb_tokens."
     return "Lower policy.logprob_batch_size, or set use_fused_linear_logprobs."

@@ -7,7 +7,7 @@ from functools import cache
 
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.phases import OF_LAYOUT, UPDATE_BYTES, PhasesOfStage, lacking, update_lacks
-from nemo_rl_offload.planner.search.choice import best_tried, can_be_auto, choose, run_auto, surely_fits, surely_lacks
+from nemo_rl_offload.planner.search.choice import as_configured, best_tried, choose, surely_fits, surely_lacks
 from nemo_rl_offload.planner.search.frontier import frontier
 from nemo_rl_offload.planner.search.layout_search import FoundLayout, LayoutAdvice
 from nemo_rl_offload.planner.search.suggestions import NONE_TRIED, suggest
@@ -65,7 +65,7 @@ class JobPlan:
     @property
     def lacking(self) -> list[str]:
         """What is missing beside the training step, in a sentence for each."""
-        return list(lacking(self.chosen_job, self.chosen))
+        return list(lacking(self.chosen_job, self.chosen, training_fits=not self.shortfall_bytes))
 
     @property
     def least_optimizer_share(self) -> float | None:
@@ -95,7 +95,7 @@ def make_plan(job: Job, with_suggestions: bool = True) -> JobPlan:
     """Plan a job: simulate it as it is, choose for its budget, and look for changes where that is not enough."""
     trials = Trials(job)
     baseline = trials.try_modules(job.recompute, ()).step
-    configured = _as_configured(job, trials)
+    configured = as_configured(job, trials)
     choice = choose(job, baseline, trials)
     while True:
         written = min(trials.whole, key=lambda each: each.order(job)) if choice.is_auto else choice
@@ -108,7 +108,16 @@ def make_plan(job: Job, with_suggestions: bool = True) -> JobPlan:
             choice = found
         elif len(trials.whole) == num_tried:
             break
-    plan = JobPlan(job, baseline, configured, choice, written, points, (), _without_recomputation(job))
+    plan = JobPlan(
+        job,
+        baseline,
+        None if configured is None else configured.step,
+        choice,
+        written,
+        points,
+        (),
+        _without_recomputation(job),
+    )
     if not (plan.shortfall_bytes and with_suggestions):
         return plan
 
@@ -146,11 +155,3 @@ def _without_recomputation(job: Job) -> ChoiceAsConfig | None:
         return None
     without = Trials(job).try_modules(Recompute(), ())
     return without if without.peak_bytes <= job.budget_bytes else None
-
-
-def _as_configured(job: Job, trials: Trials) -> SimulatedStep | None:
-    if job.is_auto:
-        return trials.try_auto(job.recompute, run_auto).step if can_be_auto(job) else None
-    if not job.offload_modules:
-        return None
-    return trials.try_modules(job.recompute, job.offload_modules, job.offload_fraction).step

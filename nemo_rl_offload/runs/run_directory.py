@@ -115,10 +115,12 @@ def open_run_directory(
             pipe where a run writes, or is in use.
         ResourceError: the folder cannot be written.
     """
+    passed: list[str] = []
     for folder in [explicit] if explicit is not None else _numbered(default):
         with _explained(folder):
             obstacle = _obstacle(folder, config, origin, by_request=explicit is not None, force=force)
             if obstacle is not None:
+                passed += [f"{folder} {obstacle}"] if obstacle.startswith(_HOLDS) else []
                 continue
             folder.mkdir(parents=True, exist_ok=True)
             lock = open_to_append(folder / LOCK_FILE)
@@ -131,6 +133,8 @@ def open_run_directory(
                     _move_aside(folder, told)
                 elif explicit is not None and length_on_resume(folder, config) and (folder / SUMMARY_FILE).exists():
                     (folder / SUMMARY_FILE).replace(folder / FORMER_SUMMARY_FILE)
+            if passed and not (folder / CONFIG_FILE).exists():
+                told(f"New run directory: {passed[-1]}. Without these changes, the command goes on there.")
             if not (folder / SUMMARY_FILE).exists():
                 _note_changes(folder, config, told)
                 _write_config(folder, config)
@@ -198,11 +202,14 @@ def _obstacle(
         for values in (there | length, here)
     ]
     origins = [as_key(each) for each in (same_or_given(folder, None), same_or_given(folder, origin))]
-    num_steps = f"{config.get('algorithm')}.max_num_steps"
+    num_steps, num_epochs = (f"{config.get('algorithm')}.max_num_{unit}" for unit in ("steps", "epochs"))
     found = differences(kept[0] | origins[0], kept[1] | origins[1])
     changed = found.told
     if steps and num_steps in found:
         changed += f"; {steps[-1]} steps are taken, and {num_steps} may be as many or more"
+    if steps and found and found.keys() <= {num_steps, num_epochs}:
+        as_there = " ".join(f"{path}={there}" for path, (there, _) in found.items())
+        changed += f"; the command goes on there with {as_there}"
     if changed and (steps or names & {SUMMARY_FILE, EVALUATION_FILE} or not by_request):
         return f"{_HOLDS} ({changed})"
     if length:

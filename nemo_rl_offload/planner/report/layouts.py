@@ -4,8 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from rich.console import Group, RenderableType
+
 from nemo_rl_offload.planner.report.overlay import overlay_text
 from nemo_rl_offload.planner.report.tables import (
+    Prose,
     choice_words,
     counted,
     found_words,
@@ -18,8 +21,9 @@ from nemo_rl_offload.units import gib
 
 
 class LayoutData(TypedDict):
-    """A layout that has room; bytes of the fullest rank."""
+    """A layout; bytes of the fullest rank."""
 
+    fits: bool
     layout: dict[str, int]
     """Numbers of ranks, and virtual stages of each, by the configuration's names; data-parallel ranks too."""
     micro_batch_rows: int
@@ -48,8 +52,10 @@ class LayoutsData(TypedDict):
     """Whether these layouts are for so many."""
     most_world: int
     """Devices for which layouts were searched last."""
+    configured: LayoutData | None
+    """As it is; null where that cannot be planned."""
     layouts: list[LayoutData]
-    """The fastest first."""
+    """Those that have room, the fastest first."""
 
 
 def layouts_data(advice: LayoutAdvice) -> LayoutsData:
@@ -60,6 +66,7 @@ def layouts_data(advice: LayoutAdvice) -> LayoutsData:
         "world": advice.world,
         "fits": advice.fits,
         "most_world": advice.most_world,
+        "configured": None if advice.configured is None else _layout_data(advice.configured),
         "layouts": [_layout_data(each) for each in advice.found],
     }
 
@@ -68,6 +75,7 @@ def _layout_data(found: FoundLayout) -> LayoutData:
     job = found.job
     sizes = {key: getattr(job.layout, name) for name, key in KEYS.items()}
     return {
+        "fits": found.fits,
         "layout": {**sizes, "data_parallel_size": job.layout.data},
         "micro_batch_rows": job.micro_batch,
         "num_microbatches": job.num_microbatches,
@@ -81,14 +89,21 @@ def _layout_data(found: FoundLayout) -> LayoutData:
     }
 
 
-def layouts_lines(advice: LayoutAdvice) -> list[str]:
-    """What a terminal shows."""
+def layouts_text(advice: LayoutAdvice) -> RenderableType:
+    """What a terminal shows; the configured layout stands where it belongs among those found, or behind them."""
     lines = [f"{advice.device.name}, {counted(advice.world, 'device', 's')}; {gib(advice.budget_bytes)} each"]
     if not advice.fits:
         lines.append(nothing_found(advice))
-    for number, each in enumerate(advice.found, 1):
-        lines += [f"{number}. {found_words(each)}", f"   {_with(each)}"]
-    return [*lines, "the first, to paste:", to_paste(advice.found[0].keys)] if advice.found else lines
+    named = [(f"{number}.", each) for number, each in enumerate(advice.found, 1)]
+    if (configured := advice.configured) is not None:
+        faster = [each for each in advice.found if not configured.fits or each.total_ms <= configured.total_ms]
+        named.insert(len(faster), ("as configured:" if configured.fits else "as configured, does not fit:", configured))
+    for name, each in named:
+        lines += [f"{name} {found_words(each)}", f"   {_with(each)}"]
+    said = [Prose(line) for line in lines]
+    if advice.found:
+        said += [Prose("the first, to paste:"), Prose(to_paste(advice.found[0].keys), wraps=False)]
+    return Group(*said)
 
 
 def _with(found: FoundLayout) -> str:

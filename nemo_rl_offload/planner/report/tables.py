@@ -1,10 +1,13 @@
 """A plan in sentences, and as tables on a terminal."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.plan import JobPlan
@@ -21,6 +24,7 @@ PHASE_COLUMNS = ("phase", "peak", "link", "GiB")
 FRONTIER_COLUMNS = ("memory", "step", "ratio", "", "with")
 _RIGHT = ("microbatch", "at peak", "link", "recompute", "peak", "memory", "step", "ratio")
 _WRAPPED = ("goes", "GiB", "with")
+TO_PASTE = "to paste: "
 WIDTH = 80
 """From so many columns on, what is not `_WRAPPED` stands on one line."""
 
@@ -128,8 +132,8 @@ def changes_lines(plan: JobPlan) -> list[str]:
     if not plan.advice.found:
         return [*lines, nothing_found(plan.advice)]
     best = plan.advice.found[0]
-    where = "a layout with room" if plan.advice.fits else nothing_found(plan.advice)
-    return [*lines, f"{where}: {found_words(best)}", f"to paste: {to_paste(best.keys)}"]
+    where = "instead, a layout with room" if plan.advice.fits else nothing_found(plan.advice)
+    return [*lines, f"{where}: {found_words(best)}", f"{TO_PASTE}{to_paste(best.keys)}"]
 
 
 def nothing_found(advice: LayoutAdvice) -> str:
@@ -192,9 +196,24 @@ def _yaml(value: object) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, list | tuple) else str(value)
 
 
+@dataclass(frozen=True)
+class Prose:
+    """A line that is wrapped between words, where lines are; keys stay whole, and so does what is to paste."""
+
+    line: str
+    wraps: bool = True
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [self.line]
+        if self.wraps and not options.no_wrap:
+            lines = wrap(self.line, options.max_width, break_long_words=False, break_on_hyphens=False)
+        yield from (Text(each, no_wrap=True, overflow="ignore") for each in lines)
+
+
 def plan_tables(plan: JobPlan, width: int = WIDTH) -> RenderableType:
     """What a terminal of so many columns shows."""
-    shown: list[RenderableType] = [*summary_lines(plan), *_phase_table(plan, width), *_frontier_table(plan, width)]
+    said = (Prose(line, wraps=not line.startswith(TO_PASTE)) for line in summary_lines(plan))
+    shown: list[RenderableType] = [*said, *_phase_table(plan, width), *_frontier_table(plan, width)]
     for stage in plan_data(plan)["stages"]:
         shown += [f"\n{line}" for line in stage_lines(stage)] + [_table(COLUMNS, stage_cells(stage), width)]
     return Group(*shown)

@@ -219,6 +219,13 @@ def run_auto(job: Job) -> SimulatedStep:
     return _choose_all(job, build_stages(job, modules), job.auto_budget_bytes)
 
 
+def as_configured(job: Job, trials: Trials) -> ChoiceAsConfig | None:
+    """What the engine does with `offload_modules`; None where it has nothing to do."""
+    if job.is_auto:
+        return trials.try_auto(job.recompute, run_auto) if can_be_auto(job) else None
+    return trials.try_modules(job.recompute, job.offload_modules, job.offload_fraction) if job.offload_modules else None
+
+
 def _try_least(job: Job, trials: Trials) -> Iterator[ChoiceAsConfig]:
     """What takes the least memory: all modules, `auto`, and what is recomputed alone, the first way or the last."""
     every = list(ways(job))

@@ -64,6 +64,8 @@ class LayoutAdvice:
     blocked: tuple[str, ...] = ()
     """What the fastest layout lacks that has room for training, but not for something else; empty where there is none,
     or one that has room for all."""
+    configured: "FoundLayout | None" = None
+    """The configuration as it is, beside which they are shown; it need not fit."""
 
     @property
     def fits(self) -> bool:
@@ -85,6 +87,12 @@ class FoundLayout:
     def chosen_job(self) -> Job:
         """With what the choice recomputes."""
         return replace(self.job, recompute=self.choice.recompute)
+
+    @property
+    def fits(self) -> bool:
+        """All of it: the training step, and what is beside it."""
+        has_room = self.choice.peak_bytes <= self.job.budget_bytes
+        return has_room and not any(lacking(self.chosen_job, self.choice.step))
 
     @property
     def host_node_bytes(self) -> int:

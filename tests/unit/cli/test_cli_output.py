@@ -10,15 +10,21 @@ import pytest
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 
-@pytest.mark.parametrize("output", ["text", "json"])
-def test_a_reader_that_has_had_enough_is_no_error(output: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "code", "error"),
+    [
+        (["check", "examples/configs/grpo_tiny.yaml"], 141, ""),
+        (["check", "examples/configs/grpo_tiny.yaml", "--format", "json"], 141, ""),
+        (["doctor", "a=1", "--format", "json"], 2, "error: doctor takes no configuration: a=1\n"),
+    ],
+)
+def test_a_reader_that_has_had_enough_is_no_error(words: list[str], code: int, error: str) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    example = "examples/configs/grpo_tiny.yaml"
-    command = [sys.executable, "-m", "nemo_rl_offload.cli", "check", example, "--format", output]
+    command = [sys.executable, "-m", "nemo_rl_offload.cli", *words]
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, cwd=PROJECT_ROOT, check=False)
     os.close(write_end)
-    assert (done.returncode, done.stderr) == (141, "")
+    assert (done.returncode, done.stderr) == (code, error)
 
 
 OUTLIVES = """

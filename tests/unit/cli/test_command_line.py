@@ -117,6 +117,11 @@ def test_answers_without_heavy_imports(arguments: list[str], code: int, tmp_path
         (["run", "ppo"], "'sft').\n"),
         (["report", "a", "--servee"], "no dashes). Did you mean --serve?"),
         (["run", "grpo", "--format", "xml"], "invalid choice: 'xml'"),
+        *(
+            (["plan", "a.yaml", *words], f"--layouts: '{wrong}' is no number of layouts: give a whole number from 1 on")
+            for wrong in ("x", "2.5", "0", "-1")
+            for words in (["--layouts", wrong], [f"--layouts={wrong}"])
+        ),
     ],
 )
 def test_usage_errors(
@@ -127,6 +132,25 @@ def test_usage_errors(
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
     assert training.configs == []
+
+
+@pytest.mark.parametrize(
+    ("words", "number"), [("a.yaml --layouts", 5), ("a.yaml --layouts 3", 3), ("--layouts a.yaml", 5)]
+)
+@pytest.mark.parametrize("more", [[], ["grpo.seed=2"], ["+a.b=x"], ["~a.b"], ["--gpu", "h100"]])
+def test_what_follows_layouts_may_be_something_else(words: str, number: int, more: list[str]) -> None:
+    options, overrides = command_line.build_parser().parse_known_args(["plan", *words.split(), *more])
+    assert (options.config, options.layouts) == (Path("a.yaml"), number)
+    assert overrides == [word for word in more if options.gpu is None]
+
+
+def test_every_format_has_the_same_words() -> None:
+    parser = command_line.build_parser()
+    for name, each in command_line.subparsers(parser).items():
+        for action in each._actions:
+            if "--format" in action.option_strings:
+                assert (action.choices, action.default) == (("table", "json"), "table"), name
+    assert parser.parse_args(["check", "a.yaml", "--format", "text"]).format == "table"
 
 
 def test_overrides_stand_anywhere(training: Training) -> None:

@@ -52,6 +52,30 @@ def test_overrides_that_do_not_apply_have_path_and_place_in_json(capsys: pytest.
     assert {each["origin"] for each in problems} == {"override on the command line"}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "nowhere.yaml"],
+        ["plan", "nowhere.yaml", "--gpu", "h100-80gb"],
+        ["plan", str(EXEMPLARS[0]), "--gpu", "h100-80gb", "--layouts", "policy.no_such_key=1"],
+        ["run", "grpo", "policy.no_such_key=1"],
+        ["eval", "policy.no_such_key=1"],
+        ["doctor", "policy.no_such_key=1"],
+        ["bench", "offload", "policy.no_such_key=1"],
+    ],
+    ids=" ".join,
+)
+def test_a_refusal_is_json_for_machines(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words, "--format", "json"]) == cli.EXIT_USER_ERROR
+    captured = capsys.readouterr()
+    (problem,) = json.loads(captured.out)["problems"]
+    assert problem.keys() == {"path", "message", "origin"}
+    assert words[1] in problem["message"] or "no_such_key" in problem["message"]
+    assert words[0] == "check" or captured.err == f"error: {problem['message']}\n"
+    assert cli.main(words) == cli.EXIT_USER_ERROR
+    assert capsys.readouterr().out == ""
+
+
 def test_a_further_data_set_of_pairs_has_no_column_of_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
     exemplar, further = str(PROJECT_ROOT / "examples/configs/dpo_tiny.yaml"), "[{path:README.md,output_key:chosen}]"
     assert cli.main(["check", exemplar, f"data.train.further={further}"]) == cli.EXIT_USER_ERROR

@@ -28,6 +28,7 @@ def script(capsys: pytest.CaptureFixture[str]) -> str:
         ("report a --se", ["--serve"]),
         ("export a b --dtype b", ["bfloat16"]),
         ("plan a.yaml --gpu h", ["h100-80gb", "h200-141gb"]),
+        ("plan a.yaml --gpu = h", ["h100-80gb", "h200-141gb"]),
         ("plan a.yaml --la", ["--layouts"]),
         ("plan a.yaml --layouts policy.megatron_cfg.optimizer.l", ["policy.megatron_cfg.optimizer.lr="]),
         ("run grpo policy.megatron_cfg.optimizer.l", ["policy.megatron_cfg.optimizer.lr="]),

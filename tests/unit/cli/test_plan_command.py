@@ -322,6 +322,25 @@ def test_what_does_not_fit_exits_with_2(capsys: pytest.CaptureFixture[str]) -> N
     assert all(re.fullmatch(r"policy\.[\w.]+=\S+( policy\.[\w.]+=\S+)?", each) for each in changes), "can be pasted"
 
 
+@pytest.mark.parametrize(
+    ("words", "changes", "own"),
+    [
+        (["Qwen/Qwen2.5-7B", "policy.max_total_sequence_length=2048"], ["0.75"], []),
+        (["Qwen/Qwen3-8B", "cluster.gpus_per_node=4"], [], ["0.25"]),
+    ],
+)
+def test_one_share_of_the_optimizer_does_for_the_layout(
+    words: list[str], changes: list[str], own: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What training and the optimizer's step ask for is not always the same; a layout beside may ask for another."""
+    given = ("cluster.gpus_per_node=2", *(f"policy.model_name={words[0]}", *words[1:]))
+    text = plan(capsys, str(EXAMPLES / "grpo_math_1B_megatron.yaml"), "--gpu", "h100", *given, code=EXIT_USER_ERROR)
+    named = {line.split(":")[0]: re.findall(r"offload_fraction=([\d.]+)", line) for line in text.splitlines()}
+    assert named["not enough"] == own
+    assert named.get("changes that would do", []) == changes
+    assert "\ninstead, a layout with room: " in text
+
+
 def test_a_small_plan_says_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(capsys, TINY, "--gpu", "h100-80gb", "--gpus-per-node", "1")
     assert "h100-80gb, 1 device, 2 microbatches of" in text
@@ -420,9 +439,15 @@ def test_tables_of_a_plan_fit_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     assert main(["plan", "examples/configs/grpo_moe_megatron.yaml", "--gpu", "h100-80gb"]) in (0, 2)
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
-    assert any("GiB" in row for row in rows)
-    assert max(len(row) for row in rows if "not activations" not in row) <= width
+    text = capsys.readouterr().out
+    assert any("GiB" in row for row in text.splitlines() if row.startswith(" "))
+    long = [line for line in text.splitlines() if len(line) > width and " " in line]
+    assert [line.split(":")[0] for line in long] == ["to paste"], "which is one line of a shell"
+    monkeypatch.delenv("COLUMNS")
+    assert main(["plan", "examples/configs/grpo_moe_megatron.yaml", "--gpu", "h100-80gb"]) in (0, 2)
+    in_a_file = capsys.readouterr().out.partition("device memory by phase")[0]
+    assert text.partition("device memory by phase")[0].split() == in_a_file.split()
+    assert re.search(r"^host memory per node: .{80}", in_a_file, re.MULTILINE), "a line of a file stays whole"
     size = ["policy.max_total_sequence_length=8192", "policy.train_global_batch_size=64", "cluster.gpus_per_node=8"]
     words = ["policy.model_name=Qwen/Qwen2.5-7B", "policy.train_micro_batch_size=1", *size]
     assert main(["plan", "examples/configs/sft.yaml", "--gpu", "h100-80gb", "--memory", "72GiB", *words]) == 0

@@ -19,6 +19,7 @@ from nemo_rl_offload.config.validation import examine
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.plan import make_plan
 from nemo_rl_offload.planner.search.layout_search import beside_ms
+from nemo_rl_offload.runs.comparison import leaves
 from nemo_rl_offload.specs.catalogue import load_model_shape
 
 SFT = str(PROJECT_ROOT / "examples/configs/sft.yaml")
@@ -83,13 +84,51 @@ def test_layouts_have_room_and_are_planned_alike(
     assert len({tuple(each["layout"].values()) for each in layouts}) == 5
     for each in (layouts[0], layouts[-1]):
         pasted = shlex.split(each["overrides"])
-        assert not [one for one in examine(read_recipe(SFT, [*given, *pasted]), run_here=False).problems if one.path]
+        loaded = read_recipe(SFT, [*given, *pasted])
+        assert {path: leaves(loaded.values)[path] for path in each["keys"]} == each["keys"], "values, not words"
+        assert not [one for one in examine(loaded, run_here=False).problems if one.path]
         again = as_data(capsys, *given, *pasted)
         outcomes = again["outcomes"]
         came = outcomes.get("as_configured", outcomes["nothing_offloaded"])
         assert (came["peak_bytes"], came["step_ms"]) == (each["peak_bytes"], each["step_ms"])
         assert again["fits"]
         assert again["host"]["memory_per_node_bytes"] >= each["host_per_node_bytes"]
+
+
+BEST = (
+    *("policy.sequence_packing.train_mb_tokens=4096", f"{CFG}.recompute_granularity=null"),
+    *(f"{CFG}.recompute_modules=null", f"{CFG}.offload_modules=[core_attn,attn_proj,mlp_norm,mlp_fc1]"),
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "says"),
+    [
+        ((), 2, "as configured, does not fit: DP8, "),
+        (BEST, 1, "as configured: DP8, "),
+        ((f"{CFG}.tensor_model_parallel_size=3",), None, ""),
+    ],
+)
+def test_the_configured_layout_stands_among_those_found(
+    words: tuple[str, ...], place: int | None, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (*cluster("Qwen/Qwen3-8B", 4096, 1), *words)
+    found = as_data(capsys, *given, "--layouts", "2")
+    lines = planned(capsys, *given, "--layouts", "2").splitlines()
+    shown = [line for line in lines if re.match(r"\d\. |as configured", line)]
+    if place is None:
+        assert (found["configured"], len(shown)) == (None, 2)
+        return
+    (line,) = [each for each in shown if each.startswith("as configured")]
+    assert line.startswith(says)
+    assert shown.index(line) == place
+    configured, totals = found["configured"], []
+    for each in (configured, *found["layouts"]):
+        totals.append(each["step_ms"] + each["messages_ms"] + each["optimizer_ms"])
+    assert configured["fits"] is ("does not" not in says)
+    assert not configured["fits"] or place == sum(total <= totals[0] for total in totals[1:])
+    alone = as_data(capsys, *given)["outcomes"]["as_configured"]
+    assert (alone["peak_bytes"], alone["step_ms"]) == (configured["peak_bytes"], configured["step_ms"])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +199,6 @@ def test_what_check_refuses_is_no_layout(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--layouts", "0"), "--layouts 0: give a number from 1 on."),
         (("--layouts", "--html", "a.html"), "--html: not with --layouts."),
         (("--layouts", "policy.no_such_key=1"), "no_such_key"),
     ],

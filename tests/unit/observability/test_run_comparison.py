@@ -1,6 +1,7 @@
 """Several runs beside each other: their figures, and what they have otherwise."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,25 @@ def test_figures_and_keys_that_differ(tmp_path: Path) -> None:
     assert rows["policy.lr"] == ["1e-05", "0.5"]
     assert "grpo.seed" not in rows
     assert "<polyline" in page(runs)
+
+
+def test_json_has_numbers_and_values_as_configured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = make_run(tmp_path / "a", lr=0.25), make_run(tmp_path / "b", 2, lr=0.5)
+    with (b / "config.yaml").open("a") as file:
+        file.write("only_here: null\n")
+    words = ["report", str(a), str(b), "--format", "json"]
+    assert command_line.main([*words, "--out", str(tmp_path / "page.html")]) == 0
+    data = json.loads(capsys.readouterr().out)
+    first, second = data["runs"]["A"], data["runs"]["B"]
+    assert [(each["run_dir"], each["steps"]) for each in (first, second)] == [(str(a), 3), (str(b), 2)]
+    assert first["progress"]["validation/accuracy"] == pytest.approx({"first": 0.1, "last": 0.3, "best": 0.3})
+    assert second["progress"]["train/loss"] == {"first": 1.0, "last": 0.5, "best": 0.5}
+    assert data["differing_keys"]["policy.lr"] == {"A": 0.25, "B": 0.5}
+    assert data["differing_keys"]["only_here"] == {"B": None}
+    assert (tmp_path / "page.html").exists()
+    for more in (["--serve"], []):
+        assert command_line.main(["report", *words[1 if more else 2 :], *more]) == 2
+        assert "--format json: compares several runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_runs", [2, 3, 5])
@@ -67,6 +87,8 @@ def test_keys_are_broken_at_dots_and_underscores(tmp_path: Path) -> None:
 def test_a_page_takes_no_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     assert command_line.main(["report", str(a), str(b), "--out", str(b / "metrics.jsonl")]) == 2
-    assert "belongs to a run" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "belongs to a run" in captured.err
+    assert captured.out == ""
     assert command_line.main(["report", str(a), str(tmp_path / "c")]) == 2
     assert "c: there is no such folder. Give that of a run." in capsys.readouterr().err

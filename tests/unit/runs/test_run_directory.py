@@ -288,6 +288,23 @@ def test_default_folder_is_numbered(tmp_path: Path) -> None:
     assert enter(None, default, OTHER).name == "run-5"
 
 
+def test_a_new_folder_is_told_where_other_values_are_the_reason(tmp_path: Path) -> None:
+    def told_of(config: dict[str, Any]) -> list[str]:
+        told: list[str] = []
+        with open_run_directory(None, tmp_path / "run", config, told=told.append) as folder:
+            (folder / "metrics.jsonl").touch()
+        return told
+
+    assert told_of(CONFIG) == []
+    (line,) = told_of({**CONFIG, "lr": 2e-5})
+    there = f"{tmp_path / 'run'} holds a run of another configuration (lr is 1e-05 there, 2e-05 here)"
+    assert line == f"New run directory: {there}. Without these changes, the command goes on there."
+    assert told_of({**CONFIG, "lr": 2e-5}) == [], "it goes on"
+    for name in ("run", "run-2"):
+        (tmp_path / name / "summary.json").touch()
+    assert told_of(CONFIG) == [], "nothing goes on with those"
+
+
 def test_a_default_folder_without_a_name_is_numbered_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").touch()

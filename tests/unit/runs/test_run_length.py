@@ -38,7 +38,7 @@ def test_a_finished_run_may_be_made_longer(length: dict[str, Any], tmp_path: Pat
 
 TOO_FEW = (
     r"another configuration \(sft.max_num_steps is 100 there, 99 here; 100 steps are taken, and "
-    r"sft.max_num_steps may be as many or more\)"
+    r"sft.max_num_steps may be as many or more; the command goes on there with sft.max_num_steps=100\)"
 )
 
 
@@ -52,6 +52,20 @@ def test_a_length_can_be_corrected_but_not_to_fewer_steps_than_were_taken(tmp_pa
         enter(folder, tmp_path, {**SFT, "sft": {**SFT["sft"], "max_num_steps": 99}})
     with pytest.raises(ConfigError, match=r"another configuration \(grpo.max_num_steps is 9 there, 10 here\)"):
         enter(folder, tmp_path, {**SFT, "grpo": {"max_num_steps": 10}})
+
+
+def test_the_first_command_of_a_run_that_was_made_longer_is_told_what_it_lacks(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path)
+    longer = {**SFT, "sft": {"max_num_steps": 200, "max_num_epochs": None}}
+    assert enter(folder, tmp_path, longer) == folder
+    save(Checkpoints(folder, None, True), 150, {}, None, write)
+    lacks = r"; the command goes on there with sft.max_num_steps=200 sft.max_num_epochs=null\)"
+    with pytest.raises(ConfigError, match=lacks):
+        enter(folder, tmp_path, SFT)
+    with pytest.raises(ConfigError) as caught:
+        enter(folder, tmp_path, {**SFT, "lr": 1.0})
+    assert "goes on there" not in str(caught.value), "more than these differ"
+    assert enter(folder, tmp_path, longer) == folder
 
 
 @pytest.mark.parametrize("damage", ["no checkpoint", "a damaged one"])
