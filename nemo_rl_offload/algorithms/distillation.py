@@ -102,6 +102,7 @@ def teacher_config(config: MasterConfig) -> PolicyConfig:
     merged["hf_config_overrides"] = {}  # of the student alone
     megatron = {**merged["megatron_cfg"], **dict.fromkeys(OF_THE_STUDENTS_LAYERS)}
     megatron["mtp_num_layers"] = 0 if student["megatron_cfg"]["mtp_num_layers"] == 0 else None
+    megatron["mtp_use_repeated_layer"] = False
     if megatron[VIRTUAL] is not None:
         megatron |= {VIRTUAL: None, "overlap_p2p_comm": False, "batch_p2p_comm": True}
     merged["megatron_cfg"] = megatron

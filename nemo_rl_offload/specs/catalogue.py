@@ -222,6 +222,21 @@ _FURTHER: Mapping[str, Mapping[str, Any]] = {
         moe_shared_expert_intermediate_size=3712,
         routed_scaling_factor=2.5,
     ),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B": _nemotron(
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        *(4096, 2688, 32, 2),
+        mamba_num_heads=128,
+        mamba_head_dim=64,
+        n_routed_experts=512,
+        n_shared_experts=1,
+        num_experts_per_tok=22,
+        moe_intermediate_size=2688,
+        moe_latent_size=1024,
+        moe_shared_expert_intermediate_size=5376,
+        routed_scaling_factor=5.0,
+        num_nextn_predict_layers=1,
+        mtp_hybrid_override_pattern="*E",
+    ),
     "moonshotai/Moonlight-16B-A3B": {
         **CATALOGUE["deepseek-ai/DeepSeek-V3"],
         "num_hidden_layers": 27,
@@ -270,13 +285,6 @@ _FURTHER: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Models that a check knows besides."""
-_OTHER_CONTENTS: Mapping[str, Mapping[str, Any]] = {
-    r"nvidia/.*nemotron-3-super": {
-        "model_type": "nemotron_h",
-        "num_nextn_predict_layers": 1,
-    },
-}
-"""How names of models begin of which a check knows no more than that they are not trained here, and why."""
 _OTHER_FAMILIES = {
     r"nvidia/.*nemotron-(3|nano)": "nemotron_h",
     r"google/gemma-4": "gemma4",
@@ -325,11 +333,12 @@ def find_config(name: str) -> Mapping[str, Any] | None:
 
 
 def other_content(name: str) -> Mapping[str, Any] | None:
-    """Return what is known of the `config.json` of a public model that the catalogue does not have, by its hub name: at
-    least its `model_type`; None for any other."""
-    families = {begin: {"model_type": kind} for begin, kind in _OTHER_FAMILIES.items()}
-    known: Mapping[str, Mapping[str, Any]] = {**_OTHER_CONTENTS, **families}
-    return next((content for begin, content in known.items() if re.match(begin, name.lower())), None)
+    """Return what is known of the `config.json` of a public model that the catalogue does not have, by its hub name.
+
+    That is its `model_type`; None for any other.
+    """
+    kinds = (kind for begin, kind in _OTHER_FAMILIES.items() if re.match(begin, name.lower()))
+    return next(({"model_type": kind} for kind in kinds), None)
 
 
 def read_config_file(path: Path) -> Mapping[str, Any]:

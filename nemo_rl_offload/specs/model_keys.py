@@ -3,11 +3,12 @@
 A kind says None of a value that is taken, and otherwise what is allowed instead.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from nemo_rl_offload.specs.hybrid_layers import LETTERS, layer_pattern
+from nemo_rl_offload.specs.hybrid_layers import EXPERTS, LETTERS, MAMBA, layer_pattern, mtp_layer_pattern
 
 Content = Mapping[str, Any]
 """What a `config.json` holds."""
@@ -413,11 +414,29 @@ def _hybrid_layers(key: str, allowed: str) -> Key:
     return Key("honoured", refuse)
 
 
+def _hybrid_mtp(value: object, content: Content) -> str | None:
+    """Megatron-Bridge has no names for a Mamba-2 layer that predicts a further token."""
+    without, pattern = "0 (`policy.megatron_cfg.mtp_num_layers: 0` leaves them out)", mtp_layer_pattern(content)
+    if type(value) is not int or value not in (0, 1):
+        return f"{without}, or 1"
+    has_experts = EXPERTS in (layer_pattern(content) or "")
+    if not value or (pattern and MAMBA not in pattern and (has_experts or EXPERTS not in pattern)):
+        return None
+    return (
+        f"{without}, or 1 where mtp_hybrid_override_pattern or mtp_layers_block_type "
+        f"(here {'neither' if pattern is None else json.dumps(pattern)}) has attention (*), MLPs (-) and, as the other "
+        "layers do, experts (E)"
+    )
+
+
 HYBRID_LAYERS = {
     "hybrid_override_pattern": _hybrid_layers(
         "hybrid_override_pattern", f"a letter for each layer, of {''.join(LETTERS.values())}"
     ),
     "layers_block_type": _hybrid_layers("layers_block_type", f"a list of {', '.join(LETTERS)}"),
+    "mtp_hybrid_override_pattern": ignored("honoured"),
+    "mtp_layers_block_type": ignored("honoured"),
+    "num_nextn_predict_layers": Key("only 0 or 1", _hybrid_mtp),
 }
 
 

@@ -208,6 +208,11 @@ FAMILIES: dict[str, tuple[Callable[..., Any], type, dict[str, Any]]] = {
     ),
     "deepseek_v3_mtp": (DeepseekV3Config, DeepseekV3ForCausalLM, _LATENT | {"num_nextn_predict_layers": 1}),
     "glm4_moe_lite_mtp": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, _LATENT | {"num_nextn_predict_layers": 1}),
+    "nemotron_h_mtp": (
+        NemotronHConfig,
+        NemotronHForCausalLM,
+        _HYBRID | {"num_nextn_predict_layers": 1, "moe_latent_size": 24, "mtp_hybrid_override_pattern": "*E-"},
+    ),
     # A vocabulary that two tensor-parallel ranks do not divide.
     "qwen2_odd": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True, "vocab_size": VOCABULARY_SIZE + 1}),
     "llama_odd": (LlamaConfig, LlamaForCausalLM, {"vocab_size": VOCABULARY_SIZE + 1}),
@@ -239,7 +244,8 @@ def write_model(family: str, folder: Path, **shape: Any) -> Path:
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)
     if changes.get("num_nextn_predict_layers"):
-        _add_mtp_layer(folder / "model.safetensors", model.config)
+        add = _add_hybrid_mtp_layer if model.config.model_type == "nemotron_h" else _add_mtp_layer
+        add(folder / "model.safetensors", model.config)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(PROJECT_ROOT / "examples/models/tiny_speller" / name, folder)
     return folder
@@ -253,6 +259,20 @@ def _add_mtp_layer(file: Path, config: Any) -> None:
     for name in ("enorm", "hnorm", "shared_head.norm"):
         weights[f"{new}{name}.weight"] = 1 + 0.3 * torch.randn(config.hidden_size)
     weights[f"{new}eh_proj.weight"] = 0.1 * torch.randn(config.hidden_size, 2 * config.hidden_size)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def _add_hybrid_mtp_layer(file: Path, config: Any) -> None:
+    """The same of a hybrid model: a layer for each letter of its pattern, near the model's first of that kind."""
+    weights, pattern = load_file(file), config.mtp_hybrid_override_pattern
+    for number, letter in enumerate(pattern):
+        old, new = f"backbone.layers.{config.hybrid_override_pattern.index(letter)}.", f"mtp.layers.{number}."
+        for name in [name for name in weights if name.startswith(old)]:
+            noise = 0.05 * torch.randn_like(weights[name])
+            weights[new + name.removeprefix(old)] = weights[name] + noise
+    for name, number in (("enorm", 0), ("hnorm", 0), ("final_layernorm", len(pattern) - 1)):
+        weights[f"mtp.layers.{number}.{name}.weight"] = 1 + 0.3 * torch.randn(config.hidden_size)
+    weights["mtp.layers.0.eh_proj.weight"] = 0.1 * torch.randn(config.hidden_size, 2 * config.hidden_size)
     save_file(weights, file, metadata={"format": "pt"})
 
 

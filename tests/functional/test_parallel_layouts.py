@@ -53,7 +53,14 @@ MODULES = {
     **dict.fromkeys(("qwen2", "qwen2_odd", "llama", "llama_odd", "gemma3_text"), _DENSE),
     "qwen3_moe": tuple(name for name in SUPPORTED_MODULES if name not in (*DENSE_MLP_MODULES, "shared_experts")),
     **dict.fromkeys(
-        ("deepseek_v3_mtp", "deepseek_v3_mtp_odd", "glm4_moe_lite_mtp", "nemotron_h", "nemotron_h_latent"),
+        (
+            "deepseek_v3_mtp",
+            "deepseek_v3_mtp_odd",
+            "glm4_moe_lite_mtp",
+            "nemotron_h",
+            "nemotron_h_latent",
+            "nemotron_h_mtp",
+        ),
         SUPPORTED_MODULES,
     ),
     "qwen3_5_text": _DENSE,

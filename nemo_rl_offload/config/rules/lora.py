@@ -19,7 +19,8 @@ def _peft(get: Get, key: str) -> Any:
 def _adapted(get: Get) -> list[Adapted]:
     """The linears that get adapters; none where the targets are wrong, which another rule says, or LoRA is off."""
     targets, excluded = _peft(get, "target_modules"), _peft(get, "exclude_modules")
-    if not _peft(get, "enabled") or model_shape(get).num_delta_heads:
+    shape = model_shape(get)
+    if not _peft(get, "enabled") or shape.num_delta_heads or (shape.hybrid_layers and shape.num_mtp_layers):
         return []
     if any(target_problems(model_shape(get), targets, excluded)):
         return []
@@ -33,6 +34,12 @@ def _targets(get: Get) -> Iterator[str]:
             yield (
                 f"{PEFT}.enabled: true asks for LoRA of a model with gated delta nets, not supported here: they have "
                 "one linear where transformers has four, and a gate in the queries' linear. Set it to false."
+            )
+            return
+        if shape.hybrid_layers and shape.num_mtp_layers:
+            yield (
+                f"{PEFT}.enabled: true asks for LoRA beside a hybrid model's layers for further tokens, not supported "
+                "here: an export has no names for their adapters. Set it to false, or mtp_num_layers to 0."
             )
             return
         for key, problem in target_problems(shape, _peft(get, "target_modules"), _peft(get, "exclude_modules")):

@@ -157,13 +157,15 @@ def _recompute_of_further_tokens(get: Get) -> Iterator[str]:
 
 
 def _further_tokens(get: Get) -> Iterator[str]:
-    """Which of the model's layers for further tokens are trained; Megatron's repeated one is another model."""
+    """Which of the model's layers for further tokens are trained, and whether its one is repeated."""
     wanted, is_repeated = megatron(get, "mtp_num_layers"), megatron(get, "mtp_use_repeated_layer")
     if wanted == 0 or (wanted is None and not is_repeated):
         return
-    there = model_shape(get).num_mtp_layers
-    if wanted is not None and wanted != there:
+    there, may_repeat = model_shape(get).num_mtp_layers, bool(model_shape(get).hybrid_layers)
+    if wanted is not None and wanted != there and not (may_repeat and is_repeated and there):
         fix = f"Set it to {there}, or to 0 to leave them out." if there else "Set it to 0."
+        if there and may_repeat:
+            fix = f"{fix[:-1]}; or set mtp_use_repeated_layer to true."
         yield (
             f"{MEGATRON}.mtp_num_layers: {wanted} asks for further multi-token prediction, not supported here: a model "
             f"has as many such layers as its folder says, {there}. {fix}"

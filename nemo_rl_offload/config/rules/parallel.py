@@ -8,7 +8,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_rl_offload.config.rules.batching import is_by_tokens
-from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_spec, megatron, model_shape, read_shape
+from nemo_rl_offload.config.rules.rule import (
+    MEGATRON,
+    Get,
+    Rule,
+    algorithm_spec,
+    megatron,
+    model_shape,
+    num_further_tokens,
+    read_shape,
+)
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import division_remedy, nearest_multiple, num_microbatches
@@ -94,7 +103,7 @@ def _pipeline_layers(get: Get) -> Iterator[str]:
     given = {key: num for key in ends if (num := megatron(get, key)) is not None}
     shape = model_shape(get)
     total = len(shape.layers_with_experts)
-    remedy = division_remedy(total, num_ranks, num_parts or 1, shape.num_mtp_layers, list(given))
+    remedy = division_remedy(total, num_ranks, num_parts or 1, num_further_tokens(get), list(given))
     if uneven := {key: num for key, num in given.items() if num % (num_parts or 1)}:
         for key, num in uneven.items():
             yield f"{MEGATRON}.{key}: {num} is not a multiple of {VIRTUAL} {num_parts}. {remedy}"
@@ -117,7 +126,7 @@ def _stages(get: Get, text: str, others: list[str]) -> Iterator[str]:
     problems = layout_problems(
         text,
         num_layers=len(shape.layers_with_experts),
-        num_mtp_layers=shape.num_mtp_layers,
+        num_mtp_layers=num_further_tokens(get),
         pipeline=megatron(get, "pipeline_model_parallel_size"),
         virtual=megatron(get, VIRTUAL),
     )

@@ -105,6 +105,12 @@ def model_shape(get: Get) -> ModelShape:
         raise ReportedError from error
 
 
+def num_further_tokens(get: Get) -> int:
+    """How many the model predicts in training: one by each layer for it, or all by one that is repeated."""
+    there, wanted = model_shape(get).num_mtp_layers, megatron(get, "mtp_num_layers")
+    return int(wanted) if there and wanted and megatron(get, "mtp_use_repeated_layer") else there
+
+
 def offloaded(get: Get) -> list[str]:
     """The modules that are offloaded; none while offloading is off or chooses for itself."""
     return list(listed_modules(megatron(get, "fine_grained_activation_offloading"), megatron(get, "offload_modules")))

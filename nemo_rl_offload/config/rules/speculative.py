@@ -12,12 +12,13 @@ from typing import Any
 from nemo_rl_offload.config.rules.rule import Get, Rule, read_model_config, read_shape
 from nemo_rl_offload.config.rules.vllm import CFG, GENERATION, KWARGS, is_used
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.hybrid_layers import ATTENTION, EXPERTS, mtp_layer_pattern
 
 SPECULATIVE = f"{KWARGS}.speculative_config"
 MTP_METHODS = ("mtp", "deepseek_mtp")
 """The model's own layer drafts."""
 METHODS = ("draft_model", *MTP_METHODS)
-FAMILIES_WITH_MTP = ("deepseek_v3",)
+FAMILIES_WITH_MTP = ("deepseek_v3", "nemotron_h")
 MOST_TOKENS = 32
 _ALLOWED = f"draft_model, with the folder of a small model as model; {' or '.join(MTP_METHODS)}, without model"
 _BY_MODEL = "Set draft_model, and the folder of a small model as model, or remove the section."
@@ -83,8 +84,8 @@ def _what_drafts(get: Get) -> Iterator[str]:
     if method in MTP_METHODS:
         if content.get("model_type") not in FAMILIES_WITH_MTP:
             yield (
-                f"{SPECULATIVE}.method: {method} asks for drafts by the model's own layer, not supported here: it has "
-                f"been tried in {', '.join(FAMILIES_WITH_MTP)} alone. {_BY_MODEL}"
+                f"{SPECULATIVE}.method: {method} asks for drafts by the model's own layer, not supported here: such "
+                f"layers follow updates in {', '.join(FAMILIES_WITH_MTP)} alone. {_BY_MODEL}"
             )
         elif shape.num_mtp_layers != 1:
             yield (
@@ -93,6 +94,11 @@ def _what_drafts(get: Get) -> Iterator[str]:
             )
         elif model is not None:
             yield f"{path}: has no effect with method {method}, where the model's own layer drafts. Remove it."
+        elif shape.hybrid_layers and not set(pattern := mtp_layer_pattern(content) or "") <= {ATTENTION, EXPERTS}:
+            yield (
+                f"{SPECULATIVE}.method: {method} is for attention (*) and experts (E) in mtp_hybrid_override_pattern, "
+                f"and this model has {pattern}, which vLLM does not take. {_BY_MODEL}"
+            )
 
 
 def _excluded(get: Get) -> Iterator[str]:

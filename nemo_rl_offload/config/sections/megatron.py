@@ -259,13 +259,13 @@ class MegatronConfig(TypedDict):
 
     # Layers that predict further tokens (multi-token prediction).
     mtp_num_layers: Annotated[Count | None, Default(None)]
-    """How many of the model's are trained: all, as null says too, or 0, which leaves them out of model and export."""
+    """How many are trained: all, as null says too, or 0, which leaves them out. Of a repeated one, how many times."""
     mtp_loss_scaling_factor: Annotated[NonNegative | None, Default(None), Forwarded(unless_null=True)]
     """Weight of their loss beside the model's; null: Megatron-Bridge's for the family, 0.1 or 0.3."""
     mtp_detach_heads: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
     """Keep their loss from training the rest of the model; null: false."""
     mtp_use_repeated_layer: Annotated[bool, Default(False)]
-    """Train one layer in the place of several: the same with one, and not supported with more."""
+    """Use a hybrid model's one layer mtp_num_layers times, each time on what it gave; no effect with 1."""
 
     peft: PeftConfig
     """Adapters that are trained in place of the weights."""

@@ -160,7 +160,10 @@ class WeightsInPlace:
             self.model_runner.model.load_weights(iter(named))
             if (model := self._draft_model()) is not None and self.model_runner.speculative_config.method == "mtp":
                 config = self.model_config.hf_config
-                if of_layer := [each for each in named if drafting_layer(config, each[0]) is not None]:
+                of_layer = [
+                    each for each in named if each[0].startswith("mtp.") or drafting_layer(config, each[0]) is not None
+                ]
+                if of_layer:
                     model.load_weights(iter(of_layer))
 
     def finish_update(self) -> list[str]:

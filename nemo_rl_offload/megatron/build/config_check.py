@@ -15,7 +15,7 @@ from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.config.validation import Findings, problem_at
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engine
-from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
+from nemo_rl_offload.megatron.build.hf_model import config_of, make_provider
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.specs.model_families import needs_torch_layers, refusals
 from nemo_rl_offload.specs.model_keys import overrides_of_run, with_overrides
@@ -95,13 +95,12 @@ def provider_for(model: Mapping[str, object]) -> GPTModelProvider:
     Raises ConfigError when transformers or Bridge does not know the family or cannot take a value.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     if problems := refusals(model):
         raise ConfigError("\n".join(f"policy.model_name: {problem}" for problem in problems))
     family = str(model["model_type"])
     try:
-        hf_config = AutoConfig.for_model(**{**model, **class_of(model)})
+        hf_config = config_of(model)
         return make_provider(bridge().AutoBridge.from_hf_config(hf_config), model, "config.json")
     except ConfigError:
         raise

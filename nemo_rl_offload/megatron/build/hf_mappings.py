@@ -6,6 +6,7 @@ here where a transformer layer has its attention.
 """
 
 from collections.abc import Callable, Collection
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,8 @@ def extend_mappings() -> None:
         def extended(self: Any) -> Any:
             name = getattr(self.hf_config, _OTHER_NAME, None)
             first = [] if name is None else [AutoMapping("embedding.word_embeddings.weight", name)]
-            return MegatronMappingRegistry(*first, *table(self).mappings, *entries())
+            with redirect_stdout(None):  # of layers for further tokens Bridge prints that it makes no second names
+                return MegatronMappingRegistry(*first, *table(self).mappings, *entries())
 
         model.mapping_registry = extended  # type: ignore[attr-defined]
 

@@ -83,6 +83,13 @@ def class_of(content: Content) -> dict[str, object]:
     return {} if name is None else {"architectures": [name], "auto_map": None}
 
 
+def config_of(content: Content) -> "PretrainedConfig":
+    """transformers' configuration of what a `config.json` holds, where infinity may be a section of its own."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    return AutoConfig.for_model(**PretrainedConfig._decode_special_floats({**content, **class_of(content)}))
+
+
 def _as_bridge_reads(config: "PretrainedConfig") -> "PretrainedConfig":
     """Without what the family does not have, which Bridge would take for another's, and with plain positions."""
     plain = copy.deepcopy(config)
@@ -212,7 +219,8 @@ def _hybrid(read: Any, hf_config: "PretrainedConfig") -> "GPTModelProvider":
     assert pattern is not None, "checked with the keys"
     provider.hybrid_layer_pattern = pattern
     provider.mamba_chunk_size, provider.mamba_conv_kernel = hf_config.chunk_size, hf_config.conv_kernel
-    provider.num_layers, provider.mtp_num_layers = len(pattern), None
+    provider.num_layers, provider.mtp_num_layers = len(pattern), read.mtp_num_layers or None
+    provider.mtp_use_repeated_layer = False
     provider.is_hybrid_model = True
     provider.position_embedding_type = "none"
     provider.attention_backend = AttnBackend.auto

@@ -29,8 +29,8 @@ _SHARED = {"embed_tokens.weight": _EMBEDDING, "shared_head.head.weight": _TIED_H
 """What a layer that predicts a further token uses of the model; public folders hold it again below that layer."""
 _LEFT_OUT = "policy.megatron_cfg.mtp_num_layers"
 """Key that leaves layers out which predict further tokens."""
-_WITHOUT_MTP = ("nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families whose layers that predict further tokens are left out."""
+_WITH_MTP_APART = ("nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose layers that predict further tokens are named `mtp`, and not counted on behind the others."""
 _SHOWN = 4
 
 
@@ -90,7 +90,7 @@ def _problems(auto_bridge: "AutoBridge", chunks: Sequence["GPTModel"]) -> Iterat
     whole = set(parts.values())
     if missing := sorted(read - whole - there):
         count = f"{len(missing)} of {len(read)} weights"
-        is_further = all(_layer_of(name) >= config.num_hidden_layers for name in missing)
+        is_further = all(name.startswith("mtp.") or _layer_of(name) >= config.num_hidden_layers for name in missing)
         fix = f"Set {_LEFT_OUT} to 0." if is_further else "Is the download complete?"
         yield f"{count} are not in the folder: {_listed(missing)}. {fix}"
     if config.tie_word_embeddings and not _is_again(auto_bridge, there, _TIED_HEAD, _EMBEDDING):
@@ -126,9 +126,10 @@ def _is_again(auto_bridge: "AutoBridge", there: set[str], name: str, other: str)
 
 def _superfluous(config: "PretrainedConfig", there: set[str]) -> Iterator[str]:
     """Buffers that are computed, a head that is the embedding, and layers that config.json does not count."""
+    leaves_mtp_out = config.model_type in _WITH_MTP_APART and _num_layers(config) == config.num_hidden_layers
     for name in there:
-        is_further = name.startswith("mtp.") and config.model_type in _WITHOUT_MTP  # refused unless they count as none
-        if name.endswith("rotary_emb.inv_freq") or _layer_of(name) >= _num_layers(config) or is_further:
+        is_left_out = name.startswith("mtp.") if leaves_mtp_out else _layer_of(name) >= _num_layers(config)
+        if name.endswith("rotary_emb.inv_freq") or is_left_out:
             yield name
     if config.tie_word_embeddings and _TIED_HEAD in there:
         yield _TIED_HEAD

@@ -32,7 +32,7 @@ from nemo_rl_offload.megatron.build.export_files import (
 )
 from nemo_rl_offload.megatron.build.hf_files import weight_files
 from nemo_rl_offload.megatron.build.hf_mappings import name_for_peft, tell_names
-from nemo_rl_offload.megatron.build.hf_model import class_of, make_provider
+from nemo_rl_offload.megatron.build.hf_model import class_of, config_of, make_provider
 from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read, repeated_names
 from nemo_rl_offload.megatron.build.lora import bridge_lora, register_lora
 from nemo_rl_offload.megatron.build.optimizer import ddp_config, learning_rate_scheduler, optimizer_config
@@ -179,9 +179,7 @@ def build_model(
             auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path), **class_of(content))
             part = read_text_part(model_path / "config.json")
             if overrides or part is not None:
-                from transformers import AutoConfig
-
-                auto_bridge.hf_pretrained.config = AutoConfig.for_model(**{**content, **class_of(content)})
+                auto_bridge.hf_pretrained.config = config_of(content)
             provider = make_provider(auto_bridge, content, model_path, policy["max_total_sequence_length"])
         files = _files_of_weights(model_path, content)
         state = auto_bridge.hf_pretrained.state

@@ -135,9 +135,20 @@ def _transformer_fields(
         **{key: values[key] for key in FORWARDED},
         **{key: values[key] for key in FORWARDED_UNLESS_NULL if values[key] is not None},
         **({} if backend is None else {"attention_backend": AttnBackend[backend]}),
+        **_repeated_layer(provider, megatron_cfg),
         # The fused kernel chooses and weighs experts at once, and knows no choice of others.
         **({"moe_router_fusion": False} if policy["router_replay"]["enabled"] else {}),
         **megatron_cfg["model_overrides"],
+    }
+
+
+def _repeated_layer(provider: TransformerConfig, megatron_cfg: MegatronConfig) -> dict[str, object]:
+    """The model's one layer for further tokens, in the place of as many as the run says."""
+    if not (provider.mtp_num_layers and megatron_cfg["mtp_use_repeated_layer"]):
+        return {}
+    return {
+        "mtp_use_repeated_layer": True,
+        "mtp_num_layers": megatron_cfg["mtp_num_layers"] or provider.mtp_num_layers,
     }
 
 

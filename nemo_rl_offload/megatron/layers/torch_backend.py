@@ -13,6 +13,7 @@ Sequence parallelism works because a norm acts on each token alone.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
@@ -28,7 +29,11 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec_for_backend,
+    get_mtp_num_layers_to_build,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -41,6 +46,7 @@ from megatron.core.transformer.transformer_layer import (
 from nemo_rl_offload.megatron.layers.attention import TorchDotProductAttention, TorchMLASelfAttention
 from nemo_rl_offload.megatron.layers.delta_net import TorchGatedDeltaNet
 from nemo_rl_offload.megatron.layers.dense_mlp import DenseMLP
+from nemo_rl_offload.megatron.layers.hybrid_mtp import HybridMTPLayers
 from nemo_rl_offload.megatron.layers.mamba import TorchMambaMixer
 from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear, TorchNorm
 from nemo_rl_offload.megatron.layers.shared_experts import TorchSharedExpertMLP
@@ -185,9 +191,19 @@ def torch_mtp_block_spec(
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """The layers that predict further tokens, on the pipeline stage that has them; None elsewhere.
 
-    Their transformer layer is of the kind of the model's last one.
+    Their transformer layer is of the kind of the model's last one; a hybrid model has several, of a pattern of their
+    own.
     """
     if not config.mtp_num_layers:
         return None
+    if config.is_hybrid_model:
+        if not get_mtp_num_layers_to_build(config, vp_stage=vp_stage):
+            return None
+        specs = [_hybrid_layer_spec(config, letter) for letter in config.mtp_hybrid_override_pattern]
+        # Not a ModuleSpec, of which Megatron takes those of its own layers alone.
+        layers = SimpleNamespace(module=HybridMTPLayers, params={"layer_specs": specs})
+        each = get_mtp_layer_spec_for_backend(layers, _BACKEND)
+        num_built = 1 if config.mtp_use_repeated_layer else config.mtp_num_layers
+        return MultiTokenPredictionBlockSubmodules(layer_specs=[each] * num_built)
     last = _layer_specs(config)[-1]
     return get_gpt_mtp_block_spec_for_backend(config, last, _BACKEND, vp_stage=vp_stage)

@@ -5,11 +5,14 @@ One that nobody reads grows over the steps, and its size stays that of the first
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_rl_offload.specs.hybrid_layers import EXPERTS
 
 _LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
@@ -41,6 +44,16 @@ def forget_routing(modules: Iterable[torch.nn.Module]) -> None:
             router.local_tokens_per_expert.zero_()
 
 
+def _has_experts(config: TransformerConfig) -> Any:
+    """Megatron's `moe_layer_freq`, whose sum is made right for a hybrid model: Megatron counts one layer with experts
+    for each further token, where there are as many as the pattern of their layers has, and one repeated layer once."""
+    if not (config.is_hybrid_model and config.mtp_num_layers):
+        return config.moe_layer_freq
+    num_built = 1 if config.mtp_use_repeated_layer else config.mtp_num_layers
+    num_further = num_built * config.mtp_hybrid_override_pattern.count(EXPERTS)
+    return [*config.moe_layer_freq, num_further - config.mtp_num_layers]
+
+
 def collect_moe_metrics(config: TransformerConfig, num_microbatches: int) -> dict[str, float]:
     """The step's balancing losses, `moe/<name>`: a mean over layers with experts, microbatches and ranks.
 
@@ -57,7 +70,7 @@ def collect_moe_metrics(config: TransformerConfig, num_microbatches: int) -> dic
         force_initialize=True,
         track_names=_tracked_names(config),
         num_layers=config.num_layers,
-        moe_layer_freq=config.moe_layer_freq,
+        moe_layer_freq=_has_experts(config),
         mtp_num_layers=config.mtp_num_layers,
     )
     destroy_moe_metrics_tracker()

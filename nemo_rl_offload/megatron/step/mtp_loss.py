@@ -2,8 +2,9 @@
 
 Megatron computes it inside of the model: `process_mtp_loss` makes logits of each layer's hidden states, has the model's
 cross-entropy taken of them, and adds a scaled sum to the gradients. Which tokens count, and how much, stays Megatron's:
-it is given an output layer that hands hidden states on, and a cross-entropy that takes those. It also counts how many
-tokens its largest logit would have guessed, for a log that nothing reads here; that count stays empty.
+it is given an output layer that hands hidden states on, and a cross-entropy that takes those. In training it
+also adds the loss up, and how many tokens its largest logit would have guessed, for a log of the process, which nothing
+reads here and which has room for as many layers as its first model: so it is told that this is none.
 
 Without gradients the loss has no effect, and is left out.
 
@@ -28,7 +29,6 @@ from nemo_rl_offload.megatron.step.fused_linear import linear_logprobs
 from nemo_rl_offload.megatron.step.hidden_states import HiddenStates, hand_on, local_head
 
 _of_logits: Callable[..., Tensor] = multi_token_prediction.process_mtp_loss
-_counts_of_logits: Callable[..., tuple[Tensor, Tensor]] = multi_token_prediction._compute_mtp_acceptance_counts
 _roll_own: Callable[..., tuple[Tensor | None, Tensor | None]] = multi_token_prediction.roll_tensor
 
 
@@ -54,7 +54,9 @@ def _process_mtp_loss(*, hidden_states: Tensor, output_layer: Any, config: Any, 
     """
     if not torch.is_grad_enabled():
         return hidden_states.chunk(1 + config.mtp_num_layers)[0]
-    if how["runtime_gather_output"] is not None or not hasattr(config, "vocab_size"):
+    is_own = hasattr(config, "vocab_size")
+    how["is_training"] &= not is_own
+    if how["runtime_gather_output"] is not None or not is_own:
         how["compute_language_model_loss"] = _times_ranks(how["compute_language_model_loss"])
         return _of_logits(hidden_states=hidden_states, output_layer=output_layer, config=config, **how)
 
@@ -93,15 +95,7 @@ def _roll(tensor: Tensor | None, **how: Any) -> tuple[Tensor | None, Tensor | No
     return rolled, total
 
 
-def _acceptance_counts(logits: Any, labels_BS: Tensor, *others: Any, **how: Any) -> tuple[Tensor, Tensor]:
-    if not isinstance(logits, HiddenStates):
-        return _counts_of_logits(logits, labels_BS, *others, **how)
-    nothing = torch.zeros((), device=labels_BS.device)
-    return nothing, nothing.clone()
-
-
 def install_mtp_loss() -> None:
     """Take the place of Megatron's own."""
     gpt_model.process_mtp_loss = _process_mtp_loss
-    multi_token_prediction._compute_mtp_acceptance_counts = _acceptance_counts
     multi_token_prediction.roll_tensor = _roll

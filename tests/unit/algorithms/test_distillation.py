@@ -73,8 +73,9 @@ def test_the_teacher_is_the_student_with_its_own_keys(config: Any) -> None:
 def test_a_teacher_has_its_own_layers_for_further_tokens_or_none(
     of_student: int | None, of_teacher: int | None, config: Any
 ) -> None:
-    config["policy"]["megatron_cfg"] |= {"mtp_num_layers": of_student}
+    config["policy"]["megatron_cfg"] |= {"mtp_num_layers": of_student, "mtp_use_repeated_layer": True}
     assert teacher_config(config)["megatron_cfg"]["mtp_num_layers"] == of_teacher
+    assert not teacher_config(config)["megatron_cfg"]["mtp_use_repeated_layer"]
 
 
 def test_the_teachers_layers_are_divided_evenly_and_without_virtual_stages(config: Any) -> None:

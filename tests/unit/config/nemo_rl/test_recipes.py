@@ -38,7 +38,7 @@ FEATURES = {
     *("another config.json", "another optimizer", "another schedule", "raw text"),
     *("experts over several engines", "vLLM with gated delta nets"),
     *("context parallelism of Mamba-2 layers", "context parallelism of gated delta nets"),
-    "LoRA of a model with gated delta nets",
+    *("LoRA of a model with gated delta nets", "LoRA beside a hybrid model's layers for further tokens"),
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
     *("other positions of two kinds of layers with vLLM", "biases of attention with vLLM"),
     *("LoRA of experts in fewer elements", "an overlap of experts in fewer elements with shared ones"),

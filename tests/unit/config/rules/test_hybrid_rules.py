@@ -160,10 +160,59 @@ def test_modules_that_no_layer_has_are_refused(pattern: str, module: str, proble
     )
 
 
-def test_layers_for_further_tokens_can_be_left_out(problems: Problems) -> None:
-    said = problems("M-M*", num_nextn_predict_layers=1)["policy.model_name"]
-    assert "`policy.megatron_cfg.mtp_num_layers: 0` leaves them out" in said
-    assert problems("M-M*", "policy.megatron_cfg.mtp_num_layers=0", num_nextn_predict_layers=1) == {}
+@pytest.mark.parametrize(
+    ("pattern", "shape", "words"),
+    [
+        ("MEM*", {}, None),
+        ("MEM*", {"mtp_hybrid_override_pattern": "*E"}, None),
+        ("MEM*", {"mtp_layers_block_type": ["attention", "mlp"]}, None),
+        ("M-M*", {"mtp_hybrid_override_pattern": "*-"}, None),
+        ("M-M*", {"mtp_layers_block_type": ["attention", "moe"], "mtp_hybrid_override_pattern": "*-"}, None),
+        ("M-M*", {"mtp_layers_block_type": ["attention", "mlp"], "mtp_hybrid_override_pattern": "*E"}, None),
+        ("M-M*", {}, '(here "*E") has attention'),
+        ("MEM*", {"mtp_hybrid_override_pattern": "ME"}, '(here "ME") has attention'),
+        ("MEM*", {"mtp_hybrid_override_pattern": "?"}, "(here neither) has attention"),
+        ("MEM*", {"num_nextn_predict_layers": 2}, "or 1."),
+        ("MEM*", {"num_nextn_predict_layers": True}, "or 1."),
+    ],
+)
+def test_a_layer_for_further_tokens_is_trained_or_can_be_left_out(
+    pattern: str, shape: dict[str, Any], words: str | None, problems: Problems
+) -> None:
+    shape = {"num_nextn_predict_layers": 1} | shape
+    if words is None:
+        assert problems(pattern, **shape) == {}
+    else:
+        said = problems(pattern, **shape)["policy.model_name"]
+        assert words in said
+        assert "`policy.megatron_cfg.mtp_num_layers: 0` leaves them out" in said
+    assert problems(pattern, "policy.megatron_cfg.mtp_num_layers=0", **shape) == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("mtp_num_layers=5", "mtp_use_repeated_layer=true", "mtp_detach_heads=true"), None),
+        (("mtp_num_layers=5",), ("mtp_num_layers", "leave them out; or set mtp_use_repeated_layer to true.")),
+        (("peft.enabled=true", "moe_router_bias_update_rate=0"), ("peft.enabled", "or mtp_num_layers to 0.")),
+        (("peft.enabled=true", "moe_router_bias_update_rate=0", "mtp_num_layers=0"), None),
+    ],
+)
+def test_a_repeated_layer_for_further_tokens(
+    keys: tuple[str, ...], said: tuple[str, str] | None, problems: Problems
+) -> None:
+    found = problems("MEM*", *(f"policy.megatron_cfg.{key}" for key in keys), num_nextn_predict_layers=1)
+    assert found.keys() == ({said[0]} if said else set())
+    assert said is None or said[1] in found[said[0]]
+
+
+def test_stages_count_what_a_repeated_layer_predicts(problems: Problems) -> None:
+    keys = ("pipeline_model_parallel_size=2", "mtp_num_layers=3", "mtp_use_repeated_layer=true")
+    overrides = (TWO, *(f"policy.megatron_cfg.{key}" for key in keys))
+    for stages, is_right in (("Ett|ttmmmL", True), ("Ett|ttmL", False)):
+        layout = f"policy.megatron_cfg.pipeline_model_parallel_layout={stages}"
+        found = problems("MEM*", *overrides, layout, num_nextn_predict_layers=1)
+        assert ("pipeline_model_parallel_layout" not in found) == is_right
 
 
 def test_a_plan_of_it_is_refused_by_name(make_model: Callable[..., Path]) -> None:

@@ -74,6 +74,16 @@ def test_the_models_own_layer_drafts(said: Any, model: Any) -> None:
     assert not {path for path in said(BY_LAYER, model(1), untrained) if path.startswith(SPECULATIVE)}
 
 
+@pytest.mark.parametrize("pattern", ["*E", "*-"])
+def test_a_hybrid_models_layer_drafts(pattern: str, said: Any, model: Any) -> None:
+    changes = {"model_type": "nemotron_h", "hybrid_override_pattern": "ME*-", "mtp_hybrid_override_pattern": pattern}
+    found = said({"method": "mtp", "num_speculative_tokens": 5}, model(1, **changes))
+    if pattern == "*E":
+        assert not {path for path in found if path.startswith(SPECULATIVE)}
+    else:
+        assert "this model has *-, which vLLM does not take" in found[f"{SPECULATIVE}.method"]
+
+
 @pytest.mark.parametrize("num_layers", [0, 2])
 def test_a_model_without_one_such_layer_is_refused(num_layers: int, said: Any, model: Any) -> None:
     found = said(BY_LAYER, model(num_layers))
@@ -110,7 +120,7 @@ def test_a_model_beside_a_layer_that_drafts_has_no_effect(said: Any, model: Any)
         (BY_MODEL | {"draft_tensor_parallel_size": 2}, ".draft_tensor_parallel_size", "tensor_parallel_size, 1, and"),
         (BY_MODEL | {"model": None}, ".model", "missing value. Allowed: text, the folder"),
         (BY_MODEL | {"model": 3}, ".model", "3 is not allowed. Allowed: text, the folder"),
-        (BY_LAYER, ".method", "tried in deepseek_v3 alone. Set draft_model, and the folder of a small model as model"),
+        (BY_LAYER, ".method", "follow updates in deepseek_v3, nemotron_h alone. Set draft_model, and the folder of"),
     ],
 )
 def test_what_a_section_may_not_say(section: Any, key: str, words: str, said: Any) -> None:
