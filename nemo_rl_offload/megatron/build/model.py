@@ -56,6 +56,7 @@ from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.core.models.gpt import GPTModel
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -170,27 +171,12 @@ def build_model(
     """
     clock = clock or StartClock()
     with quiet():
-        of_folder = read_config_file(model_path / "config.json")
-        overrides = overrides_of_run(of_folder, policy["hf_config_overrides"], policy["megatron_cfg"]["mtp_num_layers"])
-        content = with_overrides(of_folder, overrides)
-        with clock.part("imports"):
-            bridge()
-        with _named(model_path), clock.part("model"):
-            auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path), **class_of(content))
-            part = read_text_part(model_path / "config.json")
-            if overrides or part is not None:
-                auto_bridge.hf_pretrained.config = config_of(content)
-            provider = make_provider(auto_bridge, content, model_path, policy["max_total_sequence_length"])
-        files = _files_of_weights(model_path, content)
-        state = auto_bridge.hf_pretrained.state
-        state.source._key_to_filename_map_cache = files
-        text_weights = None if part is None else TextWeights(state.source, part, model_path)
-        if text_weights is not None:
-            state.source = text_weights.source()
-        tell_names(auto_bridge.hf_pretrained.config, files)
+        folder = _open(policy, model_path, clock)
+        provider = folder.provider
         pad_vocabulary(provider, policy["megatron_cfg"]["tensor_model_parallel_size"])
-        transformer_impl = configure_provider(provider, policy, needs_torch=needs_torch_layers(content) is not None)
-        check_layers(content, policy, model_path, transformer_impl)
+        needs_torch = needs_torch_layers(folder.content) is not None
+        transformer_impl = configure_provider(provider, policy, needs_torch=needs_torch)
+        check_layers(folder.content, policy, model_path, transformer_impl)
         has_adapters = policy["megatron_cfg"]["peft"]["enabled"] and (
             num_steps is not None if with_adapters is None else with_adapters
         )
@@ -204,32 +190,63 @@ def build_model(
                 data_parallel_random_init=False,
             )
         with clock.part("weights"):
-            _load_weights(auto_bridge, chunks, model_path)
-        mask_padding([unwrap(chunk) for chunk in chunks], provider.vocab_size)
-        for layer in [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]:
+            _load_weights(folder.auto_bridge, chunks, model_path)
+        modules = [unwrap(chunk) for chunk in chunks]
+        mask_padding(modules, provider.vocab_size)
+        for layer in [layer for module in modules for layer in module.modules() if isinstance(layer, MoELayer)]:
             layer.register_forward_hook(forget_probabilities, always_call=True)
         if policy["router_replay"]["enabled"]:
-            prepare_replay([unwrap(chunk) for chunk in chunks])
-        guard = install_paged_stash(policy, [unwrap(chunk) for chunk in chunks])
+            prepare_replay(modules)
+        guard = install_paged_stash(policy, modules)
+        model = MegatronModel(
+            *(chunks, provider, folder.auto_bridge, transformer_impl, None, None),
+            has_adapters=has_adapters,
+            overrides=folder.overrides,
+            text_weights=folder.text_weights,
+        )
         if num_steps is None:
-            return MegatronModel(
-                *(chunks, provider, auto_bridge, transformer_impl, None, None),
-                has_adapters=has_adapters,
-                overrides=overrides,
-                text_weights=text_weights,
-            )
+            return model
         try:
             with clock.part("optimizer"):
-                optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
+                model.optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
         except AssertionError as error:
             raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
-    scheduler = learning_rate_scheduler(policy, optimizer, num_steps)
-    return MegatronModel(
-        *(chunks, provider, auto_bridge, transformer_impl, optimizer, scheduler, guard),
-        has_adapters=has_adapters,
-        overrides=overrides,
-        text_weights=text_weights,
-    )
+    model.scheduler, model.guard = learning_rate_scheduler(policy, model.optimizer, num_steps), guard
+    return model
+
+
+@dataclass(frozen=True)
+class _OpenFolder:
+    """A Hugging Face folder before a model is built of it."""
+
+    content: Content
+    """Of `config.json`, with what the run says in its place."""
+    overrides: Content
+    auto_bridge: "AutoBridge"
+    provider: "GPTModelProvider"
+    text_weights: TextWeights | None
+
+
+def _open(policy: PolicyConfig, model_path: Path, clock: StartClock) -> _OpenFolder:
+    of_folder = read_config_file(model_path / "config.json")
+    overrides = overrides_of_run(of_folder, policy["hf_config_overrides"], policy["megatron_cfg"]["mtp_num_layers"])
+    content = with_overrides(of_folder, overrides)
+    with clock.part("imports"):
+        bridge()
+    with _named(model_path), clock.part("model"):
+        auto_bridge = bridge().AutoBridge.from_hf_pretrained(str(model_path), **class_of(content))
+        part = read_text_part(model_path / "config.json")
+        if overrides or part is not None:
+            auto_bridge.hf_pretrained.config = config_of(content)
+        provider = make_provider(auto_bridge, content, model_path, policy["max_total_sequence_length"])
+    files = _files_of_weights(model_path, content)
+    state = auto_bridge.hf_pretrained.state
+    state.source._key_to_filename_map_cache = files
+    text_weights = None if part is None else TextWeights(state.source, part, model_path)
+    if text_weights is not None:
+        state.source = text_weights.source()
+    tell_names(auto_bridge.hf_pretrained.config, files)
+    return _OpenFolder(content, overrides, auto_bridge, provider, text_weights)
 
 
 def _files_of_weights(model_path: Path, content: Content) -> dict[str, str]:
