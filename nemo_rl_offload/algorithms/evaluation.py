@@ -143,6 +143,12 @@ def run_evaluation(
             generator.stop()
     finally:
         environment.shutdown()
+    if played.is_graded:
+        say(
+            "warning: some rewards are neither 0 nor 1, so pass@k and accuracy, which count every reward above 0 as "
+            "right, say little; the mean reward says more. Or a reward function returns "
+            '{"reward": ..., "is_correct": True or False}.'
+        )
     votes, wall_seconds = section["metric"] == "cons@k", time.monotonic() - start_s
     result = evaluated(played, num_responses, section["k_value"], model, wall_seconds, votes=votes)
     write_json_atomic(folder / EVALUATION_FILE, result)

@@ -336,17 +336,20 @@ def _show_summary(path: Path, form: str, console: "Console") -> None:
 
 def _what_next(run_dir: Path, algorithm: str) -> list[str]:
     """The last checkpoint, and commands that begin with it."""
+    from nemo_rl_offload.cli.evaluate import has_problems
+    from nemo_rl_offload.config.recipe import read_recipe
     from nemo_rl_offload.runs.run_directory import CHECKPOINTS, CONFIG_FILE, steps_in
 
     if not (steps := steps_in(run_dir / CHECKPOINTS)):
         return []
     last, config, further = (shlex.quote(f"{run_dir}{end}") for end in (f"/step_{steps[-1]}", f"/{CONFIG_FILE}", "_b"))
+    is_measured = ALGORITHMS[algorithm].generates and has_problems(read_recipe(run_dir / CONFIG_FILE).values["data"])
     longer = f"{algorithm}.max_num_steps={2 * steps[-1]} {algorithm}.max_num_epochs=null"
     return [
         f"Last checkpoint: {run_dir / CHECKPOINTS}/step_{steps[-1]}",
         "What can be done with it:",
         f"  nemo-rl-offload export {last} {shlex.quote(f'{run_dir}_step_{steps[-1]}_hf')}",
-        *([f"  nemo-rl-offload eval --checkpoint {last}"] if ALGORITHMS[algorithm].generates else []),
+        *([f"  nemo-rl-offload eval --checkpoint {last}"] if is_measured else []),
         f"  nemo-rl-offload run {algorithm} --config {config} --from-checkpoint {last} --run-dir {further} {longer}",
     ]
 

@@ -19,7 +19,7 @@ from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.config.nemo_rl.dtensor import is_override
 from nemo_rl_offload.config.recipe import read_recipe
-from nemo_rl_offload.config.schema import MasterConfig
+from nemo_rl_offload.config.schema import DataConfig, MasterConfig
 from nemo_rl_offload.config.sources import LoadedConfig, nodes
 from nemo_rl_offload.config.validation import check_config, schema_problems
 from nemo_rl_offload.errors import CheckpointError, ConfigError
@@ -50,6 +50,8 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
         loaded = replace(loaded, inherited=frozenset(path for path, _ in nodes(loaded.values)) - written)
     checked = check_config(_that_generates(loaded, source), str(source))
     config = checked.config
+    if not has_problems(config["data"]):
+        raise ConfigError(f"{source}: data.validation.path: there is no problem to evaluate. Give a file of problems.")
     widen_limits()
     saved = config["eval"]["save_path"]
     default = Path("results") / name if saved is None else Path(saved).expanduser()
@@ -81,6 +83,13 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
         if options.format != "json":
             console.print(_table(found, out, console.width))
         return out / EVALUATION_FILE
+
+
+def has_problems(data: DataConfig) -> bool:
+    """Whether there are any to evaluate: in files for validation, drawn from those for training, or generated."""
+    sections = (data["train"], *data["train"]["further"])
+    drawn = any(section["split_validation_size"] for section in sections)
+    return data["train"]["path"] is None or data["validation"]["path"] is not None or drawn
 
 
 def _that_generates(loaded: LoadedConfig, source: Path) -> LoadedConfig:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nemo_rl_offload.cli.plan_files import check_targets, difference, uncollected
+from nemo_rl_offload.cli.plan_files import changed_values, check_targets, uncollected
 from nemo_rl_offload.cli.planned_job import read_options
 from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.config.recipe import read_recipe
@@ -36,8 +36,8 @@ def plan_layouts(options: argparse.Namespace, overrides: Sequence[str]) -> Layou
         advice = replace(advise(options, overrides, given, options.layouts), configured=_configured(options, given))
     if options.write is not None and advice.found:
         changes = [as_override(path, value) for path, value in advice.found[0].keys.items()]
-        written = read_recipe(options.config, [*overrides, *changes])
-        changed = difference(written.values, read_recipe(options.config).values)
+        changes = [*overrides, *changes]
+        changed = changed_values(read_recipe(options.config, changes), options.config, changes)
         write_text(options.write, layouts_overlay(advice, options.config, options.write, overrides, changed))
     show(options.format, lambda: layouts_data(advice), lambda _width: layouts_text(advice))
     return advice

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from nemo_rl_offload.cli.layouts import advise
-from nemo_rl_offload.cli.plan_files import check_targets, difference, uncollected
+from nemo_rl_offload.cli.plan_files import changed_values, check_targets, uncollected
 from nemo_rl_offload.cli.planned_job import read_options
 from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.config.recipe import read_recipe
@@ -29,7 +29,7 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     if options.html is not None:
         write_text(options.html, plan_html(found))
     if options.write is not None:
-        changed = difference(loaded.values, read_recipe(options.config).values)
+        changed = changed_values(loaded, options.config, overrides)
         write_text(options.write, plan_overlay(found, options.config, options.write, overrides, changed))
     show(options.format, lambda: plan_data(found), lambda width: plan_tables(found, width))
     return found

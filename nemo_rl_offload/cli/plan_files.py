@@ -3,9 +3,12 @@
 import argparse
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from nemo_rl_offload.config.loader import files_of
+from nemo_rl_offload.config.recipe import read_recipe
+from nemo_rl_offload.config.sources import OVERRIDE, LoadedConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.runs.output import check_writable
 
@@ -34,14 +37,29 @@ def check_targets(options: argparse.Namespace) -> None:
         raise ConfigError(f"--write {targets['--write']}: --html would write over it. Give two names.")
 
 
-def difference(new: Mapping[str, object], old: Mapping[str, object]) -> dict[str, object]:
-    """What of `new` is not in `old`, in sections as there; lists count as a whole."""
+def changed_values(written: LoadedConfig, config: Path, overrides: Sequence[str]) -> dict[str, object]:
+    """What a file that inherits `config` has to say to be what is `written`, in its sections; lists count as a whole.
+
+    A value that an override gives belongs to it, also where it is the one there was: in the file that may be made of
+    others, which are changed. Raises ConfigError for overrides that remove a key.
+    """
+    if removed := [text for text in overrides if text.startswith("~")]:
+        raise ConfigError(
+            f"--write: {removed[0]} removes a key, which no file can do that inherits. Remove it in a copy of "
+            f"{config}, and plan that."
+        )
+    return _difference(written.values, read_recipe(config).values, written.origins, "")
+
+
+def _difference(
+    new: Mapping[str, object], old: Mapping[str, object], origins: Mapping[str, str], above: str
+) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in new.items():
-        before = old.get(key)
+        before, path = old.get(key), f"{above}{key}"
         if isinstance(value, Mapping) and isinstance(before, Mapping):
-            if inner := difference(value, before):
+            if inner := _difference(value, before, origins, f"{path}."):
                 found[key] = inner
-        elif key not in old or value != before:
+        elif key not in old or value != before or origins.get(path) == OVERRIDE:
             found[key] = value
     return found

@@ -20,7 +20,7 @@ from nemo_rl_offload.config.nemo_rl.translation import unknown_key
 from nemo_rl_offload.config.rules.registry import RULES, RULES_OF_THIS_MACHINE, WARNINGS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, ReportedError, Rule
 from nemo_rl_offload.config.schema import MasterConfig
-from nemo_rl_offload.config.sources import UNGIVEN, LoadedConfig, nodes
+from nemo_rl_offload.config.sources import OVERRIDE, UNGIVEN, LoadedConfig, nodes
 from nemo_rl_offload.config.types import defaults_of, describe, item_type, keys_of
 from nemo_rl_offload.errors import ConfigError, nearest
 
@@ -124,13 +124,31 @@ def examine(raw: Mapping[str, Any] | LoadedConfig, *, run_here: bool) -> Finding
     lines += here if run_here else []
     problems = [Problem("", text, "") for text in loaded.problems] + [problem_at(line, loaded) for line in lines]
     lines = [f"{line} Only a run needs it." for line in here if not run_here]
-    lines += [*loaded.notes, *(line for rule in WARNINGS for line in _run(rule, get))]
+    lines += [*loaded.notes, *_letters_for_breaks(loaded), *(line for rule in WARNINGS for line in _run(rule, get))]
     lines = [line for line in lines if not (_SAYS_NO_EFFECT.search(line) and line.partition(":")[0] in get.inherited)]
     effectless = [line for line in lines if loaded.is_recipe and _SAYS_NO_EFFECT.search(line)]
     warnings = [problem_at(line, loaded) for line in lines if line not in effectless]
     effectless += [f"{path}: {reason}" for path, reason in loaded.without_effect.items()]
     ordered = [problem_at(line, loaded) for line in sorted(effectless)]
     return Findings(None if problems else config, problems, warnings, loaded, ordered)
+
+
+_TEXTS = ("data.prompt_template", "policy.generation.stop_strings")
+
+
+def _letters_for_breaks(loaded: LoadedConfig) -> Iterator[str]:
+    """Overrides, and texts for a model, in which somebody may have meant a line break: only double quotes in YAML, and
+    no quotes of an override, make one of these letters."""
+    for path, value in nodes(loaded.values):
+        if (
+            isinstance(value, str)
+            and r"\n" in value
+            and (loaded.origins.get(path) == OVERRIDE or path.startswith(_TEXTS))
+        ):
+            yield (
+                rf"{path}: has \n, two letters and no line break. For one, write $'...' around the override in a "
+                "shell, or double quotes in YAML."
+            )
 
 
 _OF_PROBLEMS = ("data.", "env.")

@@ -120,7 +120,7 @@ def open_run_directory(
         with _explained(folder):
             obstacle = _obstacle(folder, config, origin, by_request=explicit is not None, force=force)
             if obstacle is not None:
-                passed += [f"{folder} {obstacle}"] if obstacle.startswith(_HOLDS) else []
+                passed += _why_another(folder, obstacle)
                 continue
             folder.mkdir(parents=True, exist_ok=True)
             lock = open_to_append(folder / LOCK_FILE)
@@ -134,7 +134,7 @@ def open_run_directory(
                 elif explicit is not None and length_on_resume(folder, config) and (folder / SUMMARY_FILE).exists():
                     (folder / SUMMARY_FILE).replace(folder / FORMER_SUMMARY_FILE)
             if passed and not (folder / CONFIG_FILE).exists():
-                told(f"New run directory: {passed[-1]}. Without these changes, the command goes on there.")
+                told(f"New run directory: {passed[-1]}")
             if not (folder / SUMMARY_FILE).exists():
                 _note_changes(folder, config, told)
                 _write_config(folder, config)
@@ -163,9 +163,19 @@ def _numbered(default: Path) -> Iterator[Path]:
 
 
 _HOLDS = "holds a run of another configuration"
+_FINISHED = "holds a finished run"
 _UNREADABLE = f"its {CONFIG_FILE} cannot be read"
 _GIVE_WAY = ", or let it give way (--force), which moves it to a folder below"
 _OTHER_WAYS = f", begin with that run's checkpoint (--from-checkpoint){_GIVE_WAY}"
+
+
+def _why_another(folder: Path, obstacle: str) -> list[str]:
+    """What a user who meant the run in `folder` should hear, where there is one."""
+    if obstacle.startswith(_HOLDS):
+        return [f"{folder} {obstacle}. Without these changes, the command goes on there."]
+    if obstacle == _FINISHED:
+        return [f"{folder} {obstacle}. With --run-dir {folder}, the command shows it, or makes it longer."]
+    return []
 
 
 def _obstacle(
@@ -184,7 +194,7 @@ def _obstacle(
     if CONFIG_FILE not in names:
         return f"holds files, and no run ({CONFIG_FILE} is missing)"
     if not by_request and SUMMARY_FILE in names:
-        return "holds a finished run"
+        return _FINISHED
     if by_request and force:
         return None
     saved = _read_config(folder)

@@ -1,5 +1,6 @@
 """How a model is laid out over ranks: which layers stand where, and what one rank holds of a microbatch."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -270,10 +271,14 @@ def num_microbatches(global_batch: int, micro_batch: int, num_shards: int, num_i
     """
     path, per_pass = "policy.train_global_batch_size", num_shards * micro_batch
     if global_batch % per_pass:
+        of_rank, rest = divmod(global_batch, num_shards)
+        others = "" if rest else f", or train_micro_batch_size to {math.gcd(of_rank, micro_batch)}"
+        if global_batch % micro_batch == 0:
+            others += ", or change the number of workers"
         raise ConfigError(
             f"{path}: {global_batch} is not a multiple of train_micro_batch_size x data-parallel ranks = "
-            f"{micro_batch} x {num_shards} = {per_pass}. The nearest that is: "
-            f"{nearest_multiple(global_batch, per_pass)}. Or change train_micro_batch_size, or the number of workers."
+            f"{micro_batch} x {num_shards} = {per_pass}. Set it to "
+            f"{nearest_multiple(global_batch, per_pass)}{others}."
         )
     number = global_batch // per_pass
     if number % num_interleaved:

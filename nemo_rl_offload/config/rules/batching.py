@@ -24,8 +24,9 @@ def is_by_tokens(get: Get) -> bool:
 
 
 def _whole_microbatches(get: Get) -> Iterator[str]:
+    """Where it is not known yet how many ranks divide them."""
     whole, micro = get("policy.train_global_batch_size"), get("policy.train_micro_batch_size")
-    if whole % micro and not is_by_tokens(get):
+    if get("cluster.gpus_per_node") == "auto" and whole % micro and not is_by_tokens(get):
         yield (
             f"policy.train_global_batch_size: {whole} is not a multiple of train_micro_batch_size {micro}. "
             f"Change one of them, such as train_micro_batch_size={gcd(whole, micro)}."

@@ -54,6 +54,7 @@ from nemo_rl_offload.specs.catalogue import read_config_file
 from nemo_rl_offload.specs.dispatchers import FLEX_LIBRARIES
 from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_FIRST_RUNNER, ENV_OF_SEVERAL_DEVICES
 from nemo_rl_offload.specs.reward_functions import CALL, OF_TRL
+from nemo_rl_offload.specs.weight_files import weight_files
 
 LOCAL_PATHS = (
     "policy.model_name",
@@ -113,7 +114,7 @@ def _model_is_here(get: Get) -> Iterator[str]:
 
 
 def _model_with_weights(path: str, name: str) -> Iterator[str]:
-    """Of the weights, whether there are any; `megatron.build.hf_files` looks into them."""
+    """Of the weights, what the heads of their files say; the weights themselves are not read."""
     try:
         folder = resolve_model_path(name)
     except ConfigError as error:
@@ -121,6 +122,11 @@ def _model_with_weights(path: str, name: str) -> Iterator[str]:
         return
     files = {file.name for file in folder.iterdir()}
     if files & {"model.safetensors.index.json", "adapter_config.json"} or fnmatch.filter(files, "model*.safetensors"):
+        try:
+            content = read_config_file(folder / "config.json")
+            weight_files(folder, is_quantized=bool(content.get("quantization_config")))
+        except ConfigError as error:
+            yield f"{path}: {error}"
         return
     others = sorted(fnmatch.filter(files, "*.bin"))
     of_pickle = f"{', '.join(others)} is not read: load the model, and save it anew with save_pretrained."

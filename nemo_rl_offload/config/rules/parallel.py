@@ -230,7 +230,8 @@ def worker_counts(get: Get, per_node: int) -> Iterator[str]:
         num_shards = data_parallel_size(cfg, num_training)
         if num_generating and get("policy.generation.backend") == "megatron":
             data_parallel_size(cfg, num_generating)
-        if whole % micro == 0 and not is_by_tokens(get):
+        is_told = get("cluster.gpus_per_node") == "auto" and whole % micro
+        if not is_told and not is_by_tokens(get):
             num_microbatches(whole, micro, num_shards, num_interleaved(cfg))
     except ConfigError as error:
         yield str(error)

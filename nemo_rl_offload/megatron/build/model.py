@@ -30,7 +30,6 @@ from nemo_rl_offload.megatron.build.export_files import (
     write_json,
     write_overrides,
 )
-from nemo_rl_offload.megatron.build.hf_files import weight_files
 from nemo_rl_offload.megatron.build.hf_mappings import name_for_peft, tell_names
 from nemo_rl_offload.megatron.build.hf_model import class_of, config_of, make_provider
 from nemo_rl_offload.megatron.build.hf_weights import check_names, names_read, repeated_names
@@ -53,6 +52,7 @@ from nemo_rl_offload.specs.model_families import SPLIT_PACKS, TORCH_LAYERS, need
 from nemo_rl_offload.specs.model_keys import Content, overrides_of_run, with_overrides
 from nemo_rl_offload.specs.multimodal import module_name
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
+from nemo_rl_offload.specs.weight_files import weight_files
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge

@@ -249,6 +249,27 @@ def test_what_it_writes_has_the_overrides_that_were_planned(capsys: pytest.Captu
     assert written["policy"]["megatron_cfg"]["offload_modules"] == []
 
 
+def test_what_it_writes_has_overrides_that_formulas_of_others_gave_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """There `train_mb_tokens` is 8 times the length, and the value given is what that was before."""
+    overlay, sft = tmp_path / "planned.yaml", str(EXAMPLES / "sft.yaml")
+    tokens = load_config(sft)["policy"]["sequence_packing"]["train_mb_tokens"]
+    words = (f"policy.sequence_packing.train_mb_tokens={tokens}", "policy.max_total_sequence_length=4096")
+    first = plan(capsys, sft, "--gpu", "h100", "--write", str(overlay), *words)
+    assert f"microbatches of {tokens} tokens" in first
+    assert plan(capsys, str(overlay), "--gpu", "h100").splitlines()[0] == first.splitlines()[0]
+    assert load_config(overlay)["policy"]["sequence_packing"]["train_mb_tokens"] == tokens
+
+
+def test_a_key_that_an_override_removes_is_not_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = plan(
+        *(capsys, SMALL, "--gpu", "h100", "--write", str(tmp_path / "planned.yaml"), "~env.reasoning_gym"),
+        code=EXIT_USER_ERROR,
+    )
+    assert "--write: ~env.reasoning_gym removes a key" in text
+
+
 def test_a_shipped_file_is_planned_and_inherited_from_anywhere(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

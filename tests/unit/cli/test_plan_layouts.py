@@ -174,7 +174,7 @@ def test_the_best_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert [line[:2] for line in text.splitlines() if re.match(r"\d\. ", line)] == ["1.", "2."]
     pasted = shlex.split(text.splitlines()[-1])
     assert read_recipe(overlay).values == read_recipe(SFT, [*given, *pasted]).values
-    assert yaml.safe_load(overlay.read_text())["cluster"] == {"gpus_per_node": 8}
+    assert yaml.safe_load(overlay.read_text())["cluster"] == {"num_nodes": 1, "gpus_per_node": 8}
     assert overlay.read_text().splitlines()[1].startswith("# ")
 
 

@@ -58,9 +58,11 @@ def test_adapters_do_not_go_on_beside_other_weights(
     peft = "policy.megatron_cfg.peft"
     adapters = (f"{peft}.enabled=true", f"{peft}.target_modules=[linear_proj]")
     assert start(3, *adapters) == ""
-    for name in ("config.json", "model.safetensors"):
-        with open(f"model/{name}", "ab") as file:
-            file.write(b" ")
+    weights = Path("model", "model.safetensors")
+    *others, last = weights.read_bytes()
+    weights.write_bytes(bytes([*others, last ^ 1]))
+    with Path("model", "config.json").open("a") as file:
+        file.write(" ")
     with pytest.raises(AssertionError):
         start(None, *adapters)
     assert "have adapters alone, which belong to the weights that were there" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.rules.megatron import NOT_YET
@@ -33,7 +34,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         content = {"model_type": _family(shape), "num_hidden_layers": 4, "num_attention_heads": 4, **shape}
         (folder / "config.json").write_text(json.dumps(content))
         (folder / "tokenizer_config.json").write_text("{}")
-        (folder / "model.safetensors").touch()
+        save_file({}, folder / "model.safetensors")
         return folder
 
     return make

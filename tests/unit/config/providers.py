@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mutations import set_at
+from safetensors.numpy import save_file
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 
@@ -17,7 +18,7 @@ class Model:
 
         config.save_pretrained(folder)
         (folder / "tokenizer_config.json").write_text("{}")
-        (folder / "model.safetensors").touch()
+        save_file({}, folder / "model.safetensors")
         self._provider = bridge().AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
         self._raw = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [f"policy.model_name={folder}"])
 

@@ -257,3 +257,20 @@ def test_a_run_of_before_a_key_goes_on_as_it_was(
     found = completed(saved)
     assert found["policy"][section][key] == expected
     assert not schema_problems(found)
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        (r'data.prompt_template="{question}\n"', "data.prompt_template"),
+        (r'policy.generation.stop_strings=["a","\nQuestion:"]', "policy.generation.stop_strings.1"),
+        (r'logger.wandb.name="a\nb"', "logger.wandb.name"),
+        ('data.prompt_template="{question}\n"', None),
+    ],
+)
+def test_letters_that_are_no_line_break_are_told(
+    override: str, path: str | None, configs: Path, dense_model: Path
+) -> None:
+    loaded = read_recipe(configs / "grpo_tiny.yaml", [f"policy.model_name={dense_model}", override])
+    told = [each.path for each in examine(loaded, run_here=True).warnings if "no line break" in each.message]
+    assert told == ([path] if path else [])

@@ -302,7 +302,8 @@ def test_a_new_folder_is_told_where_other_values_are_the_reason(tmp_path: Path) 
     assert told_of({**CONFIG, "lr": 2e-5}) == [], "it goes on"
     for name in ("run", "run-2"):
         (tmp_path / name / "summary.json").touch()
-    assert told_of(CONFIG) == [], "nothing goes on with those"
+    ways = f"With --run-dir {tmp_path / 'run-2'}, the command shows it, or makes it longer."
+    assert told_of(CONFIG) == [f"New run directory: {tmp_path / 'run-2'} holds a finished run. {ways}"]
 
 
 def test_a_default_folder_without_a_name_is_numbered_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.numpy import save_file
 
 from nemo_rl_offload.config.rules import machine
 from nemo_rl_offload.config.validation import CheckedConfig
@@ -44,6 +45,19 @@ def test_no_name_is_a_problem_wherever_it_runs(check: Check, dense_model: Path, 
     assert str(caught.value).count(" is empty.") == 1
 
 
+def test_weights_that_are_cut_off_are_told_before_a_run(check: Check, dense_model: Path) -> None:
+    file = dense_model / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    try:
+        with pytest.raises(
+            ConfigError, match=rf"policy.model_name: {file} cannot be read: .* Is the download complete"
+        ):
+            check(f"policy.model_name={dense_model}")
+    finally:
+        file.write_bytes(whole)
+
+
 def test_a_check_elsewhere_only_warns_about_missing_folders(check: Check) -> None:
     checked = check("policy.model_name=no/such", f"{M}.offload_modules=[moe_act]", run_here=False)
     missing, unknown = checked.warnings
@@ -57,7 +71,7 @@ def test_a_check_elsewhere_only_warns_about_missing_folders(check: Check) -> Non
 def test_a_folder_without_a_config_is_refused_wherever_it_runs(
     check: Check, dense_model: Path, tmp_path: Path, path: str, run_here: bool
 ) -> None:
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
     models = (f"policy.model_name={dense_model}", f"teacher.model_name={dense_model}", f"{path}={tmp_path}")
     with pytest.raises(ConfigError) as caught:
         check(*DISTILLATION.split(), *models, f"policy.tokenizer.name={dense_model}", run_here=run_here)
@@ -180,7 +194,7 @@ def test_a_model_needs_weights(
         check(*overrides)
     (told,) = [line for line in check(*overrides, run_here=False).warnings if "no weights" in line]
     assert told.endswith("Only a run needs it.")
-    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    save_file({}, tmp_path / "model-00001-of-00002.safetensors")
     check(*overrides)
 
 

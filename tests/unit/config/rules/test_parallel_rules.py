@@ -36,7 +36,12 @@ CASES = [
         "does not divide 3 worker(s)",
         "cluster.num_nodes=4",
     ),
-    (f"{WORKERS}=4", BATCH, "64 x 4 = 256. The nearest that is: 256.", "policy.train_micro_batch_size=32"),
+    (
+        f"{WORKERS}=4",
+        BATCH,
+        "64 x 4 = 256. Set it to 256, or train_micro_batch_size to 32, or change the",
+        "policy.train_micro_batch_size=32",
+    ),
     (f"{WORKERS}=3", BATCH, "128 is not a multiple of train_micro_batch_size x", f"{DYNAMIC}=true"),
     (f"{WORKERS}=3", BATCH, "128 is not a multiple of train_micro_batch_size x", f"{WORKERS}=auto"),
     (f"{WORKERS}=4 {APART}.gpus_per_node=1", BATCH, "64 x 3 = 192", f"{APART}.gpus_per_node=2"),
@@ -62,7 +67,12 @@ def test_experts(refuses: Refuses) -> None:
 
 def test_a_batch_that_no_number_of_workers_cuts_is_reported_once(refusals: Refusals) -> None:
     (line,) = refusals(f"{WORKERS}=3 policy.train_micro_batch_size=60")
-    assert "not a multiple of train_micro_batch_size 60" in line
+    assert line.endswith("60 x 3 = 180. Set it to 180.")
+    (line,) = refusals(
+        f"{WORKERS}=2 policy.train_global_batch_size=10 policy.train_micro_batch_size=4 "
+        "grpo.num_prompts_per_step=5 grpo.num_generations_per_prompt=2"
+    )
+    assert line.endswith("4 x 2 = 8. Set it to 8, or train_micro_batch_size to 1.")
 
 
 def test_virtual_stages(refusals: Refusals) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
 from nemo_rl_offload.config.validation import CheckedConfig
 from nemo_rl_offload.errors import ConfigError
@@ -42,7 +43,7 @@ def make(tmp_path: Path) -> Callable[..., None]:
             files["generation_config"] = {"eos_token_id": generation}
         for name, content in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
-        (tmp_path / "model.safetensors").touch()
+        save_file({}, tmp_path / "model.safetensors")
 
     return write
 
@@ -215,7 +216,7 @@ def test_the_teacher_has_all_tokens_of_the_tokenizer(make: Any, check: Check, tm
     make()
     teacher = tmp_path / "teacher"
     teacher.mkdir()
-    (teacher / "model.safetensors").touch()
+    save_file({}, teacher / "model.safetensors")
     (teacher / "config.json").write_text(
         json.dumps({"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 12})
     )

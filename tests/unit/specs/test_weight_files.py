@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.megatron.build.hf_files import INDEX, MAX_HEADER_BYTES, WHOLE, weight_files
+from nemo_rl_offload.specs.weight_files import INDEX, MAX_HEADER_BYTES, WHOLE, weight_files
 
 BODY = bytes(8)
 

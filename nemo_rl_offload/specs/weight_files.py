@@ -89,7 +89,7 @@ def _in_files(folder: Path, names: Iterable[str], is_quantized: bool) -> dict[st
     for name in names:
         try:
             header = _header(folder / name)
-            with safe_open(folder / name, framework="pt") as file:
+            with safe_open(folder / name, framework="np") as file:
                 _check_once(folder / name, header)
                 for weight in file.keys():  # noqa: SIM118  # no mapping
                     files[weight] = name
