@@ -161,6 +161,23 @@ def test_a_checkpoint_of_any_algorithm_is_evaluated(
     assert evaluated[0]["data"]["train"]["path"] == evaluated[0]["data"]["validation"]["path"]
 
 
+def test_without_a_problem_nothing_is_exported(
+    tmp_path: Path, evaluated: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems, config = tmp_path / "problems.jsonl", str(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")
+    problems.write_text("")
+    unmeasured = [f"grpo.val_{when}" for when in ("period=0", "at_start=false", "at_end=false")]
+    words = ["eval", "--config", config, "--run-dir", str(tmp_path / "out"), *unmeasured]
+    words.append("checkpointing.metric_name=null")
+    of_training = ["data.env_name=math", f"data.train.path={problems}"]
+    assert cli.main([*words, *of_training]) == cli.EXIT_USER_ERROR
+    assert "data.validation.path: there is no problem to evaluate." in capsys.readouterr().err
+    assert not evaluated
+    for number, given in enumerate((f"data.validation.path={problems}", "data.train.split_validation_size=0.5")):
+        assert cli.main([*words, *of_training, given, "--run-dir", str(tmp_path / f"out{number}")]) == 0
+    assert len(evaluated) == 2
+
+
 def test_an_evaluation_does_not_take_the_place_of_another_models(
     tmp_path: Path, evaluated: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
