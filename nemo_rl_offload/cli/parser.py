@@ -75,6 +75,8 @@ class _Parser(argparse.ArgumentParser):
             others = {"train": "run"} if "run" in choices else {}
             near = get_close_matches(wrong[1], [*choices, *others], n=1, cutoff=0.7)  # dpo is no guess for ppo
             message += "." + "".join(f" Did you mean '{(choices | others)[name]}'?" for name in near)
+        if message.endswith("are required: algorithm"):
+            message += f", one of {', '.join(sorted(ALGORITHMS))}, as in `run sft --config my.yaml`"
         super().error(message)
 
 

@@ -40,7 +40,7 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
     per_node = device.devices_per_node if per_node is None else per_node
     offload = policy["megatron_cfg"]["activation_offload"]
     host_budget, num_mtp_layers = offload["host_memory_budget"], policy["megatron_cfg"]["mtp_num_layers"]
-    shape = _shape(policy["model_name"], num_mtp_layers)
+    shape = _shape("policy.model_name", policy["model_name"], num_mtp_layers)
     if skew is not None and shape.experts is None:
         given = "--routing-skew" if options.recorded_run is None else "--recorded-run"
         raise ConfigError(f"{given}: {policy['model_name']} has no experts whose tokens could be uneven. Leave it out.")
@@ -54,7 +54,9 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
         host_budget=parse_bytes(host_budget) if isinstance(host_budget, str) else float(host_budget),
         reference_on_host=algorithm.copies_reference(config),
         rows_per_sample=algorithm.rows_per_sample,
-        teacher=_shape(config["teacher"]["model_name"], num_mtp_layers) if algorithm.needs_teacher else None,
+        teacher=_shape("teacher.model_name", config["teacher"]["model_name"], num_mtp_layers)
+        if algorithm.needs_teacher
+        else None,
         teacher_element_bytes=4 if (config["teacher"]["precision"] or policy["precision"]) == "float32" else 2,
         ranks_per_node=per_node,
         passes=_passes(config),
@@ -89,11 +91,14 @@ def _check(config: dict[str, Any], options: argparse.Namespace, loaded: LoadedCo
     check_to_plan(replace(loaded, values=config), str(options.config))
 
 
-def _shape(name: str, mtp_num_layers: int | None) -> ModelShape:
+def _shape(key: str, name: str, mtp_num_layers: int | None) -> ModelShape:
     folder = None
     with contextlib.suppress(ConfigError):  # then the catalogue is asked, whose message names both
         folder = resolve_model_path(name)
-    return load_model_shape(name, folder, mtp_num_layers)
+    try:
+        return load_model_shape(name, folder, mtp_num_layers)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _num_training(config: Mapping[str, Any], per_node: int) -> int:

@@ -110,6 +110,7 @@ def test_answers_without_heavy_imports(arguments: list[str], code: int, tmp_path
         (["train"], "invalid choice: 'train'"),
         (["rn"], "Did you mean 'run'?"),
         (["run", "gpro"], "invalid choice: 'gpro'"),
+        (["run", "--config", "my.yaml"], "required: algorithm, one of distillation, dpo, grpo, sft, as in `run sft"),
         (["run", "gpro"], "Did you mean 'grpo'?"),
         (["run", "grpo", "--sed", "1"], "unknown option: --sed"),
         (["run", "grpo", "--confg", "a.yaml"], "no dashes). Did you mean --config?"),

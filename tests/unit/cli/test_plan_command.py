@@ -374,7 +374,10 @@ def test_a_small_plan_says_what_it_knows(capsys: pytest.CaptureFixture[str]) -> 
 REFUSED = [
     ((), "--gpu: missing value. Known: a100-40gb, a100-80gb, "),
     (("--gpu", "h1000"), "--gpu h1000: unknown device. Did you mean 'h100'?"),
-    (("--gpu", "h100", "policy.model_name=nowhere"), "'nowhere' is neither a local folder with a config.json nor"),
+    (
+        ("--gpu", "h100", "policy.model_name=nowhere"),
+        "policy.model_name: 'nowhere' is neither a local folder with a config.json nor",
+    ),
     (("--gpu", "h100", "--memory", "80GB"), "'80GB' is not a size"),
     (("--gpu", "h100", "--memory", "81GiB"), "--memory, gpu_memory_budget: h100-80gb has 79.1 GiB. Give at most that."),
     (("--gpu", "h100", "--gpus-per-node", "0"), "--gpus-per-node 0: give a number from 1 on."),
