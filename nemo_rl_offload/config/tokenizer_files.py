@@ -56,7 +56,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         return _read(folder, stamp, (folder / "tokenizer_config.json").stat().st_mtime_ns)
     except DocumentError as error:
         raise ConfigError(f"the tokenizer's files in '{folder}' cannot be read: {error}. Mend them.") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ConfigError(f"the tokenizer's files in '{folder}' cannot be read: {error!r}. Mend them.") from error
 
 
@@ -77,6 +77,8 @@ def _read(folder: Path, tokens_stamp: int | None, _config_stamp: int) -> Tokeniz
             raise DocumentError("has no model with a vocab", folder / "tokenizer.json")
         pieces = vocabulary if isinstance(vocabulary, dict) else {each[0]: at for at, each in enumerate(vocabulary)}
         all_ids = {**pieces, **ids}
+        if strange := next((token for token, number in all_ids.items() if type(number) is not int), None):
+            raise DocumentError(f"has {all_ids[strange]!r} as the id of {strange!r}", folder / "tokenizer.json")
     return TokenizerFiles(
         special, {text: number for text, number in ids.items() if text}, all_ids, _own(folder, config)
     )

@@ -51,6 +51,7 @@ _WORD = re.compile(r"\S+")
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 _SPEAKER_ROLES = {"Human": "user", "User": "user", "Assistant": "assistant"}
 _HELPSTEER2_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
+_HELPSTEER2_MARK = re.compile(r"<extra_id_\d+>")
 """What stands between the turns of a prompt."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -186,11 +187,9 @@ def _begins_with(text: str, beginning: str) -> bool:
 def _pair(content: Mapping[str, object]) -> tuple[list[Message] | None, Answers]:
     """The prompt, if there is one, and the answers, the better first; they may hold the prompt."""
     has = content.keys()
-    for asked, *compared in _COMPARED_COLUMNS:
-        if has >= {asked, *compared}:
-            return _read(asked, _helpsteer2_turns(content[asked]), _columns(content, *_compared(content, *compared)))
-    if has >= set(_CHOSEN_COLUMNS):
-        return _read("prompt", content["prompt"], _columns(content, *_better(content, *_CHOSEN_COLUMNS[1:])))
+    of_helpsteer3, of_helpsteer2 = _COMPARED_COLUMNS
+    if has >= set(of_helpsteer3):
+        return _read("context", content["context"], _columns(content, *_compared(content, *of_helpsteer3[1:])))
     if has >= {"chosen", "rejected"}:
         if (score := content.get("score_chosen")) is not None and score == content.get("score_rejected"):
             raise UndecidedPairError("tie")
@@ -203,6 +202,11 @@ def _pair(content: Mapping[str, object]) -> tuple[list[Message] | None, Answers]
         if (name := _question_column(content, answers)) is not None:
             return _read(name, content[name], answers)
         return None, {name: _whole(answer, name) for name, answer in answers.items()}
+    if has >= set(of_helpsteer2):
+        answers = _columns(content, *_compared(content, *of_helpsteer2[1:]))
+        return _read("prompt", _helpsteer2_turns(content["prompt"]), answers)
+    if has >= set(_CHOSEN_COLUMNS):
+        return _read("prompt", content["prompt"], _columns(content, *_better(content, *_CHOSEN_COLUMNS[1:])))
     if has >= {"context", "completions"}:
         return _read("context", content["context"], _ranked(content["completions"]))
     if has >= {"instruction", "completions"}:
@@ -233,10 +237,15 @@ def _columns(content: Mapping[str, object], *names: str) -> dict[str, object]:
 
 def _helpsteer2_turns(prompt: object) -> object:
     """Its turns, where a text has several."""
-    if not isinstance(prompt, str) or not _HELPSTEER2_TURN.search(prompt):
+    if not isinstance(prompt, str) or not _HELPSTEER2_MARK.search(prompt):
         return prompt
     first, *parts = _HELPSTEER2_TURN.split(prompt)
-    turns = [("User", first), *zip(parts[::2], parts[1::2], strict=True)]
+    turns = [("User", first)] if first else []
+    turns += zip(parts[::2], parts[1::2], strict=True)
+    if mark := next((mark[0] for _, said in turns if (mark := _HELPSTEER2_MARK.search(said))), None):
+        raise BadRecordError(f"prompt has {mark} where no turn of a user or an assistant begins")
+    if any(speaker != ("User", "Assistant")[number % 2] for number, (speaker, _) in enumerate(turns)):
+        raise BadRecordError("prompt has turns that are not the user's and the assistant's in turn")
     return [{"role": _SPEAKER_ROLES[speaker], "content": said} for speaker, said in turns]
 
 
@@ -251,7 +260,7 @@ def _compared(content: Mapping[str, object], first: str, second: str, name: str)
 
 def _better(content: Mapping[str, object], first: str, second: str, name: str) -> tuple[str, str]:
     better = content[name]
-    if type(better) is not int or better not in (0, 1):
+    if isinstance(better, bool) or better not in (0, 1):
         raise BadRecordError(f"{name} is {better!r}, not 0 for {first} or 1 for {second}")
     return (second, first) if better else (first, second)
 

@@ -144,10 +144,10 @@ def report_bad_records(name: str, bad: Sequence[tuple[str, str]], *, num_good: i
         shown = [f"{_joined(each)}: {reason}" for reason, each in list(places.items())[:NUM_SHOWN]]
         others = sum(len(each) for each in list(places.values())[NUM_SHOWN:])
         more = f"\n... and {others} more, for other reasons" if others else ""
-        raise DataError(
-            f"{name}: {len(bad)} record(s) cannot be used\n" + "\n".join(shown) + more + "\n"
-            "Mend the data; data.on_bad_line=skip leaves out what is bad, as long as something is left."
-        )
+        remedy = "; data.on_bad_line=skip leaves out what is bad, as long as something is left."
+        if skips_bad:
+            remedy = ": without them, nothing is left for training, or for validation."
+        raise DataError(f"{name}: {len(bad)} record(s) cannot be used\n{'\n'.join(shown)}{more}\nMend the data{remedy}")
     numbers = Counter(reason for _, reason in bad)
     first = {reason: place for place, reason in reversed(bad)}
     shown = [f"{num} from {first[reason]} on: {reason}" for reason, num in numbers.most_common(NUM_SHOWN)]

@@ -172,7 +172,10 @@ _OTHER_WAYS = f", begin with that run's checkpoint (--from-checkpoint){_GIVE_WAY
 def _why_another(folder: Path, obstacle: str) -> list[str]:
     """What a user who meant the run in `folder` should hear, where there is one."""
     if obstacle.startswith(_HOLDS):
-        return [f"{folder} {obstacle}. Without these changes, the command goes on there."]
+        return [
+            f"{folder} {obstacle}. Without these changes, the command is that run's. With --run-dir {folder}, it goes on "
+            "there with those that may change."
+        ]
     if obstacle == _FINISHED:
         return [f"{folder} {obstacle}. With --run-dir {folder}, the command shows it, or makes it longer."]
     return []
@@ -215,9 +218,9 @@ def _obstacle(
     num_steps, num_epochs = (f"{config.get('algorithm')}.max_num_{unit}" for unit in ("steps", "epochs"))
     found = differences(kept[0] | origins[0], kept[1] | origins[1])
     changed = found.told
-    if steps and num_steps in found:
+    if by_request and steps and num_steps in found:
         changed += f"; {steps[-1]} steps are taken, and {num_steps} may be as many or more"
-    if steps and found and found.keys() <= {num_steps, num_epochs}:
+    if by_request and steps and found and found.keys() <= {num_steps, num_epochs}:
         as_there = " ".join(f"{path}={there}" for path, (there, _) in found.items())
         changed += f"; the command goes on there with {as_there}"
     if changed and (steps or names & {SUMMARY_FILE, EVALUATION_FILE} or not by_request):

@@ -78,7 +78,8 @@ _OWNERS = {
     "the model's folder, whose weights must fit": (
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts "
         "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq add_bias_linear add_qkv_bias "
-        "gated_linear_unit normalization qk_layernorm multi_latent_attention"
+        "gated_linear_unit normalization qk_layernorm multi_latent_attention is_hybrid_model hybrid_layer_pattern "
+        "mtp_hybrid_override_pattern"
     ),
     "policy.precision": "params_dtype pipeline_dtype autocast_dtype enable_autocast bf16 fp16",
     "this project": (

@@ -85,6 +85,14 @@ def test_broken_files_are_refused(tmp_path: Path, content: str) -> None:
         read_tokenizer_files(tmp_path)
 
 
+@pytest.mark.parametrize("vocab", ["[[], []]", "[5]", '{"a": "1", "b": 2}', '{"a": 1.5}', "[[[], 1]]"])
+def test_a_vocabulary_without_numbers_is_refused(tmp_path: Path, vocab: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
+    with pytest.raises(ConfigError, match=r"the tokenizer's files in '.*' cannot be read: .*Mend them"):
+        read_tokenizer_files(tmp_path)
+
+
 def test_a_setting_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:
     own = {"default": "a", "rag": "b"}
     (tmp_path / "mine.jinja").write_text("{{ messages }}")

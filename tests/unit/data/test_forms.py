@@ -346,6 +346,35 @@ def test_a_prompt_of_helpsteer2_has_its_turns() -> None:
     content = {"prompt": prompt, "response_1": "c", "response_2": "d", "preference_strength": -1}
     turns = [user("a"), assistant("x\n\ny"), user("b\n")]
     assert parse_preference(content) == (turns, [assistant("c")], [assistant("d")])
+    content["prompt"] = f"<extra_id_1>User\n{prompt}"
+    assert parse_preference(content) == (turns, [assistant("c")], [assistant("d")])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("<extra_id_0>System\nbe\n<extra_id_1>User\nhi", "has <extra_id_0> where no turn"),
+        ("hi\n<extra_id_1>System\nyo\n<extra_id_1>User\nq", "has <extra_id_1> where no turn"),
+        ("<extra_id_0>System\nbe", "has <extra_id_0> where no turn"),
+        ("a\n<extra_id_1>User\nb", "not the user's and the assistant's in turn"),
+    ],
+)
+def test_other_marks_of_helpsteer2_are_refused(prompt: str, words: str) -> None:
+    content = {"prompt": prompt, "response_1": "c", "response_2": "d", "preference_strength": -1}
+    with pytest.raises(BadRecordError, match=words):
+        parse_preference(content)
+
+
+def test_a_pair_of_chosen_and_rejected_is_one_whatever_else_it_keeps() -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    others = {"response_1": "c", "response_2": "b", "preference_strength": -1}
+    others |= {"response_0": "c", "better_response_id": 0}
+    assert parse_preference(pair | others) == parse_preference(pair)
+
+
+def test_an_id_may_be_a_float_as_columns_with_gaps_are() -> None:
+    content = {"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1.0}
+    assert parse_preference(content) == ([user("a")], [assistant("c")], [assistant("b")])
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,8 @@ def test_a_new_folder_is_told_where_other_values_are_the_reason(tmp_path: Path) 
     assert told_of(CONFIG) == []
     (line,) = told_of({**CONFIG, "lr": 2e-5})
     there = f"{tmp_path / 'run'} holds a run of another configuration (lr is 1e-05 there, 2e-05 here)"
-    assert line == f"New run directory: {there}. Without these changes, the command goes on there."
+    ways = f"With --run-dir {tmp_path / 'run'}, it goes on there with those that may change."
+    assert line == f"New run directory: {there}. Without these changes, the command is that run's. {ways}"
     assert told_of({**CONFIG, "lr": 2e-5}) == [], "it goes on"
     for name in ("run", "run-2"):
         (tmp_path / name / "summary.json").touch()

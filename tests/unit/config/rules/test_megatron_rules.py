@@ -510,6 +510,11 @@ TINY = PROJECT_ROOT / "examples/configs/grpo_tiny.yaml"
             f"has a key of its own. Set {M}.cpu_offloading",
         ),
         ("model_overrides={num_layers:2}", "model_overrides.num_layers", "set by the model's folder"),
+        (
+            "model_overrides={mtp_hybrid_override_pattern:EE}",
+            "model_overrides.mtp_hybrid_override_pattern",
+            "set by the model's folder",
+        ),
         ("model_overrides={bf16:true}", "model_overrides.bf16", "set by policy.precision"),
         ("model_overrides={init_method:x}", "model_overrides.init_method", "cannot be written in YAML"),
         (
