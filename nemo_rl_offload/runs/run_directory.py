@@ -173,8 +173,8 @@ def _why_another(folder: Path, obstacle: str) -> list[str]:
     """What a user who meant the run in `folder` should hear, where there is one."""
     if obstacle.startswith(_HOLDS):
         return [
-            f"{folder} {obstacle}. Without these changes, the command is that run's. With --run-dir {folder}, it goes on "
-            "there with those that may change."
+            f"{folder} {obstacle}. Without these changes, the command is that run's. With --run-dir {folder}, it goes "
+            "on there with those that may change."
         ]
     if obstacle == _FINISHED:
         return [f"{folder} {obstacle}. With --run-dir {folder}, the command shows it, or makes it longer."]
