@@ -242,8 +242,8 @@ def _helpsteer2_turns(prompt: object) -> object:
     first, *parts = _HELPSTEER2_TURN.split(prompt)
     turns = [("User", first)] if first else []
     turns += zip(parts[::2], parts[1::2], strict=True)
-    if mark := next((mark[0] for _, said in turns if (mark := _HELPSTEER2_MARK.search(said))), None):
-        raise BadRecordError(f"prompt has {mark} where no turn of a user or an assistant begins")
+    if marks := [mark for _, said in turns for mark in _HELPSTEER2_MARK.findall(said)]:
+        raise BadRecordError(f"prompt has {marks[0]} where no turn of a user or an assistant begins")
     if any(speaker != ("User", "Assistant")[number % 2] for number, (speaker, _) in enumerate(turns)):
         raise BadRecordError("prompt has turns that are not the user's and the assistant's in turn")
     return [{"role": _SPEAKER_ROLES[speaker], "content": said} for speaker, said in turns]
