@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nemo_rl_offload.cli.plan_files import changed_values, check_targets, uncollected
+from nemo_rl_offload.cli.plan_files import changed_values, check_targets, given_words, uncollected
 from nemo_rl_offload.cli.planned_job import read_options
 from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.config.recipe import read_recipe
@@ -38,7 +38,10 @@ def plan_layouts(options: argparse.Namespace, overrides: Sequence[str]) -> Layou
         changes = [as_override(path, value) for path, value in advice.found[0].keys.items()]
         changes = [*overrides, *changes]
         changed = changed_values(read_recipe(options.config, changes), options.config, changes)
-        write_text(options.write, layouts_overlay(advice, options.config, options.write, overrides, changed))
+        write_text(
+            options.write,
+            layouts_overlay(advice, options.config, options.write, given_words(options, overrides), changed),
+        )
     show(options.format, lambda: layouts_data(advice), lambda _width: layouts_text(advice))
     return advice
 

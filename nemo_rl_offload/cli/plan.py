@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from nemo_rl_offload.cli.layouts import advise
-from nemo_rl_offload.cli.plan_files import changed_values, check_targets, uncollected
+from nemo_rl_offload.cli.plan_files import changed_values, check_targets, given_words, uncollected
 from nemo_rl_offload.cli.planned_job import read_options
 from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.config.recipe import read_recipe
@@ -30,6 +30,8 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
         write_text(options.html, plan_html(found))
     if options.write is not None:
         changed = changed_values(loaded, options.config, overrides)
-        write_text(options.write, plan_overlay(found, options.config, options.write, overrides, changed))
+        write_text(
+            options.write, plan_overlay(found, options.config, options.write, given_words(options, overrides), changed)
+        )
     show(options.format, lambda: plan_data(found), lambda width: plan_tables(found, width))
     return found

@@ -37,6 +37,12 @@ def check_targets(options: argparse.Namespace) -> None:
         raise ConfigError(f"--write {targets['--write']}: --html would write over it. Give two names.")
 
 
+def given_words(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    """The device, the memory and the overrides of a plan, as they were given."""
+    memory = [] if options.memory is None else ["--memory", str(options.memory)]
+    return ["--gpu", str(options.gpu), *memory, *overrides]
+
+
 def changed_values(written: LoadedConfig, config: Path, overrides: Sequence[str]) -> dict[str, object]:
     """What a file that inherits `config` has to say to be what is `written`, in its sections; lists count as a whole.
 

@@ -91,9 +91,10 @@ def differing_token(some: TokenizerFiles, other: TokenizerFiles) -> str | None:
     """
     if not (some.vocabulary and other.vocabulary):
         return None
-    different = dict(some.vocabulary.items() ^ other.vocabulary.items())
     added = {*some.special.values(), *other.special.values()}
-    return min(different.keys() - added, key=lambda token: (different[token], token), default=None)
+    different = some.vocabulary.items() ^ other.vocabulary.items()
+    found = min(((number, token) for token, number in different if token not in added), default=None)
+    return None if found is None else found[1]
 
 
 def _own(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

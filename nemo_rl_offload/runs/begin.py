@@ -61,7 +61,11 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
     there = checkpoints_of(run_dir)
     raise CheckpointError(
         f"{path}: there is no such checkpoint. "
-        + (f"{run_dir} has: {there}." if there else "Give RUN_DIR/step_N of a run that has written checkpoints.")
+        + (
+            f"{run_dir} has: {there}; checkpointing.keep_top_k says how many stay."
+            if there
+            else "Give RUN_DIR/step_N of a run that has written checkpoints."
+        )
     )
 
 

@@ -205,6 +205,11 @@ def _lengths(get: Get) -> Iterator[str]:
             f"policy.generation.max_new_tokens {response}: responses to prompts of over {total - response} tokens are "
             f"cut. Set at least {prompt + response} for whole ones."
         )
+    if response > total:
+        yield (
+            f"policy.generation.max_new_tokens: {response} has no effect above policy.max_total_sequence_length "
+            f"{total}, which is for prompt and response together. Lower the one, or raise the other."
+        )
     path = f"{get('algorithm')}.max_rollout_turns"
     if algorithm_has("max_rollout_turns", get) and get(path) > 1 and prompt + response <= total < prompt + 2 * response:
         yield (

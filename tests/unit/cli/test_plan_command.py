@@ -258,6 +258,7 @@ def test_what_it_writes_has_overrides_that_formulas_of_others_gave_too(
     words = (f"policy.sequence_packing.train_mb_tokens={tokens}", "policy.max_total_sequence_length=4096")
     first = plan(capsys, sft, "--gpu", "h100", "--write", str(overlay), *words)
     assert f"microbatches of {tokens} tokens" in first
+    assert f"# planned with: --gpu h100 {' '.join(words)}" in overlay.read_text()
     assert plan(capsys, str(overlay), "--gpu", "h100").splitlines()[0] == first.splitlines()[0]
     assert load_config(overlay)["policy"]["sequence_packing"]["train_mb_tokens"] == tokens
 

@@ -92,7 +92,7 @@ def test_a_run_that_would_take_no_step_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
     run_dir, config = make(tmp_path, "sft")
-    with pytest.raises(CheckpointError, match=r"there is no such checkpoint\. .* has: step_5"):
+    with pytest.raises(CheckpointError, match=r"no such checkpoint\. .* has: step_5; checkpointing\.keep_top_k"):
         begin_from(run_dir / "step_6", config, weights_only=True)
     with pytest.raises(CheckpointError, match="is a run, with step_5"):
         begin_from(run_dir, config, weights_only=True)

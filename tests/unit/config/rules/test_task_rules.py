@@ -361,6 +361,13 @@ def test_a_second_turn_that_has_no_room_is_told(check: Check, turns: int, total:
     assert bool(told) == is_told
 
 
+@pytest.mark.parametrize(("response", "is_told"), [(95, False), (96, False), (97, True), (512, True)])
+def test_responses_that_never_get_so_long_are_told(check: Check, response: int, is_told: bool) -> None:
+    checked = check("policy.max_total_sequence_length=96", f"policy.generation.max_new_tokens={response}")
+    told = [text for text in checked.warnings if text.startswith("policy.generation.max_new_tokens: ")]
+    assert [f"{response} has no effect above" in text for text in told] == [True] * is_told
+
+
 def test_pairs_have_no_column_of_one_answer(refuses: Refuses) -> None:
     """Told with its place, before the data are read."""
     key = "data.train.output_key"
