@@ -9,6 +9,7 @@ A thread that is stuck stays behind; `ray.shutdown` works beside it, and a new R
   `AWAY_S`, less than the minute after which Ray gives up.
 """
 
+import contextlib
 import socket
 import subprocess
 import threading
@@ -71,10 +72,23 @@ class OwnHead(Head):
         for name, process in list(self._daemons.items()):  # it grows while Ray starts
             if (code := process.poll()) is not None:
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                log = f"{self._logs}/{name}.out"
+                cause = "A kill for lack of memory leaves a trace in the machine's `dmesg`."
+                if code >= 0:
+                    cause = f"{_last_words(log)}A machine that is very busy lets it wait too long: start again then."
                 raise WorkerError(
-                    f"Ray's process {name} (pid {process.pid}), which all workers depend on, {how}. A kill for lack of "
-                    f"memory leaves a trace in the machine's `dmesg`. Its log: {self._logs}/{name}.out"
+                    f"Ray's process {name} (pid {process.pid}), which all workers depend on, {how}. {cause} Its log: "
+                    f"{log}"
                 )
+
+
+def _last_words(log: str) -> str:
+    """The line of a log with the check that ended its process, where there is one."""
+    with contextlib.suppress(OSError), open(log, errors="replace") as file:
+        for line in file:
+            if (found := line.find("Check failed")) >= 0:
+                return f"It says: {line[found:].strip()[:200]} "
+    return ""
 
 
 class JoinedHead(Head):

@@ -123,9 +123,9 @@ def _problems(layout: ParallelLayout, shape: ModelShape, sequence: int) -> Itera
     tensor, groups = layout.tensor, shape.num_key_value_heads
     for size, what in ((shape.num_attention_heads, "attention heads"), (shape.ffn_hidden_size, "MLP width")):
         if size % tensor:
-            yield f"{KEYS['tensor']}: {tensor} does not divide the {what} {size}. {_divisors(size, tensor)}"
+            yield f"{KEYS['tensor']}: {tensor} does not divide the {what} {size}. {nearest_divisor(size, tensor)}"
     if groups % tensor and tensor % groups:
-        yield f"{KEYS['tensor']}: {tensor} and the {groups} key heads do not divide. {_divisors(groups, tensor)}"
+        yield f"{KEYS['tensor']}: {tensor} and the {groups} key heads do not divide. {nearest_divisor(groups, tensor)}"
     if layout.sequence_parallel and tensor == 1:
         yield f"sequence_parallel: needs {KEYS['tensor']} above 1. Set it to false."
     yield from _expert_problems(layout, shape)
@@ -155,7 +155,7 @@ def _expert_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]
         return
     if shape.experts.num_experts % ranks:
         num_experts = shape.experts.num_experts
-        yield f"{key}: {ranks} does not divide the {num_experts} experts. {_divisors(num_experts, ranks)}"
+        yield f"{key}: {ranks} does not divide the {num_experts} experts. {nearest_divisor(num_experts, ranks)}"
     if shape.experts.ffn_hidden_size % layout.expert_tensor:
         yield f"{KEYS['expert_tensor']}: {layout.expert_tensor} does not divide the experts' width."
     if layout.world % (ranks * layout.expert_tensor * layout.pipeline):
@@ -234,7 +234,8 @@ def division_remedy(num_layers: int, pipeline: int, virtual: int, num_mtp_layers
     return f"With {setting} the others take {(num_layers - end) // (pipeline - 1)} each; {even}"
 
 
-def _divisors(size: int, near: int) -> str:
+def nearest_divisor(size: int, near: int) -> str:
+    """A sentence with the divisor of `size` that is nearest to `near`."""
     below = [n for n in range(1, size + 1) if size % n == 0]
     return f"The nearest that does is {min(below, key=lambda n: abs(n - near))}."
 

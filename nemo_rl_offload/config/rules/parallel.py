@@ -20,7 +20,7 @@ from nemo_rl_offload.config.rules.rule import (
 )
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.model_shape import ModelShape
-from nemo_rl_offload.specs.parallel_layout import division_remedy, nearest_multiple, num_microbatches
+from nemo_rl_offload.specs.parallel_layout import division_remedy, nearest_divisor, nearest_multiple, num_microbatches
 from nemo_rl_offload.specs.pipeline_layout import KEY as STAGES
 from nemo_rl_offload.specs.pipeline_layout import VIRTUAL, layout_problems
 
@@ -49,7 +49,9 @@ def _tensor(get: Get) -> Iterator[str]:
         return
     shape = model_shape(get)
     if shape.num_attention_heads % num_ranks:
-        yield f"{path}: {num_ranks} does not divide the model's {shape.num_attention_heads} attention heads. Change it."
+        number = shape.num_attention_heads
+        nearest = nearest_divisor(number, num_ranks)
+        yield f"{path}: {num_ranks} does not divide the model's {number} attention heads. {nearest}"
     elif shape.num_key_value_heads % num_ranks and num_ranks % shape.num_key_value_heads:
         yield f"{path}: {num_ranks} and the model's {shape.num_key_value_heads} key heads do not divide. Change it."
     if shape.num_mamba_groups % num_ranks:

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,20 @@ def test_a_call_that_is_stuck_when_a_process_dies(monkeypatch: pytest.MonkeyPatc
         for process in processes.values():
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("words", ["[C] node.cc:7: Check failed: status.ok() Timed out waiting for file\n", None])
+def test_a_process_that_ends_by_itself_is_not_blamed_on_memory(tmp_path: Path, words: str | None) -> None:
+    if words is not None:
+        (tmp_path / "raylet.out").write_text(f"before\n{words}    @ 0x7f frame\n")
+    process = subprocess.Popen(["false"])
+    process.wait()
+    with pytest.raises(WorkerError) as caught:
+        OwnHead({"raylet": process}, str(tmp_path)).check()
+    said = str(caught.value)
+    assert "ended with code 1" in said
+    assert "memory" not in said
+    assert ("It says: Check failed: status.ok() Timed out waiting for file A machine" in said) == (words is not None)
 
 
 @pytest.mark.parametrize("death_s", [None, 0.0])
