@@ -474,6 +474,8 @@ def _load_file(path: Path, including: tuple[Path, ...], num_files: "count[int]")
 
 
 def _read_yaml(path: Path, origin: str) -> LoadedConfig:
+    if (inside := path / "config.yaml").is_file():
+        raise ConfigError(f"{path}{origin}: is a folder, and no plain file. Did you mean '{inside}'?")
     try:
         text = read_text(path, CONFIG_BYTES)
         places, content = _checked(text, path)

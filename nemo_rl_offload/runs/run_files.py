@@ -323,6 +323,10 @@ def _named(path: Path, recovery_hint: str, place: str = "") -> Iterator[None]:
             raise ConfigError(
                 f"{path.parent}: there is no such folder.{nearest_beside(path.parent, Path.is_dir)} Give that of a run."
             ) from error
+        if isinstance(error, FileNotFoundError) and path.name == "config.yaml":
+            raise ConfigError(
+                f"{path.parent}: is no run directory: it has no config.yaml. Give that of a run."
+            ) from error
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}. Give the folder of a run with logger.jsonl_enabled=true."
         ) from error

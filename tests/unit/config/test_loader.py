@@ -112,6 +112,7 @@ def test_a_cycle_is_an_error(tmp_path: Path) -> None:
         ("a:\n  b: 1\n\tc: 1\n", r"top\.yaml:3: is indented with a tab"),
         ("defaults: {a: b}\n", "give a file name or a list of file names"),
         ("defaults: .\n", "is a folder, and no plain file"),
+        ("defaults: run\n", r"run \(included by .*\): is a folder, .* Did you mean '.*run/config\.yaml'\?"),
         ("a: 1\nb: [1, 2\nc: 3\n", r"top\.yaml:3: "),
         ("a: 1\na: 2\n", r"top\.yaml:2: found duplicate key a\. Take one of the two out"),
         ("a:1\nb: 2\n", r"top\.yaml:2: mapping values are not allowed in this context\. Usually .* blank after"),
@@ -138,6 +139,8 @@ def test_a_cycle_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_unreadable_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, top=text))
 
