@@ -211,7 +211,6 @@ def _for_algorithm(algorithm: str, config: "LoadedConfig") -> "LoadedConfig":
 
 def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     from nemo_rl_offload.cli.check import as_json, as_text, check_file, with_data
-    from nemo_rl_offload.cli.show import show_readable
 
     found = with_data(check_file(options.config, overrides))
     if options.megatron:
@@ -226,8 +225,9 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: lis
     if options.format == "json":
         print(as_json(options.config, found))
     else:
-        text = as_text(options.config, found, verbose=options.verbose)
-        show_readable(lambda _width: text, sys.stderr if found.problems else None)
+        print(
+            as_text(options.config, found, verbose=options.verbose), file=sys.stderr if found.problems else sys.stdout
+        )
     return EXIT_USER_ERROR if found.problems else 0
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_offload import cli
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 
@@ -105,13 +104,3 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, monkeypatch: p
         assert (done.returncode, done.stderr) == (0, "")
         assert words in done.stdout
         assert done.stdout.isascii()
-
-
-def test_a_check_follows_the_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    exemplar = str(PROJECT_ROOT / "examples/configs/sft_tiny.yaml")
-    for columns, is_wide in (("50", False), ("", True)):
-        monkeypatch.setenv("COLUMNS", columns)
-        assert cli.main(["check", exemplar]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert any(len(line) > 80 for line in lines) == is_wide
-        assert is_wide or max(len(line) for line in lines if exemplar not in line) <= 50
