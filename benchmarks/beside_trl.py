@@ -102,7 +102,8 @@ class HighestMemory:
             import pynvml
 
             pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # NVML counts all of them
+            handle = pynvml.nvmlDeviceGetHandleByIndex(int(first))
             self._device = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
         self._before = self._highest = self._used()
 

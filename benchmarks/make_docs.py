@@ -328,6 +328,8 @@ def training_rate(name: str, result: Result) -> Iterator[str]:
             f"| {variant} | {each['medians']['ms']:.0f} ms | {each['tflops']:.0f} | {beside} "
             f"| {gib(int(counts.get('bytes_out', 0)), 1)} | {stalls:.0f} ms | {busy} |"
         )
+    if scored := result.get("logprobs"):
+        yield f"\nLog-probabilities: {scored['ms']:.0f} ms, {scored['tflops']:.0f} TFLOP/s."
     yield ""
 
 

@@ -4,9 +4,10 @@
 
 Cases are the microbatches of a step: `packs` of 16 sequences of 1,024 tokens; `rows`, eight padded rows of 184 tokens
 at a time, as short answers make them; and `whole`, single sequences of `--length` tokens. Without offloading and with
-it, by modules, steps take turns in one process. Model FLOPs are those of `planner.cost.flops`, without recomputation;
-the optimizer's step is apart. `copy_ms` is how long the copies took: where half of it, one way, is more than the step
-without offloading, no engine can hide it. A profile of one step of each tells what else is left.
+it, by modules, steps take turns in one process; log-probabilities of the same sequences come after. Model FLOPs are
+those of `planner.cost.flops`, without recomputation; the optimizer's step is apart. `copy_ms` is how long the copies
+took: where half of it, one way, is more than the step without offloading, no engine can hide it. A profile of one step
+of each tells what else is left.
 """
 
 import argparse
@@ -85,6 +86,11 @@ def measure(options: argparse.Namespace, workload: Any, made: list[Any], result:
             entry["out_of_memory"] = True
         give_back_memory(keeps_pinned=True)
     result["optimizer_ms"] = workload.optimizer_ms()
+    workload.use_tree()
+    workload.complete(batch, how)
+    scored = medians([timed(lambda: workload.complete(batch, how)) for _ in range(STEPS)])["ms"]
+    result["logprobs"] = {"ms": scored, "tflops": flops / 3 / scored / 1e9}  # a third is forward
+    say(f"log-probabilities: {scored:.1f} ms, {result['logprobs']['tflops']:.1f} TFLOP/s")
     for name, entry in entries.items():
         if not entry["samples"]:
             continue

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TIMEOUT_S = 240
+CHOICES_OF_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+"""Where Megatron-Core keeps Transformer Engine's kernel, and refuses that of a later model."""
 
 
 class Ranks:
@@ -72,7 +74,12 @@ class Ranks:
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, on_gpus: bool) -> None:
     if on_gpus:
-        os.environ |= {"CUDA_VISIBLE_DEVICES": str(rank), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        own = devices[rank] if rank < len(devices) and devices[rank] else str(rank)
+        # Transformer Engine multiplies float32 in TF32 otherwise, whose last bit is 2^-10.
+        exact = {"NVIDIA_TF32_OVERRIDE": "0"}
+        repeated = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+        os.environ |= {"CUDA_VISIBLE_DEVICES": own, **exact, **repeated}
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -81,11 +88,14 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, on_gpus: boo
     }
     importlib.import_module("rank_preload")
     if on_gpus:
-        importlib.import_module("torch").use_deterministic_algorithms(True)
+        # Some operators of experts, as sums of integers, have one form alone, which torch refuses otherwise.
+        importlib.import_module("torch").use_deterministic_algorithms(True, warn_only=True)
     work = importlib.import_module("rank_work")
     gc.freeze()  # what a rank collects between two calls is its own, not all that was imported
     while True:
         function, args, how = pipe.recv()
+        for name in CHOICES_OF_ATTENTION:
+            os.environ.pop(name, None)
         try:
             pipe.send((True, getattr(work, function)(*args, **how)))
         except Exception:  # noqa: BLE001 - the test shows it

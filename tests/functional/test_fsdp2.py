@@ -11,14 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from huggingface_models import DENSE_NAMES, DEVICE, gradients, identical, make_batch, make_model, offload
+from huggingface_models import DENSE_NAMES, DEVICE, all_came_back, gradients, identical, make_batch, make_model, offload
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(DEVICE == "cuda", reason="two ranks on the CPU")]
+pytestmark = [
+    pytest.mark.slow,
+    *([pytest.mark.cuda] if DEVICE == "cuda" else []),
+    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none"),
+]
 
 LAYERS = ["model.layers.*"]
 ATTENTION = ["attn_norm", "qkv_linear", "core_attn", "attn_proj"]
@@ -89,7 +93,7 @@ def layers_of(model: Any) -> Any:
 
 def shard(model: Any, case: Case) -> None:
     if case.tensor_parallel:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(DEVICE, (2,))
         columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
         for layer in layers_of(model):
             plan = {f"self_attn.{name}": ColwiseParallel() for name in columns[:3]}
@@ -117,7 +121,11 @@ def built(case: Case) -> Any:
 def run_cases(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    if DEVICE == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.cuda.set_device(rank)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", rank=rank, world_size=2)
     found = {}
     for name, case in CASES.items():
         model = built(case)
@@ -134,7 +142,7 @@ def run_cases(rank: int, port: int, folder: Path) -> None:
         found[name] = {
             "same": all(identical(each, expected) for each in results),
             "moved": sorted(name for name, each in stats.per_module.items() if each.bytes_out),
-            "back": stats.bytes_out == stats.bytes_in,
+            "back": all_came_back(stats),
             "none left": stats.host_bytes == 0,
         }
     (folder / f"{rank}.json").write_text(json.dumps(found))
