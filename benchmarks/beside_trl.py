@@ -67,6 +67,8 @@ class Theirs:
 
 
 _OFF = ("policy.megatron_cfg.fine_grained_activation_offloading=false", "policy.megatron_cfg.offload_modules=null")
+_ENGINE = "policy.megatron_cfg.transformer_impl=transformer_engine"
+_ENGINES_MODULES = "policy.megatron_cfg.offload_modules=[core_attn,attn_proj]"
 _ON_HOST = ("policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",)
 _LORA = (
     "policy.megatron_cfg.peft.enabled=true",
@@ -77,6 +79,8 @@ _LORA = (
 ATTEMPTS: dict[str, Ours | Theirs] = {
     "ours": Ours(),
     "ours: nothing offloaded": Ours(_OFF),
+    "ours: Transformer Engine": Ours((_ENGINE, _ENGINES_MODULES)),
+    "ours: Transformer Engine, nothing offloaded": Ours((_ENGINE, *_OFF)),
     "ours: optimizer on the host": Ours(_ON_HOST),
     "ours: LoRA": Ours(_LORA),
     "TRL float32": Theirs("float32"),
