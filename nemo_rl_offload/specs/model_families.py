@@ -428,8 +428,8 @@ def unknown_keys(content: Content) -> list[str]:
     family = FAMILIES.get(content.get("model_type"))  # type: ignore[arg-type]
     if family is None:
         return []
-    keys = [key for key in content if key not in family and key not in _ELSEWHERE and not key.startswith("_")]
-    return keys + unknown_rope_keys(content)
+    known = {*family, *_ELSEWHERE, "unk_token_id"}  # the last is the tokenizer's, in older files
+    return [key for key in content if key not in known and not key.startswith("_")] + unknown_rope_keys(content)
 
 
 def _refused_values(name: str, family: Mapping[str, Key], content: Content) -> Iterator[str]:

@@ -62,7 +62,7 @@ def model_keys_without_effect(get: Get) -> Iterator[str]:
     for path, content in _models(get):
         if unknown := unknown_keys(content):
             keys = ", ".join(unknown)
-            yield f"{path}: of no effect in config.json, since transformers does not read it for this family: {keys}."
+            yield f"{path}: transformers does not read this in its config.json for this family: {keys}."
 
 
 def _models(get: Get) -> Iterator[tuple[str, Content]]:

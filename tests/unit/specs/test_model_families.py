@@ -410,7 +410,7 @@ def test_positions_that_depend_on_the_length(length: int | None, is_taken: bool)
 
 def test_keys_without_effect_are_told_apart() -> None:
     assert unknown_keys(PUBLIC["SmolLM2-135M"]) == ["is_llama_config", "rope_interleaved"]
-    assert unknown_keys(PUBLIC["Llama-3.1-8B"] | {"clip_qkv": None, "_mine": 1}) == []
+    assert unknown_keys(PUBLIC["Llama-3.1-8B"] | {"clip_qkv": None, "_mine": 1, "unk_token_id": 0}) == []
 
 
 def test_keys_of_positions_that_nobody_reads_have_their_path() -> None:
