@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [word for word in overrides if word.startswith("-")]:
         near = get_close_matches(unknown[0].lstrip("-").partition("=")[0], option_names(parser, options.command), n=1)
         hint = f". Did you mean --{near[0]}?" if near else ""
+        if unknown[0].partition("=")[0] == "--config" and options.command in ("check", "plan"):
+            hint = f". The file stands by itself: `nemo-rl-offload {options.command} FILE`"
         told = "keys of the configuration are set by KEY=VALUE, no dashes"
         parser.error(f"unknown option: {' '.join(unknown)} ({told}){hint}")
     run_dirs: list[Path] = []

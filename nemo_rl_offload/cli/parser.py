@@ -13,6 +13,7 @@ from nemo_rl_offload.config.algorithms import ALGORITHMS
 
 NUM_LAYOUTS = 5
 """That `plan --layouts` prints."""
+YAML = (".yaml", ".yml")
 type Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
@@ -75,6 +76,8 @@ class _Parser(argparse.ArgumentParser):
             others = {"train": "run"} if "run" in choices else {}
             near = get_close_matches(wrong[1], [*choices, *others], n=1, cutoff=0.7)  # dpo is no guess for ppo
             message += "." + "".join(f" Did you mean '{(choices | others)[name]}'?" for name in near)
+            if Path(wrong[1]).suffix in YAML:
+                message += f" A file follows --config, as in `run sft --config {wrong[1]}`."
         if message.endswith("are required: algorithm"):
             message += f", one of {', '.join(sorted(ALGORITHMS))}, as in `run sft --config my.yaml`"
         super().error(message)
@@ -83,7 +86,7 @@ class _Parser(argparse.ArgumentParser):
 def _is_no_number(word: str) -> bool:
     """Whether a word behind `--layouts` is not meant as its number, not even as a wrong one."""
     is_option = word.startswith("-") and not word[1:2].isdigit()
-    return is_option or "=" in word or word.startswith("~") or Path(word).suffix in (".yaml", ".yml") or not word
+    return is_option or "=" in word or word.startswith("~") or Path(word).suffix in YAML or not word
 
 
 def _num_layouts(text: str) -> int:
