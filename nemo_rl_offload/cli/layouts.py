@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_rl_offload.cli.plan_files import changed_values, check_targets, given_words, uncollected
-from nemo_rl_offload.cli.planned_job import read_options
+from nemo_rl_offload.cli.planned_job import read_options, say_what_auto_is
 from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.sources import LoadedConfig
@@ -34,6 +34,7 @@ def plan_layouts(options: argparse.Namespace, overrides: Sequence[str]) -> Layou
     given = read_recipe(options.config, overrides)
     with uncollected():
         advice = replace(advise(options, overrides, given, options.layouts), configured=_configured(options, given))
+    say_what_auto_is(options, given)
     if options.write is not None and advice.found:
         changes = [as_override(path, value) for path, value in advice.found[0].keys.items()]
         changes = [*overrides, *changes]

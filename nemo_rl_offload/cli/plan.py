@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from nemo_rl_offload.cli.layouts import advise
 from nemo_rl_offload.cli.plan_files import changed_values, check_targets, given_words, uncollected
-from nemo_rl_offload.cli.planned_job import read_options
+from nemo_rl_offload.cli.planned_job import read_options, say_what_auto_is
 from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.planner.plan import JobPlan, asks_for_layouts, make_plan, with_advice
@@ -22,6 +22,7 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     loaded = read_recipe(options.config, overrides)
     job = read_options(options, loaded)
     check_targets(options)
+    say_what_auto_is(options, loaded)
     with uncollected():
         found = make_plan(job)
         if asks_for_layouts(found):

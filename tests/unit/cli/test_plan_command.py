@@ -25,7 +25,17 @@ COLOCATED = "policy.generation.colocated"
 def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     assert main(["plan", *words]) == code
     captured = capsys.readouterr()
-    return captured.err if code and captured.err else captured.out
+    told = re.sub(r"^note: .*\n", "", captured.err)
+    return told if code and told else captured.out
+
+
+@pytest.mark.parametrize("layouts", [[], ["--layouts", "1"]])
+def test_how_many_gpus_auto_stands_for_is_said(capsys: pytest.CaptureFixture[str], layouts: list[str]) -> None:
+    for words, said in ([], 1), (["--gpus-per-node", "4"], 0), (["cluster.gpus_per_node=4"], 0):
+        assert main(["plan", SMALL, "--gpu", "gb200-186gb", *layouts, *words]) == 0
+        captured = capsys.readouterr()
+        assert captured.err.count("a node is taken to have 4, as those of gb200-186gb have") == said
+        assert "gb200-186gb, 4 devices" in captured.out
 
 
 def test_an_exemplar_is_planned_from_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
