@@ -51,7 +51,8 @@ def make_variants(options: argparse.Namespace) -> list[Any]:
     return [made[name] for name in options.variant]
 
 
-def measure(options: argparse.Namespace, workload: Any, made: list[Any], result: dict[str, Any]) -> None:
+def measure(options: argparse.Namespace, workload: Any, made: list[Any], result: dict[str, Any], write: Any) -> None:
+    """Fills the result, and writes it after each round, so that a time limit loses nothing."""
     from workload import random_batch
 
     from nemo_rl_offload.planner.cost.flops import training_flops
@@ -61,6 +62,12 @@ def measure(options: argparse.Namespace, workload: Any, made: list[Any], result:
     batch = random_batch(lengths, workload.vocabulary_size, 1)
     flops = training_flops(load_model_shape(options.model, None), lengths)
     result |= {"lengths": sorted(set(lengths)), "num_sequences": len(lengths), "flops": flops, "rates": {}}
+    workload.complete(batch, how)
+    scored = medians([timed(lambda: workload.complete(batch, how)) for _ in range(STEPS)])["ms"]
+    result["logprobs"] = {"ms": scored, "tflops": flops / 3 / scored / 1e9}  # a third is forward
+    say(f"log-probabilities: {scored:.1f} ms, {result['logprobs']['tflops']:.1f} TFLOP/s")
+    workload.step(batch, how)  # which makes Adam's state
+    result["optimizer_ms"] = workload.optimizer_ms()
     variants = {variant.name: variant for variant in made}
     entries = result["rates"]
     for number, name in in_turn(list(variants), ROUNDS, 1):
@@ -78,30 +85,32 @@ def measure(options: argparse.Namespace, workload: Any, made: list[Any], result:
                 if number >= 0:
                     entry["samples"] += samples
                     entry["per_step"] = {key: value / STEPS for key, value in moved.items()}
+                    sum_up(result, options.variant[0])
+                    write()
                 if number == ROUNDS - 1 and options.profile:
                     with tempfile.TemporaryDirectory() as folder:  # a trace of so many layers is large
                         trace = Path(folder) / "trace.json.gz"
                         entry["profile"] = profiled(lambda: workload.step(batch, how), trace, name)["figures"]
+                    write()
         except torch.OutOfMemoryError:
             entry["out_of_memory"] = True
         give_back_memory(keeps_pinned=True)
-    result["optimizer_ms"] = workload.optimizer_ms()
-    workload.use_tree()
-    workload.complete(batch, how)
-    scored = medians([timed(lambda: workload.complete(batch, how)) for _ in range(STEPS)])["ms"]
-    result["logprobs"] = {"ms": scored, "tflops": flops / 3 / scored / 1e9}  # a third is forward
-    say(f"log-probabilities: {scored:.1f} ms, {result['logprobs']['tflops']:.1f} TFLOP/s")
     for name, entry in entries.items():
+        if entry["samples"]:
+            figures = f"{entry['tflops']:.1f} TFLOP/s, cost {entry.get('cost', 0):.1%}"
+            say(f"{name}: {entry['medians']['ms']:.1f} ms, {figures}")
+            say(json.dumps({key: entry.get(key) for key in ("per_step", "profile")}))
+
+
+def sum_up(result: dict[str, Any], first: str) -> None:
+    """Rates, and times beside the first variant's, of the samples so far."""
+    for entry in result["rates"].values():
         if not entry["samples"]:
             continue
         entry["medians"] = medians(entry["samples"])
-        rate = flops / (entry["medians"]["ms"] - result["optimizer_ms"]) / 1e9
-        entry["tflops"] = rate
-        first = entries[options.variant[0]]
-        if "medians" in first:
-            entry["cost"] = entry["medians"]["ms"] / first["medians"]["ms"] - 1
-        say(f"{name}: {entry['medians']['ms']:.1f} ms, {rate:.1f} TFLOP/s, cost {entry.get('cost', 0):.1%}")
-        say(json.dumps({key: entry.get(key) for key in ("per_step", "profile")}))
+        entry["tflops"] = result["flops"] / (entry["medians"]["ms"] - result["optimizer_ms"]) / 1e9
+        if "medians" in (reference := result["rates"].get(first, {})):
+            entry["cost"] = entry["medians"]["ms"] / reference["medians"]["ms"] - 1
 
 
 def main() -> int:
@@ -119,6 +128,7 @@ def main() -> int:
     variants = make_variants(options)  # before the workload binds the engine
     from workload import Shape, Workload
 
+    from nemo_rl_offload.bench.report import write_json
     from nemo_rl_offload.specs.catalogue import load_model_shape
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -129,10 +139,10 @@ def main() -> int:
     workload = Workload(Shape(num_layers, longest, 4, "sft", options.impl, vocabulary, options.model))
     result: dict[str, Any] = {"experiment": "training_rate", **environment(), "case": options.case}
     result |= {"model": options.model, "implementation": options.impl, "vocabulary_size": vocabulary}
-    measure(options, workload, variants, result)
     size = options.model.rsplit("-", 1)[-1].lower()
     path = options.out / f"training_rate_{size}_{options.case}_{options.impl}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    measure(options, workload, variants, result, lambda: write_json(path, result))
+    write_json(path, result)
     return 0
 
 

@@ -27,6 +27,11 @@ SUMS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 def write_model(gguf: Path, out: Path) -> None:
     """Write model and tokenizer of the GGUF file `gguf` into the folder `out`."""
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    if hasattr(model.config, "quantization_config"):  # transformers from 5.17 on, of weights that it has unpacked
+        del model.config.quantization_config
+        plain = type(model)(model.config).to(torch.bfloat16)
+        plain.load_state_dict(model.state_dict())
+        plain.generation_config, model = model.generation_config, plain
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.clean_up_tokenization_spaces = False  # which is for tokenizers of whole words
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN

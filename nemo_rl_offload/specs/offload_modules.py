@@ -96,6 +96,9 @@ DENSE_MLP_RECOMPUTE = ("mlp_fc1", "mlp_act")
 """Entries of `recompute_modules` that only this project has, parts of a dense MLP: to the activation's output from the
 MLP's input, or from the first linear's output."""
 
+EXPERT_RECOMPUTE = ("moe_act", "moe")
+"""Entries of `recompute_modules` that layers with experts have."""
+
 COUNTED_RECOMPUTE = ("mlp", "mlp_fc1")
 """Entries of `recompute_modules` that `recompute_num_layers` limits to some layers."""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypedDict
 
-from nemo_rl_offload.specs.offload_modules import DENSE_MLP_RECOMPUTE
+from nemo_rl_offload.specs.offload_modules import DENSE_MLP_RECOMPUTE, EXPERT_RECOMPUTE
 
 
 class RecomputeKeys(TypedDict, total=False):
@@ -77,10 +77,13 @@ class ResolvedRecompute:
             "recompute_num_layers": self.num_layers,
         }
 
-    @property
-    def keys_for_megatron(self) -> RecomputeKeys:
-        """The same without what only this project does: parts of dense MLPs, and a number of layers for modules."""
+    def keys_for_megatron(self, *, has_experts: bool) -> RecomputeKeys:
+        """The same without what only this project does: parts of dense MLPs, and a number of layers for modules.
+
+        And without experts' parts in a model that has none, which Megatron refuses beside Transformer Engine's layers.
+        """
         if self.granularity != "selective" or self.listed_modules is None:
             return self.keys
-        known = tuple(name for name in self.listed_modules if name not in DENSE_MLP_RECOMPUTE)
+        left_out = DENSE_MLP_RECOMPUTE if has_experts else (*DENSE_MLP_RECOMPUTE, *EXPERT_RECOMPUTE)
+        known = tuple(name for name in self.listed_modules if name not in left_out)
         return replace(self, listed_modules=known, num_layers=None).keys

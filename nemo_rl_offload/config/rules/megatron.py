@@ -35,7 +35,12 @@ from nemo_rl_offload.config.rules.rule import (
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.types import describe, keys_of
 from nemo_rl_offload.errors import ConfigError, nearest
-from nemo_rl_offload.specs.offload_modules import COUNTED_RECOMPUTE, DENSE_MLP_RECOMPUTE, MOE_MODULES
+from nemo_rl_offload.specs.offload_modules import (
+    COUNTED_RECOMPUTE,
+    DENSE_MLP_RECOMPUTE,
+    EXPERT_RECOMPUTE,
+    MOE_MODULES,
+)
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
 NOT_YET: dict[str, Any] = {
@@ -196,7 +201,7 @@ def _recompute_fits_model(get: Get) -> Iterator[str]:
         return
     shape = model_shape(get)
     present = {
-        "experts": (("moe_act", "moe"), shape.has_experts),
+        "experts": (EXPERT_RECOMPUTE, shape.has_experts),
         "shared experts": (("shared_experts",), shape.has_shared_experts),
         "latent attention": (("mla_up_proj",), shape.has_latent_attention),
         "linear attention by the kernels of Megatron-Core": (("gdn_norm_out",), False),

@@ -121,7 +121,8 @@ def _transformer_fields(
 ) -> dict[str, object]:
     """Megatron's fields and their values, later ones over earlier ones."""
     megatron_cfg = policy["megatron_cfg"]
-    values: Mapping[str, object] = {**megatron_cfg, **activations.recompute.keys_for_megatron}
+    recomputed = activations.recompute.keys_for_megatron(has_experts=provider.num_moe_experts is not None)
+    values: Mapping[str, object] = {**megatron_cfg, **recomputed}
     backend = megatron_cfg["attention_backend"]
     is_torch = activations.transformer_impl == "torch"
     return {

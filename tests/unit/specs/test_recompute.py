@@ -50,4 +50,13 @@ def test_what_is_covered_and_what_megatron_is_told_of_it(
     cfg = {"activation_checkpointing": None, **dict(zip(RECOMPUTE_KEYS, given, strict=True))}
     resolved = ResolvedRecompute.resolve(cfg)
     assert (resolved.modules, resolved.has_dense_mlp_parts) == (covered, has_parts)
-    assert resolved.keys_for_megatron == dict(zip(RECOMPUTE_KEYS, told, strict=True))
+    assert resolved.keys_for_megatron(has_experts=True) == dict(zip(RECOMPUTE_KEYS, told, strict=True))
+
+
+def test_megatron_is_not_told_of_experts_that_a_model_has_not() -> None:
+    """It refuses `moe_act` there beside Transformer Engine's layers; a list for both kinds fits all models."""
+    cfg = {"activation_checkpointing": None, **dict.fromkeys(RECOMPUTE_KEYS)}
+    cfg |= {"recompute_granularity": "selective", "recompute_modules": ["mlp_act", "moe_act", "core_attn"]}
+    resolved = ResolvedRecompute.resolve(cfg)
+    assert resolved.keys_for_megatron(has_experts=False)["recompute_modules"] == ["core_attn"]
+    assert resolved.keys_for_megatron(has_experts=True)["recompute_modules"] == ["moe_act", "core_attn"]

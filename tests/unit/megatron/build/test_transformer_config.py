@@ -78,6 +78,9 @@ def test_keys_that_need_others(make_policy: MakePolicy) -> None:
     policy = make_policy("recompute_granularity=selective", "recompute_modules=[moe_act]")
     setup.configure_provider(provider, policy | {"precision": "bfloat16", "max_total_sequence_length": 33})
     assert provider.recompute_modules == ["moe_act"]
+    dense = Provider(num_moe_experts=None)
+    setup.configure_provider(dense, policy)
+    assert dense.recompute_modules == []
     assert provider.params_dtype == provider.pipeline_dtype == torch.bfloat16
     assert provider.bf16
     assert provider.seq_length == 33
