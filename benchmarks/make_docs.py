@@ -398,7 +398,33 @@ def beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
                 f"| `{name}.json` | {attempt['name']} | {' | '.join(seconds)} | {found['tokens_per_s']:,.0f} "
                 f"| {device} | {host} | {attempt['first_step_s']:.1f} s | {until} | {own} |"
             )
+    for name, result in results.items():
+        if "note" in result:
+            yield f"\n`{name}.json`: {result['note']}"
     yield ""
+
+
+def learning(name: str, result: Result, folder: str) -> Iterator[str]:
+    """What runs learned, with what the model said before and after."""
+    yield f"## What runs learned: {result['title']} (`{name}.json`)\n"
+    yield "| seed | right before | after | steps | a step | whole run |"
+    yield "|---|---|---|---|---|---|"
+    for run in result["runs"]:
+        before, after = run["validation"][0][1], run["validation"][-1][1]
+        times = f"{run['medians']['timing/step_s']:.1f} s | {run['wall_s']:.0f} s"
+        yield f"| {run['seed']} | {before:.3f} | {after:.3f} | {run['steps']} | {times} |"
+    yield f"\n![validation by step](../benchmarks/results/{folder}/{name}.png)\n"
+    yield "| problem | before | after |"
+    yield "|---|---|---|"
+    for sample in (each for run in result["runs"] for each in run["samples"]):
+        said = [f"{_one_line(sample[when]['response'])} ({sample[when]['reward']:g})" for when in ("before", "after")]
+        yield f"| {_one_line(sample['prompt'].split('user')[-1])} | {' | '.join(said)} |"
+    yield ""
+
+
+def _one_line(text: str) -> str:
+    """Of a conversation's turn, without its marks."""
+    return " ".join(re.sub(r"<\|im_(start|end)\|>(assistant)?", " ", text).replace("|", "\\|").split())
 
 
 def _of_the_engine(name: str, part: str, found: Mapping[str, Any]) -> Iterator[str]:
@@ -473,6 +499,8 @@ def device_page(folder: Path) -> Iterator[str]:
         yield from grpo_steps(steps, folder.name)
     if attempts := of(results, "beside_trl"):
         yield from beside_trl(attempts)
+    for name, result in of(results, "learning").items():
+        yield from learning(name, result, folder.name)
     for name, result in results.items():
         if name.startswith("offload_"):
             yield from offload_bench(name, result)
@@ -525,6 +553,7 @@ def draw_pictures(folders: Sequence[Path]) -> None:
         "E3": plots.draw_steps,
         "E4": plots.draw_reach,
         "profile": plots.draw_lanes,
+        "learning": plots.draw_learning,
     }
     for folder in folders:
         results = load(folder)

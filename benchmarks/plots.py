@@ -119,6 +119,20 @@ def draw_phases(path: Path, results: Mapping[str, Any]) -> None:
     _save(figure, path)
 
 
+def draw_learning(path: Path, result: Any) -> None:
+    """Validation by step, a line for each run."""
+    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    for run in result["runs"]:
+        steps, values = zip(*run["validation"], strict=True)
+        axes.plot(steps, values, "o-", markersize=3, label=f"seed {run['seed']}")
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel("right of the validation problems")
+    axes.set_title(f"{result['device']}: {result['title']}", fontsize=9)
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
 def draw_ways(path: Path, result: Any) -> None:
     """E1: step times, each sample a point and the median a bar, and the peak of each way."""
     figure, (times, peaks) = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")

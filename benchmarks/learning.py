@@ -1,0 +1,95 @@
+"""What runs learned: their validation by step, seconds, and samples before and after, from their run directories.
+
+    nemo-rl-offload run grpo --config examples/smollm2/grpo_gpu.yaml --run-dir results/seed1 grpo.seed=1
+    python benchmarks/learning.py results/seed1 results/seed2 --name smollm2_grpo --out benchmarks/results/DEVICE
+
+`--device` names the GPU, which a run directory does not.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import environment, say
+
+from nemo_rl_offload.bench.report import write_json
+from nemo_rl_offload.runs.run_directory import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
+
+NUM_SAMPLES = 4
+"""Of the first validation and of the last, the same problems, spread over those that were kept."""
+PROMPT_CHARACTERS = 200
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """One run's figures."""
+    summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    metrics = records(run_dir / METRICS_FILE)
+    curve = [[each["step"], each["metrics"]["accuracy"]] for each in metrics if each["prefix"] == "validation"]
+    steps = [each["metrics"] for each in metrics if each["prefix"] == "train"]
+    names = [name for name in steps[0] if name.startswith("timing/")]
+    return {
+        "seed": summary["seed"],
+        "steps": summary["steps"],
+        "validation": curve,
+        "wall_s": summary["wall_seconds"],
+        "medians": {name: statistics.median(step[name] for step in steps) for name in names},
+        "memory": summary["memory"],
+        "samples": samples(records(run_dir / SAMPLES_FILE)),
+    }
+
+
+def samples(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Responses to problems that the first validation and the last have both shown."""
+    shown = [each for each in found if each["prefix"] == "validation"]
+    first, last = ({each["prompt"]: each for each in shown if each["step"] == step} for step in ends(shown))
+    both = [prompt for prompt in first if prompt in last]
+    both = both[:: max(1, len(both) // NUM_SAMPLES)][:NUM_SAMPLES]
+    return [
+        {
+            "prompt": prompt[-PROMPT_CHARACTERS:],
+            **{
+                when: {key: each[prompt][key] for key in ("response", "reward")}
+                for when, each in (("before", first), ("after", last))
+            },
+        }
+        for prompt in both
+    ]
+
+
+def ends(shown: list[dict[str, Any]]) -> tuple[int, int]:
+    steps = [each["step"] for each in shown]
+    return min(steps), max(steps)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument("--name", required=True, help="of the result's file")
+    parser.add_argument("--title", required=True, help="what was trained on what")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    options = parser.parse_args()
+    runs = [read_run(run_dir) for run_dir in options.run_dirs]
+    about = {
+        "experiment": "learning",
+        "commit": environment()["commit"],
+        "device": options.device,
+        "title": options.title,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_json(options.out / f"{options.name}.json", {**about, "runs": runs})
+    for run in runs:
+        (_, before), *_, (_, after) = run["validation"]
+        say(f"seed {run['seed']}: {before:.3f} before, {after:.3f} after {run['steps']} steps, {run['wall_s']:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
