@@ -121,14 +121,14 @@ def draw_phases(path: Path, results: Mapping[str, Any]) -> None:
 
 def draw_learning(path: Path, result: Any) -> None:
     """Validation by step, a line for each run."""
-    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 3.5), layout="constrained")
     for run in result["runs"]:
         steps, values = zip(*run["validation"], strict=True)
         axes.plot(steps, values, "o-", markersize=3, label=f"seed {run['seed']}")
     axes.set_ylim(0, 1)
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("right of the validation problems")
-    axes.set_title(f"{result['device']}: {result['title']}", fontsize=9)
+    axes.set_title(f"{result['device']}: {result['title']}", fontsize=8)
     axes.legend(fontsize=8)
     _save(figure, path)
 
