@@ -123,6 +123,7 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
     check_vocabulary(tokenizer, resolve_tokenizer_path(policy_config["tokenizer"]["name"]), teacher_path)
     with waiting(say, "Preparing problems"):
         prompts = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, section["seed"])
+        prompts[0].check()
 
     def build(cluster: VirtualCluster) -> Distillation:
         environment = make_environment(config, run_dir)

@@ -60,6 +60,7 @@ class GRPO(RolloutLoop):
     _is_on_policy = True
     _dropped: str | None = None
     _num_idle_steps = 0
+    _some_ended = False
 
     def __init__(self, config: MasterConfig, *others: Any) -> None:
         super().__init__(config, *others)
@@ -123,7 +124,7 @@ class GRPO(RolloutLoop):
         if low is not None or high is not None:
             advantages = advantages.clamp(low, high)
         batch["advantages"] = advantages * batch["token_mask"]
-        self._watch_advantages(batch["advantages"])
+        self._watch_advantages(batch["advantages"], played)
         updates = [watch.time("train", lambda: self.policy.train(batch, *self.loss)) for _ in range(grpo["ppo_epochs"])]
         metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         metrics |= {
@@ -135,14 +136,22 @@ class GRPO(RolloutLoop):
             watch.time("refit", lambda: collector.renew(self.policy.refit))
         return metrics, int(batch["input_lengths"].sum())
 
-    def _watch_advantages(self, advantages: Tensor) -> None:
+    def _watch_advantages(self, advantages: Tensor, played: Rollout) -> None:
         """Warn, once, where a run has begun with steps that teach nothing."""
         self._num_idle_steps += not bool(advantages.any())
+        self._some_ended |= any(response.finished for response in played.responses)
         if self._num_idle_steps == self.step == IDLE_STEPS:
+            longest = self.config["policy"]["generation"]["max_new_tokens"]
+            why = (
+                "samples.jsonl has them: are the problems too hard or too easy for the model, or is the reward never "
+                "given?"
+                if self._some_ended
+                else f"None of them ended within policy.generation.max_new_tokens ({longest}): they count as 0, and "
+                "nothing scored them. Raise that, or ask for shorter answers."
+            )
             self._notes.append(
                 f"in each of the first {IDLE_STEPS} steps all responses to a prompt got the same reward, so that "
-                "nothing is learned (advantages_zero_fraction is 1). samples.jsonl has them: are the problems too hard "
-                "or too easy for the model, or is the reward never given?"
+                f"nothing is learned (advantages_zero_fraction is 1). {why}"
             )
 
     def _sample(self, watch: Stopwatch) -> tuple[Rollout, dict[str, float]]:
@@ -324,6 +333,7 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
     ends = response_ends(policy_config, tokenizer, end_ids)
     with waiting(say, "Preparing problems"):
         prompts = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, grpo["seed"])
+        prompts[0].check()
 
     def build(cluster: VirtualCluster) -> GRPO:
         environment = make_environment(config, run_dir)

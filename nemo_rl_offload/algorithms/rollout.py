@@ -1,8 +1,9 @@
 """Responses to prompts, and what an environment thinks of them."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,10 +27,10 @@ class Rollout:
     prompts: list[Prompt]
     responses: list[Response]
     scores: list[Score]
-    num_answered: int = 0
-    """Episodes whose first turn was answered, of those that may have a second."""
-    num_without_room: int = 0
-    """Those of them with no room for it."""
+    answered: Counter[int] = field(default_factory=Counter)
+    """By turn, episodes in which it was answered, of those that may have another."""
+    without_room: Counter[int] = field(default_factory=Counter)
+    """Those of them with no room for another."""
 
     @classmethod
     def join(cls, parts: Sequence["Rollout"]) -> "Rollout":
@@ -38,8 +39,8 @@ class Rollout:
             [prompt for part in parts for prompt in part.prompts],
             [response for part in parts for response in part.responses],
             [score for part in parts for score in part.scores],
-            sum(part.num_answered for part in parts),
-            sum(part.num_without_room for part in parts),
+            sum((part.answered for part in parts), Counter()),
+            sum((part.without_room for part in parts), Counter()),
         )
 
     def groups(self, size: int) -> list["Rollout"]:
@@ -179,7 +180,8 @@ def rollout(
     episodes = [_Running(prompt, [{"role": "user", "content": prompt.problem.question}]) for prompt in repeated]
     longest = limits.max_total_sequence_length - sampling.max_new_tokens
     hear = None if told is None else told(len(repeated))
-    num_responses = num_tokens = num_answered = num_without_room = 0
+    num_responses = num_tokens = 0
+    answered, without_room = Counter[int](), Counter[int]()
     stream.submit(range(len(episodes)), [each.token_ids for each in episodes], seed)
     while ended := stream.take():
         replied = [episodes[place] for place, _ in ended]
@@ -190,23 +192,20 @@ def rollout(
         by_turn: dict[int, list[int]] = {}
         for place, reply in ended:
             each, num_tokens = episodes[place], num_tokens + len(reply.tokens)
-            if each.observation is not None and each.response.num_turns == 1 < limits.max_rollout_turns:
-                num_answered += 1
-                num_without_room += len(each.token_ids) > longest
-            if (
-                each.observation is None
-                or len(each.token_ids) > longest
-                or each.response.num_turns == limits.max_rollout_turns
-            ):
+            turn = each.response.num_turns
+            if each.observation is not None and turn < limits.max_rollout_turns:
+                answered[turn] += 1
+                without_room[turn] += len(each.token_ids) > longest
+            if each.observation is None or len(each.token_ids) > longest or turn == limits.max_rollout_turns:
                 num_responses += 1
             else:
-                by_turn.setdefault(each.response.num_turns, []).append(place)
+                by_turn.setdefault(turn, []).append(place)
         if hear is not None and not isinstance(stream, _Batches):
             hear(Generated(num_responses, num_tokens))
         for turn, places in by_turn.items():
             stream.submit(places, [episodes[place].token_ids for place in places], seed + turn * SEEDS_OF_A_TURN)
     responses, scores = [each.response for each in episodes], [each.score for each in episodes]
-    return Rollout(repeated, responses, scores, num_answered, num_without_room)
+    return Rollout(repeated, responses, scores, answered, without_room)
 
 
 class _Batches:

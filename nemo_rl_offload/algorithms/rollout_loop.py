@@ -1,6 +1,7 @@
 """What the algorithms share that let the policy answer problems: GRPO and distillation."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +23,7 @@ from nemo_rl_offload.runs.run_files import LoopSummary
 
 _BY_ACCURACY = "val:accuracy"
 ENOUGH_EPISODES = 4
-"""Without room for a second turn, before it is said."""
+"""Without room for another turn, before it is said."""
 
 
 def rollout_section(config: MasterConfig) -> GRPOConfig | DistillationConfig:
@@ -54,7 +55,7 @@ class RolloutLoop(TrainingLoop):
         self._ends_without_text = ends_without_text
         self._sampling = Sampling.of(config["policy"])
         self._samples = Samples(run_dir, config["logger"], tokenizer)
-        self._num_answered = self._num_without_room = 0
+        self._answered, self._without_room = Counter[int](), Counter[int]()
         self._has_told_of_turns = False
         self._notes: list[str] = []
 
@@ -107,16 +108,17 @@ class RolloutLoop(TrainingLoop):
         self._watch_turns(played)
 
     def _watch_turns(self, played: Rollout) -> None:
-        """Warn, once, where an episode was to have several turns and never had room for a second."""
-        self._num_answered += played.num_answered
-        self._num_without_room += played.num_without_room
-        is_the_case = self._num_answered == self._num_without_room >= ENOUGH_EPISODES
-        if is_the_case and not self._has_told_of_turns:
+        """Warn, once, where episodes were to have another turn and never had room for it."""
+        self._answered += played.answered
+        self._without_room += played.without_room
+        turns = [turn for turn, num in sorted(self._answered.items()) if self._without_room[turn] == num]
+        if turns and self._answered[turns[0]] >= ENOUGH_EPISODES and not self._has_told_of_turns:
             self._has_told_of_turns = True
-            policy = self.config["policy"]
+            policy, name = self.config["policy"], self.config["algorithm"]
+            most, turn = self._rollouts["max_rollout_turns"], turns[0]
             self._notes.append(
-                f"{self.config['algorithm']}.max_rollout_turns: none of {self._num_answered} episodes had room for a "
-                "second turn: prompt, response and answer leave less than policy.generation.max_new_tokens "
+                f"{name}.max_rollout_turns: {most}, but none of {self._answered[turn]} episodes had room for turn "
+                f"{turn + 1}: prompt, responses and answers leave less than policy.generation.max_new_tokens "
                 f"({policy['generation']['max_new_tokens']}) of policy.max_total_sequence_length "
                 f"({policy['max_total_sequence_length']}). Raise that, or lower the former."
             )

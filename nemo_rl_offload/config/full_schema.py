@@ -96,11 +96,15 @@ OTHER_NAMES: Mapping[str, str] = {
 """Names that other programs give to keys."""
 
 
-def right_place(key: str, section: Any) -> str:
-    """Return the nearest key of the section, else the place that has this very key, or has it by another name."""
-    known = next((path for path, keys in _sections(full_schema(), "") if path and key in keys), "")
+def right_place(key: str, section: Any, algorithm: object = None) -> str:
+    """Return the nearest key of the section, else the place that has this very key, or has it by another name.
+
+    Of several sections that is the one of `algorithm`, where it has the key.
+    """
+    known = [path for path, keys in _sections(full_schema(), "") if path and key in keys]
     if key not in OTHER_NAMES:
-        return nearest(key, keys_of(section)) or (f" It belongs to {known}." if known else "")
+        place = algorithm if algorithm in known else next(iter(known), None)
+        return nearest(key, keys_of(section)) or (f" It belongs to {place}." if place else "")
     return f" Here it is {OTHER_NAMES[key]}."
 
 

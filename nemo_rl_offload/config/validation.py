@@ -270,11 +270,12 @@ def _schema_problems(raw: Mapping[str, Any], error: ValidationError) -> dict[str
             continue
         if details["type"] in ("extra_forbidden", "invalid_key") or location[-1] == "[key]":
             location = tuple(part for part in location if part != "[key]")
-            problems[_dotted(location)] = unknown_key(_dotted(location))
+            problems[_dotted(location)] = unknown_key(_dotted(location), raw.get("algorithm"))
             continue
         keys, annotation, value = _locate(raw, location)
+        path = _dotted(keys)
         given = LEFT_OUT if details["type"] == "missing" else f"{_shown(value)} {NOT_ALLOWED}"
-        problems[_dotted(keys)] = f"{given}. Allowed: {describe(annotation)}.{_hint(annotation, value)}"
+        problems[path] = f"{given}. Allowed: {describe(annotation)}.{_hint(path, annotation, value)}"
     inner = [path for path in problems if any(other.startswith(f"{path}.") for other in problems)]
     return {path: text for path, text in problems.items() if path not in inner}
 
@@ -310,8 +311,10 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _hint(annotation: Any, value: Any) -> str:
-    """Return the list form for text where a list is needed, or the nearest of the allowed names."""
+def _hint(path: str, annotation: Any, value: Any) -> str:
+    """The list form for text where a list is needed, the nearest of the allowed names, or how a mapping is emptied."""
+    if value is None and describe(annotation).startswith("a mapping"):
+        return f" For an empty one: ~{path}. In a file that inherits it: {{_override_: true}}."
     if not isinstance(value, str):
         return ""
     allowed = describe(annotation)

@@ -59,7 +59,7 @@ def data_problems(config: MasterConfig, *, trains: bool = True) -> Iterator[str]
             if ALGORITHMS[config["algorithm"]].generates:
                 training, _ = prompt_sets(prompt_data(config), config["env"]["reasoning_gym"], tokenizer, seed)
                 if trains:
-                    training.next_batch(1)
+                    training.check()
             else:
                 sample_sets(config, tokenizer, end_ids, seed)
     except (ConfigError, DataError) as error:

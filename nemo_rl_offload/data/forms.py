@@ -326,8 +326,7 @@ def _messages(value: object, name: str, role: str | None) -> list[Message]:
     messages = [_with_text(message) for message in value]
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            has = f"; it has {_names(message)}" if isinstance(message, dict) else ""
-            raise BadRecordError(f"{name} has a message without text in 'content'{has}")
+            raise BadRecordError(f"{name} has a message without text in 'content'{_in_place_of_text(message)}")
         if message.get("role") not in ROLES:
             raise BadRecordError(f"{name} has the role {message.get('role')!r}; roles are {', '.join(ROLES)}")
     return messages
@@ -341,7 +340,30 @@ def _with_text(message: Any) -> Any:
         speaker, said = message["from"], message["value"]
         kept = {key: value for key, value in message.items() if key not in ("from", "value")}
         return {"role": _SHAREGPT_ROLES.get(str(speaker), speaker), "content": said, **kept}
-    return {**message, "content": ""} if message.get("tool_calls") and message.get("content") is None else message
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return {**message, "content": ""}
+    if isinstance(content, list) and content and all(map(_is_text_part, content)):
+        return {**message, "content": "".join(part["text"] for part in content)}
+    return message
+
+
+def _is_text_part(part: Any) -> bool:
+    """Of OpenAI's parts of a message's content, such as images, one of text."""
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _in_place_of_text(message: Any) -> str:
+    """What a message without text has, for a sentence."""
+    if not isinstance(message, dict):
+        return ""
+    if isinstance(message.get("content"), list):
+        kinds = [part.get("type") if isinstance(part, dict) else None for part in message["content"]]
+        others = sorted({str(kind) for kind in kinds if kind != "text"})
+        return (
+            f"; it has parts of the type {', '.join(others)}, and text alone is read" if others else "; it has no part"
+        )
+    return f"; it has {_names(message)}"
 
 
 def _is_dialogue(text: str) -> bool:

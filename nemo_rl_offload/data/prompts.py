@@ -25,6 +25,8 @@ from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.errors import DataError, all_or_none
 
 NUM_CANDIDATES_PER_VALIDATION_PROBLEM = 20
+LIMITS = "data.max_input_seq_length, and less than policy.max_total_sequence_length"
+"""Of a prompt's tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class PromptEncoder:
             return Prompt(problem, token_ids)
         if not self.num_too_long:
             warnings.warn(
-                f"Dropping prompts of over {most} tokens (data.max_input_seq_length); the first has "
+                f"Dropping prompts of over {most} tokens ({LIMITS}); the first has "
                 f"{len(token_ids) if len(token_ids) > most + 1 else 'more'}.",
                 stacklevel=2,
             )
@@ -122,11 +124,20 @@ class TrainingPrompts:
             self._position += 1
             if problem.question not in self._held_out and (prompt := self._encoder(problem)):
                 return prompt
+        num = len(self._order)
+        num_held = sum(self._problems[place].question in self._held_out for place in range(num))
+        why = [f"{num_held} are validation problems"] if num_held else []
+        why += [f"{num - num_held} have more tokens than {LIMITS}"] if num > num_held else []
         raise DataError(
-            f"data.train: none of {len(self._order)} problems is usable: each is a validation problem or "
-            f"longer than data.max_input_seq_length ({self._encoder.num_too_long} were too long so far). "
-            "Give further problems, or a larger data.max_input_seq_length."
+            f"data.train: none of {num} problems is usable: {', and '.join(why) or 'there is none'}. "
+            "Give further problems" + (", or raise these." if num > num_held else ".")
         )
+
+    def check(self) -> None:
+        """Raise the DataError of `next_batch` before anything is asked for."""
+        place = self.state_dict()
+        self._next_prompt()
+        self.load_state_dict(place)
 
     def _epoch_order(self) -> "array[int]":
         order = array("I", range(len(self._problems)))
@@ -238,8 +249,9 @@ def _validation_set[T](
             return accepted
     raise DataError(
         f"data.validation: only {len(accepted)} of {size} distinct problems of task '{task['task']}' outside "
-        f"data.validation.exclude among {num_candidates} candidates ({num_refused} were too long). "
-        "Give a smaller size, fewer excluded problems, or parameters of the task that allow more questions."
+        f"data.validation.exclude among {num_candidates} candidates. "
+        + (f"{num_refused} have more tokens than {LIMITS}: raise these, or give " if num_refused else "Give ")
+        + "a smaller size, fewer excluded problems, or parameters of the task that allow more questions."
     )
 
 

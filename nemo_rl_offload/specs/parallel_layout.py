@@ -215,6 +215,9 @@ def divisions(num_layers: int, pipeline: int, virtual: int = 1, num_mtp_layers: 
     return [*found, Division(stages=even_stages(num_layers, pipeline * virtual, num_mtp_layers))]
 
 
+_FASTER = ". `plan --layouts` looks for faster ones, which leave the last stage room for the output layer"
+
+
 def division_remedy(num_layers: int, pipeline: int, virtual: int, num_mtp_layers: int, given: Sequence[str]) -> str:
     """Overrides that divide the layers among the ranks, else what to lower; `given` are those of FIRST and LAST that
     are configured."""
@@ -229,9 +232,9 @@ def division_remedy(num_layers: int, pipeline: int, virtual: int, num_mtp_layers
     assert stages is not None
     even = f"as even as can be: {' '.join([*unset, stages_override(stages)])}"
     if (end := found[0].num_layers_first) is None:
-        return f"A{even[1:]}"
+        return f"A{even[1:]}{_FASTER}"
     setting = " ".join([f"{SECTION}.{FIRST}={end}", *(f"{SECTION}.{key}=null" for key in given if key == LAST)])
-    return f"With {setting} the others take {(num_layers - end) // (pipeline - 1)} each; {even}"
+    return f"With {setting} the others take {(num_layers - end) // (pipeline - 1)} each; {even}{_FASTER}"
 
 
 def nearest_divisor(size: int, near: int) -> str:

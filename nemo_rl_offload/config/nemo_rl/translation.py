@@ -192,13 +192,13 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
     return {first: _nested(rest, value) if rest else value}
 
 
-def unknown_key(path: str) -> str:
-    """What to say of a key that neither this project nor NeMo-RL has."""
+def unknown_key(path: str, algorithm: object = None) -> str:
+    """What to say of a key that neither this project nor NeMo-RL has, in a configuration of `algorithm`."""
     section, _, key = path.rpartition(".")
     annotation = section_at(section.split(".")) if section else full_schema()
     names = [*keys_of(annotation), *keys_in(section)]
     is_here = OTHER_NAMES.get(key, "").rpartition(".")[0] == section
-    return f"unknown key.{(not is_here and nearest(key, names)) or right_place(key, annotation)}"
+    return f"unknown key.{(not is_here and nearest(key, names)) or right_place(key, annotation, algorithm)}"
 
 
 def shown(value: Any) -> str:

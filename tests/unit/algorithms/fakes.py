@@ -80,7 +80,8 @@ class FakePolicy:
     def generate(
         self, prompts: Sequence[list[int]], seed: int, sampling: Sampling, told: Any, places: Sequence[int]
     ) -> list[Response]:
-        assert list(places) == list(range(len(prompts)))
+        assert list(places) == sorted(set(places))
+        assert len(places) == len(prompts)
         told(Generated(len(prompts) // 2, 3 * len(prompts)))
         self.seeds.append(seed)
         self.samplings.append(sampling)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -132,23 +133,31 @@ def test_periods(
         assert loop.validation == {"first": None, "last": None}
 
 
-def test_a_run_that_begins_with_steps_that_teach_nothing_says_so_once(make: Make) -> None:
+@pytest.mark.parametrize(
+    ("finished", "why"), [(True, "is the reward never given?"), (False, "None of them ended within .*max_new_tokens")]
+)
+def test_a_run_that_begins_with_steps_that_teach_nothing_says_so_once(finished: bool, why: str, make: Make) -> None:
     loop, _ = make("grpo.max_num_steps=6")
     told = []
-    for step, advantage in enumerate((0.0, 0.0, 0.0, 0.0), 1):
+    for step in range(1, 5):
         loop.step = step
-        loop._watch_advantages(torch.full((2, 3), advantage))
+        loop._watch_advantages(torch.zeros(2, 3), played(finished and step == 2))
         told += loop._notes
         loop._notes.clear()
-    assert [text.partition(" all ")[0] for text in told] == ["in each of the first 3 steps"]
+    (text,) = told
+    assert re.match(f"in each of the first 3 steps all .*{why}", text)
 
 
 def test_one_of_which_a_step_taught_something_does_not(make: Make) -> None:
     loop, _ = make("grpo.max_num_steps=6")
     for step, advantage in enumerate((0.0, 0.5, 0.0, 0.0), 1):
         loop.step = step
-        loop._watch_advantages(torch.full((2, 3), advantage))
+        loop._watch_advantages(torch.full((2, 3), advantage), played(finished=True))
     assert loop._notes == []
+
+
+def played(finished: bool) -> Rollout:
+    return Rollout([], [Response([1], [-0.1], False), Response([1], [-0.1], finished)], [])
 
 
 def test_training_batch(make: Make, tokenizer: Any) -> None:

@@ -1,6 +1,7 @@
 """What the model said: kept once for each step, whatever becomes of the run, and shown so that it can do no harm."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ class Asks(FakeEnvironment):
             Score(1.0, False, False, "more?" if len(episode.messages) == 2 else None)
             for episode in map(Episode._make, episodes)
         ]
+
+
+class AsksTwice(FakeEnvironment):
+    """Goes on until a third turn, at length the second time."""
+
+    def step(self, episodes: Any) -> list[Score]:
+        asked = {2: "more?", 4: "more? " * 20}
+        return [Score(1.0, False, False, asked.get(len(episode.messages))) for episode in map(Episode._make, episodes)]
 
 
 def play(run_dir: Path, tokenizer: Any, *overrides: str, environment: Any = None) -> tuple[GRPO, Recorder]:
@@ -311,14 +320,17 @@ def test_right_and_wrong_beside_grades_stay_the_figure(tokenizer: Any, tmp_path:
     assert not any("neither 0 nor 1" in note for note in recorder.notes)
 
 
-@pytest.mark.parametrize(("length", "is_told"), [(64, True), (400, False)])
-def test_episodes_without_room_for_a_second_turn_are_told_once(
-    length: int, is_told: bool, tokenizer: Any, tmp_path: Path
+@pytest.mark.parametrize(("length", "num_turns", "missed"), [(64, 2, 2), (64, 3, 2), (180, 3, 3), (400, 3, None)])
+def test_episodes_without_room_for_a_turn_are_told_once(
+    length: int, num_turns: int, missed: int | None, tokenizer: Any, tmp_path: Path
 ) -> None:
     overrides = (f"policy.max_total_sequence_length={length}", "policy.generation.max_new_tokens=60")
-    _, recorder = play(tmp_path, tokenizer, "grpo.max_rollout_turns=2", *overrides, environment=Asks())
-    told = [note for note in recorder.notes if "grpo.max_rollout_turns: none of" in note]
-    assert len(told) == is_told
-    assert all("max_new_tokens (60) of policy.max_total_sequence_length (64)" in note for note in told)
+    turns = f"grpo.max_rollout_turns={num_turns}"
+    _, recorder = play(tmp_path, tokenizer, turns, *overrides, environment=AsksTwice())
+    told = [note for note in recorder.notes if "grpo.max_rollout_turns: " in note]
+    assert len(told) == (missed is not None)
+    for note in told:
+        assert re.search(rf"max_rollout_turns: {num_turns}, but none of \d+ episodes had room for turn {missed}:", note)
+        assert f"max_new_tokens (60) of policy.max_total_sequence_length ({length})" in note
     _, recorder = play(tmp_path / "one", tokenizer, *overrides, environment=Asks())
     assert not any("max_rollout_turns" in note for note in recorder.notes), "one turn is all that was asked for"

@@ -62,6 +62,7 @@ def test_values_keep_their_types(check: Check) -> None:
         (f"+{M}.offload_module=[a]", "unknown key. Did you mean 'offload_modules'?"),
         ("+policy.offload_modules=[a]", f"unknown key. It belongs to {M}."),
         ("+zzz=1", "unknown key."),
+        ("+max_num_epochs=1", "unknown key. It belongs to grpo."),
         ("+data.train.sede=1", "unknown key. Did you mean 'seed'?"),
         ("~grpo.seed", "missing. Allowed: a whole number from 0 below 4294967296."),
         ("~logger", "missing. Allowed: a section of keys."),
@@ -71,6 +72,13 @@ def test_values_keep_their_types(check: Check) -> None:
 def test_keys_are_checked(check: Check, override: str, text: str) -> None:
     path = override.strip("+~").split("=")[0]
     assert problems(check, override) == [f"{path}: {text}"]
+
+
+def test_a_key_of_every_algorithm_belongs_to_the_configured_one(tmp_path: Path, configs: Path) -> None:
+    path = tmp_path / "flat.yaml"
+    path.write_text(f"defaults: {configs / 'sft_tiny.yaml'}\nmax_num_steps: 3\n")
+    (problem,) = examine(load_config(path), run_here=True).problems
+    assert problem.message == "unknown key. It belongs to sft."
 
 
 @pytest.mark.parametrize(
@@ -101,6 +109,12 @@ def test_keys_are_checked(check: Check, override: str, text: str) -> None:
             "a list of text, or 'auto', or null. Write it as a list: [core_attn, mlp_norm]",
         ),
         ("data.validation.exclude=3", "3", "a list of sections."),
+        (
+            "env.function.params=null",
+            "null",
+            "a mapping of text to values. For an empty one: ~env.function.params. In a file that inherits it: "
+            "{_override_: true}.",
+        ),
         (f"{M}.activation_offload.host_memory_budget=1.5", "1.5", 'a number above 0 up to 1, or text like "72GiB".'),
         (f"{M}.activation_offload.host_memory_budget=null", "null", 'a number above 0 up to 1, or text like "72GiB".'),
         (f"{M}.activation_offload.host_memory_budget=[]", "[]", 'a number above 0 up to 1, or text like "72GiB".'),

@@ -425,6 +425,12 @@ BY_NUMBER = {"prompt": "a", "response_0": "b", "response_1": "c"}
             "a pair in ShareGPT's form; write each",
         ),
         (parse_conversation, {"messages": ["a", "b"]}, "a message without text in 'content'$"),
+        (
+            parse_conversation,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
+            "it has parts of the type image_url, and text alone is read",
+        ),
+        (parse_conversation, {"messages": [{"role": "user", "content": []}]}, "'content'; it has no part"),
         (parse_conversation, {"messages": [{"role": "bot", "content": "a"}]}, "the role 'bot'; roles are system"),
         (parse_conversation, {"messages": [user("a"), assistant("b") | {"weight": 0}]}, "turn of weight 0"),
         (parse_conversation, {"messages": [user("a"), assistant("b") | {"weight": 0.5}]}, "turn of weight 0.5"),
@@ -574,6 +580,13 @@ def test_a_message_that_only_calls_tools_has_an_empty_text() -> None:
     assert parse_conversation({"messages": [user("a"), call]}) == [user("a"), {**call, "content": ""}]
     with pytest.raises(BadRecordError, match="a message without text in 'content'"):
         parse_conversation({"messages": [user("a"), {**call, "tool_calls": []}]})
+
+
+def test_parts_of_text_are_one_text() -> None:
+    """OpenAI's form of a message's content."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
+    said = [user(parts), assistant("c")]  # type: ignore[arg-type]
+    assert parse_conversation({"messages": said}) == [user("a b"), assistant("c")]
 
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]

@@ -141,10 +141,34 @@ def test_prompts_that_are_too_long_are_dropped_counted_and_warned_about_once(tok
 
 
 @pytest.mark.filterwarnings("ignore:Dropping prompts")
+@pytest.mark.parametrize(
+    ("longest", "held", "why"),
+    [
+        (200, 10, "10 are validation problems. Give further problems."),
+        (3, 0, "10 have more tokens than data.max_input_seq_length, .* or raise these."),
+        (3, 4, "4 are validation problems, and 6 have more tokens than .* or raise these."),
+    ],
+)
+def test_problems_none_of_which_is_usable_are_told_at_once(longest: int, held: int, why: str, tokenizer: Any) -> None:
+    problems = list(ReasoningGymProblems(TASK["task"], TASK["params"], 0, 10))
+    held_out = frozenset(problem.question for problem in problems[:held])
+    encoder = PromptEncoder(tokenizer, "{question}\n", longest)
+    stream = TrainingPrompts(problems, encoder, held_out, shuffle=True, seed=1)
+    with pytest.raises(DataError, match=f"none of 10 problems is usable: {why}"):
+        stream.check()
+
+
+def test_a_check_takes_no_prompt(tokenizer: Any) -> None:
+    first, second = (prompt_sets(data_config(), TASK, tokenizer, 1)[0] for _ in range(2))
+    first.check()
+    assert asked(first.next_batch(5)) == asked(second.next_batch(5))
+
+
+@pytest.mark.filterwarnings("ignore:Dropping prompts")
 def test_sets_that_cannot_be_filled_say_what_was_found(tokenizer: Any) -> None:
     validation = {"seed": 10_000_000, "size": 1500, "exclude": []}
     short: ReasoningGymConfig = {**TASK, "params": {"min_word_len": 3, "max_word_len": 3}}
     with pytest.raises(DataError, match=r"only \d+ of 1500 distinct problems of task 'spell_backward'"):
         prompt_sets(data_config(validation=validation), short, tokenizer, seed=1)
-    with pytest.raises(DataError, match=r"only 0 of 60 .* too long\)"):
+    with pytest.raises(DataError, match=r"only 0 of 60 .* more tokens than data\.max_input_.* raise these"):
         prompt_sets(data_config(max_input_seq_length=10), TASK, tokenizer, seed=1)
