@@ -39,6 +39,8 @@ from nemo_rl_offload.config.loader import load_config
 
 NUM_RESPONSES = NUM_REQUESTS if HAS_GPU else 16
 LEARNING_RATE, KL_WEIGHT = 1e-6, 0.01
+VLLM_SHARE = 0.3
+"""Of the GPU's memory, as in TRL's documents."""
 LORA_DIM, LORA_ALPHA = 16, 32
 PROJECTIONS = "linear_q,linear_k,linear_v,linear_proj,linear_fc1_gate,linear_fc1_up,linear_fc2"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -137,11 +139,12 @@ class HighestMemory:
 
 def settings() -> tuple[str, ...]:
     """What ours and TRL's have alike, as overrides."""
+    share = (f"policy.generation.vllm_cfg.gpu_memory_utilization={VLLM_SHARE}",)
     return (
         f"policy.megatron_cfg.optimizer.lr={LEARNING_RATE}",
         "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
         f"loss_fn.reference_policy_kl_penalty={KL_WEIGHT}",
-        *(() if HAS_GPU else ("policy.generation.backend=megatron", "policy.max_total_sequence_length=128")),
+        *(share if HAS_GPU else ("policy.generation.backend=megatron", "policy.max_total_sequence_length=128")),
     )
 
 
@@ -228,7 +231,7 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": True,
-        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_gpu_memory_utilization": VLLM_SHARE,
         "vllm_max_model_length": 2 * (100 + STEP_TOKENS),
     }
     arguments = {

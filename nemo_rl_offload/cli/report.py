@@ -15,6 +15,7 @@ from nemo_rl_offload.observability.html_report import RUN_FILES, run_page, write
 from nemo_rl_offload.observability.page_server import PageServer
 from nemo_rl_offload.observability.run_comparison import Run, comparison_data, letters, page, tables
 from nemo_rl_offload.runs.output import write_text
+from nemo_rl_offload.runs.run_directory import SUMMARY_FILE
 
 _PORTS = range(1 << 16)
 
@@ -25,7 +26,12 @@ def report(options: argparse.Namespace) -> None:
     if options.port is not None and (not options.serve or options.port not in _PORTS):
         raise ConfigError(f"--port {options.port}: needs --serve, and a number from 0 to {_PORTS[-1]}.")
     if options.format == "json" and (options.serve or len(run_dirs) == 1):
-        raise ConfigError("--format json: compares several runs. Give their folders, without --serve.")
+        for run_dir in run_dirs:
+            Run(run_dir)  # which says where there is none
+        raise ConfigError(
+            "--format json: compares several runs. Give their folders, without --serve. One run's figures are "
+            f"in {run_dirs[0] / SUMMARY_FILE}."
+        )
     if options.serve:
         if options.out is not None:
             raise ConfigError("--serve writes no file: leave --out away, or serve and write in two commands.")

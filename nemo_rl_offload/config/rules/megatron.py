@@ -349,7 +349,13 @@ def _recompute_is_off(get: Get) -> Iterator[str]:
     granularity = recompute(get)["recompute_granularity"]
     for key in unused[granularity]:
         if megatron(get, f"recompute_{key}") is not None:
-            yield f"{MEGATRON}.recompute_{key}: ignored with recompute_granularity {granularity or 'null'}."
+            told = f"{MEGATRON}.recompute_{key}: ignored with recompute_granularity {granularity or 'null'}"
+            other = "selective" if key == "modules" else "full"
+            yield (
+                f"{told}."
+                if granularity
+                else f"{told}, and nothing is recomputed. Set that to {other}, or this to null."
+            )
 
 
 def _recompute_skips_further_tokens(get: Get) -> Iterator[str]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fakes import END_ID, FakeEnvironment, FakePolicy, Recorder, rows
 
+from nemo_rl_offload.algorithms import distillation, grpo
 from nemo_rl_offload.algorithms.grpo import DISAGREEMENT, GRPO
 from nemo_rl_offload.algorithms.rollout import Rollout
 from nemo_rl_offload.batching.batch import ROUTED_EXPERTS
@@ -20,7 +21,7 @@ from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.prompts import prompt_sets
-from nemo_rl_offload.errors import WorkerError
+from nemo_rl_offload.errors import DataError, WorkerError
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.losses.reduction import valid_tokens
 
@@ -52,6 +53,20 @@ def make(tokenizer: Any, tmp_path: Path) -> Make:
         return GRPO(config, policy, environment, tokenizer, {END_ID}, prompts, run_dir), policy
 
     return make
+
+
+@pytest.mark.parametrize(("exemplar", "module"), [("grpo_tiny", grpo), ("distillation_tiny", distillation)])
+def test_problems_none_of_which_is_usable_are_told_before_anything_starts(
+    exemplar: str, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training's file is validation's."""
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(20)))
+    files = (f"data.train.path={path}", f"data.validation.path={path}", "data.env_name=math")
+    config: Any = load_config(PROJECT_ROOT / f"examples/configs/{exemplar}.yaml", files)
+    monkeypatch.setattr(module, "run_loop", lambda *_: pytest.fail("the run began"))
+    with pytest.raises(DataError, match="none of 20 problems is usable: 20 are validation problems"):
+        getattr(module, f"run_{config['algorithm']}")(config, tmp_path / "run", lambda _: None, None)
 
 
 def run(loop: GRPO) -> Recorder:
