@@ -325,7 +325,8 @@ class VllmWorker:
             if self._speculates:
                 self._on_the_model("keep_drafts")
             free_bytes = self._free_bytes()
-            self._llm.sleep(level=2)
+            with _explained("falling asleep"):
+                self._llm.sleep(level=2)
             self._slept_bytes = self._free_bytes() - free_bytes
             self._asleep = {"weights", "kv_cache"}
 
@@ -411,6 +412,13 @@ def _explained(phase: str) -> Iterator[None]:
     """Raise ResourceError, which says what to change, where this phase finds no memory; WorkerError without peers."""
     try:
         yield
+    except AssertionError as error:
+        if "Memory usage increased" not in str(error):
+            raise
+        raise ResourceError(
+            f"while {phase}, vLLM found less free memory of the GPU than before: another program took some meanwhile, "
+            "which vLLM allows no one. Give this run the GPU alone."
+        ) from error
     except (RuntimeError, ValueError) as error:
         if any(words in str(error) for words in ("Timed out waiting", "Connection closed by peer")):  # gloo's
             raise WorkerError(

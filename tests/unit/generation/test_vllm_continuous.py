@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.errors import ConfigError, WorkerError
+from nemo_rl_offload.errors import ConfigError, ResourceError, WorkerError
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.continuous import ContinuousEngines, VllmStream
 from nemo_rl_offload.generation.vllm.settings import Request
-from nemo_rl_offload.generation.vllm.worker import versions_of
+from nemo_rl_offload.generation.vllm.worker import _explained, versions_of
 
 LONGEST = 100
 
@@ -161,3 +161,12 @@ def test_a_fault_reaches_whoever_waits(started: tuple[Group, ContinuousEngines])
 )
 def test_each_token_has_the_updates_before_it(num_tokens: int, updates: list[int], expected: list[int]) -> None:
     assert versions_of(num_tokens, updates) == expected
+
+
+def test_a_neighbour_that_takes_memory_while_an_engine_falls_asleep_is_told() -> None:
+    """As vLLM 0.26.0 says it; its other asserts stay what they are."""
+    with pytest.raises(ResourceError, match=r"while falling asleep, vLLM .* Give this run the GPU alone\."):
+        with _explained("falling asleep"):
+            raise AssertionError("Memory usage increased after sleeping.")
+    with pytest.raises(AssertionError, match="another"), _explained("falling asleep"):
+        raise AssertionError("another")
