@@ -165,8 +165,8 @@ def test_each_token_has_the_updates_before_it(num_tokens: int, updates: list[int
 
 def test_a_neighbour_that_takes_memory_while_an_engine_falls_asleep_is_told() -> None:
     """As vLLM 0.26.0 says it; its other asserts stay what they are."""
-    with pytest.raises(ResourceError, match=r"while falling asleep, vLLM .* Give this run the GPU alone\."):
-        with _explained("falling asleep"):
-            raise AssertionError("Memory usage increased after sleeping.")
-    with pytest.raises(AssertionError, match="another"), _explained("falling asleep"):
+    phase = "falling asleep"
+    with pytest.raises(ResourceError, match=f"while {phase}, vLLM .* Give this run the GPU alone"), _explained(phase):
+        raise AssertionError("Memory usage increased after sleeping.")
+    with pytest.raises(AssertionError, match="another"), _explained(phase):
         raise AssertionError("another")
