@@ -109,7 +109,9 @@ class HighestMemory:
 
             pynvml.nvmlInit()
             first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # NVML counts all of them
-            handle = pynvml.nvmlDeviceGetHandleByIndex(int(first))
+            by_place = first.isdecimal() or not first
+            ask = pynvml.nvmlDeviceGetHandleByIndex if by_place else pynvml.nvmlDeviceGetHandleByUUID
+            handle = ask(int(first or 0) if by_place else first)
             self._device = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
         self._before = self._highest = self._used()
 

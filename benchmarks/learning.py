@@ -1,7 +1,8 @@
 """What runs learned: their validation by step, seconds, and samples before and after, from their run directories.
 
     nemo-rl-offload run grpo --config examples/smollm2/grpo_gpu.yaml --run-dir results/seed1 grpo.seed=1
-    python benchmarks/learning.py results/seed1 results/seed2 --name smollm2_grpo --out benchmarks/results/DEVICE
+    python benchmarks/learning.py results/seed1 results/seed2 --name smollm2_grpo --title "SmolLM2, sums by GRPO" \\
+        --device "NVIDIA H100 80GB HBM3" --out benchmarks/results/nvidia-h100
 
 `--device` names the GPU, which a run directory does not.
 """

@@ -139,7 +139,7 @@ class GRPO(RolloutLoop):
     def _watch_advantages(self, advantages: Tensor, played: Rollout) -> None:
         """Warn, once, where a run has begun with steps that teach nothing."""
         self._num_idle_steps += not bool(advantages.any())
-        self._some_ended |= any(response.finished for response in played.responses)
+        self._some_ended |= any(response.finished or response.num_turns > 1 for response in played.responses)
         if self._num_idle_steps == self.step == IDLE_STEPS:
             longest = self.config["policy"]["generation"]["max_new_tokens"]
             why = (
@@ -270,7 +270,7 @@ class GRPO(RolloutLoop):
         """[B]"""
         grpo, parts = self.config["grpo"], played.parts
         weights = grpo["adv_estimator"]["reward_weights"]
-        if not parts and not any(response.finished for response in played.responses):
+        if not parts and not any(response.finished or response.num_turns > 1 for response in played.responses):
             return torch.zeros(len(played.scores))  # no response was scored
         names = ", ".join(parts) or "none by name"
         if len(parts) < 2:

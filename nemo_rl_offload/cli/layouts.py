@@ -32,9 +32,9 @@ def plan_layouts(options: argparse.Namespace, overrides: Sequence[str]) -> Layou
         raise ConfigError("--html: not with --layouts. Plan the layout that you take, with --html.")
     check_targets(options)
     given = read_recipe(options.config, overrides)
+    say_what_auto_is(options, given)
     with uncollected():
         advice = replace(advise(options, overrides, given, options.layouts), configured=_configured(options, given))
-    say_what_auto_is(options, given)
     if options.write is not None and advice.found:
         changes = [as_override(path, value) for path, value in advice.found[0].keys.items()]
         changes = [*overrides, *changes]

@@ -20,9 +20,9 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     """Plan, write what is asked for, and print. Raises ConfigError, and ResourceError where a file cannot be written
     after all."""
     loaded = read_recipe(options.config, overrides)
+    say_what_auto_is(options, loaded)
     job = read_options(options, loaded)
     check_targets(options)
-    say_what_auto_is(options, loaded)
     with uncollected():
         found = make_plan(job)
         if asks_for_layouts(found):

@@ -66,13 +66,16 @@ def read_options(options: argparse.Namespace, loaded: LoadedConfig) -> Job:
 
 def say_what_auto_is(options: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Tell how many GPUs a node is taken to have, where the configuration leaves that to the machine it runs on."""
-    if options.gpus_per_node is None and loaded.values["cluster"]["gpus_per_node"] == "auto":
-        device = find_device(options.gpu)
-        print(
-            f"note: cluster.gpus_per_node is auto: a node is taken to have {device.devices_per_node}, as those of "
-            f"{device.name} have. --gpus-per-node N says otherwise.",
-            file=sys.stderr,
-        )
+    cluster = loaded.values.get("cluster")
+    is_auto = isinstance(cluster, Mapping) and cluster.get("gpus_per_node") == "auto"
+    if options.gpus_per_node is None and is_auto:
+        with contextlib.suppress(ConfigError):  # which is told with the others
+            device = find_device(options.gpu)
+            print(
+                f"note: cluster.gpus_per_node is auto: a node is taken to have {device.devices_per_node}, as those of "
+                f"{device.name} have. --gpus-per-node N says otherwise.",
+                file=sys.stderr,
+            )
 
 
 def _passes(config: Mapping[str, Any]) -> Passes:

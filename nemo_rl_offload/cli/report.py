@@ -29,8 +29,8 @@ def report(options: argparse.Namespace) -> None:
         for run_dir in run_dirs:
             Run(run_dir)  # which says where there is none
         raise ConfigError(
-            "--format json: compares several runs. Give their folders, without --serve. One run's figures are "
-            f"in {run_dirs[0] / SUMMARY_FILE}."
+            "--format json: compares several runs. Give their folders, without --serve. One run's figures are in its "
+            f"{SUMMARY_FILE}, once it has ended."
         )
     if options.serve:
         if options.out is not None:

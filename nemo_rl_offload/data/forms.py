@@ -339,7 +339,7 @@ def _with_text(message: Any) -> Any:
     if message.keys() >= {"from", "value"} and not message.keys() & {"role", "content"}:
         speaker, said = message["from"], message["value"]
         kept = {key: value for key, value in message.items() if key not in ("from", "value")}
-        return {"role": _SHAREGPT_ROLES.get(str(speaker), speaker), "content": said, **kept}
+        message = {"role": _SHAREGPT_ROLES.get(str(speaker), speaker), "content": said, **kept}
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}
@@ -358,11 +358,9 @@ def _in_place_of_text(message: Any) -> str:
     if not isinstance(message, dict):
         return ""
     if isinstance(message.get("content"), list):
-        kinds = [part.get("type") if isinstance(part, dict) else None for part in message["content"]]
-        others = sorted({str(kind) for kind in kinds if kind != "text"})
-        return (
-            f"; it has parts of the type {', '.join(others)}, and text alone is read" if others else "; it has no part"
-        )
+        others = [part for part in message["content"] if not _is_text_part(part)]
+        kinds = sorted({str(part.get("type")) if isinstance(part, dict) else "none" for part in others})
+        return f"; of parts, those of text alone are read, and it has {', '.join(kinds) or 'none'}"
     return f"; it has {_names(message)}"
 
 

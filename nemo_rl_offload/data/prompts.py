@@ -25,7 +25,7 @@ from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.errors import DataError, all_or_none
 
 NUM_CANDIDATES_PER_VALIDATION_PROBLEM = 20
-LIMITS = "data.max_input_seq_length, and less than policy.max_total_sequence_length"
+LIMITS = "data.max_input_seq_length, or policy.max_total_sequence_length less one"
 """Of a prompt's tokens."""
 
 
@@ -135,9 +135,9 @@ class TrainingPrompts:
 
     def check(self) -> None:
         """Raise the DataError of `next_batch` before anything is asked for."""
-        place = self.state_dict()
+        place = self._epoch, self._position, self._order
         self._next_prompt()
-        self.load_state_dict(place)
+        self._epoch, self._position, self._order = place
 
     def _epoch_order(self) -> "array[int]":
         order = array("I", range(len(self._problems)))

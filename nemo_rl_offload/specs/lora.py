@@ -187,7 +187,7 @@ def adapted(shape: ModelShape, targets: Sequence[str], excluded: Sequence[str]) 
 
 def target_problems(shape: ModelShape, targets: Sequence[str], excluded: Sequence[str]) -> Iterator[tuple[str, str]]:
     """What of targets cannot be honoured for a model: the key, and a message that ends with the fix."""
-    if targets and list(excluded) not in ([], [HEAD]):  # the second is what base.yaml has, for all that names none
+    if targets and excluded:
         yield "exclude_modules", "excludes nothing beside target_modules. Empty one of the two."
         return
     there = linears(shape)

@@ -350,7 +350,7 @@ def _recompute_is_off(get: Get) -> Iterator[str]:
     for key in unused[granularity]:
         if megatron(get, f"recompute_{key}") is not None:
             told = f"{MEGATRON}.recompute_{key}: ignored with recompute_granularity {granularity or 'null'}"
-            other = "selective" if key == "modules" else "full"
+            other = "full" if megatron(get, "recompute_modules") is None else "selective"
             yield (
                 f"{told}."
                 if granularity

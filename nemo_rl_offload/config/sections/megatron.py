@@ -104,8 +104,8 @@ class PeftConfig(TypedDict):
     # An adapter for each projection, as peft has them: linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up.
     target_modules: Annotated[list[str], Default([])]
     """Linears that get an adapter; empty: all but exclude_modules."""
-    exclude_modules: Annotated[list[str], Default(["output_layer"])]
-    """Linears that get none, where target_modules is empty; the default is that of peft's `all-linear`."""
+    exclude_modules: Annotated[list[str], Default([])]
+    """Linears that get none, where target_modules is empty."""
     dim: Annotated[Positive, Default(8)]
     """Rank of the adapters."""
     alpha: Annotated[Positive, Default(32)]

@@ -149,14 +149,22 @@ def test_periods(
 
 
 @pytest.mark.parametrize(
-    ("finished", "why"), [(True, "is the reward never given?"), (False, "None of them ended within .*max_new_tokens")]
+    ("finished", "num_turns", "why"),
+    [
+        (True, 1, "is the reward never given?"),
+        (False, 2, "is the reward never given?"),
+        (False, 1, "None of them ended within .*max_new_tokens"),
+    ],
 )
-def test_a_run_that_begins_with_steps_that_teach_nothing_says_so_once(finished: bool, why: str, make: Make) -> None:
+def test_a_run_that_begins_with_steps_that_teach_nothing_says_so_once(
+    finished: bool, num_turns: int, why: str, make: Make
+) -> None:
+    """What was cut off in a second turn was scored in its first."""
     loop, _ = make("grpo.max_num_steps=6")
     told = []
     for step in range(1, 5):
         loop.step = step
-        loop._watch_advantages(torch.zeros(2, 3), played(finished and step == 2))
+        loop._watch_advantages(torch.zeros(2, 3), played(finished and step == 2, num_turns))
         told += loop._notes
         loop._notes.clear()
     (text,) = told
@@ -171,8 +179,9 @@ def test_one_of_which_a_step_taught_something_does_not(make: Make) -> None:
     assert loop._notes == []
 
 
-def played(finished: bool) -> Rollout:
-    return Rollout([], [Response([1], [-0.1], False), Response([1], [-0.1], finished)], [])
+def played(finished: bool, num_turns: int = 1) -> Rollout:
+    last = Response([1], [-0.1], finished, num_turns=num_turns)
+    return Rollout([], [Response([1], [-0.1], False), last], [])
 
 
 def test_training_batch(make: Make, tokenizer: Any) -> None:

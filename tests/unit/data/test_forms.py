@@ -428,9 +428,14 @@ BY_NUMBER = {"prompt": "a", "response_0": "b", "response_1": "c"}
         (
             parse_conversation,
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
-            "it has parts of the type image_url, and text alone is read",
+            "of parts, those of text alone are read, and it has image_url",
         ),
-        (parse_conversation, {"messages": [{"role": "user", "content": []}]}, "'content'; it has no part"),
+        (parse_conversation, {"messages": [{"role": "user", "content": []}]}, "text alone are read, and it has none"),
+        (
+            parse_conversation,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": None}, "a"]}]},
+            "text alone are read, and it has none, text",
+        ),
         (parse_conversation, {"messages": [{"role": "bot", "content": "a"}]}, "the role 'bot'; roles are system"),
         (parse_conversation, {"messages": [user("a"), assistant("b") | {"weight": 0}]}, "turn of weight 0"),
         (parse_conversation, {"messages": [user("a"), assistant("b") | {"weight": 0.5}]}, "turn of weight 0.5"),
@@ -587,6 +592,8 @@ def test_parts_of_text_are_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
     said = [user(parts), assistant("c")]  # type: ignore[arg-type]
     assert parse_conversation({"messages": said}) == [user("a b"), assistant("c")]
+    shared = [{"from": "human", "value": parts}, {"from": "gpt", "value": "c"}]
+    assert parse_conversation({"conversations": shared}) == [user("a b"), assistant("c")]
 
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
