@@ -153,7 +153,7 @@ def commands_for_a_small_machine() -> dict[str, list[str]]:
 
 
 @needs_recipes
-@pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
+@pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo", "distillation"])
 def test_the_commands_for_a_small_machine_can_be_run(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "have_transformer_engine", lambda: False)
     program, command, _, option, config, *others = commands_for_a_small_machine()[algorithm]
