@@ -270,7 +270,7 @@ class GRPO(RolloutLoop):
         """[B]"""
         grpo, parts = self.config["grpo"], played.parts
         weights = grpo["adv_estimator"]["reward_weights"]
-        if not parts and not any(response.finished or response.num_turns > 1 for response in played.responses):
+        if not parts and not any(response.finished for response in played.responses):
             return torch.zeros(len(played.scores))  # no response was scored
         names = ", ".join(parts) or "none by name"
         if len(parts) < 2:
