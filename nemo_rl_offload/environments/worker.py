@@ -64,11 +64,12 @@ def main(descriptor: int, driver: int) -> None:
     while not is_spent:
         try:
             episode = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):  # the driver has left, or left an answer unread
             break
         answer = _answer(environment, episode)
         is_spent = answer["is_spent"] = answer.get("is_spent", False) or _held_bytes() > enough_bytes
-        connection.send_bytes(json.dumps(answer).encode())
+        with contextlib.suppress(ConnectionError):
+            connection.send_bytes(json.dumps(answer).encode())
     os._exit(0)  # without waiting for threads that a scorer has started
 
 

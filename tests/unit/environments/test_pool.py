@@ -240,6 +240,21 @@ def test_shutdown_ends_a_scorer_that_hangs_and_what_it_started(make_pool: Callab
     assert wait_for(lambda: not is_running(children[0]))
 
 
+def test_a_scorer_whose_answer_nobody_reads_ends_without_a_word(
+    make_pool: Callable[..., EnvironmentPool], tmp_path: Path
+) -> None:
+    """The driver that closes the connection then is told to it as a broken one."""
+    pool = make_pool(*function("misbehaves"), run_dir=tmp_path)
+    pool.step(episodes("good"))
+    process = pool._workers[0].process
+    process.send(episodes("good")[0])
+    assert wait_for(process.connection.poll)
+    process.connection.close()
+    assert process._process.wait(10) == 0
+    pool.shutdown()
+    assert list(tmp_path.iterdir()) == []
+
+
 DRIVER = f"""
 import sys
 from pathlib import Path
