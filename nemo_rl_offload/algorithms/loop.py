@@ -211,7 +211,7 @@ class TrainingLoop(ABC):
                 self.policy.start_memory_trace()
             if is_profiled := self.step in self.config["logger"]["profile"]["steps"]:
                 self.policy.start_profile(all_ranks=self.config["logger"]["profile"]["all_ranks"])
-            first = "The first step, in which kernels are compiled"
+            first = "The first step (a GPU's kernels are compiled in it)"
             with (
                 nullcontext()
                 if self.step > first_step
