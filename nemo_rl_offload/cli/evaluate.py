@@ -87,31 +87,41 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
 
 def has_problems(data: DataConfig) -> bool:
     """Whether there are any to evaluate: in files for validation, drawn from those for training, or generated."""
-    sections = (data["train"], *data["train"]["further"])
-    drawn = any(section["split_validation_size"] for section in sections)
-    return data["train"]["path"] is None or data["validation"]["path"] is not None or drawn
+    return data["train"]["path"] is None or data["validation"]["path"] is not None or draws_validation(data)
+
+
+def draws_validation(data: DataConfig) -> bool:
+    """Whether problems for validation are a part of those for training."""
+    return any(section["split_validation_size"] for section in (data["train"], *data["train"]["further"]))
 
 
 def _that_generates(loaded: LoadedConfig, source: Path) -> LoadedConfig:
-    """The configuration; of an algorithm that learns from given answers, as that of one that generates."""
+    """The configuration; of an algorithm that learns from given answers, as that of one that generates.
+
+    What is only trained on is not read: its place is taken by what is validated.
+    """
     values = loaded.values
     spec = ALGORITHMS.get(values["algorithm"])
-    if spec is None or spec.generates or loaded.problems or schema_problems(values):
+    if spec is None or loaded.problems or schema_problems(values):
         return loaded
     data = values["data"]
+    same = {key: data["validation"][key] for key in ("path", "split", "input_key", "output_key", "further")}
+    of_validation = {**data["train"], **same, "split_validation_size": 0.0}
+    if spec.generates:
+        if data["validation"]["path"] is None or draws_validation(data):
+            return loaded
+        return replace(loaded, values={**values, "data": {**data, "train": of_validation}})
     if ENVIRONMENTS[data["env_name"]].problems == "generated" and (data["train"]["path"] or data["validation"]["path"]):
         scorers = " or ".join(name for name, each in ENVIRONMENTS.items() if each.problems == "file")
         raise ConfigError(
             f"{source}: {spec.name} learned from given answers, which nothing can score. Give problems as "
             f"data.validation.path=FILE, and what scores the model's answers as data.env_name={scorers}."
         )
-    same = {key: data["validation"][key] for key in ("path", "split", "input_key", "output_key", "further")}
-    train = {**data["train"], **same, "split_validation_size": 0.0}
     ranked = {**values["checkpointing"], "metric_name": None}
     generating = next(name for name, each in ALGORITHMS.items() if each.generates)
     return replace(
         loaded,
-        values={**values, "algorithm": generating, "data": {**data, "train": train}, "checkpointing": ranked},
+        values={**values, "algorithm": generating, "data": {**data, "train": of_validation}, "checkpointing": ranked},
     )
 
 

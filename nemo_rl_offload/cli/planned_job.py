@@ -68,7 +68,7 @@ def say_what_auto_is(options: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Tell how many GPUs a node is taken to have, where the configuration leaves that to the machine it runs on."""
     cluster = loaded.values.get("cluster")
     is_auto = isinstance(cluster, Mapping) and cluster.get("gpus_per_node") == "auto"
-    if options.gpus_per_node is None and is_auto:
+    if options.gpus_per_node is None and is_auto and not loaded.problems:
         with contextlib.suppress(ConfigError):  # which is told with the others
             device = find_device(options.gpu)
             print(

@@ -27,11 +27,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._common.utils import get_default_system_temp_dir
+from ray._private import parameter as ray_parameter
 from ray._private import ray_constants
 from ray._private import services as ray_services
 
@@ -108,6 +110,7 @@ class PrivateRay:
 
     def _init(self, daemons: dict[str, "subprocess.Popen[bytes]"]) -> None:
         popen, is_cluster = ray_services.ConsolePopen, ray_constants.ENABLE_RAY_CLUSTER
+        parameters = ray_parameter.RayParams
 
         def started(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
             # A signal to this process's group (from `timeout`, Slurm, a supervisor) would end Ray's daemons first, and
@@ -119,6 +122,8 @@ class PrivateRay:
 
         ray_services.ConsolePopen = started  # type: ignore[misc,assignment]
         ray_constants.ENABLE_RAY_CLUSTER = False
+        # Of all ports the one that `init` fixes: a cluster that somebody starts meanwhile would take no jobs.
+        ray_parameter.RayParams = partial(parameters, dashboard_agent_listen_port=0)  # type: ignore[misc,assignment]
         try:
             ray.init(
                 address="local",
@@ -133,6 +138,7 @@ class PrivateRay:
         finally:
             ray_services.ConsolePopen = popen  # type: ignore[misc]
             ray_constants.ENABLE_RAY_CLUSTER = is_cluster
+            ray_parameter.RayParams = parameters  # type: ignore[misc]
 
     def close(self, *, keep: bool) -> None:
         """When Ray has ended: remove the folder, or keep it for its logs. May be called twice."""

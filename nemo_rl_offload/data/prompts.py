@@ -189,6 +189,10 @@ def prompt_sets(
 
 def _from_files(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
     """Problems for validation and for training."""
+    train, validation = data["train"], data["validation"]
+    shared = validation.keys() & train.keys() - {"seed", "size"}
+    if all(train[key] == validation[key] for key in shared) and not train["split_validation_size"]:  # type: ignore[literal-required]
+        return 2 * (_validation_problems(data),)  # as in an evaluation; faults are told once
     held, (problems, drawn) = all_or_none(partial(_validation_problems, data), partial(_training_problems, data))
     return [*drawn, *held], problems
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from listeners import listeners_of_a_run
+from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 
 pytestmark = pytest.mark.slow
 
@@ -16,3 +17,4 @@ def test_all_listen_on_loopback(num_workers: int, tmp_path: Path) -> None:
     for process in ("gcs_server", "raylet", "DashboardAgent", "RuntimeEnvAgent", "RankActor", "python"):
         assert process in names
     assert [listener for listener in found if listener.is_open] == []
+    assert DEFAULT_DASHBOARD_AGENT_LISTEN_PORT not in {listener.port for listener in found}, "another Ray would need it"

@@ -144,3 +144,16 @@ def test_the_thread_that_starts_rays_processes_stays(ray: PrivateRay, monkeypatc
     ray.close(keep=False)
     threads[0].join(10)
     assert not threads[0].is_alive()
+
+
+def test_no_port_is_the_one_that_another_ray_takes(ray: PrivateRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own choice is fixed; a cluster that finds it taken refuses all jobs."""
+    ports = []
+
+    def init(**_: object) -> None:
+        ports.append(private_ray.ray_parameter.RayParams().dashboard_agent_listen_port)
+
+    monkeypatch.setattr(private_ray.ray, "init", init)
+    ray.start()
+    assert ports == [0]
+    assert private_ray.ray_parameter.RayParams().dashboard_agent_listen_port > 0, "as before"

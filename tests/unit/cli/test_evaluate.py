@@ -1,0 +1,54 @@
+"""What `nemo-rl-offload eval` reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.cli.evaluate import _that_generates
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.config.recipe import read_recipe
+from nemo_rl_offload.data.prompts import prompt_sets
+from nemo_rl_offload.data.tokenizer import load_tokenizer
+from nemo_rl_offload.errors import DataError
+
+CONFIG = PROJECT_ROOT / "examples/configs/eval_tiny.yaml"
+
+
+def evaluated(*overrides: str) -> Any:
+    """The configuration that is evaluated."""
+    return _that_generates(read_recipe(CONFIG, ["data.env_name=math", *overrides]), CONFIG).values
+
+
+def prompts(config: Any) -> list[Any]:
+    tokenizer: Any = load_tokenizer(PROJECT_ROOT / "examples/models/tiny_speller")
+    return prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, 1)[1]
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    path = tmp_path / "val.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}+1?", "answer": str(n + 1)}) + "\n" for n in range(3)))
+    return path
+
+
+@pytest.mark.parametrize("train", [None, "broken"])
+def test_problems_to_train_on_are_not_read(train: str | None, problems: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "train.jsonl"
+    broken.write_text('{"no": "question"}\n')
+    given = [] if train is None else [f"data.train.path={broken}"]
+    assert len(prompts(evaluated(f"data.validation.path={problems}", *given))) == 3
+
+
+def test_problems_drawn_from_those_to_train_on_are_read(problems: Path) -> None:
+    config = evaluated(f"data.train.path={problems}", "data.train.split_validation_size=2")
+    assert len(prompts(config)) == 2
+
+
+def test_an_empty_file_is_told_once(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(DataError) as raised:
+        prompts(evaluated(f"data.validation.path={empty}"))
+    assert str(raised.value) == "data.validation.path: there are no problems. Give records with a question."
