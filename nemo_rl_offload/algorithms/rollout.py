@@ -28,9 +28,9 @@ class Rollout:
     responses: list[Response]
     scores: list[Score]
     answered: Counter[int] = field(default_factory=Counter)
-    """By turn, episodes in which it was answered, of those that may have another."""
+    """By turn, episodes in which the environment answered it."""
     without_room: Counter[int] = field(default_factory=Counter)
-    """Those of them with no room for another."""
+    """Those of them that might have another turn, and have no room for it."""
 
     @classmethod
     def join(cls, parts: Sequence["Rollout"]) -> "Rollout":
@@ -193,9 +193,9 @@ def rollout(
         for place, reply in ended:
             each, num_tokens = episodes[place], num_tokens + len(reply.tokens)
             turn = each.response.num_turns
-            if each.observation is not None and turn < limits.max_rollout_turns:
+            if each.observation is not None:
                 answered[turn] += 1
-                without_room[turn] += len(each.token_ids) > longest
+                without_room[turn] += turn < limits.max_rollout_turns and len(each.token_ids) > longest
             if each.observation is None or len(each.token_ids) > longest or turn == limits.max_rollout_turns:
                 num_responses += 1
             else:

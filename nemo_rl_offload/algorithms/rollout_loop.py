@@ -111,17 +111,23 @@ class RolloutLoop(TrainingLoop):
         """Warn, once, where episodes were to have another turn and never had room for it."""
         self._answered += played.answered
         self._without_room += played.without_room
-        turns = [turn for turn, num in sorted(self._answered.items()) if self._without_room[turn] == num]
-        if turns and self._answered[turns[0]] >= ENOUGH_EPISODES and not self._has_told_of_turns:
-            self._has_told_of_turns = True
-            policy, name = self.config["policy"], self.config["algorithm"]
-            most, turn = self._rollouts["max_rollout_turns"], turns[0]
-            self._notes.append(
-                f"{name}.max_rollout_turns: {most}, but none of {self._answered[turn]} episodes had room for turn "
-                f"{turn + 1}: prompt, responses and answers leave less than policy.generation.max_new_tokens "
-                f"({policy['generation']['max_new_tokens']}) of policy.max_total_sequence_length "
-                f"({policy['max_total_sequence_length']}). Raise that, or lower the former."
+        policy, most = self.config["policy"], self._rollouts["max_rollout_turns"]
+        missed = [turn for turn, num in sorted(self._answered.items()) if self._without_room[turn] == num]
+        turn = 1 if most == 1 else next(iter(missed), 0)
+        if self._answered[turn] < ENOUGH_EPISODES or self._has_told_of_turns:
+            return
+        self._has_told_of_turns = True
+        told = f"{self.config['algorithm']}.max_rollout_turns: {most}, "
+        if most == 1:
+            told += "so that no model hears the observations that the environment returns. Raise it for further turns."
+        else:
+            told += (
+                f"but none of {self._answered[turn]} episodes had room for turn {turn + 1}: prompt, responses and "
+                f"answers leave less than policy.generation.max_new_tokens ({policy['generation']['max_new_tokens']}) "
+                f"of policy.max_total_sequence_length ({policy['max_total_sequence_length']}). Raise that, or lower "
+                "the former."
             )
+        self._notes.append(told)
 
     def keep_samples(self) -> list[str]:
         """Write down responses of the step or the validation that has ended; returns what to warn of."""

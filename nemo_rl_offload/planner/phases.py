@@ -287,7 +287,8 @@ def _remedy(job: Job, phase: Phase, training_fits: bool) -> str:
             return "With all of the optimizer on the host there is too little too."
         return sets if training_fits else ""
     if job.micro_batch_tokens is not None:
-        return "Lower logprob_mb_tokens."
+        section = "sequence_packing" if job.is_packed else "dynamic_batching"
+        return f"Lower policy.{section}.logprob_mb_tokens."
     return "Lower policy.logprob_batch_size, or set use_fused_linear_logprobs."
 
 

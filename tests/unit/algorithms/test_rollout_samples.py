@@ -332,5 +332,12 @@ def test_episodes_without_room_for_a_turn_are_told_once(
     for note in told:
         assert re.search(rf"max_rollout_turns: {num_turns}, but none of \d+ episodes had room for turn {missed}:", note)
         assert f"max_new_tokens (60) of policy.max_total_sequence_length ({length})" in note
-    _, recorder = play(tmp_path / "one", tokenizer, *overrides, environment=Asks())
-    assert not any("max_rollout_turns" in note for note in recorder.notes), "one turn is all that was asked for"
+
+
+@pytest.mark.parametrize(("environment", "is_told"), [(Asks, True), (FakeEnvironment, False)])
+def test_observations_that_nobody_hears_are_told_once(
+    environment: type[FakeEnvironment], is_told: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    _, recorder = play(tmp_path, tokenizer, environment=environment())
+    told = [note for note in recorder.notes if "grpo.max_rollout_turns: 1, so that no model hears" in note]
+    assert len(told) == is_told

@@ -71,6 +71,15 @@ def test_an_engine_that_leaves_training_no_room_is_told_its_share(capsys: pytest
     plan(capsys, *words, f"{share}={float(said) + 0.02}", code=EXIT_USER_ERROR)
 
 
+@pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])
+def test_log_probabilities_without_room_name_their_key(section: str, capsys: pytest.CaptureFixture[str]) -> None:
+    both = {name: str(name == section).lower() for name in ("sequence_packing", "dynamic_batching")}
+    words = [f"policy.{name}.enabled={value}" for name, value in both.items()]
+    long = ("policy.max_total_sequence_length=262144", "policy.train_micro_batch_size=1", "--memory", "12GiB")
+    text = plan(capsys, SMALL, "--gpu", "h100-80gb", *words, *long, code=EXIT_USER_ERROR)
+    assert f"Lower policy.{section}.logprob_mb_tokens." in text
+
+
 def test_a_local_folder_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(plan(capsys, TINY, "--gpu", "a100", "--gpus-per-node", "1", "--format", "json"))
     assert data["world"] == 1
