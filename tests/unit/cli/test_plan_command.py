@@ -75,7 +75,7 @@ def test_an_engine_that_leaves_training_no_room_is_told_its_share(capsys: pytest
 def test_log_probabilities_without_room_name_their_key(section: str, capsys: pytest.CaptureFixture[str]) -> None:
     both = {name: str(name == section).lower() for name in ("sequence_packing", "dynamic_batching")}
     words = [f"policy.{name}.enabled={value}" for name, value in both.items()]
-    long = ("policy.max_total_sequence_length=262144", "policy.train_micro_batch_size=1", "--memory", "12GiB")
+    long = ("policy.train_micro_batch_size=1", f"policy.{section}.logprob_mb_tokens=4000000", "--memory", "72GiB")
     text = plan(capsys, SMALL, "--gpu", "h100-80gb", *words, *long, code=EXIT_USER_ERROR)
     assert f"Lower policy.{section}.logprob_mb_tokens." in text
 
