@@ -108,7 +108,7 @@ class RolloutLoop(TrainingLoop):
         self._watch_turns(played)
 
     def _watch_turns(self, played: Rollout) -> None:
-        """Warn, once, where episodes were to have another turn and never had room for it."""
+        """Warn, once, where episodes were to have another turn and never had one."""
         self._answered += played.answered
         self._without_room += played.without_room
         policy, most = self.config["policy"], self._rollouts["max_rollout_turns"]

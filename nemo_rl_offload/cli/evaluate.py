@@ -105,8 +105,8 @@ def _that_generates(loaded: LoadedConfig, source: Path) -> LoadedConfig:
     if spec is None or loaded.problems or schema_problems(values):
         return loaded
     data = values["data"]
-    same = {key: data["validation"][key] for key in ("path", "split", "input_key", "output_key", "further")}
-    of_validation = {**data["train"], **same, "split_validation_size": 0.0}
+    same = {key: data["validation"][key] for key in ("path", "split", "input_key", "output_key")}
+    of_validation = {**data["train"], **same, "further": [], "split_validation_size": 0.0}
     if spec.generates:
         if data["validation"]["path"] is None or draws_validation(data):
             return loaded

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from random import Random
+from typing import Any
 
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.schema import DataConfig, MasterConfig, ReasoningGymConfig, ValidationDataConfig
@@ -189,9 +190,11 @@ def prompt_sets(
 
 def _from_files(data: DataConfig) -> tuple[list[Problem], list[Problem]]:
     """Problems for validation and for training."""
-    train, validation = data["train"], data["validation"]
-    shared = validation.keys() & train.keys() - {"seed", "size"}
-    if all(train[key] == validation[key] for key in shared) and not train["split_validation_size"]:  # type: ignore[literal-required]
+    train: Mapping[str, Any] = data["train"]
+    validation: Mapping[str, Any] = data["validation"]
+    shared = validation.keys() & train.keys() - {"seed", "size", "further"}
+    draws = train["split_validation_size"] or train["further"]
+    if not draws and all(train[key] == validation[key] for key in shared):
         return 2 * (_validation_problems(data),)  # as in an evaluation; faults are told once
     held, (problems, drawn) = all_or_none(partial(_validation_problems, data), partial(_training_problems, data))
     return [*drawn, *held], problems

@@ -9,6 +9,7 @@ import pytest
 from nemo_rl_offload.cli.evaluate import _that_generates
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.config.recipe import read_recipe
+from nemo_rl_offload.config.validation import schema_problems
 from nemo_rl_offload.data.prompts import prompt_sets
 from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.errors import DataError
@@ -39,6 +40,14 @@ def test_problems_to_train_on_are_not_read(train: str | None, problems: Path, tm
     broken.write_text('{"no": "question"}\n')
     given = [] if train is None else [f"data.train.path={broken}"]
     assert len(prompts(evaluated(f"data.validation.path={problems}", *given))) == 3
+
+
+def test_further_problems_are_read(problems: Path, tmp_path: Path) -> None:
+    further = tmp_path / "further.jsonl"
+    further.write_text('{"question": "9+1?", "answer": "10"}\n')
+    config = evaluated(f"data.validation.path={problems}", f"data.validation.further=[{{path: {further}}}]")
+    assert schema_problems(config) == {}
+    assert len(prompts(config)) == 4
 
 
 def test_problems_drawn_from_those_to_train_on_are_read(problems: Path) -> None:
