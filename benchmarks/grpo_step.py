@@ -5,9 +5,11 @@
 
 A model of Qwen2.5-1.5B's shape with random weights and its own vocabulary. Part `alone` is vLLM as a user would call
 it, with the same graphs and 256 requests at once, with what training asks for (seeds, log-probabilities) and without.
-Part `engine` asks this project's policy for as many responses, and times what surrounds them: handing over weights,
-sleep and wake. Part `step` is `nemo-rl-offload run grpo`: what `metrics.jsonl` says of each phase, of steps after the
-first two. Each part is a process of its own, one after another.
+Part `engine` asks this project's policy for as many responses, in turn with vLLM alone on the same GPU, asked for the
+same: with the engine in its caller's process, as it is here, and in another one, vLLM's own setting. Then it times what
+surrounds them: handing over weights, sleep and wake. All three fit at `gpu_memory_utilization=0.2` of 80 GB. Part
+`step` is `nemo-rl-offload run grpo`: what `metrics.jsonl` says of each phase, of steps after the first two. Each part
+is a process of its own, one after another.
 """
 
 import argparse
@@ -52,9 +54,13 @@ NUM_PROMPTS = 16 if HAS_GPU else 4
 NUM_REQUESTS, PROMPT_TOKENS, NEW_TOKENS = (256, 40, 512) if HAS_GPU else (8, 16, 8)
 STEP_TOKENS = 128 if HAS_GPU else 8
 ROUNDS = 4
+PAIRED_ROUNDS = 8
 NUM_STEPS = 7
 WARMUP_STEPS = 2
 PARTS = ("alone", "engine", "step")
+LOGPROBS = {"logprobs": 0, "flat_logprobs": True}
+ALONE = {"in its caller's process": {}, "in another process": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}
+"""Settings of vLLM alone, by where its engine is."""
 
 
 def write_model(folder: Path, changes: Mapping[str, Any] | None = None) -> None:
@@ -124,12 +130,12 @@ def prompts() -> list[list[int]]:
     return [[(7 * place + 13 * number) % 255 for place in range(PROMPT_TOKENS)] for number in range(NUM_REQUESTS)]
 
 
-def measure_alone(model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """vLLM with its defaults, the same graphs, and sampling without seeds or log-probabilities; and with them."""
+def build_alone(model: Path, options: argparse.Namespace, more: Mapping[str, str]) -> Callable[[dict[str, Any]], int]:
+    """vLLM with its defaults and the same graphs; what comes back answers all requests and counts the tokens."""
     config = load_config(EXEMPLAR, overrides(model, options))["policy"]
     from nemo_rl_offload.generation.vllm.settings import engine_arguments, engine_env
 
-    os.environ |= engine_env(config["generation"], "cuda" if HAS_GPU else "cpu")
+    os.environ |= engine_env(config["generation"], "cuda" if HAS_GPU else "cpu") | more
     arguments = engine_arguments(config, model, is_cpu=not HAS_GPU, can_sleep=False, cache_bytes=1 << 28)
     for name in ("worker_extension_cls", "logprobs_mode"):
         del arguments[name]
@@ -142,13 +148,44 @@ def measure_alone(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         params = SamplingParams(temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, **how)
         return sum(len(each.outputs[0].token_ids) for each in llm.generate(inputs, params, use_tqdm=False))
 
-    logprobs = {"logprobs": 0, "flat_logprobs": True}
+    return generate
+
+
+def measure_alone(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Sampling without seeds or log-probabilities; and with them."""
+    generate = build_alone(model, options, {})
     return {
         "tokens_per_s": tokens_per_s(lambda _: generate({})),
         "tokens_per_s_with_seeds": tokens_per_s(lambda number: generate({"seed": number})),
-        "tokens_per_s_with_logprobs": tokens_per_s(lambda _: generate(logprobs)),
-        "tokens_per_s_with_both": tokens_per_s(lambda number: generate({"seed": number, **logprobs})),
+        "tokens_per_s_with_logprobs": tokens_per_s(lambda _: generate(LOGPROBS)),
+        "tokens_per_s_with_both": tokens_per_s(lambda number: generate({"seed": number, **LOGPROBS})),
     }
+
+
+class Alone:
+    """vLLM alone in a process of its own, where a round can be asked for."""
+
+    def __init__(self, model: Path, options: argparse.Namespace, more: Mapping[str, str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._own, other = context.Pipe()
+        self._process = context.Process(target=self._serve, args=(model, options, more, other))
+        self._process.start()
+        self._own.recv()
+
+    @staticmethod
+    def _serve(model: Path, options: argparse.Namespace, more: Mapping[str, str], connection: Any) -> None:
+        generate = build_alone(model, options, more)
+        connection.send(None)
+        while (number := connection.recv()) is not None:
+            connection.send(generate({"seed": number, **LOGPROBS}))
+
+    def generate(self, number: int) -> int:
+        self._own.send(number)
+        return int(self._own.recv())
+
+    def stop(self) -> None:
+        self._own.send(None)
+        self._process.join()
 
 
 def measure_engine(model: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -166,6 +203,7 @@ def measure_engine(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         work()
         times[name].append(time.perf_counter() - begin)
 
+    others = {name: Alone(model, options, more) for name, more in ALONE.items()}
     with VirtualCluster(**whole["cluster"], groups_per_slot=2) as cluster:
         policy = Policy(cluster, config, model, (256,), seed=0, num_steps=10, keep_reference=False)
         sampling, generator, trainers = Sampling.of(config), policy._generator, policy._trainers
@@ -175,8 +213,16 @@ def measure_engine(model: Path, options: argparse.Namespace) -> dict[str, Any]:
             responses = policy.generate(prompts(), number, sampling)
             return sum(len(response.tokens) for response in responses)
 
+        ways = {"": generate, **{f" alone, {name}": other.generate for name, other in others.items()}}
+        rates: dict[str, list[float]] = {name: [] for name in ways}
         try:
-            rates = tokens_per_s(generate)
+            for number in range(PAIRED_ROUNDS):
+                for name, way in ways.items():
+                    begin = time.perf_counter()
+                    num_tokens = way(number)
+                    rates[name].append(num_tokens / (time.perf_counter() - begin))
+            for other in others.values():
+                other.stop()
             for number in range(ROUNDS):
                 timed("sleep", generator.sleep)
                 timed("wake_weights", generator.wake)
@@ -184,7 +230,7 @@ def measure_engine(model: Path, options: argparse.Namespace) -> dict[str, Any]:
                 timed("wake_cache", lambda n=number: policy.generate(few, n, Sampling(1)))  # type: ignore[misc]
         finally:
             policy.shutdown()
-    return {"tokens_per_s": rates, "seconds": times}
+    return {f"tokens_per_s{name}": each[1:] for name, each in rates.items()} | {"seconds": times}
 
 
 def measure_step(model: Path, options: argparse.Namespace) -> dict[str, Any]:
