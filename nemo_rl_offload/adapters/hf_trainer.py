@@ -33,7 +33,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
     def on_train_begin(self, args: object, state: object, control: object, model: nn.Module, **_: object) -> None:
         """Begin; what a training that failed has left is ended first.
 
-        Raises ValueError where the trainer would train copies of the model.
+        Raises ValueError where the trainer would train copies of the model, or offloads by itself.
         """
         self.close()
         is_quantized = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
@@ -42,6 +42,11 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
                 "OffloadCallback cannot offload under nn.DataParallel, which Trainer uses when one process sees "
                 "several GPUs: it trains copies of the model, not the model. Launch with `torchrun --nproc-per-node N` "
                 "(or `accelerate launch`), or let the process see one GPU: CUDA_VISIBLE_DEVICES=0."
+            )
+        if getattr(args, "activation_offloading", False):
+            raise ValueError(
+                "TRL's activation_offloading=True and OffloadCallback move the same tensors: set "
+                "activation_offloading=False, or leave the callback out."
             )
         self._offload = offload_activations(
             model,

@@ -179,8 +179,9 @@ class ActivationOffload:
             return None
         if not usage.called:
             return (
-                "no such module was called. Either the model was not, or all of it is inside of compiled code "
-                "(compile the modules that you list, or less)."
+                "no such module was called. Either the model was not, or something takes its weight instead (TRL's "
+                "losses, that of lm_head), or all of it is inside of compiled code (compile the modules that you list, "
+                "or less)."
             )
         if usage.unknown_output is not None:
             return (

@@ -101,48 +101,117 @@ def test_a_training_after_one_that_failed() -> None:
     assert num_bytes[0] == num_bytes[1] == active.stats().bytes_out > 0
 
 
-def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(PROJECT_ROOT / "examples/models/tiny_speller")
-
-
-def sft(trl: Any, callbacks: list[Any]) -> Any:
-    from datasets import Dataset
-
-    model = make_model("llama", vocab_size=264)
-    trl.SFTTrainer(
-        model,
-        args=trl.SFTConfig(**arguments()),
-        train_dataset=Dataset.from_list([{"text": f"number {i}"} for i in range(8)]),
-        processing_class=tokenizer(),
-        callbacks=callbacks,
-    ).train()
-    return model
+SPELLER = PROJECT_ROOT / "examples/models/tiny_speller"
+TEXTS = {"prompt": "number {}", "chosen": "is {}", "rejected": "was not", "completion": "is {}", "text": "number {}"}
+SAMPLED: dict[str, Any] = {"max_completion_length": 6}
+METHODS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "SFT": (["text"], {}),
+    "DPO": (["prompt", "chosen", "rejected"], {}),
+    "Reward": (["chosen", "rejected"], {}),
+    "KTO": (["prompt", "completion"], {}),
+    "GRPO": (["prompt"], {**SAMPLED, "num_generations": 2}),
+    "RLOO": (["prompt"], {**SAMPLED, "num_generations": 2}),
+    "Distillation": (["prompt"], SAMPLED),
+}
+"""TRL's trainers, with the columns that each reads and what it needs set."""
 
 
-def grpo(trl: Any, callbacks: list[Any]) -> Any:
-    from datasets import Dataset
-
-    model = make_model("llama", vocab_size=264)
-    trl.GRPOTrainer(
-        model,
-        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        args=trl.GRPOConfig(**arguments(num_generations=2, max_completion_length=6)),
-        train_dataset=Dataset.from_list([{"prompt": f"number {i}"} for i in range(8)]),
-        processing_class=tokenizer(),
-        callbacks=callbacks,
-    ).train()
-    return model
+def letter_sums(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, text))) for text in completions]
 
 
-@pytest.mark.parametrize("method", [sft, grpo])
-@pytest.mark.filterwarnings("ignore:::trl")
-def test_trl(method: Any) -> None:
+def trl_trainer(method: str, callbacks: list[Any], weights: str = "full", **changes: Any) -> Any:
     trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import BitsAndBytesConfig
+
+    columns, settings = METHODS[method]
+    rows = [{column: TEXTS[column].format(i) for column in columns} | {"label": i % 2 == 0} for i in range(8)]
+    more: dict[str, Any] = {}
+    if method in ("GRPO", "RLOO"):
+        more["reward_funcs"] = letter_sums
+    if method == "Distillation":
+        more["teacher_model"] = make_model("llama", vocab_size=264)
+    if weights != "full":
+        more["peft_config"] = pytest.importorskip("peft").LoraConfig()
+    if weights == "4-bit":
+        pytest.importorskip("bitsandbytes")
+        more["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True)
+    return getattr(trl, f"{method}Trainer")(
+        str(SPELLER),
+        args=getattr(trl, f"{method}Config")(**arguments(learning_rate=1e-3, **settings, **changes)),
+        train_dataset=Dataset.from_list(rows),
+        callbacks=callbacks,
+        **more,
+    )
+
+
+def train_with_trl_alike(method: str, modules: list[str], **changes: Any) -> Any:
+    """Train with and without the callback, and return the model of the latter."""
+    active = callback(modules)
+    models = []
+    for callbacks in ([active], []):
+        trainer = trl_trainer(method, callbacks, **changes)
+        trainer.train()
+        models.append(trainer.model)
+    assert_same_weights(*models)
+    stats = active.stats()
+    assert all(stats.per_module[each].bytes_out > 0 for each in modules)
+    assert all_came_back(stats)
+    assert stats.host_bytes == stats.host_capacity_bytes == 0
+    return models[1]
+
+
+@pytest.mark.parametrize("weights", ["full", "LoRA", "4-bit"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:::trl")
+def test_trl(method: str, weights: str) -> None:
+    model = train_with_trl_alike(method, NAMES, weights=weights)
+    assert any(each.dtype == torch.uint8 for each in model.parameters()) == (weights == "4-bit")
+
+
+@pytest.mark.parametrize(
+    ("method", "modules", "changes"),
+    [
+        ("SFT", [*NAMES, "**.layers.*"], {"gradient_checkpointing": True}),
+        (
+            "SFT",
+            ["**.layers.*"],
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        ),
+        ("SFT", NAMES, {"packing": True, "max_length": 32}),
+        ("DPO", ["**.layers.*"], {"gradient_checkpointing": True, "precompute_ref_log_probs": True}),
+        ("GRPO", NAMES, {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 3}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:::trl")
+def test_settings_of_trl(method: str, modules: list[str], changes: dict[str, Any]) -> None:
+    train_with_trl_alike(method, modules, weights="LoRA", **changes)
+
+
+def test_one_callback_in_a_training_and_its_resumption() -> None:
     active = callback(NAMES)
-    assert_same_weights(method(trl, [active]), method(trl, []))
-    assert all_came_back(active.stats())
+    models, num_bytes = [], []
+    for callbacks in ([active], []):
+        trainer = trl_trainer("SFT", callbacks, save_strategy="steps", save_steps=1)
+        for checkpoint in (None, "out/checkpoint-1"):
+            trainer.train(resume_from_checkpoint=checkpoint)
+            num_bytes.append(active.stats().bytes_out)
+        models.append(trainer.model)
+    assert_same_weights(*models)
+    assert num_bytes[0] == 2 * num_bytes[1] > 0  # steps
+
+
+def test_trls_own_offloading_is_refused() -> None:
+    trainer = trl_trainer("SFT", [callback(NAMES)])
+    trainer.args.activation_offloading = True  # from the beginning, it needs an accelerator
+    with pytest.raises(ValueError, match=r"activation_offloading=False"):
+        trainer.train()
+
+
+def test_a_head_that_trl_does_not_call_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match=r"'lm_head' offloaded nothing: no such module was called.*its weight"):
+        trl_trainer("SFT", [callback(["lm_head"])]).train()
 
 
 def shard_and_train(rank: int, port: int, folder: Path) -> None:
