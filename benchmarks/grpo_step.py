@@ -59,7 +59,10 @@ NUM_STEPS = 7
 WARMUP_STEPS = 2
 PARTS = ("alone", "engine", "step")
 LOGPROBS = {"logprobs": 0, "flat_logprobs": True}
-ALONE = {"in its caller's process": {}, "in another process": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}
+ALONE: dict[str, dict[str, str]] = {
+    "in its caller's process": {},
+    "in another process": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+}
 """Settings of vLLM alone, by where its engine is."""
 
 
@@ -170,6 +173,7 @@ class Alone:
         self._own, other = context.Pipe()
         self._process = context.Process(target=self._serve, args=(model, options, more, other))
         self._process.start()
+        other.close()  # so that its end is noticed
         self._own.recv()
 
     @staticmethod

@@ -11,6 +11,9 @@ from dataclasses import replace
 
 from nemo_rl_offload.planner.cost.activations import LayerContext, Storage
 
+KEPT = ("no module",)
+"""What holds a storage that a copy does not free."""
+
 
 def torch_layer(context: LayerContext, has_experts: bool, recompute_modules: Collection[str] = ()) -> list[Storage]:
     """The storages of one layer, by the order of its regions.
@@ -56,7 +59,7 @@ def with_received_input(storage: Storage, context: LayerContext) -> Storage:
 
     A norm's copy of it in float32 is not.
     """
-    return replace(storage, pinned=storage.pinned or _is_hidden(storage, context))
+    return replace(storage, held_by=KEPT) if _is_hidden(storage, context) else storage
 
 
 def _is_hidden(storage: Storage, context: LayerContext) -> bool:
@@ -84,10 +87,10 @@ def _norm(name: str, context: LayerContext, num_rows: int, width: int, *modules:
 def _layer_norm(
     context: LayerContext, name: str, recompute_modules: Collection[str], *modules: str
 ) -> Iterator[Storage]:
-    """A norm of the hidden states that `layernorm` in `recompute_modules` recomputes; its checkpoint pins its input."""
+    """A norm of the hidden states that `layernorm` in `recompute_modules` recomputes."""
     if "layernorm" in recompute_modules:
         hidden = context.norm_tokens * context.shape.hidden_size
-        yield replace(_storage(f"{name} input", hidden, _size(context), *modules), pinned=True)
+        yield _storage(f"{name} input", hidden, _size(context), *modules)
     else:
         yield from _norm(name, context, context.norm_tokens, context.shape.hidden_size, *modules)
 
@@ -132,7 +135,7 @@ def _latent(context: LayerContext, recompute_modules: Collection[str]) -> Iterat
     yield from _layer_norm(context, "attention norm", recompute_modules, "attn_norm")
     normed = _storage("attention norm output", context.norm_tokens * shape.hidden_size, size, "qkv_linear")
     if "mla_up_proj" in recompute_modules:
-        yield replace(normed, pinned=latent.query_rank is None)
+        yield normed
         yield from _checkpointed_up_projection(context)
     else:
         yield normed
@@ -162,21 +165,21 @@ def _up_projection(context: LayerContext) -> Iterator[Storage]:
 
 
 def _checkpointed_up_projection(context: LayerContext) -> Iterator[Storage]:
-    """Detached inputs of the projections to heads, which the checkpoint pins, and the angles of the positions."""
+    """Inputs of the projections to heads, and the angles of the positions."""
     size, latent, tokens = _size(context), context.shape.latent_attention, context.norm_tokens
     assert latent is not None
     count = context.tokens.count  # sequence parallelism takes views of all ranks' tokens
     if latent.query_rank:
         queries = count * latent.query_rank * size
-        yield Storage("compressed queries", queries, tokens * latent.query_rank, ("qkv_linear",), pinned=True)
+        yield Storage("compressed queries", queries, tokens * latent.query_rank, ("qkv_linear",))
     rank, rotary = latent.key_value_rank, latent.rope_head_dim
     both = count * (rank + rotary) * size
     largest = rank if context.layout.sequence_parallel else max(rank, rotary)
-    yield Storage("compressed keys and values", both, tokens * largest, ("qkv_linear",), pinned=True)
+    yield Storage("compressed keys and values", both, tokens * largest, ("qkv_linear",))
     if context.layout.sequence_parallel:  # the rotary part is gathered from the ranks
-        yield replace(_storage("rotary part of keys", count * rotary, size, "qkv_linear"), pinned=True)
+        yield _storage("rotary part of keys", count * rotary, size, "qkv_linear")
     angles = _storage("angles", context.tokens.sequence * rotary, 4, "qkv_linear")
-    yield replace(angles, pinned=True, constant=True)
+    yield replace(angles, held_by=KEPT, constant=True)
 
 
 def _attention_over_latents(context: LayerContext) -> Iterator[Storage]:
@@ -226,8 +229,8 @@ def _experts(context: LayerContext, recompute_modules: Collection[str]) -> Itera
     yield _storage("ends of the experts", num_local, 4, "expert_fc1")
     weights = _storage("weights of the experts' tokens", tokens, max(size, context.numbers.router_bytes), "moe_act")
     if "moe_act" in recompute_modules:
-        yield replace(_storage("experts' activation input", 2 * width, size, "moe_act"), pinned=True)
-        yield replace(weights, pinned=True)
+        yield _storage("experts' activation input", 2 * width, size, "moe_act")
+        yield weights
         return
     yield from _activation(context, "experts'", width, "moe_act")
     yield _storage("experts' gated", width, size, "moe_act")

@@ -40,6 +40,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from nemo_rl_offload.adapters.megatron_core.recomputed_inputs import save_inputs
 from nemo_rl_offload.adapters.megatron_core.routing_result import bypass_copy_engine
 from nemo_rl_offload.offload.engine import OffloadEngine, Region
 
@@ -65,6 +66,8 @@ class OffloadInterface:
     """Modules that regions were opened of, since the engine was put here."""
     on_reset: ClassVar[Callable[[], None] | None] = None
     """Told when a schedule has ended."""
+    on_reset_instance: ClassVar[Callable[[], None] | None] = None
+    """Told when a program begins anew, with other models."""
 
     def __init__(self, offload: bool, tensor: Tensor, name: str) -> None:
         # The tensor is only lent: layers keep their manager, which must not keep the activation alive.
@@ -144,6 +147,8 @@ class OffloadInterface:
         cls._occurrences.clear()
         cls._delayed.clear()
         cls._enabled, cls._is_replaying, cls._vp_stage = True, False, None
+        if cls.on_reset_instance is not None:
+            cls.on_reset_instance()
 
     @classmethod
     def disable_offload(cls) -> None:
@@ -280,9 +285,10 @@ def use_engine(engine: OffloadEngine | None, modules: Iterable[str] = ()) -> Non
             module.tensor_parallel = _OffloadedCheckpoints(lambda _: "attn_norm")
         transformer_layer.tensor_parallel = _OffloadedCheckpoints(_input_of_mlp)
     OffloadInterface.engine, OffloadInterface.modules = engine, frozenset(modules)
-    OffloadInterface.on_reset = None
+    OffloadInterface.on_reset = OffloadInterface.on_reset_instance = None
     OffloadInterface.opened.clear()
     bypass_copy_engine(engine is not None and engine.device.type == "cuda")
+    save_inputs(engine is not None)
 
 
 def restore_megatrons() -> None:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import megatron.core
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_offload.adapters.megatron_core.installation import make_backend, reduce_max_over_stage
@@ -75,6 +76,10 @@ class Installed:
         self._options = options
         self._engine: OffloadEngine | None = None
         self._knobs: _Knobs | None = None
+        self._totals: dict[str, int] = {}
+        self._has_warned = False
+        self.bytes_of_step: dict[str, int] = {}
+        """Offloaded in the last step, by module."""
 
     def stats(self) -> OffloadStats:
         """Totals since the first forward, in bytes and counts; also after `uninstall`."""
@@ -110,14 +115,26 @@ class Installed:
             options, make_backend(), reduce_max_over_ranks=reduce_max_over_stage, steps_are_told=True
         )
         use_engine(self._engine, knobs.offload_modules)
-        OffloadInterface.on_reset = self._warn_of_idle
+        OffloadInterface.on_reset, OffloadInterface.on_reset_instance = self._end_step, self._begin_anew
         self._knobs = knobs
+        self._totals, self.bytes_of_step, self._has_warned = {}, {}, False
+
+    def _begin_anew(self) -> None:
+        """The next model may offload otherwise."""
+        self.close()
+        self._knobs = None
+        use_engine(None)
+
+    def _end_step(self) -> None:
+        before, self._totals = self._totals, {name: each.bytes_out for name, each in self.stats().per_module.items()}
+        self.bytes_of_step = {name: total - before.get(name, 0) for name, total in self._totals.items()}
+        self._warn_of_idle()
 
     def _warn_of_idle(self) -> None:
         """After the first step with gradients: a listed module that these layers never told us of."""
-        if not OffloadInterface.opened:
+        if self._has_warned or not OffloadInterface.opened:
             return
-        OffloadInterface.on_reset = None
+        self._has_warned = True
         for name in sorted(OffloadInterface.modules - OffloadInterface.opened):
             warnings.warn(f"offload_modules: '{name}' offloads nothing: {_IDLE}", stacklevel=2)
 
@@ -131,7 +148,7 @@ class Installed:
 
 class _State:
     installed: ClassVar[Installed | None] = None
-    originals: ClassVar[dict[type, Callable[[Any], None]]] = {}
+    originals: ClassVar[dict[tuple[type, str], Any]] = {}
 
 
 def install(options: OffloadOptions | None = None) -> Installed:
@@ -161,9 +178,20 @@ def install(options: OffloadOptions | None = None) -> Installed:
     use_engine(None)
     for module, name in _MODELS:
         model = getattr(importlib.import_module(module), name)
-        _State.originals[model] = vars(model)[_PREPROCESS]
-        setattr(model, _PREPROCESS, _telling(_State.installed, _State.originals[model]))
+        _replace(model, _PREPROCESS, _telling(_State.installed, vars(model)[_PREPROCESS]))
+    _replace(PipelineOffloadManager, "offload_summary_bytes", property(lambda _: dict(_bytes_of_step())))
+    _replace(PipelineOffloadManager, "offload_summary_total_bytes", property(lambda _: sum(_bytes_of_step().values())))
     return _State.installed
+
+
+def _replace(owner: type, name: str, value: Any) -> None:
+    _State.originals[owner, name] = vars(owner)[name]
+    setattr(owner, name, value)
+
+
+def _bytes_of_step() -> dict[str, int]:
+    assert _State.installed is not None
+    return _State.installed.bytes_of_step
 
 
 def installed() -> Installed | None:
@@ -178,8 +206,8 @@ def uninstall() -> None:
     """
     if _State.installed is None:
         return
-    for model, original in _State.originals.items():
-        setattr(model, _PREPROCESS, original)
+    for (owner, name), original in _State.originals.items():
+        setattr(owner, name, original)
     _State.originals.clear()
     restore_megatrons()
     _State.installed.close()

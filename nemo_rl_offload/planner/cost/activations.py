@@ -32,11 +32,8 @@ class Storage:
     """False: it comes into being only while backward recomputes, and is not offloaded then."""
     held_by: tuple[str, ...] = ()
     """Modules that save it too, before those of `modules`: one that is not offloaded keeps it on the device."""
-    pinned_by: tuple[str, ...] = ()
-    """Names in `recompute_modules` whose checkpoint keeps it on the device, offloaded or not."""
     only_with: tuple[str, ...] = ()
     """Names in `recompute_modules` without which it does not exist; none: it always does."""
-    pinned: bool = False
     constant: bool = False
     """The same tensor for all microbatches."""
 
@@ -48,7 +45,7 @@ class Storage:
 
     def leaves(self, offloaded: Collection[str]) -> bool:
         """Whether copying it out frees device memory. The engine finds out in its first pass, and then leaves it."""
-        return not self.pinned and all(module in offloaded for module in self.held_by)
+        return all(module in offloaded for module in self.held_by)
 
 
 @dataclass(frozen=True)
@@ -142,27 +139,19 @@ def fused_layer(context: LayerContext, has_experts: bool) -> list[Storage]:
 
 
 def with_recomputation(storages: Sequence[Storage], modules: Set[str]) -> list[Storage]:
-    """Mark what selective recomputation of these `recompute_modules` gives up, and what its checkpoints hold.
+    """Mark what selective recomputation of these `recompute_modules` gives up.
 
-    Such a checkpoint (Megatron-Core's `CheckpointWithoutOutput`) saves detached inputs that require gradients. Autograd
-    keeps the accumulator of a saved leaf's gradient, and that keeps the leaf itself. What only a checkpoint saves is
-    left out without it.
+    What only a checkpoint saves is left out without it.
     """
     return [
-        replace(
-            storage,
-            live=modules.isdisjoint(storage.recomputed_by),
-            pinned=not modules.isdisjoint(storage.pinned_by),
-        )
+        replace(storage, live=modules.isdisjoint(storage.recomputed_by))
         for storage in storages
         if not storage.only_with or not modules.isdisjoint(storage.only_with)
     ]
 
 
-def _tensor(
-    name: str, elements: int, element_bytes: int, *modules: str, by: tuple[str, ...] = (), pin: tuple[str, ...] = ()
-) -> Storage:
-    return Storage(name, elements * element_bytes, elements, modules, by, pinned_by=pin)
+def _tensor(name: str, elements: int, element_bytes: int, *modules: str, by: tuple[str, ...] = ()) -> Storage:
+    return Storage(name, elements * element_bytes, elements, modules, by)
 
 
 def _linear_input(context: LayerContext, name: str, elements: int, *modules: str, by: tuple[str, ...] = ()) -> Storage:
@@ -230,18 +219,16 @@ def _latent(context: LayerContext) -> Iterator[Storage]:
     shape, size, latent = context.shape, context.numbers.element_bytes, context.shape.latent_attention
     assert latent is not None
     tokens, count = context.norm_tokens, context.tokens.count
-    yield _tensor("layer input", tokens * shape.hidden_size, size, "attn_norm", pin=("layernorm",))
+    yield _tensor("layer input", tokens * shape.hidden_size, size, "attn_norm")
     yield _linear_input(
         context, "attention norm output", tokens * shape.hidden_size, "qkv_linear", by=("layernorm",)
     )  # fmt: skip
     if latent.query_rank:
         yield _tensor("compressed queries", tokens * latent.query_rank, size, "qkv_linear")
-        normed = _linear_input(context, "normed compressed queries", tokens * latent.query_rank, "qkv_linear")
-        yield replace(normed, pinned_by=("mla_up_proj",))
+        yield _linear_input(context, "normed compressed queries", tokens * latent.query_rank, "qkv_linear")
     key_value = tokens * (latent.key_value_rank + latent.rope_head_dim)
     yield _tensor("compressed keys and values", key_value, size, "qkv_linear")
-    normed = _linear_input(context, "normed compressed keys and values", tokens * latent.key_value_rank, "qkv_linear")
-    yield replace(normed, pinned_by=("mla_up_proj",))
+    yield _linear_input(context, "normed compressed keys and values", tokens * latent.key_value_rank, "qkv_linear")
     for name, num, width in (
         ("queries", count, shape.query_head_dim),
         ("keys", context.key_tokens, shape.query_head_dim),
@@ -268,11 +255,11 @@ def _experts(context: LayerContext) -> Iterator[Storage]:
     assert experts is not None
     hidden, tokens = context.norm_tokens * shape.hidden_size, context.expert_tokens
     width = tokens * experts.ffn_hidden_size // context.layout.expert_tensor
-    yield _tensor("MLP input", hidden, size, "mlp_norm", pin=("layernorm",))
+    yield _tensor("MLP input", hidden, size, "mlp_norm")
     yield _tensor("MLP norm output", hidden, size, by=("layernorm",))
     yield _tensor("router scores", 2 * context.norm_tokens * experts.num_experts, 4, by=("moe",))
     yield _linear_input(context, "tokens of the experts", tokens * shape.hidden_size, "expert_fc1", by=("moe",))
-    yield _tensor("experts' activation input", 2 * width, size, "moe_act", by=("moe",), pin=("moe_act",))
+    yield _tensor("experts' activation input", 2 * width, size, "moe_act", by=("moe",))
     yield _linear_input(context, "experts' activation output", width, "expert_fc2", by=("moe_act", "moe"))
     if experts.shared_ffn_hidden_size:
         shared = context.tokens.count * experts.shared_ffn_hidden_size // context.layout.tensor

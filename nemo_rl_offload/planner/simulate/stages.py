@@ -221,10 +221,6 @@ class _Builder:
         for module, extra_ms in extra.items():
             forward_ms, backward_ms = times[module]
             times[module] = forward_ms, backward_ms + extra_ms
-        storages = [
-            replace(storage, pinned=storage.pinned or not may_recompute.isdisjoint(storage.pinned_by))
-            for storage in storages
-        ]
         parts = _layer_parts(job, storages, times, self.modules, may_recompute)
         gone, left = ({s.modules[0] for s in storages if s.modules and s.live == live} for live in (False, True))
         return tuple(
