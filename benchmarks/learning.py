@@ -17,6 +17,7 @@ from typing import Any
 from common import environment, say
 
 from nemo_rl_offload.bench.report import write_json
+from nemo_rl_offload.config.loader import load_config
 from nemo_rl_offload.runs.run_directory import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
 
 NUM_SAMPLES = 4
@@ -29,13 +30,19 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """One run's figures."""
-    summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    """One run's figures; without a summary, of one that was cut off, those of its steps until then."""
     metrics = records(run_dir / METRICS_FILE)
+    if (kept := run_dir / SUMMARY_FILE).exists():
+        summary = json.loads(kept.read_text(encoding="utf-8"))
+    else:
+        seed = load_config(run_dir / "config.yaml")["grpo"]["seed"]
+        seconds = metrics[-1]["time"] - metrics[0]["time"]
+        summary = {"seed": seed, "steps": metrics[-1]["step"], "wall_seconds": seconds, "memory": {}}
     curve = [[each["step"], each["metrics"]["accuracy"]] for each in metrics if each["prefix"] == "validation"]
     steps = [each["metrics"] for each in metrics if each["prefix"] == "train"]
     names = [name for name in steps[0] if name.startswith("timing/")]
     return {
+        "name": run_dir.name,
         "seed": summary["seed"],
         "steps": summary["steps"],
         "validation": curve,
@@ -75,9 +82,12 @@ def main() -> int:
     parser.add_argument("--name", required=True, help="of the result's file")
     parser.add_argument("--title", required=True, help="what was trained on what")
     parser.add_argument("--device", required=True)
+    parser.add_argument("--samples", action=argparse.BooleanOptionalAction, default=True, help="keep some")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     options = parser.parse_args()
     runs = [read_run(run_dir) for run_dir in options.run_dirs]
+    if not options.samples:
+        runs = [{**run, "samples": []} for run in runs]
     about = {
         "experiment": "learning",
         "commit": environment()["commit"],
@@ -88,7 +98,7 @@ def main() -> int:
     write_json(options.out / f"{options.name}.json", {**about, "runs": runs})
     for run in runs:
         (_, before), *_, (_, after) = run["validation"]
-        say(f"seed {run['seed']}: {before:.3f} before, {after:.3f} after {run['steps']} steps, {run['wall_s']:.0f} s")
+        say(f"{run['name']}: {before:.3f} before, {after:.3f} after {run['steps']} steps, {run['wall_s']:.0f} s")
     return 0
 
 

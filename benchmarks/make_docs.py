@@ -404,19 +404,39 @@ def beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
     yield ""
 
 
+def adapters(results: Mapping[str, Result]) -> Iterator[str]:
+    """The engine in programs of others, beside what these have."""
+    programs = {"trl": "TRL's SFTTrainer", "fsdp2": "FSDP2, one rank, transformers' own loss"}
+    yield "## The engine inside other programs\n"
+    yield "A model of Qwen2.5-1.5B's shape, float32 weights that compute in bfloat16, one sequence a step: medians."
+    yield "`attention` is `attn_norm`, `core_attn` and `attn_proj`; `activations` is `mlp_act`; `layers` is"
+    yield "`model.layers.*`."
+    for name, result in results.items():
+        yield f"\n{programs[result['program']]}, {result['length']:,} tokens (`{name}.json`):\n"
+        yield "| way | a step | highest allocated | to the host |"
+        yield "|---|---|---|---|"
+        for way, found in result["attempts"].items():
+            sizes = [gib(int(found[key]), 1) for key in ("peak_allocated_bytes", "bytes_out")]
+            moved = sizes[1] if "ours" in way else "-"
+            yield f"| {way} | {found['ms']:.0f} ms | {sizes[0]} | {moved} |"
+    yield ""
+
+
 def learning(name: str, result: Result, folder: str) -> Iterator[str]:
     """What runs learned, with what the model said before and after."""
     yield f"## What runs learned: {result['title']} (`{name}.json`)\n"
-    yield "| seed | right before | after | steps | a step | whole run |"
+    yield "| run | right before | after | steps | a step | whole run |"
     yield "|---|---|---|---|---|---|"
     for run in result["runs"]:
         before, after = run["validation"][0][1], run["validation"][-1][1]
         times = f"{run['medians']['timing/step_s']:.1f} s | {run['wall_s']:.0f} s"
-        yield f"| {run['seed']} | {before:.3f} | {after:.3f} | {run['steps']} | {times} |"
+        yield f"| {run.get('name', f'seed {run["seed"]}')} | {before:.3f} | {after:.3f} | {run['steps']} | {times} |"
     yield f"\n![validation by step](../benchmarks/results/{folder}/{name}.png)\n"
-    yield "| problem | before | after |"
-    yield "|---|---|---|"
-    for sample in (each for run in result["runs"] for each in run["samples"]):
+    shown = [each for run in result["runs"] for each in run["samples"]]
+    if shown:
+        yield "| problem | before | after |"
+        yield "|---|---|---|"
+    for sample in shown:
         said = [f"{_one_line(sample[when]['response'])} ({sample[when]['reward']:g})" for when in ("before", "after")]
         yield f"| {_one_line(sample['prompt'].split('user')[-1])} | {' | '.join(said)} |"
     yield ""
@@ -499,6 +519,8 @@ def device_page(folder: Path) -> Iterator[str]:
         yield from grpo_steps(steps, folder.name)
     if attempts := of(results, "beside_trl"):
         yield from beside_trl(attempts)
+    if programs := of(results, "adapters"):
+        yield from adapters(programs)
     for name, result in of(results, "learning").items():
         yield from learning(name, result, folder.name)
     for name, result in results.items():

@@ -124,7 +124,7 @@ def draw_learning(path: Path, result: Any) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 3.5), layout="constrained")
     for run in result["runs"]:
         steps, values = zip(*run["validation"], strict=True)
-        axes.plot(steps, values, "o-", markersize=3, label=f"seed {run['seed']}")
+        axes.plot(steps, values, "o-", markersize=3, label=run.get("name", f"seed {run['seed']}"))
     axes.set_ylim(0, 1)
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("right of the validation problems")

@@ -99,9 +99,9 @@ class Region(HookedRegion):
         if not self.open.locked():
             remove_left_hooks()
             return self._keep(tensor)
-        if type(tensor) is not Tensor or tensor.device != engine.device:
-            if type(tensor) not in (Tensor, Parameter):
-                engine.kept_types[self.module] = type(tensor).__name__
+        if type(tensor) is not Tensor or tensor.is_nested or tensor.device != engine.device:
+            if type(tensor) not in (Tensor, Parameter) or tensor.is_nested:
+                engine.kept_types[self.module] = "nested tensor" if tensor.is_nested else type(tensor).__name__
             return self._keep(tensor)
         with engine._changes.lock:
             assert not engine._closed, "the offload engine is closed"
@@ -115,7 +115,8 @@ class Region(HookedRegion):
             ref = engine._slots.get(key)
             slot = None if ref is None else ref()
             detached, version = tensor.detach(), tensor._version
-            if slot is None or not slot.holds_content_of(tensor):
+            goes_on = slot is not None and engine._order.goes_on(slot.pass_, (self.module, self.layer))
+            if slot is None or not slot.holds_content_of(tensor, goes_on):
                 slot = Slot(storage, key, num_bytes, engine._dead_slots.append, detached, version)
                 engine._alive[id(slot.ref)] = slot.ref
                 engine._slots[key] = slot.ref
@@ -258,6 +259,8 @@ class OffloadEngine:
             own_bytes = sum([slot.num_bytes for slot in own])
             group = Group((region.module, region.layer), [slot.ref for slot in slots], own_bytes)
             self._order.commit(group)
+            for slot in own:
+                slot.pass_ = group.pass_
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
                 self._copies.resident_limit_bytes = self._auto.visit(group, True, self._backend)

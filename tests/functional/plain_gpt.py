@@ -13,7 +13,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import fine_grained_activation_offload, get_forward_backward_func
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
@@ -77,6 +78,8 @@ class Trained(NamedTuple):
     """Of gradients and weights, bit for bit."""
     bytes_out: dict[str, int]
     host_bytes: int
+    ineffective_bytes: int
+    """Copied, and kept on the device by somebody else."""
 
 
 def train(changes: dict[str, Any], modules: tuple[str, ...], microbatches: tuple[int, ...] = (4, 3, 2)) -> Trained:
@@ -84,18 +87,39 @@ def train(changes: dict[str, Any], modules: tuple[str, ...], microbatches: tuple
     torch.set_num_threads(1)
     install_cpu_support()
     _init_groups(changes)
-    offload = None
-    if modules:
-        offload = megatron_core.installed() or megatron_core.install(OffloadOptions(host_memory_budget_bytes=64 << 20))
-        changes = changes | {
-            "fine_grained_activation_offloading": True,
-            "offload_modules": list(modules),
-            "min_offloaded_tensor_size": changes.get("min_offloaded_tensor_size", 1),
-        }
+    if not modules:
+        return _train(changes, microbatches, None)
+    offload = megatron_core.installed() or megatron_core.install(OffloadOptions(host_memory_budget_bytes=64 << 20))
     try:
-        return _train(changes, microbatches, offload)
+        return _train(_offloading(changes, modules), microbatches, offload)
     finally:
         megatron_core.uninstall()
+
+
+def train_one_after_another(*modules: tuple[str, ...]) -> list[tuple[Trained, dict[str, int]]]:
+    """Train models of other settings in one process, with what Megatron says of the last step of each."""
+    torch.set_num_threads(1)
+    install_cpu_support()
+    _init_groups({})
+    offload = megatron_core.install(OffloadOptions(host_memory_budget_bytes=64 << 20))
+    found = []
+    try:
+        for names in modules:
+            trained = _train(_offloading({}, names), (4, 2), offload)
+            told: Any = PipelineOffloadManager.offload_summary_bytes
+            found.append((trained, told.fget(None)))  # an object of it needs a GPU
+            fine_grained_activation_offload.FineGrainedActivationOffloadingInterface.reset_instance()
+    finally:
+        megatron_core.uninstall()
+    return found
+
+
+def _offloading(changes: dict[str, Any], modules: tuple[str, ...]) -> dict[str, Any]:
+    return changes | {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": list(modules),
+        "min_offloaded_tensor_size": changes.get("min_offloaded_tensor_size", 1),
+    }
 
 
 def _train(changes: dict[str, Any], microbatches: tuple[int, ...], offload: megatron_core.Installed | None) -> Trained:
@@ -123,12 +147,12 @@ def _train(changes: dict[str, Any], microbatches: tuple[int, ...], offload: mega
     for weight in (weight for chunk in chunks for weight in chunk.parameters()):
         digest.update(weight.detach().contiguous().numpy().tobytes())
     if offload is None:
-        return Trained(losses, digest.hexdigest(), {}, 0)
+        return Trained(losses, digest.hexdigest(), {}, 0, 0)
     stats = offload.stats()
     assert stats.bytes_out == stats.bytes_in
     assert stats.denied_bytes == 0
     bytes_out = {name: each.bytes_out for name, each in stats.per_module.items() if each.bytes_out}
-    return Trained(losses, digest.hexdigest(), bytes_out, stats.host_bytes)
+    return Trained(losses, digest.hexdigest(), bytes_out, stats.host_bytes, stats.ineffective_bytes)
 
 
 def _init_groups(changes: dict[str, Any]) -> None:

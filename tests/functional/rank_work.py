@@ -524,6 +524,16 @@ def plain_gpt(changes: dict[str, Any], modules: tuple[str, ...]) -> Any:
     return outcome
 
 
+def plain_gpts_one_after_another(*modules: tuple[str, ...]) -> Any:
+    """Outcomes of models of one process."""
+    import plain_gpt
+
+    _leave_groups()
+    outcome = plain_gpt.train_one_after_another(*modules)
+    _leave_groups()
+    return outcome
+
+
 def plain_gpt_strictly(changes: dict[str, Any], modules: tuple[str, ...]) -> Any:
     """The same, where a warning of the engine's is an error."""
     with warnings.catch_warnings():

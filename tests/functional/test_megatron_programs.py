@@ -22,6 +22,7 @@ TP: dict[str, Any] = {"tensor_model_parallel_size": 2}
 EP = MOE | {"expert_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"], "hidden_dropout": 0.1}
 MTP = {"mtp_num_layers": 1}
 GATED = {"gated_linear_unit": True, "add_bias_linear": False}
 
@@ -33,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mtp": (MTP, ATTENTION),
     "full": (FULL, ("attn_norm",)),
     "core": (CORE, ("attn_norm", "qkv_linear", "mlp_norm")),
+    "norms": (NORMS, ("attn_norm", "mlp_norm")),
     "pp2": (PP, ATTENTION),
     "pp2-vpp2": (VPP, ATTENTION),
     "pp2-mla": (PP | MLA, ATTENTION),
@@ -42,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tp2": (TP, ATTENTION),
     "ep2": (EP, ATTENTION),
     "tp2-mla": (TP | MLA, ATTENTION),
+    "norms-mla": (NORMS | MLA, ("attn_norm", "mlp_norm")),
 }
 MICROBATCHES = 4 + 3 + 2
 
@@ -54,6 +57,8 @@ def test_no_bit_changes_in_any_layout(case: str, ranks: Callable[[int], Ranks]) 
         assert offloaded.digest == without.digest
         assert offloaded.bytes_out.keys() == set(modules)
         assert offloaded.host_bytes == 0
+        if "pipeline_model_parallel_size" not in changes:  # which keeps what it has received
+            assert offloaded.ineffective_bytes == 0
         if "attn_proj" in modules:
             assert offloaded.bytes_out["attn_proj"] == attention_output_bytes(changes, rank)
 
@@ -93,6 +98,17 @@ def test_later_pipeline_ranks_keep_more(ranks: Callable[[int], Ranks]) -> None:
     difference = sum(plain[1].bytes_out.values()) - sum(second.bytes_out.values())
     assert 10_000 * 3 <= difference <= 40_000 * 3, "as many groups as reach it"
     assert second.digest == plain[1].digest
+
+
+def test_models_one_after_another(ranks: Callable[[int], Ranks]) -> None:
+    """After Megatron's `reset_instance` a model may offload otherwise. Megatron tells what left in the last step."""
+    work = "plain_gpts_one_after_another", ("attn_norm", "mlp_norm"), ("core_attn",)
+    for (first, told_first), (second, told_second) in ranks(2).run(*work):
+        assert (first.losses, first.digest) == (second.losses, second.digest)
+        assert first.bytes_out.keys() == {"attn_norm", "mlp_norm"}
+        assert second.bytes_out.keys() == {"core_attn"}
+        for trained, told in ((first, told_first), (second, told_second)):
+            assert told == {name: total // 3 for name, total in trained.bytes_out.items()}, "2 of 6 microbatches"
 
 
 def test_a_module_that_no_layer_has_is_warned_about(ranks: Callable[[int], Ranks]) -> None:

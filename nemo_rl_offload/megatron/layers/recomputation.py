@@ -7,9 +7,9 @@ run saved under its number; each is handed out once, so that memory goes as back
 apart, as any operator saves it: a region around the call can keep it on the host.
 
 Rejected: a checkpoint around the whole MLP (`recompute_modules: [mlp]`), which runs the second linear again, whose
-output nobody needs. Megatron-Core's `CheckpointWithoutOutput`, which saves its input as a detached leaf that requires
-grad: autograd keeps the accumulator of a saved leaf, and that the leaf itself, so that offloading the input frees
-nothing. A node whose backward goes through the graph of the second run: it holds the output and its gradient until the
+output nobody needs. Megatron-Core's `CheckpointWithoutOutput`, which runs it again from a hook of a later tensor's
+gradient: of several users of the output, that has to be the one that backward comes to first.
+A node whose backward goes through the graph of the second run: it holds the output and its gradient until the
 end of that.
 
 Limits: no random numbers inside the function, and the same tensors are saved in the same order by every run.

@@ -219,6 +219,37 @@ def test_a_storage_written_through_an_alias_is_copied_again(make_engine: Make) -
     assert torch.equal(x.grad, torch.full((8,), 35.0))
 
 
+def test_a_buffer_filled_anew_between_forwards_is_copied_again(make_engine: Make) -> None:
+    """Through `.data`, which no version tells of, while the first forward's graph is alive."""
+    engine = make_engine()
+    x, data = torch.full((8,), 3.0, requires_grad=True), torch.full((8,), 5.0)
+
+    def forward() -> torch.Tensor:
+        y = x
+        for layer in range(2):
+            with engine.region("m", layer) as region:
+                y = y * data
+            y = engine.commit(region, y)
+        return y
+
+    first = forward()
+    data.data.fill_(2.0)
+    forward().sum().backward()
+    assert torch.equal(x.grad, torch.full((8,), 4.0))
+    assert first.requires_grad
+
+
+def test_strided_nested_tensors_stay(make_engine: Make) -> None:
+    """Their type is `Tensor`, and they have no strides."""
+    engine, weight = make_engine(), torch.full((3,), 2.0, requires_grad=True)
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    with engine.region("m", 0) as region:
+        y = torch.nn.functional.linear(nested, weight[None])
+    y = engine.commit(region, y)
+    torch.nested.to_padded_tensor(y, 0.0).sum().backward()
+    assert torch.equal(weight.grad, torch.full((3,), 3.0))
+
+
 def test_small_and_sparse_tensors_stay(make_engine: Make) -> None:
     x = torch.randn(8, dtype=torch.complex64, requires_grad=True)
     sparse = torch.eye(8).to_sparse()
