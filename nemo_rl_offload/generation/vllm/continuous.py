@@ -75,6 +75,11 @@ class ContinuousEngines:
         if self._failure is not None:
             raise self._failure
 
+    def is_busy(self) -> bool:
+        """Whether a request is under way."""
+        with self._changed:
+            return any(self._open)
+
     @contextmanager
     def between_steps(self) -> Iterator[None]:
         """No engine computes meanwhile; requests that are under way stay so."""

@@ -52,6 +52,7 @@ class VllmGenerator:
         self._may_have_channel = self._has_channel = False
         self._built: Future[None] | None = None
         self._num_engines = 0
+        self._kept_notices: list[list[str]] = []
         self.has_weights = True
 
     @property
@@ -155,6 +156,8 @@ class VllmGenerator:
         """Take over the weights, bucket by bucket, on the GPUs where training has the same; between engines' steps."""
         with nullcontext() if self._continuous is None else self._continuous.between_steps():
             self._update_weights(source)
+            if self._continuous is not None:
+                self._kept_notices = self._ask_for_notices()
         self.has_weights = True
 
     def _update_weights(self, source: WeightSource) -> None:
@@ -189,8 +192,21 @@ class VllmGenerator:
         return slowest(self._group.run_all(VllmWorker.start_seconds))
 
     def notices(self) -> list[list[str]]:
-        """What the engines have warned of since the last call, by rank."""
-        return [] if self._engines is None else self._group.run_all(VllmWorker.take_notices)
+        """What the engines have warned of since the last call, by rank.
+
+        Those of engines that are at work come after the next update of weights: nobody waits for the end of a call.
+        """
+        if self._engines is None:
+            return []
+        is_busy = self._continuous is not None and self._continuous.is_busy()
+        found = self._kept_notices if is_busy else self._ask_for_notices()
+        self._kept_notices = []
+        return found
+
+    def _ask_for_notices(self) -> list[list[str]]:
+        found = self._group.run_all(VllmWorker.take_notices)
+        kept = self._kept_notices or [[] for _ in found]
+        return [[*before, *texts] for before, texts in zip(kept, found, strict=True)]
 
     def stop(self) -> None:
         """Kill the engines."""

@@ -125,6 +125,29 @@ def test_responses_come_in_the_order_of_the_prompts(started: Any) -> None:
     assert told == [Generated(1, 2), Generated(3, 5), Generated(5, 5)]
 
 
+def test_nobody_waits_for_engines_at_work_to_hear_what_they_warn_of(started: Any) -> None:
+    generator, engines = started("cpu", "policy.generation.vllm_cfg.async_engine=true")
+    for engine in engines:
+        engine.take_notices = lambda engine=engine: engine.calls.append("asked") or [f"warning {len(engine.calls)}"]
+    assert generator.notices() == [["warning 1"]] * 2, "of idle engines"
+    work: Any = generator._continuous
+    work.is_busy = lambda: True
+    assert generator.notices() == []
+    for engine in engines:
+        engine.calls.clear()
+    generator.update_weights(source("a"))
+    assert [engine.calls[-1] for engine in engines] == ["asked"] * 2
+    for engine in engines:
+        engine.calls.clear()
+    assert generator.notices() == [["warning 3"]] * 2, "from between their steps"
+    assert generator.notices() == []
+    assert [engine.calls for engine in engines] == [[], []]
+    generator.update_weights(source("a"))
+    work.is_busy = lambda: False
+    assert generator.notices() == [["warning 3", "warning 4"]] * 2
+    generator.stop()
+
+
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_the_devices_of_an_engine_are_asked_alike_and_answer_once(started: Any, kind: str) -> None:
     generator, devices = started("cpu", f"policy.generation.vllm_cfg.{kind}_parallel_size=2", world_size=4)
