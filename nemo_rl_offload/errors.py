@@ -1,7 +1,7 @@
 """Errors meant for the user: the message says it all, so the command line prints it without a traceback."""
 
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,9 @@ class NemoRLOffloadError(Exception):
 
 class ConfigError(NemoRLOffloadError, ValueError):
     """One or several problems in the configuration, one per line."""
+
+    problems: Sequence[Mapping[str, str]] = ()
+    """The same with `path`, `message` and `origin` apart, where they are known."""
 
 
 class DataError(NemoRLOffloadError, ValueError):

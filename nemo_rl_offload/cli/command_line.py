@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
     except NemoRLOffloadError as error:
         hint = _how_to_go_on(options, run_dirs) if isinstance(error, WorkerError | ResourceError) else ""
-        _refuse(options, f"{error}{hint}")
+        _refuse(options, f"{error}{hint}", getattr(error, "problems", ()))
         _keep_details(error, run_dirs)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
@@ -87,12 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
 
 
-def _refuse(options: argparse.Namespace, message: str) -> None:
-    """Tell it; with `--format json` to the reader of that too, as `check` tells of a file that cannot be read."""
+def _refuse(options: argparse.Namespace, message: str, problems: Sequence[Mapping[str, str]] = ()) -> None:
+    """Tell it; with `--format json` to the reader of that too, in the form that `check` has."""
     print(f"error: {message}", file=sys.stderr)
     if getattr(options, "format", None) == "json":
         try:
-            print(json.dumps({"problems": [{"path": "", "message": message, "origin": ""}]}, indent=2), flush=True)
+            told = problems or [{"path": "", "message": message, "origin": ""}]
+            print(json.dumps({"problems": told}, indent=2), flush=True)
         except OSError:
             _drop_output()
 

@@ -9,7 +9,7 @@ problem ends with the place where the value was written, if the configuration wa
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, is_typeddict
 
@@ -98,7 +98,9 @@ def check_config(
     """
     found = examine(raw, run_here=run_here)
     if found.config is None:
-        raise ConfigError(summary(source, found.problems))
+        error = ConfigError(summary(source, found.problems))
+        error.problems = [asdict(problem) for problem in found.problems]
+        raise error
     return CheckedConfig(found.config, found.summed_up)
 
 

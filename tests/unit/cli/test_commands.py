@@ -70,10 +70,21 @@ def test_a_refusal_is_json_for_machines(words: list[str], capsys: pytest.Capture
     captured = capsys.readouterr()
     (problem,) = json.loads(captured.out)["problems"]
     assert problem.keys() == {"path", "message", "origin"}
-    assert words[1] in problem["message"] or "no_such_key" in problem["message"]
-    assert words[0] == "check" or captured.err == f"error: {problem['message']}\n"
+    text = f"{problem['path']} {problem['message']}"
+    assert words[1] in text or "no_such_key" in text
+    assert problem["message"] in captured.err or words[0] == "check"
     assert cli.main(words) == cli.EXIT_USER_ERROR
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("words", [["run", "grpo"], ["eval"]], ids=" ".join)
+def test_a_refusal_has_each_problem_by_its_path(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    exemplar = str(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")
+    wrong = ["policy.precision=float99", "grpo.seed=-1"]
+    assert cli.main([*words, "--config", exemplar, "--format", "json", *wrong]) == cli.EXIT_USER_ERROR
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert [each["path"] for each in problems] == ["policy.precision", "grpo.seed"]
+    assert {each["origin"] for each in problems} == {"override on the command line"}
 
 
 def test_a_further_data_set_of_pairs_has_no_column_of_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
