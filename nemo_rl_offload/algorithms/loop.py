@@ -54,6 +54,8 @@ TRACED_STEP = 2
 """Steps after the first of a run to the one whose memory is traced: buffers stand, and speed is the usual one."""
 FIRST_STEP_S = 10.0
 """From which on it is said how long the first step was."""
+NODES_S = 5.0
+"""From which on it is said how long nodes were waited for."""
 OffloadCounter = Literal[
     "bytes_in",
     "denied_bytes",
@@ -522,7 +524,9 @@ def run_loop(
         for num_restarts in count():
             try:
                 if num_restarts:
-                    cluster.renew()
+                    nodes = "Waiting for nodes in the place of lost ones"
+                    with waiting(say, nodes, begins=False, worth_saying_s=NODES_S):
+                        cluster.renew()
                 found = _run_once(config, run_dir, say, progress_stream, build, cluster, elapsed, folder)
                 break
             except WorkerError as error:

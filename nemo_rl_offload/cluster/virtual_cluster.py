@@ -34,15 +34,18 @@ from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from nemo_rl_offload.cluster.head import Head, JoinedHead
+from nemo_rl_offload.cluster.head import LOOK_S, Head, JoinedHead
 from nemo_rl_offload.cluster.listening import AUTO
 from nemo_rl_offload.cluster.private_ray import PrivateRay
 from nemo_rl_offload.cluster.signals import END_PATIENCE_S, Held, exit_on_sigterm, forget_rays_alarm
 from nemo_rl_offload.errors import NemoRLOffloadError, ResourceError
+from nemo_rl_offload.units import human_duration
 
 logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60
+RETURN_S = 600
+"""How long a lost node may take to come back, which starts a machine or a pod anew."""
 EXIT_TIMEOUT_S = 10
 HEAR_AGAIN_S = 0.0002
 START_EXIT_TIMEOUT_S = 1  # one of the daemons does not heed SIGTERM
@@ -195,8 +198,10 @@ class VirtualCluster:
     def renew(self) -> None:
         """End every worker in the slots, and take as many anew, on nodes that are alive; in a new Ray if need be.
 
+        Where too few are left in a Ray that was joined, `RETURN_S` are given to one that comes back, or to another.
+
         Raises:
-            ResourceError: too few are left.
+            ResourceError: there are too few.
             WorkerError: as for the class.
         """
         num_nodes, workers_per_node = len(self.layout.nodes), self.workers_per_node
@@ -205,11 +210,19 @@ class VirtualCluster:
             self._start(num_nodes, workers_per_node)
             return
         self._give_back()
-        self._take(num_nodes, workers_per_node)
+        self._take(num_nodes, workers_per_node, 0.0 if self.is_private else RETURN_S)
 
-    def _take(self, num_nodes: int, gpus_per_node: int | Literal["auto"]) -> None:
+    def _take(self, num_nodes: int, gpus_per_node: int | Literal["auto"], patience_s: float = 0.0) -> None:
+        end_s = time.monotonic() + patience_s
         while True:
-            self.layout = choose_layout(self.head.ask(_alive_nodes), num_nodes, gpus_per_node)
+            try:
+                self.layout = choose_layout(self.head.ask(_alive_nodes), num_nodes, gpus_per_node)
+            except ResourceError as error:
+                if time.monotonic() < end_s:
+                    time.sleep(LOOK_S)
+                    continue
+                waited = f" None came within {human_duration(patience_s)}." if patience_s else ""
+                raise ResourceError(f"{error}{waited}") from error
             self.device = self.layout.device
             self.workers_per_node = self.layout.workers_per_node
             self.world_size = num_nodes * self.workers_per_node

@@ -203,3 +203,34 @@ def test_a_programs_own_processes_are_not_taken_for_rays() -> None:
         for process in started.values():
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(("returns_after", "is_private"), [(3, False), (1000, False), (3, True)])
+def test_a_lost_node_may_come_back(returns_after: int, is_private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a Ray that was joined, for so long; a private Ray has one node, and is started anew."""
+    before, asked, now_s = cluster((2, 0), (2, 0)), 0, 0.0
+
+    def alive() -> list[Node]:
+        nonlocal asked
+        asked += 1
+        return before if asked > returns_after else before[:1]
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(virtual_cluster, "_alive_nodes", alive)
+    monkeypatch.setattr(virtual_cluster.time, "sleep", sleep)
+    monkeypatch.setattr(virtual_cluster.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(VirtualCluster, "_reserve", lambda _: True)
+    monkeypatch.setattr(VirtualCluster, "is_private", is_private)
+    joined = VirtualCluster.__new__(VirtualCluster)
+    joined.head, joined.placement_groups, joined._private_ray = Head(), (), None
+    joined.layout, joined.workers_per_node = choose_layout(before, 2, 1), 1
+    if is_private or returns_after > virtual_cluster.RETURN_S:
+        with pytest.raises(ResourceError, match=r"1 of 1 qualify" if is_private else r"None came within 0:10:00\."):
+            joined.renew()
+        assert asked == 1 or now_s == virtual_cluster.RETURN_S
+    else:
+        joined.renew()
+        assert (asked, joined.world_size) == (returns_after + 1, 2)
