@@ -11,7 +11,7 @@ a part goes to the host in the forward, and the one layer that is recomputed at 
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -106,8 +106,14 @@ class ActivationOffload:
                         f"{site.path} is offloaded already. Close what offload_activations returned before, or list "
                         "all modules in one call."
                     )
+                if site.module is model:
+                    arounds = (_Beginning(self._engine), *arounds)
                 self._watches.callback(unwatch, site.module, site.method, arounds)
                 watch(site.module, site.method, arounds)
+            if not is_watched(model, "__call__"):
+                beginning = (_Beginning(self._engine),)
+                self._watches.callback(unwatch, model, "__call__", beginning)
+                watch(model, "__call__", beginning)
         except BaseException:
             self._watches.close()
             raise
@@ -292,6 +298,23 @@ class _Span:
     def _stack(self) -> list[_Open]:
         stack: list[_Open] = self._threads.__dict__.setdefault("stack", [])
         return stack
+
+
+class _Beginning:
+    """Around the whole model: each of its forwards is told of."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+
+    def enter(self, running: Running, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._engine.begin_forward()
+
+    def leave(self, entered: None, output: object) -> None:
+        pass
+
+    def fail(self, entered: None) -> None:
+        pass
 
 
 class _Whole:

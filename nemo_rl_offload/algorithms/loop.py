@@ -524,8 +524,9 @@ def run_loop(
         for num_restarts in count():
             try:
                 if num_restarts:
-                    nodes = "Waiting for nodes in the place of lost ones"
-                    with waiting(say, nodes, begins=False, worth_saying_s=NODES_S):
+                    nodes = "Waiting for as many nodes as before"
+                    is_private = cluster.is_private
+                    with nullcontext() if is_private else waiting(say, nodes, begins=False, worth_saying_s=NODES_S):
                         cluster.renew()
                 found = _run_once(config, run_dir, say, progress_stream, build, cluster, elapsed, folder)
                 break

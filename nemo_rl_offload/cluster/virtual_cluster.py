@@ -82,19 +82,25 @@ class Layout:
         return {name: amount for name, amount in slot.items() if amount > 0}
 
 
-def choose_layout(nodes: Sequence[Node], num_nodes: int, gpus_per_node: int | Literal["auto"]) -> Layout:
+def choose_layout(
+    nodes: Sequence[Node],
+    num_nodes: int,
+    gpus_per_node: int | Literal["auto"],
+    device: Literal["cuda", "cpu"] | None = None,
+) -> Layout:
     """Choose the nodes and the number of workers on each.
 
     With a GPU anywhere, a worker is a GPU and only nodes with enough of them count; ``auto`` takes as many on
     each chosen node as the poorest has. Without any GPU, ``auto`` is one CPU worker a node. Nodes with most
-    GPUs come first.
+    GPUs come first. `device`: what workers are to be, whatever there is.
 
     Raises:
         ResourceError: fewer suitable nodes than asked for.
     """
     assert num_nodes >= 1
     assert gpus_per_node == "auto" or gpus_per_node >= 1
-    device: Literal["cuda", "cpu"] = "cuda" if any(node.num_gpus for node in nodes) else "cpu"
+    if device is None:
+        device = "cuda" if any(node.num_gpus for node in nodes) else "cpu"
     least_gpus = (1 if gpus_per_node == "auto" else gpus_per_node) if device == "cuda" else 0
     suitable = [node for node in nodes if (node.num_gpus >= least_gpus if least_gpus else node.num_cores > 0)]
     if len(suitable) < num_nodes:
@@ -210,13 +216,20 @@ class VirtualCluster:
             self._start(num_nodes, workers_per_node)
             return
         self._give_back()
-        self._take(num_nodes, workers_per_node, 0.0 if self.is_private else RETURN_S)
+        self._take(num_nodes, workers_per_node, self.device, 0.0 if self.is_private else RETURN_S)
 
-    def _take(self, num_nodes: int, gpus_per_node: int | Literal["auto"], patience_s: float = 0.0) -> None:
+    def _take(
+        self,
+        num_nodes: int,
+        gpus_per_node: int | Literal["auto"],
+        device: Literal["cuda", "cpu"] | None = None,
+        patience_s: float = 0.0,
+    ) -> None:
         end_s = time.monotonic() + patience_s
         while True:
+            nodes = self.head.ask(_alive_nodes)
             try:
-                self.layout = choose_layout(self.head.ask(_alive_nodes), num_nodes, gpus_per_node)
+                self.layout = choose_layout(nodes, num_nodes, gpus_per_node, device)
             except ResourceError as error:
                 if time.monotonic() < end_s:
                     time.sleep(LOOK_S)

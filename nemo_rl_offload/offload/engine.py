@@ -36,9 +36,11 @@ moves it all.
 """
 
 import copy
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import TypeVar
 
 import torch
@@ -115,9 +117,14 @@ class Region(HookedRegion):
             ref = engine._slots.get(key)
             slot = None if ref is None else ref()
             detached, version = tensor.detach(), tensor._version
-            goes_on = slot is not None and engine._order.goes_on(slot.pass_, (self.module, self.layer))
-            if slot is None or not slot.holds_content_of(tensor, goes_on):
+            forward = getattr(engine._forward, "number", 0)
+            if slot is not None and slot.ref.block is not None and slot.forward != forward:
+                # Alive since an earlier forward, it is kept by others: a copy would free nothing, and the one that is
+                # there may be of something else. A buffer that is filled through `.data` has no version that tells.
+                return self._keep(tensor)
+            if slot is None or not slot.holds_content_of(tensor):
                 slot = Slot(storage, key, num_bytes, engine._dead_slots.append, detached, version)
+                slot.forward = forward
                 engine._alive[id(slot.ref)] = slot.ref
                 engine._slots[key] = slot.ref
             else:
@@ -207,6 +214,7 @@ class OffloadEngine:
             max_inflight_groups=max_inflight_groups,
         )
         self._order = BackwardOrder()
+        self._forwards, self._forward = count(1), threading.local()
         self._max_prefetch_bytes = max_prefetch_bytes
         self._prefetch = Prefetch(self._order, self._timing, self._copies, max_prefetch_bytes)
         self._steps_are_told = steps_are_told
@@ -259,8 +267,6 @@ class OffloadEngine:
             own_bytes = sum([slot.num_bytes for slot in own])
             group = Group((region.module, region.layer), [slot.ref for slot in slots], own_bytes)
             self._order.commit(group)
-            for slot in own:
-                slot.pass_ = group.pass_
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
                 self._copies.resident_limit_bytes = self._auto.visit(group, True, self._backend)
@@ -278,8 +284,13 @@ class OffloadEngine:
         return output
 
     def begin_forward(self) -> None:
-        """A forward begins, perhaps of another chunk of the model. Needed only where chunks take turns."""
+        """A forward begins in this thread, perhaps of another chunk of the model.
+
+        Needed where chunks take turns, and where a forward may save a tensor of an earlier one whose graph is alive,
+        with another content, of which no version counter tells.
+        """
         remove_left_hooks()
+        self._forward.number = next(self._forwards)
         with self._changes.lock, self._changes:
             self._order.end_pass()
 

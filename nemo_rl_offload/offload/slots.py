@@ -98,8 +98,8 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "arrival", "judged", "key", "more", "num_bytes", "owner", "pass_", "position", "ref", "released",
-        "saved", "state", "stats", "storage", "versions", "wanted",
+        "__weakref__", "arrival", "forward", "judged", "key", "more", "num_bytes", "owner", "position", "ref",
+        "released", "saved", "state", "stats", "storage", "versions", "wanted",
     )  # fmt: skip
 
     position: int  # among the slots of the first commit
@@ -129,7 +129,7 @@ class Slot:
         self.judged = False  # known whether the copy freed the source
         self.released = False  # the source was shrunk by force
         self.owner: Key | None = None  # whose commit was the first
-        self.pass_: ForwardPass | None = None  # of that commit
+        self.forward = 0  # which forward of its thread saved it first
         self.arrival: Arrival | None = None  # of the copy back
 
     @property
@@ -151,15 +151,11 @@ class Slot:
         """Whether the device memory that was copied out is gone."""
         return self.released or _storage_expired(self.ref.source)
 
-    def holds_content_of(self, tensor: Tensor, goes_on: bool) -> bool:
-        """Whether a handle on `tensor`, whose storage is this slot's, can be served by this slot.
-
-        `goes_on`: the forward that it was copied in does. Between two, a buffer may be filled anew through `.data`,
-        which no version counter tells of.
-        """
+    def holds_content_of(self, tensor: Tensor) -> bool:
+        """Whether a handle on `tensor`, whose storage is this slot's, can be served by this slot."""
         if self.storage is not None:
             return True
-        return goes_on and self.ref.block is not None and tensor._version == 0 and self.unwritten
+        return self.ref.block is not None and tensor._version == 0 and self.unwritten
 
 
 class Group:

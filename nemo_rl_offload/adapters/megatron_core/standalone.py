@@ -13,7 +13,7 @@ Limit: one engine, and so one set of Megatron's knobs, for all models in a proce
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ import megatron.core
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.installation import make_backend, reduce_max_over_stage
 from nemo_rl_offload.adapters.megatron_core.interface import OffloadInterface, restore_megatrons, use_engine
@@ -75,6 +76,8 @@ class Installed:
     def __init__(self, options: OffloadOptions | None) -> None:
         self._options = options
         self._engine: OffloadEngine | None = None
+        self._former: list[OffloadEngine] = []
+        """Of models before `reset_instance`, whose backward was still to come."""
         self._knobs: _Knobs | None = None
         self._totals: dict[str, int] = {}
         self._has_warned = False
@@ -82,11 +85,12 @@ class Installed:
         """Offloaded in the last step, by module."""
 
     def stats(self) -> OffloadStats:
-        """Totals since the first forward, in bytes and counts; also after `uninstall`."""
+        """Totals since the first forward, or the first after `reset_instance`, in bytes and counts; also after
+        `uninstall`."""
         return OffloadStats() if self._engine is None else self._engine.stats()
 
-    def begin(self, config: TransformerConfig, pipeline_rank: int) -> None:
-        """A forward of a model with this TransformerConfig begins, on this pipeline rank.
+    def begin(self, config: TransformerConfig, pipeline_rank: int, weights: Iterable[Tensor] = ()) -> None:
+        """A forward of a model with this TransformerConfig and these weights begins, on this pipeline rank.
 
         Raises:
             ConfigError: the configuration asks for what this engine does not do, or for something else than that of
@@ -114,6 +118,7 @@ class Installed:
         self._engine = build_engine(
             options, make_backend(), reduce_max_over_ranks=reduce_max_over_stage, steps_are_told=True
         )
+        self._engine.exclude([*weights])  # which Megatron tells of once, in a model's first forward
         use_engine(self._engine, knobs.offload_modules)
         OffloadInterface.on_reset, OffloadInterface.on_reset_instance = self._end_step, self._begin_anew
         self._knobs = knobs
@@ -121,13 +126,16 @@ class Installed:
 
     def _begin_anew(self) -> None:
         """The next model may offload otherwise."""
-        self.close()
-        self._knobs = None
+        if self._engine is not None:
+            self._former.append(self._engine)
+        self._close(self._former)
+        self._knobs, self.bytes_of_step = None, {}
         use_engine(None)
 
     def _end_step(self) -> None:
         before, self._totals = self._totals, {name: each.bytes_out for name, each in self.stats().per_module.items()}
         self.bytes_of_step = {name: total - before.get(name, 0) for name, total in self._totals.items()}
+        self._close(self._former)
         self._warn_of_idle()
 
     def _warn_of_idle(self) -> None:
@@ -139,11 +147,15 @@ class Installed:
             warnings.warn(f"offload_modules: '{name}' offloads nothing: {_IDLE}", stacklevel=2)
 
     def close(self) -> None:
-        """Give the host memory back, unless a graph is alive whose backward may come."""
-        if self._engine is not None:
-            self._engine.stats()
-            if not self._engine._slots:
-                self._engine.close()
+        """Give the host memory back, unless a graph is alive whose backward may come; then the next call does."""
+        self._close([*self._former, *([] if self._engine is None else [self._engine])])
+
+    def _close(self, engines: Iterable[OffloadEngine]) -> None:
+        for engine in engines:
+            engine.stats()
+            if not engine._slots:
+                engine.close()
+                self._former = [each for each in self._former if each is not engine]
 
 
 class _State:
@@ -217,7 +229,7 @@ def uninstall() -> None:
 def _telling(installed: Installed, original: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(original)
     def preprocess(model: GPTModel) -> None:
-        installed.begin(model.config, model.pg_collection.pp.rank())
+        installed.begin(model.config, model.pg_collection.pp.rank(), model.parameters())
         original(model)
 
     return preprocess

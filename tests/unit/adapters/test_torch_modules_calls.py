@@ -137,3 +137,62 @@ def test_nothing_is_warned_about_without_a_reason() -> None:
         warnings.simplefilter("error")
         with offload(model, ["part"]):
             steps(model)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part(torch.sin)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.part(x * mask)
+
+
+class Masking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Masked() for _ in range(2))
+        self.weight = nn.Parameter(torch.full((64,), 0.5))
+
+    def forward(self, mask: Tensor) -> Tensor:
+        x: Tensor = self.weight
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+@pytest.mark.parametrize("names", [["layers.*"], ["layers.*.part"], ["layers.*", "layers.*.part"], ["layers.1"]])
+def test_a_buffer_that_each_forward_fills_anew(names: list[str]) -> None:
+    """Through `.data`, of which no version counter tells, while the graph of the forward before is alive."""
+
+    def second_gradient(model: Masking) -> Tensor:
+        mask = torch.full((64,), 2.0)
+        first = model(mask)
+        mask.data.fill_(3.0)
+        model(mask).sum().backward()
+        assert first.requires_grad
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    expected = second_gradient(Masking())
+    model = Masking()
+    with offload(model, names) as active:
+        assert torch.equal(second_gradient(model), expected)
+    assert active.stats().bytes_out
+
+
+def test_views_of_one_storage_are_moved_once() -> None:
+    """Of a batch whose parts are forwards of their own, and of a sequence that a cell goes along."""
+    cell = nn.RNNCell(8, 8)
+    steps_of_a_sequence = nn.ModuleDict({"cell": cell})
+    sequence, hidden = torch.randn(4, 16, 8), torch.zeros(4, 8)
+    with offload(steps_of_a_sequence, ["cell"]) as active:
+        for step in range(16):
+            hidden = cell(sequence[:, step], hidden)
+        hidden.sum().backward()
+    assert active.stats().bytes_out < 2 * sequence.nbytes + 3 * 16 * hidden.nbytes
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    batch_of_parts = torch.randn(64, 8)
+    with offload(layer, ["0"]) as active:
+        sum(layer(part).sum() for part in batch_of_parts.split(8)).backward()
+    assert active.stats().bytes_out <= batch_of_parts.nbytes

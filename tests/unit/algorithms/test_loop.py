@@ -450,7 +450,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def cluster(**_: Any) -> Iterator[SimpleNamespace]:
         events.append("up")
         try:
-            yield SimpleNamespace(world_size=1, device="cpu", renew=lambda: events.append("renewed"))
+            yield SimpleNamespace(world_size=1, device="cpu", is_private=True, renew=lambda: events.append("renewed"))
         finally:
             events.append("down")
 

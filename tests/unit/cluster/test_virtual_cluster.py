@@ -205,15 +205,19 @@ def test_a_programs_own_processes_are_not_taken_for_rays() -> None:
             process.wait()
 
 
+@pytest.mark.parametrize("num_gpus", [0, 8])
 @pytest.mark.parametrize(("returns_after", "is_private"), [(3, False), (1000, False), (3, True)])
-def test_a_lost_node_may_come_back(returns_after: int, is_private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_node_may_come_back(
+    returns_after: int, is_private: bool, num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To a Ray that was joined, for so long; a private Ray has one node, and is started anew."""
-    before, asked, now_s = cluster((2, 0), (2, 0)), 0, 0.0
+    before, asked, now_s = cluster((4, 0), (4, 0), (2, num_gpus)), 0, 0.0
+    num_nodes = 1 if num_gpus else 3
 
     def alive() -> list[Node]:
         nonlocal asked
         asked += 1
-        return before if asked > returns_after else before[:1]
+        return before if asked > returns_after else before[:2]
 
     def sleep(seconds: float) -> None:
         nonlocal now_s
@@ -226,11 +230,25 @@ def test_a_lost_node_may_come_back(returns_after: int, is_private: bool, monkeyp
     monkeypatch.setattr(VirtualCluster, "is_private", is_private)
     joined = VirtualCluster.__new__(VirtualCluster)
     joined.head, joined.placement_groups, joined._private_ray = Head(), (), None
-    joined.layout, joined.workers_per_node = choose_layout(before, 2, 1), 1
+    joined.layout, joined.workers_per_node = choose_layout(before, num_nodes, 1), 1
+    joined.device = joined.layout.device
     if is_private or returns_after > virtual_cluster.RETURN_S:
-        with pytest.raises(ResourceError, match=r"1 of 1 qualify" if is_private else r"None came within 0:10:00\."):
+        with pytest.raises(ResourceError, match=r"of 2 qualify" if is_private else r"None came within 0:10:00\."):
             joined.renew()
         assert asked == 1 or now_s == virtual_cluster.RETURN_S
     else:
         joined.renew()
-        assert (asked, joined.world_size) == (returns_after + 1, 2)
+        assert (asked, joined.world_size) == (returns_after + 1, num_nodes)
+        assert joined.device == ("cuda" if num_gpus else "cpu"), "as before, though others are there"
+
+
+def test_nobody_waits_for_a_node_of_a_ray_without_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_: object) -> list[Node]:
+        raise ResourceError("gcs_server has not answered")
+
+    joined = VirtualCluster.__new__(VirtualCluster)
+    joined.head, joined.placement_groups, joined._private_ray = Head(), (), None
+    joined.layout, joined.workers_per_node, joined.device = choose_layout(cluster((2, 0)), 1, 1), 1, "cpu"
+    monkeypatch.setattr(Head, "ask", lambda _, call: lost(call))
+    with pytest.raises(ResourceError, match=r"^gcs_server has not answered$"):
+        joined.renew()

@@ -219,23 +219,26 @@ def test_a_storage_written_through_an_alias_is_copied_again(make_engine: Make) -
     assert torch.equal(x.grad, torch.full((8,), 35.0))
 
 
-def test_a_buffer_filled_anew_between_forwards_is_copied_again(make_engine: Make) -> None:
-    """Through `.data`, which no version tells of, while the first forward's graph is alive."""
+def test_what_is_alive_since_another_forward_stays(make_engine: Make) -> None:
+    """A buffer filled anew through `.data`, of which no version tells, while the first forward's graph is alive."""
     engine = make_engine()
     x, data = torch.full((8,), 3.0, requires_grad=True), torch.full((8,), 5.0)
 
-    def forward() -> torch.Tensor:
+    def forward(*layers: int) -> torch.Tensor:
+        engine.begin_forward()
         y = x
-        for layer in range(2):
+        for layer in layers:
             with engine.region("m", layer) as region:
                 y = y * data
             y = engine.commit(region, y)
         return y
 
-    first = forward()
+    first = forward(0, 1)
+    num_bytes = engine.stats().bytes_out
     data.data.fill_(2.0)
-    forward().sum().backward()
-    assert torch.equal(x.grad, torch.full((8,), 4.0))
+    forward(1).sum().backward()
+    assert torch.equal(x.grad, torch.full((8,), 2.0))
+    assert engine.stats().bytes_out == num_bytes == 32, "the buffer once"
     assert first.requires_grad
 
 
