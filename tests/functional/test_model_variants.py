@@ -20,7 +20,7 @@ REFUSED = [
 SAMPLE = random.Random(0).sample([*table(), *map(mutated, range(200))], 16)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", HONOURED, ids=str)
 def test_honoured(variant: Variant, tmp_path: Path) -> None:
     assert outcome(variant, tmp_path / "model", exports=True) == "honoured"
