@@ -37,23 +37,27 @@ HOST_BUDGET = "48GiB" if HAS_GPU else "64MiB"
 SETTINGS: dict[str, Any] = {"host_memory_budget": HOST_BUDGET} | ({} if HAS_GPU else {"min_tensor_bytes": 0})
 
 Attempt = dict[str, Any]
+OURS: dict[str, Attempt] = {
+    "ours: attention": {"modules": ATTENTION},
+    "ours: attention and activations": {"modules": [*ATTENTION, "mlp_act"]},
+}
+CHECKPOINTING: Attempt = {"gradient_checkpointing": True}
+OURS_BESIDE_CHECKPOINTING = {"checkpointing, ours: layers": CHECKPOINTING | {"modules": LAYERS}}
 ATTEMPTS: dict[str, dict[str, Attempt]] = {
     "trl": {
         "nothing": {},
         "TRL's offloading": {"activation_offloading": True},
-        "ours: attention": {"modules": ATTENTION},
-        "ours: attention and activations": {"modules": [*ATTENTION, "mlp_act"]},
-        "checkpointing": {"gradient_checkpointing": True},
-        "checkpointing, TRL's offloading": {"gradient_checkpointing": True, "activation_offloading": True},
-        "checkpointing, ours: layers": {"gradient_checkpointing": True, "modules": LAYERS},
+        **OURS,
+        "checkpointing": CHECKPOINTING,
+        "checkpointing, TRL's offloading": CHECKPOINTING | {"activation_offloading": True},
+        **OURS_BESIDE_CHECKPOINTING,
     },
     "fsdp2": {
         "nothing": {},
         "save_on_cpu": {"save_on_cpu": True},
-        "ours: attention": {"modules": ATTENTION},
-        "ours: attention and activations": {"modules": [*ATTENTION, "mlp_act"]},
-        "checkpointing": {"gradient_checkpointing": True},
-        "checkpointing, ours: layers": {"gradient_checkpointing": True, "modules": LAYERS},
+        **OURS,
+        "checkpointing": CHECKPOINTING,
+        **OURS_BESIDE_CHECKPOINTING,
     },
 }
 

@@ -416,6 +416,9 @@ def adapters(results: Mapping[str, Result]) -> Iterator[str]:
         yield "| way | a step | highest allocated | to the host |"
         yield "|---|---|---|---|"
         for way, found in result["attempts"].items():
+            if "error" in found:
+                yield f"| {way} | {found['error']} |"
+                continue
             sizes = [gib(int(found[key]), 1) for key in ("peak_allocated_bytes", "bytes_out")]
             moved = sizes[1] if "ours" in way else "-"
             yield f"| {way} | {found['ms']:.0f} ms | {sizes[0]} | {moved} |"
