@@ -60,6 +60,10 @@ class BackwardOrder:
         current.last_key = group.key
         current.groups.append(weakref.ref(group))
 
+    def goes_on(self, pass_: ForwardPass | None, key: Key) -> bool:
+        """Whether a commit by `key` would belong to `pass_`."""
+        return pass_ is not None and pass_ is self._current and not pass_.begun and key != pass_.first_key
+
     def end_pass(self) -> None:
         """The next group begins a pass."""
         self._current = None

@@ -118,7 +118,7 @@ class Region(HookedRegion):
             slot = None if ref is None else ref()
             detached, version = tensor.detach(), tensor._version
             forward = getattr(engine._forward, "number", 0)
-            if slot is not None and slot.ref.block is not None and slot.forward != forward:
+            if slot is not None and slot.ref.block is not None and not engine._goes_on(slot, forward, self):
                 # Alive since an earlier forward, it is kept by others: a copy would free nothing, and the one that is
                 # there may be of something else. A buffer that is filled through `.data` has no version that tells.
                 return self._keep(tensor)
@@ -267,6 +267,8 @@ class OffloadEngine:
             own_bytes = sum([slot.num_bytes for slot in own])
             group = Group((region.module, region.layer), [slot.ref for slot in slots], own_bytes)
             self._order.commit(group)
+            for slot in own:
+                slot.pass_ = group.pass_
             self._prefetch.boundary(group, forward=True)
             if self._auto is not None:
                 self._copies.resident_limit_bytes = self._auto.visit(group, True, self._backend)
@@ -402,6 +404,12 @@ class OffloadEngine:
             kept_bytes = group.saved_bytes - sum([slot.num_bytes for slot in moving])
             self._copies.module_stats(group.key[0]).kept_bytes += kept_bytes
         return self._copies.offload(moving, group.key[0]) if moving else 0
+
+    def _goes_on(self, slot: Slot, forward: int, region: Region) -> bool:
+        """Whether the forward that copied a slot does; where none was told of, as far as the order of commits tells."""
+        if forward or slot.forward:
+            return slot.forward == forward
+        return self._order.goes_on(slot.pass_, (region.module, region.layer))
 
     def _learn(self, groups: list[GroupTimes], boundaries_ms: list[float]) -> None:
         self._selection.learn(groups, boundaries_ms, self._timing)

@@ -98,8 +98,8 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "arrival", "forward", "judged", "key", "more", "num_bytes", "owner", "position", "ref",
-        "released", "saved", "state", "stats", "storage", "versions", "wanted",
+        "__weakref__", "arrival", "forward", "judged", "key", "more", "num_bytes", "owner", "pass_", "position",
+        "ref", "released", "saved", "state", "stats", "storage", "versions", "wanted",
     )  # fmt: skip
 
     position: int  # among the slots of the first commit
@@ -130,6 +130,7 @@ class Slot:
         self.released = False  # the source was shrunk by force
         self.owner: Key | None = None  # whose commit was the first
         self.forward = 0  # which forward of its thread saved it first
+        self.pass_: ForwardPass | None = None  # of the first commit
         self.arrival: Arrival | None = None  # of the copy back
 
     @property

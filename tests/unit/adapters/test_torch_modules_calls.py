@@ -181,6 +181,26 @@ def test_a_buffer_that_each_forward_fills_anew(names: list[str]) -> None:
     assert active.stats().bytes_out
 
 
+def test_such_a_buffer_where_the_whole_is_called_otherwise() -> None:
+    """By its `forward`, or with two offloadings, of which one alone hears of its calls."""
+
+    def second_gradient(model: Masking, call: Callable[[Tensor], Tensor]) -> Tensor:
+        mask = torch.full((64,), 2.0)
+        first = call(mask)
+        mask.data.fill_(3.0)
+        call(mask).sum().backward()
+        assert first.requires_grad
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    plain, model, other = Masking(), Masking(), Masking()
+    expected = second_gradient(plain, plain)
+    with offload(model, ["layers.*"]):
+        assert torch.equal(second_gradient(model, model.forward), expected)
+    with offload(other, ["layers.0"]), offload(other, ["layers.1"]):
+        assert torch.equal(second_gradient(other, other), expected)
+
+
 def test_views_of_one_storage_are_moved_once() -> None:
     """Of a batch whose parts are forwards of their own, and of a sequence that a cell goes along."""
     cell = nn.RNNCell(8, 8)
