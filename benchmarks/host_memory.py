@@ -1,8 +1,9 @@
 """Host memory of the driver and of every worker over a long run: `python benchmarks/host_memory.py --out FILE.json`.
 
-Runs the tiny example of an algorithm as the command line does and reads every process's own memory (resident pages that
-no other process shares) after each step. The growth is that of the mean of the last steps over the mean of as many
-steps from `--after` on; validation at the same steps and the allocator's caches make single steps noisy.
+Runs the tiny example of an algorithm, or `--config`, as the command line does and reads every process's own memory
+(resident pages that no other process shares) after each step, beside what the workers say of their arena by class. The
+growth is that of the mean of the last steps over the mean of as many steps from `--after` on; validation at the same
+steps and the allocator's caches make single steps noisy.
 """
 
 import argparse
@@ -15,8 +16,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import psutil
+from common import environment
 
 ROOT = Path(__file__).parents[1]
 NUM_AVERAGED = 25
@@ -25,6 +28,7 @@ NUM_AVERAGED = 25
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", default="sft", choices=("grpo", "sft", "dpo", "distillation"))
+    parser.add_argument("--config", type=Path, help="in place of the tiny example")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--after", type=int, default=50, help="step from which growth counts (default: 50)")
     parser.add_argument("--out", type=Path, required=True)
@@ -32,20 +36,27 @@ def main() -> int:
     if options.steps < options.after + 2 * NUM_AVERAGED:
         parser.error(f"--steps: at least {2 * NUM_AVERAGED} more than --after, to see growth")
     with tempfile.TemporaryDirectory() as folder:
-        samples = dict(_measure(options.algorithm, options.steps, Path(folder) / "run", overrides))
+        run_dir = Path(folder) / "run"
+        command = [options.algorithm, "--run-dir", str(run_dir)]
+        command += ["--config", str(options.config)] if options.config else []
+        command += [f"{options.algorithm}.max_num_steps={options.steps}", *overrides]
+        samples = dict(_measure(command, run_dir / "metrics.jsonl"))
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+            _add_classes(samples, json.loads(line))
     growth = {role: _growth(values, options.after) for role, values in _by_role(samples).items()}
     rows = [{"step": step, **each} for step, each in sorted(samples.items())]
     result = {"algorithm": options.algorithm, "steps": options.steps, "overrides": overrides, "growth": growth}
+    if options.config:
+        result |= {**environment(), "config": str(options.config)}
     options.out.write_text(json.dumps(result | {"own_bytes": rows}, indent=1) + "\n")
     print(json.dumps(growth, indent=1))
     return 0
 
 
-def _measure(algorithm: str, steps: int, run_dir: Path, overrides: list[str]) -> Iterator[tuple[int, dict[str, int]]]:
+def _measure(command: list[str], metrics: Path) -> Iterator[tuple[int, dict[str, int]]]:
     """Step and bytes of each role, as the run comes past."""
-    command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", algorithm, "--run-dir", str(run_dir)]
     process = subprocess.Popen(
-        [*command, f"{algorithm}.max_num_steps={steps}", *overrides],
+        [sys.executable, "-m", "nemo_rl_offload.cli", "run", *command],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
@@ -53,7 +64,7 @@ def _measure(algorithm: str, steps: int, run_dir: Path, overrides: list[str]) ->
     last = 0
     while process.poll() is None:
         time.sleep(0.02)
-        step = _last_step(run_dir / "metrics.jsonl")
+        step = _last_step(metrics)
         if step > last:
             last = step
             yield step, _own_bytes(process.pid)
@@ -64,6 +75,14 @@ def _measure(algorithm: str, steps: int, run_dir: Path, overrides: list[str]) ->
 def _last_step(file: Path) -> int:
     lines = file.read_text().splitlines() if file.exists() else []
     return max((json.loads(line)["step"] for line in lines[-2:]), default=0)
+
+
+def _add_classes(samples: dict[int, dict[str, int]], line: dict[str, Any]) -> None:
+    """What the fullest worker's arena held of each class in that step."""
+    prefix = "memory/host_bytes/"
+    if line["step"] in samples and line["prefix"] == "train":
+        found = {key: int(value) for key, value in line["metrics"].items() if key.startswith(prefix)}
+        samples[line["step"]] |= {f"arena: {key.removeprefix(prefix)}": value for key, value in found.items()}
 
 
 def _own_bytes(driver: int) -> dict[str, int]:
@@ -88,7 +107,7 @@ def _growth(values: dict[int, int], after: int) -> dict[str, float]:
     return {
         "first_mib": round(first / 2**20, 1),
         "last_mib": round(last / 2**20, 1),
-        "growth": round(last / first - 1, 4),
+        "growth": round(last / first - 1, 4) if first else 0.0 if last == first else float("inf"),
     }
 
 

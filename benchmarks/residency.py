@@ -1,17 +1,25 @@
 """What it costs that something waits in host memory between its uses.
 
     python benchmarks/residency.py --part optimizer --out benchmarks/results/DEVICE
+    python benchmarks/residency.py --part phase --out benchmarks/results/DEVICE
 
 Part `optimizer`: an optimizer step of Qwen2.5-1.5B's parameters (bfloat16 weights, float32 gradients, main weights and
 Adam's state) with everything on the device, and with main weights and state on the host. The bound is 1.15 times what
 12 bytes a parameter take each way, at the link's rate with both directions busy, which is measured beside it. Weights
-and state must be equal bit for bit. On a CPU a small case shows that it works, and its figures mean nothing.
+and state must be equal bit for bit.
+
+Part `phase`: a training phase of 64 microbatches of that model with its optimizer step, state on the device, on the
+host, and on the device again, each in a process of its own. How much the longer step of the optimizer costs depends on
+how long the microbatches are. The bound is 1/0.97 of the time on the device.
+
+On a CPU a small case shows that it works, and its figures mean nothing.
 """
 
 import argparse
 import hashlib
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import HAS_GPU, environment, say
+from common import HAS_GPU, environment, prepare_process, say
+from constants import OPTIMIZERS
 from torch import Tensor
 
 from nemo_rl_offload.bench.report import write_json
@@ -34,6 +43,12 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 BYTES_PER_PARAMETER = 12
 BOUND = 1.15
 NUM_STEPS = 9
+NUM_MICROBATCHES = 64
+PHASE_BOUND = 1 / 0.97
+LENGTHS = (1536, 4096, 16_384) if HAS_GPU else (16, 48)
+"""Tokens of each microbatch in the part `phase`."""
+NUM_PHASES = 2
+PLACES = (OPTIMIZERS[0], OPTIMIZERS[1], OPTIMIZERS[0])
 LINK_BYTES = 4 << 30 if HAS_GPU else 1 << 22
 """Moved each way in a measurement of the link."""
 
@@ -190,16 +205,68 @@ def optimizer_part(bucket_bytes: int) -> dict[str, Any]:
     }
 
 
+def measure_phases(place: str, impl: str) -> None:
+    """In a process of its own: print one line of JSON for each length."""
+    prepare_process()
+    from workload import Shape, Workload, random_batch
+
+    shape = Shape(
+        28 if HAS_GPU else 2,
+        max(LENGTHS),
+        NUM_MICROBATCHES,
+        algorithm="sft",
+        transformer_impl=impl,
+        vocabulary_size=151_936 if HAS_GPU else 256,
+        model="Qwen/Qwen2.5-1.5B",
+        optimizer=place,
+    )
+    workload = Workload(shape)
+    workload.step(random_batch([LENGTHS[0]] * 2, workload.vocabulary_size, 2))
+    for length in LENGTHS:
+        batch = random_batch([length] * NUM_MICROBATCHES, workload.vocabulary_size, 3)
+        workload.step({name: tensor[:2] for name, tensor in batch.items()})
+        samples = [elapsed_ms(partial(workload.step, batch)) for _ in range(NUM_PHASES)]
+        alone = [elapsed_ms(workload.model.optimizer.step) for _ in range(NUM_PHASES)]
+        found = {"ms": min(samples), "samples": samples, "optimizer_ms": min(alone)}
+        print(json.dumps({"place": place, "length": length, **found}), flush=True)
+
+
+def phase_part(impl: str) -> dict[str, Any]:
+    """Every length, in every place in turn."""
+    found: list[dict[str, Any]] = []
+    for place in PLACES:
+        command = [sys.executable, __file__, "--out", ".", "--part", "phase", "--impl", impl, "--place", place]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        say("\n".join(f"{each['place']}, {each['length']}: {each['ms']:.0f} ms" for each in found[-len(LENGTHS) :]))
+    rows = []
+    for length in LENGTHS:
+        on_device, on_host = (
+            [each for each in found if each["length"] == length and each["place"] == place] for place in OPTIMIZERS[:2]
+        )
+        ratio = min(each["ms"] for each in on_host) / min(each["ms"] for each in on_device)
+        rows.append({"length": length, "ratio": ratio, "bound": PHASE_BOUND, "is_within_bound": ratio <= PHASE_BOUND})
+    return {**environment(), "transformer_impl": impl, "num_microbatches": NUM_MICROBATCHES, "lengths": rows} | {
+        "measured": found
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("optimizer",), default="optimizer")
+    parser.add_argument("--part", choices=("optimizer", "phase"), default="optimizer")
+    parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch", help="layers of `phase`")
+    parser.add_argument("--place", choices=OPTIMIZERS, help=argparse.SUPPRESS)
     parser.add_argument("--bucket-mib", type=float, default=BUCKET_BYTES / (1 << 20))
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     options = parser.parse_args()
-    data = optimizer_part(int(options.bucket_mib * (1 << 20)))
+    if options.place:
+        measure_phases(options.place, options.impl)
+        return 0
+    is_phase = options.part == "phase"
+    data = phase_part(options.impl) if is_phase else optimizer_part(int(options.bucket_mib * (1 << 20)))
     write_json(options.out / f"residency_{options.part}.json", data)
     print(json.dumps({key: value for key, value in data.items() if not key.endswith("samples")}, indent=1))
-    return 0 if data["same_bits"] else 1
+    return 0 if is_phase or data["same_bits"] else 1
 
 
 if __name__ == "__main__":

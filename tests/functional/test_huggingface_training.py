@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,17 @@ NAMES = ["core_attn", "mlp_norm", "mlp_act"]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def _same_sums_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Kernels and threads that sum in any order would differ from run to run."""
     monkeypatch.setattr("transformers.TrainingArguments.n_gpu", 1)  # else several mean nn.DataParallel
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.chdir(tmp_path)
+    torch.use_deterministic_algorithms(DEVICE == "cuda", warn_only=True)  # some have no such form
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(False)
 
 
 def callback(modules: list[str]) -> OffloadCallback:
