@@ -14,11 +14,13 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import HAS_GPU, environment, give_back_memory, in_turn, medians, prepare_process, profiled, say, timed
+from constants import OPTIMIZERS
 
 ROUNDS = 3
 STEPS = 3
@@ -66,6 +68,8 @@ def measure(options: argparse.Namespace, workload: Any, made: list[Any], result:
     scored = medians([timed(lambda: workload.complete(batch, how)) for _ in range(STEPS)])["ms"]
     result["logprobs"] = {"ms": scored, "tflops": flops / 3 / scored / 1e9}  # a third is forward
     say(f"log-probabilities: {scored:.1f} ms, {result['logprobs']['tflops']:.1f} TFLOP/s")
+    if options.profile:
+        result["logprobs"]["profile"] = profile_of(lambda: workload.complete(batch, how), "log-probabilities")
     workload.step(batch, how)  # which makes Adam's state
     result["optimizer_ms"] = workload.optimizer_ms()
     variants = {variant.name: variant for variant in made}
@@ -88,9 +92,7 @@ def measure(options: argparse.Namespace, workload: Any, made: list[Any], result:
                     sum_up(result, options.variant[0])
                     write()
                 if number == ROUNDS - 1 and options.profile:
-                    with tempfile.TemporaryDirectory() as folder:  # a trace of so many layers is large
-                        trace = Path(folder) / "trace.json.gz"
-                        entry["profile"] = profiled(lambda: workload.step(batch, how), trace, name)["figures"]
+                    entry["profile"] = profile_of(lambda: workload.step(batch, how), name)
                     write()
         except torch.OutOfMemoryError:
             entry["out_of_memory"] = True
@@ -100,6 +102,13 @@ def measure(options: argparse.Namespace, workload: Any, made: list[Any], result:
             figures = f"{entry['tflops']:.1f} TFLOP/s, cost {entry.get('cost', 0):.1%}"
             say(f"{name}: {entry['medians']['ms']:.1f} ms, {figures}")
             say(json.dumps({key: entry.get(key) for key in ("per_step", "profile")}))
+
+
+def profile_of(work: Callable[[], object], name: str) -> dict[str, float]:
+    """When its lanes were busy; a trace of so many layers is too large to keep."""
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, float] = profiled(work, Path(folder) / "trace.json.gz", name)["figures"]
+    return found
 
 
 def sum_up(result: dict[str, Any], first: str) -> None:
@@ -119,6 +128,7 @@ def main() -> int:
     parser.add_argument("--model", default="Qwen/Qwen2.5-1.5B")
     parser.add_argument("--case", choices=("packs", "rows", "whole"), default="packs")
     parser.add_argument("--impl", choices=("torch", "transformer_engine"), default="torch")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS[:2], default=OPTIMIZERS[0], help="where its state is")
     parser.add_argument("--length", type=int, default=4096, metavar="TOKENS")
     parser.add_argument("--microbatches", type=int, default=4, metavar="N")
     parser.add_argument("--variant", nargs="+", default=["nothing", "ours: attention", "ours: all"], metavar="NAME")
@@ -136,11 +146,15 @@ def main() -> int:
     num_layers, vocabulary = (model.num_layers, model.vocab_size) if HAS_GPU else (2, 256)
     lengths, _ = make_case(options)
     longest = max(lengths) * (16 if options.case == "packs" else 1)
-    workload = Workload(Shape(num_layers, longest, 4, "sft", options.impl, vocabulary, options.model))
+    workload = Workload(
+        Shape(num_layers, longest, 4, "sft", options.impl, vocabulary, options.model, options.optimizer)
+    )
     result: dict[str, Any] = {"experiment": "training_rate", **environment(), "case": options.case}
     result |= {"model": options.model, "implementation": options.impl, "vocabulary_size": vocabulary}
     size = options.model.rsplit("-", 1)[-1].lower()
-    path = options.out / f"training_rate_{size}_{options.case}_{options.impl}.json"
+    result["optimizer"] = options.optimizer
+    place = "" if options.optimizer == OPTIMIZERS[0] else "_optimizer_on_host"
+    path = options.out / f"training_rate_{size}_{options.case}_{options.impl}{place}.json"
     measure(options, workload, variants, result, lambda: write_json(path, result))
     write_json(path, result)
     return 0

@@ -20,14 +20,14 @@ def compute_logprobs(
     """Log-probabilities of every token of this rank's shard, float32 [B, S] on the CPU, aligned as in `OutputHead`.
 
     `split` is the number of rows in each microbatch, or how a plan cuts the shard. None on ranks before the last
-    pipeline stage.
+    pipeline stage. They leave the device after the last microbatch: the host, which would wait, prepares the next one.
     """
 
     def process(head: OutputHead, microbatch: Microbatch) -> Tensor:
-        return head.predict(microbatch.batch["input_ids"]).logprobs.cpu()
+        return head.predict(microbatch.batch["input_ids"]).logprobs
 
     outputs = forward_without_gradients(model, batch, split, heads, process)
-    return _rows(batch, outputs) if outputs else None
+    return _rows(batch, [each.cpu() for each in outputs]) if outputs else None
 
 
 def compute_topk_logits(
