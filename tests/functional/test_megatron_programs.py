@@ -24,6 +24,8 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"], "hidden_dropout": 0.1}
 MTP = {"mtp_num_layers": 1}
+MLPS = {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False}
+"""Megatron's own recomputation of an MLP with a bias does not end."""
 GATED = {"gated_linear_unit": True, "add_bias_linear": False}
 
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -35,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "full": (FULL, ("attn_norm",)),
     "core": (CORE, ("attn_norm", "qkv_linear", "mlp_norm")),
     "norms": (NORMS, ("attn_norm", "mlp_norm")),
+    "mlps": (MLPS, ("attn_norm", "mlp_norm")),
     "pp2": (PP, ATTENTION),
     "pp2-vpp2": (VPP, ATTENTION),
     "pp2-mla": (PP | MLA, ATTENTION),
@@ -178,3 +181,18 @@ def test_a_model_of_the_programs_own_keeps_megatrons_mtp_loss(monkeypatch: pytes
     monkeypatch.setenv("PYTHONPATH", python_path(PROJECT_ROOT / "tests/functional"))
     done = run_python("-W", "ignore", "-c", BESIDE_OURS)
     assert done.returncode == 0, done.stderr
+
+
+FREED = f"""
+import os
+os.environ |= {{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}}
+import plain_gpt
+plain_gpt.train({MLPS | {"recompute_modules": ["layernorm", "mlp"]}!r}, ("mlp_norm",))
+"""
+
+
+def test_a_recomputed_mlps_input_that_its_norm_frees_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_path(PROJECT_ROOT / "tests/functional"))
+    done = run_python("-W", "ignore", "-c", FREED)
+    assert done.returncode == 1
+    assert "ConfigError: recompute_modules: 'layernorm' frees what 'mlp' saves and 'mlp_norm' offloads" in done.stderr

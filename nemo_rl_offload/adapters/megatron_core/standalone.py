@@ -21,7 +21,7 @@ import megatron.core
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemo_rl_offload.adapters.megatron_core.installation import make_backend, reduce_max_over_stage
 from nemo_rl_offload.adapters.megatron_core.interface import OffloadInterface, restore_megatrons, use_engine
@@ -89,8 +89,14 @@ class Installed:
         `uninstall`."""
         return OffloadStats() if self._engine is None else self._engine.stats()
 
-    def begin(self, config: TransformerConfig, pipeline_rank: int, weights: Iterable[Tensor] = ()) -> None:
-        """A forward of a model with this TransformerConfig and these weights begins, on this pipeline rank.
+    def begin(
+        self,
+        config: TransformerConfig,
+        pipeline_rank: int,
+        weights: Iterable[Tensor] = (),
+        modules: Iterable[nn.Module] = (),
+    ) -> None:
+        """A forward of a model with this TransformerConfig, weights and modules begins, on this pipeline rank.
 
         Raises:
             ConfigError: the configuration asks for what this engine does not do, or for something else than that of
@@ -103,7 +109,7 @@ class Installed:
             mine, theirs = asdict(self._knobs), asdict(knobs)
             changed = [f"{name}: {mine[name]!r} and {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
             raise ConfigError("models of one process must offload alike. " + "; ".join(changed))
-        if problems := [*_problems(config)]:
+        if problems := [*_problems(config), *_problems_of_layers(modules)]:
             raise ConfigError("\n".join(problems))
         options = self._options or OffloadOptions(host_memory_budget_bytes=host_memory_budget_bytes(0.5))
         options = replace(
@@ -229,7 +235,7 @@ def uninstall() -> None:
 def _telling(installed: Installed, original: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(original)
     def preprocess(model: GPTModel) -> None:
-        installed.begin(model.config, model.pg_collection.pp.rank(), model.parameters())
+        installed.begin(model.config, model.pg_collection.pp.rank(), model.parameters(), model.modules())
         original(model)
 
     return preprocess
@@ -260,3 +266,10 @@ def _problems(config: TransformerConfig) -> Iterator[str]:
             for name in names:
                 if entry in config.recompute_modules and name in config.offload_modules:
                     yield f"recompute_modules: '{entry}' frees what '{name}' offloads. Remove one of the two."
+
+
+def _problems_of_layers(modules: Iterable[nn.Module]) -> Iterator[str]:
+    """A layer's recomputed MLP saves its norm's output, which is the norm's to free where it is a module of its own."""
+    flags = ("recompute_pre_mlp_layernorm", "recompute_mlp", "offload_mlp_norm")
+    if any(all(getattr(module, flag, False) for flag in flags) for module in modules):
+        yield "recompute_modules: 'layernorm' frees what 'mlp' saves and 'mlp_norm' offloads. Remove one of the three."
