@@ -8,8 +8,8 @@ Adam's state) with everything on the device, and with main weights and state on 
 12 bytes a parameter take each way, at the link's rate with both directions busy, which is measured beside it. Weights
 and state must be equal bit for bit.
 
-Part `phase`: a training phase of 64 microbatches of that model with its optimizer step, state on the device, on the
-host, and on the device again, each in a process of its own. How much the longer step of the optimizer costs depends on
+Part `phase`: a training phase of 64 microbatches of that model with its optimizer step, state on the device and on the
+host, each in a process of its own. How much the longer step of the optimizer costs depends on
 how long the microbatches are. The bound is 1/0.97 of the time on the device.
 
 On a CPU a small case shows that it works, and its figures mean nothing.
@@ -48,7 +48,7 @@ PHASE_BOUND = 1 / 0.97
 LENGTHS = (1536, 4096, 16_384) if HAS_GPU else (16, 48)
 """Tokens of each microbatch in the part `phase`."""
 NUM_PHASES = 2
-PLACES = (OPTIMIZERS[0], OPTIMIZERS[1], OPTIMIZERS[0])
+PLACES = OPTIMIZERS[:2]
 LINK_BYTES = 4 << 30 if HAS_GPU else 1 << 22
 """Moved each way in a measurement of the link."""
 
