@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,21 +83,23 @@ class Packing:
         missing = width - sum(filled)
         assert missing >= 0, "the pack is too small"
         everything = (*filled, missing) if missing else tuple(filled)
-        positions = torch.cat([torch.arange(length) for length in everything])
         num_real = [*lengths, 0][: len(everything)]
-        real = torch.cat([torch.arange(whole) < num for whole, num in zip(everything, num_real, strict=True)])
-        starts = [row * row_width for row in range(len(lengths))]
-        firsts = torch.tensor([*starts, 0][: len(everything)]).repeat_interleave(torch.tensor(everything))
-        sources = firsts + positions * real
-        learnable = (real & (positions > 0)).nonzero().flatten()
+        starts = [*range(0, len(lengths) * row_width, row_width), 0][: len(everything)]
+        begins = np.cumsum([0, *everything[:-1]])
+        # Torch's threads take milliseconds to meet, with the device idle.
+        begin, start, num = (np.repeat(each, everything) for each in (begins, starts, num_real))
+        positions = np.arange(width) - begin
+        is_real = positions < num
+        sources = start + positions * is_real
+        learnable = np.flatnonzero(is_real & (positions > 0))
         bounds = torch.tensor([0, *accumulate(everything)], dtype=torch.int32)
         return cls(
             everything,
             (len(lengths), row_width),
-            sources.to(device),
-            learnable.to(device),
-            sources[learnable].to(device),
-            positions[None].to(device),
+            torch.from_numpy(sources).to(device),
+            torch.from_numpy(learnable).to(device),
+            torch.from_numpy(sources[learnable]).to(device),
+            torch.from_numpy(positions[None]).to(device),
             bounds.to(device),
             PackPart.of_pack(everything, rank, num_ranks, device) if num_ranks > 1 else None,
         )

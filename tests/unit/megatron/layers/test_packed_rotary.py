@@ -93,6 +93,27 @@ def test_packs_and_angles_that_take_turns_keep_apart() -> None:
                 assert torch.equal(output, expected)
 
 
+def test_layers_keep_one_pair_of_tables_for_each_type_and_scale() -> None:
+    t, bounds, angles = make([5, 2], 8)
+    announce_pack(bounds, [5, 2])
+    kept: set[int] = set()
+
+    def keep(saved: Tensor) -> Tensor:
+        kept.add(saved.untyped_storage().data_ptr())
+        return saved
+
+    def rotate(values: Tensor, mscale: float) -> Tensor:
+        return rotate_pack(values, bounds, angles, mscale=mscale, cp_group=ALONE)
+
+    outputs = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        outputs = [rotate(t, 1.0) for _ in range(3)]
+        assert len(kept) == 2
+        outputs += [rotate(t.bfloat16(), mscale) for mscale in (1.0, 2.0) for _ in range(3)]
+    assert len(kept) == 6
+    assert not torch.equal(outputs[-1], outputs[-4])
+
+
 def test_there_is_a_table_of_one_pack_at_most_and_none_without_packs() -> None:
     packs = [make([5, 2], 8) for _ in range(3)]
     for t, bounds, angles in packs:
