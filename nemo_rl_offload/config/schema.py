@@ -47,6 +47,7 @@ from nemo_rl_offload.config.sections.megatron import (
     DistributedDataParallelConfig,
     MegatronConfig,
     OptimizerConfig,
+    Fp8Config,
     PeftConfig,
     SchedulerConfig,
 )
@@ -107,6 +108,7 @@ __all__ = [
     "MegatronConfig",
     "MlflowConfig",
     "OptimizerConfig",
+    "Fp8Config",
     "PeftConfig",
     "PolicyConfig",
     "ProblemsConfig",
