@@ -96,9 +96,9 @@ def different(model: torch.nn.Module, weights: dict[str, Tensor]) -> list[str]:
         if scale is None:
             continue
         values, scales = quantized(expected(weights, path))
-        if layer.weight.dtype != torch.float8_e4m3fn or not torch.equal(scale, scales):
-            found.append(path)
-        elif not torch.equal(layer.weight.view(torch.uint8), values.view(torch.uint8)):
+        is_narrow = layer.weight.dtype == values.dtype
+        is_same = is_narrow and torch.equal(layer.weight.view(torch.uint8), values.view(torch.uint8))
+        if not (is_same and torch.equal(scale, scales)):
             found.append(path)
     return found
 
@@ -134,7 +134,11 @@ def main(family: str) -> dict[str, Any]:
             said["finite"] = all(abs(each) < 100 for each in answer.logprobs)
         said["same_places"] = addresses == [parameter.data_ptr() for parameter in model.parameters()]
         said["missing"] = []
-        for lacking in ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
+        for lacking in (
+            "model.layers.0.mlp.up_proj.weight",
+            "model.layers.0.mlp.down_proj.weight",
+            "model.norm.weight",
+        ):
             given = {name: each for name, each in weights.items() if name != lacking}
             try:
                 for cut in cut_into_buckets(given.items(), BUCKET_BYTES):

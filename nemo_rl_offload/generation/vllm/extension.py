@@ -11,8 +11,8 @@ Parameters are written in place on a GPU as well, where its graphs have their ad
 they have loaded is not asked: a name is in it once one of many experts has come. All is filled with NaN instead.
 
 Linears and experts in 8 bits take vLLM's layerwise reload, each layer for itself: what comes for one is kept until it
-is whole, then quantized as when the engine was built, and copied to where the old weights are. There, too, NaN stands
-for what does not come: a block with one has NaN for its scale.
+is whole (each weight of a bucket has memory of its own), then quantized as when the engine was built, and copied to
+where the old weights are. NaN stands for what does not come there, too: a block with one has NaN for its scale.
 """
 
 import os
@@ -85,7 +85,7 @@ def find_lacking_parts() -> None:
     make = meta.materialize_meta_tensor
 
     def make_of_nan(description: Tensor) -> Tensor:
-        tensor = make(description)
+        tensor: Tensor = make(description)
         if tensor.is_floating_point():
             tensor.fill_(torch.nan)
         return tensor
@@ -196,16 +196,14 @@ class WeightsInPlace:
         if self.model_config.hf_config.model_type in TEXT_PARTS:
             named = [(module_name(name), weight) for name, weight in named]
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            # What is kept for a layer that is not whole yet may not be a part of a bucket, which is written over.
-            keep = torch.clone if self._layers_in_eight_bits() else (lambda weight: weight)
-            self.model_runner.model.load_weights((name, keep(weight)) for name, weight in named)
+            self.model_runner.model.load_weights(iter(named))
             if self._trains_drafts():
                 config = self.model_config.hf_config
                 of_layer = [
                     each for each in named if each[0].startswith("mtp.") or drafting_layer(config, each[0]) is not None
                 ]
                 if of_layer:
-                    self._draft_model().load_weights((name, keep(weight)) for name, weight in of_layer)
+                    self._draft_model().load_weights(iter(of_layer))
 
     def finish_update(self) -> list[str]:
         """The names of vLLM's parameters of which a part has not come.
@@ -213,9 +211,8 @@ class WeightsInPlace:
         Latent attention decodes with parts of `kv_b_proj` in another order, which may be copies: made again here, as by
         vLLM after it has loaded weights, where they were.
         """
-        from vllm.model_executor.layers.attention import MLAAttention
-
         from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.attention import MLAAttention
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
@@ -227,9 +224,7 @@ class WeightsInPlace:
                     if isinstance(module, MLAAttention):
                         module.process_weights_after_loading(self.model_config.dtype)
         named = self.model_runner.model.named_parameters()
-        return [
-            name for name, each in named if each.itemsize > 1 and each.sum(dtype=torch.float32).isnan()
-        ]
+        return [name for name, each in named if each.itemsize > 1 and each.sum(dtype=torch.float32).isnan()]
 
     def return_routed_experts(self) -> list[str]:
         """Let each layer tell vLLM which experts it chooses; the names of layers that cannot.
