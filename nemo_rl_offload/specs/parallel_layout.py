@@ -27,9 +27,24 @@ def rounded_length(length: int, rounding: LengthRound) -> int:
     return -(-length // rounding) * rounding
 
 
-def width_multiple(sequence_parallel_size: int, context_parallel_size: int) -> int:
-    """What divides the width of every microbatch."""
-    return sequence_parallel_size * (2 * context_parallel_size if context_parallel_size > 1 else 1)
+FP8_TOKENS = {"blockwise": 128, "mxfp8": 32}
+"""By recipe, what divides the tokens of a product in 8 bits: a block of scales; else `FP8_LEAST_TOKENS`.
+
+Transformer Engine's `Float8BlockQuantizer.is_quantizable` and Megatron-Core's `get_fp8_align_size`."""
+FP8_LEAST_TOKENS = 16
+
+
+def fp8_tokens(recipe: str | None) -> int:
+    """What divides the tokens that a layer gets on a rank; `recipe` is None without products in 8 bits."""
+    return 1 if recipe is None else FP8_TOKENS.get(recipe, FP8_LEAST_TOKENS)
+
+
+def width_multiple(sequence_parallel_size: int, context_parallel_size: int, fp8_recipe: str | None = None) -> int:
+    """What divides the width of every microbatch, so that it does the share of each rank, too."""
+    tokens = fp8_tokens(fp8_recipe)
+    if context_parallel_size > 1:
+        tokens = max(2, tokens)  # all others are even
+    return sequence_parallel_size * context_parallel_size * tokens
 
 
 def sequence_multiple(sequence_parallel_size: int, context_parallel_size: int) -> int:
@@ -82,9 +97,10 @@ class ParallelLayout:
         """Ranks that hold the same experts."""
         return self.world // (self.expert_tensor * self.expert * self.pipeline)
 
-    def padded(self, sequence: int) -> int:
+    def padded(self, sequence: int, fp8_recipe: str | None = None) -> int:
         """The length to which a run pads rows of so many tokens, for what must divide it."""
-        return rounded_length(sequence, width_multiple(self.tensor if self.sequence_parallel else 1, self.context))
+        sizes = self.tensor if self.sequence_parallel else 1, self.context
+        return rounded_length(sequence, width_multiple(*sizes, fp8_recipe))
 
 
 def counted_layers(is_dense: Sequence[bool], number: int | None, ends_with_loss: bool) -> set[int]:

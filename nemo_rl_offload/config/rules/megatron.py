@@ -68,6 +68,7 @@ NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
     "gradient_accumulation_fusion": (True,),
     "use_transformer_engine_op_fuser": (True,),
     "cpu_offloading": (True,),
+    "fp8_cfg.enabled": (True,),
     "cuda_graph_impl": ("transformer_engine",),
     "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
     "optimizer.use_precision_aware_optimizer": (True,),
@@ -86,6 +87,7 @@ _OWNERS = {
         "gated_linear_unit normalization qk_layernorm multi_latent_attention is_hybrid_model hybrid_layer_pattern "
         "mtp_hybrid_override_pattern"
     ),
+    "policy.megatron_cfg.fp8_cfg": "fp8 fp8_recipe fp8_param",
     "policy.precision": "params_dtype pipeline_dtype autocast_dtype enable_autocast bf16 fp16",
     "this project": (
         "attention_dropout hidden_dropout use_cpu_initialization perform_initialization moe_grouped_gemm "

@@ -199,8 +199,8 @@ def _dense_mlps_elsewhere(get: Get) -> Iterator[str]:
             f"{RECOMPUTE}: '{names[0]}' cannot be recomputed with use_transformer_engine_op_fuser. "
             "Change one of the two."
         )
-    if megatron(get, "model_overrides").get("fp8"):
-        yield f"{RECOMPUTE}: '{names[0]}' cannot be recomputed with fp8 in model_overrides. Remove one of the two."
+    if megatron(get, "fp8_cfg.enabled"):
+        yield f"{RECOMPUTE}: '{names[0]}' cannot be recomputed in 8 bits. Remove it, or set fp8_cfg.enabled to false."
 
 
 def _mlp_twice(get: Get) -> Iterator[str]:
