@@ -44,7 +44,6 @@ from nemo_rl_offload.specs.offload_modules import (
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
 NOT_YET: dict[str, Any] = {
-    "expert_tensor_parallel_size": 1,
     "cuda_graph_impl": "none",
 }
 """Keys of `policy.megatron_cfg` whose only value so far is this one."""

@@ -89,6 +89,7 @@ def _layout() -> dict[str, int]:
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
         "context": parallel_state.get_context_parallel_world_size(),
         "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
     }
 
 
@@ -302,8 +303,8 @@ def _tell_other_rate(before: StateDict, scheduler: OptimizerParamScheduler) -> N
 
 
 def _with_random_state(state: ShardedStateDict, folder: Path) -> ShardedStateDict:
-    is_alike = dist_checkpointing.load_common_state_dict(str(folder))["layout"] == _layout()
-    return state | {"random_state": _random_state()} if is_alike else state
+    written = {"expert_tensor": 1} | dist_checkpointing.load_common_state_dict(str(folder))["layout"]
+    return state | {"random_state": _random_state()} if written == _layout() else state
 
 
 @contextmanager
