@@ -6,7 +6,6 @@ Of layouts alone: `test_parallel_layouts`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest

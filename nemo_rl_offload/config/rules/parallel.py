@@ -179,9 +179,8 @@ def _teacher(get: Get) -> Iterator[str]:
     if experts > 1 and (not num_experts or num_experts % experts):
         size = f"{MEGATRON}.expert_model_parallel_size {experts}"
         yield f"{path}: {size}, the student's, does not divide the teacher's {num_experts} experts. {change}."
-    if expert_tensor_problem(shape, num_parts := megatron(get, ETP)) is not None:
-        held = "have biases" if shape.mlp_bias else f"are {shape.experts.ffn_hidden_size if shape.experts else 0} wide"
-        yield f"{path}: {ETP} {num_parts}, the student's, does not divide the teacher's experts, which {held}. {change}."
+    if (problem := expert_tensor_problem(shape, megatron(get, ETP))) is not None:
+        yield f"{path}: {ETP}, the student's, is the teacher's too: {problem} Or take another teacher."
     if num_experts and tensor > 1 and not megatron(get, "sequence_parallel"):
         yield f"{path}: the teacher's experts need sequence_parallel beside tensor parallelism. Set it to true."
 
