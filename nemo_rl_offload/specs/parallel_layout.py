@@ -163,17 +163,36 @@ def _problems(layout: ParallelLayout, shape: ModelShape, sequence: int) -> Itera
         yield from (f"{STAGES}: {problem}" for problem in layout_problems(layout.stages, **how, virtual=virtual))
 
 
+NO_EXPERTS = "the model has no experts. Set it to 1."
+"""Of sizes that divide them."""
+
+
+def expert_tensor_problem(shape: ModelShape, num_ranks: int) -> str | None:
+    """Why so many ranks cannot share each expert of a model that has some, and what they could be; None: they can."""
+    if num_ranks == 1 or shape.experts is None:
+        return None
+    if shape.mlp_bias:
+        return (
+            f"{num_ranks} ranks cannot share the model's experts, which have biases: Bias in Moe is only supported "
+            "when ETP==1, says Megatron-Core. Set it to 1."
+        )
+    if (width := shape.experts.ffn_hidden_size) % num_ranks:
+        return f"{num_ranks} does not divide the experts' width {width}. {nearest_divisor(width, num_ranks)}"
+    return None
+
+
 def _expert_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
     ranks, key = layout.expert, KEYS["expert"]
     if shape.experts is None:
-        if ranks > 1:
-            yield f"{key}: the model has no experts. Set it to 1."
+        for name, number in ((key, ranks), (KEYS["expert_tensor"], layout.expert_tensor)):
+            if number > 1:
+                yield f"{name}: {NO_EXPERTS}"
         return
     if shape.experts.num_experts % ranks:
         num_experts = shape.experts.num_experts
         yield f"{key}: {ranks} does not divide the {num_experts} experts. {nearest_divisor(num_experts, ranks)}"
-    if shape.experts.ffn_hidden_size % layout.expert_tensor:
-        yield f"{KEYS['expert_tensor']}: {layout.expert_tensor} does not divide the experts' width."
+    if (problem := expert_tensor_problem(shape, layout.expert_tensor)) is not None:
+        yield f"{KEYS['expert_tensor']}: {problem}"
     if layout.world % (ranks * layout.expert_tensor * layout.pipeline):
         yield (
             f"{key} x {KEYS['expert_tensor']} x {KEYS['pipeline']}: "

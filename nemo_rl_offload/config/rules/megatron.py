@@ -44,7 +44,6 @@ from nemo_rl_offload.specs.offload_modules import (
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
 NOT_YET: dict[str, Any] = {
-    "expert_tensor_parallel_size": 1,
     "cuda_graph_impl": "none",
 }
 """Keys of `policy.megatron_cfg` whose only value so far is this one."""
@@ -259,11 +258,20 @@ def _flex_dispatcher(get: Get) -> Iterator[str]:
     if megatron(get, "moe_token_dispatcher_type") != "flex" or not model_shape(get).has_experts:
         return
     path, backend = f"{MEGATRON}.moe_token_dispatcher_type", flex_backend(get)
-    sizes = (megatron(get, f"{name}_model_parallel_size") for name in ("tensor", "expert"))
+    sizes = (megatron(get, key) for key in ("expert_tensor_parallel_size", "expert_model_parallel_size"))
     if backend != "hybridep" and all(size == 1 for size in sizes):
         yield f"{path}: flex with {backend} needs ranks that share the experts. Raise expert_model_parallel_size."
     if get("policy.precision") != "bfloat16":
         yield f"{path}: flex moves tokens in bfloat16 alone. Set policy.precision to bfloat16, or alltoall here."
+
+
+def _fused_experts(get: Get) -> Iterator[str]:
+    num_ranks = megatron(get, "expert_tensor_parallel_size")
+    if num_ranks > 1 and megatron(get, "use_transformer_engine_op_fuser") and model_shape(get).has_experts:
+        yield (
+            f"{MEGATRON}.use_transformer_engine_op_fuser: Tensor parallelism is not supported, says Megatron-Core of "
+            f"fused experts, and expert_tensor_parallel_size is {num_ranks}. Set this to null, or that to 1."
+        )
 
 
 def _bias_activation_fusion(get: Get) -> Iterator[str]:
@@ -573,6 +581,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     _experts,
     _latent_experts,
     _flex_dispatcher,
+    _fused_experts,
     _bias_activation_fusion,
     _learning_rate,
     _weight_decay,

@@ -300,7 +300,8 @@ def _buffers_of_torch_layers(get: Get) -> Iterator[str]:
     if megatron(get, "transformer_impl") != "torch":
         yield f"{FACTOR}: only layers in torch have such buffers. Set transformer_impl to torch, or this to null."
     dispatcher = megatron(get, "moe_token_dispatcher_type")
-    if dispatcher == "flex" or (dispatcher != "allgather" and megatron(get, "expert_model_parallel_size") > 1):
+    are_shared = any(megatron(get, f"expert_{name}_parallel_size") > 1 for name in ("model", "tensor"))
+    if dispatcher == "flex" or (dispatcher != "allgather" and are_shared):
         yield (
             f"{MEGATRON}.moe_token_dispatcher_type: with moe_expert_rank_capacity_factor, tokens reach the experts of "
             "other ranks by an all-gather. Set allgather."

@@ -175,7 +175,7 @@ class MegatronConfig(TypedDict):
     expert_model_parallel_size: Annotated[Positive, Default(1), Forwarded()]
     """Ranks that share the experts."""
     expert_tensor_parallel_size: Annotated[Positive, Default(1), Forwarded()]
-    """Ranks that share each expert's weights; only 1 so far."""
+    """Ranks that share each expert's weights, whatever tensor_model_parallel_size is."""
     sequence_parallel: Annotated[bool, Default(False), Forwarded()]
     """Split norms and dropout over the tensor-parallel ranks."""
 

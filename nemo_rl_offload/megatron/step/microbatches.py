@@ -107,7 +107,8 @@ def split_into_microbatches(batch: Batch, split: int | MicrobatchSplit, config: 
     if isinstance(split, MicrobatchSplit):
         return _cut_by_plan(batch, split, config)
     num_stages = config.pipeline_model_parallel_size
-    gathers = config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather"
+    num_expert_ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
+    gathers = num_expert_ranks > 1 and config.moe_token_dispatcher_type == "allgather"
     multiple = width_multiple(*_sizes(config), config.fp8_recipe if config.fp8 else None)
     if num_stages == 1 and not gathers:
         return [Microbatch(_widen(piece, multiple)) for piece in microbatches(batch, split)]
