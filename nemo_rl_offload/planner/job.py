@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
+from nemo_rl_offload.config.schema import Fp8Config, MegatronConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Tokens
 from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew
@@ -244,14 +244,15 @@ def read_job(
             f"--memory, gpu_memory_budget: {device.name} has {device.memory_gib:g} GiB. Give at most that."
         )
     layout = read_layout(megatron_cfg, world)
-    sequence = layout.padded(longest_row(policy))
+    fp8_cfg = megatron_cfg["fp8_cfg"]
+    sequence = layout.padded(longest_row(policy), fp8_cfg["fp8_recipe"] if fp8_cfg["enabled"] else None)
     check_layout(layout, shape, sequence)
     samples, tokens = policy["train_micro_batch_size"], tokens_of_a_microbatch(policy)
     microbatches = cut_batch(
         policy["train_global_batch_size"], sequence, layout, rows_per_sample, samples=samples, tokens=tokens
     )
     element_bytes = 4 if policy["precision"] == "float32" else 2
-    fp8 = _fp8(megatron_cfg["model_overrides"], device)
+    fp8 = _fp8(fp8_cfg, device)
     activations = resolve_activations(megatron_cfg)
     is_native, transformer_impl = activations.is_native, activations.transformer_impl
     return Job(
@@ -350,13 +351,12 @@ def read_layout(megatron_cfg: Mapping[str, Any], world: int) -> ParallelLayout:
     )
 
 
-def _fp8(overrides: Mapping[str, Any], device: Device) -> str | None:
-    """`model_overrides` hold Megatron's own `fp8` (hybrid or e4m3) and `fp8_recipe`."""
-    if not overrides.get("fp8"):
+def _fp8(section: Fp8Config, device: Device) -> str | None:
+    if not section["enabled"]:
         return None
     if device.fp8_tflops is None:
-        raise ConfigError(f"policy.megatron_cfg.model_overrides.fp8: {device.name} has no 8-bit formats. Take it out.")
-    return "mxfp8" if overrides.get("fp8_recipe") == "mxfp8" else "fp8"
+        raise ConfigError(f"policy.megatron_cfg.fp8_cfg.enabled: {device.name} has no 8-bit formats. Set it to false.")
+    return "mxfp8" if section["fp8_recipe"] == "mxfp8" else "fp8"
 
 
 def read_optimizer(megatron_cfg: MegatronConfig, element_bytes: int) -> Optimizer:

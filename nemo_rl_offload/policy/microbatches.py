@@ -39,12 +39,14 @@ def _budget(
 ) -> TokenBudget:
     cfg = policy["megatron_cfg"]
     num_stages = cfg["pipeline_model_parallel_size"]
-    gathers = cfg["expert_model_parallel_size"] > 1 and cfg["moe_token_dispatcher_type"] == "allgather"
+    num_expert_ranks = cfg["expert_model_parallel_size"] * cfg["expert_tensor_parallel_size"]
+    gathers = num_expert_ranks > 1 and cfg["moe_token_dispatcher_type"] == "allgather"
     sizes = cfg["tensor_model_parallel_size"] if cfg["sequence_parallel"] else 1, cfg["context_parallel_size"]
+    fp8_recipe = cfg["fp8_cfg"]["fp8_recipe"] if cfg["fp8_cfg"]["enabled"] else None
     return TokenBudget(
         num_tokens=section["train_mb_tokens"] if phase == "train" else section["logprob_mb_tokens"],
         length_round=section["sequence_length_round"],
-        width_multiple=width_multiple(*sizes),
+        width_multiple=width_multiple(*sizes, fp8_recipe),
         num_ranks=num_shards,
         group_size=num_stages if cfg["virtual_pipeline_model_parallel_size"] else 1,
         one_shape=num_stages > 1 or gathers,

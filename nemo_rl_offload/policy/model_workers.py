@@ -4,6 +4,7 @@ Training and generation can have workers of their own (`policy.generation.coloca
 from one to the other by Hugging Face's names: see `generation.weight_sync`.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,7 +109,8 @@ class ModelWorkers:
         """
         cfg = self._config["megatron_cfg"]
         num_of_a_shard = cfg["tensor_model_parallel_size"] * cfg["context_parallel_size"]
-        num_alike = max(1, cfg["expert_model_parallel_size"] // num_of_a_shard)
+        num_of_experts = cfg["expert_tensor_parallel_size"] * cfg["expert_model_parallel_size"]
+        num_alike = math.lcm(num_of_experts, num_of_a_shard) // num_of_a_shard
         num_shards = self.num_shards // num_alike
         size = -(-len(prompts) // num_shards)
         shards = [

@@ -55,6 +55,10 @@ ENV_OF_CUDA = {
     "PYTORCH_CUDA_ALLOC_CONF": "",
     "PYTORCH_ALLOC_CONF": "",
 }
+ENV_OF_DEEP_GEMM = {
+    "VLLM_USE_DEEP_GEMM": "1",
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",  # scales are any numbers, as those of other kernels and of training
+}
 ENV_OF_FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""Environment variables of vLLM's engines: of all, of those of several devices, on CPUs, on GPUs, and there with top-k
-or top-p, or with drafts."""
+"""Environment variables of vLLM's engines: of all, of those of several devices, on CPUs, on GPUs, and there with
+DeepGEMM, and with top-k or top-p, or with drafts."""

@@ -27,9 +27,24 @@ def rounded_length(length: int, rounding: LengthRound) -> int:
     return -(-length // rounding) * rounding
 
 
-def width_multiple(sequence_parallel_size: int, context_parallel_size: int) -> int:
-    """What divides the width of every microbatch."""
-    return sequence_parallel_size * (2 * context_parallel_size if context_parallel_size > 1 else 1)
+FP8_TOKENS = {"blockwise": 128, "mxfp8": 32}
+"""By recipe, what divides the tokens of a product in 8 bits: a block of scales; else `FP8_LEAST_TOKENS`.
+
+Transformer Engine's `Float8BlockQuantizer.is_quantizable` and Megatron-Core's `get_fp8_align_size`."""
+FP8_LEAST_TOKENS = 16
+
+
+def fp8_tokens(recipe: str | None) -> int:
+    """What divides the tokens that a layer gets on a rank; `recipe` is None without products in 8 bits."""
+    return 1 if recipe is None else FP8_TOKENS.get(recipe, FP8_LEAST_TOKENS)
+
+
+def width_multiple(sequence_parallel_size: int, context_parallel_size: int, fp8_recipe: str | None = None) -> int:
+    """What divides the width of every microbatch, so that it does the share of each rank, too."""
+    tokens = fp8_tokens(fp8_recipe)
+    if context_parallel_size > 1:
+        tokens = max(2, tokens)  # all others are even
+    return sequence_parallel_size * context_parallel_size * tokens
 
 
 def sequence_multiple(sequence_parallel_size: int, context_parallel_size: int) -> int:
@@ -82,9 +97,10 @@ class ParallelLayout:
         """Ranks that hold the same experts."""
         return self.world // (self.expert_tensor * self.expert * self.pipeline)
 
-    def padded(self, sequence: int) -> int:
+    def padded(self, sequence: int, fp8_recipe: str | None = None) -> int:
         """The length to which a run pads rows of so many tokens, for what must divide it."""
-        return rounded_length(sequence, width_multiple(self.tensor if self.sequence_parallel else 1, self.context))
+        sizes = self.tensor if self.sequence_parallel else 1, self.context
+        return rounded_length(sequence, width_multiple(*sizes, fp8_recipe))
 
 
 def counted_layers(is_dense: Sequence[bool], number: int | None, ends_with_loss: bool) -> set[int]:
@@ -147,17 +163,36 @@ def _problems(layout: ParallelLayout, shape: ModelShape, sequence: int) -> Itera
         yield from (f"{STAGES}: {problem}" for problem in layout_problems(layout.stages, **how, virtual=virtual))
 
 
+NO_EXPERTS = "the model has no experts. Set it to 1."
+"""Of sizes that divide them."""
+
+
+def expert_tensor_problem(shape: ModelShape, num_ranks: int) -> str | None:
+    """Why so many ranks cannot share each expert of a model that has some, and what they could be; None: they can."""
+    if num_ranks == 1 or shape.experts is None:
+        return None
+    if shape.mlp_bias:
+        return (
+            f"{num_ranks} ranks cannot share the model's experts, which have biases: Bias in Moe is only supported "
+            "when ETP==1, says Megatron-Core. Set it to 1."
+        )
+    if (width := shape.experts.ffn_hidden_size) % num_ranks:
+        return f"{num_ranks} does not divide the experts' width {width}. {nearest_divisor(width, num_ranks)}"
+    return None
+
+
 def _expert_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
     ranks, key = layout.expert, KEYS["expert"]
     if shape.experts is None:
-        if ranks > 1:
-            yield f"{key}: the model has no experts. Set it to 1."
+        for name, number in ((key, ranks), (KEYS["expert_tensor"], layout.expert_tensor)):
+            if number > 1:
+                yield f"{name}: {NO_EXPERTS}"
         return
     if shape.experts.num_experts % ranks:
         num_experts = shape.experts.num_experts
         yield f"{key}: {ranks} does not divide the {num_experts} experts. {nearest_divisor(num_experts, ranks)}"
-    if shape.experts.ffn_hidden_size % layout.expert_tensor:
-        yield f"{KEYS['expert_tensor']}: {layout.expert_tensor} does not divide the experts' width."
+    if (problem := expert_tensor_problem(shape, layout.expert_tensor)) is not None:
+        yield f"{KEYS['expert_tensor']}: {problem}"
     if layout.world % (ranks * layout.expert_tensor * layout.pipeline):
         yield (
             f"{key} x {KEYS['expert_tensor']} x {KEYS['pipeline']}: "

@@ -43,6 +43,7 @@ LAYOUTS = {
     "one": ParallelLayout(),
     "tp2": ParallelLayout(2, tensor=2),
     "tp2-sp": ParallelLayout(2, tensor=2, sequence_parallel=True),
+    "tp2-sp-etp2": ParallelLayout(2, tensor=2, expert_tensor=2, sequence_parallel=True),
     "pp2": ParallelLayout(2, pipeline=2),
     "pp2-vpp2": ParallelLayout(2, pipeline=2, virtual=2),
     "pp2-vpp2-tp2-sp": ParallelLayout(4, pipeline=2, virtual=2, tensor=2, sequence_parallel=True),
@@ -85,6 +86,7 @@ class Case:
             yield "recompute_num_layers=1"
         layout = self.layout
         yield f"tensor_model_parallel_size={layout.tensor}"
+        yield f"expert_tensor_parallel_size={layout.expert_tensor}"
         yield f"sequence_parallel={str(layout.sequence_parallel).lower()}"
         yield f"pipeline_model_parallel_size={layout.pipeline}"
         if layout.virtual > 1:
@@ -98,6 +100,8 @@ def random_case(seed: int, layout: str = "one") -> Case:
     random, ranks = Random(f"{layout} {seed}"), LAYOUTS[layout]
     families = list(SELECTIVE)
     family = families[seed % len(families)]
+    if ranks.expert_tensor > 1:
+        family = families[seed % 3 - 3]  # those with experts
     if ranks.tensor > 1 and not ranks.sequence_parallel:
         family = families[seed % 3]  # Megatron's experts need sequence parallelism beside tensor parallelism
     recompute = _random_recompute(random, family)

@@ -19,7 +19,7 @@ def test_flex_trains_as_alltoall_does(ranks: Callable[[int], Ranks], tmp_path: P
     family = "deepseek_v3"
     (folder,) = ranks(1).run("write", family, tmp_path)
     modules = ",".join(MODULES["deepseek_v3_mtp"])
-    for layout in ("ep2", "tp2-sp-ep2"):
+    for layout in ("ep2", "tp2-sp-ep2", "tp2-sp-etp2"):
         settings = (*SGD, *LAYOUTS[layout][1])
         expected = ranks(2).run("train", folder, settings, STEPS)
         found = ranks(2).run("train_by_flex", folder, settings, STEPS)

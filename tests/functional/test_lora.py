@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.sampled]
 ADAM = (*RESHARDED, "optimizer.use_distributed_optimizer=true")
 ON = ("peft.enabled=true", "peft.dim=4", "peft.alpha=8")
 FUSED = (*ON, "peft.target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2]")
+ATTENTION = (*ON, "peft.target_modules=[linear_qkv,linear_proj]")
 EACH = (*ON, "peft.target_modules=[linear_q,linear_k,linear_v,linear_proj,linear_fc1_gate,linear_fc1_up,linear_fc2]")
 HEAD = (*EACH[:-1], EACH[-1].replace("]", ",output_layer]"))
 MIXERS = (
@@ -53,6 +54,7 @@ CASES = [
     *(("deepseek_v3_mtp", layout, UNFUSED) for layout in ("pp2",)),
     *(("llama", layout, HEAD) for layout in ("tp2-sp", "pp2", "cp2")),
     *(("nemotron_h", layout, MIXERS) for layout in ("tp2-sp-ep2", "pp2-vpp2")),
+    *(("qwen3_moe", layout, ATTENTION) for layout in ("etp2",)),
     *(("llama", "tp2", HEAD_ALONE), ("deepseek_v3_mtp", "pp2-stages", HEAD_AND_SOME)),
 ]
 Train = Callable[..., "list[Outcome]"]

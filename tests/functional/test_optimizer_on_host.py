@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "dp2": (2, ()),
     "ep2": (2, ("expert_model_parallel_size=2",)),
     "pp2": (2, ("pipeline_model_parallel_size=2",)),
+    "etp2": (2, ("expert_tensor_parallel_size=2",)),
 }
 SETTINGS = ("optimizer.lr=1e-2", "optimizer.weight_decay=0.1", "scheduler.lr_warmup_iters=3", "moe_aux_loss_coeff=0")
 
@@ -163,6 +164,7 @@ def run(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory)
         ("qwen2", "dp2", (), ("optimizer.use_distributed_optimizer=false",)),
         ("qwen2", "pp2", (), (".precision=bfloat16", "optimizer.use_distributed_optimizer=false")),
         ("qwen3_moe", "ep2", ("one",), (".precision=bfloat16", "optimizer.use_distributed_optimizer=true")),
+        ("qwen3_moe", "etp2", ("one",), (".precision=bfloat16", "optimizer.use_distributed_optimizer=true")),
         (
             "qwen3_moe",
             "dp2",

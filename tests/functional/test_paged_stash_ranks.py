@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 SGD = ("optimizer.optimizer=sgd", "optimizer.lr=0.3", "optimizer.clip_grad=0", "scheduler.lr_warmup_iters=0")
 EP = ("expert_model_parallel_size=2", "moe_token_dispatcher_type=allgather")
+ETP = ("expert_tensor_parallel_size=2", "moe_token_dispatcher_type=allgather")
 VPP = (
     "pipeline_model_parallel_size=2",
     "virtual_pipeline_model_parallel_size=2",
@@ -56,8 +57,11 @@ def assert_same_bits(outcomes: list[Outcome], references: list[Outcome]) -> None
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3_moe", EP), ("deepseek_v3", EP), ("qwen3_moe", VPP), ("qwen3_moe", (*EP, "context_parallel_size=2"))],
-    ids=["ep2", "ep2-shared-experts", "pp2-vpp2", "cp2-ep2"],
+    [
+        *(("qwen3_moe", EP), ("deepseek_v3", EP), ("qwen3_moe", VPP), ("qwen3_moe", ETP)),
+        ("qwen3_moe", (*EP, "context_parallel_size=2")),
+    ],
+    ids=["ep2", "ep2-shared-experts", "pp2-vpp2", "etp2", "cp2-ep2"],
 )
 def test_a_stash_changes_no_bit(family: str, layout: tuple[str, ...], train: Callable[..., list[Outcome]]) -> None:
     outcomes = train(family, layout, *STASH)

@@ -22,6 +22,7 @@ TP = "tensor_model_parallel_size=2"
 SP = "sequence_parallel=true"
 PP = "pipeline_model_parallel_size=2"
 EP = "expert_model_parallel_size=2"
+ETP = "expert_tensor_parallel_size=2"
 CP = "context_parallel_size=2"
 VPP = (PP, "virtual_pipeline_model_parallel_size=2", "overlap_p2p_comm=true", "batch_p2p_comm=false")
 # ranks, settings
@@ -35,6 +36,13 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ep2": (2, (EP,)),
     "ep2-allgather": (2, (EP, "moe_token_dispatcher_type=allgather")),
     "tp2-sp-ep2": (2, (TP, SP, EP)),
+    "etp2": (2, (ETP,)),
+    "etp2-allgather": (2, (ETP, "moe_token_dispatcher_type=allgather")),
+    "tp2-sp-etp2": (2, (TP, SP, ETP)),
+    "cp2-etp2": (2, (CP, ETP)),
+    "ep2-etp2": (4, (EP, ETP)),
+    "tp2-sp-ep2-etp2": (4, (TP, SP, EP, ETP)),
+    "pp2-etp2": (4, (PP, ETP)),
     "pp2-tp2": (4, (PP, TP)),
     "pp2-ep2": (4, (PP, EP)),
     "pp2-vpp2-tp2-sp": (4, (*VPP, TP, SP)),
@@ -78,15 +86,15 @@ CASES = [
     *(("qwen2", "pp2-vpp2-stages"), ("deepseek_v3_mtp", "pp2-stages")),
     *(("qwen2", layout) for layout in ("pp2-uneven", "cp2", "cp2-tp2-sp", "pp2-cp2")),
     *(("qwen3_moe", layout) for layout in LAYOUTS if layout not in ALONE),
-    *(("deepseek_v3_mtp", layout) for layout in ("tp2-sp", "pp2", "pp2-vpp2", "tp2-sp-ep2", "cp2")),
+    *(("deepseek_v3_mtp", layout) for layout in ("tp2-sp", "pp2", "pp2-vpp2", "tp2-sp-ep2", "cp2", "tp2-sp-etp2")),
     *(("gpt_oss", layout) for layout in ("tp2-sp-ep2", "pp2")),
     *(("glm4_moe_lite_mtp", layout) for layout in ("tp2-sp-ep2", "pp2")),
     *(("llama_biased", "tp2-sp"), ("qwen2_windowed", "cp2")),
     *(("gemma3_text", layout) for layout in ("tp2", "tp2-sp", "pp2-vpp2", "cp2")),
     *(("nemotron_h", layout) for layout in ("tp2-sp-ep2", "pp2-vpp2")),
-    *(("nemotron_h_latent", layout) for layout in ("tp2-sp-ep2", "tp2-sp", "pp2")),
+    *(("nemotron_h_latent", layout) for layout in ("tp2-sp-ep2", "tp2-sp", "pp2", "tp2-sp-etp2")),
     *(("qwen3_5_text", layout) for layout in ("dp2", "tp2", "tp2-sp", "pp2")),
-    *(("qwen3_5_moe_text", layout) for layout in ("ep2", "tp2-sp-ep2", "pp2-vpp2")),
+    *(("qwen3_5_moe_text", layout) for layout in ("ep2", "tp2-sp-ep2", "pp2-vpp2", "etp2")),
     *(("qwen2_odd", "pp2-tp2"), ("llama_odd", "tp2-sp"), ("deepseek_v3_mtp_odd", "tp2-sp")),
 ]
 CUT_ALIKE = [case for case in CASES if case != ("deepseek_v3_mtp", "pp2-vpp2")]
@@ -221,7 +229,8 @@ def test_a_layout_trains_as_one_rank_does(family: str, layout: str, train: Train
     assert relative_error(outcomes[0].gradients, one.gradients) < TOLERANCE
     assert relative_error(outcomes[0].weights, one.weights) < TOLERANCE
     assert one.logprobs is not None
-    if layout != "dp2" and "ep2" not in layout:
+    num_ranks, settings = LAYOUTS[layout]
+    if num_ranks == 2 ** sum(size in settings for size in (TP, PP, CP)):  # which share each batch
         num_silent = len(outcomes) // 2 if "pp2" in layout else 0
         assert [outcome.logprobs is None for outcome in outcomes].count(True) == num_silent
         assert outcomes[-1].logprobs == pytest.approx(one.logprobs, abs=1e-4)

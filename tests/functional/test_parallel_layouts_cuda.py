@@ -34,10 +34,11 @@ IMPLEMENTATIONS = {
 CASES = [
     *(("qwen2", "torch", layout) for layout in ("dp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2")),
     *(("qwen3_moe", "torch", layout) for layout in ("ep2", "ep2-allgather", "tp2-sp-ep2", "pp2", "cp2-ep2")),
+    *(("qwen3_moe", "torch", layout) for layout in ("etp2", "etp2-allgather", "tp2-sp-etp2")),
     *(("deepseek_v3_mtp", "torch", layout) for layout in ("tp2-sp-ep2", "pp2", "cp2")),
     *(("qwen2", "transformer_engine", layout) for layout in ("dp2", "tp2-sp", "pp2", "pp2-vpp2")),
-    *(("qwen3_moe", "transformer_engine", layout) for layout in ("ep2", "tp2-sp-ep2", "pp2")),
-    *(("deepseek_v3_mtp", "transformer_engine", layout) for layout in ("tp2-sp-ep2", "pp2")),
+    *(("qwen3_moe", "transformer_engine", layout) for layout in ("ep2", "tp2-sp-ep2", "pp2", "etp2", "tp2-sp-etp2")),
+    *(("deepseek_v3_mtp", "transformer_engine", layout) for layout in ("tp2-sp-ep2", "pp2", "tp2-sp-etp2")),
 ]
 PARAMETERS = [
     pytest.param(*case, marks=needs_transformer_engine if case[1] == "transformer_engine" else ()) for case in CASES

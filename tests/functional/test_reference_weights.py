@@ -41,17 +41,21 @@ def test_a_pass_of_the_reference(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "overrides",
+    ("family", "overrides"),
     [
-        OVERLAP,
-        (*OVERLAP, ".precision=bfloat16"),
-        ("tensor_model_parallel_size=2", "sequence_parallel=true"),
-        ("pipeline_model_parallel_size=2",),
+        ("qwen2", OVERLAP),
+        ("qwen2", (*OVERLAP, ".precision=bfloat16")),
+        ("qwen2", ("tensor_model_parallel_size=2", "sequence_parallel=true")),
+        ("qwen2", ("pipeline_model_parallel_size=2",)),
+        ("qwen3_moe", (DISTRIBUTED, "expert_tensor_parallel_size=2")),
     ],
-    ids=["overlapped gathers", "overlapped gathers, bfloat16", "tensor parallel", "pipeline of tied embeddings"],
+    ids=[
+        *("overlapped gathers", "overlapped gathers, bfloat16", "tensor parallel", "pipeline of tied embeddings"),
+        "shared experts' widths",
+    ],
 )
 def test_a_pass_of_the_reference_on_two_ranks(
-    overrides: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+    family: str, overrides: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    folder = rank_work.write("qwen2", tmp_path)
+    folder = rank_work.write(family, tmp_path)
     check(ranks(2).run("pass_of_reference", folder, (*TRAINS, *overrides), PIECES))

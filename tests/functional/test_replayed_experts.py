@@ -148,7 +148,7 @@ CASES = [
     *((MIXED, layout, "recompute_moe") for layout in ("one", "pp2", "pp2-vpp2")),
     *((MIXED, layout, "sequence_packing") for layout in ("cp2-tp2-sp", "pp2-cp2")),
     *((LATENT, layout, "plain") for layout in ("tp2-sp", "pp2-vpp2")),
-    (MIXED, "ep2-allgather", "plain"),
+    *((MIXED, layout, "plain") for layout in ("ep2-allgather", "tp2-sp-etp2")),
 ]
 HERE = SETTINGS | {"recompute_moe": MOE_RECOMPUTED}
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 TP = "tensor_model_parallel_size=2"
 PP = "pipeline_model_parallel_size=2"
 EP = "expert_model_parallel_size=2"
+ETP = "expert_tensor_parallel_size=2"
 VPP = (PP, "virtual_pipeline_model_parallel_size=2", "overlap_p2p_comm=true", "batch_p2p_comm=false")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
@@ -26,6 +27,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2": (2, (PP,)),
     "pp2-vpp2": (2, VPP),
     "ep2": (2, (EP,)),
+    "etp2": (2, (ETP,)),
+    "tp2-sp-etp2": (2, (TP, "sequence_parallel=true", ETP)),
 }
 # Adam, with a rate that shows in every weight within a step, and a schedule that shows where it stands.
 SETTINGS = (
@@ -67,6 +70,9 @@ def run(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory)
         ("qwen2", "dp2", ("dp2", "one"), True),
         ("qwen3_moe", "ep2", ("ep2", "one", "pp2"), True),
         ("qwen3_moe", "one", ("ep2",), True),
+        ("qwen3_moe", "etp2", ("etp2", "one", "ep2"), True),
+        ("qwen3_moe", "tp2-sp", ("tp2-sp-etp2", "etp2"), True),
+        ("deepseek_v3", "tp2-sp-etp2", ("tp2-sp-etp2", "tp2-sp", "one"), True),
         ("nemotron_h", "tp2-sp", ("tp2-sp", "one", "pp2"), True),
         ("qwen3_5_moe_text", "tp2-sp", ("tp2-sp", "one", "pp2"), True),
     ],

@@ -43,7 +43,7 @@ SINGLE = [
     for name in modules
 ]
 TRANSFORMER_ENGINE = ("transformer_impl=transformer_engine", "attention_backend=unfused")
-FP8 = (".precision=bfloat16", "model_overrides={fp8:hybrid,fp8_recipe:tensorwise}")
+FP8 = (".precision=bfloat16", "fp8_cfg.enabled=true", "fp8_cfg.fp8=hybrid", "fp8_cfg.fp8_recipe=tensorwise")
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 Outcome = tuple[list[dict[str, float]], dict[str, Tensor], OffloadStats]

@@ -12,13 +12,15 @@ from ranks import Ranks
 pytestmark = pytest.mark.slow
 
 TP, PP, EP = (f"{name}_model_parallel_size=2" for name in ("tensor", "pipeline", "expert"))
+ETP = "expert_tensor_parallel_size=2"
 VPP = (PP, "virtual_pipeline_model_parallel_size=2", "overlap_p2p_comm=true", "batch_p2p_comm=false")
 BF16 = ".precision=bfloat16"
 
 
 def num_ranks(overrides: tuple[str, ...]) -> int:
-    # Expert-parallel ranks are data-parallel ones.
-    return 2 ** sum(overrides.count(each) for each in (TP, PP)) if {TP, PP} & {*overrides} else 1 + (EP in overrides)
+    # Ranks that share experts are data-parallel ones, or share layers too.
+    has = {*overrides}
+    return 2 ** sum(overrides.count(each) for each in (TP, PP)) if has & {TP, PP} else 1 + bool(has & {EP, ETP})
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,8 @@ def num_ranks(overrides: tuple[str, ...]) -> int:
         ("llama", (TP, BF16), (PP, BF16)),
         ("qwen3_moe", (EP,), ()),
         ("qwen3_moe", (PP,), (EP,)),
+        ("qwen3_moe", (EP,), (ETP,)),
+        ("deepseek_v3", (TP, "sequence_parallel=true", ETP), (PP,)),
         ("deepseek_v3_mtp", (PP,), ()),
         ("deepseek_v3", (TP, "sequence_parallel=true", EP, BF16), (BF16,)),
         ("deepseek_v3", (), (TP, "sequence_parallel=true")),

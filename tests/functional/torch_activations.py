@@ -223,7 +223,7 @@ def _experts(context: LayerContext, recompute_modules: Collection[str]) -> Itera
         yield from _activation(context, "shared experts'", width, "shared_experts")
         yield _storage("shared experts' activation output", width, size, "shared_experts")
     tokens = context.expert_tokens
-    width = tokens * experts.ffn_hidden_size
+    width = tokens * experts.ffn_hidden_size // context.layout.expert_tensor
     num_local = experts.num_experts // context.layout.expert
     yield _storage("tokens of the experts", tokens * shape.hidden_size, size, "expert_fc1")
     yield _storage("ends of the experts", num_local, 4, "expert_fc1")

@@ -74,7 +74,9 @@ def translate_evaluation(loaded: LoadedConfig) -> LoadedConfig:
         ):
             if written not in loaded.origins:
                 moved.set(path, longest)
-    if precision is not None:
+    if precision == "fp8":
+        moved.set("policy.generation.vllm_cfg.precision", precision)
+    elif precision is not None:
         moved.set("policy.precision", precision)
     if "policy.tokenizer.name" not in given:
         moved.set("policy.tokenizer.name", moved.get("policy.model_name"))

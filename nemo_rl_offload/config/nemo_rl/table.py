@@ -194,9 +194,6 @@ calculate_per_token_loss        bool  none how a loss is divided is said by loss
 do_not_average_loss             bool  none how a loss is divided is said by loss_fn
 cp_normalize                    bool  none how a loss is divided is said by loss_fn
 scale_loss_by_dp_cp_size        bool  none how a loss is divided is said by loss_fn
-first_last_layers_bf16          bool  none read with FP8 alone
-num_layers_at_start_in_bf16     int   none read with FP8 alone
-num_layers_at_end_in_bf16       int   none read with FP8 alone
 
 [policy.megatron_cfg.optimizer]
 bf16                            bool  none it follows policy.precision
@@ -223,11 +220,7 @@ fully_parallel_load_process_group text none how ranks share the reading
 fully_parallel_load_exchange_algo text none how ranks share the reading
 
 [policy.megatron_cfg.fp8_cfg]
-enabled                         bool  only false [FP8] precision is float32 or bfloat16
-fp8                             text  none read with FP8 alone
-fp8_recipe                      text  none read with FP8 alone
-fp8_param                       bool  none read with FP8 alone
-force_clear_fp8_caches          bool  none read with FP8 alone
+force_clear_fp8_caches          bool  none copies of weights in 8 bits are freed whenever responses are generated
 
 [policy.generation]
 model_name                      text  none it is policy.model_name
@@ -268,17 +261,12 @@ expose_http_server              bool  only false [NeMo-Gym] nothing is served
 http_refit_api_key_env_var      text? none read by a server, or figures for developers
 http_refit_server_port          int?  none read by a server, or figures for developers
 http_server_serving_chat_kwargs.* map?  none read by a server, or figures for developers
-is_mx                           bool  none read with FP8 alone
 logprobs_mode                   text  none log-probabilities are those of the
     distribution that is sampled
-num_first_layers_in_bf16        int   none read with FP8 alone
-num_last_layers_in_bf16         int   none read with FP8 alone
 pruned_layers                   list? refused [pruned models] an engine has the model that is trained
-quantization_ignored_layer_kws  list  none read with FP8 alone
 reasoning_parser_plugin         text? none read by a server, or figures for developers
 reset_encoder_cache_after_weight_update bool  none models read text alone
 tool_parser_plugin              text? none read by a server, or figures for developers
-use_deep_gemm                   bool  none read with FP8 alone
 use_tqdm                        bool  none read by a server, or figures for developers
 limit_mm_per_prompt.*           map   none models read text alone
 max_num_seqs                    int   none NeMo-RL does not read it either; vllm_kwargs.max_num_seqs is the engine's

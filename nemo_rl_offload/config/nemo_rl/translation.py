@@ -219,11 +219,6 @@ def _backend(translation: Translation) -> None:
 
 
 def _engines(translation: Translation) -> None:
-    path = "policy.generation.vllm_cfg.precision"
-    if (value := translation.get(path)) == "fp8":
-        reason = "an engine has the weights that are trained"
-        refuse(translation, path, value, "FP8", reason, "Set it to bfloat16, or null.")
-        translation.set(path, None)
     variables = "policy.generation.vllm_cfg.env_vars"
     if isinstance(given := translation.get(variables), Mapping):
         as_text = {name: str(each) if type(each) in (int, float) else each for name, each in given.items()}

@@ -49,7 +49,8 @@ def _longest_sample(get: Get) -> Iterator[str]:
         megatron(get, "tensor_model_parallel_size") if megatron(get, "sequence_parallel") else 1,
         megatron(get, "context_parallel_size"),
     )
-    multiple, row = width_multiple(*sizes), rounded_length(longest, sequence_multiple(*sizes))
+    fp8_recipe = megatron(get, "fp8_cfg.fp8_recipe") if megatron(get, "fp8_cfg.enabled") else None
+    multiple, row = width_multiple(*sizes, fp8_recipe), rounded_length(longest, sequence_multiple(*sizes))
     for section in (f"policy.{name}" for name in BY_TOKENS):
         if not get(f"{section}.enabled"):
             continue

@@ -18,7 +18,7 @@ from nemo_rl_offload.config.loader import BASE
 from nemo_rl_offload.config.rules.batching import BY_TOKENS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_has, algorithm_spec
 from nemo_rl_offload.config.rules.tasks import SPLITS, takes_problems, validates
-from nemo_rl_offload.config.schema import AsyncGRPOConfig, PeftConfig, VllmConfig
+from nemo_rl_offload.config.schema import AsyncGRPOConfig, Fp8Config, PeftConfig, VllmConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.specs.documents import read_yaml
 
@@ -61,6 +61,30 @@ _OF_THE_PENALTY = tuple(
 )
 _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     (_ADAPTERS, (True,), tuple(f"{MEGATRON}.peft.{key}" for key in keys_of(PeftConfig) if key != "enabled")),
+    (
+        f"{MEGATRON}.fp8_cfg.enabled",
+        (True,),
+        (
+            *(f"{MEGATRON}.fp8_cfg.{key}" for key in keys_of(Fp8Config) if key != "enabled"),
+            f"{MEGATRON}.first_last_layers_bf16",
+        ),
+    ),
+    (
+        f"{MEGATRON}.first_last_layers_bf16",
+        (True,),
+        tuple(f"{MEGATRON}.num_layers_at_{end}_in_bf16" for end in ("start", "end")),
+    ),
+    (
+        "policy.generation.vllm_cfg.precision",
+        ("fp8",),
+        tuple(
+            f"policy.generation.vllm_cfg.{key}"
+            for key in (
+                *("use_deep_gemm", "num_first_layers_in_bf16", "num_last_layers_in_bf16"),
+                *("quantization_ignored_layer_kws", "is_mx"),
+            )
+        ),
+    ),
     (f"{MEGATRON}.scheduler.lr_decay_style", ("linear", "cosine"), (f"{_OPTIMIZER}.min_lr",)),
     (f"{_OPTIMIZER}.optimizer", ("sgd",), (f"{_OPTIMIZER}.sgd_momentum",)),
     (f"{_OPTIMIZER}.optimizer", ("adam",), tuple(f"{_OPTIMIZER}.adam_{key}" for key in ("beta1", "beta2", "eps"))),

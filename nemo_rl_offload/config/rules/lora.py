@@ -99,6 +99,12 @@ def _beside_adapters(get: Get) -> Iterator[str]:
             "Set it to 0 or null."
         )
     of_experts = any(one.linear.is_of_experts for one in _adapted(get))
+    if of_experts and (num_parts := megatron(get, "expert_tensor_parallel_size")) > 1:
+        yield (
+            f"{MEGATRON}.expert_tensor_parallel_size: {num_parts} asks for adapters of experts that ranks share, not "
+            "supported here: Megatron-Bridge's take a rank's part of what is between their two matrices for the whole. "
+            "Set it to 1, or name other modules in peft.target_modules."
+        )
     for key in ("moe_expert_rank_capacity_factor", "moe_paged_stash"):
         if of_experts and megatron(get, key):
             yield (

@@ -52,7 +52,14 @@ from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs import sandbox
 from nemo_rl_offload.specs.catalogue import read_config_file
 from nemo_rl_offload.specs.dispatchers import FLEX_LIBRARIES
-from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_FIRST_RUNNER, ENV_OF_SEVERAL_DEVICES
+from nemo_rl_offload.specs.generation import (
+    ENV,
+    ENV_OF_CPU,
+    ENV_OF_CUDA,
+    ENV_OF_DEEP_GEMM,
+    ENV_OF_FIRST_RUNNER,
+    ENV_OF_SEVERAL_DEVICES,
+)
 from nemo_rl_offload.specs.reward_functions import CALL, OF_TRL
 from nemo_rl_offload.specs.weight_files import weight_files
 
@@ -162,7 +169,7 @@ def env_vars(get: Get) -> Iterator[str]:
             yield f"{MEGATRON}.env_vars.{name}: is set for each worker by this project. Remove it."
     path, set_here = (
         "policy.generation.vllm_cfg.env_vars",
-        ENV | ENV_OF_SEVERAL_DEVICES | ENV_OF_CPU | ENV_OF_CUDA | ENV_OF_FIRST_RUNNER,
+        ENV_OF_DEEP_GEMM | ENV | ENV_OF_SEVERAL_DEVICES | ENV_OF_CPU | ENV_OF_CUDA | ENV_OF_FIRST_RUNNER,
     )
     for name, value in (get(path) or {}).items():
         if name in SET_BY_GROUP or value != set_here.get(name, value):

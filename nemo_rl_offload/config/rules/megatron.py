@@ -44,7 +44,6 @@ from nemo_rl_offload.specs.offload_modules import (
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
 NOT_YET: dict[str, Any] = {
-    "expert_tensor_parallel_size": 1,
     "cuda_graph_impl": "none",
 }
 """Keys of `policy.megatron_cfg` whose only value so far is this one."""
@@ -68,6 +67,7 @@ NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
     "gradient_accumulation_fusion": (True,),
     "use_transformer_engine_op_fuser": (True,),
     "cpu_offloading": (True,),
+    "fp8_cfg.enabled": (True,),
     "cuda_graph_impl": ("transformer_engine",),
     "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
     "optimizer.use_precision_aware_optimizer": (True,),
@@ -86,6 +86,7 @@ _OWNERS = {
         "gated_linear_unit normalization qk_layernorm multi_latent_attention is_hybrid_model hybrid_layer_pattern "
         "mtp_hybrid_override_pattern"
     ),
+    "policy.megatron_cfg.fp8_cfg": "fp8 fp8_recipe fp8_param",
     "policy.precision": "params_dtype pipeline_dtype autocast_dtype enable_autocast bf16 fp16",
     "this project": (
         "attention_dropout hidden_dropout use_cpu_initialization perform_initialization moe_grouped_gemm "
@@ -257,11 +258,20 @@ def _flex_dispatcher(get: Get) -> Iterator[str]:
     if megatron(get, "moe_token_dispatcher_type") != "flex" or not model_shape(get).has_experts:
         return
     path, backend = f"{MEGATRON}.moe_token_dispatcher_type", flex_backend(get)
-    sizes = (megatron(get, f"{name}_model_parallel_size") for name in ("tensor", "expert"))
+    sizes = (megatron(get, key) for key in ("expert_tensor_parallel_size", "expert_model_parallel_size"))
     if backend != "hybridep" and all(size == 1 for size in sizes):
         yield f"{path}: flex with {backend} needs ranks that share the experts. Raise expert_model_parallel_size."
     if get("policy.precision") != "bfloat16":
         yield f"{path}: flex moves tokens in bfloat16 alone. Set policy.precision to bfloat16, or alltoall here."
+
+
+def _fused_experts(get: Get) -> Iterator[str]:
+    num_ranks = megatron(get, "expert_tensor_parallel_size")
+    if num_ranks > 1 and megatron(get, "use_transformer_engine_op_fuser") and model_shape(get).has_experts:
+        yield (
+            f"{MEGATRON}.use_transformer_engine_op_fuser: Tensor parallelism is not supported, says Megatron-Core of "
+            f"fused experts, and expert_tensor_parallel_size is {num_ranks}. Set this to null, or that to 1."
+        )
 
 
 def _bias_activation_fusion(get: Get) -> Iterator[str]:
@@ -571,6 +581,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     _experts,
     _latent_experts,
     _flex_dispatcher,
+    _fused_experts,
     _bias_activation_fusion,
     _learning_rate,
     _weight_decay,

@@ -199,8 +199,8 @@ def _dense_mlps_elsewhere(get: Get) -> Iterator[str]:
             f"{RECOMPUTE}: '{names[0]}' cannot be recomputed with use_transformer_engine_op_fuser. "
             "Change one of the two."
         )
-    if megatron(get, "model_overrides").get("fp8"):
-        yield f"{RECOMPUTE}: '{names[0]}' cannot be recomputed with fp8 in model_overrides. Remove one of the two."
+    if megatron(get, "fp8_cfg.enabled"):
+        yield f"{RECOMPUTE}: '{names[0]}' cannot be recomputed in 8 bits. Remove it, or set fp8_cfg.enabled to false."
 
 
 def _mlp_twice(get: Get) -> Iterator[str]:
@@ -300,7 +300,8 @@ def _buffers_of_torch_layers(get: Get) -> Iterator[str]:
     if megatron(get, "transformer_impl") != "torch":
         yield f"{FACTOR}: only layers in torch have such buffers. Set transformer_impl to torch, or this to null."
     dispatcher = megatron(get, "moe_token_dispatcher_type")
-    if dispatcher == "flex" or (dispatcher != "allgather" and megatron(get, "expert_model_parallel_size") > 1):
+    are_shared = any(megatron(get, f"expert_{name}_parallel_size") > 1 for name in ("model", "tensor"))
+    if dispatcher == "flex" or (dispatcher != "allgather" and are_shared):
         yield (
             f"{MEGATRON}.moe_token_dispatcher_type: with moe_expert_rank_capacity_factor, tokens reach the experts of "
             "other ranks by an all-gather. Set allgather."

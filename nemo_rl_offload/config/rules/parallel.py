@@ -20,7 +20,14 @@ from nemo_rl_offload.config.rules.rule import (
 )
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.model_shape import ModelShape
-from nemo_rl_offload.specs.parallel_layout import division_remedy, nearest_divisor, nearest_multiple, num_microbatches
+from nemo_rl_offload.specs.parallel_layout import (
+    NO_EXPERTS,
+    division_remedy,
+    expert_tensor_problem,
+    nearest_divisor,
+    nearest_multiple,
+    num_microbatches,
+)
 from nemo_rl_offload.specs.pipeline_layout import KEY as STAGES
 from nemo_rl_offload.specs.pipeline_layout import VIRTUAL, layout_problems
 
@@ -29,8 +36,10 @@ SIZES = (
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "virtual_pipeline_model_parallel_size",
 )
+ETP = "expert_tensor_parallel_size"
 
 
 def _no_context(shape: ModelShape) -> str:
@@ -72,8 +81,11 @@ def _context(get: Get) -> Iterator[str]:
 
 
 def _experts(get: Get) -> Iterator[str]:
-    if megatron(get, "expert_model_parallel_size") > 1 and not model_shape(get).has_experts:
-        yield f"{MEGATRON}.expert_model_parallel_size: the model has no experts. Set it to 1."
+    for key in ("expert_model_parallel_size", ETP):
+        if megatron(get, key) > 1 and not model_shape(get).has_experts:
+            yield f"{MEGATRON}.{key}: {NO_EXPERTS}"
+    if (problem := expert_tensor_problem(model_shape(get), megatron(get, ETP))) is not None:
+        yield f"{MEGATRON}.{ETP}: {problem}"
     splits_tensors_alone = megatron(get, "tensor_model_parallel_size") > 1 and not megatron(get, "sequence_parallel")
     if splits_tensors_alone and model_shape(get).has_experts:
         yield f"{MEGATRON}.sequence_parallel: experts need it beside tensor parallelism. Set it to true."
@@ -167,6 +179,8 @@ def _teacher(get: Get) -> Iterator[str]:
     if experts > 1 and (not num_experts or num_experts % experts):
         size = f"{MEGATRON}.expert_model_parallel_size {experts}"
         yield f"{path}: {size}, the student's, does not divide the teacher's {num_experts} experts. {change}."
+    if (problem := expert_tensor_problem(shape, megatron(get, ETP))) is not None:
+        yield f"{path}: {ETP}, the student's, is the teacher's too: {problem} Or take another teacher."
     if num_experts and tensor > 1 and not megatron(get, "sequence_parallel"):
         yield f"{path}: the teacher's experts need sequence_parallel beside tensor parallelism. Set it to true."
 
@@ -189,11 +203,13 @@ def data_parallel_size(cfg: Mapping[str, Any], world_size: int) -> int:
             f"{nearest} worker(s) can be divided so."
         )
     num_shards: int = world_size // num_together
-    num_ranks, num_expert_ranks = num_shards * num_alike, cfg["expert_model_parallel_size"]
+    num_ranks, num_parts = num_shards * num_alike, cfg[ETP]
+    num_expert_ranks = cfg["expert_model_parallel_size"] * num_parts
     if num_ranks % num_expert_ranks:
+        product = f" x {ETP} {num_parts} = {num_expert_ranks}" if num_parts > 1 else ""
         raise ConfigError(
-            f"{MEGATRON}.expert_model_parallel_size: {num_expert_ranks} does not divide the {num_ranks} worker(s) of a "
-            "pipeline stage. Change it, or the number of workers."
+            f"{MEGATRON}.expert_model_parallel_size: {cfg['expert_model_parallel_size']}{product} does not divide the "
+            f"{num_ranks} worker(s) of a pipeline stage. Change it, or the number of workers."
         )
     return num_shards
 

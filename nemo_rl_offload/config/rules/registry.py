@@ -3,6 +3,7 @@
 from nemo_rl_offload.config.rules.async_grpo import ASYNC_RULES, ASYNC_WARNINGS
 from nemo_rl_offload.config.rules.batching import BATCHING_RULES, BATCHING_WARNINGS
 from nemo_rl_offload.config.rules.effects import EFFECT_WARNINGS
+from nemo_rl_offload.config.rules.fp8 import FP8_RULES, FP8_WARNINGS
 from nemo_rl_offload.config.rules.generation import GENERATION_RULES
 from nemo_rl_offload.config.rules.lora import LORA_RULES, LORA_WARNINGS
 from nemo_rl_offload.config.rules.machine import (
@@ -56,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     *SPECULATIVE_RULES,
     *VLLM_DEVICE_RULES,
     *REPLAY_RULES,
+    *FP8_RULES,
     *ASYNC_RULES,
 )
 RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (*MACHINE_RULES, *VLLM_MACHINE_RULES)
@@ -71,5 +73,6 @@ WARNINGS: tuple[Rule, ...] = (
     *TASK_WARNINGS,
     *TURN_WARNINGS,
     *ASYNC_WARNINGS,
+    *FP8_WARNINGS,
     *EFFECT_WARNINGS,
 )

@@ -127,6 +127,18 @@ class PeftConfig(TypedDict):
 
 
 @closed
+class Fp8Config(TypedDict):
+    enabled: Annotated[bool, Default(False)]
+    """Multiply in 8 bits in the linears of the layers, forward and backward; needs Transformer Engine."""
+    fp8: Annotated[Literal["e4m3", "hybrid"], Default("e4m3")]
+    """Format of 8 bits: e4m3 for all, or hybrid, with e5m2 for gradients."""
+    fp8_recipe: Annotated[Literal["tensorwise", "delayed", "blockwise", "mxfp8"], Default("blockwise")]
+    """What shares a scale: a tensor, or 128 x 128 weights and 128 activations; mxfp8 needs Blackwell."""
+    fp8_param: Annotated[bool, Default(False)]
+    """Keep the weights themselves in 8 bits; only false so far."""
+
+
+@closed
 class MegatronConfig(TypedDict):
     enabled: Annotated[bool, Default(True)]
     """Train with Megatron-Core, the only backend."""
@@ -163,7 +175,7 @@ class MegatronConfig(TypedDict):
     expert_model_parallel_size: Annotated[Positive, Default(1), Forwarded()]
     """Ranks that share the experts."""
     expert_tensor_parallel_size: Annotated[Positive, Default(1), Forwarded()]
-    """Ranks that share each expert's weights; only 1 so far."""
+    """Ranks that share each expert's weights, whatever tensor_model_parallel_size is."""
     sequence_parallel: Annotated[bool, Default(False), Forwarded()]
     """Split norms and dropout over the tensor-parallel ranks."""
 
@@ -269,6 +281,15 @@ class MegatronConfig(TypedDict):
 
     peft: PeftConfig
     """Adapters that are trained in place of the weights."""
+
+    fp8_cfg: Fp8Config
+    """Products in 8 bits."""
+    first_last_layers_bf16: Annotated[bool, Default(False), Forwarded()]
+    """With fp8_cfg, keep the first and the last layers out of it, as many as the next two keys say."""
+    num_layers_at_start_in_bf16: Annotated[Count, Default(1), Forwarded()]
+    """First layers that stay in bfloat16 then."""
+    num_layers_at_end_in_bf16: Annotated[Count, Default(1), Forwarded()]
+    """Last layers that stay in bfloat16 then."""
 
     # The output head.
     use_fused_linear_logprobs: Annotated[bool, Default(True)]

@@ -39,8 +39,18 @@ class ColocatedConfig(TypedDict):
 class VllmConfig(TypedDict):
     async_engine: Annotated[bool, Default(False)]
     """Responses and episodes go on each by itself (true), or a batch of them in step (false)."""
-    precision: Annotated[Literal["float32", "bfloat16", "float16"] | None, Default(None)]
-    """Type of the engine's weights and activations; null: policy.precision."""
+    precision: Annotated[Literal["float32", "bfloat16", "float16", "fp8"] | None, Default(None)]
+    """Type of the engine's weights and activations; null: policy.precision. With fp8, linears multiply in 8 bits."""
+    use_deep_gemm: Annotated[bool, Default(False)]
+    """With fp8, multiply by DeepGEMM's kernels where vLLM finds them; false: by its own."""
+    num_first_layers_in_bf16: Annotated[Count, Default(0)]
+    """With fp8, first layers that stay in policy.precision."""
+    num_last_layers_in_bf16: Annotated[Count, Default(0)]
+    """With fp8, last layers that stay so."""
+    quantization_ignored_layer_kws: Annotated[list[str], Default([])]
+    """With fp8, linears that stay so: those with any of these words in their path, such as a_proj."""
+    is_mx: Annotated[bool, Default(False)]
+    """With fp8, scale each 32 elements (MXFP8); needs Blackwell, and is not there so far."""
     kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], Default("auto")]
     """Type of the key/value cache; auto: that of activations."""
     tensor_parallel_size: Annotated[Positive, Default(1)]

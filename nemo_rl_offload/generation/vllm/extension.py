@@ -9,6 +9,10 @@ anew: it needs the originals of a whole layer beside it.
 
 Parameters are written in place on a GPU as well, where its graphs have their addresses. What vLLM's loaders say that
 they have loaded is not asked: a name is in it once one of many experts has come. All is filled with NaN instead.
+
+Linears and experts in 8 bits take vLLM's layerwise reload, each layer for itself: what comes for one is kept until it
+is whole (each weight of a bucket has memory of its own), then quantized as when the engine was built, and copied to
+where the old weights are. NaN stands for what does not come there, too: a block with one has NaN for its scale.
 """
 
 import os
@@ -74,6 +78,21 @@ def expand_to_drafts() -> None:
     rejection_sampler.expand_batch_to_tokens = expand
 
 
+def find_lacking_parts() -> None:
+    """Let what a layer in 8 bits is quantized from be NaN until it comes. To be called before a model is loaded."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    make = meta.materialize_meta_tensor
+
+    def make_of_nan(description: Tensor) -> Tensor:
+        tensor: Tensor = make(description)
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+        return tensor
+
+    meta.materialize_meta_tensor = make_of_nan
+
+
 def take_place(rank: int) -> None:
     """Let vLLM be this rank of an engine, whose process group is there. To be called before an engine is built.
 
@@ -112,12 +131,17 @@ class WeightsInPlace:
 
     model_runner: Any
     model_config: Any
+    vllm_config: Any
     _kept: dict[str, Tensor]
 
     def _draft_model(self) -> Any:
         """What drafts; None without speculative decoding."""
         drafter = getattr(self.model_runner, "drafter", None)
         return None if drafter is None else drafter.model
+
+    def _trains_drafts(self) -> bool:
+        """Whether an update brings weights of what drafts."""
+        return self._draft_model() is not None and self.model_runner.speculative_config.method == "mtp"
 
     def _own_parameters_of_drafts(self) -> dict[str, Tensor]:
         """Without what the drafting layer shares with the model."""
@@ -143,28 +167,43 @@ class WeightsInPlace:
             for name, each in self._own_parameters_of_drafts().items():
                 each.copy_(self._kept[name])
 
+    def _layers_in_eight_bits(self) -> list[torch.nn.Module]:
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.linear import LinearBase
+
+        drafts = self._draft_model() if self._trains_drafts() else None
+        modules = (module for model in filter(None, (self.model_runner.model, drafts)) for module in model.modules())
+        layers = (module for module in modules if isinstance(module, (LinearBase, RoutedExperts)))
+        return [layer for layer in layers if getattr(layer.quant_method, "uses_meta_device", False)]
+
     def begin_update(self) -> None:
         """Leave no old weight in place: what an update does not bring is found by `finish_update`."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
         with torch.no_grad():
             for parameter in self.model_runner.model.parameters():
-                parameter.fill_(torch.nan)
+                if parameter.itemsize > 1:  # those in 8 bits have scales
+                    parameter.fill_(torch.nan)
+        for layer in self._layers_in_eight_bits():
+            initialize_layerwise_reload(layer)
 
     def load_named_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write weights by Hugging Face's names, of a multimodal model by those of its text part alone."""
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name as drafting_layer
 
         named = list(weights)
         if self.model_config.hf_config.model_type in TEXT_PARTS:
             named = [(module_name(name), weight) for name, weight in named]
-        with torch.no_grad():
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             self.model_runner.model.load_weights(iter(named))
-            if (model := self._draft_model()) is not None and self.model_runner.speculative_config.method == "mtp":
+            if self._trains_drafts():
                 config = self.model_config.hf_config
                 of_layer = [
                     each for each in named if each[0].startswith("mtp.") or drafting_layer(config, each[0]) is not None
                 ]
                 if of_layer:
-                    model.load_weights(iter(of_layer))
+                    self._draft_model().load_weights(iter(of_layer))
 
     def finish_update(self) -> list[str]:
         """The names of vLLM's parameters of which a part has not come.
@@ -172,15 +211,20 @@ class WeightsInPlace:
         Latent attention decodes with parts of `kv_b_proj` in another order, which may be copies: made again here, as by
         vLLM after it has loaded weights, where they were.
         """
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.attention import MLAAttention
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            for layer in self._layers_in_eight_bits():
+                finalize_layerwise_reload(layer, self.model_config)
         with torch.no_grad():
             for model in filter(None, (self.model_runner.model, self._draft_model())):
                 for module in model.modules():
                     if isinstance(module, MLAAttention):
                         module.process_weights_after_loading(self.model_config.dtype)
         named = self.model_runner.model.named_parameters()
-        return [name for name, parameter in named if parameter.sum(dtype=torch.float32).isnan()]
+        return [name for name, each in named if each.itemsize > 1 and each.sum(dtype=torch.float32).isnan()]
 
     def return_routed_experts(self) -> list[str]:
         """Let each layer tell vLLM which experts it chooses; the names of layers that cannot.

@@ -3,6 +3,7 @@
 Imports nothing of vLLM, so that the driver and a test without it can ask.
 """
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
@@ -10,12 +11,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.rules.rule import read_shape
 from nemo_rl_offload.config.rules.vllm import context_length, devices_of_engine
-from nemo_rl_offload.config.schema import GenerationConfig, PolicyConfig
+from nemo_rl_offload.config.schema import GenerationConfig, PolicyConfig, VllmConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.specs.catalogue import read_config_file, read_text_part
-from nemo_rl_offload.specs.generation import ENV, ENV_OF_CPU, ENV_OF_CUDA, ENV_OF_FIRST_RUNNER, ENV_OF_SEVERAL_DEVICES
+from nemo_rl_offload.specs.generation import (
+    ENV,
+    ENV_OF_CPU,
+    ENV_OF_CUDA,
+    ENV_OF_DEEP_GEMM,
+    ENV_OF_FIRST_RUNNER,
+    ENV_OF_SEVERAL_DEVICES,
+)
 from nemo_rl_offload.specs.model_keys import Content, rope_section, rope_type, with_overrides
 
 MAX_NUM_SEQS = 256
@@ -56,7 +65,13 @@ def engine_env(config: GenerationConfig, device: str) -> dict[str, str]:
         # be told what log-probabilities to return where top-k or top-p cut the distribution, and what it does with
         # drafts is what has been tried.
         env |= ENV_OF_CUDA | (ENV_OF_FIRST_RUNNER if is_truncated(config) or speculates(config) else {})
+        env |= ENV_OF_DEEP_GEMM if is_in_eight_bits(config) and config["vllm_cfg"]["use_deep_gemm"] else {}
     return (config["vllm_cfg"]["env_vars"] or {}) | env
+
+
+def is_in_eight_bits(config: GenerationConfig) -> bool:
+    """Whether an engine quantizes the weights that it gets."""
+    return config["vllm_cfg"]["precision"] == "fp8"
 
 
 def is_truncated(config: GenerationConfig) -> bool:
@@ -70,6 +85,29 @@ def speculates(config: GenerationConfig) -> bool:
     return config["vllm_kwargs"].get("speculative_config") is not None
 
 
+def dtype_of_engine(config: PolicyConfig) -> str:
+    """Type of what an engine does not keep in 8 bits."""
+    precision = config["generation"]["vllm_cfg"]["precision"]
+    return config["precision"] if precision in (None, "fp8") else precision
+
+
+def _quantization(cfg: VllmConfig, num_layers: int) -> dict[str, Any]:
+    """Weights in 8 bits with a scale for each 128 x 128 of them, made from those of a folder or an update.
+
+    Routers stay as they are, by whose choice experts differ. Words stand anywhere in a linear's path, as in NeMo-RL.
+    """
+    first, last = cfg["num_first_layers_in_bf16"], cfg["num_last_layers_in_bf16"]
+    whole = [*range(first), *range(num_layers - last, num_layers)]
+    patterns = [r".*\.gate$", *(f".*{re.escape(word)}" for word in cfg["quantization_ignored_layer_kws"])]
+    if whole:
+        patterns.append(rf".*\.layers\.({'|'.join(map(str, whole))})\.")
+    ignored = [f"re:{pattern}" for pattern in patterns]
+    return {
+        "quantization": "online",
+        "quantization_config": {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ignored},
+    }
+
+
 def engine_arguments(
     config: PolicyConfig, model_path: Path, *, is_cpu: bool, can_sleep: bool, cache_bytes: int | None
 ) -> dict[str, Any]:
@@ -78,7 +116,7 @@ def engine_arguments(
     cfg, longest = generation["vllm_cfg"], context_length(config)
     arguments: dict[str, Any] = {
         "model": str(model_path),
-        "dtype": cfg["precision"] or config["precision"],
+        "dtype": dtype_of_engine(config),
         "kv_cache_dtype": cfg["kv_cache_dtype"],
         "load_format": cfg["load_format"],
         "tensor_parallel_size": cfg["tensor_parallel_size"],
@@ -96,6 +134,8 @@ def engine_arguments(
         "seed": 0,
         "worker_extension_cls": "nemo_rl_offload.generation.vllm.extension.WeightsInPlace",
     }
+    if is_in_eight_bits(generation):
+        arguments |= _quantization(cfg, read_shape(str(model_path)).num_layers)
     if generation["stop_strings"]:  # which an engine finds in the text
         tokenizer = resolve_tokenizer_path(config["tokenizer"]["name"])
         arguments |= {"tokenizer": str(tokenizer.resolve()), "skip_tokenizer_init": False}

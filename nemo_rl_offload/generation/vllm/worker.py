@@ -37,7 +37,9 @@ from nemo_rl_offload.generation.vllm.settings import (
     CPU_BLOCK_SIZE,
     MAX_NUM_SEQS,
     Request,
+    dtype_of_engine,
     engine_arguments,
+    is_in_eight_bits,
     is_truncated,
     request_seed,
     sampling_arguments,
@@ -115,6 +117,10 @@ class VllmWorker:
             extension.keep_weights_plain()
             extension.rotate_heads_apart()
             extension.expand_to_drafts()
+        if is_in_eight_bits(config["generation"]):
+            if self._is_cpu:
+                raise ConfigError(f"{CFG}.precision: fp8 needs a GPU, and this worker has none. Set it to null.")
+            extension.find_lacking_parts()
         if self._num_devices > 1:
             extension.take_place(self._rank_of_engine)
         arguments = engine_arguments(
@@ -391,7 +397,7 @@ def _cpu_cache_bytes(config: PolicyConfig) -> int:
     """
     shape = read_shape(config["model_name"])
     cfg = config["generation"]["vllm_cfg"]
-    itemsize = 4 if (cfg["precision"] or config["precision"]) == "float32" else 2
+    itemsize = 4 if dtype_of_engine(config) == "float32" else 2
     num_blocks = -(-context_length(config) // CPU_BLOCK_SIZE)
     cached = [(shape, shape.num_layers // cfg["pipeline_parallel_size"])]
     if speculates(config["generation"]):

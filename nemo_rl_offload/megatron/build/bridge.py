@@ -107,7 +107,8 @@ def bridge() -> types.ModuleType:
 
     # The fused norm+linear needs no entry: Bridge knows it by its name.
     layers = (
-        *(("TorchGroupedLinear", "column"), ("TorchDotProductAttention", "column")),
+        *(("TorchColumnParallelGroupedLinear", "column"), ("TorchRowParallelGroupedLinear", "row")),
+        ("TorchDotProductAttention", "column"),
         *(("TorchNorm", "replicated"), ("WholeLinear", "replicated")),
     )
     for layer, parallelism in layers:

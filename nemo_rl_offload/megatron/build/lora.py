@@ -33,7 +33,11 @@ from nemo_rl_offload.config.schema import PeftConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.layers.mamba import TorchMambaMixer
 from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear
-from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear
+from nemo_rl_offload.megatron.layers.torch_experts import (
+    TorchGroupedLinear,
+    TorchRowParallelGroupedLinear,
+    has_expert_groups,
+)
 from nemo_rl_offload.specs.lora import HEAD, PARTS, parts_named
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj", HEAD)
@@ -229,7 +233,7 @@ def _mark_of_experts(weight: Any, config: TransformerConfig) -> None:
     Its gradients are reduced like those of experts, also where tensor-parallel ranks hold whole ones; Bridge sums them
     over expert-parallel ranks before. The norm of gradients counts it once.
     """
-    weight.allreduce = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1
+    weight.allreduce = not has_expert_groups(config)
     weight.shared = parallel_state.get_expert_model_parallel_rank() > 0
 
 
@@ -261,7 +265,7 @@ def _attributes(known: Callable[..., Any], linear: Any, *args: object, **kwargs:
     if isinstance(linear, TorchGroupedLinear):
         weight: Any = linear.weight0
         outputs, inputs = weight.shape
-        is_row_parallel = linear.is_fc2
+        is_row_parallel = isinstance(linear, TorchRowParallelGroupedLinear)
     elif isinstance(linear, ColumnParallelLinear | RowParallelLinear):
         outputs, inputs = linear.output_size, linear.input_size
         is_row_parallel = isinstance(linear, RowParallelLinear)

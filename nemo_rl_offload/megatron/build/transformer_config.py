@@ -86,6 +86,14 @@ def _precision_fields(policy: PolicyConfig) -> dict[str, object]:
     return {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16, "fp16": False}
 
 
+def _fp8_fields(megatron_cfg: MegatronConfig) -> dict[str, object]:
+    """Megatron's fields of `fp8_cfg`, by which its blocks enter Transformer Engine's context of 8 bits themselves."""
+    section = megatron_cfg["fp8_cfg"]
+    if not section["enabled"]:
+        return {}
+    return {key: section[key] for key in ("fp8", "fp8_recipe", "fp8_param")}
+
+
 def _fusions(provider: TransformerConfig) -> dict[str, object]:
     """What Megatron fuses with torch.compile, which needs a C compiler at run time."""
     fuse = torch.cuda.is_available() and any(map(shutil.which, ("cc", "gcc", "clang")))
@@ -137,6 +145,7 @@ def _transformer_fields(
         **{key: values[key] for key in FORWARDED_UNLESS_NULL if values[key] is not None},
         **({} if backend is None else {"attention_backend": AttnBackend[backend]}),
         **_repeated_layer(provider, megatron_cfg),
+        **_fp8_fields(megatron_cfg),
         # The fused kernel chooses and weighs experts at once, and knows no choice of others.
         **({"moe_router_fusion": False} if policy["router_replay"]["enabled"] else {}),
         **megatron_cfg["model_overrides"],
@@ -192,6 +201,31 @@ def check_flex_dispatcher(backend: str) -> None:
         raise ConfigError(f"{path} cannot be imported from {package} in this worker. {how}, or set alltoall.")
 
 
+_FP8_NEEDS = {"mxfp8": ((10, 0), "0"), "blockwise": ((9, 0), "12.9")}
+_FP8_LEAST: tuple[tuple[int, int], str] = (8, 9), "12.1"
+
+
+def check_fp8_recipe(recipe: str, capability: tuple[int, int], cuda: str) -> None:
+    """Raise ConfigError where a GPU of this compute capability has no products of a recipe of 8 bits.
+
+    As Transformer Engine says itself when a model first runs (`transformer_engine.pytorch.quantization`).
+    """
+    needed, least_cuda = _FP8_NEEDS.get(recipe, _FP8_LEAST)
+    lacking = f"compute capability {'.'.join(map(str, needed))}" if capability < needed else ""
+    if not lacking and _numbers(cuda) < _numbers(least_cuda):
+        lacking = f"torch for CUDA {least_cuda}"
+    if lacking:
+        others = [name for name in ("blockwise", "tensorwise") if name != recipe]
+        raise ConfigError(
+            f"policy.megatron_cfg.fp8_cfg.fp8_recipe: {recipe} needs {lacking}, and this worker has "
+            f"{'.'.join(map(str, capability))} with CUDA {cuda}. Set {' or '.join(others)}, or enabled to false."
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")[:2]))
+
+
 def wanted_impl(policy: PolicyConfig, *, needs_torch: bool) -> str:
     """`transformer_impl`, where `auto` is torch for a model that needs torch's layers."""
     name = policy["megatron_cfg"]["transformer_impl"]
@@ -210,6 +244,8 @@ def configure_provider(provider: TransformerConfig, policy: PolicyConfig, *, nee
     _check_layers(policy, activations)
     if provider.num_moe_experts is not None and policy["megatron_cfg"]["moe_token_dispatcher_type"] == "flex":
         check_flex_dispatcher(policy["megatron_cfg"]["moe_flex_dispatcher_backend"] or "deepep")
+    if (section := policy["megatron_cfg"]["fp8_cfg"])["enabled"]:
+        check_fp8_recipe(section["fp8_recipe"], torch.cuda.get_device_capability(), torch.version.cuda or "0")
     _apply(provider, policy, activations)
     return transformer_impl
 

@@ -89,6 +89,7 @@ def _layout() -> dict[str, int]:
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
         "context": parallel_state.get_context_parallel_world_size(),
         "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
     }
 
 
@@ -302,8 +303,8 @@ def _tell_other_rate(before: StateDict, scheduler: OptimizerParamScheduler) -> N
 
 
 def _with_random_state(state: ShardedStateDict, folder: Path) -> ShardedStateDict:
-    is_alike = dist_checkpointing.load_common_state_dict(str(folder))["layout"] == _layout()
-    return state | {"random_state": _random_state()} if is_alike else state
+    written = {"expert_tensor": 1} | dist_checkpointing.load_common_state_dict(str(folder))["layout"]
+    return state | {"random_state": _random_state()} if written == _layout() else state
 
 
 @contextmanager
@@ -386,16 +387,17 @@ def _spread(tensor: torch.Tensor, buffer: GradientBuffer) -> torch.Tensor:
 def _regroup(state: StateDict, optimizers: list[MegatronOptimizer], folder: Path) -> None:
     """Give each optimizer its parameter groups where the checkpoint has one optimizer and the model two, or conversely.
 
-    Experts have an optimizer of their own, with groups marked so, in layouts with expert parallelism alone. Tensors are
-    found by name in either case; the groups hold what is the same for all of them, the step and the rates.
+    Experts have an optimizer of their own, with groups marked so, where the ranks with the same experts are others than
+    those with the same dense layers. Tensors are found by name in either case; the groups hold what is the same for all
+    of them, the step and the rates.
     """
     parts = [state] if len(optimizers) == 1 else [state[number] for number in range(len(optimizers))]
     if all("optimizer" in part or "param_groups" in part for part in parts):
         return
     if not all(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers):
         raise CheckpointError(
-            f"{folder} was written with another expert_model_parallel_size, for which an optimizer's state is divided "
-            "otherwise. Take that size, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true in both runs."
+            f"{folder} was written with other sizes of expert or tensor parallelism, for which an optimizer's state "
+            "is divided otherwise. Take those, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true in both runs."
         )
     written = [state] if "optimizer" in state else [state.pop(number) for number in (0, 1)]
     groups = [group for part in written for group in part["optimizer"]["param_groups"]]

@@ -51,7 +51,10 @@ from nemo_rl_offload.megatron.layers.mamba import TorchMambaMixer
 from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear, TorchNorm
 from nemo_rl_offload.megatron.layers.shared_experts import TorchSharedExpertMLP
 from nemo_rl_offload.megatron.layers.static_experts import TorchGroupedMLP, TorchMoELayer
-from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear
+from nemo_rl_offload.megatron.layers.torch_experts import (
+    TorchColumnParallelGroupedLinear,
+    TorchRowParallelGroupedLinear,
+)
 from nemo_rl_offload.specs.hybrid_layers import ATTENTION, EXPERTS, MAMBA
 
 
@@ -77,7 +80,9 @@ class TorchSpecProvider(BackendSpecProvider):  # type: ignore[misc]
         return TorchDotProductAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Callable[..., TorchGroupedMLP]:
-        submodules = GroupedMLPSubmodules(linear_fc1=TorchGroupedLinear, linear_fc2=TorchGroupedLinear)
+        submodules = GroupedMLPSubmodules(
+            linear_fc1=TorchColumnParallelGroupedLinear, linear_fc2=TorchRowParallelGroupedLinear
+        )
         return partial(TorchGroupedMLP, submodules=submodules)
 
     def activation_func(self) -> None:

@@ -9,22 +9,28 @@ they are not (someone assigned a parameter of its own), the weights are stacked 
 
 The autograd function saves the input and the parameters themselves: a stack or a view of the storage made in the
 forward would be saved, and offloaded, whole.
+
+With `expert_tensor_parallel_size` above 1 a rank has a part of each expert's width: rows of the first linear's weights
+and columns of the second's, whose outputs are parts of a sum. Megatron's token dispatchers gather the tokens of those
+ranks before, and add the parts up behind; here nothing is sent.
 """
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
 )
+from megatron.core.utils import divide
 from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.interface import offload_region
@@ -68,16 +74,24 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, None, *dw.unbind(0)
 
 
+def has_expert_groups(config: TransformerConfig) -> bool:
+    """Whether the ranks that hold the same weights of experts are others than those of dense layers.
+
+    By them Megatron reduces gradients, and it calls this `use_expert_pgs`.
+    """
+    has_own_tensor_groups: bool = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+    return has_own_tensor_groups or config.expert_model_parallel_size > 1
+
+
 class TorchGroupedLinear(torch.nn.Module):
-    """Linear layers of this rank's experts: [tokens sorted by expert, in] to [tokens, out].
+    """Linear layers of this rank's experts: [tokens sorted by expert, in] to [tokens, out], of which `in` or `out` is
+    this rank's part.
 
-    A bias of the first one is added; that of the second is returned, a tensor an expert, since Megatron weighs it by
-    the router's probabilities.
-
-    Takes the place of Transformer Engine's grouped linear in Megatron's `TEGroupedMLP`. The second one is the region
-    `expert_fc2`; Megatron itself opens that of the first.
+    Takes the place of Transformer Engine's grouped linear in Megatron's `TEGroupedMLP`.
     """
 
+    partition_dims: ClassVar[dict[str, int]]
+    """Of the parameters that expert-tensor-parallel ranks share, by name, the axis."""
     save_original_input = (
         False  # Megatron's set_save_original_input asks for this attribute; the input is saved as it is
     )
@@ -93,31 +107,26 @@ class TorchGroupedLinear(torch.nn.Module):
         init_method: Callable[[Tensor], object],
         bias: bool,
         pg_collection: ProcessGroupCollection,
-        tp_comm_buffer_name: str | None = None,
         **_unused: object,
     ) -> None:
         super().__init__()
-        self.config, self.is_fc2 = config, tp_comm_buffer_name == "fc2"
-        if pg_collection.expt_tp.size() > 1:
-            raise ConfigError(
-                "transformer_impl: torch has no experts split by tensor parallelism; "
-                "use transformer_engine, or expert_tensor_parallel_size: 1"
-            )
+        self.config, num_parts = config, pg_collection.expt_tp.size()
         if bias and config.moe_expert_rank_capacity_factor is not None:
             raise ConfigError("policy.megatron_cfg.moe_expert_rank_capacity_factor: not for experts with biases")
         self.num_local_experts, self.pg_collection = num_local_experts, pg_collection
         self.num_gemms = num_local_experts  # Transformer Engine's name of it, by which Bridge's adapters ask
+        shape = [output_size, input_size]
+        shape[self.partition_dims["weight"]] = divide(shape[self.partition_dims["weight"]], num_parts)
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        storage = torch.empty(num_local_experts, output_size, input_size, dtype=config.params_dtype, device=device)
-        # Megatron reduces gradients over the ranks that hold the same weights. For experts these differ from the
-        # others' also where tensor-parallel ranks hold whole experts.
-        is_like_dense = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1
-        biases = torch.zeros(num_local_experts, output_size, dtype=config.params_dtype, device=device)
+        storage = torch.empty(num_local_experts, *shape, dtype=config.params_dtype, device=device)
+        biases = torch.zeros(num_local_experts, shape[0], dtype=config.params_dtype, device=device)
         self._parts = ("weight", "bias") if bias else ("weight",)
         for name, values in zip(self._parts, (storage, biases), strict=False):
             for expert in reversed(range(num_local_experts)):
                 parameter = torch.nn.Parameter(values[expert])
-                parameter.allreduce = is_like_dense  # type: ignore[attr-defined]
+                parameter.allreduce = not has_expert_groups(config)  # type: ignore[attr-defined]
+                if name in self.partition_dims:
+                    set_tensor_model_parallel_attributes(parameter, True, self.partition_dims[name], 1)
                 self.register_parameter(f"{name}{expert}", parameter)
         for expert in range(num_local_experts):
             init_method(getattr(self, f"weight{expert}"))
@@ -125,21 +134,11 @@ class TorchGroupedLinear(torch.nn.Module):
     def _all(self, name: str) -> list[Tensor]:
         return [getattr(self, f"{name}{expert}") for expert in range(self.num_local_experts)]
 
-    def forward(self, x: Tensor, tokens_per_expert: list[int] | GroupEnds) -> tuple[Tensor, list[Tensor] | None]:
-        if isinstance(tokens_per_expert, GroupEnds):
-            ends = tokens_per_expert.ends
-        else:
-            ends = torch.tensor(tokens_per_expert, device=x.device).cumsum(0).to(torch.int32)
-        weights, biases = self._all("weight"), self._all("bias") if "bias" in self._parts else None
-        if not self.is_fc2:
-            y = _GroupedLinear.apply(x, ends, *weights)  # type: ignore[no-untyped-call]
-            if biases is not None:
-                y = y + torch.stack(biases).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), dim=0)
-            return y, None
-        region = offload_region(self.config, x, "expert_fc2", self.training)
-        with region as x:
-            y = _GroupedLinear.apply(x, ends, *weights)  # type: ignore[no-untyped-call]
-        return region.group_offload(y), biases
+    def _product(self, x: Tensor, ends: Tensor) -> Tensor:
+        return _GroupedLinear.apply(x, ends, *self._all("weight"))  # type: ignore[no-any-return,no-untyped-call]
+
+    def _biases(self) -> list[Tensor] | None:
+        return self._all("bias") if "bias" in self._parts else None
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here; Megatron calls this where they may be."""
@@ -160,7 +159,7 @@ class TorchGroupedLinear(torch.nn.Module):
             piece = make_sharded_tensors_for_checkpoint(
                 {f"{expert}.{name}": getattr(self, f"{name}{expert}") for name in self._parts},
                 "",
-                {},
+                {f"{expert}.{name}": axis for name, axis in self.partition_dims.items()},
                 (*sharded_offsets, (len(sharded_offsets), index, num_global_experts)),
                 tp_group=groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
@@ -171,3 +170,38 @@ class TorchGroupedLinear(torch.nn.Module):
                 tensor.replica_id = (*tensor.replica_id[:2], groups.expt_dp.rank())
                 sharded[f"{prefix}{name}{expert}"] = tensor
         return sharded
+
+
+def _ends(tokens_per_expert: list[int] | GroupEnds, device: torch.device) -> Tensor:
+    """Where each expert's rows end, int32 [experts]."""
+    if isinstance(tokens_per_expert, GroupEnds):
+        return tokens_per_expert.ends
+    return torch.tensor(tokens_per_expert, device=device).cumsum(0).to(torch.int32)
+
+
+class TorchColumnParallelGroupedLinear(TorchGroupedLinear):
+    """The first linear of experts, which adds its biases. Megatron opens the region `expert_fc1` around it."""
+
+    partition_dims: ClassVar = {"weight": 0, "bias": 0}
+
+    def forward(self, x: Tensor, tokens_per_expert: list[int] | GroupEnds) -> tuple[Tensor, None]:
+        ends = _ends(tokens_per_expert, x.device)
+        y, biases = self._product(x, ends), self._biases()
+        if biases is not None:
+            y = y + torch.stack(biases).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), dim=0)
+        return y, None
+
+
+class TorchRowParallelGroupedLinear(TorchGroupedLinear):
+    """The second linear of experts, the region `expert_fc2`.
+
+    It returns its biases, a tensor an expert, since Megatron weighs them by the router's probabilities.
+    """
+
+    partition_dims: ClassVar = {"weight": 1}
+
+    def forward(self, x: Tensor, tokens_per_expert: list[int] | GroupEnds) -> tuple[Tensor, list[Tensor] | None]:
+        region = offload_region(self.config, x, "expert_fc2", self.training)
+        with region as x:
+            y = self._product(x, _ends(tokens_per_expert, x.device))
+        return region.group_offload(y), self._biases()

@@ -13,9 +13,11 @@ import importlib.util
 import logging
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nemo_rl_offload.megatron.runtime.optional_packages import TRANSFORMER_ENGINE_PACKAGES, leave_out_broken_packages
 
@@ -36,7 +38,7 @@ def install_cpu_support() -> bool:
         _installed = True
         hide_transformer_engine()
         leave_out_broken_packages()
-        for redirect in (_device, _rng, _streams, _factories, _types, _moe_splits, _checkpoint_fp8):
+        for redirect in (_device, _rng, _streams, _factories, _types, _moe_splits, _uneven_parts, _checkpoint_fp8):
             redirect()
     return True
 
@@ -176,6 +178,36 @@ def _moe_splits() -> None:
         return original(tensor, as_numpy, record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
+def _uneven_parts() -> None:
+    """Ranks that share experts' width gather what may be of different lengths (mappings.py:148) and add it up again in
+    such parts (191); gloo does either for equal lengths alone."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather_equal, reduce_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(
+        part: Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather_equal(part, group, None, use_global_buffer)  # type: ignore[no-any-return]
+        padded = part.new_zeros(max(output_split_sizes), *part.shape[1:])
+        padded[: len(part)] = part
+        parts = gather_equal(padded, group).chunk(group.size())
+        return torch.cat([each[:size] for each, size in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce(
+        parts: Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_equal(parts, group, None, use_global_buffer)  # type: ignore[no-any-return]
+        summed = parts.clone()
+        torch.distributed.all_reduce(summed, group=group)
+        part: Tensor = torch.split(summed, list(input_split_sizes))[group.rank()]
+        return part.clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce
 
 
 def _checkpoint_fp8() -> None:

@@ -7,6 +7,8 @@ have one shape here, and the next schedule may have another. The same holds wher
 as tensors of equal shapes. Sequence parallelism needs widths that the tensor-parallel ranks divide, context parallelism
 such that twice its ranks do; in a pack these cut every sequence, so that each has such a length.
 
+Products in 8 bits need numbers of tokens on each rank that their blocks divide (`fp8_tokens`).
+
 What is filled up counts for nothing: positions behind a row's end are masked, rows repeat the last one with
 `sample_mask` 0. Interleaved schedules want as many microbatches as a multiple of the pipeline's ranks: more such rows.
 
@@ -105,8 +107,9 @@ def split_into_microbatches(batch: Batch, split: int | MicrobatchSplit, config: 
     if isinstance(split, MicrobatchSplit):
         return _cut_by_plan(batch, split, config)
     num_stages = config.pipeline_model_parallel_size
-    gathers = config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather"
-    multiple = width_multiple(*_sizes(config))
+    num_expert_ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
+    gathers = num_expert_ranks > 1 and config.moe_token_dispatcher_type == "allgather"
+    multiple = width_multiple(*_sizes(config), config.fp8_recipe if config.fp8 else None)
     if num_stages == 1 and not gathers:
         return [Microbatch(_widen(piece, multiple)) for piece in microbatches(batch, split)]
     group_size = split * (num_stages if config.virtual_pipeline_model_parallel_size else 1)

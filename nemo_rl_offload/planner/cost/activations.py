@@ -118,7 +118,8 @@ class LayerContext:
 
     @property
     def expert_tokens(self) -> int:
-        """Tokens that this rank's experts take, balanced: each rank receives as many as it sends, whatever EP is."""
+        """Tokens that this rank's experts take, balanced: each rank receives as many as it sends, whatever EP is, and
+        those of all ranks that share its experts."""
         experts = self.shape.experts
         assert experts is not None
         return self.norm_tokens * experts.experts_per_token * self.layout.expert_tensor

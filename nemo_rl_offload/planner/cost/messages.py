@@ -5,7 +5,7 @@ is added where layouts are put in order, and it is the same for the same layout.
 
 - tensor parallelism: attention and a dense MLP each gather their input and scatter their output, forward and backward
   (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2; without sequence parallelism two all-reduces are as much);
-- experts: tokens go to them and come back, forward and backward;
+- experts: tokens go to them and come back, forward and backward; ranks that share each expert have all their tokens;
 - context parallelism: keys and values of the others, in forward and again in backward, and their gradients;
 - pipeline: a chunk's input, and its gradient;
 - data parallelism: gradients are scattered and weights gathered, once a step.
@@ -43,9 +43,9 @@ def _layer_ms(job: Job, context: LayerContext, has_experts: bool) -> float:
     num_halves = 1 if experts is not None and not experts.shared_ffn_hidden_size else 2
     found = _ms(job, 4 * num_halves * hidden * _others(layout.tensor), layout.tensor)
     if experts is not None:
-        group = layout.expert * layout.expert_tensor
         sent = 4 * context.norm_tokens * experts.experts_per_token * shape.hidden_size * size
-        found += _ms(job, sent * _others(group), group)
+        found += _ms(job, sent * _others(layout.expert), layout.expert * layout.expert_tensor)
+        found += _ms(job, sent * (layout.expert_tensor - 1), layout.expert_tensor)
     if layout.context > 1:
         widths = context.groups * (shape.query_head_dim + shape.value_head_dim)
         if shape.latent_attention is not None:

@@ -105,6 +105,7 @@ def _variants(task: LayoutTask, layout: ParallelLayout, virtual: int) -> Iterato
 def _layouts(job: Job) -> Iterator[ParallelLayout]:
     world, shape = job.layout.world, job.shape
     num_experts = shape.experts.num_experts if shape.experts else 1
+    can_divide_each = shape.experts is not None and job.adapters is None
     for tensor in _divisors(math.gcd(job.node_ranks, world)):
         for context in _divisors(world // tensor):
             if context > 1 and context * _LEAST_ROW > job.sequence:
@@ -112,9 +113,11 @@ def _layouts(job: Job) -> Iterator[ParallelLayout]:
             for pipeline in _divisors(world // tensor // context):
                 if pipeline > shape.num_layers:
                     break
-                for expert_tensor in {1, tensor} if shape.experts and job.transformer_engine else {1}:
-                    stage_ranks = world // pipeline
-                    for expert in _divisors(math.gcd(num_experts, stage_ranks)):
+                stage_ranks = world // pipeline
+                for expert in _divisors(math.gcd(num_experts, stage_ranks)):
+                    # Where whole experts can be divided among as many ranks, that takes less time and memory.
+                    may_divide_each = can_divide_each and tensor > 1 and num_experts % (expert * tensor) > 0
+                    for expert_tensor in (1, tensor) if may_divide_each else (1,):
                         if stage_ranks % (expert * expert_tensor) == 0:
                             yield ParallelLayout(
                                 world, tensor, pipeline, 1, context, expert, expert_tensor, sequence_parallel=tensor > 1

@@ -435,11 +435,18 @@ def test_the_progress_of_each_shard_counts_once(override: str | None, num_source
 
 
 TP, PP, EP = (f"policy.megatron_cfg.{name}_model_parallel_size=2" for name in ("tensor", "pipeline", "expert"))
+ETP = "policy.megatron_cfg.expert_tensor_parallel_size=2"
 
 
-@pytest.mark.parametrize(("overrides", "num_shards"), [((TP,), 2), ((PP,), 2), ((TP, PP), 1), ((EP,), 4)])
+@pytest.mark.parametrize(
+    ("overrides", "num_shards", "num_samplers"),
+    [
+        *(((TP,), 2, 2), ((PP,), 2, 2), ((TP, PP), 1, 1), ((EP,), 4, 2), ((ETP,), 4, 2), ((EP, ETP), 4, 1)),
+        *(((TP, ETP), 2, 2), ((TP, EP, ETP), 2, 1), ((PP, ETP), 2, 1)),
+    ],
+)
 def test_ranks_of_one_shard_get_the_same_and_one_of_them_answers(
-    overrides: tuple[str, ...], num_shards: int, make: Make
+    overrides: tuple[str, ...], num_shards: int, num_samplers: int, make: Make
 ) -> None:
     overrides = (*overrides, "policy.train_micro_batch_size=1")
     policy, workers = make(4, *overrides)
@@ -454,9 +461,17 @@ def test_ranks_of_one_shard_get_the_same_and_one_of_them_answers(
     assert [response.tokens for response in policy.generate(prompts, 3, SAMPLING)] == [
         [*prompt, 9] for prompt in prompts
     ]
-    # Ranks that hold each other's experts sample the same prompts with the same seed.
+    # Ranks that hold each other's experts, or parts of them, sample the same prompts with the same seed.
     samples = [str(worker.calls[1]) for worker in workers]
-    assert len(set(samples)) == (2 if overrides[0] == EP else num_shards)
+    assert len(set(samples)) == num_samplers
+
+
+def test_shards_that_share_experts_by_way_of_others_sample_together(make: Make) -> None:
+    """Three ranks have a model's experts, two each layer: no two groups of either kind are apart from the others."""
+    three = EP.replace("=2", "=3")
+    policy, workers = make(6, TP, three)
+    policy.generate([[1], [2], [3]], 3, SAMPLING)
+    assert len({str(worker.calls[0]) for worker in workers}) == 1
 
 
 @pytest.mark.parametrize(
@@ -466,6 +481,7 @@ def test_ranks_of_one_shard_get_the_same_and_one_of_them_answers(
         (2, (TP, PP), "x context_parallel_size = 2 x 2 x 1 = 4 does not divide"),
         (3, ("policy.megatron_cfg.context_parallel_size=2",), r"does not divide 3 worker\(s\)"),
         (3, (EP,), "expert_model_parallel_size: 2 does not divide the 3 worker"),
+        (3, (ETP,), "1 x expert_tensor_parallel_size 2 = 2 does not divide the 3 worker"),
         (
             2,
             (PP, "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2", "policy.train_micro_batch_size=4"),

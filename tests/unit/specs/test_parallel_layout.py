@@ -85,7 +85,17 @@ REFUSED = [
         "expert_model_parallel_size: 48 does not divide the 128 experts. The nearest that",
     ),
     (MOE, ParallelLayout(8, expert=16), "16 ranks do not divide the 8 devices"),
-    (MOE, ParallelLayout(5, expert_tensor=5), "expert_tensor_parallel_size: 5 does not divide the experts' width"),
+    (
+        MOE,
+        ParallelLayout(5, expert_tensor=5),
+        "expert_tensor_parallel_size: 5 does not divide the experts' width 768. The nearest that does is 4.",
+    ),
+    (QWEN, ParallelLayout(8, expert_tensor=2), "expert_tensor_parallel_size: the model has no experts. Set it to 1."),
+    (
+        replace(MOE, mlp_bias=True),
+        ParallelLayout(8, expert_tensor=2),
+        "expert_tensor_parallel_size: 2 ranks cannot share the model's experts, which have biases: Bias in Moe is only",
+    ),
     (MOE, ParallelLayout(8, tensor=2), "sequence_parallel: experts with tensor parallelism need it. Set it to true."),
 ]
 

@@ -62,6 +62,13 @@ def test_experts_have_rules_of_their_own(tmp_path: Path) -> None:
     assert "peft freezes the model" in found[rate]
     attention = examined(*given, f"{P}.target_modules=[linear_proj]", f"{rate}=0.0")
     assert "policy.megatron_cfg.moe_expert_rank_capacity_factor" not in {each.path for each in attention.problems}
+    shared = "policy.megatron_cfg.expert_tensor_parallel_size"
+    for targets, is_refused in (("[linear_proj,linear_fc2]", True), ("[linear_proj]", False)):
+        problems = examined(*given[:1], *ON, f"{shared}=2", f"{P}.target_modules={targets}").problems
+        said = [each.message for each in problems if each.path == shared]
+        assert ["adapters of experts that ranks share, not supported here" in text for text in said] == [
+            True
+        ] * is_refused
     each = (f"policy.model_name={tmp_path}", *ON, f"{P}.share_expert_adapters=false")
     for targets, is_said in (("[linear_proj,linear_fc2]", False), ("[linear_proj]", True)):
         warned = examined(*each, f"{P}.target_modules={targets}").warnings

@@ -156,6 +156,11 @@ CASES = [
         for backend in ("null", "deepep", "ncclep", "hybridep")
         for broken, words, legal in (
             ("M.expert_model_parallel_size=1", "needs ranks that share the experts", "M.expert_model_parallel_size=2"),
+            (
+                "M.expert_model_parallel_size=1 M.tensor_model_parallel_size=2 M.sequence_parallel=true",
+                "needs ranks that share the experts",
+                "M.expert_tensor_parallel_size=2",
+            ),
             ("policy.precision=float32", "flex moves tokens in bfloat16 alone", "policy.precision=bfloat16"),
         )
         if backend != "hybridep" or "precision" in broken

@@ -387,6 +387,12 @@ STASH_CASES = [
         "M.moe_token_dispatcher_type=allgather",
     ),
     (
+        f"{OURS} M.expert_tensor_parallel_size=2 M.moe_token_dispatcher_type=alltoall",
+        "moe_token_dispatcher_type",
+        "by an all-gather. Set allgather",
+        "M.moe_token_dispatcher_type=allgather",
+    ),
+    (
         f"{OURS} policy.precision=bfloat16 M.moe_token_dispatcher_type=flex M.moe_flex_dispatcher_backend=hybridep",
         "moe_token_dispatcher_type",
         "by an all-gather. Set allgather",

@@ -16,6 +16,9 @@ WORKERS, SIZES = "cluster.gpus_per_node", "policy.megatron_cfg"
 BATCH, DYNAMIC = "policy.train_global_batch_size", "policy.dynamic_batching.enabled"
 APART = "policy.generation.colocated.enabled=false policy.generation.colocated.resources"
 WHOLE = "M.fine_grained_activation_offloading=false M.offload_modules=null"
+FUSED = f"M.transformer_impl=transformer_engine {WHOLE}"
+FUSER = (f"{SIZES}.use_transformer_engine_op_fuser", "Tensor parallelism is not supported, says Megatron-Core of fused")
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 8}
 
 CASES = [
     (
@@ -63,6 +66,22 @@ def test_counts_that_do_not_divide(change: str, path: str, words: str, neighbor:
 def test_experts(refuses: Refuses) -> None:
     change = f"MOE {SIZES}.expert_model_parallel_size=4 policy.train_micro_batch_size=1 {WORKERS}"
     refuses(f"{change}=2", f"{SIZES}.expert_model_parallel_size", "4 does not divide the 2 worker(s)", f"{WORKERS}=4")
+
+
+def test_shared_widths_of_experts(refusals: Refusals, refuses: Refuses, make_model: Callable[..., Path]) -> None:
+    path = f"{SIZES}.expert_tensor_parallel_size"
+    refuses(f"{path}=2", path, "the model has no experts. Set it to 1", "MOE")
+    refuses(f"MOE {path}=4", path, "4 does not divide the experts' width 6. The nearest that does is 3.", f"{path}=3")
+    biased = make_model(
+        model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, intermediate_size=8, sliding_window=8
+    )
+    words = "which have biases: Bias in Moe is only supported when ETP==1, says Megatron-Core"
+    refuses(f"policy.model_name={biased} {path}=2", path, words, f"{path}=1")
+    refuses(f"MOE {path}=2 M.use_transformer_engine_op_fuser=true {FUSED}", *FUSER, f"{path}=1")
+    both = f"MOE {path}=2 {SIZES}.expert_model_parallel_size=4 policy.train_micro_batch_size=1 {WORKERS}"
+    (line,) = refusals(f"{both}=4")
+    assert "4 x expert_tensor_parallel_size 2 = 8 does not divide the 4 worker(s) of a pipeline stage" in line
+    assert refusals(f"{both}=8") == []
 
 
 def test_a_batch_that_no_number_of_workers_cuts_is_reported_once(refusals: Refusals) -> None:
@@ -141,6 +160,12 @@ def test_other_packs_may_be_shared(refusals: Refusals) -> None:
         ({}, "expert_model_parallel_size=2", "does not divide the teacher's 0 experts", None),
         ({"num_experts": 3}, "expert_model_parallel_size=2", "does not divide the teacher's 3 experts", None),
         ({"num_experts": 4}, "tensor_model_parallel_size=2", "need sequence_parallel beside", None),
+        (
+            {"num_experts": 4, "moe_intermediate_size": 9},
+            "expert_tensor_parallel_size=2",
+            "the student's, is the teacher's too: 2 does not divide the experts' width 9. The nearest that does is",
+            None,
+        ),
     ],
 )
 def test_a_teacher_is_divided_like_the_student(
@@ -158,4 +183,4 @@ def test_a_teacher_is_divided_like_the_student(
 
     (line,) = said(**teacher)
     assert words in line
-    assert said(num_hidden_layers=neighbor or 4, **({"num_experts": 4} if "expert" in layout else {})) == []
+    assert said(num_hidden_layers=neighbor or 4, **(EXPERTS if "expert" in layout else {})) == []

@@ -7,7 +7,10 @@ import pytest
 
 from nemo_rl_offload.megatron.build.bridge import bridge, have_transformer_engine
 from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear, TorchNorm
-from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear
+from nemo_rl_offload.megatron.layers.torch_experts import (
+    TorchColumnParallelGroupedLinear,
+    TorchRowParallelGroupedLinear,
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
@@ -37,7 +40,8 @@ def test_megatron_core_knows_that_it_is_absent() -> None:
     [
         (TorchLayerNormColumnParallelLinear, "weight", "column"),
         (TorchLayerNormColumnParallelLinear, "layer_norm_weight", "replicated"),
-        (TorchGroupedLinear, "weight0", "column"),
+        (TorchColumnParallelGroupedLinear, "weight0", "column"),
+        (TorchRowParallelGroupedLinear, "weight0", "row"),
         (TorchNorm, "weight", "replicated"),
     ],
 )

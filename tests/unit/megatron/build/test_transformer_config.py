@@ -52,6 +52,7 @@ KEYS = [
     ("pipeline_model_parallel_size=2", "pipeline_model_parallel_size", 2),
     ("context_parallel_size=2", "context_parallel_size", 2),
     ("expert_model_parallel_size=2", "expert_model_parallel_size", 2),
+    ("expert_tensor_parallel_size=2", "expert_tensor_parallel_size", 2),
     ("offload_modules=[moe_act]", "offload_modules", ["moe_act"]),
     ("fine_grained_activation_offloading=false", "fine_grained_activation_offloading", False),
     ("fine_grained_activation_offloading=false", "offload_modules", []),

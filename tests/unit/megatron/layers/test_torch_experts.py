@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.megatron.layers.torch_experts import TorchGroupedLinear, expert_stack
+from nemo_rl_offload.megatron.layers.torch_experts import (
+    TorchColumnParallelGroupedLinear,
+    TorchGroupedLinear,
+    TorchRowParallelGroupedLinear,
+    expert_stack,
+)
 
 IN, OUT = 4, 8  # grouped_mm wants rows of whole 16 bytes
 
@@ -22,18 +27,19 @@ def make_linear(
     bias: bool = False,
     expert_tensor_parallel_size: int = 1,
     moe_expert_rank_capacity_factor: float | None = None,
-    tp_comm_buffer_name: str = "fc1",
+    linear: type[TorchGroupedLinear] = TorchColumnParallelGroupedLinear,
 ) -> TorchGroupedLinear:
     config: Any = SimpleNamespace(
         use_cpu_initialization=True,
         params_dtype=torch.float32,
         expert_model_parallel_size=1,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
         tensor_model_parallel_size=1,
         moe_expert_rank_capacity_factor=moe_expert_rank_capacity_factor,
     )
     groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: expert_tensor_parallel_size))
     torch.manual_seed(0)
-    return TorchGroupedLinear(
+    return linear(
         num_experts,
         IN,
         OUT,
@@ -41,7 +47,6 @@ def make_linear(
         init_method=torch.nn.init.normal_,
         bias=bias,
         pg_collection=groups,
-        tp_comm_buffer_name=tp_comm_buffer_name,
     )
 
 
@@ -155,16 +160,22 @@ def test_saves_the_parameters_themselves() -> None:
     assert {id(tensor) for tensor in floating} == {id(x), *map(id, experts_of(linear))}
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"bias": True, "moe_expert_rank_capacity_factor": 1.5}, "moe_expert_rank_capacity_factor"),
-        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size: 1"),
-    ],
-)
-def test_refuses_what_it_does_not_have(settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        make_linear(2, **settings)
+def test_refuses_biases_behind_buffers_of_a_fixed_size() -> None:
+    with pytest.raises(ConfigError, match="moe_expert_rank_capacity_factor"):
+        make_linear(2, bias=True, moe_expert_rank_capacity_factor=1.5)
+
+
+@pytest.mark.parametrize("linear", [TorchColumnParallelGroupedLinear, TorchRowParallelGroupedLinear])
+@pytest.mark.parametrize("expert_tensor_parallel_size", [1, 2])
+def test_a_rank_has_its_part_of_each_expert(linear: type[TorchGroupedLinear], expert_tensor_parallel_size: int) -> None:
+    made = make_linear(3, bias=True, linear=linear, expert_tensor_parallel_size=expert_tensor_parallel_size)
+    is_column = linear is TorchColumnParallelGroupedLinear
+    rows, columns = OUT // expert_tensor_parallel_size, IN // expert_tensor_parallel_size
+    assert made.weight1.shape == ((rows, IN) if is_column else (OUT, columns))
+    assert made.bias1.shape == ((rows,) if is_column else (OUT,))
+    assert made.weight1.partition_dim == (0 if is_column else 1)
+    assert getattr(made.bias1, "tensor_model_parallel", False) == is_column
+    assert made.weight1.allreduce == made.bias1.allreduce == (expert_tensor_parallel_size == 1)
 
 
 def test_the_first_linear_adds_each_experts_bias() -> None:

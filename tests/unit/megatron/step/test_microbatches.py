@@ -15,9 +15,10 @@ from nemo_rl_offload.megatron.step.microbatches import split_into_microbatches
 
 
 def config(**changes: object) -> SimpleNamespace:
-    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1}
+    sizes = {f"{name}_model_parallel_size": 1 for name in ("tensor", "pipeline", "expert")}
     rest = {
         "context_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "sequence_parallel": False,
         "moe_token_dispatcher_type": "alltoall",
@@ -98,8 +99,9 @@ def test_what_fills_rows_up_has_no_experts_of_generations() -> None:
     assert (piece.batch["input_ids"][:, 3] == 0).all()
 
 
-def test_ranks_that_gather_tokens_are_equally_wide() -> None:
-    layout = config(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather")
+@pytest.mark.parametrize("size", ["expert_model_parallel_size", "expert_tensor_parallel_size"])
+def test_ranks_that_gather_tokens_are_equally_wide(size: str) -> None:
+    layout = config(**{size: 2}, moe_token_dispatcher_type="allgather")
     for lengths in ([1, 2, 3], [9, 4, 4]):
         pieces = split_into_microbatches(make_batch(lengths, 11), 2, layout)
         assert [piece.input_ids.shape for piece in pieces] == [(2, 11)] * 2

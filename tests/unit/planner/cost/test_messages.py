@@ -43,6 +43,18 @@ def test_tokens_travel_to_experts_and_back_in_both_passes() -> None:
     assert ms(name, layout, **frozen) - without == pytest.approx(sent)
 
 
+def test_ranks_that_share_each_expert_receive_each_others_tokens() -> None:
+    """Of two ranks, those that come to the other's half of the sequence, as far as they are for these experts."""
+    name = "Qwen/Qwen3-30B-A3B"
+    whole, shared = (
+        ParallelLayout(8, tensor=2, expert=4, expert_tensor=size, sequence_parallel=True) for size in (1, 2)
+    )
+    own = 4 * 48 * 4 * 4096 // 2 * 8 * 2048 * 2 / PEERS
+    jobs = [make_job(name, layout=layout, num_microbatches=4) for layout in (whole, shared)]
+    of_passes = [messages_ms(job) - messages_ms(replace(job, num_microbatches=0)) for job in jobs]
+    assert of_passes[1] - of_passes[0] == pytest.approx(own)
+
+
 @pytest.mark.parametrize(("tensor", "context"), [(1, 8), (8, 2)])
 def test_keys_and_values_of_others_come_three_times(tensor: int, context: int) -> None:
     """Where tensor and context parallelism are more ranks than a machine has, over the network."""

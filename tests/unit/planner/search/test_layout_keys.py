@@ -19,6 +19,7 @@ STAGES = "Et*7|(t*8|)*5t*7|t*7mL"
         ("meta-llama/Llama-3.1-70B", ParallelLayout(32, 4, 2, 5, context=2, sequence_parallel=True)),
         ("deepseek-ai/DeepSeek-V3", ParallelLayout(64, 2, 8, expert=8, sequence_parallel=True, num_layers_first=5)),
         ("deepseek-ai/DeepSeek-V3", ParallelLayout(64, 1, 8, expert=8, num_layers_last=5)),
+        ("Qwen/Qwen3-30B-A3B", ParallelLayout(16, 2, 4, expert=2, expert_tensor=2, sequence_parallel=True)),
         ("deepseek-ai/DeepSeek-V3", ParallelLayout(64, 2, 8, expert=8, sequence_parallel=True, stages=STAGES)),
     ],
 )

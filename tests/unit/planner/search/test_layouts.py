@@ -1,5 +1,7 @@
 """Layouts that are looked at, and their estimates."""
 
+from dataclasses import replace
+
 import pytest
 from jobs import make_job
 
@@ -57,6 +59,30 @@ def test_a_teacher_is_divided_by_the_same_ranks() -> None:
     found = bases(task("meta-llama/Llama-3.1-8B", 8, teacher=teacher))
     assert {job.layout.pipeline for base in found for _, job in base.variants} == {1, 2, 4}, "28 layers, not 8"
     assert {job.layout.tensor for base in found for _, job in base.variants} == {1, 2, 4}, "28 heads"
+
+
+def test_each_expert_is_divided_where_there_are_fewer_experts_than_ranks_for_them() -> None:
+    name = "Qwen/Qwen3-30B-A3B"
+    many = bases(task(name, 16))
+    assert {job.layout.expert_tensor for base in many for _, job in base.variants} == {1}
+    shape = make_job(name).shape
+    assert shape.experts is not None
+    few = replace(shape, experts=replace(shape.experts, num_experts=4, ffn_hidden_size=32 * 768))
+    layouts = {base.smallest.layout: least_state_bytes(base.smallest) for base in bases(task(name, 16, shape=few))}
+    shared = {layout: size for layout, size in layouts.items() if layout.expert_tensor > 1}
+    assert shared
+    for layout in shared:
+        assert layout.expert_tensor == layout.tensor
+        assert 4 % (layout.expert * layout.tensor) > 0
+        assert 16 % (layout.expert * layout.expert_tensor * layout.pipeline) == 0
+    assert min(shared.values()) < min(size for layout, size in layouts.items() if layout.expert_tensor == 1)
+
+
+def test_experts_with_adapters_or_biases_are_whole() -> None:
+    shape = make_job("openai/gpt-oss-120b").shape
+    assert shape.experts is not None
+    few = replace(shape, experts=replace(shape.experts, num_experts=4))
+    assert {base.smallest.layout.expert_tensor for base in bases(task("openai/gpt-oss-120b", 16, shape=few))} == {1}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,158 @@
+"""Rules about 8 bits: products in training (`policy.megatron_cfg.fp8_cfg`), and linears of vLLM's engines.
+
+What only the GPU can tell, such as whether it has the kernels of a recipe, is looked at when a worker builds its model.
+"""
+
+from collections.abc import Iterator
+
+from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_spec, megatron, model_shape
+from nemo_rl_offload.config.rules.vllm import BACKEND, CFG, is_used
+from nemo_rl_offload.specs.model_shape import ModelShape
+
+FP8 = f"{MEGATRON}.fp8_cfg"
+LEAST_WIDTH = 16
+"""What divides both sides of a weight in 8 bits (Transformer Engine's `assert_dim_for_fp8_exec`, and for gradients
+the other side, too)."""
+
+
+def is_on(get: Get) -> bool:
+    """Whether training multiplies in 8 bits."""
+    return bool(get(f"{FP8}.enabled"))
+
+
+def rolls_out(get: Get) -> bool:
+    """Whether responses come from engines in 8 bits."""
+    return is_used(get) and get(f"{CFG}.precision") == "fp8"
+
+
+def _refused(path: str, value: str, feature: str, why: str, fix: str) -> str:
+    return f"{path}: {value} asks for {feature}, not supported here: {why}. {fix}"
+
+
+def _training(get: Get) -> Iterator[str]:
+    if not is_on(get):
+        return
+    if get("policy.precision") != "bfloat16":
+        yield f"policy.precision: {FP8}.enabled needs bfloat16, in which the rest is computed. Set that."
+    if get(f"{FP8}.fp8_recipe") == "delayed":
+        yield _refused(
+            f"{FP8}.fp8_recipe",
+            "delayed",
+            "delayed scaling",
+            "scales would come from the batches before, of validation and log-probabilities as well",
+            "Set tensorwise or blockwise.",
+        )
+    if get(f"{FP8}.fp8_param"):
+        yield _refused(
+            f"{FP8}.fp8_param",
+            "true",
+            "weights in 8 bits",
+            "exports, checkpoints and engines get those in bfloat16",
+            "Set it to false.",
+        )
+    if megatron(get, "peft.enabled"):
+        yield _refused(
+            f"{MEGATRON}.peft.enabled",
+            "true",
+            "LoRA beside linears in 8 bits",
+            "nobody has tried it",
+            f"Set it to false, or {FP8}.enabled.",
+        )
+    if megatron(get, "cpu_offloading"):
+        yield _refused(
+            f"{MEGATRON}.cpu_offloading",
+            "true",
+            "offloading of whole layers in 8 bits",
+            "nobody has tried it",
+            "Set it to false, and take fine_grained_activation_offloading.",
+        )
+    if algorithm_spec(get).generates and get(BACKEND) == "megatron":
+        yield _refused(
+            BACKEND,
+            "megatron",
+            "generation in 8 bits by Megatron-Core",
+            f"products of single tokens have no {LEAST_WIDTH} rows",
+            f"Set it to vllm, or {FP8}.enabled to false.",
+        )
+
+
+def _model_in_training(get: Get) -> Iterator[str]:
+    if not is_on(get):
+        return
+    shape = model_shape(get)
+    if shape.has_states:
+        yield _refused(
+            f"{FP8}.enabled", "true", "8 bits in layers with states", "nobody has tried it", "Set it to false."
+        )
+        return
+    for what, width in _widths(shape, megatron(get, "tensor_model_parallel_size")):
+        if width % LEAST_WIDTH:
+            yield (
+                f"{FP8}.enabled: the model's {what} {width} on a rank is no multiple of {LEAST_WIDTH}, which products "
+                "in 8 bits need. Set it to false, or change tensor_model_parallel_size."
+            )
+
+
+def _widths(shape: ModelShape, tensor: int) -> Iterator[tuple[str, int]]:
+    """The sides of linears in the layers, in elements on each of `tensor` ranks, and what they are."""
+    yield "hidden_size", shape.hidden_size
+    if any(shape.dense_layers):
+        yield "intermediate_size", shape.ffn_hidden_size // tensor
+    if (experts := shape.experts) is not None:
+        yield "experts' intermediate_size", experts.ffn_hidden_size
+        if experts.shared_ffn_hidden_size:
+            yield "shared experts' intermediate_size", experts.shared_ffn_hidden_size // tensor
+    heads = shape.num_attention_heads // tensor
+    yield "width of attention's output", heads * shape.value_head_dim
+    if (latent := shape.latent_attention) is not None:
+        yield "width of queries", heads * shape.query_head_dim
+        yield "width of keys and values", heads * (latent.nope_head_dim + latent.value_head_dim)
+        yield "kv_lora_rank", latent.key_value_rank
+        yield "kv_lora_rank with positions", latent.key_value_rank + latent.rope_head_dim
+        if latent.query_rank is not None:
+            yield "q_lora_rank", latent.query_rank
+    else:
+        groups = max(1, shape.num_key_value_heads // tensor)
+        yield "width of queries, keys and values", (heads + 2 * groups) * shape.head_dim
+
+
+def _rollouts(get: Get) -> Iterator[str]:
+    if not rolls_out(get):
+        return
+    if get("policy.precision") != "bfloat16":
+        yield f"policy.precision: {CFG}.precision fp8 needs bfloat16, in which the rest is computed. Set that."
+    if get(f"{CFG}.is_mx"):
+        yield _refused(
+            f"{CFG}.is_mx", "true", "MXFP8 in generation", "it needs Blackwell, and nobody has tried it", "Set false."
+        )
+    shape = model_shape(get)
+    if shape.has_states or shape.attention_sinks:
+        part = "states" if shape.has_states else "sinks of attention"
+        yield _refused(
+            f"{CFG}.precision", "fp8", f"engines in 8 bits of a model with {part}", "nobody has tried it", "Set null."
+        )
+    first, last = (get(f"{CFG}.num_{end}_layers_in_bf16") for end in ("first", "last"))
+    if first + last >= shape.num_layers:
+        yield (
+            f"{CFG}.num_first_layers_in_bf16: with num_last_layers_in_bf16, {first} + {last} of the model's "
+            f"{shape.num_layers} layers leave none in 8 bits. Lower them, or set precision to bfloat16."
+        )
+    if not all(get(f"{CFG}.quantization_ignored_layer_kws")):
+        yield f"{CFG}.quantization_ignored_layer_kws: an empty word is in every path. Remove it."
+
+
+FP8_RULES: tuple[Rule, ...] = (_training, _model_in_training, _rollouts)
+
+
+def _other_probabilities(get: Get) -> Iterator[str]:
+    key = "use_importance_sampling_correction"
+    if get("algorithm") != "grpo" or get(f"loss_fn.{key}") or not (is_on(get) or rolls_out(get)):
+        return
+    what = f"{CFG}.precision is fp8" if rolls_out(get) else f"{FP8}.enabled is true"
+    yield (
+        f"loss_fn.{key}: false while {what}: responses have other probabilities in the engine than in training. "
+        "Set it to true."
+    )
+
+
+FP8_WARNINGS: tuple[Rule, ...] = (_other_probabilities,)
