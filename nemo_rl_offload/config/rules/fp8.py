@@ -146,7 +146,8 @@ FP8_RULES: tuple[Rule, ...] = (_training, _model_in_training, _rollouts)
 
 def _other_probabilities(get: Get) -> Iterator[str]:
     key = "use_importance_sampling_correction"
-    if get("algorithm") != "grpo" or get(f"loss_fn.{key}") or not (is_on(get) or rolls_out(get)):
+    is_learned_from = key in algorithm_spec(get).loss_fn_keys
+    if not is_learned_from or get(f"loss_fn.{key}") or not (is_on(get) or rolls_out(get)):
         return
     what = f"{CFG}.precision is fp8" if rolls_out(get) else f"{FP8}.enabled is true"
     yield (
