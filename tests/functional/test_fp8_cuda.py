@@ -25,6 +25,7 @@ from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.policy.microbatches import shard_for_ranks
+from nemo_rl_offload.policy.residency.eight_bits import free_copies
 
 HAS_TRANSFORMER_ENGINE = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 needs_training = pytest.mark.skipif(not HAS_TRANSFORMER_ENGINE, reason="needs a CUDA device and Transformer Engine")
@@ -102,7 +103,7 @@ def named_modules(model: MegatronModel) -> list[tuple[str, nn.Module]]:
     return [pair for chunk in model.modules for pair in chunk.named_modules()]
 
 
-def train_once(folder: Path, overrides: tuple[str, ...]) -> Outcome:
+def train_once(folder: Path, overrides: tuple[str, ...], *, frees_copies: bool = False) -> Outcome:
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)  # where Megatron-Core keeps the choice of attention, and refuses another one
     policy: Any = make_policy(*overrides)
@@ -115,6 +116,9 @@ def train_once(folder: Path, overrides: tuple[str, ...]) -> Outcome:
         heads, metrics, gradients, narrow = LogitsHeadFactory(1.0), [], [], 0
         first = logprobs_of(model, policy, 0)
         for step in range(NUM_STEPS):
+            if frees_copies:
+                free_copies(model.modules)
+                assert copies_of(model) == {}
             batch = make_batch(step % 3)
             sharded = shard_for_ranks(batch, policy, 1, "train")
             how = MICRO_BATCH_SIZE if sharded.splits is None else sharded.splits[0]
@@ -159,12 +163,14 @@ def logprobs_of(model: MegatronModel, policy: Any, step: int) -> Tensor:
 @pytest.fixture(scope="module")
 def train(any_device_process_group: None, model_folder: Callable[..., Path]) -> Callable[..., Outcome]:
     """Each combination once."""
-    outcomes: dict[tuple[str, ...], Outcome] = {}
+    outcomes: dict[tuple[object, ...], Outcome] = {}
 
-    def run(family: str, *overrides: str) -> Outcome:
-        if (family, *overrides) not in outcomes:
-            outcomes[family, *overrides] = train_once(model_folder(family, **SHAPES[family]), overrides)
-        return outcomes[family, *overrides]
+    def run(family: str, *overrides: str, frees_copies: bool = False) -> Outcome:
+        key = (family, overrides, frees_copies)
+        if key not in outcomes:
+            folder = model_folder(family, **SHAPES[family])
+            outcomes[key] = train_once(folder, overrides, frees_copies=frees_copies)
+        return outcomes[key]
 
     return run
 
@@ -257,6 +263,13 @@ def test_packs_have_whole_blocks(recipe: str, train: Callable[..., Outcome]) -> 
     outcome, reference = train("qwen2", *PACKED, *RECIPES[recipe]), train("qwen2", *PACKED)
     assert_near(outcome, reference)
     assert losses(outcome) == pytest.approx(losses(train("qwen2", *PADDED, *RECIPES[recipe])), rel=NEAR_LATER)
+
+
+@needs_training
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_freed_copies_of_weights_are_made_again(family: str, train: Callable[..., Outcome]) -> None:
+    settings = (*PADDED, *RECIPES["blockwise"])
+    assert_same(train(family, *settings, frees_copies=True), train(family, *settings))
 
 
 @needs_training

@@ -160,8 +160,8 @@ def _read_key_of_teacher(translation: Translation, path: str, value: Any) -> Non
         there = f"teacher.{place.removeprefix('policy.')}"
         if text.startswith("unknown") or NOT_ALLOWED in text or any(f"{name}, not" in text for name in _OF_A_TEACHER):
             translation.problems[there] = text
-    if isinstance(section := dict(nodes({own: value})).get("megatron_cfg.fp8_cfg"), Mapping):
-        translation.honoured[_FP8_OF_TEACHER] = section
+    if isinstance(eight_bits := dict(nodes({own: value})).get("megatron_cfg.fp8_cfg"), Mapping):
+        translation.honoured[_FP8_OF_TEACHER] = eight_bits
     if own in ("hf_config_overrides", "megatron_cfg.model_overrides") and value:
         how = "Write them into the config.json of the teacher's folder, and set this to null."
         refuse(translation, path, value, "another config.json", "a teacher is as its folder says", how)

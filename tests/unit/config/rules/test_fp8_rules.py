@@ -46,6 +46,13 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2,
             "'mlp_act' cannot be recomputed in 8 bits",
             "M.recompute_modules=[mlp]",
         ),
+        (
+            f"{ON} policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens=127 "
+            "policy.sequence_packing.logprob_mb_tokens=128 policy.sequence_packing.sequence_length_round=1",
+            "policy.sequence_packing.train_mb_tokens",
+            "rounded up. Set at least 128",
+            f"{FP8}.fp8_recipe=tensorwise",
+        ),
         (f"{ON} M.transformer_impl=torch", f"{FP8}.enabled", "needs Transformer Engine", OFF),
         (
             "+M.model_overrides.fp8=hybrid",
