@@ -412,7 +412,7 @@ REFUSED = [
     ),
     (("--gpu", "h100", "--html", "/nowhere/plan.html"), "/nowhere/plan.html: cannot be written: No such file"),
     (
-        ("--gpu", "a100", "policy.megatron_cfg.fp8_cfg.enabled=true", f"{CFG}.recompute_granularity=null"),
+        ("--gpu", "a100", f"{CFG}.fp8_cfg.enabled=true", "policy.generation.backend=vllm"),
         "a100-80gb has no 8-bit formats",
     ),
     (("--gpu", "h100", "--memory", ""), "--memory: '' is not a size"),
