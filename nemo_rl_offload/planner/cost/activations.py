@@ -13,8 +13,8 @@ from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 SCALED_BYTES = {"mxfp8": 1 + 1 / 32, "blockwise": 1 + 4 / 128}
-"""By recipe, of an element in 8 bits with its share of a scale: a byte for 32 elements (OCP Microscaling Formats 1.0), or
-a float32 for 128."""
+"""By recipe, of an element in 8 bits with its share of a scale: a byte for 32 elements (OCP Microscaling Formats 1.0),
+or a float32 for 128."""
 
 
 @dataclass(frozen=True)
