@@ -347,11 +347,12 @@ def output_layer_ms(job: Job) -> tuple[float, float]:
 
 
 def _recomputed(job: Job, parts: Sequence[Part], modules: Collection[str], is_input: bool) -> Part:
-    """A layer that saves its input at most, which `attn_norm` stands for."""
+    """A layer that saves its input at most, which `attn_norm` stands for; in 8 bits it stays on the device."""
     whole = _whole(parts)
     num_elements = job.context.norm_tokens * job.shape.hidden_size if is_input else 0
     num_bytes = num_elements * job.numbers.element_bytes
-    if num_bytes and "attn_norm" in modules and num_elements >= job.min_elements:
+    may_leave = "attn_norm" in modules and job.numbers.fp8 is None
+    if num_bytes and may_leave and num_elements >= job.min_elements:
         return replace(whole, groups=(StorageGroup("attn_norm", num_bytes, True, None, None),))
     return replace(whole, kept_bytes=num_bytes)
 

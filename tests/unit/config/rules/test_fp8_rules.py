@@ -53,6 +53,19 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2,
             "rounded up. Set at least 128",
             f"{FP8}.fp8_recipe=tensorwise",
         ),
+        (
+            f"{ON} M.recompute_granularity=full M.recompute_method=uniform M.recompute_num_layers=1 "
+            "M.offload_modules=[attn_norm]",
+            "policy.megatron_cfg.offload_modules",
+            "what full recomputation keeps in 8 bits, not supported",
+            "M.fine_grained_activation_offloading=false",
+        ),
+        (
+            f"{ON} M.recompute_granularity=selective M.recompute_modules=[mlp] M.offload_modules=[core_attn,mlp_fc1]",
+            "policy.megatron_cfg.offload_modules",
+            "what recomputation of mlp keeps in 8 bits, not supported",
+            "M.offload_modules=[core_attn]",
+        ),
         (f"{ON} M.transformer_impl=torch", f"{FP8}.enabled", "needs Transformer Engine", OFF),
         (
             "+M.model_overrides.fp8=hybrid",
