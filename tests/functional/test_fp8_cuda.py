@@ -26,6 +26,7 @@ from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.policy.microbatches import shard_for_ranks
 from nemo_rl_offload.policy.residency.eight_bits import free_copies
+from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES
 
 HAS_TRANSFORMER_ENGINE = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 needs_training = pytest.mark.skipif(not HAS_TRANSFORMER_ENGINE, reason="needs a CUDA device and Transformer Engine")
@@ -72,7 +73,10 @@ NEAR, NEAR_LATER = 0.02, 0.04
 """Relative, of the first loss and of later ones. With 3 bits behind the point a factor of a product is off by 2^-4 at
 most, a sum of hundreds by a hundredth of its terms: on a CPU, inputs and outputs of linears rounded so in bfloat16
 changed the first loss by 0.7% and those after steps of this size by up to 1.4%. A wrong scale changes them by more."""
-MODULES = {"qwen2": ("qkv_linear", "core_attn", "attn_proj"), "qwen3_moe": ("qkv_linear", "expert_fc1", "moe_act")}
+MODULES = {
+    "qwen2": ("qkv_linear", "core_attn", "attn_proj", *DENSE_MLP_MODULES),
+    "qwen3_moe": ("qkv_linear", "mlp_norm", "expert_fc1", "moe_act"),
+}
 NARROW = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 NUM_STEPS = 4
 

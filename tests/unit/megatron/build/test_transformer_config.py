@@ -184,7 +184,8 @@ def test_transformer_impl(
 
 
 @pytest.mark.parametrize(
-    "key", ["apply_rope_fusion=true", "attention_backend=flash", "activation_offload.engine=megatron"]
+    "key",
+    ["apply_rope_fusion=true", "attention_backend=flash", "activation_offload.engine=megatron", "fp8_cfg.enabled=true"],
 )
 def test_what_torch_layers_cannot_do_is_refused(make_policy: MakePolicy, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^policy.megatron_cfg.{key.split('=')[0]} needs Transformer Engine"):
