@@ -356,7 +356,7 @@ def _fp8(section: Fp8Config, device: Device) -> str | None:
         return None
     if device.fp8_tflops is None:
         raise ConfigError(f"policy.megatron_cfg.fp8_cfg.enabled: {device.name} has no 8-bit formats. Set it to false.")
-    return "mxfp8" if section["fp8_recipe"] == "mxfp8" else "fp8"
+    return section["fp8_recipe"]
 
 
 def read_optimizer(megatron_cfg: MegatronConfig, element_bytes: int) -> Optimizer:

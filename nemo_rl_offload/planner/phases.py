@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 
 from nemo_rl_offload.planner.cost.activations import LayerContext, Tokens, forward_bytes, key_value_bytes
 from nemo_rl_offload.planner.cost.head import forward_logits_bytes, fused_head_forward_bytes
-from nemo_rl_offload.planner.cost.memory import optimizer_host_bytes, optimizer_parameters, trained_parameters
+from nemo_rl_offload.planner.cost.memory import (
+    EIGHT_BIT_COPIES,
+    optimizer_host_bytes,
+    optimizer_parameters,
+    trained_parameters,
+)
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep
 from nemo_rl_offload.planner.simulate.stages import job_link
@@ -66,6 +71,10 @@ class HostUse:
         return (self.pinned_bytes + sum(self.beside.values())) * self.node_ranks
 
 
+FREED = ("gradients", EIGHT_BIT_COPIES)
+"""What is freed between two trainings, and not moved."""
+
+
 @dataclass(frozen=True)
 class Move:
     """Bytes that cross the link in one phase of a step."""
@@ -86,11 +95,11 @@ class PhasesOfStage:
         self._static = step.stages[rank].static_bytes
         self._is_last = rank == job.layout.pipeline - 1
         self._num_layers = sum(map(len, step.stages[rank].layers))
-        names = ("weights", "gradients", "optimizer", "runtime", "fragmentation")
+        names = ("weights", EIGHT_BIT_COPIES, "gradients", "optimizer", "runtime", "fragmentation")
         self._resident = {name: self._static[name] for name in names if self._static.get(name)}
         self._asleep = dict(self._resident)
         if job.frees_gradients:
-            del self._asleep["gradients"]
+            self._asleep = {name: size for name, size in self._asleep.items() if name not in FREED}
         leaves = job.optimizer_leaves_for_logprob and job.passes.logprob_tokens and job.teacher is None
         self._leaves_for_logprobs = ["optimizer"] if leaves and "optimizer" in self._asleep else []
 
@@ -102,13 +111,14 @@ class PhasesOfStage:
             found.append(Phase("generation", self._asleep | self._generation()))
         elif passes.engine_share:
             found.append(Phase("generation", self._beside_engine()[0] | self._engine()))
+        copies = {name: self._resident[name] for name in (EIGHT_BIT_COPIES,) if name in self._resident}
         if passes.logprob_tokens and job.teacher is not None:
             teacher = {"teacher": job.teacher_bytes[self._rank], **self._forward(passes.logprob_tokens)}
             found.append(Phase("teacher's logits", self._asleep | teacher))
         elif passes.logprob_tokens:
             forward = self._forward(passes.logprob_tokens)
-            gone = {*self.leaving, "gradients"} - {"weights"} if self.leaving else set()
-            asleep = {name: size for name, size in self._asleep.items() if name not in gone}
+            gone = {*self.leaving, *FREED} - {"weights"} if self.leaving else set()
+            asleep = {name: size for name, size in self._asleep.items() if name not in gone} | copies
             found.append(Phase("log-probabilities", asleep | forward))
             if job.reference_on_host:
                 exchanged = {"weights on their way": min(EXCHANGE_BYTES, self._static["weights"])}
@@ -136,8 +146,8 @@ class PhasesOfStage:
         """What stays on the device and what leaves it, as far as the engine lacks room, in `away_state`'s order."""
         room = self._job.budget_bytes - sum(self._engine().values())
         stays, leaves = dict(self._asleep), dict[str, int]()
-        for name in ("gradients", "optimizer", "weights"):
-            if sum(stays.values()) > room and (size := stays.pop(name, 0)) and name != "gradients":  # which are freed
+        for name in (*FREED, "optimizer", "weights"):
+            if sum(stays.values()) > room and (size := stays.pop(name, 0)) and name not in FREED:
                 leaves[name] = size
         return stays, leaves
 

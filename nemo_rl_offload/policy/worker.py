@@ -263,11 +263,14 @@ class PolicyWorker:
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]] | None:
         """The largest logits of this rank's shard and their ids, [B, S, K]; None before the last pipeline stage."""
         from nemo_rl_offload.megatron.step.log_probabilities import compute_topk_logits
+        from nemo_rl_offload.policy.residency.eight_bits import free_copies
 
         microbatches = split or self._policy["logprob_batch_size"]
         presence = nullcontext() if self._departed is None else self._departed.on_device()
         with self._phases.phase("teacher_logits"), explained("computing log-probabilities", self._policy), presence:
             top = compute_topk_logits(self._whole_model(), batch, microbatches, self._heads(), k, num_tokens)
+        if self._departed is not None:
+            free_copies(self._model.modules)
         self._empty_cache(from_level=2 if self._departed is None else 0)
         return None if top is None else (top[0].numpy(), top[1].numpy())
 
@@ -381,10 +384,12 @@ class PolicyWorker:
     def _free_gradients(self) -> None:
         import torch
 
+        from nemo_rl_offload.policy.residency.eight_bits import free_copies
         from nemo_rl_offload.policy.residency.gradients import free_gradients
 
         if torch.cuda.is_available() and self._policy["megatron_cfg"]["empty_unused_memory_level"] >= 1:
             free_gradients(self._model)
+            free_copies(self._model.modules)
         self._empty_cache(from_level=1)
 
     def _empty_cache(self, from_level: int) -> None:

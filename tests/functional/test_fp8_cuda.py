@@ -25,6 +25,8 @@ from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.policy.microbatches import shard_for_ranks
+from nemo_rl_offload.policy.residency.eight_bits import free_copies
+from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES
 
 HAS_TRANSFORMER_ENGINE = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 needs_training = pytest.mark.skipif(not HAS_TRANSFORMER_ENGINE, reason="needs a CUDA device and Transformer Engine")
@@ -50,7 +52,7 @@ COMMON = (
     "transformer_impl=transformer_engine",
     "optimizer.lr=1e-4",
     "scheduler.lr_warmup_iters=0",
-    "moe_aux_loss_coeff=0",  # which counts padding, of which there is more in 8 bits
+    "moe_aux_loss_coeff=0",  # so that more padding changes nothing
     "moe_router_bias_update_rate=0",
 )
 PADDED = (*COMMON, "attention_backend=unfused")
@@ -71,7 +73,10 @@ NEAR, NEAR_LATER = 0.02, 0.04
 """Relative, of the first loss and of later ones. With 3 bits behind the point a factor of a product is off by 2^-4 at
 most, a sum of hundreds by a hundredth of its terms: on a CPU, inputs and outputs of linears rounded so in bfloat16
 changed the first loss by 0.7% and those after steps of this size by up to 1.4%. A wrong scale changes them by more."""
-MODULES = {"qwen2": ("qkv_linear", "core_attn", "attn_proj"), "qwen3_moe": ("qkv_linear", "expert_fc1", "moe_act")}
+MODULES = {
+    "qwen2": ("qkv_linear", "core_attn", "attn_proj", *DENSE_MLP_MODULES),
+    "qwen3_moe": ("qkv_linear", "mlp_norm", "expert_fc1", "moe_act"),
+}
 NARROW = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 NUM_STEPS = 4
 
@@ -102,7 +107,7 @@ def named_modules(model: MegatronModel) -> list[tuple[str, nn.Module]]:
     return [pair for chunk in model.modules for pair in chunk.named_modules()]
 
 
-def train_once(folder: Path, overrides: tuple[str, ...]) -> Outcome:
+def train_once(folder: Path, overrides: tuple[str, ...], *, frees_copies: bool = False) -> Outcome:
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)  # where Megatron-Core keeps the choice of attention, and refuses another one
     policy: Any = make_policy(*overrides)
@@ -115,6 +120,9 @@ def train_once(folder: Path, overrides: tuple[str, ...]) -> Outcome:
         heads, metrics, gradients, narrow = LogitsHeadFactory(1.0), [], [], 0
         first = logprobs_of(model, policy, 0)
         for step in range(NUM_STEPS):
+            if frees_copies:
+                free_copies(model.modules)
+                assert copies_of(model) == {}
             batch = make_batch(step % 3)
             sharded = shard_for_ranks(batch, policy, 1, "train")
             how = MICRO_BATCH_SIZE if sharded.splits is None else sharded.splits[0]
@@ -159,12 +167,14 @@ def logprobs_of(model: MegatronModel, policy: Any, step: int) -> Tensor:
 @pytest.fixture(scope="module")
 def train(any_device_process_group: None, model_folder: Callable[..., Path]) -> Callable[..., Outcome]:
     """Each combination once."""
-    outcomes: dict[tuple[str, ...], Outcome] = {}
+    outcomes: dict[tuple[object, ...], Outcome] = {}
 
-    def run(family: str, *overrides: str) -> Outcome:
-        if (family, *overrides) not in outcomes:
-            outcomes[family, *overrides] = train_once(model_folder(family, **SHAPES[family]), overrides)
-        return outcomes[family, *overrides]
+    def run(family: str, *overrides: str, frees_copies: bool = False) -> Outcome:
+        key = (family, overrides, frees_copies)
+        if key not in outcomes:
+            folder = model_folder(family, **SHAPES[family])
+            outcomes[key] = train_once(folder, overrides, frees_copies=frees_copies)
+        return outcomes[key]
 
     return run
 
@@ -257,6 +267,13 @@ def test_packs_have_whole_blocks(recipe: str, train: Callable[..., Outcome]) -> 
     outcome, reference = train("qwen2", *PACKED, *RECIPES[recipe]), train("qwen2", *PACKED)
     assert_near(outcome, reference)
     assert losses(outcome) == pytest.approx(losses(train("qwen2", *PADDED, *RECIPES[recipe])), rel=NEAR_LATER)
+
+
+@needs_training
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_freed_copies_of_weights_are_made_again(family: str, train: Callable[..., Outcome]) -> None:
+    settings = (*PADDED, *RECIPES["blockwise"])
+    assert_same(train(family, *settings, frees_copies=True), train(family, *settings))
 
 
 @needs_training

@@ -1,11 +1,10 @@
 """Compares what a vLLM engine in 8 bits has after updates with weights that are quantized here, on a CPU.
 
-`python tests/functional/vllm_eight_bits.py --family qwen2` prints what it found as JSON. vLLM's kernels of 8 bits need
+`python tests/functional/vllm_eight_bits.py` prints what it found as JSON. vLLM's kernels of 8 bits need
 a GPU or AMX: in their place stands a product with the weights times their scales. What is kept of buckets, when a layer
 is quantized, and where it is written, is vLLM's and this project's.
 """
 
-import argparse
 import json
 import os
 import tempfile
@@ -25,15 +24,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.model_loader.reload import meta
 from vllm.platforms.interface import PlatformEnum
-from vllm_agreement import BUCKET_BYTES, SHAPES, Handed, changed, hand_over, responses
+from vllm_agreement import SHAPES, changed, hand_over, responses
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm import extension
 from nemo_rl_offload.generation.vllm import worker as worker_module
 from nemo_rl_offload.generation.vllm.worker import VllmWorker
-from nemo_rl_offload.generation.weight_sync import cut_into_buckets, pack
 
 BLOCK = 128
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -103,13 +102,15 @@ def different(model: torch.nn.Module, weights: dict[str, Tensor]) -> list[str]:
     return found
 
 
-def main(family: str) -> dict[str, Any]:
+def main() -> dict[str, Any]:
     kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [PlainKernel]
     worker_module.is_in_eight_bits = lambda _: False  # type: ignore[attr-defined]  # which a CPU is refused
+    make = meta.materialize_meta_tensor
+    meta.materialize_meta_tensor = lambda description: make(description).zero_()  # as memory may be
     extension.find_lacking_parts()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        write_model(family, path, **SHAPES[family] | {"hidden_size": 192, "intermediate_size": 320})
+        write_model("qwen2", path, **SHAPES["qwen2"] | {"hidden_size": 192, "intermediate_size": 320})
         weights = {name: weight.bfloat16() for name, weight in load_file(path / "model.safetensors").items()}
         overrides = [
             f"policy.model_name={path}",
@@ -132,6 +133,7 @@ def main(family: str) -> dict[str, Any]:
             said["different"].append(different(model, weights))
             answer = responses(worker, prompt, 0, [0], Sampling(4, top_k=1))[0]
             said["finite"] = all(abs(each) < 100 for each in answer.logprobs)
+        said["different_with_others"] = len(different(model, changed(weights, 9)))
         said["same_places"] = addresses == [parameter.data_ptr() for parameter in model.parameters()]
         said["missing"] = []
         for lacking in (
@@ -141,9 +143,7 @@ def main(family: str) -> dict[str, Any]:
         ):
             given = {name: each for name, each in weights.items() if name != lacking}
             try:
-                for cut in cut_into_buckets(given.items(), BUCKET_BYTES):
-                    worker.load_weight_bucket(Handed(pack(cut)))  # type: ignore[arg-type]
-                worker.finish_weight_update()
+                hand_over(worker, given)
             except ConfigError as error:
                 said["missing"].append(str(error))
         hand_over(worker, weights)
@@ -152,6 +152,4 @@ def main(family: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--family", default="qwen2")
-    print(json.dumps(main(parser.parse_args().family)))
+    print(json.dumps(main()))

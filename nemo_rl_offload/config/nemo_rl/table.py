@@ -220,7 +220,8 @@ fully_parallel_load_process_group text none how ranks share the reading
 fully_parallel_load_exchange_algo text none how ranks share the reading
 
 [policy.megatron_cfg.fp8_cfg]
-force_clear_fp8_caches          bool  none copies of weights in 8 bits are freed whenever responses are generated
+force_clear_fp8_caches          bool  none copies of weights in 8 bits are freed where memory is handed back
+    or lacks
 
 [policy.generation]
 model_name                      text  none it is policy.model_name

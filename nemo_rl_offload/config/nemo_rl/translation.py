@@ -25,7 +25,8 @@ from nemo_rl_offload.specs.model_shape import parse_model_shape
 MEGATRON = "policy.megatron_cfg"
 NOT_ALLOWED = "is not allowed. Allowed: "
 """What follows a value of another type."""
-_OF_A_TEACHER = ("FP8", "quantisation-aware training")
+_FP8_OF_TEACHER = "teacher.megatron_cfg.fp8_cfg"
+_OF_A_TEACHER = ("quantisation-aware training",)
 """Features that would change what a teacher says."""
 _OTHER_VALUES = ("generation.backend", "sequence_packing.algorithm")
 """Keys of a teacher that have no effect, and have more values in NeMo-RL than here."""
@@ -159,6 +160,8 @@ def _read_key_of_teacher(translation: Translation, path: str, value: Any) -> Non
         there = f"teacher.{place.removeprefix('policy.')}"
         if text.startswith("unknown") or NOT_ALLOWED in text or any(f"{name}, not" in text for name in _OF_A_TEACHER):
             translation.problems[there] = text
+    if isinstance(eight_bits := dict(nodes({own: value})).get("megatron_cfg.fp8_cfg"), Mapping):
+        translation.honoured[_FP8_OF_TEACHER] = eight_bits
     if own in ("hf_config_overrides", "megatron_cfg.model_overrides") and value:
         how = "Write them into the config.json of the teacher's folder, and set this to null."
         refuse(translation, path, value, "another config.json", "a teacher is as its folder says", how)
@@ -168,6 +171,19 @@ def _read_key_of_teacher(translation: Translation, path: str, value: Any) -> Non
             translation.problems[f"teacher.{place}"] = wrong
     if read or inner.without_effect or inner.honoured or inner.problems:
         translation.without_effect[f"teacher.{section}"] = "the teacher has the student's layout and settings"
+
+
+def _eight_bits_of_a_teacher(translation: Translation) -> None:
+    if not isinstance(given := translation.honoured.get(_FP8_OF_TEACHER), Mapping):
+        return
+    own = translation.get(f"{MEGATRON}.fp8_cfg") or {}
+    defaults = defaults_of(section_at(["policy", "megatron_cfg", "fp8_cfg"]))
+    student, teacher = ({**defaults, **section} for section in (own, given))
+    compared = teacher if teacher["enabled"] and student["enabled"] else ("enabled",)
+    for key in compared:
+        if teacher[key] != student.get(key):
+            reason, how = "a teacher is computed as the student", f"Set it to {shown(student.get(key))}."
+            refuse(translation, f"{_FP8_OF_TEACHER}.{key}", teacher[key], "FP8 unlike the student's", reason, how)
 
 
 def _wrong_type(path: str, value: Any) -> str | None:
@@ -481,6 +497,7 @@ def _limits(translation: Translation) -> None:
 STEPS: tuple[Callable[[Translation], Any], ...] = (
     _backend,
     _engines,
+    _eight_bits_of_a_teacher,
     _metric,
     _validation,
     _all_of_a_validation,

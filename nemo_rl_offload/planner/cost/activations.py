@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from nemo_rl_offload.specs.model_shape import ModelShape
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
-MXFP8_BYTES = 1 + 1 / 32
-"""One byte per element, and one scale per 32 elements (OCP Microscaling Formats 1.0)."""
+SCALED_BYTES = {"mxfp8": 1 + 1 / 32, "blockwise": 1 + 4 / 128}
+"""By recipe, of an element in 8 bits with its share of a scale: a byte for 32 elements (OCP Microscaling Formats 1.0),
+or a float32 for 128."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Numbers:
 
     element_bytes: int = 2
     fp8: str | None = None
-    """Format in which linears keep their inputs: None, fp8 or mxfp8."""
+    """Recipe of 8 bits in which linears keep their inputs; None: as they are."""
     router_bytes: int = 2
     """Of a router's probability. Only plain operators save those by which they weight experts."""
 
@@ -72,7 +73,7 @@ class Numbers:
         """What a linear layer keeps of an input."""
         if self.fp8 is None:
             return num_elements * self.element_bytes
-        return round(num_elements * (MXFP8_BYTES if self.fp8 == "mxfp8" else 1))
+        return round(num_elements * SCALED_BYTES.get(self.fp8, 1))
 
 
 @dataclass(frozen=True)

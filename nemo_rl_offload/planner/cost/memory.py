@@ -37,6 +37,18 @@ class Optimizer:
     """Share of state and master weights that stays in host memory."""
 
 
+EIGHT_BIT_COPIES = "copies of weights in 8 bits"
+
+
+def eight_bit_copies_bytes(shape: ModelShape, layout: ParallelLayout, chunks: Sequence[range], rank: int) -> int:
+    """What Transformer Engine keeps of a stage's layers from one microbatch to the next: each weight in two
+    directions, 1 byte each. Norms, routers and scales count for nothing beside them."""
+    layers = [layer for chunk in chunks for layer in chunk]
+    if rank == layout.pipeline - 1:
+        layers += [shape.num_layers - 1] * shape.num_mtp_layers
+    return sum(2 * layer_parameters(shape, shape.layers_with_experts[layer], layout.split).total for layer in layers)
+
+
 def stage_parameters(shape: ModelShape, layout: ParallelLayout, chunks: Sequence[range], rank: int) -> ParameterCount:
     """Parameters of one rank of pipeline stage `rank`; tied embeddings count on both ends of the pipeline."""
     split = layout.split

@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from nemo_rl_offload.planner.cost.memory import EIGHT_BIT_COPIES
 from nemo_rl_offload.planner.cost.messages import messages_ms
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.phases import host_use, lacking, least_share, update_bytes
@@ -271,7 +272,8 @@ def _update_peak_bytes(job: Job, stages: Sequence[Stage], given: float) -> int:
     found = 0
     for stage in stages:
         sizes = stage.static_bytes
-        there = sum(sizes[name] for name in ("weights", "gradients", "runtime", "fragmentation"))
+        names = ("weights", EIGHT_BIT_COPIES, "gradients", "runtime", "fragmentation")
+        there = sum(sizes.get(name, 0) for name in names)
         left = (1 - job.optimizer.share_on_host) / (1 - given) if given < 1 else 0
         own = sum(update_bytes(job, stage.rank, stage.layers).values())
         found = max(found, there + round(left * sizes["optimizer"]) + own)

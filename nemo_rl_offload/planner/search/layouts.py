@@ -142,7 +142,7 @@ def _cut(task: LayoutTask, layout: ParallelLayout) -> Iterator[Job]:
     job = task.job
     if task.global_batch % layout.data:
         return
-    sequence = layout.padded(task.longest)
+    sequence = layout.padded(task.longest, job.numbers.fp8)
     try:
         for shape in (job.shape, job.teacher):
             if shape is job.shape:

@@ -11,7 +11,14 @@ from nemo_rl_offload.planner.cost.activations import Storage, fused_layer, with_
 from nemo_rl_offload.planner.cost.flops import layer_costs, recompute_ms, recomputed_ms
 from nemo_rl_offload.planner.cost.gradients import backward_bytes
 from nemo_rl_offload.planner.cost.head import fused_head_bytes, logits_bytes
-from nemo_rl_offload.planner.cost.memory import allowance_bytes, stage_adapters, stage_parameters, state_bytes
+from nemo_rl_offload.planner.cost.memory import (
+    EIGHT_BIT_COPIES,
+    allowance_bytes,
+    eight_bit_copies_bytes,
+    stage_adapters,
+    stage_parameters,
+    state_bytes,
+)
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.pipeline_schedule import PipelinePass, pipeline_schedule
 from nemo_rl_offload.planner.simulate.simulator import Segment
@@ -238,6 +245,8 @@ class _Builder:
         if job.adapters is not None:
             adapters = stage_adapters(job.shape, job.layout, chunks, rank, job.adapters)
         static = state_bytes(parameters, job.layout, job.optimizer, job.numbers.element_bytes, adapters)
+        if job.numbers.fp8 is not None:
+            static[EIGHT_BIT_COPIES] = eight_bit_copies_bytes(job.shape, job.layout, chunks, rank)
         if is_last:
             without_logits = partial(
                 fused_head_bytes, is_frozen=job.adapters is not None, adapter_dim=job.head_adapter_dim
@@ -338,11 +347,12 @@ def output_layer_ms(job: Job) -> tuple[float, float]:
 
 
 def _recomputed(job: Job, parts: Sequence[Part], modules: Collection[str], is_input: bool) -> Part:
-    """A layer that saves its input at most, which `attn_norm` stands for."""
+    """A layer that saves its input at most, which `attn_norm` stands for; in 8 bits it stays on the device."""
     whole = _whole(parts)
     num_elements = job.context.norm_tokens * job.shape.hidden_size if is_input else 0
     num_bytes = num_elements * job.numbers.element_bytes
-    if num_bytes and "attn_norm" in modules and num_elements >= job.min_elements:
+    may_leave = "attn_norm" in modules and job.numbers.fp8 is None
+    if num_bytes and may_leave and num_elements >= job.min_elements:
         return replace(whole, groups=(StorageGroup("attn_norm", num_bytes, True, None, None),))
     return replace(whole, kept_bytes=num_bytes)
 

@@ -19,6 +19,7 @@ from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build.model import MegatronModel
 from nemo_rl_offload.offload.arena import HostArena
 from nemo_rl_offload.offload.waiting_weights import AwayTensors
+from nemo_rl_offload.policy.residency.eight_bits import free_copies
 from nemo_rl_offload.policy.residency.gradients import free_gradients
 from nemo_rl_offload.policy.residency.kept_weights import BUDGET_KEY
 from nemo_rl_offload.policy.residency.model_tensors import optimizer_tensors, weight_tensors
@@ -61,6 +62,7 @@ class AwayState:
         )
         if self._lacks(num_bytes):
             free_gradients(self._model)
+            free_copies(self._model.modules)
         for part, tensors in parts[:1] if keeps_weights else parts:
             if not part.are_away and self._lacks(num_bytes):
                 self._leave(part, tensors(self._model, self._arena))

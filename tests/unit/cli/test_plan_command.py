@@ -412,7 +412,11 @@ REFUSED = [
     ),
     (("--gpu", "h100", "--html", "/nowhere/plan.html"), "/nowhere/plan.html: cannot be written: No such file"),
     (
-        ("--gpu", "a100", "+policy.megatron_cfg.model_overrides.fp8=hybrid", f"{CFG}.recompute_granularity=null"),
+        (
+            *("--gpu", "a100", f"{CFG}.fp8_cfg.enabled=true", "policy.generation.backend=vllm"),
+            *(f"{CFG}.transformer_impl=transformer_engine", f"{CFG}.recompute_granularity=null"),
+            f"{CFG}.offload_modules=[core_attn]",
+        ),
         "a100-80gb has no 8-bit formats",
     ),
     (("--gpu", "h100", "--memory", ""), "--memory: '' is not a size"),

@@ -1,6 +1,7 @@
 """What is said to a vLLM engine, without vLLM."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,10 +172,53 @@ def test_each_key_reaches_the_engine() -> None:
         "precision": "bfloat16",
         "expert_parallel_size": 2,
     }
-    assert changed.keys() | {"async_engine", "env_vars"} == keys_of(VllmConfig).keys()
+    of_eight_bits = {"use_deep_gemm", "num_first_layers_in_bf16", "num_last_layers_in_bf16"} | {
+        *("quantization_ignored_layer_kws", "is_mx"),
+    }
+    assert changed.keys() | {"async_engine", "env_vars"} | of_eight_bits == keys_of(VllmConfig).keys()
     before = arguments(is_cpu=False)
     for key, value in changed.items():
         assert arguments(f"{GENERATION}.vllm_cfg.{key}={value}", is_cpu=False) != before, key
+
+
+def test_engines_in_eight_bits_quantize_blocks_of_the_weights_that_they_get() -> None:
+    """The patterns as vLLM reads them: against the beginning of a linear's path."""
+    cfg = f"{GENERATION}.vllm_cfg"
+    on = (f"{cfg}.precision=fp8", "policy.precision=bfloat16")
+    keys = ("num_first_layers_in_bf16=1", "num_last_layers_in_bf16=1", "quantization_ignored_layer_kws=[a_proj,o.p]")
+    found = arguments(*on, *(f"{cfg}.{key}" for key in keys), is_cpu=False)
+    assert (found["dtype"], found["quantization"]) == ("bfloat16", "online")
+    section = found["quantization_config"]
+    assert section["linear"] == section["moe"] == "fp8_per_block"
+
+    def stays(path: str, ignored: list[str] = section["ignore"]) -> bool:
+        return any(re.match(pattern.removeprefix("re:"), path) for pattern in ignored)
+
+    num_layers = json.loads((PROJECT_ROOT / "examples/models/tiny_speller/config.json").read_text())[
+        "num_hidden_layers"
+    ]
+    whole = {
+        f"model.layers.{layer}.mlp.down_proj" for layer in range(20) if stays(f"model.layers.{layer}.mlp.down_proj")
+    }
+    assert whole == {f"model.layers.{layer}.mlp.down_proj" for layer in (0, num_layers - 1)}
+    assert stays("model.layers.7.self_attn.fused_qkv_a_proj")
+    assert not stays("model.layers.7.self_attn.o_proj")
+    plain = arguments(*on, is_cpu=False)["quantization_config"]["ignore"]
+    assert stays("model.layers.7.mlp.gate", plain)
+    assert not stays("model.layers.7.mlp.gate_up_proj", plain)
+    assert not stays("model.layers.0.mlp.down_proj", plain)
+    assert not {"quantization", "quantization_config"} & set(arguments(is_cpu=False))
+
+
+def test_deep_gemm_is_for_engines_in_eight_bits() -> None:
+    cfg, names = f"{GENERATION}.vllm_cfg", ("VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0")
+    for precision, key, expected in (
+        ("fp8", "true", ["1", "0"]),
+        ("fp8", "false", ["0", None]),
+        ("null", "true", ["0", None]),
+    ):
+        env = engine_env(policy(f"{cfg}.precision={precision}", f"{cfg}.use_deep_gemm={key}")["generation"], "cuda")
+        assert [env.get(name) for name in names] == expected
 
 
 def test_further_arguments_come_last_and_none_that_a_key_says() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from jobs import make_job
 
-from nemo_rl_offload.planner.cost.memory import Optimizer
+from nemo_rl_offload.planner.cost.activations import Numbers
+from nemo_rl_offload.planner.cost.memory import EIGHT_BIT_COPIES, Optimizer
 from nemo_rl_offload.planner.cost.parameters import model_parameters
 from nemo_rl_offload.planner.job import Job, Passes
 from nemo_rl_offload.planner.phases import LEAVING, Phase, PhasesOfStage, fullest, host_use, lacking
@@ -60,6 +61,18 @@ def test_gradients_are_where_they_are_needed_alone() -> None:
         is_training = name in ("training", "optimizer step")
         assert ("gradients" in freed[name].parts) == is_training
         assert phase.peak_bytes - freed[name].peak_bytes == (0 if is_training else phase.parts["gradients"])
+
+
+def test_copies_of_weights_in_eight_bits_are_freed_where_gradients_are() -> None:
+    """Two bytes for each weight of the layers, which are the published count without embeddings."""
+    job = replace(make_job("Qwen/Qwen2.5-1.5B", layout=ALONE), passes=GRPO)
+    assert all(EIGHT_BIT_COPIES not in phase.parts for phase in phases_of(job).values())
+    narrow = replace(job, numbers=Numbers(2, "blockwise"))
+    kept, freed = phases_of(narrow), phases_of(replace(narrow, frees_gradients=True))
+    assert kept["training"].parts[EIGHT_BIT_COPIES] == pytest.approx(2 * 1.31e9, rel=0.01)
+    assert EIGHT_BIT_COPIES in kept["generation"].parts
+    assert EIGHT_BIT_COPIES not in freed["generation"].parts
+    assert EIGHT_BIT_COPIES in freed["log-probabilities"].parts
 
 
 def test_host_bytes_are_those_of_the_published_count() -> None:

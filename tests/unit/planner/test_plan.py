@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jobs import SENSIBLE, make_job
 
 from nemo_rl_offload.offload.solver import Action, GroupRecord, Link, MemoryBudget, Solution, solve
+from nemo_rl_offload.planner.cost.activations import Numbers
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.search import choice as search_module
@@ -187,6 +188,8 @@ def test_the_inputs_of_recomputed_layers_can_be_offloaded() -> None:
     assert run_whole_modules(replace(job, min_elements=1 << 40), ("attn_norm",)).host_bytes(0) == 0
     groups = replace(job, recompute=Recompute(method="uniform", num_layers=4))
     assert run_whole_modules(groups, ("attn_norm",)).host_bytes(0) == 9 * one_input
+    narrow = replace(job, numbers=Numbers(2, "blockwise"))  # whose checkpoints are Transformer Engine's
+    assert run_whole_modules(narrow, ("attn_norm",)).host_bytes(0) == 0
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,33 @@ from jobs import SENSIBLE
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.catalogue import load_model_shape
-from nemo_rl_offload.specs.parallel_layout import ParallelLayout, check_layout, counted_layers, divisions, stage_layers
+from nemo_rl_offload.specs.parallel_layout import (
+    ParallelLayout,
+    check_layout,
+    counted_layers,
+    divisions,
+    stage_layers,
+    width_multiple,
+)
 
 QWEN = load_model_shape("Qwen/Qwen2.5-7B", None)
 MOE = load_model_shape("Qwen/Qwen3-30B-A3B", None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "recipe", "expected"),
+    [
+        ((1, 1), None, 1),
+        ((2, 3), None, 12),
+        ((1, 1), "tensorwise", 16),
+        ((2, 1), "tensorwise", 32),
+        ((1, 2), "tensorwise", 32),
+        ((2, 2), "blockwise", 512),
+        ((1, 1), "mxfp8", 32),
+    ],
+)
+def test_what_divides_the_width_of_microbatches(sizes: tuple[int, int], recipe: str | None, expected: int) -> None:
+    assert width_multiple(*sizes, recipe) == expected
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 3), st.none() | st.integers(1, 9), st.none() | st.just(2))

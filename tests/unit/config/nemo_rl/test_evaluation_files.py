@@ -149,6 +149,9 @@ OF_A_FILE = "data: {dataset_name: AIME2024}\nenv: {math: {num_workers: 1}}\n"
     [
         ("stop_token_ids: [1, 2]", "policy.generation.stop_token_ids", [1, 2]),
         ("stop_strings: [x]", "policy.generation.stop_strings", ["x"]),
+        ("vllm_cfg: {precision: fp8}", "policy.generation.vllm_cfg.precision", "fp8"),
+        ("vllm_cfg: {precision: fp8}", "policy.precision", "bfloat16"),
+        ("vllm_cfg: {precision: float32}", "policy.precision", "float32"),
         ("vllm_cfg: {}", "policy.generation.vllm_cfg.tensor_parallel_size", 1),
         ("vllm_cfg: null", "policy.generation.vllm_cfg.tensor_parallel_size", 1),
     ],

@@ -288,12 +288,19 @@ def test_other_keys(text: str, wanted: dict[str, Any], read: Callable[..., Loade
         ("sft: {}\ndata: {add_generation_prompt: false}", "data.add_generation_prompt", "Set it to true"),
         ("grpo: {}\npolicy: {megatron_cfg: {moe_enable_deepep: true}}", f"{M}.moe_enable_deepep", "Set that to flex, or this to false"),  # noqa: E501
         (f"grpo: {{}}\npolicy: {{megatron_cfg: {{{FLEX}, moe_enable_deepep: true, moe_flex_dispatcher_backend: hybridep}}}}", f"{M}.moe_enable_deepep", "Set that to null, or"),  # noqa: E501
-        ("distillation: {}\nteacher: {megatron_cfg: {fp8_cfg: {enabled: true}}}", "teacher.megatron_cfg.fp8_cfg.enabled", "FP8, not supported"),  # noqa: E501
+        ("distillation: {}\npolicy: {megatron_cfg: {fp8_cfg: {enabled: true}}}\nteacher: {megatron_cfg: {fp8_cfg: {enabled: true, fp8: hybrid}}}", "teacher.megatron_cfg.fp8_cfg.fp8", 'Set it to "e4m3"'),  # noqa: E501
+        ("distillation: {}\nteacher: {megatron_cfg: {fp8_cfg: {enabled: true}}}", "teacher.megatron_cfg.fp8_cfg.enabled", "FP8 unlike the student's, not supported"),  # noqa: E501
         ("distillation: {}\nteacher: {dtensor_cfg: {enabled: true, context_parallel_size: {strange: 1}}}", "teacher.dtensor_cfg.context_parallel_size", "is not allowed. Allowed: a whole number"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_is_refused(text: str, path: str, said: str, read: Callable[..., LoadedConfig]) -> None:
     assert said in read(text).refused[path]
+
+
+def test_a_teacher_in_eight_bits_as_the_student_is_nothing_to_say_of(read: Callable[..., LoadedConfig]) -> None:
+    section = "{megatron_cfg: {fp8_cfg: {enabled: true, fp8: hybrid}}}"
+    refused = read(f"distillation: {{}}\npolicy: {section}\nteacher: {section}").refused
+    assert not [path for path in refused if "fp8" in path]
 
 
 @pytest.mark.parametrize("key", ["use_on_policy_kl_approximation", "use_kl_in_reward"])

@@ -92,12 +92,6 @@ CASES = [
         "M.use_transformer_engine_op_fuser=false",
     ),
     (
-        f"{SELECTIVE} {TE} M.recompute_modules=[mlp_act] M.model_overrides={{fp8:e4m3}}",
-        "recompute_modules",
-        "cannot be recomputed with fp8",
-        "M.model_overrides.fp8=null",
-    ),
-    (
         f"{SELECTIVE} M.recompute_modules=[layer_norm]",
         "recompute_modules",
         "Did you mean 'layernorm'?",

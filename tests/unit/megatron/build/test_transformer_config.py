@@ -66,6 +66,41 @@ def test_a_key_reaches_its_field(override: str, name: str, value: object, make_p
     assert getattr(provider, name) == value
 
 
+def test_megatron_is_told_of_eight_bits(make_policy: MakePolicy) -> None:
+    """By the fields that its blocks read where they enter Transformer Engine's context."""
+    provider, off = Provider(num_moe_experts=None), Provider()
+    on = ("fp8_cfg.enabled=true", "fp8_cfg.fp8=hybrid", "fp8_cfg.fp8_recipe=tensorwise")
+    some = ("first_last_layers_bf16=true", "num_layers_at_start_in_bf16=2", "num_layers_at_end_in_bf16=0")
+    setup.apply_policy(provider, make_policy(*on, *some), "torch")
+    assert (provider.fp8, provider.fp8_recipe, provider.fp8_param) == ("hybrid", "tensorwise", False)
+    assert (provider.first_last_layers_bf16, provider.num_layers_at_start_in_bf16) == (True, 2)
+    assert provider.num_layers_at_end_in_bf16 == 0
+    setup.apply_policy(off, make_policy("fp8_cfg.fp8=hybrid"), "torch")
+    assert off.fp8 is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cuda", "lacking"),
+    [
+        ("mxfp8", (9, 0), "13.0", "mxfp8 needs compute capability 10.0, and this worker has 9.0 with CUDA 13.0"),
+        ("mxfp8", (10, 0), "13.0", None),
+        ("blockwise", (8, 9), "13.0", "blockwise needs compute capability 9.0"),
+        ("blockwise", (9, 0), "12.8", "blockwise needs torch for CUDA 12.9"),
+        ("blockwise", (9, 0), "12.10", None),
+        ("tensorwise", (8, 9), "12.1", None),
+        ("tensorwise", (8, 0), "13.0", "tensorwise needs compute capability 8.9"),
+    ],
+)
+def test_a_gpu_without_products_of_a_recipe_is_told_of(
+    recipe: str, capability: tuple[int, int], cuda: str, lacking: str | None
+) -> None:
+    if lacking is None:
+        setup.check_fp8_recipe(recipe, capability, cuda)
+    else:
+        with pytest.raises(ConfigError, match=rf"^policy.megatron_cfg.fp8_cfg.fp8_recipe: {lacking}"):
+            setup.check_fp8_recipe(recipe, capability, cuda)
+
+
 def test_keys_that_need_others(make_policy: MakePolicy) -> None:
     provider = Provider()
     full = ("recompute_granularity=full", "recompute_method=block", "recompute_num_layers=1")
@@ -150,7 +185,8 @@ def test_transformer_impl(
 
 
 @pytest.mark.parametrize(
-    "key", ["apply_rope_fusion=true", "attention_backend=flash", "activation_offload.engine=megatron"]
+    "key",
+    ["apply_rope_fusion=true", "attention_backend=flash", "activation_offload.engine=megatron", "fp8_cfg.enabled=true"],
 )
 def test_what_torch_layers_cannot_do_is_refused(make_policy: MakePolicy, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^policy.megatron_cfg.{key.split('=')[0]} needs Transformer Engine"):

@@ -22,6 +22,8 @@ def config(**changes: object) -> SimpleNamespace:
         "virtual_pipeline_model_parallel_size": None,
         "sequence_parallel": False,
         "moe_token_dispatcher_type": "alltoall",
+        "fp8": None,
+        "fp8_recipe": "delayed",  # Megatron's default
     }
     return SimpleNamespace(**sizes | rest | changes)
 
@@ -40,6 +42,26 @@ def make_batch(lengths: list[int], width: int) -> Batch:
 
 
 cases = st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 4)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(("recipe", "tokens"), [("tensorwise", 16), ("blockwise", 128)])
+@pytest.mark.parametrize(("tensor_size", "context_size"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+def test_in_eight_bits_each_rank_has_whole_blocks_of_tokens(
+    recipe: str, tokens: int, tensor_size: int, context_size: int, num_stages: int
+) -> None:
+    layout = config(
+        fp8="e4m3",
+        fp8_recipe=recipe,
+        pipeline_model_parallel_size=num_stages,
+        tensor_model_parallel_size=tensor_size,
+        sequence_parallel=True,
+        context_parallel_size=context_size,
+    )
+    for piece in split_into_microbatches(make_batch([3, 9, 5], width=11), 2, layout):
+        width = piece.input_ids.shape[1]
+        assert width == tokens * tensor_size * context_size
+        assert not piece.batch["token_mask"][:, 9:].any()
 
 
 @settings(deadline=None, max_examples=60)

@@ -123,7 +123,7 @@ def test_plain_torch_keeps_the_keys_of_all_context_parallel_ranks(model: str) ->
     assert {name: 2 * size for name, size in of_engine.items()} == alone
 
 
-@pytest.mark.parametrize(("fp8", "size"), [("fp8", 1.0), ("mxfp8", 33 / 32)])
+@pytest.mark.parametrize(("fp8", "size"), [("tensorwise", 1.0), ("mxfp8", 33 / 32), ("blockwise", 132 / 128)])
 def test_eight_bit_linears_keep_eight_bit_inputs(fp8: str, size: float) -> None:
     context = context_of("Qwen/Qwen3-30B-A3B", world=8)
     wide = charged(fused_layer(context, has_experts=True))
