@@ -73,7 +73,7 @@ def test_shared_widths_of_experts(refusals: Refusals, refuses: Refuses, make_mod
     refuses(f"{path}=2", path, "the model has no experts. Set it to 1", "MOE")
     refuses(f"MOE {path}=5", path, "5 does not divide the experts' width 48. The nearest that does is 4.", f"{path}=3")
     words = (
-        "2 ranks of an expert of width 24 have rows of 24 bytes each, and products of groups in torch take multiples"
+        "4 ranks of an expert of width 48 have rows of 24 bytes each, and products of groups in torch take multiples"
     )
     refuses(f"MOE {path}=4 M.transformer_impl=torch policy.precision=bfloat16", path, words, "M.transformer_impl=auto")
     biased = make_model(
