@@ -181,6 +181,22 @@ def expert_tensor_problem(shape: ModelShape, num_ranks: int) -> str | None:
     return None
 
 
+GROUPED_ROW_BYTES = 16
+"""Of which a row of what `torch.nn.functional.grouped_mm` multiplies is a multiple."""
+
+
+def grouped_rows_problem(width: int, num_ranks: int, element_bytes: int) -> str | None:
+    """The same of experts of this width in layers of torch; None: they can, or `num_ranks` does not divide it."""
+    row_bytes = width // num_ranks * element_bytes
+    if num_ranks == 1 or width % num_ranks or row_bytes % GROUPED_ROW_BYTES == 0:
+        return None
+    return (
+        f"{num_ranks} ranks of an expert of width {width} have rows of {row_bytes} bytes each, "
+        f"and products of groups in torch take multiples of {GROUPED_ROW_BYTES}. Lower it, or set transformer_impl: "
+        "transformer_engine."
+    )
+
+
 def _expert_problems(layout: ParallelLayout, shape: ModelShape) -> Iterator[str]:
     ranks, key = layout.expert, KEYS["expert"]
     if shape.experts is None:

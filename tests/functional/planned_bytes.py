@@ -139,7 +139,7 @@ def _random_shape(random: Random, family: str, layout: ParallelLayout) -> dict[s
     experts = {
         "num_experts": random.choice([3, 4, 6]),
         "num_experts_per_tok": random.choice([2, 3]),
-        "moe_intermediate_size": 8 * random.randint(2, 8),
+        "moe_intermediate_size": 8 * layout.expert_tensor * random.randint(2, 8),
     }
     if family == "qwen3_moe":
         shape |= experts

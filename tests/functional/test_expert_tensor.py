@@ -15,7 +15,7 @@ from test_parallel_layouts import LAYOUTS, SGD, TOLERANCE, assert_same_bits
 if TYPE_CHECKING:
     from rank_work import Outcome
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sampled]
 
 FAMILY = "deepseek_v3"
 """It has shared experts, which follow tensor parallelism."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from models import make_batch, read_model
 from ranks import Ranks, relative_error
 from safetensors.torch import load_file
-from test_parallel_layouts import LAYOUTS, MODULES, SETTINGS, SGD, TOLERANCE, assert_same_bits
+from test_parallel_layouts import LAYOUTS, MODULES, SETTINGS, SGD, TOLERANCE, assert_same_bits, share_each_batch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ HERE = SETTINGS | {"recompute_moe": MOE_RECOMPUTED}
 def test_a_layout_replays_as_one_rank_does(family: str, layout: str, setting: str, train: Train) -> None:
     (one,), outcomes = train(family, "one"), train(family, layout, *HERE[setting])
     assert_close(outcomes, one)
-    if "dp2" not in layout and "ep2" not in layout:
+    if share_each_batch(layout):
         assert outcomes[-1].logprobs == pytest.approx(one.logprobs, abs=1e-4)
 
 

@@ -24,6 +24,7 @@ from nemo_rl_offload.specs.parallel_layout import (
     NO_EXPERTS,
     division_remedy,
     expert_tensor_problem,
+    grouped_rows_problem,
     nearest_divisor,
     nearest_multiple,
     num_microbatches,
@@ -86,6 +87,10 @@ def _experts(get: Get) -> Iterator[str]:
             yield f"{MEGATRON}.{key}: {NO_EXPERTS}"
     if (problem := expert_tensor_problem(model_shape(get), megatron(get, ETP))) is not None:
         yield f"{MEGATRON}.{ETP}: {problem}"
+    elif megatron(get, "transformer_impl") == "torch" and (experts := model_shape(get).experts) is not None:
+        element_bytes = 4 if get("policy.precision") == "float32" else 2
+        if problem := grouped_rows_problem(experts.ffn_hidden_size, megatron(get, ETP), element_bytes):
+            yield f"{MEGATRON}.{ETP}: {problem}"
     splits_tensors_alone = megatron(get, "tensor_model_parallel_size") > 1 and not megatron(get, "sequence_parallel")
     if splits_tensors_alone and model_shape(get).has_experts:
         yield f"{MEGATRON}.sequence_parallel: experts need it beside tensor parallelism. Set it to true."

@@ -397,7 +397,8 @@ def _regroup(state: StateDict, optimizers: list[MegatronOptimizer], folder: Path
     if not all(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers):
         raise CheckpointError(
             f"{folder} was written with other sizes of expert or tensor parallelism, for which an optimizer's state "
-            "is divided otherwise. Take those, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true in both runs."
+            "is divided otherwise. Take those, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true in both "
+            "runs."
         )
     written = [state] if "optimizer" in state else [state.pop(number) for number in (0, 1)]
     groups = [group for part in written for group in part["optimizer"]["param_groups"]]

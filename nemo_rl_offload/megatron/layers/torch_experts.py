@@ -36,6 +36,7 @@ from torch import Tensor
 from nemo_rl_offload.adapters.megatron_core.interface import offload_region
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.layers.static_experts import GroupEnds
+from nemo_rl_offload.specs.parallel_layout import grouped_rows_problem
 
 
 def expert_stack(weights: tuple[Tensor, ...]) -> Tensor:
@@ -115,7 +116,9 @@ class TorchGroupedLinear(torch.nn.Module):
             raise ConfigError("policy.megatron_cfg.moe_expert_rank_capacity_factor: not for experts with biases")
         self.num_local_experts, self.pg_collection = num_local_experts, pg_collection
         self.num_gemms = num_local_experts  # Transformer Engine's name of it, by which Bridge's adapters ask
-        shape = [output_size, input_size]
+        shape, width = [output_size, input_size], config.moe_ffn_hidden_size
+        if problem := grouped_rows_problem(width, num_parts, config.params_dtype.itemsize):
+            raise ConfigError(f"policy.megatron_cfg.expert_tensor_parallel_size: {problem}")
         shape[self.partition_dims["weight"]] = divide(shape[self.partition_dims["weight"]], num_parts)
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         storage = torch.empty(num_local_experts, *shape, dtype=config.params_dtype, device=device)

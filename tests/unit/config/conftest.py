@@ -55,7 +55,7 @@ def dense_model(make_model: MakeModel) -> Path:
 
 @pytest.fixture(scope="session")
 def moe_model(make_model: MakeModel) -> Path:
-    return make_model(n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=6)
+    return make_model(n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=48)
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,11 @@ def test_experts(refuses: Refuses) -> None:
 def test_shared_widths_of_experts(refusals: Refusals, refuses: Refuses, make_model: Callable[..., Path]) -> None:
     path = f"{SIZES}.expert_tensor_parallel_size"
     refuses(f"{path}=2", path, "the model has no experts. Set it to 1", "MOE")
-    refuses(f"MOE {path}=4", path, "4 does not divide the experts' width 6. The nearest that does is 3.", f"{path}=3")
+    refuses(f"MOE {path}=5", path, "5 does not divide the experts' width 48. The nearest that does is 4.", f"{path}=3")
+    words = (
+        "4 ranks of an expert of width 48 have rows of 24 bytes each, and products of groups in torch take multiples"
+    )
+    refuses(f"MOE {path}=4 M.transformer_impl=torch policy.precision=bfloat16", path, words, "M.transformer_impl=auto")
     biased = make_model(
         model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, intermediate_size=8, sliding_window=8
     )

@@ -27,6 +27,7 @@ def make_linear(
     bias: bool = False,
     expert_tensor_parallel_size: int = 1,
     moe_expert_rank_capacity_factor: float | None = None,
+    moe_ffn_hidden_size: int = OUT,
     linear: type[TorchGroupedLinear] = TorchColumnParallelGroupedLinear,
 ) -> TorchGroupedLinear:
     config: Any = SimpleNamespace(
@@ -35,6 +36,7 @@ def make_linear(
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=expert_tensor_parallel_size,
         tensor_model_parallel_size=1,
+        moe_ffn_hidden_size=moe_ffn_hidden_size,
         moe_expert_rank_capacity_factor=moe_expert_rank_capacity_factor,
     )
     groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: expert_tensor_parallel_size))
@@ -163,6 +165,13 @@ def test_saves_the_parameters_themselves() -> None:
 def test_refuses_biases_behind_buffers_of_a_fixed_size() -> None:
     with pytest.raises(ConfigError, match="moe_expert_rank_capacity_factor"):
         make_linear(2, bias=True, moe_expert_rank_capacity_factor=1.5)
+
+
+def test_refuses_parts_that_grouped_products_do_not_take() -> None:
+    with pytest.raises(
+        ConfigError, match=r"expert_tensor_parallel_size: 2 ranks .* rows of 24 bytes .* multiples of 16"
+    ):
+        make_linear(2, expert_tensor_parallel_size=2, moe_ffn_hidden_size=12)
 
 
 @pytest.mark.parametrize("linear", [TorchColumnParallelGroupedLinear, TorchRowParallelGroupedLinear])
