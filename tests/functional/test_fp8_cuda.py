@@ -308,7 +308,7 @@ def test_an_engine_quantizes_what_an_update_brings(family: str) -> None:
     for part in (*linears, *experts):
         assert sum(name.endswith(part) for name in narrow) == 2, (part, found["types"])
     assert all(name.endswith((*linears, *experts)) for name in narrow), "embeddings and routers stay"
-    assert 1e-4 < found["logprob_error"] < 0.2
+    assert 1e-4 < found["logprob_error"] < 0.5, "on an H100 0.29 and 0.32; other weights are 1.7 away"
     for name in ("again", "start"):
         assert found[name]["different"] == 0
         assert found[name]["answers"]["tokens"] == 0
