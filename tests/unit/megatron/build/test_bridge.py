@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_no_empty_transformer_engine_is_left() -> None:
     assert bridge().AutoBridge is not None
     present = [name for name, module in sys.modules.items() if module is not None]

@@ -33,6 +33,7 @@ def test_megatron_takes_the_tiny_exemplar(ask: Ask) -> None:
     assert (found["problems"], found["warnings"]) == ([], [])
 
 
+@pytest.mark.slow
 def test_what_other_libraries_say_is_kept_from_the_user_and_a_refusal_is_not() -> None:
     wrong = f"{M}.model_overrides={{overlap_p2p_comm_warmup_flush:true}}"
     words = [sys.executable, "-m", "nemo_rl_offload.cli", "check", "--megatron", str(TINY), wrong]

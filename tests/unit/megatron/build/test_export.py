@@ -39,7 +39,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_a_copy_beside_the_checkpoints_is_in_nobodys_way(run_dir: Path) -> None:
     copied = shutil.copytree(run_dir / "checkpoints" / "step_5", run_dir / "checkpoints" / "step_5_old")
-    with pytest.raises(CheckpointError, match=r"no such checkpoint. .* has: step_5, step_10\.$"):
+    with pytest.raises(CheckpointError, match=r"no such checkpoint. .* has: step_5, step_10; "):
         find_checkpoint(run_dir / "step_9")
     assert find_checkpoint(run_dir / "step_5_old") == (run_dir, copied)
 
