@@ -329,7 +329,28 @@ def training_rate(name: str, result: Result) -> Iterator[str]:
             f"| {gib(int(counts.get('bytes_out', 0)), 1)} | {stalls:.0f} ms | {busy} |"
         )
     if scored := result.get("logprobs"):
-        yield f"\nLog-probabilities: {scored['ms']:.0f} ms, {scored['tflops']:.0f} TFLOP/s."
+        busy = (
+            f", of which the device computes for {scored['profile']['compute_ms']:.0f}" if "profile" in scored else ""
+        )
+        yield f"\nLog-probabilities: {scored['ms']:.0f} ms{busy}; {scored['tflops']:.0f} TFLOP/s."
+    yield ""
+
+
+def training_phases(result: Result) -> Iterator[str]:
+    """What an optimizer on the host costs of a training phase, by the length of its microbatches."""
+    yield f"## A training phase of {result['num_microbatches']} microbatches, with its optimizer step\n"
+    yield (
+        f"Of Qwen2.5-1.5B, {result['transformer_impl']}; the faster of two phases in a process for each place. At most "
+        f"{result['lengths'][0]['bound']:.3f} of the time with the state on the device was aimed at "
+        "(`residency_phase.json`).\n"
+    )
+    yield "| tokens a microbatch | state on the device | on the host | host over device | the optimizer step alone |"
+    yield "|---|---|---|---|---|"
+    for row in result["lengths"]:
+        found = {each["place"]: each for each in result["measured"] if each["length"] == row["length"]}
+        times = [f"{found[place]['ms'] / 1e3:.2f} s" for place in ("device", "host")]
+        alone = " and ".join(f"{found[place]['optimizer_ms'] / 1e3:.2f}" for place in ("device", "host"))
+        yield f"| {row['length']:,} | {' | '.join(times)} | {row['ratio']:.3f} | {alone} s |"
     yield ""
 
 
@@ -518,6 +539,8 @@ def device_page(folder: Path) -> Iterator[str]:
         yield "## The longest sequence of a whole model, with the optimizer on the host\n"
         for name, result in whole.items():
             yield from whole_model(name, result)
+    if phases := results.get("residency_phase"):
+        yield from training_phases(phases)
     if steps := of(results, "grpo_step"):
         yield from grpo_steps(steps, folder.name)
     if attempts := of(results, "beside_trl"):
