@@ -26,6 +26,9 @@ LEAST_WIDTH = 16
 the other side, too)."""
 
 
+ROUTED = "routed experts' intermediate_size"
+
+
 def is_on(get: Get) -> bool:
     """Whether training multiplies in 8 bits."""
     return bool(get(f"{FP8}.enabled"))
@@ -96,11 +99,13 @@ def _model_in_training(get: Get) -> Iterator[str]:
             f"{FP8}.enabled", "true", "8 bits in layers with states", "nobody has tried it", "Set it to false."
         )
         return
-    for what, width in _widths(shape, megatron(get, "tensor_model_parallel_size")):
+    sizes = (megatron(get, key) for key in ("tensor_model_parallel_size", "expert_tensor_parallel_size"))
+    for what, width in _widths(shape, *sizes):
         if width % LEAST_WIDTH:
             yield (
                 f"{FP8}.enabled: the model's {what} {width} on a rank is no multiple of {LEAST_WIDTH}, which products "
-                "in 8 bits need. Set it to false, or change tensor_model_parallel_size."
+                f"in 8 bits need. Set it to false, or change {'expert_tensor' if ROUTED in what else 'tensor_model'}"
+                "_parallel_size."
             )
 
 
@@ -120,13 +125,14 @@ def _inputs_of_recomputation(get: Get) -> Iterator[str]:
         )
 
 
-def _widths(shape: ModelShape, tensor: int) -> Iterator[tuple[str, int]]:
-    """The sides of linears in the layers, in elements on each of `tensor` ranks, and what they are."""
+def _widths(shape: ModelShape, tensor: int, expert_tensor: int) -> Iterator[tuple[str, int]]:
+    """The sides of linears in the layers, in elements on each of `tensor` ranks, or of those that share each expert,
+    and what they are."""
     yield "hidden_size", shape.hidden_size
     if any(shape.dense_layers):
         yield "intermediate_size", shape.ffn_hidden_size // tensor
     if (experts := shape.experts) is not None:
-        yield "experts' intermediate_size", experts.ffn_hidden_size
+        yield ROUTED, experts.ffn_hidden_size // expert_tensor
         if experts.shared_ffn_hidden_size:
             yield "shared experts' intermediate_size", experts.shared_ffn_hidden_size // tensor
     heads = shape.num_attention_heads // tensor

@@ -88,7 +88,8 @@ class TorchGroupedLinear(torch.nn.Module):
     """Linear layers of this rank's experts: [tokens sorted by expert, in] to [tokens, out], of which `in` or `out` is
     this rank's part.
 
-    Takes the place of Transformer Engine's grouped linear in Megatron's `TEGroupedMLP`.
+    Takes the place of Transformer Engine's grouped linear in Megatron's `TEGroupedMLP`. Raises ConfigError for a part
+    whose rows no product takes, and for biases behind buffers of a fixed size.
     """
 
     partition_dims: ClassVar[dict[str, int]]

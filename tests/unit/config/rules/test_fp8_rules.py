@@ -108,6 +108,13 @@ def test_widths_that_blocks_do_not_divide(
     refuses(f"{ON} policy.model_name={make_model(**SHAPE | shape)}", f"{FP8}.enabled", words, OFF)
 
 
+def test_parts_of_experts_that_blocks_do_not_divide(refuses: Refuses, make_model: Callable[..., Path]) -> None:
+    model = make_model(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+    shared = f"{ON} policy.model_name={model} M.expert_tensor_parallel_size=2"
+    words = "routed experts' intermediate_size 24 on a rank is no multiple of 16"
+    refuses(shared, f"{FP8}.enabled", words, "M.expert_tensor_parallel_size=1")
+
+
 @pytest.mark.parametrize("where", [f"{FP8}.enabled=true", f"{CFG}.precision=fp8"])
 @pytest.mark.parametrize("algorithm", ["grpo", "distillation"])
 def test_one_line_says_that_engines_have_other_probabilities(where: str, algorithm: str) -> None:
