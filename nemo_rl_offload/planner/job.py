@@ -13,6 +13,7 @@ from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew
 from nemo_rl_offload.planner.cost.memory import (
     Optimizer,
     allowance_bytes,
+    eight_bit_copies_bytes,
     optimizer_host_bytes,
     stage_parameters,
     trained_parameters,
@@ -217,6 +218,17 @@ class Job:
         )
 
     @property
+    def teacher_copies_bytes(self) -> tuple[int, ...]:
+        """By stage, what Transformer Engine keeps of the teacher's weights in 8 bits."""
+        if self.teacher is None or self.numbers.fp8 is None:
+            return (0,) * self.layout.pipeline
+        layout = replace(self.layout, num_layers_first=None, num_layers_last=None, stages=None, virtual=1)
+        return tuple(
+            eight_bit_copies_bytes(self.teacher, layout, chunks, rank)
+            for rank, chunks in enumerate(stage_layers(layout, self.teacher.num_layers))
+        )
+
+    @property
     def node_ranks(self) -> int:
         """Ranks that share a machine."""
         return min(self.ranks_per_node or self.device.devices_per_node, self.layout.world)
@@ -273,7 +285,7 @@ def read_job(
         transformer_engine=transformer_impl == "transformer_engine",
         any_implementation=transformer_impl == "auto",
         min_elements=megatron_cfg["min_offloaded_tensor_size"],
-        numbers=Numbers(element_bytes, fp8),
+        numbers=Numbers(element_bytes, fp8, has_wide_layers=megatron_cfg["first_last_layers_bf16"]),
         optimizer=read_optimizer(megatron_cfg, element_bytes),
         recompute=_recompute(activations.recompute, shape),
         adapters=read_adapters(megatron_cfg),

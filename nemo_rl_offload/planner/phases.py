@@ -114,6 +114,8 @@ class PhasesOfStage:
         copies = {name: self._resident[name] for name in (EIGHT_BIT_COPIES,) if name in self._resident}
         if passes.logprob_tokens and job.teacher is not None:
             teacher = {"teacher": job.teacher_bytes[self._rank], **self._forward(passes.logprob_tokens)}
+            if size := job.teacher_copies_bytes[self._rank]:
+                teacher["teacher's copies in 8 bits"] = size
             found.append(Phase("teacher's logits", self._asleep | teacher))
         elif passes.logprob_tokens:
             forward = self._forward(passes.logprob_tokens)

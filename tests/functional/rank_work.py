@@ -21,6 +21,7 @@ from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.batching.sharding import ShardedBatch
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.errors import CheckpointError
 from nemo_rl_offload.generation import weight_sync
 from nemo_rl_offload.generation.megatron_sampling import generate
 from nemo_rl_offload.generation.sampling import Sampling
@@ -417,6 +418,14 @@ def load_and_train(folder: Path, overrides: tuple[str, ...], checkpoint_folder: 
     checkpoint.load(model, checkpoint_folder)
     at_checkpoint = _exported(model, gradients=False)
     return _resumed(model, at_checkpoint, _steps(model, (2,)), manifest)
+
+
+def why_refused(folder: Path, overrides: tuple[str, ...], checkpoint_folder: Path) -> str:
+    """What is said where the checkpoint is not read in this layout."""
+    model, _ = _build(folder, overrides)
+    with pytest.raises(CheckpointError) as refusal:
+        checkpoint.load(model, checkpoint_folder)
+    return str(refusal.value)
 
 
 def _resumed(model: MegatronModel, at_checkpoint: Arrays, metrics: list[dict[str, float]], files: Manifest) -> Resumed:

@@ -101,3 +101,13 @@ def test_a_checkpoint_goes_on_in_other_layouts(
         assert relative_error(resumed[0].weights, expected[0].weights) < TOLERANCE
         moved = relative_error(expected[0].weights, expected[0].at_checkpoint)
         assert moved > 100 * TOLERANCE, "the steps show"
+
+
+@pytest.mark.parametrize(("saved_in", "loaded_in"), [("etp2", "one"), ("one", "ep2")])
+def test_an_optimizer_that_is_not_distributed_keeps_experts_apart_or_not(
+    saved_in: str, loaded_in: str, run: Callable[..., list[Resumed]], tmp_path: Path
+) -> None:
+    run(saved_in, "train_and_save", "qwen3_moe", False, tmp_path)
+    for said in run(loaded_in, "why_refused", "qwen3_moe", False, tmp_path):
+        assert f"{tmp_path} was written with other sizes of expert or tensor parallelism" in said
+        assert "use_distributed_optimizer=true in both runs" in said

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import megatron.core
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -89,14 +90,8 @@ class Installed:
         `uninstall`."""
         return OffloadStats() if self._engine is None else self._engine.stats()
 
-    def begin(
-        self,
-        config: TransformerConfig,
-        pipeline_rank: int,
-        weights: Iterable[Tensor] = (),
-        modules: Iterable[nn.Module] = (),
-    ) -> None:
-        """A forward of a model with this TransformerConfig, weights and modules begins, on this pipeline rank.
+    def begin(self, config: TransformerConfig, pipeline_rank: int, weights: Iterable[Tensor] = ()) -> None:
+        """A forward of a model with this TransformerConfig and these weights begins, on this pipeline rank.
 
         Raises:
             ConfigError: the configuration asks for what this engine does not do, or for something else than that of
@@ -109,7 +104,7 @@ class Installed:
             mine, theirs = asdict(self._knobs), asdict(knobs)
             changed = [f"{name}: {mine[name]!r} and {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
             raise ConfigError("models of one process must offload alike. " + "; ".join(changed))
-        if problems := [*_problems(config), *_problems_of_layers(modules)]:
+        if problems := [*_problems(config)]:
             raise ConfigError("\n".join(problems))
         options = self._options or OffloadOptions(host_memory_budget_bytes=host_memory_budget_bytes(0.5))
         options = replace(
@@ -233,9 +228,14 @@ def uninstall() -> None:
 
 
 def _telling(installed: Installed, original: Callable[[Any], None]) -> Callable[[Any], None]:
+    examined: WeakSet[nn.Module] = WeakSet()
+
     @functools.wraps(original)
     def preprocess(model: GPTModel) -> None:
-        installed.begin(model.config, model.pg_collection.pp.rank(), model.parameters(), model.modules())
+        if model not in examined:
+            _check_layers(model)
+            examined.add(model)
+        installed.begin(model.config, model.pg_collection.pp.rank(), model.parameters())
         original(model)
 
     return preprocess
@@ -268,8 +268,10 @@ def _problems(config: TransformerConfig) -> Iterator[str]:
                     yield f"recompute_modules: '{entry}' frees what '{name}' offloads. Remove one of the two."
 
 
-def _problems_of_layers(modules: Iterable[nn.Module]) -> Iterator[str]:
+def _check_layers(model: nn.Module) -> None:
     """A layer's recomputed MLP saves its norm's output, which is the norm's to free where it is a module of its own."""
     flags = ("recompute_pre_mlp_layernorm", "recompute_mlp", "offload_mlp_norm")
-    if any(all(getattr(module, flag, False) for flag in flags) for module in modules):
-        yield "recompute_modules: 'layernorm' frees what 'mlp' saves and 'mlp_norm' offloads. Remove one of the three."
+    if any(all(getattr(module, flag, False) for flag in flags) for module in model.modules()):
+        raise ConfigError(
+            "recompute_modules: 'layernorm' frees what 'mlp' saves and 'mlp_norm' offloads. Remove one of the three."
+        )

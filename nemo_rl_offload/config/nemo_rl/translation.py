@@ -26,6 +26,7 @@ MEGATRON = "policy.megatron_cfg"
 NOT_ALLOWED = "is not allowed. Allowed: "
 """What follows a value of another type."""
 _FP8_OF_TEACHER = "teacher.megatron_cfg.fp8_cfg"
+_WIDE_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _OF_A_TEACHER = ("quantisation-aware training",)
 """Features that would change what a teacher says."""
 _OTHER_VALUES = ("generation.backend", "sequence_packing.algorithm")
@@ -160,8 +161,12 @@ def _read_key_of_teacher(translation: Translation, path: str, value: Any) -> Non
         there = f"teacher.{place.removeprefix('policy.')}"
         if text.startswith("unknown") or NOT_ALLOWED in text or any(f"{name}, not" in text for name in _OF_A_TEACHER):
             translation.problems[there] = text
-    if isinstance(eight_bits := dict(nodes({own: value})).get("megatron_cfg.fp8_cfg"), Mapping):
+    given = dict(nodes({own: value}))
+    if isinstance(eight_bits := given.get("megatron_cfg.fp8_cfg"), Mapping):
         translation.honoured[_FP8_OF_TEACHER] = eight_bits
+    for key in _WIDE_LAYERS:
+        if f"megatron_cfg.{key}" in given:
+            translation.honoured[f"teacher.megatron_cfg.{key}"] = given[f"megatron_cfg.{key}"]
     if own in ("hf_config_overrides", "megatron_cfg.model_overrides") and value:
         how = "Write them into the config.json of the teacher's folder, and set this to null."
         refuse(translation, path, value, "another config.json", "a teacher is as its folder says", how)
@@ -176,14 +181,24 @@ def _read_key_of_teacher(translation: Translation, path: str, value: Any) -> Non
 def _eight_bits_of_a_teacher(translation: Translation) -> None:
     if not isinstance(given := translation.honoured.get(_FP8_OF_TEACHER), Mapping):
         return
-    own = translation.get(f"{MEGATRON}.fp8_cfg") or {}
+    section = section_at(["policy", "megatron_cfg"])
     defaults = defaults_of(section_at(["policy", "megatron_cfg", "fp8_cfg"]))
-    student, teacher = ({**defaults, **section} for section in (own, given))
-    compared = teacher if teacher["enabled"] and student["enabled"] else ("enabled",)
-    for key in compared:
-        if teacher[key] != student.get(key):
-            reason, how = "a teacher is computed as the student", f"Set it to {shown(student.get(key))}."
-            refuse(translation, f"{_FP8_OF_TEACHER}.{key}", teacher[key], "FP8 unlike the student's", reason, how)
+    own = translation.get(f"{MEGATRON}.fp8_cfg") or {}
+    student, teacher = ({**defaults, **{key: each[key] for key in defaults if key in each}} for each in (own, given))
+    both = teacher["enabled"] and student["enabled"]
+    pairs = {f"{_FP8_OF_TEACHER}.{key}": (student[key], teacher[key]) for key in (defaults if both else ("enabled",))}
+    for key in _WIDE_LAYERS if both else ():
+        default = defaults_of(section)[key]
+        own_value = translation.get(f"{MEGATRON}.{key}")
+        path = f"teacher.megatron_cfg.{key}"
+        pairs[path] = (default if own_value is None else own_value, translation.honoured.get(path, default))
+    if both and not any(value for path in pairs if path.endswith(_WIDE_LAYERS[0]) for value in pairs[path]):
+        for key in _WIDE_LAYERS[1:]:  # without effect
+            del pairs[f"teacher.megatron_cfg.{key}"]
+    for path, (of_student, of_teacher) in pairs.items():
+        if of_student != of_teacher:
+            reason, how = "a teacher is computed as the student", f"Set it to {shown(of_student)}."
+            refuse(translation, path, of_teacher, "FP8 unlike the student's", reason, how)
 
 
 def _wrong_type(path: str, value: Any) -> str | None:

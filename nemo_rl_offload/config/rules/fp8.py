@@ -14,17 +14,28 @@ from nemo_rl_offload.config.rules.rule import (
     megatron,
     model_shape,
     offloaded,
+    read_shape,
     recompute,
     recomputed,
 )
 from nemo_rl_offload.config.rules.vllm import BACKEND, CFG, is_used
+from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.model_shape import ModelShape
 
 FP8 = f"{MEGATRON}.fp8_cfg"
 LEAST_WIDTH = 16
 """What divides both sides of a weight in 8 bits (Transformer Engine's `assert_dim_for_fp8_exec`, and for gradients
 the other side, too)."""
-
+WIDTH_OF_SCALES = {"mxfp8": 32}
+"""The same where one scale is of so many elements."""
+IGNORED = f"{CFG}.quantization_ignored_layer_kws"
+JOINED = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+)
+"""Linears that vLLM multiplies at once, in 8 bits or not."""
 
 ROUTED = "routed experts' intermediate_size"
 
@@ -93,20 +104,50 @@ def _training(get: Get) -> Iterator[str]:
 def _model_in_training(get: Get) -> Iterator[str]:
     if not is_on(get):
         return
-    shape = model_shape(get)
-    if shape.has_states:
-        yield _refused(
-            f"{FP8}.enabled", "true", "8 bits in layers with states", "nobody has tried it", "Set it to false."
-        )
-        return
-    sizes = (megatron(get, key) for key in ("tensor_model_parallel_size", "expert_tensor_parallel_size"))
-    for what, width in _widths(shape, *sizes):
-        if width % LEAST_WIDTH:
-            yield (
-                f"{FP8}.enabled: the model's {what} {width} on a rank is no multiple of {LEAST_WIDTH}, which products "
-                f"in 8 bits need. Set it to false, or change {'expert_tensor' if ROUTED in what else 'tensor_model'}"
-                "_parallel_size."
+    sizes = [megatron(get, key) for key in ("tensor_model_parallel_size", "expert_tensor_parallel_size")]
+    num_stages = megatron(get, "pipeline_model_parallel_size")
+    ends = [f"num_layers_at_{end}_in_bf16" for end in ("start", "end")]
+    multiple = WIDTH_OF_SCALES.get(get(f"{FP8}.fp8_recipe"), LEAST_WIDTH)
+    for owner, shape in _models(get):
+        if shape.has_states:
+            yield _refused(
+                f"{FP8}.enabled",
+                "true",
+                f"8 bits in layers with states of the {owner}",
+                "nobody has tried it",
+                "Set it to false.",
             )
+            continue
+        for what, width in _widths(shape, *sizes):
+            if width % multiple:
+                yield (
+                    f"{FP8}.enabled: the {owner}'s {what} {width} on a rank is no multiple of {multiple}, which "
+                    f"products in 8 bits need. Set it to false, or change "
+                    f"{'expert_tensor' if ROUTED in what else 'tensor_model'}_parallel_size."
+                )
+        if megatron(get, "first_last_layers_bf16"):
+            counts = [megatron(get, end) for end in ends]
+            most = shape.num_layers // num_stages
+            yield from (
+                f"{MEGATRON}.{end}: {count} is above the {most} layers of the {owner} in a pipeline stage. Lower it."
+                for end, count in zip(ends, counts, strict=True)
+                if count > most
+            )
+            if max(counts) <= most and sum(counts) >= shape.num_layers:
+                yield (
+                    f"{MEGATRON}.{ends[0]}: with {ends[1]}, {counts[0]} + {counts[1]} of the {owner}'s "
+                    f"{shape.num_layers} layers leave none in 8 bits. Lower them, or set {FP8}.enabled to false."
+                )
+
+
+def _models(get: Get) -> Iterator[tuple[str, ModelShape]]:
+    """Those that training's workers compute in 8 bits."""
+    yield "model", model_shape(get)
+    if algorithm_spec(get).needs_teacher and (name := get("teacher.model_name")) is not None:
+        try:
+            yield "teacher", read_shape(name)
+        except ConfigError:  # which another rule reports
+            return
 
 
 def _inputs_of_recomputation(get: Get) -> Iterator[str]:
@@ -170,8 +211,53 @@ def _rollouts(get: Get) -> Iterator[str]:
             f"{CFG}.num_first_layers_in_bf16: with num_last_layers_in_bf16, {first} + {last} of the model's "
             f"{shape.num_layers} layers leave none in 8 bits. Lower them, or set precision to bfloat16."
         )
-    if not all(get(f"{CFG}.quantization_ignored_layer_kws")):
-        yield f"{CFG}.quantization_ignored_layer_kws: an empty word is in every path. Remove it."
+    words = get(IGNORED)
+    if not all(words):
+        yield f"{IGNORED}: an empty word is in every path. Remove it."
+    elif words:
+        yield from _ignored_words(words, shape)
+
+
+def _ignored_words(words: list[str], shape: ModelShape) -> Iterator[str]:
+    """A word stands in the path of a linear; what is multiplied at once is in 8 bits as a whole or not at all."""
+    paths = [
+        [f"model.layers.{number}.{name}" for name in group]
+        for number, has_experts in enumerate(shape.layers_with_experts)
+        for group in _linears(shape, has_experts)
+    ]
+    for word in words:
+        if not any(word in path for group in paths for path in group):
+            known = ", ".join(dict.fromkeys(path.split(".", 3)[-1] for group in paths for path in group))
+            yield f"{IGNORED}: '{word}' is in no linear's path. Remove it, or take part of a name: {known}."
+    told = set()
+    for group in paths:
+        ignored = [path.rsplit(".", 1)[-1] for path in group if any(word in path for word in words)]
+        others = [path.rsplit(".", 1)[-1] for path in group if not any(word in path for word in words)]
+        if ignored and others and (pair := (*ignored, "", *others)) not in told:
+            told.add(pair)
+            yield (
+                f"{IGNORED}: these words leave {', '.join(ignored)} out and not {', '.join(others)}, which vLLM "
+                "multiplies at once. Name all of them, or none."
+            )
+
+
+def _linears(shape: ModelShape, has_experts: bool) -> Iterator[tuple[str, ...]]:
+    """By Hugging Face's names below a layer, those in a group that vLLM joins; routers are never in 8 bits."""
+    yield ("self_attn.o_proj",)
+    if (latent := shape.latent_attention) is None:
+        yield JOINED[0]
+    else:
+        yield ("self_attn.kv_b_proj",)
+        if latent.query_rank is None:
+            yield from (("self_attn.q_proj",), ("self_attn.kv_a_proj_with_mqa",))
+        else:
+            yield from (("self_attn.q_b_proj",), JOINED[1])
+    if not has_experts:
+        yield from (JOINED[2], ("mlp.down_proj",))
+        return
+    yield ("mlp.experts",)
+    if shape.experts is not None and shape.experts.shared_ffn_hidden_size:
+        yield from (JOINED[3], ("mlp.shared_experts.down_proj",))
 
 
 FP8_RULES: tuple[Rule, ...] = (_training, _model_in_training, _inputs_of_recomputation, _rollouts)

@@ -85,15 +85,20 @@ def _experts(get: Get) -> Iterator[str]:
     for key in ("expert_model_parallel_size", ETP):
         if megatron(get, key) > 1 and not model_shape(get).has_experts:
             yield f"{MEGATRON}.{key}: {NO_EXPERTS}"
-    if (problem := expert_tensor_problem(model_shape(get), megatron(get, ETP))) is not None:
+    problem = expert_tensor_problem(model_shape(get), megatron(get, ETP)) or _rows_problem(get, model_shape(get))
+    if problem is not None:
         yield f"{MEGATRON}.{ETP}: {problem}"
-    elif megatron(get, "transformer_impl") == "torch" and (experts := model_shape(get).experts) is not None:
-        element_bytes = 4 if get("policy.precision") == "float32" else 2
-        if problem := grouped_rows_problem(experts.ffn_hidden_size, megatron(get, ETP), element_bytes):
-            yield f"{MEGATRON}.{ETP}: {problem}"
     splits_tensors_alone = megatron(get, "tensor_model_parallel_size") > 1 and not megatron(get, "sequence_parallel")
     if splits_tensors_alone and model_shape(get).has_experts:
         yield f"{MEGATRON}.sequence_parallel: experts need it beside tensor parallelism. Set it to true."
+
+
+def _rows_problem(get: Get, shape: ModelShape) -> str | None:
+    """Of experts' parts in layers of torch."""
+    if megatron(get, "transformer_impl") != "torch" or shape.experts is None:
+        return None
+    element_bytes = 4 if get("policy.precision") == "float32" else 2
+    return grouped_rows_problem(shape.experts.ffn_hidden_size, megatron(get, ETP), element_bytes)
 
 
 def _messages(get: Get) -> Iterator[str]:
@@ -184,7 +189,8 @@ def _teacher(get: Get) -> Iterator[str]:
     if experts > 1 and (not num_experts or num_experts % experts):
         size = f"{MEGATRON}.expert_model_parallel_size {experts}"
         yield f"{path}: {size}, the student's, does not divide the teacher's {num_experts} experts. {change}."
-    if (problem := expert_tensor_problem(shape, megatron(get, ETP))) is not None:
+    problem = expert_tensor_problem(shape, megatron(get, ETP)) or _rows_problem(get, shape)
+    if problem is not None:
         yield f"{path}: {ETP}, the student's, is the teacher's too: {problem} Or take another teacher."
     if num_experts and tensor > 1 and not megatron(get, "sequence_parallel"):
         yield f"{path}: the teacher's experts need sequence_parallel beside tensor parallelism. Set it to true."

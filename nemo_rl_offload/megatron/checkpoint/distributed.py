@@ -227,13 +227,15 @@ def _load(model: MegatronModel, folder: Path) -> None:
         return
     scheduler = model.scheduler
     has_optimizer = "optimizer" in dist_checkpointing.load_common_state_dict(str(folder))
+    if has_optimizer:
+        _check_groups(model, folder)
     for optimizer in _optimizers(model) if has_optimizer else ():
         _prepare(optimizer)
     sharded = _sharded_state(model, is_loading=True, with_optimizer=has_optimizer)
     state: StateDict = dist_checkpointing.load(_with_random_state(sharded, folder), str(folder))
     _load_weights(model, state)
     if has_optimizer:
-        _load_optimizer(model.optimizer, _optimizers(model), scheduler, state["optimizer"], folder)
+        _load_optimizer(model.optimizer, _optimizers(model), scheduler, state["optimizer"])
     else:
         _begin_anew(_optimizers(model), folder)
     scheduler.num_steps = 0  # Megatron adds the loaded number to the present one
@@ -249,9 +251,8 @@ def _load_optimizer(
     parts: list[MegatronOptimizer],
     scheduler: OptimizerParamScheduler,
     state: StateDict,
-    folder: Path,
 ) -> None:
-    _regroup(state, parts, folder)
+    _regroup(state, parts)
     _take_present_rates(state, scheduler)
     with torch.no_grad():
         whole.load_state_dict(state)
@@ -384,7 +385,22 @@ def _spread(tensor: torch.Tensor, buffer: GradientBuffer) -> torch.Tensor:
     return spread
 
 
-def _regroup(state: StateDict, optimizers: list[MegatronOptimizer], folder: Path) -> None:
+def _check_groups(model: MegatronModel, folder: Path) -> None:
+    """Refuse to read one optimizer's state into two, or conversely, where it is not found by name."""
+    layout = {"expert_tensor": 1} | dist_checkpointing.load_common_state_dict(str(folder))["layout"]
+    had_experts_apart = layout["expert"] > 1 or layout["expert_tensor"] != layout["tensor"]
+    optimizers = _optimizers(model)
+    if model.config.num_moe_experts is None or had_experts_apart == (len(optimizers) > 1):
+        return
+    if not all(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers):
+        raise CheckpointError(
+            f"{folder} was written with other sizes of expert or tensor parallelism, for which an optimizer's state "
+            "is divided otherwise. Take those, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true in both "
+            "runs."
+        )
+
+
+def _regroup(state: StateDict, optimizers: list[MegatronOptimizer]) -> None:
     """Give each optimizer its parameter groups where the checkpoint has one optimizer and the model two, or conversely.
 
     Experts have an optimizer of their own, with groups marked so, where the ranks with the same experts are others than
@@ -394,12 +410,6 @@ def _regroup(state: StateDict, optimizers: list[MegatronOptimizer], folder: Path
     parts = [state] if len(optimizers) == 1 else [state[number] for number in range(len(optimizers))]
     if all("optimizer" in part or "param_groups" in part for part in parts):
         return
-    if not all(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers):
-        raise CheckpointError(
-            f"{folder} was written with other sizes of expert or tensor parallelism, for which an optimizer's state "
-            "is divided otherwise. Take those, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true in both "
-            "runs."
-        )
     written = [state] if "optimizer" in state else [state.pop(number) for number in (0, 1)]
     groups = [group for part in written for group in part["optimizer"]["param_groups"]]
     either = [{**group, "is_expert_parallel": flag} for group in groups for flag in (False, True)]

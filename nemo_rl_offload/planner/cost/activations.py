@@ -68,10 +68,12 @@ class Numbers:
     """Recipe of 8 bits in which linears keep their inputs; None: as they are."""
     router_bytes: int = 2
     """Of a router's probability. Only plain operators save those by which they weight experts."""
+    has_wide_layers: bool = False
+    """Whether first and last layers keep their inputs as they are; all are counted so then, which is more."""
 
     def linear_input_bytes(self, num_elements: int) -> int:
         """What a linear layer keeps of an input."""
-        if self.fp8 is None:
+        if self.fp8 is None or self.has_wide_layers:
             return num_elements * self.element_bytes
         return round(num_elements * SCALED_BYTES.get(self.fp8, 1))
 

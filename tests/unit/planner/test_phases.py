@@ -75,6 +75,17 @@ def test_copies_of_weights_in_eight_bits_are_freed_where_gradients_are() -> None
     assert EIGHT_BIT_COPIES in freed["log-probabilities"].parts
 
 
+def test_a_teachers_weights_have_copies_in_eight_bits_too() -> None:
+    job = replace(make_job("Qwen/Qwen2.5-1.5B", layout=ALONE), passes=GRPO, numbers=Numbers(2, "blockwise"))
+    found = phases_of(replace(job, teacher=job.shape))["teacher's logits"].parts
+    assert found["teacher's copies in 8 bits"] == found[EIGHT_BIT_COPIES]
+
+
+def test_layers_that_stay_wide_keep_their_inputs_so() -> None:
+    numbers = Numbers(2, "blockwise"), Numbers(2, "blockwise", has_wide_layers=True), Numbers(2)
+    assert [each.linear_input_bytes(1280) for each in numbers] == [1320, 2560, 2560]
+
+
 def test_host_bytes_are_those_of_the_published_count() -> None:
     """7.6 G parameters: 12 bytes each of state and main weights, 2 of the reference."""
     job = seven_billion()

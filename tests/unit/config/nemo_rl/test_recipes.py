@@ -52,6 +52,9 @@ FEATURES = {
     "router replay of sinkhorn balancing",
     *("LoRA of a tied output layer", "LoRA of some layers by DTensor", "LoRA of a model with experts by DTensor"),
     *("LoRA of out_proj by DTensor", "drafts by another method", "drafts by the model's own layer"),
+    *("MXFP8 in generation", "weights in 8 bits", "LoRA beside linears in 8 bits", "delayed scaling"),
+    *("8 bits in layers with states of the model", "engines in 8 bits of a model with states"),
+    *("generation in 8 bits by Megatron-Core", "FP8 unlike the student's"),
 }
 NOT_YET = (
     r"model_type '\w+' of config.json is not trained here",

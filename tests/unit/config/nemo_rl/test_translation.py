@@ -303,6 +303,24 @@ def test_a_teacher_in_eight_bits_as_the_student_is_nothing_to_say_of(read: Calla
     assert not [path for path in refused if "fp8" in path]
 
 
+def test_layers_of_a_teacher_that_stay_in_bfloat16_are_those_of_the_student(read: Callable[..., LoadedConfig]) -> None:
+    def refused(student: str, teacher: str) -> list[str]:
+        on = "fp8_cfg: {enabled: true}"
+        text = f"policy: {{megatron_cfg: {{{on}{student}}}}}\nteacher: {{megatron_cfg: {{{on}{teacher}}}}}"
+        return [path for path in read(f"distillation: {{}}\n{text}").refused if "bf16" in path or "fp8" in path]
+
+    wide, two = ", first_last_layers_bf16: true", ", num_layers_at_start_in_bf16: 2"
+    assert refused(wide + two, wide + two) == refused(two, "") == refused("", two) == refused("", "") == []
+    assert refused("", wide) == refused(wide, "") == ["teacher.megatron_cfg.first_last_layers_bf16"]
+    assert refused(wide, wide + two) == ["teacher.megatron_cfg.num_layers_at_start_in_bf16"]
+
+
+def test_a_key_of_eight_bits_without_effect_is_none_of_a_teacher_either(read: Callable[..., LoadedConfig]) -> None:
+    section, more = "{megatron_cfg: {fp8_cfg: {enabled: true%s}}}", ", force_clear_fp8_caches: true"
+    refused = read(f"distillation: {{}}\npolicy: {section % ''}\nteacher: {section % more}").refused
+    assert not [path for path in refused if "fp8" in path]
+
+
 @pytest.mark.parametrize("key", ["use_on_policy_kl_approximation", "use_kl_in_reward"])
 def test_the_gradient_of_the_divergence_is_told_of_where_it_is_another(
     key: str, read: Callable[..., LoadedConfig]

@@ -115,6 +115,66 @@ def test_parts_of_experts_that_blocks_do_not_divide(refuses: Refuses, make_model
     refuses(shared, f"{FP8}.enabled", words, "M.expert_tensor_parallel_size=1")
 
 
+IGNORED = f"{CFG}.quantization_ignored_layer_kws"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "words", "legal"),
+    [
+        ({}, "[q_proj]", "leave q_proj out and not k_proj, v_proj", "[q_proj,k_proj,v_proj]"),
+        ({}, "[up_proj]", "leave up_proj out and not gate_proj", "[gate_proj,up_proj]"),
+        ({}, "[layers.1.mlp.gate]", "leave gate_proj out and not up_proj", "[layers.1.mlp]"),
+        ({}, "[qkv_proj]", "'qkv_proj' is in no linear's path", "[self_attn]"),
+        ({}, "[o_prj]", "take part of a name: self_attn.o_proj, self_attn.q_proj", "[o_proj]"),
+        ({}, "[experts]", "'experts' is in no linear's path", "[down_proj]"),
+        (EXPERTS, "[down_proj]", "'down_proj' is in no linear's path", "[experts]"),
+    ],
+)
+def test_words_of_linears_that_stay_as_they_are(
+    shape: dict[str, int], given: str, words: str, legal: str, refuses: Refuses, make_model: Callable[..., Path]
+) -> None:
+    model = f"policy.model_name={make_model(**SHAPE | shape)}"
+    refuses(f"{ROLLOUTS} {model} {IGNORED}={given}", IGNORED, words, f"{IGNORED}={legal}")
+
+
+WIDE = f"{ON} M.first_last_layers_bf16=true"
+
+
+@pytest.mark.parametrize(
+    ("given", "end", "words"),
+    [
+        ("M.num_layers_at_start_in_bf16=3", "start", "3 is above the 2 layers of the model in a pipeline stage"),
+        ("M.num_layers_at_end_in_bf16=4", "end", "4 is above the 2 layers of the model in a pipeline stage"),
+        ("", "start", "1 + 1 of the model's 2 layers leave none in 8 bits"),
+    ],
+)
+def test_layers_that_stay_in_bfloat16(
+    given: str, end: str, words: str, refuses: Refuses, make_model: Callable[..., Path]
+) -> None:
+    path = f"policy.megatron_cfg.num_layers_at_{end}_in_bf16"
+    model = f"policy.model_name={make_model(**SHAPE, num_hidden_layers=2)}"
+    refuses(f"{WIDE} {model} {given}", path, words, "M.num_layers_at_start_in_bf16=1 M.num_layers_at_end_in_bf16=0")
+
+
+def test_scales_of_mxfp8_are_wider(refuses: Refuses, make_model: Callable[..., Path]) -> None:
+    model = f"policy.model_name={make_model(**SHAPE | {'intermediate_size': 528})} {FP8}.fp8_recipe=mxfp8"
+    words = "intermediate_size 528 on a rank is no multiple of 32"
+    refuses(f"{ON} {model}", f"{FP8}.enabled", words, f"{FP8}.fp8_recipe=tensorwise")
+
+
+def test_a_teacher_is_computed_in_8_bits_too(make_model: Callable[..., Path]) -> None:
+    def told(teacher: Path, *overrides: str) -> list[str]:
+        more = [VLLM, BFLOAT16, *ON.replace("M.", "policy.megatron_cfg.").split(), f"teacher.model_name={teacher}"]
+        models = [f"policy.model_name={make_model(**SHAPE)}", *more, *overrides]
+        loaded = load_config(PROJECT_ROOT / "examples/configs/distillation_tiny.yaml", models)
+        return [line for line in map(str, examine(loaded, run_here=False).problems) if "8 bits" in line]
+
+    assert told(make_model(**SHAPE)) == []
+    (line,) = told(make_model(**SHAPE | {"intermediate_size": 520}))
+    assert "the teacher's intermediate_size 520 on a rank is no multiple of 16" in line
+
+
 @pytest.mark.parametrize("where", [f"{FP8}.enabled=true", f"{CFG}.precision=fp8"])
 @pytest.mark.parametrize("algorithm", ["grpo", "distillation"])
 def test_one_line_says_that_engines_have_other_probabilities(where: str, algorithm: str) -> None:
