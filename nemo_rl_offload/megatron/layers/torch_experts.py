@@ -184,7 +184,8 @@ def _ends(tokens_per_expert: list[int] | GroupEnds, device: torch.device) -> Ten
 
 
 class TorchColumnParallelGroupedLinear(TorchGroupedLinear):
-    """The first linear of experts, which adds its biases. Megatron opens the region `expert_fc1` around it."""
+    """The first linear of experts, [tokens, in] to this rank's part of [tokens, out], which adds its biases. Megatron opens
+    the region `expert_fc1` around it."""
 
     partition_dims: ClassVar = {"weight": 0, "bias": 0}
 
@@ -197,7 +198,7 @@ class TorchColumnParallelGroupedLinear(TorchGroupedLinear):
 
 
 class TorchRowParallelGroupedLinear(TorchGroupedLinear):
-    """The second linear of experts, the region `expert_fc2`.
+    """The second linear of experts, the region `expert_fc2`: from this rank's part of [tokens, in] to [tokens, out].
 
     It returns its biases, a tensor an expert, since Megatron weighs them by the router's probabilities.
     """
