@@ -184,8 +184,10 @@ def _ends(tokens_per_expert: list[int] | GroupEnds, device: torch.device) -> Ten
 
 
 class TorchColumnParallelGroupedLinear(TorchGroupedLinear):
-    """The first linear of experts, [tokens, in] to this rank's part of [tokens, out], which adds its biases. Megatron opens
-    the region `expert_fc1` around it."""
+    """The first linear of experts, [tokens, in] to this rank's part of [tokens, out], which adds its biases.
+
+    Megatron opens the region `expert_fc1` around it.
+    """
 
     partition_dims: ClassVar = {"weight": 0, "bias": 0}
 
