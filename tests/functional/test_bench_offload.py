@@ -83,6 +83,7 @@ def test_a_rival_whose_library_does_not_load_is_a_result(monkeypatch: pytest.Mon
     assert [each.error for each in figures] == [None, "OSError: libcudnn_cnn.so.9: undefined symbol"]
 
 
+@pytest.mark.slow
 def test_hooks_that_a_failed_rival_leaves_take_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Transformer Engine's context does, which fails after it has set its hooks."""
     packed: list[torch.Tensor] = []

@@ -84,7 +84,7 @@ def train(model_folder: Callable[[str], Path]) -> Iterator[Train]:
         engine.close()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", MODULES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_offloading_changes_no_bit(family: str, setting: str, train: Train) -> None:

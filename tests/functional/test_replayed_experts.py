@@ -106,6 +106,7 @@ def forced(folder: Path, family: str, batch: dict[str, Tensor], scratch: Path) -
     return total, {name: gradient.numpy() for name, gradient in load_file(scratch / "model.safetensors").items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [MIXED, pytest.param(LATENT, marks=pytest.mark.slow)])
 def test_replaying_is_transformers_with_these_experts(
     family: str, ranks: Callable[[int], Ranks], folder: Callable[[str], Path], tmp_path: Path

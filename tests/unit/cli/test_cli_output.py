@@ -10,6 +10,7 @@ import pytest
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [
@@ -74,6 +75,7 @@ def test_a_run_goes_on_without_its_reader(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "summary.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def as_data(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> d
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "world"),
     [
@@ -131,6 +132,7 @@ def test_the_configured_layout_stands_among_those_found(
     assert (alone["peak_bytes"], alone["step_ms"]) == (configured["peak_bytes"], configured["step_ms"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -149,6 +151,7 @@ def test_advice_where_a_layout_has_no_room_is_a_layout_that_was_tried(
     assert "not enough" not in planned(capsys, *given, *shlex.split(pasted))
 
 
+@pytest.mark.slow
 def test_more_machines_are_told_where_these_are_too_few(capsys: pytest.CaptureFixture[str]) -> None:
     given = (*cluster("Qwen/Qwen3-8B", 4096, 1), "--memory", "10GiB")
     text = planned(capsys, *given, code=EXIT_USER_ERROR)
