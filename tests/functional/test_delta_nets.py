@@ -85,6 +85,7 @@ def train(model_folder: Callable[[str], Path]) -> Iterator[Train]:
 
 
 @pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MODULES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_offloading_changes_no_bit(family: str, setting: str, train: Train) -> None:
@@ -99,6 +100,7 @@ def test_offloading_changes_no_bit(family: str, setting: str, train: Train) -> N
     assert stats.host_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MODULES)
 def test_recomputing_changes_no_loss(family: str, train: Train) -> None:
     for setting in ("recompute_full", "recompute_core_attn"):
