@@ -31,6 +31,8 @@ from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
 from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MOE_MODULES, SUPPORTED_MODULES
 
+pytestmark = pytest.mark.slow  # what compiles for the first of them takes 16 s
+
 pytestmark = pytest.mark.usefixtures("megatron_process_group")
 
 FULL = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
@@ -85,7 +87,6 @@ def train(model_folder: Callable[[str], Path]) -> Iterator[Train]:
 
 
 @pytest.mark.sampled
-@pytest.mark.slow
 @pytest.mark.parametrize("family", MODULES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_offloading_changes_no_bit(family: str, setting: str, train: Train) -> None:
@@ -100,7 +101,6 @@ def test_offloading_changes_no_bit(family: str, setting: str, train: Train) -> N
     assert stats.host_bytes == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", MODULES)
 def test_recomputing_changes_no_loss(family: str, train: Train) -> None:
     for setting in ("recompute_full", "recompute_core_attn"):
