@@ -31,9 +31,10 @@ from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
 from nemo_rl_offload.megatron.step.train_step import train_step
 from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES, MOE_MODULES, SUPPORTED_MODULES
 
-pytestmark = pytest.mark.slow  # what compiles for the first of them takes 16 s
-
-pytestmark = pytest.mark.usefixtures("megatron_process_group")
+pytestmark = [
+    pytest.mark.usefixtures("megatron_process_group"),
+    pytest.mark.slow,  # what compiles for the first of them takes 16 s
+]
 
 FULL = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
 CORE = ("recompute_granularity=selective", "recompute_modules=[core_attn]")
