@@ -1,7 +1,7 @@
 """A training job as the planner sees it, from the `policy` section of a configuration."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -209,24 +209,22 @@ class Job:
     @property
     def teacher_bytes(self) -> tuple[int, ...]:
         """By stage, the teacher's weights, over the same ranks."""
-        if self.teacher is None:
-            return (0,) * self.layout.pipeline
-        layout = replace(self.layout, num_layers_first=None, num_layers_last=None, stages=None, virtual=1)
-        return tuple(
-            stage_parameters(self.teacher, layout, chunks, rank).total * self.teacher_element_bytes
-            for rank, chunks in enumerate(stage_layers(layout, self.teacher.num_layers))
-        )
+        return self._by_stage_of_teacher(lambda *stage: stage_parameters(*stage).total * self.teacher_element_bytes)
 
     @property
     def teacher_copies_bytes(self) -> tuple[int, ...]:
         """By stage, what Transformer Engine keeps of the teacher's weights in 8 bits."""
-        if self.teacher is None or self.numbers.fp8 is None:
+        return self._by_stage_of_teacher(eight_bit_copies_bytes if self.numbers.fp8 else lambda *_: 0)
+
+    def _by_stage_of_teacher(
+        self, count: Callable[[ModelShape, ParallelLayout, Sequence[range], int], int]
+    ) -> tuple[int, ...]:
+        """What is counted of the teacher's layers on each stage; 0 without a teacher."""
+        if self.teacher is None:
             return (0,) * self.layout.pipeline
         layout = replace(self.layout, num_layers_first=None, num_layers_last=None, stages=None, virtual=1)
-        return tuple(
-            eight_bit_copies_bytes(self.teacher, layout, chunks, rank)
-            for rank, chunks in enumerate(stage_layers(layout, self.teacher.num_layers))
-        )
+        stages = stage_layers(layout, self.teacher.num_layers)
+        return tuple(count(self.teacher, layout, chunks, rank) for rank, chunks in enumerate(stages))
 
     @property
     def node_ranks(self) -> int:

@@ -105,8 +105,6 @@ def _model_in_training(get: Get) -> Iterator[str]:
     if not is_on(get):
         return
     sizes = [megatron(get, key) for key in ("tensor_model_parallel_size", "expert_tensor_parallel_size")]
-    num_stages = megatron(get, "pipeline_model_parallel_size")
-    ends = [f"num_layers_at_{end}_in_bf16" for end in ("start", "end")]
     multiple = WIDTH_OF_SCALES.get(get(f"{FP8}.fp8_recipe"), LEAST_WIDTH)
     for owner, shape in _models(get):
         if shape.has_states:
@@ -126,18 +124,21 @@ def _model_in_training(get: Get) -> Iterator[str]:
                     f"{'expert_tensor' if ROUTED in what else 'tensor_model'}_parallel_size."
                 )
         if megatron(get, "first_last_layers_bf16"):
-            counts = [megatron(get, end) for end in ends]
-            most = shape.num_layers // num_stages
-            yield from (
-                f"{MEGATRON}.{end}: {count} is above the {most} layers of the {owner} in a pipeline stage. Lower it."
-                for end, count in zip(ends, counts, strict=True)
-                if count > most
-            )
-            if max(counts) <= most and sum(counts) >= shape.num_layers:
-                yield (
-                    f"{MEGATRON}.{ends[0]}: with {ends[1]}, {counts[0]} + {counts[1]} of the {owner}'s "
-                    f"{shape.num_layers} layers leave none in 8 bits. Lower them, or set {FP8}.enabled to false."
-                )
+            yield from _wide_layers(get, owner, shape.num_layers)
+
+
+def _wide_layers(get: Get, owner: str, num_layers: int) -> Iterator[str]:
+    ends = [f"num_layers_at_{end}_in_bf16" for end in ("start", "end")]
+    counts = [megatron(get, end) for end in ends]
+    most = num_layers // megatron(get, "pipeline_model_parallel_size")
+    for end, count in zip(ends, counts, strict=True):
+        if count > most:
+            yield f"{MEGATRON}.{end}: {count} is above the {most} layers of the {owner} in a pipeline stage. Lower it."
+    if max(counts) <= most and sum(counts) >= num_layers:
+        yield (
+            f"{MEGATRON}.{ends[0]}: with {ends[1]}, {counts[0]} + {counts[1]} of the {owner}'s {num_layers} layers "
+            f"leave none in 8 bits. Lower them, or set {FP8}.enabled to false."
+        )
 
 
 def _models(get: Get) -> Iterator[tuple[str, ModelShape]]:
