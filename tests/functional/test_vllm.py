@@ -129,6 +129,7 @@ def test_what_latent_attention_decodes_with_follows_an_update(dtype: torch.dtype
 
     There is no kernel for it on a CPU, but the module that a GPU would have is filled here by vLLM's own code.
     """
+    from vllm.config import VllmConfig
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 
@@ -149,6 +150,7 @@ def test_what_latent_attention_decodes_with_follows_an_update(dtype: torch.dtype
     worker = WeightsInPlace()
     attention.load_weights = lambda weights: attention.kv_b_proj.weight.copy_(dict(weights)["kv_b_proj"])
     worker.model_runner = SimpleNamespace(model=attention)
+    worker.vllm_config = VllmConfig()
     worker.model_config = SimpleNamespace(dtype=dtype, hf_config=SimpleNamespace(model_type="deepseek_v3"))
 
     weight = torch.randn(num_heads * (nope + value), rank)

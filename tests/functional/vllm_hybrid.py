@@ -68,7 +68,7 @@ def main() -> None:
         worker.model_runner = SimpleNamespace(
             model=model, drafter=SimpleNamespace(model=drafting), speculative_config=config.speculative_config
         )
-        worker.model_config = config.model_config
+        worker.vllm_config, worker.model_config = config, config.model_config
         changed = {name: each * 1.25 + 0.01 for name, each in weights.items()}
         worker.begin_update()
         named = list(changed.items())
