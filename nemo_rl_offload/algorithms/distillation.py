@@ -99,7 +99,7 @@ def teacher_config(config: MasterConfig) -> PolicyConfig:
     student, teacher = config["policy"], config["teacher"]
     assert teacher["model_name"] is not None, "checked with the configuration"
     merged: Any = {**without_offloading(student), **{key: value for key, value in teacher.items() if value is not None}}
-    merged["hf_config_overrides"] = {}  # of the student alone
+    merged |= {"hf_config_overrides": {}, "quant_cfg": None}  # of the student alone
     megatron = {**merged["megatron_cfg"], **dict.fromkeys(OF_THE_STUDENTS_LAYERS)}
     megatron["mtp_num_layers"] = 0 if student["megatron_cfg"]["mtp_num_layers"] == 0 else None
     megatron["mtp_use_repeated_layer"] = False

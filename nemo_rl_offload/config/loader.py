@@ -63,6 +63,7 @@ from nemo_rl_offload.specs.documents import (
     read_text,
 )
 from nemo_rl_offload.specs.hub_cache import cache_folder, downloaded, how_to_download, is_hub_id
+from nemo_rl_offload.specs.quantization import NAMED
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT_ROOT = _PACKAGE if (_PACKAGE / "examples").is_dir() else _PACKAGE.parent
@@ -80,7 +81,6 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 }
 """NeMo-RL's functions in interpolations, like `${mul:${a},${b}}`."""
 _LONGEST_PATH = 4000
-_MODELOPT = "modelopt"
 """The folder of NeMo-RL's examples whose recipes train quantised weights."""
 _MAX_FILES = 100
 """Of a configuration, those that it inherits from included, each as often as it is named."""
@@ -394,6 +394,12 @@ def resolve_data_path(name: str) -> Path:
     )
 
 
+def path_of_quantization(name: str) -> str:
+    """Return a configuration of quantization by its name, or the path of its file, by the rules of `resolve_data_path`,
+    which raises ConfigError."""
+    return name if name in NAMED else str(resolve_data_path(name).resolve())
+
+
 def _downloaded_data(name: str) -> Path:
     hub_id, folder = hub_folder(name)
     snapshot = downloaded(hub_id, "dataset")
@@ -454,10 +460,21 @@ def files_of(path: Path) -> list[Path]:
 def _inherited(name: str, heir: Path) -> Path:
     """The file of a name in another file, or of one that the user gives: beside it, else a shipped one."""
     beside, shipped = heir.parent / name, PROJECT_ROOT / name
-    if shipped.is_file() and not beside.exists():
-        return shipped
+    if not beside.exists():
+        if shipped.is_file():
+            return shipped
+        if (moved := _in_moved_examples(name, heir)) is not None:
+            return moved
     plain = Path(os.path.normpath(beside))
     return plain if plain.resolve() == beside.resolve() else beside  # behind a link, .. is another folder
+
+
+def _in_moved_examples(name: str, heir: Path) -> Path | None:
+    """A file below NeMo-RL's folder `examples`, by its name in another file there, where that folder is called
+    otherwise."""
+    _, is_below, rest = name.rpartition(f"../{BASE.parent.parent.name}/")
+    candidates = [folder / rest for folder in heir.absolute().parents] if is_below else []
+    return next((each for each in candidates if each.is_file()), None)
 
 
 def _load_file(path: Path, including: tuple[Path, ...], num_files: "count[int]") -> LoadedConfig:
@@ -480,7 +497,7 @@ def _read_yaml(path: Path, origin: str) -> LoadedConfig:
         text = read_text(path, CONFIG_BYTES)
         places, content = _checked(text, path)
     except OSError as error:
-        hint = _hint(path) if isinstance(error, FileNotFoundError) else ""
+        hint = _near_file(path) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{path}{origin}: cannot read the file: {error.strerror or error}.{hint}") from error
     except (yaml.YAMLError, ValueError, LookupError, TypeError, OverflowError) as error:
         raise as_document_error(error, path) from error
@@ -490,12 +507,6 @@ def _read_yaml(path: Path, origin: str) -> LoadedConfig:
         what = "a list" if isinstance(content, list) else "a single value"
         raise ConfigError(f"{path}{origin}: the file must hold 'key: value' lines, not {what}")
     return LoadedConfig({str(key): value for key, value in content.items()}, places)
-
-
-def _hint(path: Path) -> str:
-    if _MODELOPT in path.parts:
-        return f" NeMo-RL's folder {_MODELOPT} asks for quantisation-aware training, not supported here."
-    return _near_file(path)
 
 
 def _near_file(path: Path) -> str:

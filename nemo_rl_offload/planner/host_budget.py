@@ -77,8 +77,8 @@ def _optimizer_bytes(
     config: MasterConfig, shape: ModelShape, layout: ParallelLayout, element_bytes: int
 ) -> Iterator[int]:
     """Of each pipeline stage."""
-    megatron_cfg = config["policy"]["megatron_cfg"]
-    optimizer, adapters = read_optimizer(megatron_cfg, element_bytes), read_adapters(megatron_cfg)
+    policy = config["policy"]
+    optimizer, adapters = read_optimizer(policy, element_bytes), read_adapters(policy["megatron_cfg"])
     for rank, chunks in enumerate(stage_layers(layout, shape.num_layers)):
         parameters = trained_parameters(shape, layout, chunks, rank, adapters)
         whole = state_bytes(parameters, layout, replace(optimizer, share_on_host=0.0), element_bytes)["optimizer"]

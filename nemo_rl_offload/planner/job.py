@@ -284,7 +284,7 @@ def read_job(
         any_implementation=transformer_impl == "auto",
         min_elements=megatron_cfg["min_offloaded_tensor_size"],
         numbers=Numbers(element_bytes, fp8, has_wide_layers=megatron_cfg["first_last_layers_bf16"]),
-        optimizer=read_optimizer(megatron_cfg, element_bytes),
+        optimizer=read_optimizer(policy, element_bytes),
         recompute=_recompute(activations.recompute, shape),
         adapters=read_adapters(megatron_cfg),
         logprob_chunk_size=policy["logprob_chunk_size"],
@@ -369,12 +369,13 @@ def _fp8(section: Fp8Config, device: Device) -> str | None:
     return section["fp8_recipe"]
 
 
-def read_optimizer(megatron_cfg: MegatronConfig, element_bytes: int) -> Optimizer:
+def read_optimizer(policy: PolicyConfig, element_bytes: int) -> Optimizer:
     """What an optimizer of weights of so many bytes keeps for each."""
+    megatron_cfg = policy["megatron_cfg"]
     section = megatron_cfg["optimizer"]
     is_adam = section["optimizer"] == "adam"
     master = 0 if element_bytes == 4 else 4
-    if section["use_precision_aware_optimizer"]:
+    if section["use_precision_aware_optimizer"] and policy["quant_cfg"] is None:
         master = 2  # Transformer Engine keeps only the bits that bfloat16 weights lack
     return Optimizer(
         distributed=section["use_distributed_optimizer"],

@@ -39,6 +39,7 @@ from nemo_rl_offload.megatron.build.model import (
 from nemo_rl_offload.megatron.build.offload import install_offloading, make_arena
 from nemo_rl_offload.megatron.build.vocabulary import exported_weights
 from nemo_rl_offload.megatron.checkpoint import distributed as checkpoint
+from nemo_rl_offload.megatron.layers.quantization import named_linears
 from nemo_rl_offload.megatron.layers.router_replay import routers_of
 from nemo_rl_offload.megatron.step.fused_head import FusedHeadFactory
 from nemo_rl_offload.megatron.step.head_factory import make_heads
@@ -263,6 +264,40 @@ def sample_trained(folder: Path, overrides: tuple[str, ...], prompts: list[list[
     _steps(model, (0, 1, 2))
     export_hf(model, folder, out)
     return generate(model.modules, prompts, GREEDY, batch_size=3, end_ids=[VOCABULARY_SIZE - 1], seed=0)
+
+
+def start_weights(folder: Path, overrides: tuple[str, ...]) -> tuple[Arrays, list[str]]:
+    """What a model is built with, and the names of its linears as rules know them, of this rank."""
+    model, _ = _build(folder, overrides)
+    return _exported(model, gradients=False), [name for name, _ in named_linears(model.modules)]
+
+
+def write_start(folder: Path, overrides: tuple[str, ...], out: Path) -> Path:
+    """Write what a model is built with."""
+    model, _ = _build(folder, overrides)
+    export_hf(model, folder, out)
+    return out
+
+
+def main_weights(folder: Path, overrides: tuple[str, ...], num_steps: int) -> dict[str, tuple[Arrays, bool]]:
+    """After steps with an optimizer that is not distributed: each linear's weight and its main weight by name, and
+    whether the main weight has the bits that it had at the start."""
+    model, _ = _build(folder, overrides)
+    weights = {
+        f"{name}.{key}": weight
+        for name, linear in named_linears(model.modules)
+        for key, weight in linear.named_parameters(recurse=False)
+        if key.startswith("weight")
+    }
+    before = {name: weight.main_param.clone() for name, weight in weights.items()}
+    _steps(model, tuple(range(num_steps)))
+    return {
+        name: (
+            {"weight": weight.detach().float().numpy(), "main": weight.main_param.numpy()},
+            torch.equal(weight.main_param, before[name]),
+        )
+        for name, weight in weights.items()
+    }
 
 
 Weights = dict[str, tuple[str, NDArray[np.uint8]]]

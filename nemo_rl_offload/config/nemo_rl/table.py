@@ -99,12 +99,11 @@ refit_buffer_size_gb            num   none weights go over in buckets of a size 
 is_vlm                          bool  only false [images and audio] models read text alone
 activation_checkpointing_enabled bool  none NeMo-RL does not read it either
 dequantize_base_checkpoint      bool  none quantized weights become those of policy.precision as they are read
-quant_cfg                       text? refused [quantisation-aware training] weights are float32 or bfloat16
-quant_calib_data                text? none read with quant_cfg alone
-quant_calib_size                int?  none read with quant_cfg alone
-quant_batch_size                int?  none read with quant_cfg alone
-quant_sequence_length           int?  none read with quant_cfg alone
-disable_modelopt_layer_spec     bool  none read with quant_cfg alone
+quant_calib_data                text? none weights are quantized by their own magnitudes
+quant_calib_size                int?  none weights are quantized by their own magnitudes
+quant_batch_size                int?  none weights are quantized by their own magnitudes
+quant_sequence_length           int?  none weights are quantized by their own magnitudes
+disable_modelopt_layer_spec     bool  none layers stay those that they are without quant_cfg
 
 [policy.draft]
 enabled                         bool  only false [draft models] none is trained beside the policy
@@ -231,14 +230,12 @@ port_range_low                  int   none ports are free ones
 port_range_high                 int   none ports are free ones
 refit_transport                 text? none weights go over by Ray, or stay where they are
 refit_cfg.*                     map?  none weights go over by Ray, or stay where they are
-quant_cfg                       text? refused [quantisation-aware training] responses come from the weights that are
-    trained
-real_quant                      bool  only false [quantisation-aware training] responses come from the weights that
-    are trained
-real_quant_ignore               list  none read with quant_cfg alone
-real_quant_export_cpu_offload   bool  none read with quant_cfg alone
-nvfp4_pertoken_rollout          bool  only false [quantisation-aware training] responses come from the weights that
-    are trained
+real_quant                      bool  only false [engines that multiply in NVFP4] they compute with the same weights in
+    policy.precision
+real_quant_ignore               list  none read with real_quant alone
+real_quant_export_cpu_offload   bool  none read with real_quant alone
+nvfp4_pertoken_rollout          bool  only false [engines that multiply in NVFP4] they compute with the same weights in
+    policy.precision
 lora_refit_mode                 text  none engines get merged weights
 worker_extension_cls_fqn        text? none read by another engine
 sglang_cfg.*                    map   none read by SGLang alone

@@ -27,8 +27,6 @@ NOT_ALLOWED = "is not allowed. Allowed: "
 """What follows a value of another type."""
 _FP8_OF_TEACHER = "teacher.megatron_cfg.fp8_cfg"
 _WIDE_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-_OF_A_TEACHER = ("quantisation-aware training",)
-"""Features that would change what a teacher says."""
 _OTHER_VALUES = ("generation.backend", "sequence_packing.algorithm")
 """Keys of a teacher that have no effect, and have more values in NeMo-RL than here."""
 _ENGINES = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "dynamo": "Dynamo"}
@@ -159,7 +157,7 @@ def _read_key_of_teacher(translation: Translation, path: str, value: Any) -> Non
     read = read_section(inner, _nested(own, value), "policy", section_at(["policy"]))
     for place, text in inner.problems.items():
         there = f"teacher.{place.removeprefix('policy.')}"
-        if text.startswith("unknown") or NOT_ALLOWED in text or any(f"{name}, not" in text for name in _OF_A_TEACHER):
+        if text.startswith("unknown") or NOT_ALLOWED in text:
             translation.problems[there] = text
     given = dict(nodes({own: value}))
     if isinstance(eight_bits := given.get("megatron_cfg.fp8_cfg"), Mapping):
@@ -170,6 +168,9 @@ def _read_key_of_teacher(translation: Translation, path: str, value: Any) -> Non
     if own in ("hf_config_overrides", "megatron_cfg.model_overrides") and value:
         how = "Write them into the config.json of the teacher's folder, and set this to null."
         refuse(translation, path, value, "another config.json", "a teacher is as its folder says", how)
+    if own == "quant_cfg" and value is not None:
+        reason = "a teacher's weights are as its folder has them"
+        refuse(translation, path, value, "quantization of a teacher", reason, "Set it to null.")
     for place, inner_value in nodes(read):
         is_another_value = inner_value is None or place in _OTHER_VALUES
         if not is_another_value and (wrong := _wrong_type(place, inner_value)) is not None:

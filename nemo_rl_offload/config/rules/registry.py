@@ -26,6 +26,7 @@ from nemo_rl_offload.config.rules.megatron import (
 from nemo_rl_offload.config.rules.model import MODEL_RULES, MODEL_WARNINGS
 from nemo_rl_offload.config.rules.offload import OFFLOAD_RULES, OFFLOAD_WARNINGS, STASH_RULES
 from nemo_rl_offload.config.rules.parallel import PARALLEL_RULES
+from nemo_rl_offload.config.rules.quantization import QUANTIZATION_RULES, QUANTIZATION_WARNINGS
 from nemo_rl_offload.config.rules.router_replay import REPLAY_RULES
 from nemo_rl_offload.config.rules.rule import Rule
 from nemo_rl_offload.config.rules.speculative import SPECULATIVE_RULES
@@ -58,6 +59,7 @@ RULES: tuple[Rule, ...] = (
     *VLLM_DEVICE_RULES,
     *REPLAY_RULES,
     *FP8_RULES,
+    *QUANTIZATION_RULES,
     *ASYNC_RULES,
 )
 RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (*MACHINE_RULES, *VLLM_MACHINE_RULES)
@@ -74,5 +76,6 @@ WARNINGS: tuple[Rule, ...] = (
     *TURN_WARNINGS,
     *ASYNC_WARNINGS,
     *FP8_WARNINGS,
+    *QUANTIZATION_WARNINGS,
     *EFFECT_WARNINGS,
 )

@@ -93,6 +93,8 @@ class GenerationConfig(TypedDict):
     """Sampling temperature in validation; 0 takes the likeliest token."""
     val_top_p: Annotated[Share, Default("${policy.generation.top_p}")]
     """`top_p` in validation."""
+    quant_cfg: Annotated[str | None, Default("${policy.quant_cfg}")]
+    """Weights that generation computes with: those of training, so policy.quant_cfg."""
     val_top_k: Annotated[Positive | None, Default("${policy.generation.top_k}")]
     """`top_k` in validation; null keeps all."""
     stop_token_ids: Annotated[list[Count] | None, Default(None)]
@@ -148,6 +150,8 @@ class PolicyConfig(TypedDict):
     """The tokenizer."""
     precision: Annotated[Literal["float32", "bfloat16"], Default("bfloat16")]
     """Type of weights and activations."""
+    quant_cfg: Annotated[str | None, Default(None)]
+    """Quantization-aware training: a configuration of ModelOpt by name, or a YAML file's path; null: none."""
     train_global_batch_size: Annotated[Positive, Default(512)]
     """Samples per optimizer step, over all ranks."""
     train_micro_batch_size: Annotated[Positive, Default(4)]

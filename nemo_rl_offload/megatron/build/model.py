@@ -39,6 +39,7 @@ from nemo_rl_offload.megatron.build.paged_stash import install_paged_stash
 from nemo_rl_offload.megatron.build.text_part import TextWeights
 from nemo_rl_offload.megatron.build.transformer_config import configure_provider
 from nemo_rl_offload.megatron.build.vocabulary import exported_weights, mask_padding, pad_vocabulary
+from nemo_rl_offload.megatron.layers.quantization import WeightQuantizer
 from nemo_rl_offload.megatron.layers.router_replay import prepare_replay
 from nemo_rl_offload.megatron.protocols import ModelChunk, Optimizer, Scheduler
 from nemo_rl_offload.megatron.runtime.quiet import quiet
@@ -52,6 +53,7 @@ from nemo_rl_offload.specs.model_families import SPLIT_PACKS, TORCH_LAYERS, need
 from nemo_rl_offload.specs.model_keys import Content, overrides_of_run, with_overrides
 from nemo_rl_offload.specs.multimodal import module_name
 from nemo_rl_offload.specs.out_of_memory import is_out_of_memory
+from nemo_rl_offload.specs.quantization import find_quantization
 from nemo_rl_offload.specs.weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -90,6 +92,8 @@ class MegatronModel:
     """Of a multimodal model's folder."""
     has_adapters: bool = False
     """Whether adapters are trained, and the model's own weights frozen."""
+    quantizer: WeightQuantizer | None = None
+    """Of quantization-aware training: quantizes the weights in place, after each step."""
     weights_are_whole: bool = True
     """False after a step with `overlap_param_gather`, which leaves each rank its own part until the next forward."""
 
@@ -103,6 +107,12 @@ class MegatronModel:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
             self.weights_are_whole = True
+
+    def quantize_weights(self) -> None:
+        """In quantization-aware training: what all ranks do together after weights have changed."""
+        if self.quantizer is not None:
+            self.gather_weights()
+            self.quantizer.apply()
 
     @property
     def modules(self) -> list["GPTModel"]:
@@ -204,14 +214,16 @@ def build_model(
             overrides=folder.overrides,
             text_weights=folder.text_weights,
         )
-        if num_steps is None:
-            return model
-        try:
-            with clock.part("optimizer"):
-                model.optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
-        except AssertionError as error:
-            raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
-    model.scheduler, model.guard = learning_rate_scheduler(policy, model.optimizer, num_steps), guard
+        if num_steps is not None:
+            try:
+                with clock.part("optimizer"):
+                    model.optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
+            except AssertionError as error:
+                raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
+            model.scheduler, model.guard = learning_rate_scheduler(policy, model.optimizer, num_steps), guard
+        if policy["quant_cfg"] is not None:  # after the optimizer has copied the weights as they are
+            model.quantizer = WeightQuantizer(modules, find_quantization(policy["quant_cfg"]))
+            model.quantize_weights()
     return model
 
 

@@ -16,9 +16,12 @@ def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
     """`policy.megatron_cfg.optimizer` as Megatron's OptimizerConfig.
 
     What is to be on the host is not Megatron's matter: its own HybridDeviceOptimizer would update it on the CPU, with
-    other bits (`policy.residency` streams it through the device).
+    other bits (`policy.residency` streams it through the device). The precision-aware optimizer takes half of each main
+    weight from the weight itself, which holds something else in quantization-aware training.
     """
     section = {key: value for key, value in policy["megatron_cfg"]["optimizer"].items() if key not in KEYS_ON_HOST}
+    if policy["quant_cfg"] is not None:
+        section["use_precision_aware_optimizer"] = False
     dtype = getattr(torch, policy["precision"])
     try:
         return OptimizerConfig(**section, params_dtype=dtype, bf16=dtype == torch.bfloat16)

@@ -67,7 +67,8 @@ def train_step(
     if is_finite := all_finite(model, outputs):
         with model.measure("optimizer_step"):
             _, grad_norm, _ = model.optimizer.step()
-        model.weights_are_whole = not model.chunks[0].ddp_config.overlap_param_gather
+            model.weights_are_whole = not model.chunks[0].ddp_config.overlap_param_gather
+            model.quantize_weights()
         model.scheduler.step(increment=1)
     return {
         **_reduce_metrics(outputs),

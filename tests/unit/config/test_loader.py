@@ -369,8 +369,13 @@ def test_what_an_override_adds_is_its_own(override: str, path: str) -> None:
     assert loaded.origin("policy") != OVERRIDE
 
 
-def test_an_absent_file_of_modelopt_is_the_feature_that_it_asks_for(tmp_path: Path) -> None:
-    heir = tmp_path / "heir.yaml"
-    heir.write_text("defaults: ../../examples/modelopt/qa_grpo_math_megatron.yaml\n")
-    with pytest.raises(ConfigError, match=r"No such file .* asks for quantisation-aware training, not supported here"):
+def test_a_folder_of_examples_may_be_called_otherwise(tmp_path: Path) -> None:
+    base = tmp_path / "copy/modelopt/base.yaml"
+    heir = tmp_path / "copy/configs/recipes/llm/heir.yaml"
+    for path, text in {base: "seed: 7\n", heir: "defaults: ../../../../examples/modelopt/base.yaml\n"}.items():
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    assert load_config(heir, [])["seed"] == 7
+    heir.write_text("defaults: ../../../../examples/modelopt/other.yaml\n")
+    with pytest.raises(ConfigError, match="No such file"):
         load_config(heir, [])
