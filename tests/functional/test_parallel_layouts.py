@@ -92,9 +92,9 @@ CASES = [
     *(("glm4_moe_lite_mtp", layout) for layout in ("tp2-sp-ep2", "pp2")),
     *(("llama_biased", "tp2-sp"), ("qwen2_windowed", "cp2")),
     *(("gemma3_text", layout) for layout in ("tp2", "tp2-sp", "pp2-vpp2", "cp2")),
-    *(("nemotron_h", layout) for layout in ("tp2-sp-ep2", "pp2-vpp2")),
+    *(("nemotron_h", layout) for layout in ("tp2-sp-ep2", "pp2-vpp2", "cp2", "cp2-ep2", "cp2-tp2-sp", "cp4")),
     *(("nemotron_h_latent", layout) for layout in ("tp2-sp-ep2", "tp2-sp", "pp2", "tp2-sp-etp2")),
-    *(("qwen3_5_text", layout) for layout in ("dp2", "tp2", "tp2-sp", "pp2")),
+    *(("qwen3_5_text", layout) for layout in ("dp2", "tp2", "tp2-sp", "pp2", "cp2", "cp2-tp2-sp", "cp4")),
     *(("qwen3_5_moe_text", layout) for layout in ("ep2", "tp2-sp-ep2", "pp2-vpp2", "etp2")),
     *(("qwen2_odd", "pp2-tp2"), ("llama_odd", "tp2-sp"), ("deepseek_v3_mtp_odd", "tp2-sp")),
 ]
