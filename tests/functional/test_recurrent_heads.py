@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from models import make_policy
 
 from nemo_rl_offload.megatron.build.model import build_model
-from nemo_rl_offload.megatron.layers import recurrent_mixer
 from nemo_rl_offload.megatron.layers.recurrent_mixer import RecurrentMixer, divide_heads
 
 pytestmark = pytest.mark.usefixtures("megatron_process_group")
@@ -36,7 +36,7 @@ def test_the_ranks_heads_are_together_what_all_heads_give(
     outputs = []
     for rank, share in enumerate(shares):
         with monkeypatch.context() as patch:
-            patch.setattr(recurrent_mixer.parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
+            patch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
             outputs.append(mixer._rows(share, None))
     found = torch.cat(outputs, dim=-1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

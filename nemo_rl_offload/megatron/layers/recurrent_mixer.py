@@ -128,11 +128,11 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
 
     def _mix(self, projected: Tensor, pack: Any = None, context: Any = None) -> Tensor:
         """[sequence, batch, all parts] to [sequence, batch, inner]; the sequences of a pack are one row."""
-        parts, heads, gate = list(torch.split(projected, self.parts, dim=-1)), list(self.heads), self._place_of_gate
-        gate_SBI, _ = parts.pop(gate), heads.pop(gate)
+        parts, gate = list(torch.split(projected, self.parts, dim=-1)), self.part_names.index("z")
+        gate_SBI = parts.pop(gate)
         if (num_ranks := self.config.context_parallel_size) == 1:
             return self._gated(self._sequences(torch.cat(parts, dim=-1), pack, context), gate_SBI)
-        part = None if pack is None else pack.part
+        heads, part = self.heads[:gate] + self.heads[gate + 1 :], None if pack is None else pack.part
         inputs = positions_for_heads(divide_heads(parts, heads, num_ranks, dim=2), part)
         mixed = torch.cat(list(heads_for_positions(self._sequences(inputs, pack, context), part)), dim=-1)
         return self._gated(mixed, gate_SBI)
@@ -155,26 +155,18 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
         """Gate and norm, of the float32 that `_rows` gives of all heads; contiguous, of the gate's type."""
         raise NotImplementedError
 
-    @property
-    def _place_of_gate(self) -> int:
-        return self.part_names.index("z")
-
     def _own_parts(self) -> list[int]:
         """Elements of each part but the gate, of this context-parallel rank's heads."""
-        num_ranks = self.config.context_parallel_size
-        own = [
-            part // number * max(1, number // num_ranks) for part, number in zip(self.parts, self.heads, strict=True)
-        ]
-        del own[self._place_of_gate]
-        return own
+        num_ranks, parts = self.config.context_parallel_size, zip(self.part_names, self.parts, self.heads, strict=True)
+        return [size // number * max(1, number // num_ranks) for name, size, number in parts if name != "z"]
 
     def _own_rows(self, parameter: Tensor, parts: slice) -> Tensor:
         """Of a parameter that has rows for these parts, those of this context-parallel rank's heads."""
         if (num_ranks := self.config.context_parallel_size) == 1:
             return parameter
-        heads = self.heads[parts]
-        rows = torch.split(parameter, [size * len(parameter) // sum(self.parts[parts]) for size in self.parts[parts]])
-        return divide_heads(rows, heads, num_ranks, dim=0)[parallel_state.get_context_parallel_rank()]
+        rows = torch.split(parameter, self.parts[parts])
+        rank: int = parallel_state.get_context_parallel_rank()
+        return divide_heads(rows, self.heads[parts], num_ranks, dim=0)[rank]
 
     def _with_inputs_before(self, mixed_BCL: Tensor, context: Any) -> tuple[Tensor, Tensor | None]:
         """What the convolution reads, [batch, channels, inputs before + sequence], and the state so far."""
