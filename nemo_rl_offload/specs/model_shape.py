@@ -75,6 +75,8 @@ class ModelShape:
     latent_attention: LatentAttention | None
     num_delta_heads: int
     """Heads of keys in each gated delta net; 0: there are no such layers. The planner has no costs of them."""
+    num_delta_value_heads: int
+    """Heads of values in each, a multiple of those of keys."""
     num_mtp_layers: int
     """Layers that predict further tokens (multi-token prediction)."""
     tied_embeddings: bool
@@ -271,6 +273,7 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         has_shared_experts=has_shared if pattern is None else EXPERTS in pattern,
         latent_attention=latent,
         num_delta_heads=reader.whole("linear_num_key_heads", 16) if has_delta_nets(name) else 0,
+        num_delta_value_heads=reader.whole("linear_num_value_heads", 32) if has_delta_nets(name) else 0,
         num_mtp_layers=reader.whole("num_nextn_predict_layers", 0, minimum=0),
         tied_embeddings=reader.flag("tie_word_embeddings", bool(defaults.get("tie_word_embeddings"))),
         qk_norm=bool(family.get("qk_norm")),

@@ -294,6 +294,25 @@ def nearest_divisor(size: int, near: int) -> str:
     return f"The nearest that does is {min(below, key=lambda n: abs(n - near))}."
 
 
+def recurrent_heads_problem(shape: ModelShape, num_tensor: int, num_context: int) -> str | None:
+    """Why context-parallel ranks cannot divide a tensor-parallel rank's heads of recurrent layers; None: they can, or
+    there are none. They may share a group of heads, as in Megatron's `MambaContextParallel`."""
+    if shape.mamba is not None:
+        all_heads, all_groups, of_groups = shape.mamba.num_heads, shape.mamba.num_groups, "groups of heads"
+    else:
+        all_heads, all_groups, of_groups = shape.num_delta_value_heads, shape.num_delta_heads, "heads of keys"
+    if all_heads == 0 or all_groups % num_tensor:  # which another rule reports
+        return None
+    layers = "gated delta nets" if shape.mamba is None else "Mamba-2 layers"
+    where = f"in {layers}{' on each tensor-parallel rank' if num_tensor > 1 else ''}"
+    heads, groups = all_heads // num_tensor, all_groups // num_tensor
+    if heads % num_context:
+        return f"{num_context} does not divide the {heads} heads {where}. {nearest_divisor(heads, num_context)}"
+    if groups % num_context and num_context % groups:
+        return f"{num_context} ranks and the {groups} {of_groups} {where} do not divide. Change it."
+    return None
+
+
 def stage_layers(layout: ParallelLayout, num_layers: int) -> list[list[range]]:
     """Return the layers of each chunk of each pipeline rank. The layout must have passed `check_layout`."""
     first, last, ranks = layout.num_layers_first, layout.num_layers_last, layout.pipeline

@@ -92,9 +92,9 @@ CASES = [
     *(("glm4_moe_lite_mtp", layout) for layout in ("tp2-sp-ep2", "pp2")),
     *(("llama_biased", "tp2-sp"), ("qwen2_windowed", "cp2")),
     *(("gemma3_text", layout) for layout in ("tp2", "tp2-sp", "pp2-vpp2", "cp2")),
-    *(("nemotron_h", layout) for layout in ("tp2-sp-ep2", "pp2-vpp2")),
+    *(("nemotron_h", layout) for layout in ("tp2-sp-ep2", "pp2-vpp2", "cp2", "cp2-ep2", "cp2-tp2-sp", "cp4")),
     *(("nemotron_h_latent", layout) for layout in ("tp2-sp-ep2", "tp2-sp", "pp2", "tp2-sp-etp2")),
-    *(("qwen3_5_text", layout) for layout in ("dp2", "tp2", "tp2-sp", "pp2")),
+    *(("qwen3_5_text", layout) for layout in ("dp2", "tp2", "tp2-sp", "pp2", "cp2", "cp2-tp2-sp", "cp4")),
     *(("qwen3_5_moe_text", layout) for layout in ("ep2", "tp2-sp-ep2", "pp2-vpp2", "etp2")),
     *(("qwen2_odd", "pp2-tp2"), ("llama_odd", "tp2-sp"), ("deepseek_v3_mtp_odd", "tp2-sp")),
 ]
@@ -168,6 +168,8 @@ SPLIT_PACKS = [
     *(("deepseek_v3_mtp", "cp2", "packed_rows_logits"), ("qwen2", "cp2", "packed_rows_logits")),
     *(("gpt_oss", "cp2", "sequence_packing"), ("qwen2", "cp4", "sequence_packing")),
     ("qwen2", "dp2-cp2", "sequence_packing"),
+    *(("nemotron_h", layout, "sequence_packing") for layout in ("cp2-tp2-sp", "cp4")),
+    ("qwen3_5_text", "cp4", "sequence_packing"),
 ]
 Train = Callable[..., "list[Outcome]"]
 
@@ -316,6 +318,8 @@ def test_offloading_changes_no_bit(family: str, layout: str, train: Train) -> No
     ("family", "layout", "setting"),
     [
         *(("deepseek_v3_mtp", layout, "packed_rows") for layout in ("cp2", "pp2-cp2")),
+        *((family, "cp2", "packed_rows") for family in ("nemotron_h", "qwen3_5_text")),
+        *(("nemotron_h", "cp2", setting) for setting in ("packed_rows_recomputed", "packed_rows_half_recomputed")),
         *(("qwen2", "cp2", setting) for setting in ("packed_rows_recomputed", "packed_rows_half_recomputed")),
     ],
 )

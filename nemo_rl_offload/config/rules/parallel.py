@@ -28,6 +28,7 @@ from nemo_rl_offload.specs.parallel_layout import (
     nearest_divisor,
     nearest_multiple,
     num_microbatches,
+    recurrent_heads_problem,
 )
 from nemo_rl_offload.specs.pipeline_layout import KEY as STAGES
 from nemo_rl_offload.specs.pipeline_layout import VIRTUAL, layout_problems
@@ -41,14 +42,6 @@ SIZES = (
     "virtual_pipeline_model_parallel_size",
 )
 ETP = "expert_tensor_parallel_size"
-
-
-def _no_context(shape: ModelShape) -> str:
-    layers = "gated delta nets" if shape.num_delta_heads else "Mamba-2 layers"
-    return (
-        f"context parallelism of {layers}, not supported here: a rank's part of a sequence begins with the state that "
-        "other ranks' parts leave."
-    )
 
 
 def _tensor(get: Get) -> Iterator[str]:
@@ -76,9 +69,9 @@ def _tensor(get: Get) -> Iterator[str]:
 
 
 def _context(get: Get) -> Iterator[str]:
-    num_ranks = megatron(get, "context_parallel_size")
-    if num_ranks > 1 and model_shape(get).has_states:
-        yield f"{MEGATRON}.context_parallel_size: {num_ranks} asks for {_no_context(model_shape(get))} Set it to 1."
+    tensor, context = megatron(get, "tensor_model_parallel_size"), megatron(get, "context_parallel_size")
+    if problem := recurrent_heads_problem(model_shape(get), tensor, context):
+        yield f"{MEGATRON}.context_parallel_size: {problem}"
 
 
 def _experts(get: Get) -> Iterator[str]:
@@ -183,9 +176,8 @@ def _teacher(get: Get) -> Iterator[str]:
         size = f"{MEGATRON}.tensor_model_parallel_size {tensor}"
         held = f"{shape.num_delta_heads} and {key_heads} heads of keys"
         yield f"{path}: {size}, the student's, does not divide the teacher's {held}. {change}."
-    if shape.has_states and (num_parts := megatron(get, "context_parallel_size")) > 1:
-        asked = _no_context(shape)
-        yield f"{path}: context_parallel_size {num_parts}, the student's, asks for {asked} {change}."
+    if problem := recurrent_heads_problem(shape, tensor, megatron(get, "context_parallel_size")):
+        yield f"{path}: context_parallel_size, the student's, is the teacher's too: {problem} Or take another teacher."
     if experts > 1 and (not num_experts or num_experts % experts):
         size = f"{MEGATRON}.expert_model_parallel_size {experts}"
         yield f"{path}: {size}, the student's, does not divide the teacher's {num_experts} experts. {change}."

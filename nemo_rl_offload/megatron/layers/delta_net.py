@@ -47,34 +47,37 @@ class TorchGatedDeltaNet(RecurrentMixer):
         )
         keys, values = num_key_heads * config.linear_key_head_dim, num_heads * config.linear_value_head_dim
         parts = [keys, keys, values, values, num_heads, num_heads]
-        super().__init__(config, layer_number, pg_collection, parts=parts, inner=values)
-        self.num_key_heads, self.num_heads = num_key_heads, num_heads
+        heads = [num_key_heads, num_key_heads, num_heads, num_heads, num_heads, num_heads]
+        super().__init__(config, layer_number, pg_collection, parts=parts, heads=heads, inner=values)
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.conv1d_weight = self._parameter(sum(self.parts[self.convolved]), 1, config.linear_conv_kernel_dim)
-        self.dt_bias, self.A_log = (self._parameter(self.num_heads) for _ in range(2))
+        self.dt_bias, self.A_log = (self._parameter(num_heads) for _ in range(2))
         self.out_norm_weight = self._parameter(self.value_dim, is_split=False)
 
-    def _rows(self, projected: Tensor, context: Any) -> Tensor:
-        """[batch, sequence, all parts] to [batch, sequence, N * values]."""
-        mixed, gate, beta, step = torch.split(projected, [sum(self.parts[:3]), *self.parts[3:]], dim=-1)
+    def _rows(self, inputs: Tensor, context: Any) -> Tensor:
+        """[batch, sequence, queries, keys, values, beta and decay] to [batch, sequence, N * values]."""
+        *channels, num_heads, _ = self._own_parts()
+        mixed, beta, step = torch.split(inputs, [sum(channels), num_heads, num_heads], dim=-1)
         padded, state = self._with_inputs_before(mixed.transpose(1, 2), context)
-        convolved = F.silu(F.conv1d(padded, self.conv1d_weight, groups=padded.shape[1])).transpose(1, 2)
-        query, key, value = torch.split(convolved.float(), self.parts[:3], dim=-1)
-        times = self.num_heads // self.num_key_heads
-        query, key = (
-            _of_length_one(torch.unflatten(each, -1, (self.num_key_heads, self.key_dim))).repeat_interleave(times, 2)
-            for each in (query, key)
-        )
-        value_BLND = torch.unflatten(value, -1, (self.num_heads, self.value_dim))
-        decay_BLN = -self.A_log.float().exp() * F.softplus(step.float() + self.dt_bias.float())
+        weight = self._own_rows(self.conv1d_weight, self.convolved)
+        convolved = F.silu(F.conv1d(padded, weight, groups=padded.shape[1])).transpose(1, 2)
+        query, key, value = torch.split(convolved.float(), channels, dim=-1)
+        query, key = (_of_length_one(torch.unflatten(each, -1, (-1, self.key_dim))) for each in (query, key))
+        query, key = (each.repeat_interleave(num_heads // each.shape[2], 2) for each in (query, key))
+        value_BLND = torch.unflatten(value, -1, (num_heads, self.value_dim))
+        bias_N, a_log_N = (self._own_rows(each, slice(5, 6)).float() for each in (self.dt_bias, self.A_log))
+        decay_BLN = -a_log_N.exp() * F.softplus(step.float() + bias_N)
         y, state = delta_rule(query, key, value_BLND, decay_BLN, beta.float().sigmoid(), CHUNK, state)
         self._keep(padded, state, context)
-        normed = F.rms_norm(y, y.shape[-1:], eps=self.config.layernorm_epsilon).to(projected.dtype)
+        return y.flatten(2)
+
+    def _gated(self, mixed_SBI: Tensor, gate_SBI: Tensor) -> Tensor:
+        y, gate = (torch.unflatten(each, -1, (-1, self.value_dim)) for each in (mixed_SBI, gate_SBI))
+        normed = F.rms_norm(y, y.shape[-1:], eps=self.config.layernorm_epsilon).to(gate.dtype)
         # Each tensor-parallel rank has the gradient of its own heads.
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm_weight, group=self.tp_group)
-        gated = (normed * weight) * F.silu(torch.unflatten(gate, -1, (self.num_heads, self.value_dim)).float())
-        mixed_BLN: Tensor = gated.to(projected.dtype).flatten(2)
-        return mixed_BLN
+        gated: Tensor = (normed * weight) * F.silu(gate.float())
+        return gated.to(gate.dtype).flatten(2)
 
 
 def _of_length_one(x: Tensor) -> Tensor:

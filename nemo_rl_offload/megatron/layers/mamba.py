@@ -43,31 +43,37 @@ class TorchMambaMixer(RecurrentMixer):
         num_heads, num_groups = config.mamba_num_heads // num_ranks, config.mamba_num_groups // num_ranks
         inner, of_groups = num_heads * config.mamba_head_dim, num_groups * config.mamba_state_dim
         parts = [inner, inner, of_groups, of_groups, num_heads]
-        super().__init__(config, layer_number, pg_collection, parts=parts, inner=inner)
-        self.num_heads, self.num_groups, self.inner = num_heads, num_groups, inner
-        self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
+        heads = [num_heads, num_heads, num_groups, num_groups, num_heads]
+        super().__init__(config, layer_number, pg_collection, parts=parts, heads=heads, inner=inner)
+        self.num_groups, self.head_dim, self.state_dim = num_groups, config.mamba_head_dim, config.mamba_state_dim
         num_channels = sum(self.parts[self.convolved])
         self.conv1d_weight = self._parameter(num_channels, 1, config.mamba_conv_kernel)
         self.conv1d_bias = self._parameter(num_channels)
-        self.dt_bias, self.A_log, self.D = (self._parameter(self.num_heads) for _ in range(3))
-        self.norm_weight = self._parameter(self.inner)
+        self.dt_bias, self.A_log, self.D = (self._parameter(num_heads) for _ in range(3))
+        self.norm_weight = self._parameter(inner)
 
-    def _rows(self, projected: Tensor, context: Any) -> Tensor:
-        """[batch, sequence, all parts] to [batch, sequence, N * D]."""
-        gate, mixed, step = torch.split(projected, [self.inner, sum(self.parts[1:4]), self.num_heads], dim=-1)
+    def _rows(self, inputs: Tensor, context: Any) -> Tensor:
+        """[batch, sequence, x, B, C and step] to [batch, sequence, N * D]."""
+        *channels, num_heads = self._own_parts()
+        mixed, step = torch.split(inputs, [sum(channels), num_heads], dim=-1)
         padded, state = self._with_inputs_before(mixed.transpose(1, 2), context)
-        convolved = F.conv1d(padded, self.conv1d_weight, self.conv1d_bias, groups=padded.shape[1])
-        x, b, c = torch.split(F.silu(convolved).transpose(1, 2).float(), self.parts[1:4], dim=-1)
-        x_BLND = torch.unflatten(x, -1, (self.num_heads, self.head_dim))
-        b_BLGS, c_BLGS = (torch.unflatten(each, -1, (self.num_groups, self.state_dim)) for each in (b, c))
-        step_BLN = F.softplus(step.float() + self.dt_bias.float())
-        decay_N = -self.A_log.float().exp()
-        y, state = scan(x_BLND, step_BLN, decay_N, b_BLGS, c_BLGS, self.config.mamba_chunk_size, state)
+        weight, bias = (self._own_rows(each, self.convolved) for each in (self.conv1d_weight, self.conv1d_bias))
+        convolved = F.conv1d(padded, weight, bias, groups=padded.shape[1])
+        x, b, c = torch.split(F.silu(convolved).transpose(1, 2).float(), channels, dim=-1)
+        x_BLND = torch.unflatten(x, -1, (num_heads, self.head_dim))
+        b_BLGS, c_BLGS = (torch.unflatten(each, -1, (-1, self.state_dim)) for each in (b, c))
+        bias_N, a_log_N, d_N = (
+            self._own_rows(each, slice(4, 5)).float() for each in (self.dt_bias, self.A_log, self.D)
+        )
+        step_BLN = F.softplus(step.float() + bias_N)
+        y, state = scan(x_BLND, step_BLN, -a_log_N.exp(), b_BLGS, c_BLGS, self.config.mamba_chunk_size, state)
         self._keep(padded, state, context)
-        y = (y + x_BLND * self.D.float()[:, None]).flatten(2) * F.silu(gate.float())
-        y = torch.unflatten(y, -1, (self.num_groups, -1))
+        return (y + x_BLND * d_N[:, None]).flatten(2)
+
+    def _gated(self, mixed_SBI: Tensor, gate_SBI: Tensor) -> Tensor:
+        y = torch.unflatten(mixed_SBI * F.silu(gate_SBI.float()), -1, (self.num_groups, -1))
         normed = F.rms_norm(y, y.shape[-1:], eps=self.config.layernorm_epsilon)
-        return normed.flatten(2).to(projected.dtype) * self.norm_weight
+        return normed.flatten(2).to(gate_SBI.dtype) * self.norm_weight
 
 
 def scan(

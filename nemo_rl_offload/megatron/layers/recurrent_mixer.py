@@ -1,11 +1,17 @@
 """What recurrent layers in plain torch have in common, which stand where a transformer layer has its attention.
 
-A projection of the input to several parts, a causal convolution over some of them, a recurrence, and a projection of
-the output. Their regions have the names of attention's: `qkv_linear` around the first projection (whose norm is
-`attn_norm`), `core_attn` around convolution, recurrence and norm, `attn_proj` around the last projection.
+A projection of the input to several parts, a causal convolution over some of them, a recurrence, a norm with a gate,
+and a projection of the output. Their regions have the names of attention's: `qkv_linear` around the first projection
+(whose norm is `attn_norm`), `core_attn` around convolution, recurrence and norm, `attn_proj` around the last one.
 
 A sequence of a pack is a row of its own here, as long as the longest: a pack of very unequal lengths computes its
 padding. Sampling keeps the state, and the inputs that the convolution still reads, in Megatron's inference context.
+
+Context-parallel ranks exchange positions for heads in front of the convolution, and back behind the recurrence, as
+Megatron's `MambaContextParallel` does: a rank has whole sequences of its heads meanwhile, in their order. Parameters
+stay whole; a rank's heads give their part of the gradient, and Megatron sums the ranks'. Gate and norm, which look at
+one position, stay where the positions are, so that ranks may share the heads of a group. What goes back is float32,
+the recurrence's own type: the norm sees the numbers that it sees on one rank, at the price of twice the bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.utils import _split_tensor_factory
@@ -31,6 +37,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl_offload.adapters.megatron_core.interface import offload_region
 from nemo_rl_offload.megatron.layers.norms import TorchLayerNormColumnParallelLinear
+from nemo_rl_offload.megatron.step.context_parallel import heads_for_positions, positions_for_heads
 
 
 class RecurrentMixer(MegatronModule):  # type: ignore[misc]
@@ -52,11 +59,14 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
         pg_collection: ProcessGroupCollection,
         *,
         parts: Sequence[int],
+        heads: Sequence[int],
         inner: int,
     ) -> None:
-        """`parts`: elements of each; `inner`: of what is mixed, which the last projection reads."""
+        """`parts`: elements of each; `heads`: of each, or groups of them; `inner`: elements of what is mixed, which the
+        last projection reads."""
         super().__init__(config=config)
-        self.layer_number, self.tp_group, self.parts = layer_number, pg_collection.tp, list(parts)
+        self.layer_number, self.tp_group = layer_number, pg_collection.tp
+        self.parts, self.heads = list(parts), list(heads)
         num_ranks = pg_collection.tp.size()
         self._recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         self.in_proj = TorchLayerNormColumnParallelLinear(
@@ -118,14 +128,45 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
 
     def _mix(self, projected: Tensor, pack: Any = None, context: Any = None) -> Tensor:
         """[sequence, batch, all parts] to [sequence, batch, inner]; the sequences of a pack are one row."""
+        parts, gate = list(torch.split(projected, self.parts, dim=-1)), self.part_names.index("z")
+        gate_SBI = parts.pop(gate)
+        if (num_ranks := self.config.context_parallel_size) == 1:
+            return self._gated(self._sequences(torch.cat(parts, dim=-1), pack, context), gate_SBI)
+        heads, part = self.heads[:gate] + self.heads[gate + 1 :], None if pack is None else pack.part
+        inputs = positions_for_heads(divide_heads(parts, heads, num_ranks, dim=2), part)
+        mixed = torch.cat(list(heads_for_positions(self._sequences(inputs, pack, context), part)), dim=-1)
+        return self._gated(mixed, gate_SBI)
+
+    def _sequences(self, inputs: Tensor, pack: Any, context: Any) -> Tensor:
+        """[whole sequence, batch, own parts but the gate] to [whole sequence, batch, own inner], float32."""
         if pack is None:
-            return self._rows(projected.transpose(0, 1), context).transpose(0, 1).contiguous()
-        rows = self._rows(pad_sequence(list(torch.split(projected.squeeze(1), pack.lengths)), batch_first=True), None)
+            return self._rows(inputs.transpose(0, 1), context).transpose(0, 1)
+        rows = self._rows(pad_sequence(list(torch.split(inputs.squeeze(1), pack.lengths)), batch_first=True), None)
         return torch.cat([row[:length] for row, length in zip(rows, pack.lengths, strict=True)]).unsqueeze(1)
 
-    def _rows(self, projected: Tensor, context: Any) -> Tensor:
-        """[batch, sequence, all parts] to [batch, sequence, inner]: convolution, recurrence, norm."""
+    def _rows(self, inputs: Tensor, context: Any) -> Tensor:
+        """[batch, sequence, own parts but the gate] to [batch, sequence, own inner], float32: convolution, recurrence.
+
+        Own are all heads of this tensor-parallel rank, or this context-parallel rank's of them.
+        """
         raise NotImplementedError
+
+    def _gated(self, mixed_SBI: Tensor, gate_SBI: Tensor) -> Tensor:
+        """Gate and norm, of the float32 that `_rows` gives of all heads; contiguous, of the gate's type."""
+        raise NotImplementedError
+
+    def _own_parts(self) -> list[int]:
+        """Elements of each part but the gate, of this context-parallel rank's heads."""
+        num_ranks, parts = self.config.context_parallel_size, zip(self.part_names, self.parts, self.heads, strict=True)
+        return [size // number * max(1, number // num_ranks) for name, size, number in parts if name != "z"]
+
+    def _own_rows(self, parameter: Tensor, parts: slice) -> Tensor:
+        """Of a parameter that has rows for these parts, those of this context-parallel rank's heads."""
+        if (num_ranks := self.config.context_parallel_size) == 1:
+            return parameter
+        rows = torch.split(parameter, self.parts[parts])
+        rank: int = parallel_state.get_context_parallel_rank()
+        return divide_heads(rows, self.heads[parts], num_ranks, dim=0)[rank]
 
     def _with_inputs_before(self, mixed_BCL: Tensor, context: Any) -> tuple[Tensor, Tensor | None]:
         """What the convolution reads, [batch, channels, inputs before + sequence], and the state so far."""
@@ -162,3 +203,16 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
             if (key := f"{prefix}{name}") in sharded:
                 sharded[key] = _split_tensor_factory(sharded[key], self.parts[parts], [*self.part_names[parts]], 0)
         return sharded
+
+
+def divide_heads(parts: Sequence[Tensor], heads: Sequence[int], num_ranks: int, dim: int) -> list[Tensor]:
+    """What each context-parallel rank has of `parts`, whose `dim` is so many `heads` or groups of each; side by side.
+
+    Heads go to the ranks in their order. Where there are fewer than ranks, neighbours have the same one: the group of
+    heads that they share. One number must divide the other.
+    """
+    divided = []
+    for part, number in zip(parts, heads, strict=True):
+        each = torch.unflatten(part, dim, (number, -1)).repeat_interleave(max(1, num_ranks // number), dim)
+        divided.append(each.flatten(dim, dim + 1).chunk(num_ranks, dim))
+    return [torch.cat(own, dim) for own in zip(*divided, strict=True)]

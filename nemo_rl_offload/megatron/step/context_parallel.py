@@ -10,14 +10,17 @@ by the number of ranks and divides the sum of their gradients by it.
 
 The price: a rank's last logits of a chunk predict a token that another rank has, so tokens are split after they are
 shifted, not before; and the losses' own arithmetic is repeated on every rank.
+
+A recurrence needs all positions, in order, but each head's by itself: its ranks exchange positions for heads and back.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from nemo_rl_offload.batching.context_parts import pieces_of
@@ -51,17 +54,43 @@ def gather_sequence(values_SB: Tensor, *, sums_gradients: bool, part: PackPart |
     gathered: Tensor = gather_from_sequence_parallel_region(
         values_SB.contiguous(), tensor_parallel_output_grad=sums_gradients, group=group
     )
+    return _in_order(gathered, part)
+
+
+def positions_for_heads(heads_of_ranks: Sequence[Tensor], part: PackPart | None = None) -> Tensor:
+    """Given what each rank gets of this rank's positions, [S / ranks, B, ...] each and of one size, what this rank gets
+    of all positions: [S, B, ...], in the sequence's order or the pack's. The gradient goes the way back."""
+    received: Tensor = all_to_all(parallel_state.get_context_parallel_group(), torch.cat(list(heads_of_ranks)))
+    return _in_order(received, part)
+
+
+def heads_for_positions(heads_SB: Tensor, part: PackPart | None = None) -> Sequence[Tensor]:
+    """The way back: of this rank's heads at all positions [S, B, ...], those of each rank at this rank's positions,
+    [S / ranks, B, ...] each."""
+    received: Tensor = all_to_all(parallel_state.get_context_parallel_group(), _by_ranks(heads_SB, part))
+    return received.chunk(num_ranks())
+
+
+def _in_order(gathered: Tensor, part: PackPart | None) -> Tensor:
+    """The ranks' positions, one rank behind another [S, ...], in the sequence's order or the pack's."""
     if part is not None:
         return gathered.index_select(0, part.places)
-    chunks = gathered.chunk(2 * group.size())
-    return torch.cat([chunks[index] for index in _places(group.size())])
+    order, chunks = _chunks_by_ranks(num_ranks()), gathered.chunk(2 * num_ranks())
+    return torch.cat([chunks[order.index(chunk)] for chunk in range(len(order))])
+
+
+def _by_ranks(values_SB: Tensor, part: PackPart | None) -> Tensor:
+    """The reverse of `_in_order`."""
+    if part is not None:
+        return torch.empty_like(values_SB).index_copy(0, part.places, values_SB)
+    chunks = values_SB.chunk(2 * num_ranks())
+    return torch.cat([chunks[chunk] for chunk in _chunks_by_ranks(num_ranks())])
 
 
 @cache
-def _places(num_ranks: int) -> list[int]:
-    """Where each chunk of the sequence stands after the ranks' parts were put together."""
-    gathered = [chunk for rank in range(num_ranks) for chunk in pieces_of(rank, num_ranks)]
-    return [gathered.index(chunk) for chunk in range(2 * num_ranks)]
+def _chunks_by_ranks(num_ranks: int) -> list[int]:
+    """The chunks of a sequence as the ranks' parts have them, one behind another."""
+    return [chunk for rank in range(num_ranks) for chunk in pieces_of(rank, num_ranks)]
 
 
 def shift_logits(logits_BSV: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ FEATURES = {
     *("generation by SGLang", "generation by TensorRT-LLM", "generation by Dynamo", "NeMo-Gym"),
     *("another config.json", "another optimizer", "another schedule", "raw text"),
     *("experts over several engines", "vLLM with gated delta nets"),
-    *("context parallelism of Mamba-2 layers", "context parallelism of gated delta nets"),
     *("LoRA of a model with gated delta nets", "LoRA beside a hybrid model's layers for further tokens"),
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
     *("other positions of two kinds of layers with vLLM", "biases of attention with vLLM"),

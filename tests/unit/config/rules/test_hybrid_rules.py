@@ -48,14 +48,31 @@ def test_such_a_model_is_trained(pattern: str, problems: Problems) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "override", "feature"),
+    ("sizes", "shape", "words"),
     [
-        ("context_parallel_size", "=2", "context parallelism of Mamba-2 layers, not supported here"),
-        ("tensor_model_parallel_size", "=2", "2 does not divide the model's 3 groups of heads in Mamba-2 layers"),
+        ((2, 1), {}, "2 does not divide the model's 3 groups of heads in Mamba-2 layers"),
+        ((1, 2), {}, "2 ranks and the 3 groups of heads in Mamba-2 layers do not divide"),
+        ((1, 4), {}, "4 does not divide the 6 heads in Mamba-2 layers. The nearest that does is 3."),
+        ((1, 3), {}, None),
+        ((1, 6), {}, None),
+        ((1, 2), {"mamba_num_heads": 8, "n_groups": 4}, None),
+        ((1, 8), {"mamba_num_heads": 8, "n_groups": 4}, None),
+        ((2, 2), {"mamba_num_heads": 8, "n_groups": 2}, None),
+        (
+            (2, 4),
+            {"mamba_num_heads": 4, "n_groups": 2},
+            "4 does not divide the 2 heads in Mamba-2 layers on each tensor-parallel rank. The nearest that does is 2.",
+        ),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(key: str, override: str, feature: str, problems: Problems) -> None:
-    assert feature in problems("M-M*", TWO, f"policy.megatron_cfg.{key}{override}")[key]
+def test_ranks_divide_the_heads_of_mamba_layers(
+    sizes: tuple[int, int], shape: dict[str, Any], words: str | None, problems: Problems
+) -> None:
+    keys = ("tensor_model_parallel_size", "context_parallel_size")
+    given = (f"policy.megatron_cfg.{key}={size}" for key, size in zip(keys, sizes, strict=True))
+    found = problems("M-M*", f"cluster.gpus_per_node={sizes[0] * sizes[1]}", *given, **shape)
+    said = [found[key] for key in keys if key in found]
+    assert not said if words is None else words in " ".join(said), said
 
 
 @pytest.mark.parametrize(
@@ -96,7 +113,15 @@ DELTA = {
     ("key", "override", "shape", "feature"),
     [
         ("tensor_model_parallel_size", "=1", {}, None),
-        ("context_parallel_size", "=2", {}, "context parallelism of gated delta nets, not supported here"),
+        ("context_parallel_size", "=2", {}, "2 ranks and the 3 heads of keys in gated delta nets do not divide"),
+        ("context_parallel_size", "=2", {"linear_num_key_heads": 2}, None),
+        ("context_parallel_size", "=2", {"linear_num_key_heads": 1}, None),
+        (
+            "context_parallel_size",
+            "=2",
+            {"linear_num_key_heads": 1, "linear_num_value_heads": 5},
+            "2 does not divide the 5 heads in gated delta nets. The nearest that does is 1.",
+        ),
         ("peft.enabled", "=true", {}, "LoRA of a model with gated delta nets, not supported here"),
         ("tensor_model_parallel_size", "=2", {}, "2 does not divide the model's 3 heads of keys in gated delta nets"),
         (

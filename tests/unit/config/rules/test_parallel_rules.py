@@ -170,17 +170,29 @@ def test_other_packs_may_be_shared(refusals: Refusals) -> None:
             "the student's, is the teacher's too: 2 does not divide the experts' width 9. The nearest that does is",
             None,
         ),
+        (
+            {
+                "model_type": "nemotron_h",
+                "hybrid_override_pattern": "M-M*",
+                "hidden_act": None,
+                "mamba_num_heads": 6,
+                "n_groups": 3,
+            },
+            "context_parallel_size=2",
+            "the student's, is the teacher's too: 2 ranks and the 3 groups of heads in Mamba-2 layers do not divide",
+            None,
+        ),
     ],
 )
 def test_a_teacher_is_divided_like_the_student(
-    teacher: dict[str, int],
+    teacher: dict[str, Any],
     layout: str,
     words: str,
     neighbor: int | None,
     refusals: Refusals,
     make_model: Callable[..., Path],
 ) -> None:
-    def said(**shape: int) -> list[str]:
+    def said(**shape: Any) -> list[str]:
         name = f"algorithm=distillation teacher.model_name={make_model(**shape)}"
         lines = refusals(f"{'MOE' if 'expert' in layout else ''} {name} M.{layout}")
         return [line for line in lines if line.startswith("teacher.model_name: ") and "teacher's" in line]
