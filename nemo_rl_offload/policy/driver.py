@@ -98,7 +98,7 @@ class Policy:
         except BaseException:
             self._generator.stop()  # nobody has this object to do it
             raise
-        self._generator_is_behind = False
+        self._generator_is_behind = config["quant_cfg"] is not None  # engines begin with the folder's own weights
         self.num_refits = 0
         self._trained_flops = 0.0
         self._shape: ModelShape | None = None

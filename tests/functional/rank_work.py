@@ -300,6 +300,19 @@ def main_weights(folder: Path, overrides: tuple[str, ...], num_steps: int) -> di
     }
 
 
+def begin_with_a_checkpoint(
+    folder: Path, overrides: tuple[str, ...], more: tuple[str, ...], checkpoint_folder: Path
+) -> tuple[Arrays, Arrays]:
+    """A plain run's weights after a step, and what a run with more settings begins with where it begins with them."""
+    model, _ = _build(folder, overrides)
+    _steps(model, (0,))
+    plain = _exported(model, gradients=False)
+    checkpoint.Save(model, checkpoint_folder, copies=True).finish()
+    model, _ = _build(folder, (*overrides, *more))
+    checkpoint.load_weights(model, checkpoint_folder)
+    return plain, _exported(model, gradients=False)
+
+
 Weights = dict[str, tuple[str, NDArray[np.uint8]]]
 """Type and bytes of each weight by the names of the model's folder; on rank 0."""
 

@@ -196,6 +196,16 @@ def test_a_run_goes_on_with_the_same_bits(
         assert other.metrics == whole.metrics
 
 
+def test_a_run_begins_with_the_weights_of_a_plain_one(
+    ranks: Callable[[int], Ranks], folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings = (*BFLOAT16, *SGD, "optimizer.lr=0.3")
+    ((plain, found),) = ranks(1).run("begin_with_a_checkpoint", folder("qwen2"), settings, ON, tmp_path)
+    expected = quantized({name: torch.from_numpy(weight).to(torch.bfloat16) for name, weight in plain.items()})
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(found[name], weight.float().numpy(), err_msg=name)
+
+
 def worth_themselves(path: Path) -> list[bool]:
     """Of a folder's linears, whether quantization leaves them."""
     weights = load_file(path / "model.safetensors")

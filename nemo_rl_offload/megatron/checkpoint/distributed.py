@@ -219,6 +219,7 @@ def load_weights(model: MegatronModel, folder: Path) -> None:
         _load_weights(model, dist_checkpointing.load(_sharded_weights(model), str(folder)))
         for optimizer in _optimizers(model) if model.optimizer is not None else ():
             optimizer.reload_model_params()  # main weights in float32
+    model.quantize_weights()
 
 
 def _load(model: MegatronModel, folder: Path) -> None:

@@ -315,6 +315,17 @@ def test_generators_take_the_weights_over_after_each_change(num_trainers: int, n
     assert all(worker.weights == ["kept"] for worker in generators), "not again without a step"
 
 
+def test_generators_take_quantized_weights_before_they_answer(make: Any) -> None:
+    """An engine begins with those of the folder, which are others."""
+    cfg = ("policy.quant_cfg=W4A16_NVFP4_CFG", "policy.precision=bfloat16")
+    policy, _ = make(1, *cfg, num_generators=1)
+    (generator,) = policy._generator._own_workers.workers.workers
+    for _ in range(2):
+        policy.generate([[1]], 3, SAMPLING)
+        assert generator.weights == [f"bucket {number} after 0 steps" for number in range(3)]
+        assert policy.num_refits == 1
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_train_takes_a_step_for_each_global_batch(world_size: int, make: Make) -> None:
     policy, workers = make(world_size)
