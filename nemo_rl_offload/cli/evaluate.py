@@ -25,8 +25,10 @@ from nemo_rl_offload.config.validation import check_config, schema_problems
 from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.observability.summary_table import table_of_figures
 from nemo_rl_offload.runs.begin import find_checkpoint
+from nemo_rl_offload.runs.comparison import leaves
 from nemo_rl_offload.runs.run_directory import CONFIG_FILE, EVALUATION_FILE, check_no_run_in, open_run_directory
 from nemo_rl_offload.runs.run_files import Evaluation, read_json
+from nemo_rl_offload.specs.documents import DocumentError, read_yaml
 from nemo_rl_offload.specs.process_limits import widen_limits
 from nemo_rl_offload.units import human_duration
 
@@ -52,6 +54,13 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
     config = checked.config
     if not has_problems(config["data"]):
         raise ConfigError(f"{source}: data.validation.path: there is no problem to evaluate. Give a file of problems.")
+    if checkpoint is not None and _are_quantized(run_dir, config):
+        config = {**config, "policy": {**config["policy"], "quant_cfg": None}}
+    if config["policy"]["quant_cfg"] is not None and config["policy"]["generation"]["backend"] == "vllm":
+        raise ConfigError(
+            f"{source}: policy.quant_cfg: vLLM's engines evaluate a folder's weights as they are, which are not "
+            "quantized. Set policy.generation.backend=megatron, or policy.quant_cfg=null."
+        )
     widen_limits()
     saved = config["eval"]["save_path"]
     default = Path("results") / name if saved is None else Path(saved).expanduser()
@@ -123,6 +132,15 @@ def _that_generates(loaded: LoadedConfig, source: Path) -> LoadedConfig:
         loaded,
         values={**values, "algorithm": generating, "data": {**data, "train": of_validation}, "checkpointing": ranked},
     )
+
+
+def _are_quantized(run_dir: Path, config: MasterConfig) -> bool:
+    """Whether a run's checkpoints have weights that are quantized as `config` says."""
+    try:
+        saved = read_yaml(run_dir / CONFIG_FILE, follows_links=False)
+    except (OSError, DocumentError):
+        return False
+    return leaves(saved).get("policy.quant_cfg") == config["policy"]["quant_cfg"]
 
 
 @contextmanager

@@ -315,6 +315,26 @@ def test_generators_take_the_weights_over_after_each_change(num_trainers: int, n
     assert all(worker.weights == ["kept"] for worker in generators), "not again without a step"
 
 
+def test_generators_begin_with_quantized_weights(make: Any) -> None:
+    """Those of the folder, which an engine is built with, are wide."""
+    on = ("policy.precision=bfloat16", "policy.quant_cfg=W4A16_NVFP4_CFG")
+    policy, _ = make(2, *on, num_generators=1)
+    (generator,) = policy._generator._own_workers.workers.workers
+    policy.generate([[1]], 3, SAMPLING)
+    assert generator.weights == [f"bucket {number} after 0 steps" for number in range(3)]
+
+
+def test_workers_know_the_path_of_a_configuration_of_quantization(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a trainer, and of a generator without one, as in an evaluation."""
+    monkeypatch.chdir(tmp_path)
+    name = "examples/modelopt/quant_configs/nvfp4_a16.yaml"
+    policy, _ = make(2, f"policy.quant_cfg={name}", num_generators=1)
+    for workers in (policy._trainers, policy._generator._own_workers):
+        assert workers._config["quant_cfg"] == str(PROJECT_ROOT / name)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_train_takes_a_step_for_each_global_batch(world_size: int, make: Make) -> None:
     policy, workers = make(world_size)
