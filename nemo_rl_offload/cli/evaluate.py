@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,13 +54,7 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
     config = checked.config
     if not has_problems(config["data"]):
         raise ConfigError(f"{source}: data.validation.path: there is no problem to evaluate. Give a file of problems.")
-    if checkpoint is not None and _are_quantized(run_dir, config):
-        config = {**config, "policy": {**config["policy"], "quant_cfg": None}}
-    if config["policy"]["quant_cfg"] is not None and config["policy"]["generation"]["backend"] == "vllm":
-        raise ConfigError(
-            f"{source}: policy.quant_cfg: vLLM's engines evaluate a folder's weights as they are, which are not "
-            "quantized. Set policy.generation.backend=megatron, or policy.quant_cfg=null."
-        )
+    config = _quantized_once(config, source, None if checkpoint is None else run_dir)
     widen_limits()
     saved = config["eval"]["save_path"]
     default = Path("results") / name if saved is None else Path(saved).expanduser()
@@ -134,13 +128,23 @@ def _that_generates(loaded: LoadedConfig, source: Path) -> LoadedConfig:
     )
 
 
-def _are_quantized(run_dir: Path, config: MasterConfig) -> bool:
-    """Whether a run's checkpoints have weights that are quantized as `config` says."""
-    try:
-        saved = read_yaml(run_dir / CONFIG_FILE, follows_links=False)
-    except (OSError, DocumentError):
-        return False
-    return leaves(saved).get("policy.quant_cfg") == config["policy"]["quant_cfg"]
+def _quantized_once(config: MasterConfig, source: Path, run_dir: Path | None) -> MasterConfig:
+    """The configuration without `policy.quant_cfg` where the weights of this run's checkpoint are quantized by it.
+
+    Raises ConfigError where it asks an engine to quantize what it reads from a folder.
+    """
+    policy, saved = config["policy"], None
+    if run_dir is not None:
+        with suppress(OSError, DocumentError):
+            saved = leaves(read_yaml(run_dir / CONFIG_FILE, follows_links=False)).get("policy.quant_cfg")
+    if policy["quant_cfg"] == saved:
+        return {**config, "policy": {**policy, "quant_cfg": None}}
+    if policy["quant_cfg"] is not None and policy["generation"]["backend"] == "vllm":
+        raise ConfigError(
+            f"{source}: policy.quant_cfg: an evaluation by vLLM is of weights as they are in their folder, which are "
+            "not quantized. Set policy.generation.backend=megatron, or policy.quant_cfg=null."
+        )
+    return config
 
 
 @contextmanager
