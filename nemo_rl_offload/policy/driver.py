@@ -95,8 +95,7 @@ class Policy:
         except BaseException:
             self._generator.stop()  # nobody has this object to do it
             raise
-        self._generator_is_behind = config["quant_cfg"] is not None
-        """At the start an engine has the folder's weights, which are wide."""
+        self._generator_is_behind = False
         self.num_refits = 0
         self._trained_flops = 0.0
         self._shape: ModelShape | None = None

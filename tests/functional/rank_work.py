@@ -455,19 +455,6 @@ def load_and_train(folder: Path, overrides: tuple[str, ...], checkpoint_folder: 
     return _resumed(model, at_checkpoint, _steps(model, (2,)), manifest)
 
 
-def begin_with_weights(
-    folder: Path, before: tuple[str, ...], overrides: tuple[str, ...], checkpoint_folder: Path
-) -> tuple[Arrays, Arrays]:
-    """Take a step and write a checkpoint; then its weights, and what another model is that begins with them."""
-    model, _ = _build(folder, before)
-    _steps(model, (0,))
-    checkpoint.save(model, checkpoint_folder)
-    written = _exported(model, gradients=False)
-    model, _ = _build(folder, overrides)
-    checkpoint.load_weights(model, checkpoint_folder)
-    return written, _exported(model, gradients=False)
-
-
 def why_refused(folder: Path, overrides: tuple[str, ...], checkpoint_folder: Path) -> str:
     """What is said where the checkpoint is not read in this layout."""
     model, _ = _build(folder, overrides)

@@ -196,17 +196,6 @@ def test_a_run_goes_on_with_the_same_bits(
         assert other.metrics == whole.metrics
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "dp2-overlap"])
-def test_a_run_begins_with_quantized_weights_of_another_ones_checkpoint(
-    layout: str, ranks: Callable[[int], Ranks], folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    plain, on = ((*settings, *LAYOUTS[layout]) for settings in (BFLOAT16, ON))
-    (written, found), *_ = ranks(2).run("begin_with_weights", folder("qwen2"), plain, on, tmp_path)
-    expected = quantized({name: torch.from_numpy(weight).to(torch.bfloat16) for name, weight in written.items()})
-    for name, weight in expected.items():
-        np.testing.assert_array_equal(found[name], weight.float().numpy(), err_msg=name)
-
-
 def worth_themselves(path: Path) -> list[bool]:
     """Of a folder's linears, whether quantization leaves them."""
     weights = load_file(path / "model.safetensors")

@@ -212,8 +212,6 @@ def load(model: MegatronModel, folder: Path) -> None:
 def load_weights(model: MegatronModel, folder: Path) -> None:
     """Read the weights alone of a checkpoint into a model whose optimizer has taken no step.
 
-    In quantization-aware training main weights are what is read, and the model's are quantized, as from a folder.
-
     Raises:
         CheckpointError: as `load`.
     """
@@ -221,7 +219,6 @@ def load_weights(model: MegatronModel, folder: Path) -> None:
         _load_weights(model, dist_checkpointing.load(_sharded_weights(model), str(folder)))
         for optimizer in _optimizers(model) if model.optimizer is not None else ():
             optimizer.reload_model_params()  # main weights in float32
-        model.quantize_weights()
 
 
 def _load(model: MegatronModel, folder: Path) -> None:

@@ -272,6 +272,17 @@ def test_the_optimizer_is_away_while_log_probabilities_are_computed_where_that_i
         assert calls[:5] == [leaves, weights, leaves, weights, all_of_it]
 
 
+def test_workers_know_the_path_of_a_configuration_of_quantization(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a trainer, and of a generator without one, as in an evaluation."""
+    monkeypatch.chdir(tmp_path)
+    name = "examples/modelopt/quant_configs/nvfp4_a16.yaml"
+    policy, _ = make(2, f"policy.quant_cfg={name}", num_generators=1)
+    for workers in (policy._trainers, policy._generator._own_workers):
+        assert workers._config["quant_cfg"] == str(PROJECT_ROOT / name)
+
+
 def test_room_for_a_share_is_asked_of_devices_that_have_memory(make: Make) -> None:
     policy, workers = make(2)
     policy._trainers.make_room_for_share(0.25)
@@ -313,26 +324,6 @@ def test_generators_take_the_weights_over_after_each_change(num_trainers: int, n
         worker.weights = ["kept"]
     generated()
     assert all(worker.weights == ["kept"] for worker in generators), "not again without a step"
-
-
-def test_generators_begin_with_quantized_weights(make: Any) -> None:
-    """Those of the folder, which an engine is built with, are wide."""
-    on = ("policy.precision=bfloat16", "policy.quant_cfg=W4A16_NVFP4_CFG")
-    policy, _ = make(2, *on, num_generators=1)
-    (generator,) = policy._generator._own_workers.workers.workers
-    policy.generate([[1]], 3, SAMPLING)
-    assert generator.weights == [f"bucket {number} after 0 steps" for number in range(3)]
-
-
-def test_workers_know_the_path_of_a_configuration_of_quantization(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a trainer, and of a generator without one, as in an evaluation."""
-    monkeypatch.chdir(tmp_path)
-    name = "examples/modelopt/quant_configs/nvfp4_a16.yaml"
-    policy, _ = make(2, f"policy.quant_cfg={name}", num_generators=1)
-    for workers in (policy._trainers, policy._generator._own_workers):
-        assert workers._config["quant_cfg"] == str(PROJECT_ROOT / name)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
