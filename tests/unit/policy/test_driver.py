@@ -273,14 +273,16 @@ def test_the_optimizer_is_away_while_log_probabilities_are_computed_where_that_i
 
 
 def test_workers_know_the_path_of_a_configuration_of_quantization(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a trainer, and of a generator without one, as in an evaluation."""
+    """Those of an evaluation too, which has no trainer."""
     monkeypatch.chdir(tmp_path)
     name = "examples/modelopt/quant_configs/nvfp4_a16.yaml"
-    policy, _ = make(2, f"policy.quant_cfg={name}", num_generators=1)
-    for workers in (policy._trainers, policy._generator._own_workers):
-        assert workers._config["quant_cfg"] == str(PROJECT_ROOT / name)
+    policy, _ = make(2)
+    config: Any = {**policy._config, "quant_cfg": name}
+    arguments: Any = {"seed": 1, "num_steps": None, "keep_reference": False}
+    workers = ranks_module.ModelWorkers(cast("Any", SimpleNamespace(world_size=2)), config, tmp_path, **arguments)
+    assert workers._config["quant_cfg"] == str(PROJECT_ROOT / name)
 
 
 def test_room_for_a_share_is_asked_of_devices_that_have_memory(make: Make) -> None:
