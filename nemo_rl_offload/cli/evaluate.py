@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +25,10 @@ from nemo_rl_offload.config.validation import check_config, schema_problems
 from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.observability.summary_table import table_of_figures
 from nemo_rl_offload.runs.begin import find_checkpoint
+from nemo_rl_offload.runs.comparison import leaves
 from nemo_rl_offload.runs.run_directory import CONFIG_FILE, EVALUATION_FILE, check_no_run_in, open_run_directory
 from nemo_rl_offload.runs.run_files import Evaluation, read_json
+from nemo_rl_offload.specs.documents import DocumentError, read_yaml
 from nemo_rl_offload.specs.process_limits import widen_limits
 from nemo_rl_offload.units import human_duration
 
@@ -52,6 +54,7 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
     config = checked.config
     if not has_problems(config["data"]):
         raise ConfigError(f"{source}: data.validation.path: there is no problem to evaluate. Give a file of problems.")
+    config = _quantized_once(config, source, None if checkpoint is None else run_dir)
     widen_limits()
     saved = config["eval"]["save_path"]
     default = Path("results") / name if saved is None else Path(saved).expanduser()
@@ -123,6 +126,25 @@ def _that_generates(loaded: LoadedConfig, source: Path) -> LoadedConfig:
         loaded,
         values={**values, "algorithm": generating, "data": {**data, "train": of_validation}, "checkpointing": ranked},
     )
+
+
+def _quantized_once(config: MasterConfig, source: Path, run_dir: Path | None) -> MasterConfig:
+    """The configuration without `policy.quant_cfg` where the weights of this run's checkpoint are quantized by it.
+
+    Raises ConfigError where it asks an engine to quantize what it reads from a folder.
+    """
+    policy, saved = config["policy"], None
+    if run_dir is not None:
+        with suppress(OSError, DocumentError):
+            saved = leaves(read_yaml(run_dir / CONFIG_FILE, follows_links=False)).get("policy.quant_cfg")
+    if policy["quant_cfg"] == saved:
+        return {**config, "policy": {**policy, "quant_cfg": None}}
+    if policy["quant_cfg"] is not None and policy["generation"]["backend"] == "vllm":
+        raise ConfigError(
+            f"{source}: policy.quant_cfg: an evaluation by vLLM is of weights as they are in their folder, which are "
+            "not quantized. Set policy.generation.backend=megatron, or policy.quant_cfg=null."
+        )
+    return config
 
 
 @contextmanager

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
-from nemo_rl_offload.config.loader import resolve_data_path, resolve_model_path, resolve_tokenizer_path
+from nemo_rl_offload.config.loader import (
+    path_of_quantization,
+    resolve_data_path,
+    resolve_model_path,
+    resolve_tokenizer_path,
+)
 from nemo_rl_offload.config.rules.machine import find_module
 from nemo_rl_offload.config.rules.rule import Get, algorithm_spec
 from nemo_rl_offload.config.rules.tasks import FUNCTION, SPLITS, is_scored_by_function, takes_problems
@@ -20,6 +25,7 @@ from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.records import files_of
 from nemo_rl_offload.errors import NemoRLOffloadError
 from nemo_rl_offload.runs.inputs import FileMark, Inputs, changes, mark_of, told
+from nemo_rl_offload.specs.quantization import NAMED
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -104,7 +110,8 @@ def _sources(config: MasterConfig) -> Iterator[_Source]:
     """All of them; what is not there is left out, as the run itself says that."""
     get = _reader(config)
     keeps_reference = ALGORITHMS[config["algorithm"]].keeps_reference(config)
-    for find in (_data, partial(_model, keeps_reference=keeps_reference), _tokenizer, _template, _teacher, _function):
+    model = partial(_model, keeps_reference=keeps_reference)
+    for find in (_data, model, _quantization, _tokenizer, _template, _teacher, _function):
         try:
             yield from find(get)
         except (NemoRLOffloadError, OSError):
@@ -159,6 +166,13 @@ def _template(get: Get) -> Iterator[_Source]:
     if setting is not None and "{" not in setting:
         file = resolve_data_path(setting)  # the name of a template of the tokenizer's is no file
         yield _Source("policy.tokenizer.chat_template", file, [file], "From here on turns are rendered in its way.")
+
+
+def _quantization(get: Get) -> Iterator[_Source]:
+    name = get("policy.quant_cfg")
+    if name is not None and name not in NAMED:
+        file = Path(path_of_quantization(name))
+        yield _Source("policy.quant_cfg", file, [file], "From the next step on weights are quantized as it says now.")
 
 
 def _of_an_export(get: Get) -> Iterator[_Source]:

@@ -16,7 +16,6 @@ from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.batching.sharding import ShardedBatch
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
-from nemo_rl_offload.config.loader import path_of_quantization
 from nemo_rl_offload.config.rules.parallel import data_parallel_size, num_interleaved
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
@@ -70,8 +69,6 @@ class Policy:
         generation_slots: ClusterPart | None = None,
         recomputes_cache: bool = False,
     ) -> None:
-        if config["quant_cfg"] is not None:  # workers have another current directory
-            config = {**config, "quant_cfg": path_of_quantization(config["quant_cfg"])}
         self._config = config
         num_shards = data_parallel_size(config["megatron_cfg"], cluster.world_size)
         if not is_planned(config):

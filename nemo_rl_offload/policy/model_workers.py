@@ -13,6 +13,7 @@ from pathlib import Path
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
 from nemo_rl_offload.cluster.worker_group import Stored, WorkerGroup
+from nemo_rl_offload.config.loader import path_of_quantization
 from nemo_rl_offload.config.rules.parallel import data_parallel_size
 from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_offload.generation.interface import Generated, Told
@@ -62,6 +63,8 @@ class ModelWorkers:
         num_steps: int | None,
         keep_reference: bool,
     ) -> None:
+        if config["quant_cfg"] is not None:  # workers have another current directory
+            config = {**config, "quant_cfg": path_of_quantization(config["quant_cfg"])}
         self._config = config
         self.num_shards = data_parallel_size(config["megatron_cfg"], cluster.world_size)
         self.workers = WorkerGroup(

@@ -33,6 +33,8 @@ _OF_ADAPTERS = (
     *(f"{_PEFT}.{key}" for key in ("dim", "alpha", "target_modules", "exclude_modules")),
 )
 """Keys that say which adapters there are, of which model, and how much they count."""
+_QUANT_CFG = "policy.quant_cfg"
+"""A checkpoint's weights are quantized by it, beside the optimizer's state, until the next step."""
 _MTP_LAYERS = "policy.megatron_cfg.mtp_num_layers"
 _OF_THE_STATE = tuple(
     f"{_OPTIMIZER}.{key}" for key in ("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
@@ -205,7 +207,7 @@ def _check_further_tokens(
 
 def _that_must_be_the_same(config: Mapping[str, object]) -> dict[str, object]:
     algorithm = str(config.get("algorithm"))
-    paths = (*_ORDER, f"{algorithm}.seed", *_OF_THE_STATE)
+    paths = (*_ORDER, f"{algorithm}.seed", *_OF_THE_STATE, _QUANT_CFG)
     if algorithm in ALGORITHMS and not ALGORITHMS[algorithm].generates:
         paths += _ORDER_OF_RECORDS
     return {

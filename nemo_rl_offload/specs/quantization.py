@@ -8,7 +8,7 @@ Of the formats NVFP4 is known: numbers of E2M1, of which 16 or 32 neighbours sha
 a further one in float32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,14 +20,15 @@ from nemo_rl_offload.specs.documents import read_yaml
 WEIGHT, INPUT = "weight_quantizer", "input_quantizer"
 BLOCKS = (16, 32)
 _ELEMENTS, _SCALES = ("e2m1", [2, 1], (2, 1)), ("e4m3", [4, 3], (4, 3))
-_OTHER_QUANTIZERS = {
-    "linear_fc1.output_quantizer": "quantization of linears' outputs",
-    "core_attention.q_bmm_quantizer": "quantization of attention's queries",
-    "core_attention.k_bmm_quantizer": "quantization of the key/value cache",
-    "core_attention.v_bmm_quantizer": "quantization of the key/value cache",
+OUTPUT = "output_quantizer"
+OF_ATTENTION = {
+    "q_bmm_quantizer": "attention's queries",
+    "k_bmm_quantizer": "the key/value cache",
+    "v_bmm_quantizer": "the key/value cache",
 }
-"""What a pattern may name besides, by the end of a quantizer's name."""
+"""Further quantizers that a pattern may name, of `self_attention.core_attention`, and what they quantize."""
 
+_SECTION = ("quant_cfg", "algorithm")
 _OTHER_CLASSES = ("nn.BatchNorm1d", "nn.BatchNorm2d", "nn.BatchNorm3d", "nn.LeakyReLU", "nn.Embedding")
 
 
@@ -97,13 +98,18 @@ def read_quantization(path: Path) -> Quantization:
     section = content.get("quantize", content) if isinstance(content, Mapping) else None
     if not isinstance(section, Mapping) or not isinstance(entries := section.get("quant_cfg"), list):
         raise ConfigError(f"{path}: a list 'quant_cfg' of entries must stand there, alone or below 'quantize'")
+    _check_keys(section, _SECTION if section is not content else (*_SECTION, "metadata"), str(path))
+    if section is not content:
+        _check_keys(content, ("metadata", "quantize"), str(path))
     if (algorithm := section.get("algorithm", "max")) not in ("max", {"method": "max"}):
         raise ConfigError(f"{path}: algorithm: {algorithm!r} is not known. Allowed: max")
-    found = Quantization([_entry(entry, f"{path}: quant_cfg[{number}]") for number, entry in enumerate(entries)])
-    for name, what in _OTHER_QUANTIZERS.items():
-        if found.block(f"decoder.layers.0.{name}") is not None:
-            raise ConfigError(f"{path}: this turns on {what}, not supported here. Begin with '*', which is off.")
-    return found
+    return Quantization([_entry(entry, f"{path}: quant_cfg[{number}]") for number, entry in enumerate(entries)])
+
+
+def _check_keys(keys: Iterable[object], known: Sequence[str], place: str) -> None:
+    for key in keys:
+        if key not in known:
+            raise ConfigError(f"{place}: unknown key '{key}'.{nearest(str(key), known)} Allowed: {', '.join(known)}")
 
 
 def _entry(entry: object, place: str) -> Entry:
@@ -112,9 +118,7 @@ def _entry(entry: object, place: str) -> Entry:
         raise ConfigError(f"{place}: must be a mapping with the keys {', '.join(known)}")
     if "$import" in entry:
         raise ConfigError(f"{place}: $import is not read here. Write the entries out.")
-    for key in entry:
-        if key not in known:
-            raise ConfigError(f"{place}: unknown key '{key}'.{nearest(str(key), known)} Allowed: {', '.join(known)}")
+    _check_keys(entry, known, place)
     pattern, cfg = entry.get("quantizer_name"), entry.get("cfg")
     is_on = entry.get("enable", True)
     if not isinstance(pattern, str) or not isinstance(is_on, bool):

@@ -1,6 +1,7 @@
 """Rules about quantization-aware training: what its configuration says, and beside what it trains."""
 
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterator, Sequence
 
 from nemo_rl_offload.config.loader import path_of_quantization
 from nemo_rl_offload.config.rules.fp8 import is_on as is_in_eight_bits
@@ -18,7 +19,15 @@ from nemo_rl_offload.config.rules.rule import (
 from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.specs.hybrid_layers import ATTENTION, MAMBA
 from nemo_rl_offload.specs.model_shape import ModelShape
-from nemo_rl_offload.specs.quantization import INPUT, NAMED, WEIGHT, Quantization, find_quantization
+from nemo_rl_offload.specs.quantization import (
+    INPUT,
+    NAMED,
+    OF_ATTENTION,
+    OUTPUT,
+    WEIGHT,
+    Quantization,
+    find_quantization,
+)
 
 QUANT_CFG = "policy.quant_cfg"
 OF_GENERATION = "policy.generation.quant_cfg"
@@ -82,13 +91,19 @@ def _found(get: Get) -> Quantization:
         raise ReportedError from error
 
 
+def _rows(get: Get) -> dict[str, int]:
+    sizes = [megatron(get, key) for key in ("tensor_model_parallel_size", "expert_tensor_parallel_size")]
+    return dict(linears(model_shape(get), model_content(get).get("moe_latent_size"), *sizes))
+
+
 def _configuration(get: Get) -> Iterator[str]:
     if not is_on(get) or (name := get(QUANT_CFG)) in NAMED:
         return
     try:
         find_quantization(path_of_quantization(name))
     except ConfigError as error:
-        yield f"{QUANT_CFG}: {error}{nearest(name, NAMED)} ModelOpt's that are known by name: {', '.join(NAMED)}."
+        said = str(error) if str(error).endswith((".", "?")) else f"{error}."
+        yield f"{QUANT_CFG}: {said}{nearest(name, NAMED)} ModelOpt's that are known by name: {', '.join(NAMED)}."
 
 
 def _of_generation(get: Get) -> Iterator[str]:
@@ -103,8 +118,7 @@ def _linears(get: Get) -> Iterator[str]:
     if not is_on(get):
         return
     shape, found = model_shape(get), _found(get)
-    sizes = [megatron(get, key) for key in ("tensor_model_parallel_size", "expert_tensor_parallel_size")]
-    rows = dict(linears(shape, model_content(get).get("moe_latent_size"), *sizes))
+    rows = _rows(get)
     names = [*rows]
     if shape.num_delta_heads:
         yield (
@@ -117,6 +131,13 @@ def _linears(get: Get) -> Iterator[str]:
             f"{QUANT_CFG}: this asks for quantization of linears' inputs ({inputs[0]}), not supported here: weights "
             f"alone are quantized. Take {weights_alone}, or turn off '*{INPUT}'."
         )
+    for quantizer, what in _others(names).items():
+        if found.block(quantizer) is not None:
+            yield (
+                f"{QUANT_CFG}: this asks for quantization of {what} ({quantizer}), not supported here. Turn it off, or "
+                "begin with '*', which is off."
+            )
+            break
     weights = [name for name in names if found.block(f"{name}.{WEIGHT}") is not None]
     if not weights:
         yield f"{QUANT_CFG}: no linear of the model has a name as in it. They are called {names[0]}.{WEIGHT} and alike."
@@ -129,6 +150,16 @@ def _linears(get: Get) -> Iterator[str]:
                 "of which elements share a scale. Leave it out, or change tensor_model_parallel_size."
             )
             break
+
+
+def _others(names: Sequence[str]) -> dict[str, str]:
+    """Quantizers beside those of linears' weights and inputs, and what they quantize."""
+    found = {f"{name}.{OUTPUT}": "linears' outputs" for name in names}
+    mixers = [name.partition(".self_attention.") for name in names]
+    layers = dict.fromkeys(layer for layer, is_attention, _ in mixers if is_attention)
+    for layer in layers:
+        found |= {f"{layer}.self_attention.core_attention.{name}": what for name, what in OF_ATTENTION.items()}
+    return found
 
 
 def _beside(get: Get) -> Iterator[str]:
@@ -158,5 +189,20 @@ def _without_effect(get: Get) -> Iterator[str]:
             yield f"{path}: true has no effect beside {QUANT_CFG}: {why}."
 
 
+def _fits_nothing(get: Get) -> Iterator[str]:
+    """Of files, for ModelOpt's own configurations have patterns for many models."""
+    if not is_on(get) or get(QUANT_CFG) in NAMED:
+        return
+    names = [*_rows(get)]
+    quantizers = [f"{name}.{each}" for name in names for each in (WEIGHT, INPUT)]
+    for entry in _found(get).entries:
+        is_of_further_tokens = entry.pattern.startswith("mtp")
+        if entry.block is not None and not is_of_further_tokens and not fnmatch.filter(quantizers, entry.pattern):
+            yield (
+                f"{QUANT_CFG}: '{entry.pattern}' turns on nothing: no linear of the model has such a name. They are "
+                f"called {names[0]}.{WEIGHT} and alike."
+            )
+
+
 QUANTIZATION_RULES: tuple[Rule, ...] = (_configuration, _of_generation, _linears, _beside)
-QUANTIZATION_WARNINGS: tuple[Rule, ...] = (_without_effect,)
+QUANTIZATION_WARNINGS: tuple[Rule, ...] = (_without_effect, _fits_nothing)

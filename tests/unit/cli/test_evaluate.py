@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_offload.cli.evaluate import _that_generates
+from nemo_rl_offload.cli.evaluate import _quantized_once, _that_generates
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.validation import schema_problems
 from nemo_rl_offload.data.prompts import prompt_sets
 from nemo_rl_offload.data.tokenizer import load_tokenizer
-from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.errors import ConfigError, DataError
 
 CONFIG = PROJECT_ROOT / "examples/configs/eval_tiny.yaml"
 
@@ -61,3 +61,20 @@ def test_an_empty_file_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(DataError) as raised:
         prompts(evaluated(f"data.validation.path={empty}"))
     assert str(raised.value) == "data.validation.path: there are no problems. Give records with a question."
+
+
+def test_an_engine_quantizes_no_folder(tmp_path: Path) -> None:
+    on = ("policy.precision=bfloat16", "policy.quant_cfg=W4A16_NVFP4_CFG")
+    by_megatron, by_vllm = (evaluated(*on, f"policy.generation.backend={name}") for name in ("megatron", "vllm"))
+    assert _quantized_once(by_megatron, CONFIG, None) == by_megatron
+    (tmp_path / "config.yaml").write_text("policy: {quant_cfg: null}")
+    for run_dir in (None, tmp_path):
+        with pytest.raises(ConfigError, match=r"policy.quant_cfg: an evaluation by vLLM is of weights as they are"):
+            _quantized_once(by_vllm, CONFIG, run_dir)
+
+
+def test_weights_of_a_run_that_quantized_them_are_not_quantized_again(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("policy: {quant_cfg: W4A16_NVFP4_CFG}")
+    for backend in ("megatron", "vllm"):
+        config = evaluated("policy.quant_cfg=W4A16_NVFP4_CFG", f"policy.generation.backend={backend}")
+        assert _quantized_once(config, CONFIG, tmp_path)["policy"]["quant_cfg"] is None

@@ -18,7 +18,10 @@ GOES_ON = "The run keeps its place in the data and goes on there in what they ar
 NO_EFFECT = "That has no effect on this run: its weights come from its checkpoint."
 REFERENCE = "The weights come from the checkpoint, but the reference model is read from these files again: from here on"
 OVERRIDES = {
-    "sft": ("data.train.path=DIR/train.jsonl", "data.validation.path=DIR/valid.jsonl"),
+    "sft": (
+        *("data.train.path=DIR/train.jsonl", "data.validation.path=DIR/valid.jsonl"),
+        "policy.quant_cfg=quant.yaml",
+    ),
     "dpo": (
         *("data.train.path=DIR/train.jsonl", "data.validation.path=DIR/valid.jsonl"),
         *("data.prompt_template=null", "policy.tokenizer.chat_template=template.jinja"),
@@ -39,6 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("model", "teacher", "tokenizer"):
         shutil.copytree(PROJECT_ROOT / "examples/models/tiny_speller", tmp_path / name)
     (tmp_path / "model/generation_config.json").write_text('{"eos_token_id": 256}')
+    (tmp_path / "quant.yaml").write_text("quant_cfg: []")
     (tmp_path / "template.jinja").write_text("{{ messages[0] }}")
     (tmp_path / "scorer_of_a_test.py").write_text("def score(messages, entry): return 1.0\n")
     monkeypatch.chdir(tmp_path)
@@ -146,6 +150,13 @@ def remove(path: str) -> Callable[[Path], None]:
             "env.function.path",
             "scorer_of_a_test.py has other content",
             "From here on rewards come from the new source.",
+        ),
+        (
+            "sft",
+            edit("quant.yaml", "quant_cfg: [1]"),
+            "policy.quant_cfg",
+            "quant.yaml has other content",
+            "From the next step on weights are quantized as it says now.",
         ),
         (
             "distillation",

@@ -272,6 +272,19 @@ def test_the_optimizer_is_away_while_log_probabilities_are_computed_where_that_i
         assert calls[:5] == [leaves, weights, leaves, weights, all_of_it]
 
 
+def test_workers_know_the_path_of_a_configuration_of_quantization(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an evaluation too, which has no trainer."""
+    monkeypatch.chdir(tmp_path)
+    name = "examples/modelopt/quant_configs/nvfp4_a16.yaml"
+    policy, _ = make(2)
+    config: Any = {**policy._config, "quant_cfg": name}
+    arguments: Any = {"seed": 1, "num_steps": None, "keep_reference": False}
+    workers = ranks_module.ModelWorkers(cast("Any", SimpleNamespace(world_size=2)), config, tmp_path, **arguments)
+    assert workers._config["quant_cfg"] == str(PROJECT_ROOT / name)
+
+
 def test_room_for_a_share_is_asked_of_devices_that_have_memory(make: Make) -> None:
     policy, workers = make(2)
     policy._trainers.make_room_for_share(0.25)

@@ -32,6 +32,7 @@ CHANGES = {
         "data.train.path": "its place in the data",
         "sft.seed": "its place in the data",
         "policy.megatron_cfg.optimizer.adam_beta1": "its optimizer's state",
+        "policy.quant_cfg": "its optimizer's state",
         "algorithm": "its place in the data is of sft",
     },
     "grpo": {

@@ -80,8 +80,13 @@ def test_a_later_entry_counts_over_an_earlier_one(tmp_path: Path) -> None:
         ({"quant_cfg": [{"quantizer_name": "*"}]}, "need cfg"),
         ({"quant_cfg": [{**OFF, "parent_class": "nn.Linear"}]}, "parent_class may only turn off"),
         ({"quant_cfg": [{"quantizer_name": "*", "cfg": CFG, "parent_class": "nn.Embedding"}]}, "may only turn off"),
-        ({"quant_cfg": [{"quantizer_name": "*", "cfg": CFG}]}, "quantization of linears' outputs, not supported here"),
-        ({"quant_cfg": [{"quantizer_name": "*[kv]_bmm_quantizer", "cfg": CFG}]}, "of the key/value cache, not support"),
+        ({"quant_cfg": [OFF], "algoritm": "awq_lite"}, "unknown key 'algoritm'. Did you mean 'algorithm'"),
+        ({"quantize": {"quant_cfg": [OFF], "kv": {}}}, "unknown key 'kv'. Allowed: quant_cfg, algorithm"),
+        (
+            {"quantize": {"quant_cfg": [OFF]}, "algorithm": "awq_lite"},
+            "unknown key 'algorithm'. Allowed: metadata, qua",
+        ),
+        ({"quantize": {"quant_cfg": [OFF]}, "quant_cfg": [OFF]}, "unknown key 'quant_cfg'"),
         *(
             ({"quant_cfg": [OFF, {"quantizer_name": "*weight_quantizer", "cfg": {**CFG, **change}}]}, "NVFP4 alone")
             for change in (

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import examine
@@ -82,6 +83,57 @@ def test_an_output_layer_that_is_the_embedding_stays(
     tied = f"{ON} {CFG}={everything} policy.model_name={make_model(**SHAPE, tie_word_embeddings=True)}"
     refuses(tied, CFG, "the model's output layer is its embedding", f"{CFG}={shipped}")
     refuses(tied, CFG, "is its embedding", f"policy.model_name={make_model(**SHAPE, tie_word_embeddings=False)}")
+
+
+NVFP4 = {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": "e4m3"}}
+
+
+def written(path: Path, *patterns: str) -> Path:
+    """A configuration in which quantizers are off but those of linears in MLPs, and of further patterns."""
+    entries = [{"quantizer_name": pattern, "cfg": NVFP4} for pattern in ("*mlp*weight_quantizer", *patterns)]
+    path.write_text(yaml.safe_dump({"quant_cfg": [{"quantizer_name": "*", "enable": False}, *entries]}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (
+            "*mlp*output_quantizer",
+            "quantization of linears' outputs (decoder.layers.0.mlp.linear_fc1.output_quantizer)",
+        ),
+        ("*.layers.1.self_attention*output_quantizer", "outputs (decoder.layers.1.self_attention.linear_qkv.output_"),
+        ("output_layer.out*", "quantization of linears' outputs (output_layer.output_quantizer)"),
+        (
+            "*[kv]_bmm_quantizer",
+            "quantization of the key/value cache (decoder.layers.0.self_attention.core_attention.k",
+        ),
+        ("*.1.self_attention*q_bmm*", "attention's queries (decoder.layers.1.self_attention.core_attention.q_bmm_qua"),
+    ],
+)
+def test_further_quantizers_are_refused(
+    pattern: str, words: str, refuses: Refuses, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = make_model(**SHAPE)
+    given = f"{ON} policy.model_name={model} {CFG}={written(tmp_path / 'more.yaml', pattern)}"
+    refuses(given, CFG, words, f"{CFG}={written(tmp_path / 'less.yaml')}")
+
+
+def test_a_pattern_that_turns_on_nothing_is_told(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    def told(*patterns: str) -> list[str]:
+        path = written(tmp_path / "quant.yaml", *patterns)
+        overrides = [f"policy.model_name={make_model(**SHAPE)}", *ON.split(), f"{CFG}={path}"]
+        loaded = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", overrides)
+        return [line for line in map(str, examine(loaded, run_here=False).warnings) if "turns on nothing" in line]
+
+    (line,) = told("*self_atention*weight_quantizer")
+    assert line.startswith(f"{CFG}: '*self_atention*weight_quantizer' turns on nothing")
+    assert told() == told("*self_attention*weight_quantizer", "mtp.*weight_quantizer") == []
+
+
+def test_what_is_wrong_with_a_file_is_a_sentence(refusals: Callable[[str], list[str]], tmp_path: Path) -> None:
+    (line,) = refusals(f"{ON} {CFG}={tmp_path}")
+    assert f"{tmp_path}: is a folder, and no plain file. ModelOpt's that are known" in line
 
 
 def test_what_it_needs_takes_the_place_of_what_is_asked_for() -> None:
