@@ -94,7 +94,10 @@ def read_quantization(path: Path) -> Quantization:
 
     Raises ConfigError for what is not known.
     """
-    content = read_yaml(path)
+    try:
+        content = read_yaml(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the file: {error.strerror or error}") from error
     section = content.get("quantize", content) if isinstance(content, Mapping) else None
     if not isinstance(section, Mapping) or not isinstance(entries := section.get("quant_cfg"), list):
         raise ConfigError(f"{path}: a list 'quant_cfg' of entries must stand there, alone or below 'quantize'")

@@ -52,6 +52,11 @@ def written(tmp_path: Path, content: Any) -> Path:
     return path
 
 
+def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quant.yaml: cannot read the file: No such file"):
+        read_quantization(tmp_path / "quant.yaml")
+
+
 def test_a_later_entry_counts_over_an_earlier_one(tmp_path: Path) -> None:
     entries = [OFF, {"quantizer_name": "*fc[12].weight_quantizer", "cfg": CFG}]
     wide = {"quantizer_name": "*.7.*", "enable": False}
