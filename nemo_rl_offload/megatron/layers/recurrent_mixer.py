@@ -206,7 +206,8 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
 
 
 def divide_heads(parts: Sequence[Tensor], heads: Sequence[int], num_ranks: int, dim: int) -> list[Tensor]:
-    """What each context-parallel rank has of `parts`, whose `dim` is so many `heads` or groups of each; side by side.
+    """What each context-parallel rank has of `parts` [..., heads x size, ...], which have so many `heads` or groups of
+    them each along `dim`: side by side, [..., sum of own heads x size, ...].
 
     Heads go to the ranks in their order. Where there are fewer than ranks, neighbours have the same one: the group of
     heads that they share. One number must divide the other.
