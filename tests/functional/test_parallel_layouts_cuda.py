@@ -27,6 +27,8 @@ needs_transformer_engine = pytest.mark.skipif(
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 FEWER_KEYS = {"qwen2": {"num_key_value_heads": 2}, "qwen3_moe": {"num_key_value_heads": 2}}
+RECURRENT = ("nemotron_h", "qwen3_5_text")
+"""Families with sizes of their own."""
 IMPLEMENTATIONS = {
     "torch": ("transformer_impl=torch",),
     "transformer_engine": ("transformer_impl=transformer_engine", "attention_backend=unfused"),
@@ -36,6 +38,7 @@ CASES = [
     *(("qwen3_moe", "torch", layout) for layout in ("ep2", "ep2-allgather", "tp2-sp-ep2", "pp2", "cp2-ep2")),
     *(("qwen3_moe", "torch", layout) for layout in ("etp2", "etp2-allgather", "tp2-sp-etp2")),
     *(("deepseek_v3_mtp", "torch", layout) for layout in ("tp2-sp-ep2", "pp2", "cp2")),
+    *((family, "torch", "cp2") for family in RECURRENT),
     *(("qwen2", "transformer_engine", layout) for layout in ("dp2", "tp2-sp", "pp2", "pp2-vpp2")),
     *(("qwen3_moe", "transformer_engine", layout) for layout in ("ep2", "tp2-sp-ep2", "pp2", "etp2", "tp2-sp-etp2")),
     *(("deepseek_v3_mtp", "transformer_engine", layout) for layout in ("tp2-sp-ep2", "pp2", "tp2-sp-etp2")),
@@ -67,7 +70,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
     def train_in(family: str, layout: str, overrides: tuple[str, ...], modules: tuple[str, ...] = ()) -> list[Outcome]:
         key = (family, layout, overrides, modules)
         if family not in folders:
-            shape = SHAPE | FEWER_KEYS.get(family, {})
+            shape = {} if family in RECURRENT else SHAPE | FEWER_KEYS.get(family, {})
             (folders[family],) = on(1).run("write", family, tmp_path_factory.mktemp(family), **shape)
         if key not in outcomes:
             num_ranks, settings = LAYOUTS[layout]
