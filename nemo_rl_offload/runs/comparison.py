@@ -98,7 +98,8 @@ def differences(there: Mapping[str, object], here: Mapping[str, object]) -> Diff
     """
     there, here = _by_their_keys(there), _by_their_keys(here)
     defaults = {path: value for path, value in leaves(defaults_of(full_schema())).items() if path in here}
-    there = {path: _written_out(value, there) for path, value in defaults.items()} | {**there}
+    known = {**defaults, **there}
+    there = {path: _written_out(value, known) for path, value in defaults.items()} | {**there}
     paths = [path for path in {**here, **there} if (path in here) != (path in there) or here[path] != there[path]]
     return Differences((path, (_shown(there, path), _shown(here, path))) for path in paths)
 

@@ -218,6 +218,9 @@ def test_weights_of_further_tokens_by_the_names_of_an_earlier_version() -> None:
     assert not differences(there, there)
     assert list(differences(there, {path: {}, f"policy.megatron_cfg.{key}": 0.1})) == [f"policy.megatron_cfg.{key}"]
     assert list(differences({}, {"policy.megatron_cfg.mtp_num_layers": None})) == []
+    both = {"policy.quant_cfg": None, "policy.generation.quant_cfg": None}  # the second's default is the first
+    assert list(differences({}, both)) == []
+    assert list(differences({}, {**both, "policy.generation.quant_cfg": "W4A16_NVFP4_CFG"})) == [[*both][1]]
     assert list(differences({}, {"policy.megatron_cfg.mtp_num_layers": 0})) == ["policy.megatron_cfg.mtp_num_layers"]
 
 
