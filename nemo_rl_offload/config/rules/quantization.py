@@ -128,14 +128,14 @@ def _linears(get: Get) -> Iterator[str]:
     if inputs := [name for name in names if found.block(f"{name}.{INPUT}") is not None]:
         weights_alone = "W4A16_NVFP4_CFG or NVFP4_MLP_WEIGHT_ONLY_CFG"
         yield (
-            f"{QUANT_CFG}: this asks for quantization of linears' inputs ({inputs[0]}), not supported here: weights "
-            f"alone are quantized. Take {weights_alone}, or turn off '*{INPUT}'."
+            f"{QUANT_CFG}: this asks for quantization of linears' inputs, not supported here: weights alone are "
+            f"quantized, and {inputs[0]}.{INPUT} is on. Take {weights_alone}, or turn off '*{INPUT}'."
         )
     for quantizer, what in _others(names).items():
         if found.block(quantizer) is not None:
             yield (
-                f"{QUANT_CFG}: this asks for quantization of {what} ({quantizer}), not supported here. Turn it off, or "
-                "begin with '*', which is off."
+                f"{QUANT_CFG}: this asks for quantization of {what}, not supported here: weights alone are quantized, "
+                f"and {quantizer} is on. Turn it off, or begin with '*', which is off."
             )
             break
     weights = [name for name in names if found.block(f"{name}.{WEIGHT}") is not None]

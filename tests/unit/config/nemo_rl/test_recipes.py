@@ -36,7 +36,7 @@ FEATURES = {
     *(feature for feature, _ in ESTIMATORS.values()),
     *("generation by SGLang", "generation by TensorRT-LLM", "generation by Dynamo", "NeMo-Gym"),
     *("another config.json", "another optimizer", "another schedule", "raw text"),
-    *("experts over several engines", "vLLM with gated delta nets"),
+    *("experts over several engines", "vLLM with gated delta nets", "quantization of linears' inputs"),
     *("LoRA of a model with gated delta nets", "LoRA beside a hybrid model's layers for further tokens"),
     *("quantized weights with vLLM", "sliding windows in some layers with vLLM", "scaled scores of YaRN with vLLM"),
     *("other positions of two kinds of layers with vLLM", "biases of attention with vLLM"),
@@ -62,6 +62,7 @@ NOT_YET = (
     r"must be true. Megatron-Core is the only training backend",
     r"cannot read the file: No such file",  # inherited from beside the recipes
     r"quant_configs/\w+\.yaml' is not there",
+    r"policy.tokenizer.name says it",
     r"Environment variable '\w+' not found",
 )
 """Messages of rules that hold for any configuration."""
