@@ -208,7 +208,10 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
 
     A default may be the value of another key; one that is made of several is not known here, and its key stays absent.
     """
-    found: dict[str, Any] = _completed(values, full_schema(), defaults_of(full_schema()), dict(nodes(values)))
+    defaults = defaults_of(full_schema())
+    found: dict[str, Any] = _completed(
+        values, full_schema(), defaults, {**dict(nodes(defaults)), **dict(nodes(values))}
+    )
     return found
 
 

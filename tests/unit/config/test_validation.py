@@ -2,6 +2,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,14 @@ def test_letters_that_are_no_line_break_are_told(
     loaded = read_recipe(configs / "grpo_tiny.yaml", [f"policy.model_name={dense_model}", override])
     told = [each.path for each in examine(loaded, run_here=True).warnings if "no line break" in each.message]
     assert told == ([path] if path else [])
+
+
+def test_a_configuration_of_an_earlier_version_gets_every_key() -> None:
+    """Also those whose default is the value of another key that came with them."""
+    whole = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")
+    earlier: dict[str, Any] = deepcopy(whole)
+    del earlier["policy"]["quant_cfg"], earlier["policy"]["generation"]["quant_cfg"]
+    del earlier["policy"]["generation"]["val_temperature"]
+    found = completed(earlier)
+    assert found["policy"] == whole["policy"]
+    assert not [path for path in schema_problems(found) if path.startswith("policy")]
