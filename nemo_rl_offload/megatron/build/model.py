@@ -215,16 +215,21 @@ def build_model(
             text_weights=folder.text_weights,
         )
         if num_steps is not None:
-            try:
-                with clock.part("optimizer"):
-                    model.optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
-            except AssertionError as error:
-                raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
+            with clock.part("optimizer"):
+                model.optimizer = _make_optimizer(policy, chunks)
             model.scheduler, model.guard = learning_rate_scheduler(policy, model.optimizer, num_steps), guard
         if policy["quant_cfg"] is not None:  # after the optimizer has copied the weights as they are
             model.quantizer = WeightQuantizer(modules, find_quantization(policy["quant_cfg"]))
             model.quantize_weights()
     return model
+
+
+def _make_optimizer(policy: PolicyConfig, chunks: list[ModelChunk]) -> Optimizer:
+    try:
+        optimizer: Optimizer = get_megatron_optimizer(optimizer_config(policy), chunks)
+    except AssertionError as error:
+        raise ConfigError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
+    return optimizer
 
 
 @dataclass(frozen=True)

@@ -116,9 +116,8 @@ def named_linears(modules: Sequence[GPTModel]) -> list[tuple[str, Module]]:
     for model in modules:
         names = {f"decoder.layers.{place}": layer for place, layer in enumerate(model.decoder.layers)}
         for name, module in model.named_modules():
-            if not type(module).__name__.endswith(
-                "Linear"
-            ):  # Megatron's, Transformer Engine's and those in plain torch
+            # Megatron's, Transformer Engine's and those in plain torch have no class in common.
+            if not type(module).__name__.endswith("Linear"):
                 continue
             prefix = next((each for each in names if name.startswith(f"{each}.")), None)
             if prefix is not None:
