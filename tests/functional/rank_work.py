@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from models import VOCABULARY_SIZE, count_step, make_batch, make_policy, write_model
 from numpy.typing import NDArray
 
+from nemo_rl_offload.adapters.megatron_core.installation import make_backend
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.batching.batch import NO_ROUTE, ROUTED_EXPERTS, shard
 from nemo_rl_offload.batching.plan import MicrobatchSplit
@@ -48,7 +49,6 @@ from nemo_rl_offload.megatron.step.microbatches import split_into_microbatches
 from nemo_rl_offload.megatron.step.router_replay import places_of_layers
 from nemo_rl_offload.megatron.step.train_step import accumulate_gradients, evaluate, train_step
 from nemo_rl_offload.offload.arena import HostArena
-from nemo_rl_offload.offload.backends.host import HostBackend
 from nemo_rl_offload.offload.waiting_weights import WaitingWeights
 from nemo_rl_offload.paged_stash.kernels import Pool
 from nemo_rl_offload.policy import microbatches as token_microbatches
@@ -500,7 +500,7 @@ def _build(folder: Path, overrides: tuple[str, ...], num_steps: int | None = 10)
         exclude_parameters(engine, model.modules)
     section = policy["megatron_cfg"]["optimizer"]
     if section["optimizer_cpu_offload"] and model.optimizer is not None:
-        arena, share = HostArena(HostBackend(), 1 << 28), section["optimizer_offload_fraction"]
+        arena, share = HostArena(make_backend(), 1 << 28), section["optimizer_offload_fraction"]
         streamed = keep_on_host(model.optimizer, arena, share, bucket_bytes=1 << 14)
         assert arena.held_bytes == sum(each.host_bytes for each in streamed) > 0
     return model, engine

@@ -42,7 +42,8 @@ def nvfp4(x: Tensor, block: int, amax: Tensor) -> Tensor:
     ties to even. As ModelOpt's kernel (`nvfp4_scalar_qdq`); a block whose scale is rounded to zero becomes zero.
     """
     blocks = x.float().reshape(*x.shape[:-1], -1, block)
-    unit = amax / (E2M1_MAX * E4M3_MAX)
+    # A tensor on both sides: by a number, a GPU multiplies with its reciprocal, and differs from a CPU in the last bit.
+    unit = amax / torch.full_like(amax, E2M1_MAX * E4M3_MAX)
     unit = torch.where(unit > 0, unit, 1.0)
     largest = blocks.abs().amax(-1, keepdim=True)
     scale = (largest / (E2M1_MAX * unit)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float() * unit
