@@ -30,7 +30,7 @@ from typing import Any, Literal, Self
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
@@ -425,7 +425,12 @@ def _signal(processes: list[psutil.Process], send: Callable[[psutil.Process], No
 
 
 def _probe(address: str) -> None:
-    """Fail at once where nobody listens; Ray would retry for over a minute."""
+    """Fail at once where nobody listens; Ray would retry for over a minute.
+
+    `auto` is the cluster that `ray start` has written down, which may have ended without `ray stop`.
+    """
+    if address == "auto":
+        address = services.find_bootstrap_address(None) or address
     host, separator, port = address.rpartition(":")
     if separator and "://" not in address:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()

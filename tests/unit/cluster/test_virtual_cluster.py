@@ -121,6 +121,14 @@ def test_address_without_a_cluster(address: str, monkeypatch: pytest.MonkeyPatch
         VirtualCluster(1, "auto")
 
 
+def test_auto_where_the_last_cluster_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda _folder: "127.0.0.1:1")
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray would try for minutes"))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ResourceError, match=r"RAY_ADDRESS=auto: .*refused"):
+        VirtualCluster(1, "auto")
+
+
 @pytest.mark.parametrize(
     ("errors", "num_tries", "is_up"),
     [
