@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import pytest
 import ray
 from hypothesis import given, settings
@@ -205,6 +206,9 @@ def test_a_programs_own_processes_are_not_taken_for_rays() -> None:
     of_ray = [f"{folder}/dashboard/agent.py", "ray::IDLE"]
     started = {argument: subprocess.Popen([*waits, argument]) for argument in (*own, *of_ray)}
     try:
+        for argument, process in started.items():
+            while psutil.Process(process.pid).cmdline()[-1:] != [argument]:  # soon after it has begun
+                time.sleep(0.01)
         pids = {process.pid for process in _processes_of_ray()}
         assert [argument for argument, process in started.items() if process.pid in pids] == of_ray
     finally:
