@@ -1,0 +1,150 @@
+"""Megatron's own capture and replay of layers around graphs that are none, on any device: a replay runs the layer's
+Python again, with what a graph knows alone, and leaves nothing behind that a graph would not."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer import cuda_graphs as megatrons
+from megatron.core.transformer import transformer_layer
+from megatron.core.transformer.moe import moe_logging
+from models import VOCABULARY_SIZE, make_policy, same_tensors, weights_of
+from torch import Tensor
+
+from nemo_rl_offload.losses.reduction import normalizers
+from nemo_rl_offload.losses.registry import build_loss
+from nemo_rl_offload.megatron.build import transformer_config
+from nemo_rl_offload.megatron.build.model import build_model
+from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
+from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
+from nemo_rl_offload.megatron.step.train_step import train_step
+
+pytestmark = pytest.mark.usefixtures("megatron_process_group", "graphs_that_are_none")
+
+COMMON = (".precision=bfloat16", "optimizer.lr=1e-3", "scheduler.lr_warmup_iters=0", "cuda_graph_warmup_steps=1")
+WIDTHS = ((16, 12), (12, 16), (16, 9), (12, 16))
+REPLAYED = [0.0, 2.0, 1.0, 2.0]
+ROUTED = "[attn,moe_router,moe_preprocess]"
+
+
+class FakeGraph:
+    """What `make_graphed_callables` returns for a layer."""
+
+    def __init__(self, layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        self._layer, self._inputs, self._names = layer, (*args, *kwargs.values()), list(kwargs)
+        self._tracker = moe_logging.get_moe_metrics_tracker()
+        self._addresses = self._addresses_now()
+        self._warm_up(args, kwargs)
+
+    def _addresses_now(self) -> list[int]:
+        return [weight.data_ptr() for weight in self._layer.parameters()]
+
+    def _warm_up(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        outputs = [each for each in self._layer(*args, **kwargs) if each is not None and each.requires_grad]
+        torch.autograd.backward(outputs, [torch.full_like(each, 100.0) for each in outputs])
+        for weight in self._layer.parameters():
+            weight.grad = None
+
+    def __call__(self, *args: Tensor, **kwargs: Any) -> Sequence[Tensor]:
+        inputs = (*args, *(kwargs[name] for name in self._names))
+        for given, known in zip(inputs, self._inputs, strict=True):
+            assert (given.shape, given.dtype) == (known.shape, known.dtype)
+        assert self._addresses == self._addresses_now(), "a graph would read what is no weight"
+        dispatcher = getattr(self._layer.mlp, "token_dispatcher", None)
+        before = {} if dispatcher is None else dict(vars(dispatcher))
+        current = moe_logging._MOE_METRICS_TRACKER
+        moe_logging.set_moe_metrics_tracker(self._tracker)
+        megatrons._set_capture_start()
+        try:
+            outputs: Sequence[Tensor] = self._layer._te_cuda_graph_capture(
+                *args, **{name: kwargs[name] for name in self._names}
+            )
+        finally:
+            megatrons._set_capture_end()
+            moe_logging._MOE_METRICS_TRACKER = current
+            if dispatcher is not None:
+                vars(dispatcher).clear()
+                vars(dispatcher).update(before)
+        return outputs
+
+    def reset(self) -> None: ...
+
+
+def make_fake_graphs(
+    layers: tuple[Any, ...], sample_args: Sequence[Any], sample_kwargs: Sequence[Any], **_: object
+) -> tuple[FakeGraph, ...]:
+    made = zip(layers, sample_args, sample_kwargs, strict=True)
+    return tuple(FakeGraph(layer, args, kwargs) for layer, args, kwargs in made)
+
+
+@pytest.fixture
+def graphs_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatrons, "HAVE_TE_GRAPHS", True)
+    monkeypatch.setattr(megatrons, "make_graphed_callables", make_fake_graphs, raising=False)
+    for module in (megatrons, transformer_layer):
+        monkeypatch.setattr(module, "is_te_min_version", lambda version: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(transformer_config, "_check_layers", lambda policy, activations: None)
+
+
+def make_rows(step: int, widths: Sequence[int]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.tensor([length for width in widths for length in (width, width - 3)])
+    size = len(lengths), max(widths)
+    return {
+        "input_ids": torch.randint(0, VOCABULARY_SIZE, size, generator=generator),
+        "input_lengths": lengths,
+        "token_mask": (torch.arange(size[1]) < lengths[:, None]).long(),
+        "sample_mask": torch.ones(len(lengths)),
+    }
+
+
+def train(folder: Path, *overrides: str) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor], list[Any]]:
+    """Metrics, replays, weights, and log-probabilities between steps."""
+    model = build_model(make_policy(*COMMON, *overrides), folder, num_steps=10)
+    heads, metrics, replayed, logprobs = LogitsHeadFactory(1.0), [], [], []
+    for step, widths in enumerate(WIDTHS):
+        batch = make_rows(step, widths)
+        with pytest.MonkeyPatch.context() as patch:  # which a layer imports before it replays
+            for name in ("transformer_engine", "transformer_engine.pytorch"):
+                patch.setitem(sys.modules, name, types.ModuleType(name))
+            found = train_step(model, batch, build_loss("nll", {}), normalizers(batch), 2, heads)
+        replayed.append(found.pop("cuda_graph_microbatches", None))
+        metrics.append(found)
+        logprobs.append(compute_logprobs(model, batch, 2, heads))
+    return metrics, replayed, weights_of(model), logprobs
+
+
+@pytest.mark.parametrize(
+    ("family", "parts", "others"),
+    [
+        ("qwen2", "null", ()),
+        ("qwen2", "[attn]", ()),
+        ("qwen2", "[mlp]", ()),
+        ("qwen3_moe", "[moe_router]", ()),
+        ("qwen3_moe", ROUTED, ()),
+        ("qwen3_moe_mixed", "[attn,mlp,moe_router,moe_preprocess]", ()),
+    ],
+)
+def test_what_megatron_replays_is_what_it_runs(
+    family: str, parts: str, others: tuple[str, ...], model_folder: Callable[..., Path]
+) -> None:
+    of_experts = ("moe_aux_loss_coeff=0.01",) if "moe" in family else ()
+    folder = model_folder(family)
+    plain = train(folder, *of_experts, *others)
+    captured = train(
+        folder, *of_experts, *others, "cuda_graph_impl=transformer_engine", f"cuda_graph_modules={parts}"
+    )
+    assert captured[0] == plain[0]
+    assert captured[1] == REPLAYED
+    assert same_tensors(captured[2], plain[2])
+    assert all(map(torch.equal, captured[3], plain[3]))
+    assert plain[1] == [None] * len(WIDTHS)
+    if of_experts:
+        assert all(metrics["moe/load_balancing_loss"] > 0 for metrics in plain[0])
