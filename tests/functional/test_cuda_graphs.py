@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ import torch
 from megatron.core.transformer import cuda_graphs as megatrons
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.moe import moe_logging
-from models import VOCABULARY_SIZE, make_policy, same_tensors, weights_of
+from models import VOCABULARY_SIZE, make_policy, offload, same_tensors, weights_of
 from torch import Tensor
 
+from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build import transformer_config
 from nemo_rl_offload.megatron.build.model import build_model
+from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.megatron.step.train_step import train_step
@@ -105,11 +108,27 @@ def make_rows(step: int, widths: Sequence[int]) -> dict[str, Tensor]:
     }
 
 
-def train(folder: Path, *overrides: str) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor], list[Any]]:
-    """Metrics, replays, weights, and log-probabilities between steps."""
-    model = build_model(make_policy(*COMMON, *overrides), folder, num_steps=10)
+@dataclass
+class Outcome:
+    metrics: list[dict[str, float]]
+    """Of each step, without the number of replays."""
+    replayed: list[float | None]
+    weights: dict[str, Tensor]
+    logprobs: list[Tensor | None]
+    bytes_out: dict[str, int]
+
+
+def train(folder: Path, *overrides: str, moves_at: int | None = None) -> Outcome:
+    policy = make_policy(*COMMON, *overrides)
+    engine = install_offloading(policy)
+    model = build_model(policy, folder, num_steps=10)
+    if engine is not None:
+        exclude_parameters(engine, model.modules)
     heads, metrics, replayed, logprobs = LogitsHeadFactory(1.0), [], [], []
     for step, widths in enumerate(WIDTHS):
+        if step == moves_at:
+            for weight in model.modules[0].decoder.parameters():
+                weight.data = weight.data.clone()
         batch = make_rows(step, widths)
         with pytest.MonkeyPatch.context() as patch:  # which a layer imports before it replays
             for name in ("transformer_engine", "transformer_engine.pytorch"):
@@ -118,33 +137,70 @@ def train(folder: Path, *overrides: str) -> tuple[list[dict[str, float]], list[A
         replayed.append(found.pop("cuda_graph_microbatches", None))
         metrics.append(found)
         logprobs.append(compute_logprobs(model, batch, 2, heads))
-    return metrics, replayed, weights_of(model), logprobs
+    stats = {} if engine is None else engine.stats().per_module
+    use_engine(None)
+    if engine is not None:
+        engine.close()
+    bytes_out = {name: module.bytes_out for name, module in stats.items()}
+    return Outcome(metrics, replayed, weights_of(model), logprobs, bytes_out)
+
+
+def assert_same(outcome: Outcome, reference: Outcome) -> None:
+    assert outcome.metrics == reference.metrics
+    assert (outcome.replayed, reference.replayed) == (REPLAYED, [None] * len(WIDTHS))
+    assert same_tensors(outcome.weights, reference.weights)
+    for found, expected in zip(outcome.logprobs, reference.logprobs, strict=True):
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+
+
+def captured(parts: str) -> tuple[str, ...]:
+    return ("cuda_graph_impl=transformer_engine", f"cuda_graph_modules={parts}")
+
+
+OF_EXPERTS = ("moe_aux_loss_coeff=0.01",)
 
 
 @pytest.mark.parametrize(
-    ("family", "parts", "others"),
+    ("family", "parts"),
     [
-        ("qwen2", "null", ()),
-        ("qwen2", "[attn]", ()),
-        ("qwen2", "[mlp]", ()),
-        ("qwen3_moe", "[moe_router]", ()),
-        ("qwen3_moe", ROUTED, ()),
-        ("qwen3_moe_mixed", "[attn,mlp,moe_router,moe_preprocess]", ()),
+        ("qwen2", "null"),
+        ("qwen2", "[attn]"),
+        ("qwen2", "[mlp]"),
+        ("qwen3_moe", "[moe_router]"),
+        ("qwen3_moe", ROUTED),
+        ("qwen3_moe_mixed", "[attn,mlp,moe_router,moe_preprocess]"),
     ],
 )
-def test_what_megatron_replays_is_what_it_runs(
-    family: str, parts: str, others: tuple[str, ...], model_folder: Callable[..., Path]
+def test_what_megatron_replays_is_what_it_runs(family: str, parts: str, model_folder: Callable[..., Path]) -> None:
+    folder, others = model_folder(family), () if family == "qwen2" else OF_EXPERTS
+    reference = train(folder, *others)
+    assert_same(train(folder, *others, *captured(parts)), reference)
+    assert all(metrics["moe/load_balancing_loss"] > 0 for metrics in reference.metrics if others)
+
+
+@pytest.mark.parametrize(
+    ("family", "parts", "modules", "others"),
+    [
+        ("qwen2", "[attn]", ("mlp_fc1", "mlp_act"), ()),
+        ("qwen2", "[mlp]", ("qkv_linear", "core_attn", "attn_proj"), ()),
+        ("qwen3_moe", ROUTED, ("expert_fc1", "moe_act"), OF_EXPERTS),
+        ("qwen3_moe", ROUTED, ("expert_fc1", "moe_act"), (*OF_EXPERTS, "delay_offload_until_cuda_graph=true")),
+    ],
+)
+def test_modules_beside_graphs_are_offloaded_in_every_step(
+    family: str, parts: str, modules: tuple[str, ...], others: tuple[str, ...], model_folder: Callable[..., Path]
 ) -> None:
-    of_experts = ("moe_aux_loss_coeff=0.01",) if "moe" in family else ()
     folder = model_folder(family)
-    plain = train(folder, *of_experts, *others)
-    captured = train(
-        folder, *of_experts, *others, "cuda_graph_impl=transformer_engine", f"cuda_graph_modules={parts}"
-    )
-    assert captured[0] == plain[0]
-    assert captured[1] == REPLAYED
-    assert same_tensors(captured[2], plain[2])
-    assert all(map(torch.equal, captured[3], plain[3]))
-    assert plain[1] == [None] * len(WIDTHS)
-    if of_experts:
-        assert all(metrics["moe/load_balancing_loss"] > 0 for metrics in plain[0])
+    outcome = train(folder, *others, *captured(parts), *offload(modules))
+    assert_same(outcome, train(folder, *others))
+    if "delay_offload_until_cuda_graph=true" in others:  # the last layer's has no graph behind it
+        assert all(outcome.bytes_out[name] > 0 for name in modules)
+    else:
+        assert outcome.bytes_out == train(folder, *others, *offload(modules)).bytes_out
+
+
+def test_weights_at_other_addresses_are_captured_anew(model_folder: Callable[..., Path]) -> None:
+    outcome = train(model_folder("qwen2"), *captured("null"), moves_at=3)
+    assert_same(outcome, train(model_folder("qwen2")))
