@@ -143,9 +143,12 @@ def main() -> int:
     from workload import Shape, Workload
 
     from nemo_rl_offload.bench.report import write_json
+    from nemo_rl_offload.megatron.build.model import prepare_captures
     from nemo_rl_offload.specs.catalogue import load_model_shape
 
     options.out.mkdir(parents=True, exist_ok=True)
+    if any(variant.kind == "graphs" for variant in variants):
+        prepare_captures()
     model = load_model_shape(options.model, None)
     num_layers, vocabulary = (model.num_layers, model.vocab_size) if HAS_GPU else (2, 256)
     lengths, _ = make_case(options)

@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any
 
 from common import HAS_GPU, Sample, pinned_bytes, settled_stats
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatrons_engine import bind_megatrons_engine, forget_megatrons_steps
 from torch.autograd.graph import save_on_cpu
 from workload import Workload
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
 from nemo_rl_offload.bench.variants import MODULE_SETS as TORCH_MODULE_SETS
-from nemo_rl_offload.megatron.build.model import init_process_groups, unwrap
+from nemo_rl_offload.megatron.build.model import unwrap
 from nemo_rl_offload.megatron.build.offload import install_offloading
 from nemo_rl_offload.megatron.step.cuda_graphs import LayerGraphs
 from nemo_rl_offload.offload.memory_budget import PLAN_EVERY
@@ -90,7 +91,7 @@ def _tree(workload: Workload, overrides: Sequence[str]) -> Iterator[Probe]:
 def _graphs(workload: Workload, parts: Sequence[str]) -> Iterator[Probe]:
     overrides = ("cuda_graph_impl=transformer_engine", "cuda_graph_warmup_steps=1")
     listed = f"cuda_graph_modules={_listed(parts) if parts else 'null'}"
-    init_process_groups(workload.policy(*overrides), seed=1)  # random states that a capture can read
+    model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
     workload.use_tree(*overrides, listed)
     graphs = LayerGraphs(workload.model.chunks, workload.model.config)
     workload.model.graphs = graphs

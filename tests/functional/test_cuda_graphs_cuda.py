@@ -77,7 +77,9 @@ def as_in_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.delitem(os.environ, name, raising=False)  # where Megatron-Core keeps the choice of attention
     torch.use_deterministic_algorithms(False)
+    stream = torch.cuda.current_stream()
     yield
+    torch.cuda.set_stream(stream)  # in whose place there is another where layers are captured
     torch.use_deterministic_algorithms(True)
 
 
@@ -157,6 +159,7 @@ def train_once(
             engine.close()
         del model
         gc.collect()
+        torch.cuda.synchronize()  # what is returned is compared on another stream
 
 
 Train = Callable[..., Outcome]

@@ -137,10 +137,10 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
     NCCL where there is a GPU, gloo otherwise. Raises WorkerError where the workers' port is taken.
     """
     cfg = policy["megatron_cfg"]
-    if captures_layers(policy):
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # which segments that expand ask for, and Megatron for them
     if torch.cuda.is_available():
         torch.cuda.set_device(0)  # Ray shows each worker its own device only
+        if captures_layers(policy):
+            prepare_captures()
     if not dist.is_initialized():
         join("nccl" if torch.cuda.is_available() else "gloo")
     if not parallel_state.model_parallel_is_initialized():
@@ -155,6 +155,17 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
     torch.manual_seed(seed)
     is_graph_safe = captures_layers(policy)
     model_parallel_cuda_manual_seed(seed, te_rng_tracker=is_graph_safe, force_reset_rng=is_graph_safe)
+
+
+def prepare_captures() -> None:
+    """Let this thread compute where a capture can follow, before there is a model or a communicator.
+
+    Data parallelism keeps the nodes that add up gradients, and these keep the stream that they were made on. The
+    default stream can be no part of a capture. Megatron-Bridge does the same.
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # which segments that expand ask for, and Megatron for them
+    if torch.cuda.current_stream() == torch.cuda.default_stream():
+        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
 def captures_layers(policy: PolicyConfig) -> bool:
