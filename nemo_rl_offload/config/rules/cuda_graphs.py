@@ -21,7 +21,7 @@ from nemo_rl_offload.config.rules.rule import (
 )
 from nemo_rl_offload.config.rules.vllm import is_used as uses_vllm
 from nemo_rl_offload.errors import ConfigError, nearest
-from nemo_rl_offload.specs.offload_modules import DENSE_MLP_MODULES
+from nemo_rl_offload.specs.offload_modules import CAPTURED_WITHIN
 
 GRAPH = f"{MEGATRON}.cuda_graph_impl"
 PARTS = f"{MEGATRON}.cuda_graph_modules"
@@ -57,13 +57,6 @@ _BESIDE: tuple[tuple[str, Any, str], ...] = (
 """Keys of `policy.megatron_cfg`, the value that is allowed (or what is as good as it), and why no other is."""
 _OVERRIDES = ("fp32_residual_connection", "overlap_moe_expert_parallel_comm", "moe_input_jitter_eps")
 """Fields in `model_overrides` with which what a layer is given, or when, is unlike what Megatron-Core captures."""
-_BORDER = "mlp_norm"
-_WITHIN = {
-    "attn": ("attn_norm", "qkv_linear", "core_attn", "attn_proj"),
-    "mlp": DENSE_MLP_MODULES,
-    "moe_router": ("shared_experts",),
-}
-"""The modules whose activations a captured part saves."""
 _RECOMPUTED_WITHIN = {
     "attn": ("core_attn", "mla_up_proj", "layernorm"),
     "mlp": ("mlp", "mlp_fc1", "mlp_act", "layernorm"),
@@ -234,10 +227,7 @@ def _offload(get: Get) -> Iterator[str]:
         yield f"{path}: 'auto' chooses among modules that {GRAPH} captures as well. List modules, or set that to none."
     parts = captured(get)
     for name in offloaded(get):
-        part = next((part for part in parts if name in _WITHIN.get(part, ())), None)
-        if part is None and name == _BORDER:
-            part = parts[0]
-        if part is not None:
+        if part := next((part for part in parts if part in CAPTURED_WITHIN.get(name, ())), None):
             whole = "whole layers are captured" if not megatron(get, "cuda_graph_modules") else f"'{part}' is captured"
             yield f"{path}: '{name}' cannot be offloaded: {whole}, with what it saves. Remove it, or change {PARTS}."
 
@@ -251,14 +241,6 @@ def _are_off(get: Get) -> Iterator[str]:
         yield f"{MEGATRON}.delay_offload_until_cuda_graph: ignored with cuda_graph_impl none."
 
 
-def _memory(get: Get) -> Iterator[str]:
-    if is_on(get):
-        yield (
-            f"{GRAPH}: each captured shape of microbatches, 2 at most, holds what its captured parts save, also while "
-            "nothing is trained. A plan counts that of one shape, while it trains."
-        )
-
-
 CUDA_GRAPH_RULES: tuple[Rule, ...] = (
     _who_captures,
     _names,
@@ -269,4 +251,4 @@ CUDA_GRAPH_RULES: tuple[Rule, ...] = (
     _recompute,
     _offload,
 )
-CUDA_GRAPH_WARNINGS: tuple[Rule, ...] = (_are_off, _memory)
+CUDA_GRAPH_WARNINGS: tuple[Rule, ...] = (_are_off,)

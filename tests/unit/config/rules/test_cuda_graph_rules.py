@@ -5,9 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_offload.config.validation import CheckedConfig
-
-Check = Callable[..., CheckedConfig]
 Refusals = Callable[[str], list[str]]
 MakeModel = Callable[..., Path]
 M = "policy.megatron_cfg"
@@ -183,9 +180,3 @@ def test_models_whose_layers_are_not_captured(
     model = f"policy.model_name={make_model(**shape)}"
     assert [line for line in refusals(f"{ON} {model}") if words in line]
     assert not [line for line in refusals(f"{PLAIN} {model}") if words in line]
-
-
-def test_what_graphs_hold_is_told(check: Check) -> None:
-    on = [part.replace("M.", f"{M}.", 1) for part in ON.split()]
-    assert [line for line in check(*on, run_here=False).warnings if "also while nothing is trained" in line]
-    assert not [line for line in check().warnings if "cuda_graph" in line]
