@@ -84,7 +84,7 @@ def say_what_graphs_hold(loaded: LoadedConfig) -> None:
         print(
             "note: policy.megatron_cfg.cuda_graph_impl: each captured shape of microbatches, 2 at most, keeps what its "
             "captured parts save. That of one shape is counted, while it trains; not that it stays in other phases, "
-            "nor the host's time that graphs spare. What is chosen to be offloaded may be captured, which check refuses.",
+            "nor the host's time that graphs spare. What it chooses to offload may be captured: check it.",
             file=sys.stderr,
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from models import MICRO_BATCH_SIZE, VOCABULARY_SIZE, make_policy, offload, weights_of
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from nemo_rl_offload.losses.reduction import normalizers
 from nemo_rl_offload.losses.registry import build_loss
 from nemo_rl_offload.megatron.build.model import MegatronModel, build_model, init_process_groups
 from nemo_rl_offload.megatron.build.offload import install_offloading
+from nemo_rl_offload.megatron.checkpoint import distributed
 from nemo_rl_offload.megatron.step.head import LogitsHeadFactory
 from nemo_rl_offload.megatron.step.log_probabilities import compute_logprobs
 from nemo_rl_offload.megatron.step.train_step import train_step
@@ -264,3 +266,43 @@ def test_gradients_that_lose_their_memory_between_steps_change_no_bit(train: Tra
     outcome = train("qwen2", *UNFUSED, *captured("null"), frees_gradients=True)
     assert outcome.replayed == EXPECTED
     assert_same(outcome, train("qwen2", *UNFUSED))
+
+
+def test_random_states_are_written_as_without_graphs() -> None:
+    """The tracker that a capture can read holds generators, which no checkpoint takes."""
+    init_process_groups(make_policy(*UNFUSED, *captured("null")), seed=1)
+
+    def draw() -> Tensor:
+        with get_cuda_rng_tracker().fork():
+            return torch.rand(4, device="cuda")
+
+    draw()
+    state = distributed._random_state().data
+    assert {type(each) for each in state["tracker"].values()} == {Tensor}
+    expected = draw()
+    assert not torch.equal(draw(), expected)
+    distributed._restore_random_state(state)
+    assert torch.equal(draw(), expected)
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_captured_layers(
+    train: Train, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    policy = make_policy(*UNFUSED, *captured("null"))
+    init_process_groups(policy, seed=1)
+    heads, loss = LogitsHeadFactory(1.0), build_loss("nll", {})
+    folder = model_folder("qwen2", **SHAPES["qwen2"])
+    found: list[dict[str, float]] = []
+    for first, last in (0, 4), (4, len(ROWS)):
+        model = build_model(policy, folder, num_steps=20)
+        if first:
+            distributed.load(model, tmp_path)
+        for step in range(first, last):
+            batch = make_rows(step, ROWS[step])
+            found.append(train_step(model, batch, loss, normalizers(batch), MICRO_BATCH_SIZE, heads))
+        assert model.graphs is not None
+        if not first:
+            distributed.save(model, tmp_path)
+        model.graphs.clear()
+    assert [metrics.pop(REPLAYED) for metrics in found] == [0, 0, 3, 3, 0, 0, 3, 3]
+    assert found == train("qwen2", *UNFUSED).metrics
