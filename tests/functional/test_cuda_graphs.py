@@ -39,7 +39,10 @@ ROUTED = "[attn,moe_router,moe_preprocess]"
 class FakeGraph:
     """What `make_graphed_callables` returns for a layer."""
 
+    num_made = 0
+
     def __init__(self, layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        FakeGraph.num_made += 1
         self._layer, self._inputs, self._names = layer, (*args, *kwargs.values()), list(kwargs)
         self._tracker = moe_logging.get_moe_metrics_tracker()
         self._addresses = self._addresses_now()
@@ -88,6 +91,7 @@ def make_fake_graphs(
 
 @pytest.fixture
 def graphs_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeGraph, "num_made", 0)
     monkeypatch.setattr(megatrons, "HAVE_TE_GRAPHS", True)
     monkeypatch.setattr(megatrons, "make_graphed_callables", make_fake_graphs, raising=False)
     for module in (megatrons, transformer_layer):
@@ -137,6 +141,9 @@ def train(folder: Path, *overrides: str, moves_at: int | None = None) -> Outcome
         replayed.append(found.pop("cuda_graph_microbatches", None))
         metrics.append(found)
         logprobs.append(compute_logprobs(model, batch, 2, heads))
+    if model.graphs is not None:
+        num_shapes, num_layers = 2 + 2 * (moves_at is not None), len(model.modules[0].decoder.layers)
+        assert FakeGraph.num_made == num_shapes * num_layers, "a layer is captured once for each shape"
     stats = {} if engine is None else engine.stats().per_module
     use_engine(None)
     if engine is not None:
