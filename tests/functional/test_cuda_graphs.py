@@ -36,6 +36,28 @@ REPLAYED = [0.0, 2.0, 1.0, 2.0]
 ROUTED = "[attn,moe_router,moe_preprocess]"
 
 
+class Replay(torch.autograd.Function):
+    """As Transformer Engine's: what a graph gives stands in the same memory each time, of which no version tells."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: FakeGraph, num_inputs: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        own = [each.detach().requires_grad_(each.requires_grad) for each in inputs[:num_inputs]]
+        with torch.enable_grad():
+            outputs = graph.run(own)
+        ctx.graph, ctx.own, ctx.outputs = graph, own, outputs
+        for static, output in zip(graph.outputs, outputs, strict=True):
+            static.data.copy_(output.detach())
+        return tuple(static.detach() for static in graph.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = [(output, grad) for output, grad in zip(ctx.outputs, grads, strict=True) if output.requires_grad]
+        wanted = [each for each in (*ctx.own, *ctx.graph.weights) if each.requires_grad]
+        outputs, grad_outputs = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, grad_outputs))
+        return None, None, *(next(found) if each.requires_grad else None for each in (*ctx.own, *ctx.graph.weights))
+
+
 class FakeGraph:
     """What `make_graphed_callables` returns for a layer."""
 
@@ -45,32 +67,33 @@ class FakeGraph:
         FakeGraph.num_made += 1
         self._layer, self._inputs, self._names = layer, (*args, *kwargs.values()), list(kwargs)
         self._tracker = moe_logging.get_moe_metrics_tracker()
-        self._addresses = self._addresses_now()
-        self._warm_up(args, kwargs)
-
-    def _addresses_now(self) -> list[int]:
-        return [weight.data_ptr() for weight in self._layer.parameters()]
-
-    def _warm_up(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        outputs = [each for each in self._layer(*args, **kwargs) if each is not None and each.requires_grad]
-        torch.autograd.backward(outputs, [torch.full_like(each, 100.0) for each in outputs])
-        for weight in self._layer.parameters():
+        outputs = layer(*args, **kwargs)
+        with_grad = [each for each in outputs if each.requires_grad]
+        torch.autograd.backward(with_grad, [torch.full_like(each, 100.0) for each in with_grad])
+        self.outputs = [each.detach().clone() for each in outputs]
+        self.weights = [weight for weight in layer.parameters() if weight.grad is not None]
+        for weight in self.weights:
             weight.grad = None
+        self._addresses = [weight.data_ptr() for weight in self.weights]
 
     def __call__(self, *args: Tensor, **kwargs: Any) -> Sequence[Tensor]:
         inputs = (*args, *(kwargs[name] for name in self._names))
         for given, known in zip(inputs, self._inputs, strict=True):
             assert (given.shape, given.dtype) == (known.shape, known.dtype)
-        assert self._addresses == self._addresses_now(), "a graph would read what is no weight"
+        assert self._addresses == [weight.data_ptr() for weight in self.weights], "a graph would read no weight"
+        outputs: Sequence[Tensor] = Replay.apply(self, len(inputs), *inputs, *self.weights)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def run(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The layer's captured part, which leaves nothing behind in Python."""
         dispatcher = getattr(self._layer.mlp, "token_dispatcher", None)
         before = {} if dispatcher is None else dict(vars(dispatcher))
         current = moe_logging._MOE_METRICS_TRACKER
         moe_logging.set_moe_metrics_tracker(self._tracker)
         megatrons._set_capture_start()
+        kwargs = dict(zip(self._names, inputs[1:], strict=True))
         try:
-            outputs: Sequence[Tensor] = self._layer._te_cuda_graph_capture(
-                *args, **{name: kwargs[name] for name in self._names}
-            )
+            outputs: Sequence[Tensor] = self._layer._te_cuda_graph_capture(inputs[0], **kwargs)
         finally:
             megatrons._set_capture_end()
             moe_logging._MOE_METRICS_TRACKER = current

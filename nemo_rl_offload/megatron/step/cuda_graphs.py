@@ -1,6 +1,6 @@
 """CUDA graphs of layers in training: a layer's kernels, recorded once, are launched together from then on.
 
-Mechanism. Where a microbatch is small, the device waits for the host, which launches some fifty kernels for each layer
+Mechanism. Where a microbatch is small, the device waits for the host, which launches dozens of kernels for each layer
 and direction. Megatron-Core captures a layer, or the parts of it that `cuda_graph_modules` lists, by Transformer
 Engine's `make_graphed_callables` (`TECudaGraphHelper`): forward and backward of each layer become a graph each, which a
 layer replays in training wherever its list `cuda_graphs` is not empty. A graph has one shape, and microbatches have
