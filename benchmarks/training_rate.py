@@ -4,10 +4,11 @@
 
 Cases are the microbatches of a step: `packs` of 16 sequences of 1,024 tokens; `rows`, eight padded rows of 184 tokens
 at a time, as short answers make them; and `whole`, single sequences of `--length` tokens. Without offloading and with
-it, by modules, steps take turns in one process; log-probabilities of the same sequences come after. Model FLOPs are
-those of `planner.cost.flops`, without recomputation; the optimizer's step is apart. `copy_ms` is how long the copies
-took: where half of it, one way, is more than the step without offloading, no engine can hide it. A profile of one step
-of each tells what else is left.
+it, by modules, steps take turns in one process; log-probabilities of the same sequences come after. CUDA graphs of
+Transformer Engine's layers are variants, too: `graphs`, `graphs: attn`, `graphs: mlp`. Model FLOPs are those of
+`planner.cost.flops`, without recomputation; the optimizer's step is apart. `copy_ms` is how long the copies took: where
+half of it, one way, is more than the step without offloading, no engine can hide it. A profile of one step of each
+tells what else is left.
 """
 
 import argparse
@@ -43,11 +44,14 @@ def make_case(options: argparse.Namespace) -> tuple[list[int], Any]:
 
 
 def make_variants(options: argparse.Namespace) -> list[Any]:
-    from variants import ATTENTION, MODULE_SETS, nothing, ours, ours_with_recompute
+    from variants import ATTENTION, MODULE_SETS, graphs, nothing, ours, ours_with_recompute
 
     sets = {**MODULE_SETS[options.impl], "attention": ATTENTION}
     made = {"nothing": nothing(), "ours: full recompute": ours_with_recompute()}
     made |= {f"ours: {name}": ours(name, modules) for name, modules in sets.items()}
+    if options.impl == "transformer_engine":
+        whole = [graphs(), graphs(["attn"])] if options.case != "packs" else []
+        made |= {variant.name: variant for variant in (*whole, graphs(["mlp"]))}
     if unknown := [name for name in options.variant if name not in made]:
         raise SystemExit(f"--variant: {', '.join(unknown)} is not one of {', '.join(made)}")
     return [made[name] for name in options.variant]
@@ -139,9 +143,12 @@ def main() -> int:
     from workload import Shape, Workload
 
     from nemo_rl_offload.bench.report import write_json
+    from nemo_rl_offload.megatron.build.model import prepare_captures
     from nemo_rl_offload.specs.catalogue import load_model_shape
 
     options.out.mkdir(parents=True, exist_ok=True)
+    if any(variant.kind == "graphs" for variant in variants):
+        prepare_captures()
     model = load_model_shape(options.model, None)
     num_layers, vocabulary = (model.num_layers, model.vocab_size) if HAS_GPU else (2, 256)
     lengths, _ = make_case(options)

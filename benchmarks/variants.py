@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from common import HAS_GPU, Sample, pinned_bytes, settled_stats
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatrons_engine import bind_megatrons_engine, forget_megatrons_steps
 from torch.autograd.graph import save_on_cpu
 from workload import Workload
@@ -20,6 +21,7 @@ from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters,
 from nemo_rl_offload.bench.variants import MODULE_SETS as TORCH_MODULE_SETS
 from nemo_rl_offload.megatron.build.model import unwrap
 from nemo_rl_offload.megatron.build.offload import install_offloading
+from nemo_rl_offload.megatron.step.cuda_graphs import LayerGraphs
 from nemo_rl_offload.offload.memory_budget import PLAN_EVERY
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
 
@@ -63,7 +65,7 @@ class Variant:
 
     name: str
     kind: str
-    """nothing | ours | recompute | hooks (every saved tensor moves) | megatron | transformer_engine."""
+    """nothing | ours | graphs | recompute | hooks (every saved tensor moves) | megatron | transformer_engine."""
     enter: Callable[[Workload], AbstractContextManager[Probe]]
     offload_modules: tuple[str, ...] | str = ()
     recompute: str | None = None
@@ -83,6 +85,22 @@ class Variant:
 def _tree(workload: Workload, overrides: Sequence[str]) -> Iterator[Probe]:
     workload.use_tree(*overrides)
     yield dict
+
+
+@contextmanager
+def _graphs(workload: Workload, parts: Sequence[str]) -> Iterator[Probe]:
+    overrides = ("cuda_graph_impl=transformer_engine", "cuda_graph_warmup_steps=1")
+    listed = f"cuda_graph_modules={_listed(parts) if parts else 'null'}"
+    model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
+    workload.use_tree(*overrides, listed)
+    graphs = LayerGraphs(workload.model.chunks, workload.model.config)
+    workload.model.graphs = graphs
+    try:
+        yield dict
+        assert graphs.metrics()["cuda_graph_microbatches"] > 0, "nothing was replayed"
+    finally:
+        workload.model.graphs = None
+        graphs.clear()
 
 
 def _listed(value: Any) -> str:
@@ -218,6 +236,12 @@ def ours_planned(name: str, keys: Mapping[str, Any]) -> Variant:
     enter = partial(_ours, modules=modules, budget=budget, recompute=recompute)
     num_warmup = PLAN_EVERY if modules == "auto" else 3
     return Variant(name, "ours", enter, modules, keys=keys, num_warmup=num_warmup)
+
+
+def graphs(parts: Sequence[str] = ()) -> Variant:
+    """CUDA graphs of whole layers, or of parts of them, which Transformer Engine's layers alone have."""
+    name = f"graphs: {', '.join(parts)}" if parts else "graphs"
+    return Variant(name, "graphs", partial(_graphs, parts=parts))
 
 
 def full_recompute() -> Variant:

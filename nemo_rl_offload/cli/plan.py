@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from nemo_rl_offload.cli.layouts import advise
 from nemo_rl_offload.cli.plan_files import changed_values, check_targets, given_words, uncollected
-from nemo_rl_offload.cli.planned_job import read_options, say_what_auto_is
+from nemo_rl_offload.cli.planned_job import read_options, say_what_auto_is, say_what_graphs_hold
 from nemo_rl_offload.cli.show import show
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.planner.plan import JobPlan, asks_for_layouts, make_plan, with_advice
@@ -21,6 +21,7 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     after all."""
     loaded = read_recipe(options.config, overrides)
     say_what_auto_is(options, loaded)
+    say_what_graphs_hold(loaded)
     job = read_options(options, loaded)
     check_targets(options)
     with uncollected():

@@ -78,6 +78,17 @@ def say_what_auto_is(options: argparse.Namespace, loaded: LoadedConfig) -> None:
             )
 
 
+def say_what_graphs_hold(loaded: LoadedConfig) -> None:
+    """Tell what a plan does not count of CUDA graphs."""
+    if not loaded.problems and loaded.values["policy"]["megatron_cfg"]["cuda_graph_impl"] == "transformer_engine":
+        print(
+            "note: policy.megatron_cfg.cuda_graph_impl: each captured shape of microbatches, 2 at most, keeps what its "
+            "captured parts save. That of one shape is counted, while it trains; not that it stays in other phases, "
+            "nor the host's time that graphs spare. What it chooses to offload may be captured: check it.",
+            file=sys.stderr,
+        )
+
+
 def _passes(config: Mapping[str, Any]) -> Passes:
     """What a step does beside training, on the GPUs that train."""
     algorithm, policy = ALGORITHMS[config["algorithm"]], config["policy"]

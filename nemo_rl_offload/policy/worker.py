@@ -527,6 +527,8 @@ class PolicyWorker:
         import torch.distributed as dist
 
         self._notices.close()
+        if self._model.graphs is not None:
+            self._model.graphs.clear()  # before the communicators that they use
         if self._engine is not None:
             self._engine.close()
         self._arena.close()

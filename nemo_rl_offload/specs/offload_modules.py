@@ -28,22 +28,26 @@ class OffloadModule:
     its way."""
     discarded_in: Literal["all", "latent"] = "all"
     """Attention that this is true of: all, or latent attention alone."""
+    captured_within: tuple[str, ...] = ()
+    """Parts of a layer (`cuda_graph_modules`) with each of which a CUDA graph holds what this module saves."""
 
 
 MODULES = (
-    OffloadModule(name="attn_norm"),
+    OffloadModule(name="attn_norm", captured_within=("attn",)),
     OffloadModule(
         name="qkv_linear",
+        captured_within=("attn",),
         discarded_by="layernorm",
         discarded_in="latent",
     ),
     OffloadModule(
         name="core_attn",
+        captured_within=("attn",),
         discarded_by="mla_up_proj",
         discarded_in="latent",
     ),
-    OffloadModule(name="attn_proj"),
-    OffloadModule(name="mlp_norm"),
+    OffloadModule(name="attn_proj", captured_within=("attn",)),
+    OffloadModule(name="mlp_norm", captured_within=("attn", "mlp", "moe_router")),  # on the border of attention
     OffloadModule(name="expert_fc1", layers="experts", is_stashed=True),
     OffloadModule(name="moe_act", layers="experts", is_stashed=True),
     OffloadModule(
@@ -52,8 +56,8 @@ MODULES = (
         layers="experts",
         is_stashed=True,
     ),
-    OffloadModule(name="mlp_fc1", engines=("native",), layers="dense"),
-    OffloadModule(name="mlp_act", engines=("native",), layers="dense"),
+    OffloadModule(name="mlp_fc1", engines=("native",), layers="dense", captured_within=("mlp",)),
+    OffloadModule(name="mlp_act", engines=("native",), layers="dense", captured_within=("mlp",)),
     OffloadModule(
         name="expert_fc2",
         engines=("native",),
@@ -68,6 +72,7 @@ MODULES = (
         layers="experts",
         in_transformer_engine=False,
         discarded_by="layernorm",
+        captured_within=("moe_router",),
     ),
 )
 
@@ -88,6 +93,9 @@ DENSE_MLP_MODULES = tuple(module.name for module in MODULES if module.layers == 
 
 SUPPORTED_MODULES = NATIVE_MODULES
 """Modules that a configuration may list."""
+
+CAPTURED_WITHIN = {module.name: module.captured_within for module in MODULES}
+"""The parts of a layer with each of which a CUDA graph holds what a module saves."""
 
 TRANSFORMER_ENGINE_MODULES = tuple(module.name for module in MODULES if module.in_transformer_engine)
 """What can be offloaded of Transformer Engine's layers."""

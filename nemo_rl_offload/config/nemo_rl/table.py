@@ -291,10 +291,10 @@ block_size_tokens               int   none of another cache of keys and values
 buffer_size_gb                  num   none of another cache of keys and values
 buffer_guaranteed_fraction      num   none of another cache of keys and values
 inference_moe_token_dispatcher_type text none of another engine in Megatron-Core
-cuda_graph_impl                 text  none CUDA graphs are not available yet
+cuda_graph_impl                 text  none generation captures no graphs; the responses are the same
 enable_chunked_prefill          bool  none of another engine in Megatron-Core
 enable_prefix_caching           bool  none of another engine in Megatron-Core
-inference_cuda_graph_scope      text  none CUDA graphs are not available yet
+inference_cuda_graph_scope      text  none generation captures no graphs; the responses are the same
 inference_grouped_gemm_backend  text  none of another engine in Megatron-Core
 kv_cache_management_mode        text  none the cache is made anew for each batch
 logging_step_interval           int   none of another engine in Megatron-Core
@@ -303,10 +303,10 @@ mamba_inference_ssm_states_dtype text  none states are float32
 materialize_only_last_token_logits bool  none of another engine in Megatron-Core
 max_model_len                   int   none policy.max_total_sequence_length is the limit
 max_tokens                      int   none policy.generation_batch_size is the limit
-num_cuda_graphs                 int   none CUDA graphs are not available yet
+num_cuda_graphs                 int   none generation captures no graphs; the responses are the same
 refit_backend                   text  none weights go over by Ray, or stay where they are
 unified_memory_level            int   none of another engine in Megatron-Core
-use_cuda_graphs_for_non_decode_steps bool  none CUDA graphs are not available yet
+use_cuda_graphs_for_non_decode_steps bool  none generation captures no graphs; the responses are the same
 
 [loss_fn]
 positive_example_nll_weight     num   only 0.0   [a likelihood term for correct responses] the loss has none

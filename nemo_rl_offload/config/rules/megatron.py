@@ -1,4 +1,4 @@
-"""Megatron-Core's own rules: recomputation, experts, kernels, the optimizer, CUDA graphs, and its fields by name.
+"""Megatron-Core's own rules: recomputation, experts, kernels, the optimizer, and its fields by name.
 
 Megatron checks them when its configuration objects are built, in a worker; here they are checked without importing it,
 which takes seconds. Its field names and their types are read from its sources. What a field in `model_overrides` means
@@ -9,7 +9,7 @@ import ast
 import json
 import typing
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,9 @@ from nemo_rl_offload.config.rules.rule import (
     algorithm_spec,
     flex_backend,
     is_native,
-    known_to_megatron,
     megatron,
     model_content,
     model_shape,
-    offloaded,
     recompute,
     recomputed,
 )
@@ -39,14 +37,8 @@ from nemo_rl_offload.specs.offload_modules import (
     COUNTED_RECOMPUTE,
     DENSE_MLP_RECOMPUTE,
     EXPERT_RECOMPUTE,
-    MOE_MODULES,
 )
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS
-
-NOT_YET: dict[str, Any] = {
-    "cuda_graph_impl": "none",
-}
-"""Keys of `policy.megatron_cfg` whose only value so far is this one."""
 
 RECOMPUTE_MODULES = (
     "core_attn",
@@ -74,11 +66,6 @@ NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
 }
 """Keys and those of their values that only Transformer Engine can honor."""
 
-GRAPH = f"{MEGATRON}.cuda_graph_impl"
-PARTS = f"{MEGATRON}.cuda_graph_modules"
-CUDA_GRAPH_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
-"""Megatron-Core's names for the parts of a layer that a CUDA graph captures."""
-
 _OWNERS = {
     "the model's folder, whose weights must fit": (
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts "
@@ -87,6 +74,10 @@ _OWNERS = {
         "mtp_hybrid_override_pattern"
     ),
     "policy.megatron_cfg.fp8_cfg": "fp8 fp8_recipe fp8_param",
+    "policy.megatron_cfg.cuda_graph_impl": (
+        "enable_cuda_graph external_cuda_graph cuda_graph_scope cuda_graph_use_single_mempool "
+        "cuda_graph_retain_backward_graph inference_cuda_graph_scope"
+    ),
     "policy.precision": "params_dtype pipeline_dtype autocast_dtype enable_autocast bf16 fp16",
     "this project": (
         "attention_dropout hidden_dropout use_cpu_initialization perform_initialization moe_grouped_gemm "
@@ -105,18 +96,6 @@ EARLIER_OVERRIDES = ("mtp_loss_scaling_factor", "mtp_detach_heads")
 def _backend(get: Get) -> Iterator[str]:
     if not megatron(get, "enabled"):
         yield f"{MEGATRON}.enabled: must be true. Megatron-Core is the only training backend."
-
-
-def _not_yet(key: str, available: Any, get: Get) -> Iterator[str]:
-    value = megatron(get, key)
-    if value != available:
-        yield f"{MEGATRON}.{key}: {value} is not available yet. Set it to {json.dumps(available)}."
-
-
-def _once_available(key: str, rule: Rule, get: Get) -> Iterator[str]:
-    """What else is to be said about a key, not before its value is available."""
-    if key not in NOT_YET or megatron(get, key) == NOT_YET[key]:
-        yield from rule(get)
 
 
 def transformer_engine_settings(get: Get) -> list[str]:
@@ -413,75 +392,6 @@ def _no_experts(get: Get) -> Iterator[str]:
         yield from (f"{MEGATRON}.{key}: ignored, because the model has no experts." for key in given)
 
 
-def _cuda_graph_names(get: Get) -> Iterator[str]:
-    for name in megatron(get, "cuda_graph_modules") or []:
-        if name not in CUDA_GRAPH_MODULES:
-            hint = nearest(name, CUDA_GRAPH_MODULES)
-            yield f"{PARTS}: '{name}': unknown part.{hint} Allowed: {', '.join(CUDA_GRAPH_MODULES)}."
-
-
-def _cuda_graph_parts(get: Get) -> Iterator[str]:
-    impl, parts = megatron(get, "cuda_graph_impl"), megatron(get, "cuda_graph_modules") or []
-    if impl == "full_iteration" and parts:
-        yield f"{PARTS}: cuda_graph_impl full_iteration captures everything. Set null."
-    if impl not in ("local", "transformer_engine"):
-        return
-    if "moe_preprocess" in parts and "moe_router" not in parts and impl == "transformer_engine":
-        yield f"{PARTS}: 'moe_preprocess' needs 'moe_router'. Add it."
-    of_experts = [name for name in ("moe", "moe_router", "moe_preprocess") if name in parts]
-    if not of_experts and "mlp" not in parts:
-        return
-    shape = model_shape(get)
-    for name in of_experts:
-        if not shape.has_experts:
-            yield f"{PARTS}: '{name}' needs layers with experts, and the model has none. Remove it."
-    if "moe" in parts and shape.has_experts:
-        yield f"{PARTS}: 'moe' needs experts that drop and pad tokens, which no key turns on. Remove it."
-    if "mlp" in parts and not any(shape.dense_layers):
-        yield f"{PARTS}: 'mlp' needs layers without experts, and the model has none. Remove it."
-
-
-def _cuda_graph_recompute(get: Get) -> Iterator[str]:
-    impl, parts = megatron(get, "cuda_graph_impl"), megatron(get, "cuda_graph_modules") or []
-    if recompute(get)["recompute_granularity"] == "full" and impl in ("local", "transformer_engine"):
-        yield f"{GRAPH}: full recompute works with full_iteration only. Set that or none."
-    if impl == "transformer_engine" and "moe" in recomputed(get) and "moe_router" in parts:
-        yield f"{PARTS}: 'moe_router' cannot be captured while recompute_modules has 'moe'. Remove one of the two."
-
-
-def _cuda_graph_offload(get: Get) -> Iterator[str]:
-    impl, parts = megatron(get, "cuda_graph_impl"), megatron(get, "cuda_graph_modules") or []
-    if megatron(get, "cpu_offloading") and impl in ("local", "transformer_engine"):
-        yield f"{GRAPH}: cannot be combined with cpu_offloading. Set none."
-    if impl == "full_iteration" and is_native(get) and offloaded(get):
-        yield (
-            f"{GRAPH}: full_iteration cannot be combined with engine: native, whose event queries and limits on bytes "
-            "cannot be captured. Set none, or activation_offload.engine: megatron."
-        )
-    modules = known_to_megatron(get)
-    if not modules or impl == "none":
-        return
-    if impl == "local":
-        for name in modules:
-            if name not in MOE_MODULES:
-                yield f"{MEGATRON}.offload_modules: '{name}' cannot be offloaded with cuda_graph_impl local. Remove it."
-        if not parts:
-            yield f"{PARTS}: offloading with cuda_graph_impl local needs parts of layers. List some, like [attn]."
-    if megatron(get, "cuda_graph_warmup_steps") == 0:
-        yield f"{MEGATRON}.cuda_graph_warmup_steps: offloading needs a step before the capture. Set 1 or more."
-    if impl == "full_iteration" and megatron(get, "fine_grained_offloading_max_inflight_offloads") is None:
-        yield f"{MEGATRON}.fine_grained_offloading_max_inflight_offloads: full_iteration needs a limit. Set 0 or more."
-
-
-def _cuda_graphs_are_off(get: Get) -> Iterator[str]:
-    if megatron(get, "cuda_graph_impl") != "none":
-        return
-    if megatron(get, "cuda_graph_modules"):
-        yield f"{PARTS}: ignored with cuda_graph_impl none."
-    if megatron(get, "delay_offload_until_cuda_graph"):
-        yield f"{MEGATRON}.delay_offload_until_cuda_graph: ignored with cuda_graph_impl none."
-
-
 def model_overrides(get: Get) -> Iterator[str]:
     """A rule: `model_overrides` names fields of Megatron-Core that no key and nobody else sets."""
     overrides = megatron(get, "model_overrides")
@@ -563,15 +473,8 @@ def _left_to_megatron(get: Get) -> Iterator[str]:
             yield f"{MEGATRON}.model_overrides.{name}: Megatron-Core's own rules for it are checked when workers start."
 
 
-AVAILABILITY_RULES: tuple[Rule, ...] = (
-    _backend,
-    *(partial(_not_yet, key, available) for key, available in NOT_YET.items()),
-)
-CUDA_GRAPH_RULES: tuple[Rule, ...] = tuple(
-    partial(_once_available, "cuda_graph_impl", rule)
-    for rule in (_cuda_graph_names, _cuda_graph_parts, _cuda_graph_recompute, _cuda_graph_offload)
-)
 MEGATRON_RULES: tuple[Rule, ...] = (
+    _backend,
     _torch_layers,
     _recompute,
     _further_tokens,
@@ -591,7 +494,6 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     _overlap,
 )
 MEGATRON_WARNINGS: tuple[Rule, ...] = (
-    _cuda_graphs_are_off,
     _recompute_is_off,
     _recompute_skips_further_tokens,
     _warmup_never_ends,

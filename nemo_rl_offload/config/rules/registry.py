@@ -2,6 +2,7 @@
 
 from nemo_rl_offload.config.rules.async_grpo import ASYNC_RULES, ASYNC_WARNINGS
 from nemo_rl_offload.config.rules.batching import BATCHING_RULES, BATCHING_WARNINGS
+from nemo_rl_offload.config.rules.cuda_graphs import CUDA_GRAPH_RULES, CUDA_GRAPH_WARNINGS
 from nemo_rl_offload.config.rules.effects import EFFECT_WARNINGS
 from nemo_rl_offload.config.rules.fp8 import FP8_RULES, FP8_WARNINGS
 from nemo_rl_offload.config.rules.generation import GENERATION_RULES
@@ -16,13 +17,7 @@ from nemo_rl_offload.config.rules.machine import (
     model_is_unknown,
     split_of_a_file,
 )
-from nemo_rl_offload.config.rules.megatron import (
-    AVAILABILITY_RULES,
-    CUDA_GRAPH_RULES,
-    MEGATRON_RULES,
-    MEGATRON_WARNINGS,
-    model_overrides,
-)
+from nemo_rl_offload.config.rules.megatron import MEGATRON_RULES, MEGATRON_WARNINGS, model_overrides
 from nemo_rl_offload.config.rules.model import MODEL_RULES, MODEL_WARNINGS
 from nemo_rl_offload.config.rules.offload import OFFLOAD_RULES, OFFLOAD_WARNINGS, STASH_RULES
 from nemo_rl_offload.config.rules.parallel import PARALLEL_RULES
@@ -36,7 +31,6 @@ from nemo_rl_offload.config.rules.vllm import VLLM_MACHINE_RULES, VLLM_RULES
 from nemo_rl_offload.config.rules.vllm_devices import VLLM_DEVICE_RULES
 
 RULES: tuple[Rule, ...] = (
-    *AVAILABILITY_RULES,
     *LOCAL_PATH_RULES,
     *STASH_RULES,
     model_can_be_read,
@@ -69,6 +63,7 @@ WARNINGS: tuple[Rule, ...] = (
     split_of_a_file,
     *MODEL_WARNINGS,
     *OFFLOAD_WARNINGS,
+    *CUDA_GRAPH_WARNINGS,
     *MEGATRON_WARNINGS,
     *LORA_WARNINGS,
     *BATCHING_WARNINGS,

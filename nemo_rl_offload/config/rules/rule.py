@@ -17,7 +17,6 @@ from nemo_rl_offload.specs.activation_memory import listed_modules
 from nemo_rl_offload.specs.catalogue import find_config, key_in_file, read_config_file
 from nemo_rl_offload.specs.model_keys import overrides_of_run, with_overrides
 from nemo_rl_offload.specs.model_shape import ModelShape, parse_model_shape
-from nemo_rl_offload.specs.offload_modules import MEGATRON_MODULES
 from nemo_rl_offload.specs.recompute import RECOMPUTE_KEYS, RecomputeKeys, ResolvedRecompute
 
 Get = Callable[[str], Any]
@@ -114,11 +113,6 @@ def num_further_tokens(get: Get) -> int:
 def offloaded(get: Get) -> list[str]:
     """The modules that are offloaded; none while offloading is off or chooses for itself."""
     return list(listed_modules(megatron(get, "fine_grained_activation_offloading"), megatron(get, "offload_modules")))
-
-
-def known_to_megatron(get: Get) -> list[str]:
-    """The offloaded modules that Megatron-Core's own checks see."""
-    return [name for name in offloaded(get) if name in MEGATRON_MODULES]
 
 
 def is_native(get: Get) -> bool:

@@ -230,16 +230,17 @@ class MegatronConfig(TypedDict):
     moe_expert_rank_capacity_factor: Annotated[Annotated[float, Gt(0)] | None, Default(None), Forwarded()]
     """Rows of the buffer that a rank's experts get, times the balanced case; null: as many as come, read each time."""
 
-    # CUDA graphs are not available yet.
+    # CUDA graphs of layers in training, with Transformer Engine's layers: one for each shape of microbatches that comes
+    # again.
 
     cuda_graph_impl: Annotated[
         Literal["none", "local", "transformer_engine", "full_iteration"], Default("none"), Forwarded()
     ]
-    """Who captures CUDA graphs; only none so far."""
+    """Who captures CUDA graphs of layers: transformer_engine, or none; local and full_iteration are refused."""
     cuda_graph_modules: Annotated[list[str] | None, Default(None), Forwarded(unless_null=True)]
     """Parts of a layer that are captured; null: the whole layer."""
     cuda_graph_warmup_steps: Annotated[Count, Default(3), Forwarded()]
-    """Steps before the capture."""
+    """Steps that a shape of microbatches was in before it is captured."""
 
     # Experts. Null leaves what the model says.
     freeze_moe_router: Annotated[bool, Default(False)]

@@ -1,5 +1,6 @@
 """Builds the Megatron-Core model of a policy from a Hugging Face folder, and writes one back."""
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ from nemo_rl_offload.megatron.layers.router_replay import prepare_replay
 from nemo_rl_offload.megatron.protocols import ModelChunk, Optimizer, Scheduler
 from nemo_rl_offload.megatron.runtime.quiet import quiet
 from nemo_rl_offload.megatron.runtime.rendezvous import join
+from nemo_rl_offload.megatron.step.cuda_graphs import LayerGraphs
 from nemo_rl_offload.observability.start_clock import StartClock
 from nemo_rl_offload.paged_stash.rerun import StepGuard
 from nemo_rl_offload.runs.output import partial_of
@@ -84,6 +86,8 @@ class MegatronModel:
     """None, like the optimizer, for a model that is never trained."""
     guard: StepGuard | None = None
     """Runs a step again whose experts' buffers or stash did not suffice; None where they have no limits."""
+    graphs: LayerGraphs | None = None
+    """CUDA graphs of its layers; None where nothing is captured."""
     measure: Callable[[str], AbstractContextManager[None]] = _not_measured
     """Opens a part of a step whose device memory is counted for itself."""
     overrides: Content = field(default_factory=dict)
@@ -135,6 +139,8 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
     cfg = policy["megatron_cfg"]
     if torch.cuda.is_available():
         torch.cuda.set_device(0)  # Ray shows each worker its own device only
+        if captures_layers(policy):
+            prepare_captures()
     if not dist.is_initialized():
         join("nccl" if torch.cuda.is_available() else "gloo")
     if not parallel_state.model_parallel_is_initialized():
@@ -147,7 +153,25 @@ def init_process_groups(policy: PolicyConfig, seed: int) -> None:
             virtual_pipeline_model_parallel_size=cfg["virtual_pipeline_model_parallel_size"],
         )
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+    is_graph_safe = captures_layers(policy)
+    model_parallel_cuda_manual_seed(seed, te_rng_tracker=is_graph_safe, force_reset_rng=is_graph_safe)
+
+
+def prepare_captures() -> None:
+    """Let this thread compute where a capture can follow, before there is a model or a communicator.
+
+    Data parallelism keeps the nodes that add up gradients, and these keep the stream that they were made on. The
+    default stream can be no part of a capture. Megatron-Bridge does the same.
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # which segments that expand ask for, and Megatron for them
+    if torch.cuda.current_stream() == torch.cuda.default_stream():
+        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+
+def captures_layers(policy: PolicyConfig) -> bool:
+    """Whether layers become CUDA graphs, during whose capture no other tracker of random states can be read than
+    Transformer Engine's."""
+    return policy["megatron_cfg"]["cuda_graph_impl"] == "transformer_engine"
 
 
 def check_layers(content: Content, policy: PolicyConfig, model_path: Path, transformer_impl: str) -> None:
@@ -218,6 +242,8 @@ def build_model(
             with clock.part("optimizer"):
                 model.optimizer = _make_optimizer(policy, chunks)
             model.scheduler, model.guard = learning_rate_scheduler(policy, model.optimizer, num_steps), guard
+            if captures_layers(policy):
+                model.graphs = LayerGraphs(chunks, provider)
         if policy["quant_cfg"] is not None:  # after the optimizer has copied the weights as they are
             model.quantizer = WeightQuantizer(modules, find_quantization(policy["quant_cfg"]))
             model.quantize_weights()

@@ -94,6 +94,14 @@ def _fp8_fields(megatron_cfg: MegatronConfig) -> dict[str, object]:
     return {key: section[key] for key in ("fp8", "fp8_recipe", "fp8_param")}
 
 
+def _cuda_graph_fields(megatron_cfg: MegatronConfig) -> dict[str, object]:
+    """Of captured layers. Their gradients are added up outside, since the buffers' memory comes and goes."""
+    if megatron_cfg["cuda_graph_impl"] == "none":
+        return {}
+    parts = megatron_cfg["cuda_graph_modules"] or []
+    return {"cuda_graph_modules": list(parts), "use_te_rng_tracker": True, "gradient_accumulation_fusion": False}
+
+
 def _fusions(provider: TransformerConfig) -> dict[str, object]:
     """What Megatron fuses with torch.compile, which needs a C compiler at run time."""
     fuse = torch.cuda.is_available() and any(map(shutil.which, ("cc", "gcc", "clang")))
@@ -146,6 +154,7 @@ def _transformer_fields(
         **({} if backend is None else {"attention_backend": AttnBackend[backend]}),
         **_repeated_layer(provider, megatron_cfg),
         **_fp8_fields(megatron_cfg),
+        **_cuda_graph_fields(megatron_cfg),
         # The fused kernel chooses and weighs experts at once, and knows no choice of others.
         **({"moe_router_fusion": False} if policy["router_replay"]["enabled"] else {}),
         **megatron_cfg["model_overrides"],

@@ -34,7 +34,11 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import (
+    convert_cuda_rng_state,
+    get_cuda_rng_tracker,
+    is_graph_safe_cuda_rng_tracker,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_rl_offload.errors import CheckpointError, ResourceError
@@ -94,8 +98,12 @@ def _layout() -> dict[str, int]:
 
 
 def _random_state() -> ShardedObject:
-    """This rank's random number generators. They have a meaning for the same rank of the same layout alone."""
-    state = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    """This rank's random number generators. They have a meaning for the same rank of the same layout alone.
+
+    Where layers are captured, the tracker holds generators, which are written as their states.
+    """
+    tracked = {name: convert_cuda_rng_state(each) for name, each in get_cuda_rng_tracker().get_states().items()}
+    state = {"cpu": torch.get_rng_state(), "tracker": tracked}
     if torch.cuda.is_available():
         state["device"] = torch.cuda.get_rng_state()
     return ShardedObject("random_state", state, (dist.get_world_size(),), (dist.get_rank(),))
@@ -103,7 +111,10 @@ def _random_state() -> ShardedObject:
 
 def _restore_random_state(state: StateDict) -> None:
     torch.set_rng_state(state["cpu"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
+    tracker = get_cuda_rng_tracker()
+    is_graphable = is_graph_safe_cuda_rng_tracker(tracker)
+    tracked = {name: convert_cuda_rng_state(each, is_graphable) for name, each in state["tracker"].items()}
+    tracker.set_states(tracked)
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state["device"])
 

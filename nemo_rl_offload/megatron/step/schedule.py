@@ -19,6 +19,7 @@ from nemo_rl_offload.losses.reduction import valid_tokens
 from nemo_rl_offload.megatron.build.model import MegatronModel, unwrap
 from nemo_rl_offload.megatron.protocols import ModelChunk
 from nemo_rl_offload.megatron.step.context_parallel import shard_for_cp
+from nemo_rl_offload.megatron.step.cuda_graphs import LayerGraphs, Shape
 from nemo_rl_offload.megatron.step.head import HeadFactory, OutputHead
 from nemo_rl_offload.megatron.step.microbatches import Microbatch, split_into_microbatches
 from nemo_rl_offload.megatron.step.router_replay import end_replay, replaying
@@ -66,7 +67,7 @@ def _run_schedule(
     num_rows, width = microbatches[0].input_ids.shape
     try:
         return get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, heads, process),
+            forward_step_func=partial(_forward_step, None if forward_only else model.graphs, heads, process),
             data_iterator=[iter(microbatches) for _ in model.chunks],
             model=model.chunks,
             num_microbatches=len(microbatches),
@@ -79,8 +80,18 @@ def _run_schedule(
         end_replay(model.modules)
 
 
+def shape_of(microbatch: Microbatch) -> Shape:
+    """The shape of the model's input."""
+    num_rows, width = microbatch.input_ids.shape
+    return num_rows, width
+
+
 def _forward_step(
-    heads: HeadFactory, process: Process[object], iterator: Iterator[Microbatch], chunk: ModelChunk
+    graphs: LayerGraphs | None,
+    heads: HeadFactory,
+    process: Process[object],
+    iterator: Iterator[Microbatch],
+    chunk: ModelChunk,
 ) -> tuple[Any, Callable[..., object]]:
     microbatch = next(iterator)
     # Padding stands on the right, so a causal mask already keeps it from every real token.
@@ -94,8 +105,9 @@ def _forward_step(
         mask_BS = torch.ones_like(batch["input_ids"]) if is_scored else valid_tokens(batch).long()
         further["loss_mask"] = shard_for_cp(microbatch.for_model(mask_BS), microbatch.part)
     ids, positions = (shard_for_cp(each, microbatch.part) for each in (microbatch.input_ids, microbatch.position_ids))
+    mask = None if graphs is None else graphs.select(shape_of(microbatch))
     with replaying(unwrap(chunk), microbatch):
-        output = chunk(ids, positions, None, **further)
+        output = chunk(ids, positions, mask, **further)
     return output, partial(_on_output, heads, process, microbatch)
 
 

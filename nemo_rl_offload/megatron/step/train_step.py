@@ -17,7 +17,12 @@ from nemo_rl_offload.megatron.step.finite import all_finite
 from nemo_rl_offload.megatron.step.head import HeadFactory, OutputHead
 from nemo_rl_offload.megatron.step.microbatches import Microbatch, split_into_microbatches
 from nemo_rl_offload.megatron.step.moe_metrics import collect_moe_metrics, forget_routing
-from nemo_rl_offload.megatron.step.schedule import forward_and_backward, forward_without_gradients, to_device
+from nemo_rl_offload.megatron.step.schedule import (
+    forward_and_backward,
+    forward_without_gradients,
+    shape_of,
+    to_device,
+)
 
 type Metrics = dict[str, Tensor]
 """Of one microbatch, 0-dim each."""
@@ -51,7 +56,8 @@ def train_step(
     beforehand. A loss or gradient that is not finite leaves weights, optimizer and schedule as they are.
 
     Returns the loss function's metrics summed over microbatches and ranks (on the last pipeline stage), those of the
-    experts' routers, `grad_norm` (before clipping), `lr` (of this step) and `skipped_updates` (1 where there was none).
+    experts' routers and of CUDA graphs, `grad_norm` (before clipping), `lr` (of this step) and `skipped_updates` (1
+    where there was none).
     """
     assert model.optimizer is not None, "built with num_steps=None"
     assert model.scheduler is not None
@@ -59,6 +65,8 @@ def train_step(
     batch = to_device(batch)
     norm = Normalizers(*(count.to(batch["input_ids"].device) for count in norm))
     microbatches = split_into_microbatches(batch, split, model.config)
+    if model.graphs is not None:
+        model.graphs.begin_step([shape_of(microbatch) for microbatch in microbatches])
 
     attempt = partial(accumulate_gradients, model, microbatches, loss, norm, heads)
     outputs = attempt() if model.guard is None else model.guard.run(attempt)
@@ -74,6 +82,7 @@ def train_step(
         **_reduce_metrics(outputs),
         **collect_moe_metrics(model.config, len(microbatches)),
         **({} if model.guard is None else model.guard.metrics()),
+        **({} if model.graphs is None else model.graphs.metrics()),
         "grad_norm": float(grad_norm or 0.0),
         "lr": learning_rate,
         "skipped_updates": float(not is_finite),

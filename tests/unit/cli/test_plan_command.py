@@ -38,6 +38,16 @@ def test_how_many_gpus_auto_stands_for_is_said(capsys: pytest.CaptureFixture[str
         assert "gb200-186gb, 4 devices" in captured.out
 
 
+def test_what_is_not_counted_of_cuda_graphs_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    graphs = ["cuda_graph_impl=transformer_engine", "transformer_impl=transformer_engine"]
+    off = ["fine_grained_activation_offloading=false", "recompute_granularity=null", "recompute_modules=null"]
+    off += ["distributed_data_parallel_config.overlap_param_gather=false"]
+    for keys, said in (graphs, 1), (graphs[1:], 0):
+        words = [f"{CFG}.{key}" for key in (*keys, *off)]
+        assert main(["plan", SMALL, "--gpu", "h100-80gb", "policy.sequence_packing.enabled=false", *words]) == 0
+        assert capsys.readouterr().err.count("not that it stays in other phases") == said
+
+
 def test_an_exemplar_is_planned_from_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(capsys, SMALL, "--gpu", "h100-80gb", "policy.train_micro_batch_size=4")
     assert "fits without offloading" in text

@@ -1,8 +1,7 @@
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.config.rules.megatron import NOT_YET
 from nemo_rl_offload.config.validation import CheckedConfig, check_config, examine
 from nemo_rl_offload.errors import ConfigError
 
@@ -89,17 +87,16 @@ def check(tiny: Callable[..., dict[str, Any]]) -> Check:
 
 @pytest.fixture(scope="session")
 def refusals(check: Check, dense_model: Path, moe_model: Path) -> Refusals:
-    """Return the lines of all problems, without those of what is not available yet; overrides as one text.
+    """Return the lines of all problems; overrides as one text.
 
     `M.` stands for `policy.megatron_cfg.`, `DENSE` and `MOE` for a model.
     """
 
     def lines_of(overrides: str) -> list[str]:
         try:
-            with what_is_not_available_yet_has_rules():
-                check(*expand(overrides, dense_model, moe_model), run_here=False)
+            check(*expand(overrides, dense_model, moe_model), run_here=False)
         except ConfigError as error:
-            return [line for line in str(error).splitlines()[1:] if "not available yet" not in line]
+            return str(error).splitlines()[1:]
         return []
 
     return lines_of
@@ -116,20 +113,6 @@ def refuses(refusals: Refusals) -> Refuses:
         assert refusals(f"{broken} {legal}") == []
 
     return assert_refused
-
-
-@contextmanager
-def what_is_not_available_yet_has_rules() -> Iterator[None]:
-    """Rules that wait for CUDA graphs to be available are followed meanwhile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(NOT_YET, "cuda_graph_impl")
-        yield
-
-
-@pytest.fixture(scope="module")
-def rules_of_what_is_not_available_yet() -> Iterator[None]:
-    with what_is_not_available_yet_has_rules():
-        yield
 
 
 def expand(text: str, dense_model: Path, moe_model: Path) -> list[str]:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from nemo_rl_offload.config.rules.megatron import CUDA_GRAPH_MODULES, RECOMPUTE_MODULES
+from nemo_rl_offload.config.rules.cuda_graphs import CUDA_GRAPH_MODULES
+from nemo_rl_offload.config.rules.megatron import RECOMPUTE_MODULES
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.config.validation import check_config

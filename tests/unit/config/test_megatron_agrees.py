@@ -13,8 +13,6 @@ from providers import Model, build, make_models, pretend_transformer_engine
 from nemo_rl_offload.config.rules.megatron import transformer_fields
 from nemo_rl_offload.config.validation import examine
 
-pytestmark = pytest.mark.usefixtures("rules_of_what_is_not_available_yet")
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Model]:
@@ -26,9 +24,9 @@ def left_to_megatron(raw: dict[str, Any]) -> bool:
 
 
 def check_agreement(model: Model, changes: dict[tuple[str, ...], Any]) -> bool:
-    """Build what the rules accept, also what they only call not available yet; return whether they did."""
+    """Build what the rules accept; return whether they did."""
     raw = model.raw(changes)
-    if left_to_megatron(raw) or any("not available yet" not in line for line in refused(raw)):
+    if left_to_megatron(raw) or refused(raw):
         return False
     build(model, raw)
     return True
@@ -64,7 +62,7 @@ def check_many_with_transformer_engine(models: list[Model], num_accepted: int, p
         of_te = {("transformer_impl",): "transformer_engine", ("activation_offload", "engine"): engine}
         raw = models[index].raw(changes[0] | changes[1] | of_te)
         found = examine(raw, run_here=False).problems
-        if not left_to_megatron(raw) and all("not available yet" in problem.message for problem in found):
+        if not left_to_megatron(raw) and not found:
             apply_policy(models[index].provider(), raw["policy"], "transformer_engine")
             accepted.append(engine)
 
@@ -122,7 +120,7 @@ def test_forwarded_fields_are_those_of_a_config_that_megatron_builds(
 
     model = models[index]
     raw = model.raw(changes)
-    if left_to_megatron(raw) or any("not available yet" not in line for line in refused(raw)):
+    if left_to_megatron(raw) or refused(raw):
         return
     built, untouched, cfg = build(model, raw), model.provider(), raw["policy"]["megatron_cfg"]
     offload = cfg["fine_grained_activation_offloading"]
@@ -223,6 +221,6 @@ def test_what_megatron_refuses_breaks_a_rule(models: list[Model], changes: dict[
     from nemo_rl_offload.errors import ConfigError
 
     raw = models[1].raw({(key,): value for key, value in changes.items()})
-    assert [line for line in refused(raw) if "not available yet" not in line]
+    assert refused(raw)
     with pytest.raises(ConfigError, match=r"Megatron-Core refuses this configuration: |needs Transformer Engine"):
         build(models[1], raw)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
-from nemo_rl_offload.config.rules.megatron import NOT_YET
 from nemo_rl_offload.config.validation import CheckedConfig, examine
 from nemo_rl_offload.errors import ConfigError
 
@@ -26,10 +25,6 @@ VIRTUAL = "M.virtual_pipeline_model_parallel_size=2"
 PIPELINE = "M.pipeline_model_parallel_size=2"
 OVERLAP = "M.batch_p2p_comm=false M.overlap_p2p_comm=true"
 SPLIT = "M.expert_model_parallel_size=2 policy.precision=bfloat16"
-GRAPH = "M.cuda_graph_impl"
-PARTS = "M.cuda_graph_modules"
-EXPERTS = "MOE M.offload_modules=[expert_fc1]"
-MEGATRON = "M.activation_offload.engine=megatron"
 
 CASES = [
     ("M.enabled=false", "enabled", "Megatron-Core is the only", "M.enabled=true"),
@@ -39,12 +34,6 @@ CASES = [
         f"M.activation_checkpointing=true {SELECTIVE} M.recompute_num_layers=1",
         "recompute_num_layers",
         "Set null",
-        "M.activation_checkpointing=false",
-    ),
-    (
-        f"M.activation_checkpointing=true {OFF} {GRAPH}=local",
-        "cuda_graph_impl",
-        "works with full_iteration only",
         "M.activation_checkpointing=false",
     ),
     (f"{SELECTIVE} M.recompute_num_layers=1", "recompute_num_layers", "Set null", "M.recompute_num_layers=null"),
@@ -270,55 +259,6 @@ CASES = [
         "optimizer: adam",
         "M.optimizer.optimizer=adam",
     ),
-    (f"{GRAPH}=local {OFF} {PARTS}=[atn]", "cuda_graph_modules", "Did you mean 'attn'?", f"{PARTS}=[attn]"),
-    (f"{GRAPH}=full_iteration {OFF} {PARTS}=[attn]", "cuda_graph_modules", "captures everything", f"{PARTS}=null"),
-    (f"{GRAPH}=local {OFF} {PARTS}=[moe_router]", "cuda_graph_modules", "needs layers with experts", "MOE"),
-    (f"{GRAPH}=local {OFF} MOE {PARTS}=[mlp]", "cuda_graph_modules", "needs layers without experts", "DENSE"),
-    (f"{GRAPH}=local {OFF} MOE {PARTS}=[moe]", "cuda_graph_modules", "drop and pad tokens", f"{PARTS}=[moe_router]"),
-    (
-        f"{TE} MOE {GRAPH}=transformer_engine {PARTS}=[moe_preprocess]",
-        "cuda_graph_modules",
-        "'moe_preprocess' needs 'moe_router'",
-        f"{PARTS}=[moe_preprocess,moe_router]",
-    ),
-    (f"{GRAPH}=local {OFF} {FULL}", "cuda_graph_impl", "works with full_iteration only", f"{GRAPH}=full_iteration"),
-    (
-        f"{TE} MOE {GRAPH}=transformer_engine {PARTS}=[moe_router] {SELECTIVE} M.recompute_modules=[moe]",
-        "cuda_graph_modules",
-        "cannot be captured while recompute_modules has 'moe'",
-        f"{PARTS}=[attn]",
-    ),
-    (
-        f"{TE} {OFF} M.cpu_offloading=true {GRAPH}=transformer_engine",
-        "cuda_graph_impl",
-        "cannot be combined with cpu_offloading",
-        f"{GRAPH}=full_iteration",
-    ),
-    (
-        f"{GRAPH}=full_iteration M.fine_grained_offloading_max_inflight_offloads=1",
-        "cuda_graph_impl",
-        "engine: native, whose event queries and limits on bytes cannot be captured",
-        f"{GRAPH}=none",
-    ),
-    (
-        f"{TE} {MEGATRON} {GRAPH}=full_iteration",
-        "fine_grained_offloading_max_inflight_offloads",
-        "full_iteration needs a limit",
-        "M.fine_grained_offloading_max_inflight_offloads=0",
-    ),
-    (
-        f"MOE {GRAPH}=local {PARTS}=[attn] M.offload_modules=[core_attn]",
-        "offload_modules",
-        "'core_attn' cannot be offloaded with cuda_graph_impl local",
-        "M.offload_modules=[moe_act]",
-    ),
-    (f"{EXPERTS} {GRAPH}=local", "cuda_graph_modules", "needs parts of layers", f"{PARTS}=[attn]"),
-    (
-        f"{EXPERTS} {GRAPH}=local {PARTS}=[attn] M.cuda_graph_warmup_steps=0",
-        "cuda_graph_warmup_steps",
-        "needs a step before the capture",
-        "M.cuda_graph_warmup_steps=1",
-    ),
     *(
         (setting, setting.split("=")[0].removeprefix("M."), "which transformer_impl: torch leaves out", TE)
         for setting in (
@@ -327,7 +267,6 @@ CASES = [
             "M.gradient_accumulation_fusion=true",
             "M.use_transformer_engine_op_fuser=true",
             "M.attention_backend=flash",
-            "M.cuda_graph_impl=transformer_engine",
         )
     ),
 ]
@@ -340,13 +279,6 @@ def test_rules(refusals: Refusals, broken: str, key: str, words: str, legal: str
     assert line.startswith(f"{M}.{key}: ")
     assert words in line
     assert refusals(f"{broken} {legal}") == []
-
-
-@pytest.mark.parametrize("key", NOT_YET)
-def test_what_is_not_available_yet(check: Check, moe_model: Path, key: str) -> None:
-    value = {"cuda_graph_impl": "local", "sequence_parallel": "true", "optimizer.optimizer_cpu_offload": "true"}
-    with pytest.raises(ConfigError, match=rf"\n{M}\.{key}: \S+ is not available yet\. Set it to "):
-        check(f"policy.model_name={moe_model}", f"{M}.offload_modules=[core_attn]", f"{M}.{key}={value.get(key, 2)}")
 
 
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "silu"])
@@ -448,13 +380,6 @@ def test_recompute_of_multi_token_prediction(check: Check, refusals: Refusals, m
     assert check(*block, offloaded).warnings == []
     (warning,) = check(model, *block, offloaded).warnings
     assert warning.startswith(f"{M}.recompute_method: block leaves out the layers of multi-token prediction.")
-
-
-def test_a_cuda_graph_that_is_not_available_is_the_only_thing_said_about_it(check: Check) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check(f"{M}.cuda_graph_impl=local", f"{M}.cuda_graph_modules=[attn,moe]", f"{M}.cuda_graph_warmup_steps=0")
-    (line,) = str(caught.value).splitlines()[1:]
-    assert line == f'{M}.cuda_graph_impl: local is not available yet. Set it to "none".'
 
 
 @pytest.mark.parametrize(
