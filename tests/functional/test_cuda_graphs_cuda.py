@@ -216,9 +216,10 @@ def test_graphs_of_mlps_over_packs_change_no_bit(train: Train) -> None:
     assert_same(outcome, train("qwen2", *PACKED, rows=EQUAL))
 
 
-def test_graphs_of_fused_attention_change_next_to_nothing(train: Train) -> None:
-    fused = (*COMMON, "attention_backend=fused")
-    outcome, reference = train("qwen2", *fused, *captured("null")), train("qwen2", *fused)
+def test_graphs_of_attention_as_it_comes_change_next_to_nothing(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    any_kernel = (*COMMON, "attention_backend=auto")
+    outcome, reference = train("qwen2", *any_kernel, *captured("null")), train("qwen2", *any_kernel)
     assert outcome.replayed == EXPECTED
     for found, expected in zip(outcome.metrics, reference.metrics, strict=True):
         assert found == pytest.approx(expected, rel=NEAR)

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
-from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, _set_capture_end
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -185,8 +185,12 @@ class LayerGraphs:
         helper = TECudaGraphHelper(self._chunks, self._config, seq_length=width, micro_batch_size=num_rows)
         self._layers = helper.flattened_callables
         assert self._layers, "the rules refuse models without such a layer"
-        with _without_masks(self._layers):
-            helper.create_cudagraphs()
+        try:
+            with _without_masks(self._layers):
+                helper.create_cudagraphs()
+        except BaseException:
+            _set_capture_end()  # or layers would take every later forward for a capture
+            raise
         self._captured[shape] = _Captured(
             [(layer, layer.cuda_graphs) for layer in self._layers],
             [(dispatcher, _sizes(dispatcher)) for dispatcher in self._dispatchers()],

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import num_microbatches_calculator
+from megatron.core.transformer.cuda_graphs import _set_capture_start, is_graph_capturing
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -231,3 +232,16 @@ def test_positions_that_no_graph_is_given_are_refused(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"cuda_graph_modules: attention cannot be captured with .* kind yarn"):
         make_graphs(monkeypatch, CudaGraphModule.attn, positions="yarn")
     make_graphs(monkeypatch, CudaGraphModule.mlp, positions="yarn")
+
+
+def test_a_capture_that_fails_is_over(graphs: LayerGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Helper) -> None:
+        _set_capture_start()
+        raise ValueError("no kernel can be captured")
+
+    monkeypatch.setattr(Helper, "create_cudagraphs", fail)
+    graphs.begin_step([WIDE])
+    with pytest.raises(ValueError, match="no kernel"):
+        graphs.begin_step([WIDE])
+    assert not is_graph_capturing()
+    assert shapes_in_use(graphs) == [[], []]
