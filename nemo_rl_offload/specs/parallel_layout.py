@@ -299,9 +299,11 @@ def recurrent_heads_problem(shape: ModelShape, num_tensor: int, num_context: int
     there are none. They may share a group of heads, as in Megatron's `MambaContextParallel`."""
     if shape.mamba is not None:
         all_heads, all_groups, of_groups = shape.mamba.num_heads, shape.mamba.num_groups, "groups of heads"
+    elif shape.delta_net is not None:
+        all_heads, all_groups, of_groups = shape.delta_net.num_value_heads, shape.num_delta_heads, "heads of keys"
     else:
-        all_heads, all_groups, of_groups = shape.num_delta_value_heads, shape.num_delta_heads, "heads of keys"
-    if all_heads == 0 or all_groups % num_tensor:  # which another rule reports
+        return None
+    if all_groups % num_tensor:  # which another rule reports
         return None
     layers = "gated delta nets" if shape.mamba is None else "Mamba-2 layers"
     where = f"in {layers}{' on each tensor-parallel rank' if num_tensor > 1 else ''}"

@@ -206,7 +206,7 @@ def _recompute_fits_model(get: Get) -> Iterator[str]:
         "shared experts": (("shared_experts",), shape.has_shared_experts),
         "latent attention": (("mla_up_proj",), shape.has_latent_attention),
         "linear attention by the kernels of Megatron-Core": (("gdn_norm_out",), False),
-        "layers without experts": (DENSE_MLP_RECOMPUTE, any(shape.dense_layers)),
+        "layers without experts": (DENSE_MLP_RECOMPUTE, shape.has_dense_layers),
     }
     for part, (of_part, is_present) in present.items():
         for name in names:
@@ -437,7 +437,7 @@ def _cuda_graph_parts(get: Get) -> Iterator[str]:
             yield f"{PARTS}: '{name}' needs layers with experts, and the model has none. Remove it."
     if "moe" in parts and shape.has_experts:
         yield f"{PARTS}: 'moe' needs experts that drop and pad tokens, which no key turns on. Remove it."
-    if "mlp" in parts and not any(shape.dense_layers):
+    if "mlp" in parts and not shape.has_dense_layers:
         yield f"{PARTS}: 'mlp' needs layers without experts, and the model has none. Remove it."
 
 
