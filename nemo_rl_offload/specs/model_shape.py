@@ -174,6 +174,11 @@ class ModelShape:
         return (*self.layer_kinds, *self.mtp_kinds * self.num_mtp_layers)
 
     @property
+    def rotates(self) -> bool:
+        """Whether positions rotate queries and keys: a hybrid model's recurrent layers know them without that."""
+        return not self.hybrid_layers
+
+    @property
     def gated_mlp(self) -> bool:
         """Whether an MLP's first linear gives a gate beside what the second one reads."""
         return not self.hybrid_layers

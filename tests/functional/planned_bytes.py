@@ -14,7 +14,7 @@ from torch_activations import (
     with_received_input,
 )
 
-from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Storage, Tokens
+from nemo_rl_offload.planner.cost.storages import LayerContext, Numbers, Storage, Tokens
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.simulate.pipeline_schedule import pipeline_schedule
 from nemo_rl_offload.specs.catalogue import load_model_shape
@@ -211,13 +211,13 @@ def predict(case: Case, folder: Path, rank: int = 0) -> dict[str, int]:
 def _chunk(case: Case, context: LayerContext, shape: ModelShape, layers: range, is_received: bool) -> Iterator[Storage]:
     selective = frozenset(case.recompute if isinstance(case.recompute, tuple) else ())
     recompute = Recompute(selective, num_counted_layers=case.num_counted_layers)
-    num_mtp = shape.num_mtp_layers if layers.stop == shape.num_layers else 0
-    kinds = (*shape.layers_with_experts, *[shape.layers_with_experts[-1]] * shape.num_mtp_layers)
-    dense = [layer for layer in range(layers.start, layers.stop + num_mtp) if not kinds[layer]]
+    kinds = shape.all_kinds
+    end = len(kinds) if layers.stop == shape.num_layers else layers.stop
+    dense = [layer for layer in range(layers.start, end) if kinds[layer].mlp == "dense"]
     counted = dense
     if case.num_counted_layers is not None:
         num_spared = max(0, len(dense) - case.num_counted_layers)
-        if num_spared and layers.stop == shape.num_layers and not kinds[-1]:
+        if num_spared and layers.stop == shape.num_layers and kinds[-1].mlp == "dense":
             counted = dense[num_spared - 1 : -1]
         else:
             counted = dense[num_spared:]
@@ -231,7 +231,9 @@ def _chunk(case: Case, context: LayerContext, shape: ModelShape, layers: range, 
         yield from storages
     if layers.stop == shape.num_layers:
         for layer in range(shape.num_layers, len(kinds)):
-            if case.recompute == "uniform":
+            is_first = (layer - shape.num_layers) % len(shape.mtp_kinds) == 0
+            if case.recompute != "uniform":
+                modules = recompute.of_layer(layer in counted)
+                yield from torch_mtp_layer(context, kinds[layer], modules, is_first=is_first)
+            elif is_first:
                 yield from torch_recomputed_layers(context, is_mtp=True)
-            else:
-                yield from torch_mtp_layer(context, recompute.of_layer(layer in counted))

@@ -8,7 +8,7 @@ from planner_evidence import PUBLISHED_PARAMETERS
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.cost.parameters import layer_parameters, model_parameters, mtp_parameters
 from nemo_rl_offload.specs.catalogue import CATALOGUE, find_config, load_model_shape
-from nemo_rl_offload.specs.model_shape import read_model_shape
+from nemo_rl_offload.specs.model_shape import MOE_LAYER, read_model_shape
 from nemo_rl_offload.specs.parallel_layout import Split
 
 
@@ -124,8 +124,8 @@ def test_layers_with_experts() -> None:
 
 def test_parallel_ranks_share_a_layer_but_for_norms_and_router() -> None:
     shape = load_model_shape("Qwen/Qwen3-30B-A3B", None)
-    whole = layer_parameters(shape, True)
-    part = layer_parameters(shape, True, Split(tensor=4, expert=8, expert_tensor=2))
+    whole = layer_parameters(shape, MOE_LAYER)
+    part = layer_parameters(shape, MOE_LAYER, Split(tensor=4, expert=8, expert_tensor=2))
     assert part.expert * 16 == whole.expert
     replicated = 2 * shape.hidden_size + 2 * shape.head_dim + shape.hidden_size * 128
     assert (part.shared - replicated) * 4 == whole.shared - replicated
