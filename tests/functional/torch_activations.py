@@ -137,7 +137,7 @@ def _grouped_query(context: LayerContext, recompute_modules: Collection[str]) ->
     # The whole output of the projection is behind the values. Without a copy to float32 the norms of queries and keys
     # read it too; of several groups, queries are copied beside each other.
     held_by: tuple[str, ...] = ()
-    largest = groups
+    largest = heads if not shape.rotates and not heads > groups > 1 else groups
     if shape.qk_norm:
         queries = list(_norm("query norm", context, count * heads, head, "qkv_linear"))
         keys = list(_norm("key norm", context, count * groups, head, "qkv_linear"))

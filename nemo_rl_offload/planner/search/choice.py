@@ -96,8 +96,9 @@ def _more_modules(job: Job) -> Iterator[Recompute]:
         yield replace(given, modules=given.modules.union(more))
     if names:
         yield replace(given, modules=given.modules.union(names))
-    if shape.has_states and "core_attn" not in given.modules:
+    if shape.has_states and "core_attn" not in given.modules:  # a recurrence saves most of a layer
         yield replace(given, modules=given.modules | {"core_attn"})
+        yield replace(given, modules=given.modules.union(names, ["core_attn"]))
     if has_dense and "mlp" not in given.modules and job.recomputes_mlp_parts:
         yield from _counted(job, "mlp_fc1", "mlp_act")
     elif has_dense and "mlp_fc1" not in given.modules:

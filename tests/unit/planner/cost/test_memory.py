@@ -58,7 +58,7 @@ def test_operations_are_two_per_active_parameter(name: str, active_parameters: f
 
 def test_attention_is_causal() -> None:
     """Two products of 4096 x 4096 per head, half of each masked: 2 x 2 x 4096^2 x 128 / 2 operations per head."""
-    work = layer_costs(make_job("meta-llama/Llama-3.1-8B", layout=ParallelLayout(8)).context, False)
+    work = layer_costs(make_job("meta-llama/Llama-3.1-8B", layout=ParallelLayout(8)).context, DENSE_LAYER)
     attention = next(each for each in work if each.module == "core_attn")
     assert attention.attention_flops == 32 * 2 * 2 * 4096**2 * 128 / 2
     device = find_device("h100-80gb")
