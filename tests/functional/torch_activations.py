@@ -271,8 +271,8 @@ def _experts(context: LayerContext, recompute_modules: Collection[str]) -> Itera
 
 
 def _activation(context: LayerContext, whose: str, width: int, module: str) -> Iterator[Storage]:
-    """Megatron adds an offset, mostly 0, to the linear part, and so saves that part anew. Without a gate, what relu gives
-    is saved alone."""
+    """Megatron adds an offset, mostly 0, to the linear part, and so saves that part anew. Without a gate there is what
+    relu gives."""
     size = _size(context)
     if not context.shape.gated_mlp:
         yield _storage(f"{whose} activation input", width, size, module)
