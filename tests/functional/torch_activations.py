@@ -11,11 +11,8 @@ from dataclasses import replace
 
 from nemo_rl_offload.planner.cost.activations import with_recomputation
 from nemo_rl_offload.planner.cost.recurrent import recurrent_core
-from nemo_rl_offload.planner.cost.storages import LayerContext, Storage
+from nemo_rl_offload.planner.cost.storages import KEPT, LayerContext, Storage
 from nemo_rl_offload.specs.model_shape import LayerKind
-
-KEPT = ("no module",)
-"""What holds a storage that a copy does not free."""
 
 
 def torch_layer(context: LayerContext, kind: LayerKind, recompute_modules: Collection[str] = ()) -> list[Storage]:
@@ -108,7 +105,7 @@ def _layer_norm(
 def _flash_attention(context: LayerContext) -> Iterator[Storage]:
     """Without positions, keys are views of what was projected, and so are queries unless they are of several groups."""
     count, heads, rotates = context.tokens.count, context.heads, context.shape.rotates
-    if rotates or heads > context.groups > 1:
+    if rotates or context.copies_queries:
         yield _storage("queries", count * heads * context.shape.query_head_dim, _size(context), "core_attn")
     if rotates:
         yield _storage("keys", count * context.groups * context.shape.query_head_dim, _size(context), "core_attn")
@@ -137,16 +134,18 @@ def _grouped_query(context: LayerContext, recompute_modules: Collection[str]) ->
     # The whole output of the projection is behind the values. Without a copy to float32 the norms of queries and keys
     # read it too; of several groups, queries are copied beside each other.
     held_by: tuple[str, ...] = ()
-    largest = heads if not shape.rotates and not heads > groups > 1 else groups
+    largest = groups if shape.rotates or context.copies_queries else heads
     if shape.qk_norm:
         queries = list(_norm("query norm", context, count * heads, head, "qkv_linear"))
         keys = list(_norm("key norm", context, count * groups, head, "qkv_linear"))
         if size == 4:
             keys, held_by = keys[1:], ("qkv_linear",)
-            largest = groups if heads > groups > 1 else heads
-            queries = queries if heads > groups > 1 else queries[1:]
+            largest = groups if context.copies_queries else heads
+            queries = queries if context.copies_queries else queries[1:]
         yield from queries
         yield from keys
+    if shape.attention_gate and not context.copies_queries:
+        held_by = KEPT  # the gate is a view of it, too
     if "core_attn" not in recompute_modules:
         projected = count * context.projected_width * size
         name = "projected queries, keys, values"

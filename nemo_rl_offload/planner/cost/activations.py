@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
 from nemo_rl_offload.planner.cost.recurrent import kept_bytes, recurrent_core
-from nemo_rl_offload.planner.cost.storages import LayerContext, Storage, linear_input, tensor
+from nemo_rl_offload.planner.cost.storages import KEPT, LayerContext, Storage, linear_input, tensor
 from nemo_rl_offload.specs.model_shape import LayerKind
 
 
@@ -72,7 +72,7 @@ def _grouped_query(context: LayerContext) -> Iterator[Storage]:
     head = shape.head_dim
     yield from _normed_input(context)
     yield from (_copied_projection if context.fused_norm_linear else _viewed_projection)(context)
-    if shape.rotates or context.heads > context.groups > 1:  # else they are views, as values are
+    if shape.rotates or context.copies_queries:
         yield tensor("queries", count * context.heads * head, size, "core_attn")
     if shape.rotates or context.gathers_keys:
         yield tensor("keys", context.key_tokens * context.groups * head, size, "core_attn")
@@ -101,10 +101,12 @@ def _viewed_projection(context: LayerContext) -> Iterator[Storage]:
     projected = count * context.projected_width
     both = tensor("projected queries, keys, values", projected, size, "core_attn")
     if shape.qk_norm:
-        if context.heads > context.groups > 1:  # of several groups they are copied beside each other
+        if context.copies_queries:
             queries = count * context.heads * shape.head_dim
             yield tensor("queries before their norm", queries, size, "qkv_linear")
         both = replace(both, held_by=("qkv_linear",))
+    if shape.attention_gate and not context.copies_queries:  # the gate is needed behind the region
+        both = replace(both, held_by=KEPT)
     if not context.gathers_keys:
         yield both
     elif shape.qk_norm:  # gathered values are a copy, and the norms alone read the projection's output

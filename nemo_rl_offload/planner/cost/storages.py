@@ -14,6 +14,9 @@ SCALED_BYTES = {"mxfp8": 1 + 1 / 32, "blockwise": 1 + 4 / 128}
 """By recipe, of an element in 8 bits with its share of a scale: a byte for 32 elements (OCP Microscaling Formats 1.0),
 or a float32 for 128."""
 
+KEPT = ("no module",)
+"""What holds a storage that a copy does not free."""
+
 
 @dataclass(frozen=True)
 class Storage:
@@ -111,6 +114,12 @@ class LayerContext:
         """Of queries, keys and values, and of attention's gate, for a token: what one projection gives."""
         num_heads = self.heads * (2 if self.shape.attention_gate else 1) + 2 * self.groups
         return num_heads * self.shape.head_dim
+
+    @property
+    def copies_queries(self) -> bool:
+        """Whether queries, and attention's gate, are copied beside each other: of several groups of several heads. They
+        are views of what was projected otherwise."""
+        return self.heads > self.groups > 1
 
     @property
     def gathers_keys(self) -> bool:
