@@ -43,7 +43,12 @@ def test_context_parallel_ranks_share_the_optimizer_too() -> None:
 
 @pytest.mark.parametrize(
     ("name", "active_parameters"),
-    [("deepseek-ai/DeepSeek-V3", 36.6e9), ("Qwen/Qwen3-8B", 8.19e9), ("Qwen/Qwen3-30B-A3B", 3.35e9)],
+    [
+        ("deepseek-ai/DeepSeek-V3", 36.6e9),
+        ("Qwen/Qwen3-8B", 8.19e9),
+        ("Qwen/Qwen3-30B-A3B", 3.35e9),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B", 3.6e9),
+    ],
 )
 def test_operations_are_two_per_active_parameter(name: str, active_parameters: float) -> None:
     """Published active parameters, less the embedding; DeepSeek's 36.6B and the others' include the output layer."""
