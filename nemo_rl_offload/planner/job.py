@@ -246,12 +246,18 @@ def read_job(
 
     `skew` is what the experts needed elsewhere; `rows_per_sample` is the loss function's.
 
-    Raises ConfigError for a layout that does not divide, naming keys and the nearest that would do.
+    Raises ConfigError for a layout that does not divide, naming keys and the nearest that would do, and for a repeated
+    layer of multi-token prediction.
     """
     megatron_cfg = policy["megatron_cfg"]
     if memory_bytes > device.memory_bytes:
         raise ConfigError(
             f"--memory, gpu_memory_budget: {device.name} has {device.memory_gib:g} GiB. Give at most that."
+        )
+    if shape.num_mtp_layers and megatron_cfg["mtp_use_repeated_layer"] and (megatron_cfg["mtp_num_layers"] or 1) > 1:
+        raise ConfigError(
+            "policy.megatron_cfg.mtp_use_repeated_layer: true asks for a plan of a layer that predicts several tokens, "
+            "not supported here: the planner has no costs of its repetitions. Plan with mtp_num_layers 1 or 0."
         )
     layout = read_layout(megatron_cfg, world)
     fp8_cfg = megatron_cfg["fp8_cfg"]
