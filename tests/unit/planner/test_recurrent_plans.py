@@ -13,6 +13,7 @@ from nemo_rl_offload.planner.cost.storages import LayerContext, Tokens
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.plan import make_plan
 from nemo_rl_offload.planner.search.choice import ways
+from nemo_rl_offload.planner.search.to_config import Trials, offloaded_bytes
 from nemo_rl_offload.planner.simulate.stages import build_stages
 from nemo_rl_offload.specs.model_shape import LayerKind
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
@@ -120,3 +121,13 @@ def test_messages_of_a_recurrence_do_not_grow_with_its_ranks() -> None:
     found = [messages_ms(make_job(NANO, layout=ParallelLayout(8, context=each))) for each in (1, 2, 4)]
     assert found[0] < found[1]
     assert forward_bytes(context_of(NANO), MAMBA) > core_bytes(context_of(NANO), MAMBA)
+
+
+def test_a_module_that_another_one_needs_is_not_left_out_for_moving_nothing() -> None:
+    """attn_proj is offloaded beside core_attn alone, of which a recomputed recurrence leaves nothing: no end of tries."""
+    job = make_job("nvidia/NVIDIA-Nemotron-Nano-9B-v2", layout=ParallelLayout(8))
+    job = replace(job, shape=replace(job.shape, num_layers=4, hybrid_layers="M-M-", layers_with_experts=(False,) * 4))
+    trials = Trials(job)
+    found = trials.try_modules(Recompute(frozenset({"core_attn"})), ("core_attn", "attn_proj"))
+    assert "core_attn" not in offloaded_bytes(found.step)
+    assert found not in list(trials.try_less(found))
