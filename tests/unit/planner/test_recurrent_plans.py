@@ -124,7 +124,7 @@ def test_messages_of_a_recurrence_do_not_grow_with_its_ranks() -> None:
 
 
 def test_a_module_that_another_one_needs_is_not_left_out_for_moving_nothing() -> None:
-    """attn_proj is offloaded beside core_attn alone, of which a recomputed recurrence leaves nothing: no end of tries."""
+    """attn_proj is offloaded beside core_attn alone, of which a recomputed recurrence leaves nothing: tries end."""
     job = make_job("nvidia/NVIDIA-Nemotron-Nano-9B-v2", layout=ParallelLayout(8))
     job = replace(job, shape=replace(job.shape, num_layers=4, hybrid_layers="M-M-", layers_with_experts=(False,) * 4))
     trials = Trials(job)
