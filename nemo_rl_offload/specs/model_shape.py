@@ -85,11 +85,6 @@ class LayerKind(NamedTuple):
     mlp: Literal["dense", "experts"] | None
     """None: the layer mixes tokens alone."""
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether it hands a state from token to token."""
-        return self.mixer in ("mamba", "delta_net")
-
 
 DENSE_LAYER, MOE_LAYER = LayerKind("attention", "dense"), LayerKind("attention", "experts")
 _HYBRID_KINDS = {
