@@ -17,6 +17,7 @@ from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep, run_s
 from nemo_rl_offload.planner.simulate.stages import build_stages
 from nemo_rl_offload.specs.catalogue import CATALOGUE, load_model_shape
 from nemo_rl_offload.specs.devices import Device, find_device
+from nemo_rl_offload.specs.model_shape import MOE_LAYER
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 MARK = "<!-- Below: written by `python tools/planner_evidence.py`. -->\n"
@@ -95,7 +96,7 @@ def _calibrated(device: Device) -> Device:
     """Set the share of the peak rate so that the run without offloading is as fast as published."""
     for _ in range(8):
         job = _deepseek_job(device)
-        forward = 14 * sum(work.forward_flops for work in layer_costs(job.context, True))
+        forward = 14 * sum(work.forward_flops for work in layer_costs(job.context, MOE_LAYER))
         forward += 2.0 * job.context.tokens.count * job.shape.hidden_size * job.shape.vocab_size
         seconds = _kept(job).step_ms / 1e3
         tflops = 3 * forward * job.num_microbatches / job.layout.pipeline / seconds / 1e12

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from nemo_rl_offload.config.schema import Fp8Config, MegatronConfig, PolicyConfig
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Tokens
 from nemo_rl_offload.planner.cost.experts import ExpertBuffers, Skew
 from nemo_rl_offload.planner.cost.memory import (
     Optimizer,
@@ -18,6 +17,7 @@ from nemo_rl_offload.planner.cost.memory import (
     stage_parameters,
     trained_parameters,
 )
+from nemo_rl_offload.planner.cost.storages import LayerContext, Numbers, Tokens
 from nemo_rl_offload.specs.activation_memory import resolve_activations
 from nemo_rl_offload.specs.devices import Device
 from nemo_rl_offload.specs.lora import HEAD, Adapters, parts_named
@@ -246,12 +246,18 @@ def read_job(
 
     `skew` is what the experts needed elsewhere; `rows_per_sample` is the loss function's.
 
-    Raises ConfigError for a layout that does not divide, naming keys and the nearest that would do.
+    Raises ConfigError for a layout that does not divide, naming keys and the nearest that would do, and for a repeated
+    layer of multi-token prediction.
     """
     megatron_cfg = policy["megatron_cfg"]
     if memory_bytes > device.memory_bytes:
         raise ConfigError(
             f"--memory, gpu_memory_budget: {device.name} has {device.memory_gib:g} GiB. Give at most that."
+        )
+    if shape.num_mtp_layers and megatron_cfg["mtp_use_repeated_layer"] and (megatron_cfg["mtp_num_layers"] or 1) > 1:
+        raise ConfigError(
+            "policy.megatron_cfg.mtp_use_repeated_layer: true asks for a plan of a layer that predicts several tokens, "
+            "not supported here: the planner has no costs of its repetitions. Plan with mtp_num_layers 1 or 0."
         )
     layout = read_layout(megatron_cfg, world)
     fp8_cfg = megatron_cfg["fp8_cfg"]
@@ -400,7 +406,7 @@ def _recompute(resolved: ResolvedRecompute, shape: ModelShape) -> Recompute:
     if resolved.granularity == "full":
         return Recompute(method=resolved.method or "uniform", num_layers=resolved.num_layers or 1)
     if resolved.granularity == "selective":
-        absent = set() if any(shape.layers_with_experts) else {"moe", "moe_act"}
-        absent |= {"mlp", "mlp_act"} if all(shape.layers_with_experts) else set()
+        absent = set() if shape.has_experts else {"moe", "moe_act"}
+        absent |= set() if shape.has_dense_layers else {"mlp", "mlp_act"}
         return Recompute(modules=frozenset(resolved.modules) - absent, num_counted_layers=resolved.num_layers)
     return Recompute()

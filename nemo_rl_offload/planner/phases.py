@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_rl_offload.planner.cost.activations import LayerContext, Tokens, forward_bytes, key_value_bytes
+from nemo_rl_offload.planner.cost.activations import forward_bytes, generation_bytes
 from nemo_rl_offload.planner.cost.head import forward_logits_bytes, fused_head_forward_bytes
 from nemo_rl_offload.planner.cost.memory import (
     EIGHT_BIT_COPIES,
@@ -16,6 +16,7 @@ from nemo_rl_offload.planner.cost.memory import (
     optimizer_parameters,
     trained_parameters,
 )
+from nemo_rl_offload.planner.cost.storages import LayerContext, Tokens
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.simulated_step import SimulatedStep
 from nemo_rl_offload.planner.simulate.stages import job_link
@@ -94,7 +95,7 @@ class PhasesOfStage:
         self._job, self._step, self._rank = job, step, rank
         self._static = step.stages[rank].static_bytes
         self._is_last = rank == job.layout.pipeline - 1
-        self._num_layers = sum(map(len, step.stages[rank].layers))
+        self._kinds = [job.shape.layer_kinds[layer] for chunk in step.stages[rank].layers for layer in chunk]
         names = ("weights", EIGHT_BIT_COPIES, "gradients", "optimizer", "runtime", "fragmentation")
         self._resident = {name: self._static[name] for name in names if self._static.get(name)}
         self._asleep = dict(self._resident)
@@ -169,12 +170,7 @@ class PhasesOfStage:
         return found
 
     def _one_layer(self, context: LayerContext) -> int:
-        kinds = {
-            self._job.shape.layers_with_experts[min(layer, len(self._job.shape.layers_with_experts) - 1)]
-            for chunk in self._step.stages[self._rank].layers
-            for layer in chunk
-        }
-        return max((forward_bytes(context, kind) for kind in kinds), default=0)
+        return max((forward_bytes(context, kind) for kind in set(self._kinds)), default=0)
 
     def _generation(self) -> dict[str, int]:
         job, passes = self._job, self._job.passes
@@ -183,7 +179,7 @@ class PhasesOfStage:
         whole = replace(job.context, layout=layout, tokens=Tokens(tokens, passes.generation_length))
         prompts = replace(whole, tokens=Tokens(passes.generation_rows * passes.prompt_length, passes.prompt_length))
         found = {
-            "keys and values": key_value_bytes(whole, self._num_layers),
+            **generation_bytes(whole, self._kinds),
             "one layer's forward": self._one_layer(prompts),
         }
         if self._is_last:

@@ -10,10 +10,14 @@ The reader also tells which keys it asked for (`honoured_keys`). What else a `co
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 from nemo_rl_offload.errors import ConfigError, nearest
-from nemo_rl_offload.specs.hybrid_layers import EXPERTS, MLP, layer_pattern
+from nemo_rl_offload.specs.hybrid_layers import ATTENTION, EXPERTS, MAMBA, MLP, layer_pattern, mtp_layer_pattern
+
+DELTA_CHUNK = 64
+"""Tokens whose triangular system a gated delta net solves at once, as in transformers."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Experts:
     shared_ffn_hidden_size: int
     """Width of all shared experts together; 0: none."""
     has_shared_gate: bool
+    latent_size: int | None = None
+    """Width of what the experts read and give, with a projection of the layer's on either side; None: `hidden_size`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,40 @@ class Mamba:
     """Of heads, which share what reads and writes the state."""
     state_dim: int
     """Of each element of a head."""
+    conv_kernel: int
+    chunk: int
+    """Tokens whose products are made at once."""
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net (arXiv 2412.06464)."""
+
+    num_key_heads: int
+    """Of keys, and of queries."""
+    num_value_heads: int
+    """A multiple of those of keys."""
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+
+class LayerKind(NamedTuple):
+    """What a layer is made of."""
+
+    mixer: Literal["attention", "mamba", "delta_net"] | None
+    """What mixes tokens; None: the layer is an MLP alone."""
+    mlp: Literal["dense", "experts"] | None
+    """None: the layer mixes tokens alone."""
+
+
+DENSE_LAYER, MOE_LAYER = LayerKind("attention", "dense"), LayerKind("attention", "experts")
+_HYBRID_KINDS = {
+    MAMBA: LayerKind("mamba", None),
+    ATTENTION: LayerKind("attention", None),
+    MLP: LayerKind(None, "dense"),
+    EXPERTS: LayerKind(None, "experts"),
+}
 
 
 @dataclass(frozen=True)
@@ -73,10 +113,10 @@ class ModelShape:
     experts: Experts | None
     has_shared_experts: bool
     latent_attention: LatentAttention | None
-    num_delta_heads: int
-    """Heads of keys in each gated delta net; 0: there are no such layers. The planner has no costs of them."""
-    num_delta_value_heads: int
-    """Heads of values in each, a multiple of those of keys."""
+    delta_net: DeltaNet | None
+    """None: there are no such layers."""
+    delta_layers: tuple[int, ...]
+    """Layers that are gated delta nets, counted from 0."""
     num_mtp_layers: int
     """Layers that predict further tokens (multi-token prediction)."""
     tied_embeddings: bool
@@ -85,6 +125,8 @@ class ModelShape:
     """Whether what attention and MLP give is normed before it is added."""
     qkv_bias: bool
     attention_output_bias: bool
+    attention_gate: bool
+    """Whether attention's output is multiplied by a gate, which the projection of queries gives too."""
     mlp_bias: bool
     """Biases in the MLP, experts and router included."""
     attention_sinks: bool
@@ -96,10 +138,45 @@ class ModelShape:
     """Longest sequence that the model is made for; 0 where it does not say."""
     hybrid_layers: str
     """A letter for each layer of a hybrid model (`specs/hybrid_layers.py`); empty: it is none."""
+    hybrid_mtp_layers: str
+    """Likewise of what stands in each layer for a further token."""
     mamba: Mamba | None
     """Of a hybrid model."""
-    dense_layers: tuple[bool, ...]
-    """Of each layer whether it has an MLP without experts."""
+
+    @cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Of each layer."""
+        if self.hybrid_layers:
+            return tuple(_HYBRID_KINDS[letter] for letter in self.hybrid_layers)
+        return tuple(
+            LayerKind("delta_net" if layer in self.delta_layers else "attention", "experts" if has_experts else "dense")
+            for layer, has_experts in enumerate(self.layers_with_experts)
+        )
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether any layer has an MLP without experts."""
+        return any(kind.mlp == "dense" for kind in self.layer_kinds)
+
+    @property
+    def mtp_kinds(self) -> tuple[LayerKind, ...]:
+        """What stands in each layer for a further token: one like the model's last, or a hybrid model's several."""
+        return tuple(_HYBRID_KINDS[letter] for letter in self.hybrid_mtp_layers) or self.layer_kinds[-1:]
+
+    @property
+    def all_kinds(self) -> tuple[LayerKind, ...]:
+        """Of each layer, and then of each that stands in one for a further token."""
+        return (*self.layer_kinds, *self.mtp_kinds * self.num_mtp_layers)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether positions rotate queries and keys: a hybrid model's recurrent layers know them without that."""
+        return not self.hybrid_layers
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether an MLP's first linear gives a gate beside what the second one reads."""
+        return not self.hybrid_layers
 
     @property
     def has_experts(self) -> bool:
@@ -119,12 +196,17 @@ class ModelShape:
     @property
     def has_states(self) -> bool:
         """Whether layers hand a state from token to token: Mamba-2 layers, or gated delta nets."""
-        return self.mamba is not None or self.num_delta_heads > 0
+        return self.mamba is not None or self.delta_net is not None
 
     @property
     def num_mamba_groups(self) -> int:
         """Groups of heads in each Mamba-2 layer; 0: there are no such layers."""
         return 0 if self.mamba is None else self.mamba.num_groups
+
+    @property
+    def num_delta_heads(self) -> int:
+        """Heads of keys in each gated delta net; 0: there are no such layers."""
+        return 0 if self.delta_net is None else self.delta_net.num_key_heads
 
     def vocabulary_rows(self, num_parts: int) -> int:
         """Of embedding and output layer on each of so many tensor-parallel ranks, those that pad included."""
@@ -154,8 +236,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "glm4_moe_lite": {"defaults": {"first_k_dense_replace": 1}},
     "gpt_oss": {"mlp_bias": True, "attention_sinks": True},
-    "qwen3_5_text": {"qk_norm": True, "defaults": {"head_dim": 256}},
-    "qwen3_5_moe_text": {"qk_norm": True, "shared_gate": True, "defaults": {"head_dim": 256}},
+    "qwen3_5_text": {"qk_norm": True, "attention_gate": True, "defaults": {"head_dim": 256}},
+    "qwen3_5_moe_text": {
+        "qk_norm": True,
+        "attention_gate": True,
+        "shared_gate": True,
+        "defaults": {"head_dim": 256},
+    },
+    "nemotron_h": {},
     "gemma3_text": {
         "qk_norm": True,
         "output_norms": True,
@@ -200,12 +288,6 @@ def parse_model_shape(content: Mapping[str, Any]) -> ParsedShape:
     if family is None:
         hint = nearest(name, _FAMILIES) if isinstance(name, str) else ""
         problems = [f"model_type {name!r} is not known. Known: {', '.join(_FAMILIES)}.{hint}"]
-    if name == "nemotron_h" or has_delta_nets(name):
-        layers = "Mamba layers" if name == "nemotron_h" else "gated delta nets"
-        problems = [
-            f"model_type {name} is trained here but not planned yet: the planner has no costs of its {layers}. "
-            "Run a few steps of it, whose summary.json has the peak memory and the time."
-        ]
     return ParsedShape(shape, tuple(problems), frozenset(reader.asked))
 
 
@@ -248,9 +330,11 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
     if pattern is None:
         first = family.get("defaults", {}).get("first_k_dense_replace", 0)
         with_experts = _layers_with_experts(reader, num_layers, experts is not None, first)
-        dense = tuple(not has_experts for has_experts in with_experts)
+        has_dense = not all(with_experts)
     else:
-        with_experts, dense = (tuple(letter == kind for letter in pattern) for kind in (EXPERTS, MLP))
+        with_experts, has_dense = tuple(letter == EXPERTS for letter in pattern), MLP in pattern
+    delta_net = _delta_net(reader) if has_delta_nets(name) else None
+    num_mtp_layers = reader.whole("num_nextn_predict_layers", 0, minimum=0)
     vocab_size, num_key_value_heads = (
         reader.whole("vocab_size", fallback=0),
         reader.whole("num_key_value_heads", num_heads),
@@ -267,27 +351,28 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads if latent else num_key_value_heads,
         head_dim=reader.whole("head_dim", defaults.get("head_dim", max(1, hidden_size // num_heads))),
-        ffn_hidden_size=reader.whole("intermediate_size"),
+        ffn_hidden_size=reader.whole("intermediate_size", None if has_dense else 0),
         layers_with_experts=with_experts,
         experts=experts,
         has_shared_experts=has_shared if pattern is None else EXPERTS in pattern,
         latent_attention=latent,
-        num_delta_heads=reader.whole("linear_num_key_heads", 16) if has_delta_nets(name) else 0,
-        num_delta_value_heads=reader.whole("linear_num_value_heads", 32) if has_delta_nets(name) else 0,
-        num_mtp_layers=reader.whole("num_nextn_predict_layers", 0, minimum=0),
+        delta_net=delta_net,
+        delta_layers=() if delta_net is None else _delta_layers(reader, num_layers),
+        num_mtp_layers=num_mtp_layers,
         tied_embeddings=reader.flag("tie_word_embeddings", bool(defaults.get("tie_word_embeddings"))),
         qk_norm=bool(family.get("qk_norm")),
         output_norms=bool(family.get("output_norms")),
         qkv_bias=bool(family.get("qkv_bias")) or reader.flag("attention_bias"),
         attention_output_bias=reader.flag("attention_bias"),
+        attention_gate=bool(family.get("attention_gate")),
         mlp_bias=bool(family.get("mlp_bias")) or reader.flag("mlp_bias"),
         attention_sinks=bool(family.get("attention_sinks")),
         sliding_windows=has_windows(reader.content),
         activation=activation if isinstance(activation, str) else "silu",
         max_positions=max_positions if isinstance(max_positions, int) else 0,
         hybrid_layers=pattern or "",
+        hybrid_mtp_layers=(mtp_layer_pattern(reader.content) or "") if pattern is not None and num_mtp_layers else "",
         mamba=None if pattern is None else _mamba(reader),
-        dense_layers=dense,
     )
 
 
@@ -327,7 +412,7 @@ def _experts(reader: _Reader, family: Mapping[str, Any]) -> Experts | None:
     key = next((key for key in _NUM_EXPERTS if reader.get(key)), None)
     if key is None:
         return None
-    width = reader.whole("moe_intermediate_size", reader.whole("intermediate_size"))
+    width = reader.whole("moe_intermediate_size" if reader.get("moe_intermediate_size") else "intermediate_size")
     shared = reader.whole("n_shared_experts", 0, minimum=0) * width
     if reader.get("model_type") == "nemotron_h":
         shared = reader.whole("moe_shared_expert_intermediate_size", 7688)
@@ -337,12 +422,28 @@ def _experts(reader: _Reader, family: Mapping[str, Any]) -> Experts | None:
         ffn_hidden_size=width,
         shared_ffn_hidden_size=shared or reader.whole("shared_expert_intermediate_size", 0, minimum=0),
         has_shared_gate=bool(family.get("shared_gate")),
+        latent_size=reader.whole("moe_latent_size") if reader.get("moe_latent_size") else None,
     )
 
 
 def _mamba(reader: _Reader) -> Mamba:
     defaults = {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128}
+    defaults |= {"conv_kernel": 4, "chunk_size": 128}
     return Mamba(*(reader.whole(key, default) for key, default in defaults.items()))
+
+
+def _delta_net(reader: _Reader) -> DeltaNet:
+    defaults = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
+    defaults |= {"conv_kernel_dim": 4}
+    return DeltaNet(*(reader.whole(f"linear_{key}", default) for key, default in defaults.items()))
+
+
+def _delta_layers(reader: _Reader, num_layers: int) -> tuple[int, ...]:
+    """transformers takes `layer_types` where both keys are there; of the other, every so many-th layer is attention."""
+    types, interval = reader.get("layer_types"), reader.whole("full_attention_interval", 4)
+    if isinstance(types, list):
+        return tuple(layer for layer, kind in enumerate(types) if kind == "linear_attention")
+    return tuple(layer for layer in range(num_layers) if (layer + 1) % interval)
 
 
 def _layers_with_experts(reader: _Reader, num_layers: int, has_experts: bool, num_dense: int) -> tuple[bool, ...]:

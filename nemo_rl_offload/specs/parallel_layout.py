@@ -142,6 +142,10 @@ def _problems(layout: ParallelLayout, shape: ModelShape, sequence: int) -> Itera
             yield f"{KEYS['tensor']}: {tensor} does not divide the {what} {size}. {nearest_divisor(size, tensor)}"
     if groups % tensor and tensor % groups:
         yield f"{KEYS['tensor']}: {tensor} and the {groups} key heads do not divide. {nearest_divisor(groups, tensor)}"
+    if problem := recurrent_groups_problem(shape, tensor):
+        yield f"{KEYS['tensor']}: {problem}"
+    if problem := recurrent_heads_problem(shape, tensor, layout.context):
+        yield f"{KEYS['context']}: {problem}"
     if layout.sequence_parallel and tensor == 1:
         yield f"sequence_parallel: needs {KEYS['tensor']} above 1. Set it to false."
     yield from _expert_problems(layout, shape)
@@ -294,14 +298,29 @@ def nearest_divisor(size: int, near: int) -> str:
     return f"The nearest that does is {min(below, key=lambda n: abs(n - near))}."
 
 
+def recurrent_groups_problem(shape: ModelShape, num_tensor: int) -> str | None:
+    """Why tensor-parallel ranks cannot divide a model with recurrent layers; None: they can, or it has none."""
+    if shape.num_mamba_groups % num_tensor:
+        what = f"{shape.num_mamba_groups} groups of heads in Mamba-2 layers"
+    elif shape.num_delta_heads % num_tensor:
+        what = f"{shape.num_delta_heads} heads of keys in gated delta nets"
+    elif shape.attention_gate and shape.num_key_value_heads % num_tensor:
+        what = f"{shape.num_key_value_heads} key heads of attention, whose output has a gate"
+    else:
+        return None
+    return f"{num_tensor} does not divide the model's {what}. Change it."
+
+
 def recurrent_heads_problem(shape: ModelShape, num_tensor: int, num_context: int) -> str | None:
     """Why context-parallel ranks cannot divide a tensor-parallel rank's heads of recurrent layers; None: they can, or
     there are none. They may share a group of heads, as in Megatron's `MambaContextParallel`."""
     if shape.mamba is not None:
         all_heads, all_groups, of_groups = shape.mamba.num_heads, shape.mamba.num_groups, "groups of heads"
+    elif shape.delta_net is not None:
+        all_heads, all_groups, of_groups = shape.delta_net.num_value_heads, shape.num_delta_heads, "heads of keys"
     else:
-        all_heads, all_groups, of_groups = shape.num_delta_value_heads, shape.num_delta_heads, "heads of keys"
-    if all_heads == 0 or all_groups % num_tensor:  # which another rule reports
+        return None
+    if all_groups % num_tensor:  # which another rule reports
         return None
     layers = "gated delta nets" if shape.mamba is None else "Mamba-2 layers"
     where = f"in {layers}{' on each tensor-parallel rank' if num_tensor > 1 else ''}"

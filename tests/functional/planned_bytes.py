@@ -14,7 +14,7 @@ from torch_activations import (
     with_received_input,
 )
 
-from nemo_rl_offload.planner.cost.activations import LayerContext, Numbers, Storage, Tokens
+from nemo_rl_offload.planner.cost.storages import LayerContext, Numbers, Storage, Tokens
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.simulate.pipeline_schedule import pipeline_schedule
 from nemo_rl_offload.specs.catalogue import load_model_shape
@@ -30,6 +30,8 @@ from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 MICRO_BATCH_SIZE = 2
 _DENSE = ("core_attn", "mlp", "mlp_fc1", "mlp_act", "layernorm")
 _LATENT = ("core_attn", "mlp", "mlp_fc1", "mlp_act", "layernorm", "moe_act", "moe", "mla_up_proj", "shared_experts")
+_EXPERTS = ("core_attn", "layernorm", "moe_act", "moe", "shared_experts")
+_HYBRID = ("core_attn", "mlp", "mlp_fc1", "mlp_act", "layernorm", "moe_act", "moe", "shared_experts")
 SELECTIVE = {
     "qwen2": _DENSE,
     "qwen3": _DENSE,
@@ -38,7 +40,12 @@ SELECTIVE = {
     "qwen3_moe": ("core_attn", "layernorm", "moe_act", "moe"),
     "deepseek_v3": _LATENT,
     "deepseek_v3_mtp": _LATENT,
+    "nemotron_h": _HYBRID,
+    "nemotron_h_mtp": _HYBRID,
+    "qwen3_5_text": _DENSE[:-1],
+    "qwen3_5_moe_text": _EXPERTS,
 }
+_WITH_EXPERTS = ("qwen3_moe", "deepseek_v3", "deepseek_v3_mtp", "nemotron_h_mtp", "qwen3_5_moe_text")
 LAYOUTS = {
     "one": ParallelLayout(),
     "tp2": ParallelLayout(2, tensor=2),
@@ -101,9 +108,10 @@ def random_case(seed: int, layout: str = "one") -> Case:
     families = list(SELECTIVE)
     family = families[seed % len(families)]
     if ranks.expert_tensor > 1:
-        family = families[seed % 3 - 3]  # those with experts
+        family = _WITH_EXPERTS[seed % len(_WITH_EXPERTS)]
     if ranks.tensor > 1 and not ranks.sequence_parallel:
-        family = families[seed % 3]  # Megatron's experts need sequence parallelism beside tensor parallelism
+        # Megatron's experts need sequence parallelism beside tensor parallelism.
+        family = ("qwen2", "qwen3", "llama", "qwen3_5_text")[seed % 4]
     recompute = _random_recompute(random, family)
     is_counted = isinstance(recompute, tuple) and not {"mlp", "mlp_fc1"}.isdisjoint(recompute)
     element_bytes = random.choice([2, 4])
@@ -113,13 +121,20 @@ def random_case(seed: int, layout: str = "one") -> Case:
         _random_modules(random, family, recompute if isinstance(recompute, tuple) else ()),
         recompute,
         element_bytes,
-        router_bytes=4 if family.startswith("deepseek") else random.choice([element_bytes, 4]),
+        router_bytes=4 if family.startswith(("deepseek", "nemotron")) else random.choice([element_bytes, 4]),
         min_elements=random.choice([0, 0, 700]),
         num_microbatches=random.choice([2, 4, 6]) if ranks.pipeline > 1 else random.randint(1, 3),
-        sequence=2 * random.randint(3, 12) if ranks.tensor > 1 else random.randint(5, 24),
+        sequence=_random_sequence(random, family, is_even=ranks.tensor > 1),
         num_counted_layers=random.choice([None, 1, 2]) if is_counted else None,
         layout=ranks,
     )
+
+
+def _random_sequence(random: Random, family: str, is_even: bool) -> int:
+    """Of delta nets sometimes several chunks."""
+    if family.startswith("qwen3_5") and random.random() < 0.5:
+        return 2 * random.randint(35, 75)
+    return 2 * random.randint(3, 12) if is_even else random.randint(5, 24)
 
 
 def _random_shape(random: Random, family: str, layout: ParallelLayout) -> dict[str, Any]:
@@ -143,6 +158,13 @@ def _random_shape(random: Random, family: str, layout: ParallelLayout) -> dict[s
     }
     if family == "qwen3_moe":
         shape |= experts
+    if family.startswith("nemotron_h"):
+        shape |= _random_hybrid(random, layout, shape["num_hidden_layers"]) | experts
+        shape["n_routed_experts"] = shape.pop("num_experts")
+    if family.startswith("qwen3_5"):
+        shape |= _random_delta_net(random, layout)
+    if family == "qwen3_5_moe_text":
+        shape |= experts | {"shared_expert_intermediate_size": 8 * random.randint(2, 6)}
     if family.startswith("deepseek"):
         del shape["head_dim"]
         nope, rope = random.choice([(16, 8), (8, 8), (24, 16)])
@@ -160,6 +182,38 @@ def _random_shape(random: Random, family: str, layout: ParallelLayout) -> dict[s
     return shape
 
 
+def _random_hybrid(random: Random, layout: ParallelLayout, num_layers: int) -> dict[str, Any]:
+    """Every kind of layer is there, which a layer for further tokens copies. A rank has several heads: of one alone
+    less is copied than the planner says."""
+    num_layers = max(4, num_layers)
+    letters = [*"M*E-", *random.choices("MMM*E-", k=num_layers - 4)]
+    random.shuffle(letters)
+    groups = layout.tensor * random.choice([1, 2])
+    return {
+        "num_hidden_layers": num_layers,
+        "hybrid_override_pattern": "".join(letters),
+        "mamba_num_heads": groups * random.choice([2, 3]),
+        "mamba_head_dim": random.choice([5, 8]),
+        "n_groups": groups,
+        "ssm_state_size": random.choice([7, 16]),
+        "chunk_size": random.choice([4, 8, 32]),
+        "conv_kernel": random.choice([2, 4]),
+        "moe_shared_expert_intermediate_size": 8 * random.randint(2, 6),
+    }
+
+
+def _random_delta_net(random: Random, layout: ParallelLayout) -> dict[str, Any]:
+    key_heads = layout.tensor * random.choice([1, 2])
+    return {
+        "full_attention_interval": random.choice([2, 3]),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * random.choice([2, 3]),
+        "linear_key_head_dim": random.choice([6, 8]),
+        "linear_value_head_dim": random.choice([5, 8]),
+        "linear_conv_kernel_dim": random.choice([2, 4]),
+    }
+
+
 def _random_recompute(random: Random, family: str) -> tuple[str, ...] | str | None:
     chosen = tuple(name for name in SELECTIVE[family] if random.random() < 0.4) or None
     if chosen and "mla_up_proj" in chosen:
@@ -173,7 +227,12 @@ def _random_recompute(random: Random, family: str) -> tuple[str, ...] | str | No
 
 def _random_modules(random: Random, family: str, recompute: tuple[str, ...]) -> tuple[str, ...]:
     is_latent = family.startswith("deepseek")
-    absent = {"qwen3_moe": (*DENSE_MLP_MODULES, "shared_experts")}.get(family, () if is_latent else MOE_MODULES)
+    absent = {
+        "qwen3_moe": (*DENSE_MLP_MODULES, "shared_experts"),
+        "qwen3_5_moe_text": DENSE_MLP_MODULES,
+        "nemotron_h": (),
+        "nemotron_h_mtp": (),
+    }.get(family, () if is_latent else MOE_MODULES)
     modules = {name for name in SUPPORTED_MODULES if name not in absent and random.random() < 0.8}
     modules -= {
         name
@@ -211,13 +270,13 @@ def predict(case: Case, folder: Path, rank: int = 0) -> dict[str, int]:
 def _chunk(case: Case, context: LayerContext, shape: ModelShape, layers: range, is_received: bool) -> Iterator[Storage]:
     selective = frozenset(case.recompute if isinstance(case.recompute, tuple) else ())
     recompute = Recompute(selective, num_counted_layers=case.num_counted_layers)
-    num_mtp = shape.num_mtp_layers if layers.stop == shape.num_layers else 0
-    kinds = (*shape.layers_with_experts, *[shape.layers_with_experts[-1]] * shape.num_mtp_layers)
-    dense = [layer for layer in range(layers.start, layers.stop + num_mtp) if not kinds[layer]]
+    kinds = shape.all_kinds
+    end = len(kinds) if layers.stop == shape.num_layers else layers.stop
+    dense = [layer for layer in range(layers.start, end) if kinds[layer].mlp == "dense"]
     counted = dense
     if case.num_counted_layers is not None:
         num_spared = max(0, len(dense) - case.num_counted_layers)
-        if num_spared and layers.stop == shape.num_layers and not kinds[-1]:
+        if num_spared and layers.stop == shape.num_layers and kinds[-1].mlp == "dense":
             counted = dense[num_spared - 1 : -1]
         else:
             counted = dense[num_spared:]
@@ -231,7 +290,9 @@ def _chunk(case: Case, context: LayerContext, shape: ModelShape, layers: range, 
         yield from storages
     if layers.stop == shape.num_layers:
         for layer in range(shape.num_layers, len(kinds)):
-            if case.recompute == "uniform":
+            is_first = (layer - shape.num_layers) % len(shape.mtp_kinds) == 0
+            if case.recompute != "uniform":
+                modules = recompute.of_layer(layer in counted)
+                yield from torch_mtp_layer(context, kinds[layer], modules, is_first=is_first)
+            elif is_first:
                 yield from torch_recomputed_layers(context, is_mtp=True)
-            else:
-                yield from torch_mtp_layer(context, recompute.of_layer(layer in counted))

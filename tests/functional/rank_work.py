@@ -396,8 +396,8 @@ def follow(folder: Path, overrides: tuple[str, ...], out: Path, num_steps: int) 
     return losses
 
 
-def count_adapters(folder: Path, overrides: tuple[str, ...]) -> tuple[int, int]:
-    """Elements of adapters on this rank that are trained: those of experts, and others."""
+def count_trained(folder: Path, overrides: tuple[str, ...]) -> tuple[int, int]:
+    """Elements of what is trained on this rank, adapters or all weights: those of experts, and others."""
     model, _ = _build(folder, overrides)
     named = [pair for module in model.modules for pair in module.named_parameters() if pair[1].requires_grad]
     of_experts = sum(weight.numel() for name, weight in named if ".experts." in name)

@@ -261,7 +261,7 @@ def test_a_plan_counts_the_adapters_that_are_built(
     shape = parse_model_shape(json.loads((folder(family) / "config.json").read_text())).shape
     section = make_policy(*peft)["megatron_cfg"]["peft"]
     adapters = Adapters(tuple(section["target_modules"]), (), section["dim"], section["share_expert_adapters"])
-    counts = run(layout, "count_adapters", folder(family), (*SGD, *overrides, *peft))
+    counts = run(layout, "count_trained", folder(family), (*SGD, *overrides, *peft))
     for rank, chunks in enumerate(stage_layers(ranks, shape.num_layers)):
         planned = stage_adapters(shape, ranks, chunks, rank, adapters)
         assert counts[rank * (world_size // ranks.pipeline)] == (planned.expert, planned.shared)

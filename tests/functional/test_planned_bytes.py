@@ -11,8 +11,8 @@ from ranks import Ranks
 from nemo_rl_offload.megatron.build.model import build_model
 from nemo_rl_offload.megatron.build.offload import install_offloading
 
-NUM_CASES = 90
-DEFAULT_SEEDS = 4
+NUM_CASES = 110
+DEFAULT_SEEDS = 12
 
 ON_RANKS = [(layout, seed) for layout in LAYOUTS if layout != "one" for seed in range(3 if "etp2" in layout else 6)]
 

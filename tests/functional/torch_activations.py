@@ -9,19 +9,25 @@ product that saves both its factors. Sizes are those of storages: a view charges
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from nemo_rl_offload.planner.cost.activations import LayerContext, Storage
+from nemo_rl_offload.planner.cost.activations import with_recomputation
+from nemo_rl_offload.planner.cost.recurrent import recurrent_core
+from nemo_rl_offload.planner.cost.storages import KEPT, LayerContext, Storage
+from nemo_rl_offload.specs.model_shape import LayerKind
 
-KEPT = ("no module",)
-"""What holds a storage that a copy does not free."""
 
-
-def torch_layer(context: LayerContext, has_experts: bool, recompute_modules: Collection[str] = ()) -> list[Storage]:
+def torch_layer(context: LayerContext, kind: LayerKind, recompute_modules: Collection[str] = ()) -> list[Storage]:
     """The storages of one layer, by the order of its regions.
 
     `recompute_modules` are those of selective recomputation.
     """
-    attention = _latent if context.shape.latent_attention else _grouped_query
-    mlp = _experts if has_experts else _dense
+    mixer: Iterator[Storage] = iter(())
+    if kind.mixer == "attention":
+        mixer = (_latent if context.shape.latent_attention else _grouped_query)(context, recompute_modules)
+    elif kind.mixer is not None:
+        mixer = _recurrent(context, kind, recompute_modules)
+    mlp: Iterator[Storage] = iter(())
+    if kind.mlp is not None:
+        mlp = (_experts if kind.mlp == "experts" else _dense)(context, recompute_modules)
     of_outputs: list[list[Storage]] = [[], []]
     if context.shape.output_norms:
         of_outputs = [
@@ -29,7 +35,7 @@ def torch_layer(context: LayerContext, has_experts: bool, recompute_modules: Col
             for name, module in (("attention", "attn_norm"), ("MLP", "mlp_norm"))
         ]
     first, second = of_outputs
-    return [*attention(context, recompute_modules), *first, *mlp(context, recompute_modules), *second]
+    return [*mixer, *first, *mlp, *second]
 
 
 def torch_recomputed_layers(context: LayerContext, is_mtp: bool = False) -> list[Storage]:
@@ -42,15 +48,16 @@ def torch_recomputed_layers(context: LayerContext, is_mtp: bool = False) -> list
     return [_storage(name, hidden, _size(context), "attn_norm") for name in names]
 
 
-def torch_mtp_layer(context: LayerContext, recompute_modules: Collection[str] = ()) -> list[Storage]:
-    """The storages of a layer of multi-token prediction, which is of the last layer's kind.
+def torch_mtp_layer(
+    context: LayerContext, kind: LayerKind, recompute_modules: Collection[str] = (), *, is_first: bool
+) -> list[Storage]:
+    """The storages of a layer in one of multi-token prediction, maybe its first.
 
-    Its input is gathered over ranks, and with sequence parallelism a view of all ranks' tokens.
+    That one's input is gathered over ranks, and with sequence parallelism a view of all ranks' tokens.
     """
-    shape = context.shape
-    first, *others = torch_layer(context, shape.layers_with_experts[-1], recompute_modules)
-    if _is_hidden(first, context):
-        first = replace(first, num_bytes=context.tokens.count * shape.hidden_size * _size(context))
+    first, *others = torch_layer(context, kind, recompute_modules)
+    if is_first and _is_hidden(first, context):
+        first = replace(first, num_bytes=context.tokens.count * context.shape.hidden_size * _size(context))
     return [first, *others]
 
 
@@ -76,11 +83,11 @@ def _storage(name: str, elements: int, element_bytes: int, *modules: str) -> Sto
 
 def _norm(name: str, context: LayerContext, num_rows: int, width: int, *modules: str) -> Iterator[Storage]:
     """Input (upcast where it is not float32), reciprocal root of the mean square, normed input: all float32. The
-    models that norm outputs add 1 to a norm's weight."""
+    models that norm outputs, or have an attention gate, add 1 to a norm's weight."""
     yield _storage(f"{name} input", num_rows * width, 4, *modules)
     yield _storage(f"{name} scale", num_rows, 4, *modules)
     yield _storage(f"{name} normed", num_rows * width, 4, *modules)
-    if context.shape.output_norms:
+    if context.shape.output_norms or context.shape.attention_gate:
         yield _storage(f"{name} weight", width, _size(context), *modules)
 
 
@@ -96,33 +103,51 @@ def _layer_norm(
 
 
 def _flash_attention(context: LayerContext) -> Iterator[Storage]:
-    count, heads = context.tokens.count, context.heads
-    yield _storage("queries", count * heads * context.shape.query_head_dim, _size(context), "core_attn")
-    yield _storage("keys", count * context.groups * context.shape.query_head_dim, _size(context), "core_attn")
+    """Without positions, keys are views of what was projected, and so are queries unless they are of several groups."""
+    count, heads, rotates = context.tokens.count, context.heads, context.shape.rotates
+    if rotates or context.copies_queries:
+        yield _storage("queries", count * heads * context.shape.query_head_dim, _size(context), "core_attn")
+    if rotates:
+        yield _storage("keys", count * context.groups * context.shape.query_head_dim, _size(context), "core_attn")
     yield _storage("softmax statistics", count * heads, 4, "core_attn")
+
+
+def _normed_input(context: LayerContext) -> Iterator[Storage]:
+    """The region qkv_linear is around the fused norm and linear, and so around attn_norm."""
+    hidden = context.shape.hidden_size
+    yield from _norm("attention norm", context, context.norm_tokens, hidden, "attn_norm", "qkv_linear")
+    yield _storage("attention norm output", context.norm_tokens * hidden, _size(context), "qkv_linear")
+
+
+def _recurrent(context: LayerContext, kind: LayerKind, recompute_modules: Collection[str]) -> Iterator[Storage]:
+    """The planner's own: operators between the two projections are plain ones on a GPU, too."""
+    yield from _normed_input(context)
+    for storage in with_recomputation(list(recurrent_core(context, kind)), set(recompute_modules)):
+        if storage.live:
+            yield storage
 
 
 def _grouped_query(context: LayerContext, recompute_modules: Collection[str]) -> Iterator[Storage]:
     shape, count, size = context.shape, context.tokens.count, _size(context)
     heads, groups, head = context.heads, context.groups, shape.head_dim
-    # The region qkv_linear is around the fused norm and linear, and so around attn_norm.
-    yield from _norm("attention norm", context, context.norm_tokens, shape.hidden_size, "attn_norm", "qkv_linear")
-    yield _storage("attention norm output", context.norm_tokens * shape.hidden_size, size, "qkv_linear")
+    yield from _normed_input(context)
     # The whole output of the projection is behind the values. Without a copy to float32 the norms of queries and keys
     # read it too; of several groups, queries are copied beside each other.
     held_by: tuple[str, ...] = ()
-    largest = groups
+    largest = groups if shape.rotates or context.copies_queries else heads
     if shape.qk_norm:
         queries = list(_norm("query norm", context, count * heads, head, "qkv_linear"))
         keys = list(_norm("key norm", context, count * groups, head, "qkv_linear"))
         if size == 4:
             keys, held_by = keys[1:], ("qkv_linear",)
-            largest = groups if heads > groups > 1 else heads
-            queries = queries if heads > groups > 1 else queries[1:]
+            largest = groups if context.copies_queries else heads
+            queries = queries if context.copies_queries else queries[1:]
         yield from queries
         yield from keys
+    if shape.attention_gate and not context.copies_queries:
+        held_by = KEPT  # the gate is a view of it, too
     if "core_attn" not in recompute_modules:
-        projected = count * (heads + 2 * groups) * head * size
+        projected = count * context.projected_width * size
         name = "projected queries, keys, values"
         yield Storage(name, projected, count * largest * head, ("core_attn",), held_by=held_by)
         yield from _flash_attention(context)
@@ -203,11 +228,13 @@ def _dense(context: LayerContext, recompute_modules: Collection[str]) -> Iterato
     width = context.tokens.count * shape.ffn_hidden_size // context.layout.tensor
     yield from _norm("MLP norm", context, context.norm_tokens, shape.hidden_size, "mlp_norm")
     yield _storage("MLP norm output", context.norm_tokens * shape.hidden_size, size, "mlp_fc1")
+    num_parts = 2 if shape.gated_mlp else 1
     if "mlp_act" in recompute_modules:
-        yield _storage("MLP activation input", 2 * width, size, "mlp_act")
+        yield _storage("MLP activation input", num_parts * width, size, "mlp_act")
         return
-    yield Storage("MLP activation input", 2 * width * size, width, ("mlp_act",))
-    yield _storage("MLP activated gate", width, size, "mlp_act")
+    yield Storage("MLP activation input", num_parts * width * size, width, ("mlp_act",))
+    if shape.gated_mlp:
+        yield _storage("MLP activated gate", width, size, "mlp_act")
     yield _storage("MLP activation output", width, size)
 
 
@@ -222,14 +249,17 @@ def _experts(context: LayerContext, recompute_modules: Collection[str]) -> Itera
         width = context.tokens.count * experts.shared_ffn_hidden_size // context.layout.tensor
         yield from _activation(context, "shared experts'", width, "shared_experts")
         yield _storage("shared experts' activation output", width, size, "shared_experts")
+        if experts.has_shared_gate:
+            yield _storage("shared experts' output", context.norm_tokens * shape.hidden_size, size, "shared_experts")
+            yield _storage("gate of the shared experts", context.norm_tokens, size, "shared_experts")
     tokens = context.expert_tokens
     width = tokens * experts.ffn_hidden_size // context.layout.expert_tensor
     num_local = experts.num_experts // context.layout.expert
-    yield _storage("tokens of the experts", tokens * shape.hidden_size, size, "expert_fc1")
+    yield _storage("tokens of the experts", tokens * (experts.latent_size or shape.hidden_size), size, "expert_fc1")
     yield _storage("ends of the experts", num_local, 4, "expert_fc1")
     weights = _storage("weights of the experts' tokens", tokens, max(size, context.numbers.router_bytes), "moe_act")
     if "moe_act" in recompute_modules:
-        yield _storage("experts' activation input", 2 * width, size, "moe_act")
+        yield _storage("experts' activation input", (2 if shape.gated_mlp else 1) * width, size, "moe_act")
         yield weights
         return
     yield from _activation(context, "experts'", width, "moe_act")
@@ -240,8 +270,12 @@ def _experts(context: LayerContext, recompute_modules: Collection[str]) -> Itera
 
 
 def _activation(context: LayerContext, whose: str, width: int, module: str) -> Iterator[Storage]:
-    """Megatron adds an offset, mostly 0, to the linear part, and so saves that part anew."""
+    """Megatron adds an offset, mostly 0, to the linear part, and so saves that part anew. Without a gate there is what
+    relu gives."""
     size = _size(context)
+    if not context.shape.gated_mlp:
+        yield _storage(f"{whose} activation input", width, size, module)
+        return
     yield Storage(f"{whose} activation input", 2 * width * size, width, (module,))
     yield _storage(f"{whose} activated gate", width, size, module)
     yield _storage(f"{whose} linear part", width, size, module)

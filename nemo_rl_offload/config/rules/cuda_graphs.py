@@ -112,7 +112,7 @@ def _fit_the_model(get: Get) -> Iterator[str]:
             yield f"{PARTS}: '{name}' needs layers with experts, and the model has none. Remove it."
     if "moe" in parts and shape.has_experts:
         yield f"{PARTS}: 'moe' needs experts that drop and pad tokens, which no key turns on. Remove it."
-    if "mlp" in parts and not any(shape.dense_layers):
+    if "mlp" in parts and not shape.has_dense_layers:
         yield f"{PARTS}: 'mlp' needs layers without experts, and the model has none. Remove it."
 
 

@@ -171,7 +171,7 @@ def _widths(shape: ModelShape, tensor: int, expert_tensor: int) -> Iterator[tupl
     """The sides of linears in the layers, in elements on each of `tensor` ranks, or of those that share each expert,
     and what they are."""
     yield "hidden_size", shape.hidden_size
-    if any(shape.dense_layers):
+    if shape.has_dense_layers:
         yield "intermediate_size", shape.ffn_hidden_size // tensor
     if (experts := shape.experts) is not None:
         yield ROUTED, experts.ffn_hidden_size // expert_tensor

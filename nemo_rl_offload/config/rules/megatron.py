@@ -185,7 +185,7 @@ def _recompute_fits_model(get: Get) -> Iterator[str]:
         "shared experts": (("shared_experts",), shape.has_shared_experts),
         "latent attention": (("mla_up_proj",), shape.has_latent_attention),
         "linear attention by the kernels of Megatron-Core": (("gdn_norm_out",), False),
-        "layers without experts": (DENSE_MLP_RECOMPUTE, any(shape.dense_layers)),
+        "layers without experts": (DENSE_MLP_RECOMPUTE, shape.has_dense_layers),
     }
     for part, (of_part, is_present) in present.items():
         for name in names:

@@ -92,7 +92,7 @@ def _fits_model(get: Get) -> Iterator[str]:
     for name in modules:
         if name in MOE_MODULES and not shape.has_experts:
             yield f"{PATH}: '{name}' needs layers with experts, and the model has none. Remove it."
-        if name in DENSE_MLP_MODULES and not any(shape.dense_layers):
+        if name in DENSE_MLP_MODULES and not shape.has_dense_layers:
             yield f"{PATH}: '{name}' needs layers without experts, and the model has none. Remove it."
     if "shared_experts" in modules and shape.has_experts and not shape.has_shared_experts:
         yield f"{PATH}: 'shared_experts' needs shared experts, and the model has none. Remove it."

@@ -28,6 +28,7 @@ from nemo_rl_offload.specs.parallel_layout import (
     nearest_divisor,
     nearest_multiple,
     num_microbatches,
+    recurrent_groups_problem,
     recurrent_heads_problem,
 )
 from nemo_rl_offload.specs.pipeline_layout import KEY as STAGES
@@ -57,15 +58,8 @@ def _tensor(get: Get) -> Iterator[str]:
         yield f"{path}: {num_ranks} does not divide the model's {number} attention heads. {nearest}"
     elif shape.num_key_value_heads % num_ranks and num_ranks % shape.num_key_value_heads:
         yield f"{path}: {num_ranks} and the model's {shape.num_key_value_heads} key heads do not divide. Change it."
-    if shape.num_mamba_groups % num_ranks:
-        groups = f"{shape.num_mamba_groups} groups of heads in Mamba-2 layers"
-        yield f"{path}: {num_ranks} does not divide the model's {groups}. Change it."
-    if shape.num_delta_heads % num_ranks:
-        heads = f"{shape.num_delta_heads} heads of keys in gated delta nets"
-        yield f"{path}: {num_ranks} does not divide the model's {heads}. Change it."
-    elif shape.num_delta_heads and shape.num_key_value_heads % num_ranks:
-        heads = f"{shape.num_key_value_heads} key heads of attention, whose output has a gate"
-        yield f"{path}: {num_ranks} does not divide the model's {heads}. Change it."
+    if problem := recurrent_groups_problem(shape, num_ranks):
+        yield f"{path}: {problem}"
 
 
 def _context(get: Get) -> Iterator[str]:

@@ -52,7 +52,7 @@ def linears(
             parts += [("mixer.in_proj", hidden), ("mixer.out_proj", mamba.num_heads * mamba.head_dim // num_parts)]
         elif not letter or letter == ATTENTION:
             parts += [(f"self_attention.{name}", width) for name, width in _attention(shape, num_parts)]
-        if shape.dense_layers[number]:
+        if shape.layer_kinds[number].mlp == "dense":
             parts += [("mlp.linear_fc1", hidden), ("mlp.linear_fc2", shape.ffn_hidden_size // num_parts)]
         if has_experts and experts is not None:
             parts += [

@@ -18,9 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_offload.megatron.layers.recurrent_mixer import RecurrentMixer
+from nemo_rl_offload.specs.model_shape import DELTA_CHUNK
 
-CHUNK = 64
-"""Tokens whose triangular system is solved at once, as in transformers."""
 _LENGTH_EPSILON = 1e-6
 """Of the lengths by which queries and keys are divided, in transformers and `fla`."""
 
@@ -67,7 +66,7 @@ class TorchGatedDeltaNet(RecurrentMixer):
         value_BLND = torch.unflatten(value, -1, (num_heads, self.value_dim))
         bias_N, a_log_N = (self._own_rows(each, slice(5, 6)).float() for each in (self.dt_bias, self.A_log))
         decay_BLN = -a_log_N.exp() * F.softplus(step.float() + bias_N)
-        y, state = delta_rule(query, key, value_BLND, decay_BLN, beta.float().sigmoid(), CHUNK, state)
+        y, state = delta_rule(query, key, value_BLND, decay_BLN, beta.float().sigmoid(), DELTA_CHUNK, state)
         self._keep(padded, state, context)
         return y.flatten(2)
 

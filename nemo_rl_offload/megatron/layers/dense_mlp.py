@@ -120,6 +120,7 @@ def recompute_dense_mlps(
         counted = counted_layers(is_dense, num_layers, ends_with_loss=bool(chunk.post_process))
         for number, layer in enumerate(layers):
             if not is_dense[number]:
+                layer.recompute_mlp = False  # Megatron's checkpoint around no MLP would hold what the layer mixed
                 continue
             is_more = number in counted
             layer.recompute_mlp = "mlp" in modules and is_more

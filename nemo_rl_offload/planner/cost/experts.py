@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.paged_stash.pages import recommended_factor
-from nemo_rl_offload.planner.cost.activations import Storage
+from nemo_rl_offload.planner.cost.storages import Storage
 from nemo_rl_offload.specs.documents import RUN_BYTES, DocumentError, read_json_object
 from nemo_rl_offload.specs.offload_modules import STASHED_MODULES
 

@@ -8,7 +8,9 @@ until it is added to the sum. What the modules after it had saved is freed by th
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from nemo_rl_offload.planner.cost.activations import LayerContext
+from nemo_rl_offload.planner.cost.recurrent import core_bytes, gradients_of_core, mixer_of
+from nemo_rl_offload.planner.cost.storages import LayerContext
+from nemo_rl_offload.specs.model_shape import LayerKind
 
 
 class _Step(NamedTuple):
@@ -19,27 +21,45 @@ class _Step(NamedTuple):
     """What it saved, and lets go when it is done."""
 
 
-def backward_bytes(context: LayerContext, has_experts: bool, *, is_frozen: bool = False) -> int:
+def backward_bytes(context: LayerContext, kind: LayerKind, *, is_frozen: bool = False) -> int:
     """The most that gradients take in a layer's backward over what of the layer is freed by then, in bytes.
 
     Frozen weights have none.
     """
     freed, most = 0, 0
-    for step in _steps(context, has_experts, is_frozen):
+    steps = _steps_of_mixer(context, kind, is_frozen) if kind.mlp is None else _steps_of_mlp(context, kind, is_frozen)
+    for step in steps:
         most = max(most, step.gradients - freed)
         freed += step.freed
     return context.hidden_bytes + most  # beside the residual's
 
 
-def _steps(context: LayerContext, has_experts: bool, is_frozen: bool) -> Iterator[_Step]:
+def _steps_of_mlp(context: LayerContext, kind: LayerKind, is_frozen: bool) -> Iterator[_Step]:
     shape, layout, size = context.shape, context.layout, context.numbers.element_bytes
     tokens, width, num_local = context.tokens.count, shape.ffn_hidden_size // layout.tensor, 1
-    if has_experts:
+    read, num_parts = shape.hidden_size, 2 if shape.gated_mlp else 1
+    if kind.mlp == "experts":
         assert shape.experts is not None
         tokens, width = context.expert_tokens, shape.experts.ffn_hidden_size // layout.expert_tensor
-        num_local = shape.experts.num_experts // layout.expert
-    outer, inner = tokens * shape.hidden_size, tokens * width
-    weights = 0 if is_frozen else num_local * width * shape.hidden_size
+        num_local, read = shape.experts.num_experts // layout.expert, shape.experts.latent_size or shape.hidden_size
+    outer, inner = tokens * read, tokens * width
+    weights = 0 if is_frozen else num_local * width * read
     yield _Step((outer + inner + weights) * size, context.numbers.linear_input_bytes(inner))
-    yield _Step(3 * inner * size, 2 * inner * size)
-    yield _Step((2 * inner + outer + 2 * weights) * size, 0)
+    yield _Step((num_parts + 1) * inner * size, num_parts * inner * size)
+    yield _Step((num_parts * inner + outer + num_parts * weights) * size, 0)
+
+
+def _steps_of_mixer(context: LayerContext, kind: LayerKind, is_frozen: bool) -> Iterator[_Step]:
+    """Of a layer without an MLP: the last projection, what is between the two, the first one."""
+    shape, count, size = context.shape, context.tokens.count, context.numbers.element_bytes
+    if kind.mixer == "attention":
+        inner, projected = context.heads * shape.value_head_dim, context.projected_width
+        between, freed = count * (inner + projected) * size, 0
+    else:
+        mixer = mixer_of(context, kind)
+        inner, projected = mixer.gate, mixer.projected
+        between, freed = gradients_of_core(context, kind), core_bytes(context, kind)
+    outer, weights = count * shape.hidden_size, 0 if is_frozen else shape.hidden_size
+    yield _Step((outer + count * inner + weights * inner) * size, count * inner * size)
+    yield _Step(between, freed)
+    yield _Step((outer + count * projected + weights * projected) * size, 0)

@@ -45,8 +45,8 @@ def eight_bit_copies_bytes(shape: ModelShape, layout: ParallelLayout, chunks: Se
     directions, 1 byte each. Norms, routers and scales count for nothing beside them."""
     layers = [layer for chunk in chunks for layer in chunk]
     if rank == layout.pipeline - 1:
-        layers += [shape.num_layers - 1] * shape.num_mtp_layers
-    return sum(2 * layer_parameters(shape, shape.layers_with_experts[layer], layout.split).total for layer in layers)
+        layers += range(shape.num_layers, len(shape.all_kinds))
+    return sum(2 * layer_parameters(shape, shape.all_kinds[layer], layout.split).total for layer in layers)
 
 
 def stage_parameters(shape: ModelShape, layout: ParallelLayout, chunks: Sequence[range], rank: int) -> ParameterCount:
@@ -55,7 +55,7 @@ def stage_parameters(shape: ModelShape, layout: ParallelLayout, chunks: Sequence
     is_first, is_last = rank == 0, rank == layout.pipeline - 1
     total = ParameterCount(0, 0)
     for layer in (layer for chunk in chunks for layer in chunk):
-        total += layer_parameters(shape, shape.layers_with_experts[layer], split)
+        total += layer_parameters(shape, shape.layer_kinds[layer], split)
     embedding = ParameterCount(embedding_parameters(shape, split), 0)
     if is_first or (is_last and shape.num_mtp_layers):
         total += embedding

@@ -20,9 +20,9 @@ def separable(job: Job) -> tuple[str, ...]:
 
 def recomputable(job: Job) -> tuple[str, ...]:
     """Those of `separable` that the model's layers have."""
-    has_experts, is_latent = any(job.shape.layers_with_experts), job.shape.latent_attention is not None
+    has_experts, is_latent = job.shape.has_experts, job.shape.latent_attention is not None
     there = {
-        "mlp_act": not all(job.shape.layers_with_experts),
+        "mlp_act": job.shape.has_dense_layers,
         "mla_up_proj": is_latent,
         "moe_act": has_experts,
         "layernorm": has_experts or is_latent,

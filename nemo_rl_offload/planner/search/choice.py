@@ -90,12 +90,15 @@ def ways(job: Job) -> Iterator[Job]:
 
 def _more_modules(job: Job) -> Iterator[Recompute]:
     given, shape = job.recompute, job.shape
-    has_experts, has_dense = (kind in shape.layers_with_experts for kind in (True, False))
+    has_experts, has_dense = shape.has_experts, shape.has_dense_layers
     names = [name for name in recomputable(job) if name not in given.modules]
     for more in ([name] for name in names) if len(names) > 1 else ():
         yield replace(given, modules=given.modules.union(more))
     if names:
         yield replace(given, modules=given.modules.union(names))
+    if shape.has_states and "core_attn" not in given.modules:  # a recurrence saves most of a layer
+        yield replace(given, modules=given.modules | {"core_attn"})
+        yield replace(given, modules=given.modules.union(names, ["core_attn"]))
     if has_dense and "mlp" not in given.modules and job.recomputes_mlp_parts:
         yield from _counted(job, "mlp_fc1", "mlp_act")
     elif has_dense and "mlp_fc1" not in given.modules:
@@ -107,7 +110,7 @@ def _more_modules(job: Job) -> Iterator[Recompute]:
 def _counted(job: Job, name: str, *elsewhere: str) -> Iterator[Recompute]:
     """An entry that is for a number of layers, in more than are configured; other entries in the others."""
     given = job.recompute
-    most = max(sum(not job.shape.layers_with_experts[layer] for layer in chunk) for chunk in _chunks(job))
+    most = max(sum(job.shape.layer_kinds[layer].mlp == "dense" for layer in chunk) for chunk in _chunks(job))
     present = (given.num_counted_layers or most) if name in given.modules else 0
     for count in _sixths(most):
         if count == most and present < most:

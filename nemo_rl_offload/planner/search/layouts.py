@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.planner.cost.activations import LayerContext
 from nemo_rl_offload.planner.cost.flops import layer_costs
 from nemo_rl_offload.planner.cost.memory import allowance_bytes, stage_adapters, stage_parameters, state_bytes
 from nemo_rl_offload.planner.cost.messages import messages_ms
+from nemo_rl_offload.planner.cost.storages import LayerContext
 from nemo_rl_offload.planner.job import Job, Recompute, cut_batch
 from nemo_rl_offload.planner.simulate.stages import output_layer_ms
 from nemo_rl_offload.specs.devices import Device
+from nemo_rl_offload.specs.model_shape import LayerKind
 from nemo_rl_offload.specs.parallel_layout import (
     Division,
     ParallelLayout,
@@ -204,21 +205,20 @@ def pipelined_ms(job: Job, stages: Sequence[float]) -> float:
 
 def stages_ms(job: Job) -> list[float]:
     """Compute of a microbatch on each stage."""
-    has_experts = job.shape.layers_with_experts
-    is_frozen = job.adapters is not None
-    by_kind = {kind: _layer_ms(job.context, job.device, kind, is_frozen) for kind in set(has_experts)}
+    kinds, is_frozen = job.shape.all_kinds, job.adapters is not None
+    by_kind = {kind: _layer_ms(job.context, job.device, kind, is_frozen) for kind in set(kinds)}
     found = [
-        sum(by_kind[has_experts[layer]] for chunk in chunks for layer in chunk)
+        sum(by_kind[kinds[layer]] for chunk in chunks for layer in chunk)
         for chunks in stage_layers(job.layout, job.shape.num_layers)
     ]
-    found[-1] += sum(output_layer_ms(job)) + job.shape.num_mtp_layers * by_kind[has_experts[-1]]
+    found[-1] += sum(output_layer_ms(job)) + sum(by_kind[kind] for kind in kinds[job.shape.num_layers :])
     return found
 
 
 @lru_cache(maxsize=4096)
-def _layer_ms(context: LayerContext, device: Device, has_experts: bool, is_frozen: bool) -> float:
+def _layer_ms(context: LayerContext, device: Device, kind: LayerKind, is_frozen: bool) -> float:
     fp8 = context.numbers.fp8 is not None
     return sum(
         work.forward_ms(device, fp8) + work.backward_ms(device, fp8, is_frozen=is_frozen)
-        for work in layer_costs(context, has_experts)
+        for work in layer_costs(context, kind)
     )

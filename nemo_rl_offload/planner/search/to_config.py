@@ -149,8 +149,8 @@ class Trials:
         if choice.is_auto:
             return
         moving = set(offloaded_bytes(choice.step))
-        if idle := set(choice.offload_modules) - moving:
-            yield self.try_modules(choice.recompute, set(choice.offload_modules) - idle, choice.fraction)
+        if (left := in_order(moving.intersection(choice.offload_modules))) != choice.offload_modules:
+            yield self.try_modules(choice.recompute, left, choice.fraction)
         given = self._job.recompute.modules
         for name in sorted(choice.recompute.modules - given):
             recompute = replace(choice.recompute, modules=(choice.recompute.modules - {name}) | given)

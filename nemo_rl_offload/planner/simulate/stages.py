@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import product
 
 from nemo_rl_offload.offload.solver import Action, GroupRecord, Link
-from nemo_rl_offload.planner.cost.activations import Storage, fused_layer, with_recomputation
+from nemo_rl_offload.planner.cost.activations import fused_layer, with_recomputation
 from nemo_rl_offload.planner.cost.flops import layer_costs, recompute_ms, recomputed_ms
 from nemo_rl_offload.planner.cost.gradients import backward_bytes
 from nemo_rl_offload.planner.cost.head import fused_head_bytes, logits_bytes
@@ -19,9 +19,11 @@ from nemo_rl_offload.planner.cost.memory import (
     stage_parameters,
     state_bytes,
 )
+from nemo_rl_offload.planner.cost.storages import Storage
 from nemo_rl_offload.planner.job import Job
 from nemo_rl_offload.planner.simulate.pipeline_schedule import PipelinePass, pipeline_schedule
 from nemo_rl_offload.planner.simulate.simulator import Segment
+from nemo_rl_offload.specs.model_shape import LayerKind
 from nemo_rl_offload.specs.parallel_layout import counted_layers, stage_layers
 
 
@@ -193,38 +195,42 @@ def _build_stages(job: Job, modules: tuple[str, ...], may_recompute: frozenset[s
     return tuple(builder.stage(rank, chunks, schedule[rank]) for rank, chunks in enumerate(layers))
 
 
+type _KindOfLayer = tuple[LayerKind, bool]
+"""With whether the layer is one of the counted ones."""
+
+
 class _Builder:
     def __init__(self, job: Job, modules: Collection[str], may_recompute: frozenset[str]) -> None:
         self.job = job
         self.modules = modules
-        self.layers: dict[tuple[bool, bool], tuple[Part, ...]] = {}  # with experts; one of the counted layers
-        self.workspace: dict[tuple[bool, bool], int] = {}
+        self.kinds = job.shape.all_kinds
+        self.layers: dict[_KindOfLayer, tuple[Part, ...]] = {}
+        self.workspace: dict[_KindOfLayer, int] = {}
         self.alive_bytes = self.host_bytes = 0
-        for kind in product(set(job.shape.layers_with_experts), (True, False)):
-            self.layers[kind] = self._layer(kind, job.recompute.of_layer(kind[1]), may_recompute)
+        for kind, is_counted in product(dict.fromkeys(self.kinds), (True, False)):
+            self.layers[kind, is_counted] = self._layer(kind, is_counted, may_recompute)
 
-    def _layer(
-        self, kind: tuple[bool, bool], recompute_modules: frozenset[str], may_recompute: frozenset[str]
-    ) -> tuple[Part, ...]:
-        job, has_experts, fp8 = self.job, kind[0], self.job.numbers.fp8 is not None
-        is_frozen = job.adapters is not None
-        storages = with_recomputation(fused_layer(job.context, has_experts), recompute_modules)
+    def _layer(self, kind: LayerKind, is_counted: bool, may_recompute: frozenset[str]) -> tuple[Part, ...]:
+        job, fp8 = self.job, self.job.numbers.fp8 is not None
+        recompute_modules, is_frozen = job.recompute.of_layer(is_counted), job.adapters is not None
+        storages = with_recomputation(fused_layer(job.context, kind), recompute_modules)
         times = {
             work.module: (work.forward_ms(job.device, fp8), work.backward_ms(job.device, fp8, is_frozen=is_frozen))
-            for work in layer_costs(job.context, has_experts)
+            for work in layer_costs(job.context, kind)
         }
-        if has_experts:
+        if kind.mlp == "experts":
             self.alive_bytes = job.expert_buffers.alive_bytes(storages)
             self.host_bytes = job.expert_buffers.host_bytes(storages)
             storages = job.expert_buffers.saved(storages)
-        self.workspace[kind] = sum(
+        self.workspace[kind, is_counted] = sum(
             storage.num_bytes
             for storage in storages
             if job.recompute.method or not storage.live or not may_recompute.isdisjoint(storage.recomputed_by)
         )
-        if ("moe" if has_experts else "mlp") in recompute_modules:
-            self.workspace[kind] += job.context.hidden_bytes  # backward holds the output that it computed again
-        extra = recomputed_ms(job.context, has_experts, recompute_modules, job.device)
+        if {"experts": "moe", "dense": "mlp"}.get(kind.mlp or "") in recompute_modules:
+            # Backward holds the output that it computed again.
+            self.workspace[kind, is_counted] += job.context.hidden_bytes
+        extra = recomputed_ms(job.context, kind, recompute_modules, job.device)
         for module, extra_ms in extra.items():
             forward_ms, backward_ms = times[module]
             times[module] = forward_ms, backward_ms + extra_ms
@@ -261,7 +267,7 @@ class _Builder:
         if any(self.workspace.values()):
             static["recomputation"] = max(0, self._recomputation_bytes(chunks) - max(0, gone - backward))
         static["backward"] = max(0, backward - gone)
-        num_expert_layers = [sum(job.shape.layers_with_experts[layer] for layer in chunk) for chunk in chunks]
+        num_expert_layers = [sum(self.kinds[layer].mlp == "experts" for layer in chunk) for chunk in chunks]
         if self.alive_bytes and any(num_expert_layers):
             static["experts' buffers"] = self.alive_bytes
         static |= allowance_bytes(job.device)
@@ -282,22 +288,22 @@ class _Builder:
             if last is None:  # the loss alone
                 return 0
             layer = self._with_mtp(last)[-1]
-            kind = self._has_experts(layer), layer in self._counted_layers(last)
+            kind = self.kinds[layer], layer in self._counted_layers(last)
             return max(self.workspace[kind], largest - sum(part.kept_bytes for part in self.layers[kind]))
         longest_chunk = max(map(len, chunks))
         return largest * (min(recompute.num_layers, longest_chunk) if recompute.method == "uniform" else 1)
 
     def _backward_bytes(self, chunks: Sequence[range]) -> int:
-        kinds = {self._has_experts(layer) for chunk in chunks for layer in self._with_mtp(chunk)}
+        kinds = {self.kinds[layer] for chunk in chunks for layer in self._with_mtp(chunk)}
         is_frozen = self.job.adapters is not None
-        each = (backward_bytes(self.job.context, has_experts, is_frozen=is_frozen) for has_experts in kinds)
+        each = (backward_bytes(self.job.context, kind, is_frozen=is_frozen) for kind in kinds)
         return max(each, default=0)
 
     def _chunk(self, layers: range) -> tuple[Part, ...]:
         job, found = self.job, []
         counted = self._counted_layers(layers)
         for number, layer in enumerate(layers):
-            parts = self.layers[self._has_experts(layer), layer in counted]
+            parts = self.layers[self.kinds[layer], layer in counted]
             method = job.recompute.method
             if method == "uniform" or (method == "block" and number < job.recompute.num_layers):
                 is_input = method == "block" or number % job.recompute.num_layers == 0
@@ -305,33 +311,28 @@ class _Builder:
             found += [part.of_layer(layer) for part in parts]
         return tuple(found)
 
-    def _has_experts(self, layer: int) -> bool:
-        """Layers of multi-token prediction come behind the others, and are of the last one's kind."""
-        kinds = self.job.shape.layers_with_experts
-        return kinds[min(layer, len(kinds) - 1)]
-
     def _counted_layers(self, layers: range) -> set[int]:
         """Those of a chunk for which `num_counted_layers` is."""
         every, ends_with_loss = self._with_mtp(layers), layers.stop == self.job.shape.num_layers
-        is_dense = [not self._has_experts(layer) for layer in every]
+        is_dense = [self.kinds[layer].mlp == "dense" for layer in every]
         return {every[i] for i in counted_layers(is_dense, self.job.recompute.num_counted_layers, ends_with_loss)}
 
     def _with_mtp(self, layers: range) -> range:
-        shape = self.job.shape
-        return range(layers.start, layers.stop + (shape.num_mtp_layers if layers.stop == shape.num_layers else 0))
+        """Those of multi-token prediction come behind the others."""
+        return range(layers.start, len(self.kinds) if layers.stop == self.job.shape.num_layers else layers.stop)
 
     def _end(self, counted: Collection[int]) -> tuple[Part, ...]:
         """Multi-token prediction, and the final norm with the output layer."""
         job, context = self.job, self.job.context
         hidden = context.hidden_bytes
         found = []
-        for number in range(job.shape.num_mtp_layers):
-            layer = job.shape.num_layers + number
-            parts = self.layers[self._has_experts(layer), layer in counted]
-            is_recomputed = job.recompute.method == "uniform"  # with block, Megatron-Core recomputes none of these
-            # Inputs of the two norms, and of the projection of both to one, which is recomputed with the layer.
-            kept_bytes = (2 if is_recomputed else 4) * hidden
-            found.append(Part(layer, "mtp_projection", 0.0, 0.0, kept_bytes=kept_bytes))
+        is_recomputed = job.recompute.method == "uniform"  # with block, Megatron-Core recomputes none of these
+        for layer in range(job.shape.num_layers, len(self.kinds)):
+            if (layer - job.shape.num_layers) % len(job.shape.mtp_kinds) == 0:
+                # Inputs of the two norms, and of the projection of both to one, which is recomputed with the layer.
+                kept_bytes = (2 if is_recomputed else 4) * hidden
+                found.append(Part(layer, "mtp_projection", 0.0, 0.0, kept_bytes=kept_bytes))
+            parts = self.layers[self.kinds[layer], layer in counted]
             found += [part.of_layer(layer) for part in ([_whole(parts)] if is_recomputed else parts)]
         forward_ms, backward_ms = output_layer_ms(job)
         end = Part(job.shape.num_layers, "output_layer", forward_ms, backward_ms, kept_bytes=2 * hidden)
@@ -372,13 +373,14 @@ def _layer_parts(
 ) -> tuple[Part, ...]:
     """Put each storage to the part whose module is charged, and what cannot be chosen to the layer's first part."""
     kept: Counter[str] = Counter()
+    elsewhere = "mlp_norm" if "mlp_norm" in times else next(iter(times))
     grouped: dict[tuple[str, str], Counter[tuple[bool, str | None]]] = {}
     for storage in storages:
         if not storage.live:
             continue
         module = storage.charged_to(modules, job.min_elements) if storage.leaves(modules) else None
         by = next((name for name in storage.recomputed_by if name in may_recompute), None)
-        place = module or (storage.modules[0] if storage.modules and storage.modules[0] in times else "mlp_norm")
+        place = module or (storage.modules[0] if storage.modules and storage.modules[0] in times else elsewhere)
         if module is None and by is None:
             kept[place] += storage.num_bytes
         else:

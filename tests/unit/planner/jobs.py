@@ -26,11 +26,12 @@ SENSIBLE = {
 def make_job(
     name: str = "Qwen/Qwen2.5-7B", device: str = "h100-80gb", num_layers: int | None = None, **changes: Any
 ) -> Job:
-    """A job of a catalogue model on its sensible layout, sequences of 4096 tokens, changed by fields of Job.
+    """A job of a catalogue model on its sensible layout, else 8 data-parallel ranks; sequences of 4096 tokens. Changed
+    by fields of Job.
 
     With `num_layers`, of that many layers like the model's last.
     """
-    layout = SENSIBLE[name]
+    layout = SENSIBLE.get(name, ParallelLayout(8))
     shape = load_model_shape(name, None)
     if num_layers is not None:
         shape = replace(shape, num_layers=num_layers, layers_with_experts=shape.layers_with_experts[-num_layers:])

@@ -31,7 +31,7 @@ from nemo_rl_offload.cli.plan import plan
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.report.tables import WIDTH, plan_tables
-from nemo_rl_offload.specs.catalogue import CATALOGUE
+from nemo_rl_offload.specs.catalogue import CATALOGUE, find_config
 from nemo_rl_offload.specs.devices import DEVICES
 from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES
 from nemo_rl_offload.units import GIB, KIB, MIB, parse_bytes
@@ -39,6 +39,13 @@ from nemo_rl_offload.units import GIB, KIB, MIB, parse_bytes
 CFG = "policy.megatron_cfg"
 CLOSE_MS = 0.002
 """Times are rounded to a thousandth."""
+RECURRENT = (
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B",
+    "Qwen/Qwen3.5-35B-A3B",
+)
+"""Models whose layers are of plain torch alone."""
 SAME_TIME = 1.02
 """Searches for two budgets may differ by so much, and lists of modules are preferred to `auto` within it."""
 
@@ -93,9 +100,13 @@ def draw(seed: int, folder: Path) -> Case:
 
 
 def _draw(rng: random.Random, folder: Path) -> Case:
-    name = rng.choice(sorted(CATALOGUE))
+    name = rng.choice((*sorted(CATALOGUE), *RECURRENT))
     num_layers = rng.choice((3, 4, 8, 8, 12))
-    shape = {**CATALOGUE[name], "num_hidden_layers": num_layers}
+    shape = {**(CATALOGUE.get(name) or find_config(name) or {}), "num_hidden_layers": num_layers}
+    if "hybrid_override_pattern" in shape:
+        shape["hybrid_override_pattern"] = shape["hybrid_override_pattern"][-num_layers:]
+    if "mtp_num_hidden_layers" in shape:
+        shape["mtp_num_hidden_layers"] = 0
     if "first_k_dense_replace" in shape:
         shape["first_k_dense_replace"] = rng.choice((0, 1, num_layers // 2))
     if "num_nextn_predict_layers" in shape:
@@ -112,7 +123,7 @@ def _draw(rng: random.Random, folder: Path) -> Case:
     is_generating = config.startswith("grpo")
     micro_batch = rng.choice((1, 1, 2, 4, 8))
     packed = rng.choice(("true", "false"))
-    implementation = rng.choice(("torch", "torch", "transformer_engine", "auto"))
+    implementation = "torch" if name in RECURRENT else rng.choice(("torch", "torch", "transformer_engine", "auto"))
     engine = "megatron" if implementation == "transformer_engine" and rng.random() < 0.5 else "native"
     length = rng.choice((1024, 2048, 4096, 8192, 16384))
     words = [

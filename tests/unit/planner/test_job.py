@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.job import Job, read_job
 from nemo_rl_offload.planner.plan import make_plan
 from nemo_rl_offload.planner.search.suggestions import smaller_microbatches
@@ -127,3 +128,11 @@ def test_a_sample_of_two_rows_takes_twice_as_much(tokens: int | None) -> None:
 def test_of_a_list_for_any_model_what_its_layers_have_is_recomputed(model: str, left: set[str]) -> None:
     both = ("recompute_granularity=selective", "recompute_modules=[mlp_act,moe_act]")
     assert job(*(f"policy.megatron_cfg.{each}" for each in both), model=model).recompute.modules == left
+
+
+def test_a_repeated_layer_for_further_tokens_is_not_planned() -> None:
+    model, repeated = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B", "policy.megatron_cfg.mtp_use_repeated_layer=true"
+    with pytest.raises(ConfigError, match=r"mtp_use_repeated_layer: .* Plan with mtp_num_layers 1 or 0"):
+        job(repeated, "policy.megatron_cfg.mtp_num_layers=3", model=model)
+    assert job(repeated, model=model).shape.num_mtp_layers == 1
+    assert job(repeated, "policy.megatron_cfg.mtp_num_layers=3").shape.num_mtp_layers == 0

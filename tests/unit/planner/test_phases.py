@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from jobs import make_job
 
-from nemo_rl_offload.planner.cost.activations import Numbers
 from nemo_rl_offload.planner.cost.memory import EIGHT_BIT_COPIES, Optimizer
 from nemo_rl_offload.planner.cost.parameters import model_parameters
+from nemo_rl_offload.planner.cost.storages import Numbers
 from nemo_rl_offload.planner.job import Job, Passes
 from nemo_rl_offload.planner.phases import LEAVING, Phase, PhasesOfStage, fullest, host_use, lacking
 from nemo_rl_offload.planner.plan import make_plan

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jobs import SENSIBLE, make_job
 
 from nemo_rl_offload.offload.solver import Action, GroupRecord, Link, MemoryBudget, Solution, solve
-from nemo_rl_offload.planner.cost.activations import Numbers
+from nemo_rl_offload.planner.cost.storages import Numbers
 from nemo_rl_offload.planner.job import Job, Recompute
 from nemo_rl_offload.planner.plan import JobPlan, make_plan
 from nemo_rl_offload.planner.search import choice as search_module

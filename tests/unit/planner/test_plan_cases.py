@@ -24,7 +24,7 @@ from nemo_rl_offload.planner.simulate.stages import build_stages
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 SMALL, LATENT = "Qwen/Qwen2.5-1.5B", "deepseek-ai/DeepSeek-V3"
-SAMPLE = (3, 6)
+SAMPLE = (14, 15)
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_no_plan_contradicts_itself() -> None:
 
 @pytest.mark.slow
 def test_ten_plans_do_not_contradict_themselves() -> None:
-    wrong, seen = run_cases(range(10))
+    wrong, seen = run_cases(range(7, 17))
     assert wrong == []
     assert min(seen[name] for name in ("fits", "does not fit", "auto", "recomputes", "changes")) > 0
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.specs.catalogue import CATALOGUE
-from nemo_rl_offload.specs.model_shape import parse_model_shape, read_model_shape
+from nemo_rl_offload.specs.catalogue import CATALOGUE, find_config
+from nemo_rl_offload.specs.model_shape import LayerKind, parse_model_shape, read_model_shape
 
 DEEPSEEK = CATALOGUE["deepseek-ai/DeepSeek-V3"]
 
@@ -32,9 +32,33 @@ def test_a_family_that_the_planner_does_not_know_has_a_shape_for_rules() -> None
         read_model_shape(content, "mine")
 
 
-def test_a_family_that_is_trained_and_not_planned_is_said_to_be_so() -> None:
-    with pytest.raises(ConfigError, match=r"nemotron_h is trained here but not planned yet: .* Run a few steps"):
-        read_model_shape({**DEEPSEEK, "model_type": "nemotron_h"}, "mine")
+def test_layers_are_of_the_kinds_that_a_hybrid_model_says() -> None:
+    content = find_config("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B")
+    assert content is not None
+    shape = read_model_shape({**content, "hybrid_override_pattern": "ME*-"}, "mine")
+    experts, mlp = LayerKind(None, "experts"), LayerKind(None, "dense")
+    assert shape.layer_kinds == (LayerKind("mamba", None), experts, LayerKind("attention", None), mlp)
+    assert shape.mtp_kinds == (LayerKind("attention", None), experts)
+    assert shape.all_kinds == (*shape.layer_kinds, *shape.mtp_kinds)
+    without = read_model_shape({**content, "num_nextn_predict_layers": 0}, "mine")
+    assert without.all_kinds == without.layer_kinds
+
+
+@pytest.mark.parametrize(
+    ("keys", "delta"),
+    [
+        ({}, (0, 1, 2, 4, 5, 6)),
+        ({"full_attention_interval": 2}, (0, 2, 4, 6)),
+        ({"layer_types": ["full_attention", *["linear_attention"] * 7]}, (1, 2, 3, 4, 5, 6, 7)),
+    ],
+)
+def test_layers_are_gated_delta_nets_as_transformers_says(keys: dict[str, object], delta: tuple[int, ...]) -> None:
+    content = find_config("Qwen/Qwen3.5-35B-A3B")
+    assert content is not None
+    shape = read_model_shape({**content, "num_hidden_layers": 8, **keys}, "mine")
+    kinds = {layer: kind.mixer for layer, kind in enumerate(shape.layer_kinds)}
+    assert tuple(layer for layer, mixer in kinds.items() if mixer == "delta_net") == delta
+    assert {kind.mlp for kind in shape.layer_kinds} == {"experts"}
 
 
 @pytest.mark.parametrize("wrong", [None, "8", 0, -1, True, 2.5, []])

@@ -167,3 +167,16 @@ def test_counted_layers_are_the_last_dense_ones_but_for_that_before_the_loss(
     behind = {position for position in spared if position > min(found, default=0)}
     is_last_spared = 0 < len(found) < num_dense and ends_with_loss and is_dense[-1]
     assert behind == ({len(is_dense) - 1} if is_last_spared else set())
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "said"),
+    [
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B", {"tensor": 16}, "the model's 8 groups of heads in Mamba-2 layers"),
+        ("Qwen/Qwen3.5-35B-A3B", {"tensor": 4}, "the model's 2 key heads of attention, whose output has a gate"),
+        ("Qwen/Qwen3.5-35B-A3B", {"tensor": 2, "context": 32}, "32 does not divide the 16 heads in gated delta nets"),
+    ],
+)
+def test_heads_of_recurrent_layers_divide(name: str, layout: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_layout(ParallelLayout(64, sequence_parallel=True, **layout), load_model_shape(name, None), 4096)

@@ -9,8 +9,6 @@ import pytest
 
 from nemo_rl_offload.config.rules import vllm as vllm_rules
 from nemo_rl_offload.config.validation import examine
-from nemo_rl_offload.errors import ConfigError
-from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.generation import VLLM_VERSION
 
 HYBRID = {
@@ -238,8 +236,3 @@ def test_stages_count_what_a_repeated_layer_predicts(problems: Problems) -> None
         layout = f"policy.megatron_cfg.pipeline_model_parallel_layout={stages}"
         found = problems("MEM*", *overrides, layout, num_nextn_predict_layers=1)
         assert ("pipeline_model_parallel_layout" not in found) == is_right
-
-
-def test_a_plan_of_it_is_refused_by_name(make_model: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="nemotron_h is trained here but not planned yet"):
-        load_model_shape("local", make_model(**HYBRID, hybrid_override_pattern="M-M*"))

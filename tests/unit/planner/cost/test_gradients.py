@@ -4,10 +4,11 @@ from dataclasses import replace
 
 from jobs import make_job
 
-from nemo_rl_offload.planner.cost.activations import LayerContext, Tokens
 from nemo_rl_offload.planner.cost.gradients import backward_bytes
+from nemo_rl_offload.planner.cost.storages import LayerContext, Tokens
 from nemo_rl_offload.planner.job import Recompute
 from nemo_rl_offload.planner.simulate.stages import Stage, build_stages
+from nemo_rl_offload.specs.model_shape import DENSE_LAYER, MOE_LAYER
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
 
 TOKENS = 4096
@@ -22,14 +23,14 @@ def test_of_experts_the_gradients_of_the_first_products_weights_are_most() -> No
     rows, hidden, width = TOKENS * 8, 7168, 2048
     weights = 16 * 2 * width * hidden
     expected = 2 * (TOKENS * hidden + 2 * rows * width + rows * hidden + weights - rows * width - 2 * rows * width)
-    assert backward_bytes(context_of("deepseek-ai/DeepSeek-V3", world=16, expert=16), has_experts=True) == expected
+    assert backward_bytes(context_of("deepseek-ai/DeepSeek-V3", world=16, expert=16), MOE_LAYER) == expected
 
 
 def test_of_a_wide_dense_layer_the_activations_gradients_are_most() -> None:
     """Qwen2.5-7B: the gradient of the activation's output and the two of its inputs; its output is freed."""
     context = replace(context_of("Qwen/Qwen2.5-7B", world=1), tokens=Tokens(2 * TOKENS, 2 * TOKENS))
     expected = 2 * 2 * TOKENS * (3584 + 3 * 18944 - 18944)
-    assert backward_bytes(context, has_experts=False) == expected
+    assert backward_bytes(context, DENSE_LAYER) == expected
 
 
 def stages_of(recompute: Recompute, **changes: int) -> list[Stage]:

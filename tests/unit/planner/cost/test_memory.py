@@ -6,6 +6,7 @@ from nemo_rl_offload.planner.cost.memory import Optimizer, stage_parameters, sta
 from nemo_rl_offload.planner.cost.parameters import ParameterCount, model_parameters, mtp_parameters
 from nemo_rl_offload.specs.catalogue import load_model_shape
 from nemo_rl_offload.specs.devices import find_device
+from nemo_rl_offload.specs.model_shape import DENSE_LAYER, MOE_LAYER
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 
 
@@ -42,13 +43,18 @@ def test_context_parallel_ranks_share_the_optimizer_too() -> None:
 
 @pytest.mark.parametrize(
     ("name", "active_parameters"),
-    [("deepseek-ai/DeepSeek-V3", 36.6e9), ("Qwen/Qwen3-8B", 8.19e9), ("Qwen/Qwen3-30B-A3B", 3.35e9)],
+    [
+        ("deepseek-ai/DeepSeek-V3", 36.6e9),
+        ("Qwen/Qwen3-8B", 8.19e9),
+        ("Qwen/Qwen3-30B-A3B", 3.35e9),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B", 3.6e9),
+    ],
 )
 def test_operations_are_two_per_active_parameter(name: str, active_parameters: float) -> None:
     """Published active parameters, less the embedding; DeepSeek's 36.6B and the others' include the output layer."""
     context = make_job(name, layout=ParallelLayout(8)).context
     shape = context.shape
-    flops = sum(work.product_flops for has in shape.layers_with_experts for work in layer_costs(context, has))
+    flops = sum(work.product_flops for kind in shape.layer_kinds for work in layer_costs(context, kind))
     flops /= context.tokens.count
     output = shape.vocab_size * shape.hidden_size
     embedding = 0 if name.startswith("deepseek") else output
@@ -57,7 +63,7 @@ def test_operations_are_two_per_active_parameter(name: str, active_parameters: f
 
 def test_attention_is_causal() -> None:
     """Two products of 4096 x 4096 per head, half of each masked: 2 x 2 x 4096^2 x 128 / 2 operations per head."""
-    work = layer_costs(make_job("meta-llama/Llama-3.1-8B", layout=ParallelLayout(8)).context, False)
+    work = layer_costs(make_job("meta-llama/Llama-3.1-8B", layout=ParallelLayout(8)).context, DENSE_LAYER)
     attention = next(each for each in work if each.module == "core_attn")
     assert attention.attention_flops == 32 * 2 * 2 * 4096**2 * 128 / 2
     device = find_device("h100-80gb")
@@ -68,11 +74,11 @@ def test_attention_is_causal() -> None:
 @pytest.mark.parametrize("name", ["layernorm", "moe_act", "mla_up_proj"])
 def test_recomputation_takes_less_than_the_layer(name: str) -> None:
     job = make_job("deepseek-ai/DeepSeek-V3")
-    layer_ms = sum(work.forward_ms(job.device, False) for work in layer_costs(job.context, True))
+    layer_ms = sum(work.forward_ms(job.device, False) for work in layer_costs(job.context, MOE_LAYER))
     assert 0 < recompute_ms(job.context, name, job.device) < layer_ms / 5
 
 
 def test_eight_bit_products_are_faster() -> None:
     device = find_device("h100-80gb")
-    product = next(w for w in layer_costs(make_job("Qwen/Qwen3-8B").context, False) if w.module == "mlp_fc1")
+    product = next(w for w in layer_costs(make_job("Qwen/Qwen3-8B").context, DENSE_LAYER) if w.module == "mlp_fc1")
     assert product.forward_ms(device, True) == pytest.approx(product.forward_ms(device, False) * 989 / 1979)
