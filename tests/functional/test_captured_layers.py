@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,15 +193,18 @@ def captured(parts: str) -> tuple[str, ...]:
 OF_EXPERTS = ("moe_aux_loss_coeff=0.01",)
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("family", "parts"),
     [
         ("qwen2", "null"),
-        ("qwen2", "[attn]"),
-        ("qwen2", "[mlp]"),
-        ("qwen3_moe", "[moe_router]"),
+        slow("qwen2", "[attn]"),
+        slow("qwen2", "[mlp]"),
+        slow("qwen3_moe", "[moe_router]"),
         ("qwen3_moe", ROUTED),
-        ("qwen3_moe_mixed", "[attn,mlp,moe_router,moe_preprocess]"),
+        slow("qwen3_moe_mixed", "[attn,mlp,moe_router,moe_preprocess]"),
     ],
 )
 def test_what_megatron_replays_is_what_it_runs(family: str, parts: str, model_folder: Callable[..., Path]) -> None:
@@ -214,9 +218,9 @@ def test_what_megatron_replays_is_what_it_runs(family: str, parts: str, model_fo
     ("family", "parts", "modules", "others"),
     [
         ("qwen2", "[attn]", ("mlp_fc1", "mlp_act"), ()),
-        ("qwen2", "[mlp]", ("qkv_linear", "core_attn", "attn_proj"), ()),
-        ("qwen3_moe", ROUTED, ("expert_fc1", "moe_act"), OF_EXPERTS),
-        ("qwen3_moe", ROUTED, ("expert_fc1", "moe_act"), (*OF_EXPERTS, "delay_offload_until_cuda_graph=true")),
+        slow("qwen2", "[mlp]", ("qkv_linear", "core_attn", "attn_proj"), ()),
+        slow("qwen3_moe", ROUTED, ("expert_fc1", "moe_act"), OF_EXPERTS),
+        slow("qwen3_moe", ROUTED, ("expert_fc1", "moe_act"), (*OF_EXPERTS, "delay_offload_until_cuda_graph=true")),
     ],
 )
 def test_modules_beside_graphs_are_offloaded_in_every_step(
@@ -231,6 +235,7 @@ def test_modules_beside_graphs_are_offloaded_in_every_step(
         assert outcome.bytes_out == train(folder, *others, *offload(modules)).bytes_out
 
 
+@pytest.mark.slow
 def test_weights_at_other_addresses_are_captured_anew(model_folder: Callable[..., Path]) -> None:
     outcome = train(model_folder("qwen2"), *captured("null"), moves_at=3)
     assert_same(outcome, train(model_folder("qwen2")))
