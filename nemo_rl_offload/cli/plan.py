@@ -21,7 +21,7 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> JobPlan:
     after all."""
     loaded = read_recipe(options.config, overrides)
     say_what_auto_is(options, loaded)
-    say_what_graphs_hold(loaded)
+    say_what_graphs_hold(options, loaded)
     job = read_options(options, loaded)
     check_targets(options)
     with uncollected():

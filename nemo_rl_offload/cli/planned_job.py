@@ -78,15 +78,23 @@ def say_what_auto_is(options: argparse.Namespace, loaded: LoadedConfig) -> None:
             )
 
 
-def say_what_graphs_hold(loaded: LoadedConfig) -> None:
-    """Tell what a plan does not count of CUDA graphs."""
-    if not loaded.problems and loaded.values["policy"]["megatron_cfg"]["cuda_graph_impl"] == "transformer_engine":
-        print(
-            "note: policy.megatron_cfg.cuda_graph_impl: each captured shape of microbatches, 2 at most, keeps what its "
-            "captured parts save. That of one shape is counted, while it trains; not that it stays in other phases, "
-            "nor the host's time that graphs spare. What it chooses to offload may be captured: check it.",
-            file=sys.stderr,
+def say_what_graphs_hold(options: argparse.Namespace, loaded: LoadedConfig) -> None:
+    """Tell what a plan does not count of CUDA graphs. Raises ConfigError where it is to write what it chooses, for it
+    chooses as if nothing was captured."""
+    if loaded.problems or loaded.values["policy"]["megatron_cfg"]["cuda_graph_impl"] != "transformer_engine":
+        return
+    key = "policy.megatron_cfg.cuda_graph_impl"
+    if options.write is not None:
+        raise ConfigError(
+            f"--write: what a plan offloads or recomputes may be captured by {key}, which it knows nothing of. Plan "
+            f"with {key}=none, or leave out --write."
         )
+    print(
+        f"note: {key}: each captured shape of microbatches, 2 at most, keeps what its captured parts save. That of one "
+        "shape is counted, while it trains; not that it stays in other phases, nor the host's time that graphs spare. "
+        f"What is offloaded or recomputed is chosen as if nothing was captured: it may need {key}=none.",
+        file=sys.stderr,
+    )
 
 
 def _passes(config: Mapping[str, Any]) -> Passes:

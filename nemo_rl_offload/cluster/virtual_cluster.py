@@ -427,10 +427,11 @@ def _signal(processes: list[psutil.Process], send: Callable[[psutil.Process], No
 def _probe(address: str) -> None:
     """Fail at once where nobody listens; Ray would retry for over a minute.
 
-    `auto` is the cluster that `ray start` has written down, which may have ended without `ray stop`.
+    Where `auto` finds no cluster that lives, it is the one that `ray start` has written down, which may have ended
+    without `ray stop`.
     """
     if address == "auto":
-        address = services.find_bootstrap_address(None) or address
+        address = services.canonicalize_bootstrap_address(address) or address
     host, separator, port = address.rpartition(":")
     if separator and "://" not in address:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()

@@ -41,11 +41,14 @@ def worker_env(config: PolicyConfig) -> dict[str, str]:
 
 
 def without_offloading(config: PolicyConfig) -> PolicyConfig:
-    """For workers that never train."""
+    """For workers that never train: they have no activations to offload, and capture no layers."""
     off: MegatronConfig = {
         **config["megatron_cfg"],
         "fine_grained_activation_offloading": False,
         "offload_modules": None,
+        "delay_offload_until_cuda_graph": False,
+        "cuda_graph_impl": "none",
+        "cuda_graph_modules": None,
     }
     return {**config, "megatron_cfg": off}
 

@@ -55,7 +55,10 @@ _BESIDE: tuple[tuple[str, Any, str], ...] = (
     ("cpu_offloading", False, "a replay moves nothing"),
 )
 """Keys of `policy.megatron_cfg`, the value that is allowed (or what is as good as it), and why no other is."""
-_OVERRIDES = ("fp32_residual_connection", "overlap_moe_expert_parallel_comm", "moe_input_jitter_eps")
+_OVERRIDES = (
+    *("fp32_residual_connection", "overlap_moe_expert_parallel_comm", "moe_input_jitter_eps"),
+    *("moe_router_force_load_balancing", "moe_expert_capacity_factor", "tp_comm_overlap", "use_te_rng_tracker"),
+)
 """Fields in `model_overrides` with which what a layer is given, or when, is unlike what Megatron-Core captures."""
 _RECOMPUTED_WITHIN = {
     "attn": ("core_attn", "mla_up_proj", "layernorm"),
@@ -128,9 +131,8 @@ def _attention(get: Get) -> Iterator[str]:
     if model_shape(get).has_latent_attention:
         why = "it looks its positions up where a cache may have dropped them"
         yield _refused(PARTS, value, "CUDA graphs of latent attention", why, f"{fix}.")
-    if _rope_type(get) == "yarn":
-        why = "Megatron-Core hands its positions to no graph"
-        yield _refused(PARTS, value, "CUDA graphs of attention with YaRN", why, f"{fix}.")
+    if (kind := _rope_type(get)) in ("yarn", "longrope"):
+        yield _refused(PARTS, value, f"CUDA graphs of attention with {kind}", "nobody has tried it", f"{fix}.")
 
 
 def _rope_type(get: Get) -> object:
@@ -199,7 +201,7 @@ def _beside(get: Get) -> Iterator[str]:
     if megatron(get, "cuda_graph_warmup_steps") == 0:
         yield f"{MEGATRON}.cuda_graph_warmup_steps: a capture needs steps before it. Set 1 or more."
     for name in _OVERRIDES:
-        if megatron(get, "model_overrides").get(name):
+        if name in megatron(get, "model_overrides"):
             yield f"{MEGATRON}.model_overrides.{name}: cannot be combined with {GRAPH}. Remove it, or set that to none."
 
 

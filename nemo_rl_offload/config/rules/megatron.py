@@ -33,6 +33,7 @@ from nemo_rl_offload.config.rules.rule import (
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.types import describe, keys_of
 from nemo_rl_offload.errors import ConfigError, nearest
+from nemo_rl_offload.specs.model_families import needs_torch_layers
 from nemo_rl_offload.specs.offload_modules import (
     COUNTED_RECOMPUTE,
     DENSE_MLP_RECOMPUTE,
@@ -107,13 +108,24 @@ def transformer_engine_settings(get: Get) -> list[str]:
 
 
 def _torch_layers(get: Get) -> Iterator[str]:
-    if megatron(get, "transformer_impl") != "torch":
+    impl = megatron(get, "transformer_impl")
+    of_model = _key_for_torch_layers(get) if impl == "auto" else None
+    if impl != "torch" and of_model is None:
         return
+    why = (
+        "transformer_impl: torch leaves out. Change one of the two."
+        if of_model is None
+        else f"the model cannot have: its layers are plain torch ({of_model} of config.json). Change it."
+    )
     for key in transformer_engine_settings(get):
-        yield (
-            f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which transformer_impl: torch "
-            "leaves out. Change one of the two."
-        )
+        yield f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which {why}"
+
+
+def _key_for_torch_layers(get: Get) -> str | None:
+    try:
+        return needs_torch_layers(model_content(get))
+    except ConfigError:  # which another rule reports
+        return None
 
 
 def _recompute(get: Get) -> Iterator[str]:

@@ -163,7 +163,7 @@ def prepare_captures() -> None:
     Data parallelism keeps the nodes that add up gradients, and these keep the stream that they were made on. The
     default stream can be no part of a capture. Megatron-Bridge does the same.
     """
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # which segments that expand ask for, and Megatron for them
+    os.environ["NCCL_GRAPH_REGISTER"] = "0"  # which segments that expand ask for, and Megatron for them
     if torch.cuda.current_stream() == torch.cuda.default_stream():
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 

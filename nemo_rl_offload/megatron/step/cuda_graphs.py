@@ -72,6 +72,8 @@ class ShapeCounts:
         self._steps = Counter[Shape]()
         self._chosen: list[Shape] = []
         self._num_steps = 0
+        self._num_idle_steps = 0
+        """In a row, without a shape that is chosen."""
 
     def begin_step(self, shapes: Iterable[Shape]) -> list[Shape]:
         """Count a step with microbatches of these shapes; those of them whose graphs are wanted from this step on."""
@@ -82,17 +84,24 @@ class ShapeCounts:
                 self._chosen.append(shape)
             self._steps[shape] += 1
         self._num_steps += 1
-        return [shape for shape in found if shape in self._chosen]
+        wanted = [shape for shape in found if shape in self._chosen]
+        self._num_idle_steps = 0 if wanted else self._num_idle_steps + 1
+        return wanted
 
     @property
     def problem(self) -> str | None:
         """What is to be said, in the step in which it is to be said: that no shape comes again."""
-        if self._chosen or self._num_steps != self._warmup_steps + PATIENCE_STEPS:
+        if self._num_idle_steps != self._warmup_steps + PATIENCE_STEPS:
             return None
+        of_all = f"in {self._num_steps} steps microbatches had {len(self._steps)} shapes"
+        why = (
+            f"{of_all}, and in the last {self._num_idle_steps} none of the {len(self._chosen)} that are captured"
+            if self._chosen
+            else f"{of_all}, none of them in more than {self._warmup_steps} steps"
+        )
         return (
-            f"cuda_graph_impl has no effect so far: in {self._num_steps} steps microbatches had {len(self._steps)} "
-            f"shapes, none of them in more than {self._warmup_steps} steps. Round them: policy.dynamic_batching with a "
-            "larger sequence_length_round does"
+            f"cuda_graph_impl has no effect now: {why}. Round them: a larger sequence_length_round of "
+            "policy.dynamic_batching or policy.sequence_packing does"
         )
 
 

@@ -38,7 +38,10 @@ def test_how_many_gpus_auto_stands_for_is_said(capsys: pytest.CaptureFixture[str
         assert "gb200-186gb, 4 devices" in captured.out
 
 
-def test_what_is_not_counted_of_cuda_graphs_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_counted_of_cuda_graphs_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     graphs = ["cuda_graph_impl=transformer_engine", "transformer_impl=transformer_engine"]
     off = ["fine_grained_activation_offloading=false", "recompute_granularity=null", "recompute_modules=null"]
     off += ["distributed_data_parallel_config.overlap_param_gather=false"]
@@ -46,6 +49,9 @@ def test_what_is_not_counted_of_cuda_graphs_is_said(capsys: pytest.CaptureFixtur
         words = [f"{CFG}.{key}" for key in (*keys, *off)]
         assert main(["plan", SMALL, "--gpu", "h100-80gb", "policy.sequence_packing.enabled=false", *words]) == 0
         assert capsys.readouterr().err.count("not that it stays in other phases") == said
+        written = [*words, "policy.sequence_packing.enabled=false", "--gpu", "h100-80gb", "--write", "planned.yaml"]
+        assert main(["plan", SMALL, *written]) == (2 if said else 0)
+        assert capsys.readouterr().err.count(f"Plan with {CFG}.cuda_graph_impl=none, or leave out --write.") == said
 
 
 def test_an_exemplar_is_planned_from_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -123,6 +124,7 @@ def test_address_without_a_cluster(address: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_auto_where_the_last_cluster_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", cache(set))
     monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda _folder: "127.0.0.1:1")
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray would try for minutes"))
     monkeypatch.setenv("RAY_ADDRESS", "auto")

@@ -4,7 +4,7 @@ import pytest
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.rules.machine import SET_BY_GROUP
-from nemo_rl_offload.policy.model_workers import worker_env
+from nemo_rl_offload.policy.model_workers import without_offloading, worker_env
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,15 @@ def test_the_users_number_of_hardware_queues_stays(monkeypatch: pytest.MonkeyPat
 
 def test_variables_of_the_worker_group_are_reserved() -> None:
     assert not {"OMP_NUM_THREADS", "NVTE_CPU_OFFLOAD_V1"} & set(SET_BY_GROUP)
+
+
+def test_a_model_that_never_trains_captures_no_layers() -> None:
+    """A teacher may have experts where the student has none, and Megatron checks parts against layers."""
+    graphs = ["cuda_graph_impl=transformer_engine", "cuda_graph_modules=[mlp]", "delay_offload_until_cuda_graph=true"]
+    overrides = [f"policy.megatron_cfg.{text}" for text in graphs]
+    policy: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", overrides)["policy"]
+    off = without_offloading(policy)["megatron_cfg"]
+    assert [off[key] for key in ("cuda_graph_impl", "cuda_graph_modules", "delay_offload_until_cuda_graph")] == [  # type: ignore[literal-required]
+        *("none", None, False)
+    ]
+    assert policy["megatron_cfg"]["cuda_graph_impl"] == "transformer_engine"

@@ -170,7 +170,7 @@ def test_what_others_say_refuses(refusals: Refusals, broken: str, path: str, wor
     ("shape", "words"),
     [
         ({"kv_lora_rank": 16, "qk_rope_head_dim": 8}, "CUDA graphs of latent attention"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "CUDA graphs of attention with YaRN"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "CUDA graphs of attention with yarn"),
         ({"num_nextn_predict_layers": 1}, "CUDA graphs of layers for further tokens"),
     ],
 )
@@ -180,3 +180,10 @@ def test_models_whose_layers_are_not_captured(
     model = f"policy.model_name={make_model(**shape)}"
     assert [line for line in refusals(f"{ON} {model}") if words in line]
     assert not [line for line in refusals(f"{PLAIN} {model}") if words in line]
+
+
+def test_models_with_layers_of_plain_torch_alone(refusals: Refusals, make_model: MakeModel) -> None:
+    """Whichever layers `auto` would choose otherwise."""
+    model = f"policy.model_name={make_model(model_type='gemma3_text')} M.transformer_impl=auto"
+    assert [line for line in refusals(f"{ON} {model}") if "the model cannot have: its layers are plain torch" in line]
+    assert not [line for line in refusals(f"{PLAIN} {model}") if "the model cannot have" in line]

@@ -44,8 +44,22 @@ def test_shapes_that_keep_changing_are_told_once() -> None:
     (text,) = filter(None, told)
     assert text == told[PATIENCE_STEPS]
     assert f"in {PATIENCE_STEPS + 1} steps microbatches had {PATIENCE_STEPS + 1} shapes" in text
+    assert "Round them: a larger sequence_length_round of policy.dynamic_batching or policy.sequence_packing" in text
     steady = ShapeCounts(warmup_steps=1)
     assert not any([steady.begin_step([WIDE]), steady.problem][1] for _ in range(3 * PATIENCE_STEPS))
+
+
+def test_captured_shapes_that_come_no_more_are_told() -> None:
+    counts = ShapeCounts(warmup_steps=1)
+    for _ in range(3):
+        counts.begin_step([WIDE, NARROW])
+    told = []
+    for _ in range(3 * PATIENCE_STEPS):
+        assert counts.begin_step([OTHER]) == []
+        told.append(counts.problem)
+    (text,) = filter(None, told)
+    assert text == told[PATIENCE_STEPS]
+    assert f"in the last {PATIENCE_STEPS + 1} none of the 2 that are captured" in text
 
 
 class Graph:
