@@ -25,7 +25,7 @@ from nemo_rl_offload.config.loader import (
     resolve_model_path,
     resolve_tokenizer_path,
 )
-from nemo_rl_offload.config.rules.megatron import transformer_engine_settings
+from nemo_rl_offload.config.rules.megatron import fusions_without_effect, transformer_engine_settings
 from nemo_rl_offload.config.rules.parallel import worker_counts
 from nemo_rl_offload.config.rules.rule import (
     MEGATRON,
@@ -183,7 +183,8 @@ def _transformer_engine_is_here(get: Get) -> Iterator[str]:
     if impl == "transformer_engine":
         yield f"{MEGATRON}.transformer_impl: transformer_engine is not installed here. Install it, or set torch."
     for key in transformer_engine_settings(get):
-        yield f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which is not installed here."
+        if key not in fusions_without_effect(get):
+            yield f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which is not installed here."
 
 
 def _dispatcher_is_here(get: Get) -> Iterator[str]:

@@ -67,6 +67,11 @@ NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
 }
 """Keys and those of their values that only Transformer Engine can honor."""
 
+FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "gradient_accumulation_fusion")
+"""Those of them that make layers faster, and nothing else: a model whose layers are plain torch goes without."""
+PRECISION_AWARE = "optimizer.use_precision_aware_optimizer"
+"""Of Transformer Engine's optimizer, which takes any layers' weights."""
+
 _OWNERS = {
     "the model's folder, whose weights must fit": (
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts "
@@ -112,13 +117,28 @@ def _torch_layers(get: Get) -> Iterator[str]:
     of_model = _key_for_torch_layers(get) if impl == "auto" else None
     if impl != "torch" and of_model is None:
         return
-    why = (
-        "transformer_impl: torch leaves out. Change one of the two."
-        if of_model is None
-        else f"the model cannot have: its layers are plain torch ({of_model} of config.json). Change it."
-    )
     for key in transformer_engine_settings(get):
-        yield f"{MEGATRON}.{key}: {megatron(get, key)} needs Transformer Engine, which {why}"
+        told = f"{MEGATRON}.{key}: {megatron(get, key)}"
+        if of_model is None:
+            yield f"{told} needs Transformer Engine, which transformer_impl: torch leaves out. Change one of the two."
+        elif key not in (*FUSIONS, PRECISION_AWARE):
+            yield (
+                f"{told} asks for Transformer Engine's layers, not supported here: of a model with {of_model} they do "
+                "not do what config.json says, and plain torch has to. Change it."
+            )
+
+
+def fusions_without_effect(get: Get) -> list[str]:
+    """Those that are on and that the model's layers, of plain torch with `auto`, do without."""
+    fused = [key for key in FUSIONS if megatron(get, key) is True and megatron(get, "transformer_impl") == "auto"]
+    return fused if fused and _key_for_torch_layers(get) is not None else []
+
+
+def _fusions_without_effect(get: Get) -> Iterator[str]:
+    if fused := fusions_without_effect(get):
+        more = f", nor has {' and '.join(fused[1:])}" if fused[1:] else ""
+        why = f"the model's layers are plain torch ({_key_for_torch_layers(get)} of config.json)"
+        yield f"{MEGATRON}.{fused[0]}: has no effect{more}: {why}."
 
 
 def _key_for_torch_layers(get: Get) -> str | None:
@@ -506,6 +526,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     _overlap,
 )
 MEGATRON_WARNINGS: tuple[Rule, ...] = (
+    _fusions_without_effect,
     _recompute_is_off,
     _recompute_skips_further_tokens,
     _warmup_never_ends,

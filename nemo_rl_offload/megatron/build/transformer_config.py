@@ -23,7 +23,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_rl_offload.config.rules.megatron import transformer_engine_settings
+from nemo_rl_offload.config.rules.megatron import FUSIONS, PRECISION_AWARE, transformer_engine_settings
 from nemo_rl_offload.config.schema import MegatronConfig, PolicyConfig
 from nemo_rl_offload.config.types import forwarded
 from nemo_rl_offload.errors import ConfigError
@@ -171,12 +171,20 @@ def _repeated_layer(provider: TransformerConfig, megatron_cfg: MegatronConfig) -
     }
 
 
+def _without_fusions(policy: PolicyConfig) -> PolicyConfig:
+    """For a model whose layers are plain torch: `check` says that these have no effect."""
+    off: Any = policy["megatron_cfg"] | {key: False for key in FUSIONS if policy["megatron_cfg"][key]}  # type: ignore[literal-required]
+    return {**policy, "megatron_cfg": off}
+
+
 def _check_layers(policy: PolicyConfig, activations: ResolvedActivations) -> None:
     """What only this machine and the model together can tell about `transformer_impl: auto`."""
     if activations.transformer_impl == "torch":
         values: Any = {"policy": policy}
         problem = _transformer_engine_problem()
         for key in transformer_engine_settings(lambda path: reduce(getitem, path.split("."), values)):
+            if key == PRECISION_AWARE and problem is None:
+                continue
             raise ConfigError(
                 f"policy.megatron_cfg.{key} needs Transformer Engine, which cannot be used here "
                 f"({problem or 'transformer_impl is torch'})"
@@ -248,6 +256,8 @@ def configure_provider(provider: TransformerConfig, policy: PolicyConfig, *, nee
 
     Raises ConfigError with Megatron's own words when Megatron-Core refuses the combination.
     """
+    if needs_torch and policy["megatron_cfg"]["transformer_impl"] == "auto":
+        policy = _without_fusions(policy)
     transformer_impl = resolve_transformer_impl(wanted_impl(policy, needs_torch=needs_torch))
     activations = _resolve(provider, policy, transformer_impl)
     _check_layers(policy, activations)

@@ -53,7 +53,7 @@ FEATURES = {
     *("LoRA of out_proj by DTensor", "drafts by another method", "drafts by the model's own layer"),
     *("MXFP8 in generation", "weights in 8 bits", "LoRA beside linears in 8 bits", "delayed scaling"),
     *("8 bits in layers with states of the model", "engines in 8 bits of a model with states"),
-    *("generation in 8 bits by Megatron-Core", "FP8 unlike the student's"),
+    *("generation in 8 bits by Megatron-Core", "FP8 unlike the student's", "Transformer Engine's layers"),
 }
 NOT_YET = (
     r"model_type '\w+' of config.json is not trained here",

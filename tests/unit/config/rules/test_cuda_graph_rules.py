@@ -180,10 +180,3 @@ def test_models_whose_layers_are_not_captured(
     model = f"policy.model_name={make_model(**shape)}"
     assert [line for line in refusals(f"{ON} {model}") if words in line]
     assert not [line for line in refusals(f"{PLAIN} {model}") if words in line]
-
-
-def test_models_with_layers_of_plain_torch_alone(refusals: Refusals, make_model: MakeModel) -> None:
-    """Whichever layers `auto` would choose otherwise."""
-    model = f"policy.model_name={make_model(model_type='gemma3_text')} M.transformer_impl=auto"
-    assert [line for line in refusals(f"{ON} {model}") if "the model cannot have: its layers are plain torch" in line]
-    assert not [line for line in refusals(f"{PLAIN} {model}") if "the model cannot have" in line]

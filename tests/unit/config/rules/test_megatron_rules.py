@@ -24,6 +24,7 @@ PRECISION = f"{TE} M.optimizer.use_precision_aware_optimizer=true"
 VIRTUAL = "M.virtual_pipeline_model_parallel_size=2"
 PIPELINE = "M.pipeline_model_parallel_size=2"
 OVERLAP = "M.batch_p2p_comm=false M.overlap_p2p_comm=true"
+WHY = "of a model with attention_bias true they do not do what config.json says"
 SPLIT = "M.expert_model_parallel_size=2 policy.precision=bfloat16"
 
 CASES = [
@@ -483,3 +484,20 @@ def test_an_optimizer_of_which_nothing_goes_to_the_host(check: Check) -> None:
     assert check(f"{path}=true").warnings == []
     (warning,) = check(f"{path}=true", f"{M}.optimizer.optimizer_offload_fraction=0").warnings
     assert warning.startswith(f"{path}: optimizer_offload_fraction is 0")
+
+
+def test_layers_of_plain_torch_go_without_fusions_and_refuse_what_is_more(
+    check: Check, refusals: Refusals, make_model: MakeModel
+) -> None:
+    """Whichever layers `auto` would choose for another model."""
+    model = f"policy.model_name={make_model(model_type='qwen3', attention_bias=True)}"
+    auto = f"{model} M.transformer_impl=auto"
+    fused = f"{auto} M.apply_rope_fusion=true M.moe_permute_fusion=true"
+    assert not [line for line in refusals(fused) if "Transformer Engine" in line]
+    warnings = check(*fused.replace("M.", f"{M}.").split()).warnings
+    assert not [line for line in warnings if "is not installed here" in line]
+    assert [line for line in warnings if "apply_rope_fusion: has no effect, nor has moe_permute_fusion: " in line]
+    for setting in ("M.fp8_cfg.enabled=true", "M.cuda_graph_impl=transformer_engine"):
+        key = setting.split("=")[0].removeprefix("M.")
+        assert [line for line in refusals(f"{auto} {setting}") if line.startswith(f"{M}.{key}: ") and WHY in line]
+        assert not [line for line in refusals(f"M.transformer_impl=auto {setting}") if WHY in line]

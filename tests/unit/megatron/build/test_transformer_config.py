@@ -250,3 +250,19 @@ def test_auto_opens_what_a_list_may_have_beside_recomputation(make_policy: MakeP
     setup.apply_policy(provider, make_policy("offload_modules=auto", *recomputed), "torch")
     discarded = {"qkv_linear", "shared_experts"} if is_latent else {"shared_experts"}
     assert set(NATIVE_MODULES) - set(provider.offload_modules or ()) == discarded
+
+
+def test_a_model_for_torch_layers_is_built_without_fusions(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Transformer Engine is; its optimizer takes these weights too."""
+    fused = ("transformer_impl=auto", "apply_rope_fusion=true", "moe_permute_fusion=true")
+    policy = make_policy(*fused, "optimizer.use_precision_aware_optimizer=true")
+    with pytest.raises(ConfigError, match="use_precision_aware_optimizer needs Transformer Engine"):
+        setup.configure_provider(Provider(), policy, needs_torch=True)
+    monkeypatch.setattr(setup, "_transformer_engine_problem", lambda: None)
+    provider = Provider()
+    assert setup.configure_provider(provider, policy, needs_torch=True) == "torch"
+    assert (provider.apply_rope_fusion, provider.moe_permute_fusion) == (False, False)
+    with pytest.raises(ConfigError, match=r"fp8_cfg\.enabled needs Transformer Engine"):
+        setup.configure_provider(Provider(), make_policy(*fused, "fp8_cfg.enabled=true"), needs_torch=True)
