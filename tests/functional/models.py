@@ -354,3 +354,16 @@ def weights_of(model: MegatronModel) -> dict[str, Tensor]:
 def same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     """Same names and, bit for bit, the same values."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def make_rows(step: int, widths: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Two rows for each width, of which the second is a bit shorter; tokens change with the step."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.tensor([length for width in widths for length in (width, width - 3)])
+    size = len(lengths), max(widths)
+    return {
+        "input_ids": torch.randint(0, VOCABULARY_SIZE, size, generator=generator),
+        "input_lengths": lengths,
+        "token_mask": (torch.arange(size[1]) < lengths[:, None]).long(),
+        "sample_mask": torch.ones(len(lengths)),
+    }

@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer import cuda_graphs as megatrons
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.moe import moe_logging
-from models import VOCABULARY_SIZE, make_policy, offload, same_tensors, weights_of
+from models import make_policy, make_rows, offload, same_tensors, weights_of
 from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
@@ -122,18 +122,6 @@ def graphs_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "is_te_min_version", lambda version: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(transformer_config, "_check_layers", lambda policy, activations: None)
-
-
-def make_rows(step: int, widths: Sequence[int]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    lengths = torch.tensor([length for width in widths for length in (width, width - 3)])
-    size = len(lengths), max(widths)
-    return {
-        "input_ids": torch.randint(0, VOCABULARY_SIZE, size, generator=generator),
-        "input_lengths": lengths,
-        "token_mask": (torch.arange(size[1]) < lengths[:, None]).long(),
-        "sample_mask": torch.ones(len(lengths)),
-    }
 
 
 @dataclass

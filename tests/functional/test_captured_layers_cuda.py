@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from models import MICRO_BATCH_SIZE, VOCABULARY_SIZE, make_policy, offload, weights_of
+from models import MICRO_BATCH_SIZE, make_policy, make_rows, offload, weights_of
 from torch import Tensor
 
 from nemo_rl_offload.adapters.megatron_core.interface import exclude_parameters, use_engine
@@ -94,19 +94,6 @@ class Outcome:
     bytes_out: dict[str, int]
     were_moved: bool
     """Whether weights were found at other addresses."""
-
-
-def make_rows(step: int, widths: Sequence[int]) -> dict[str, Tensor]:
-    """Two rows for each width, of which the second is a bit shorter; tokens change with the step."""
-    generator = torch.Generator().manual_seed(step)
-    lengths = torch.tensor([length for width in widths for length in (width, width - 3)])
-    size = len(lengths), max(widths)
-    return {
-        "input_ids": torch.randint(0, VOCABULARY_SIZE, size, generator=generator),
-        "input_lengths": lengths,
-        "token_mask": (torch.arange(size[1]) < lengths[:, None]).long(),
-        "sample_mask": torch.ones(len(lengths)),
-    }
 
 
 def move_weights(model: MegatronModel) -> None:

@@ -208,8 +208,7 @@ def build_model(
         folder = _open(policy, model_path, clock)
         provider = folder.provider
         pad_vocabulary(provider, policy["megatron_cfg"]["tensor_model_parallel_size"])
-        needs_torch = needs_torch_layers(folder.content) is not None
-        transformer_impl = configure_provider(provider, policy, needs_torch=needs_torch)
+        transformer_impl = configure_provider(provider, policy, needs_torch=bool(needs_torch_layers(folder.content)))
         check_layers(folder.content, policy, model_path, transformer_impl)
         has_adapters = policy["megatron_cfg"]["peft"]["enabled"] and (
             num_steps is not None if with_adapters is None else with_adapters
