@@ -139,31 +139,31 @@ class HighestMemory:
             self._highest = max(self._highest[0], device), max(self._highest[1], host)
 
 
-def settings() -> tuple[str, ...]:
-    """What ours and TRL's have alike, as overrides."""
-    share = (f"policy.generation.vllm_cfg.gpu_memory_utilization={VLLM_SHARE}",)
+def settings(share: float) -> tuple[str, ...]:
+    """What ours and TRL's have alike, as overrides; `share` is vLLM's of the GPU's memory."""
+    shared = (f"policy.generation.vllm_cfg.gpu_memory_utilization={share}",)
     return (
         f"policy.megatron_cfg.optimizer.lr={LEARNING_RATE}",
         "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
         f"loss_fn.reference_policy_kl_penalty={KL_WEIGHT}",
-        *(share if HAS_GPU else ("policy.generation.backend=megatron", "policy.max_total_sequence_length=128")),
+        *(shared if HAS_GPU else ("policy.generation.backend=megatron", "policy.max_total_sequence_length=128")),
     )
 
 
 def measure_ours(attempt: Ours, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """By the command line, as `grpo_step.py` does."""
-    overrides = [*settings(), *attempt.overrides, *options.set]
+    overrides = [*settings(options.share), *attempt.overrides, *options.set]
     found = grpo_step.measure_step(model, argparse.Namespace(set=overrides))
     return {**found, "overrides": overrides}
 
 
-def prompt_texts(model: Path) -> list[str]:
+def prompt_texts(model: Path, share: float) -> list[str]:
     """Those of our runs, as text."""
     from nemo_rl_offload.data.prompt_tokens import encode_prompt
     from nemo_rl_offload.data.prompts import problems_of
     from nemo_rl_offload.data.tokenizer import load_tokenizer
 
-    config = load_config(EXEMPLAR, grpo_step.overrides(model, argparse.Namespace(set=settings())))
+    config = load_config(EXEMPLAR, grpo_step.overrides(model, argparse.Namespace(set=settings(share))))
     tokenizer: Any = load_tokenizer(model)
     problems = problems_of(config["env"]["reasoning_gym"], seed=1, size=NUM_STEPS * NUM_PROMPTS)
     template = config["data"]["prompt_template"]
@@ -233,7 +233,7 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": True,
-        "vllm_gpu_memory_utilization": VLLM_SHARE,
+        "vllm_gpu_memory_utilization": options.share,
         "vllm_max_model_length": 2 * (100 + STEP_TOKENS),
     }
     arguments = {
@@ -285,7 +285,7 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
         str(model),
         reward_funcs=reward,
         args=GRPOConfig(output_dir=str(model.parent / "trl"), **arguments),
-        train_dataset=Dataset.from_list([{"prompt": text} for text in prompt_texts(model)]),
+        train_dataset=Dataset.from_list([{"prompt": text} for text in prompt_texts(model, options.share)]),
         processing_class=AutoTokenizer.from_pretrained(model),
         peft_config=adapters,
         callbacks=[Clock()],
@@ -315,7 +315,8 @@ def measure(name: str, model: Path, options: argparse.Namespace) -> dict[str, An
         own, inner = Path(folder) / "model", Path(folder) / "attempt.json"
         own.symlink_to(model.resolve())
         command = [sys.executable, __file__, "--out", str(options.out), "--attempt", name, "--model", str(own)]
-        command += ["--inner", str(inner), *(["--set", *options.set] if options.set else [])]
+        command += ["--inner", str(inner), "--share", str(options.share)]
+        command += ["--set", *options.set] if options.set else []
         with HighestMemory() as memory, subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             last = ""
@@ -350,6 +351,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--name", help="of the result's file: beside_trl_NAME.json; the shape otherwise")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more overrides of ours")
+    parser.add_argument("--share", type=float, default=VLLM_SHARE, help="of the GPU's memory, for vLLM")
     parser.add_argument("--model", type=Path, help="a folder; one is written otherwise")
     parser.add_argument("--inner", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
