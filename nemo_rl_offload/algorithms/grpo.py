@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_offload.algorithms.collector import Collector
+from nemo_rl_offload.algorithms.gym_rollout import INVALID_TOOL_CALL, MALFORMED_THINKING, NemoGym
 from nemo_rl_offload.algorithms.loop import Say, Stopwatch, run_loop, spec_of
 from nemo_rl_offload.algorithms.rollout import Rollout
 from nemo_rl_offload.algorithms.rollout_loop import (
@@ -30,7 +31,7 @@ from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
 from nemo_rl_offload.data.prompts import Prompt, prompt_data, prompt_sets
-from nemo_rl_offload.environments.pool import make_environment
+from nemo_rl_offload.environments.pool import EnvironmentPool, make_environment
 from nemo_rl_offload.errors import DataError, WorkerError
 from nemo_rl_offload.losses.advantages import (
     decoupled_advantages,
@@ -110,7 +111,7 @@ class GRPO(RolloutLoop):
         if self.config["policy"]["router_replay"]["enabled"]:
             metrics["routed_experts_fallback_token_route_fraction"] = _share_without_route(batch)
         if grpo["overlong_filtering"]:
-            batch["sample_mask"] = torch.tensor([float(response.finished) for response in played.responses])
+            batch["sample_mask"] *= torch.tensor([float(response.finished) for response in played.responses])
         batch["prev_logprobs"] = watch.time("logprobs", lambda: self.policy.get_logprobs(batch))
         if spec_of(self.config).keeps_reference(self.config):
             batch["reference_policy_logprobs"] = watch.time(
@@ -123,6 +124,7 @@ class GRPO(RolloutLoop):
         low, high = grpo["advantage_clip_low"], grpo["advantage_clip_high"]
         if low is not None or high is not None:
             advantages = advantages.clamp(low, high)
+        advantages = self._penalized(advantages, played)
         batch["advantages"] = advantages * batch["token_mask"]
         self._watch_advantages(batch["advantages"], played)
         updates = [watch.time("train", lambda: self.policy.train(batch, *self.loss)) for _ in range(grpo["ppo_epochs"])]
@@ -266,6 +268,17 @@ class GRPO(RolloutLoop):
             )
         return token_advantages(rewards, num_generations, mask, minus_baseline=estimator["minus_baseline"], kl=kl)
 
+    def _penalized(self, advantages_BS: Tensor, played: Rollout) -> Tensor:
+        """With the advantages that turns with a fault have, whatever the response is worth."""
+        found = advantages_BS.clone()
+        for name in (INVALID_TOOL_CALL, MALFORMED_THINKING):
+            if (advantage := self.config["grpo"][f"{name}_advantage"]) is None:  # type: ignore[literal-required]
+                continue
+            for row, (prompt, score) in enumerate(zip(played.prompts, played.scores, strict=True)):
+                for begin, end in (score.faults or {}).get(name, ()):
+                    found[row, len(prompt.token_ids) + begin : len(prompt.token_ids) + end] = advantage
+        return found
+
     def _decoupled_advantages(self, played: Rollout) -> Tensor:
         """[B]"""
         grpo, parts = self.config["grpo"], played.parts
@@ -336,7 +349,11 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
         prompts[0].check()
 
     def build(cluster: VirtualCluster) -> GRPO:
-        environment = make_environment(config, run_dir)
+        environment: EnvironmentPool | NemoGym
+        if config["data"]["env_name"] == "nemo_gym":
+            environment = NemoGym(config, run_dir, tokenizer, ends)
+        else:
+            environment = make_environment(config, run_dir)
         slots, generation_slots = training_and_generation_slots(cluster, policy_config)
         policy = Policy(
             slots,

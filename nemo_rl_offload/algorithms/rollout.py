@@ -77,6 +77,7 @@ class Rollout:
             "unfinished_fraction": sum(not response.finished for response in self.responses) / count,
             "scorer_errors": float(sum(score.scorer_error for score in self.scores)),
             **self._drafts(),
+            **self._of_turns(),
             **{f"reward/{name}": float(part.mean()) for name, part in self.parts.items()},
         }
 
@@ -84,6 +85,13 @@ class Rollout:
         drafted = sum(response.num_drafted for response in self.responses)
         accepted = sum(response.num_accepted for response in self.responses)
         return {"draft_acceptance_rate": accepted / drafted} if drafted else {}
+
+    def _of_turns(self) -> dict[str, float]:
+        """The share of responses that each fault is in, and of those that are not learned from; where there are any."""
+        faults = Counter(name for score in self.scores for name in score.faults or ())
+        masked = sum(score.is_masked for score in self.scores)
+        found = {f"{name}_fraction": num / len(self.scores) for name, num in sorted(faults.items())}
+        return found | ({"masked_fraction": masked / len(self.scores)} if masked else {})
 
     def pass_at(self, size: int) -> dict[str, float]:
         """`pass_k`: the share of prompts of whose `size` responses, next to each other, one is right."""
@@ -97,7 +105,7 @@ class Rollout:
         """
         sequences = [p.token_ids + r.tokens for p, r in zip(self.prompts, self.responses, strict=True)]
         batch = pad_sequences(sequences, pad_id)
-        batch["sample_mask"] = torch.ones(len(sequences))
+        batch["sample_mask"] = torch.tensor([float(not score.is_masked) for score in self.scores])
         batch["token_mask"] = torch.zeros_like(batch["input_ids"], dtype=torch.float32)
         batch["generation_logprobs"] = torch.zeros_like(batch["token_mask"])
         for row, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True)):

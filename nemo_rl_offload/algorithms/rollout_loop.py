@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar, cast
 
+from nemo_rl_offload.algorithms.gym_rollout import NemoGym
 from nemo_rl_offload.algorithms.loop import TrainingLoop, section_of
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
 from nemo_rl_offload.algorithms.samples import Samples
@@ -41,7 +42,7 @@ class RolloutLoop(TrainingLoop):
         self,
         config: MasterConfig,
         policy: PolicyInterface,
-        environment: EnvironmentPool,
+        environment: EnvironmentPool | NemoGym,
         tokenizer: Tokenizer,
         ends_without_text: Collection[int],
         prompts: tuple[TrainingPrompts, list[Prompt]],
@@ -177,6 +178,15 @@ class RolloutLoop(TrainingLoop):
         scoring: AbstractContextManager[object] | None = None,
     ) -> Rollout:
         """Even streams are for training, odd ones for validation: neither draws the other's random numbers."""
+        if isinstance(self._environment, NemoGym):
+            return self._environment.play(
+                self.policy,
+                prompts,
+                num_generations,
+                self.seed * 1_000_003 + stream,
+                sampling=sampling or self._sampling,
+                told=told,
+            )
         return rollout(
             self.policy,
             self._environment,

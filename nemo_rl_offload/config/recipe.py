@@ -27,6 +27,7 @@ from nemo_rl_offload.config.nemo_rl.evaluation import (
     translate_evaluation,
 )
 from nemo_rl_offload.config.nemo_rl.grpo import GRPO_STEPS
+from nemo_rl_offload.config.nemo_rl.gym import GYM_STEPS, gather_gym
 from nemo_rl_offload.config.nemo_rl.translation import STEPS, Translation, is_known, read_section
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.sources import LoadedConfig
@@ -55,7 +56,7 @@ def _translation(loaded: LoadedConfig, algorithm: str | None) -> tuple[LoadedCon
     problems: dict[str, str] = {"generation": NOT_TO_TRAIN} if evaluates and algorithm is not None else {}
     if "algorithm" not in loaded.origins:
         values = {**values, "algorithm": _algorithm_of(loaded, algorithm, problems)}
-    written, values = values, translate_lists(values, problems)
+    written, values = values, gather_gym(translate_lists(values, problems))
     translation = Translation({}, loaded.origins, problems)
     translation.without_effect |= dict.fromkeys(variables := _variables(loaded), "a value that others refer to")
     values = {key: value for key, value in values.items() if key not in variables}
@@ -85,7 +86,7 @@ def _translation(loaded: LoadedConfig, algorithm: str | None) -> tuple[LoadedCon
             add_data_set(translation, split, place, inner)
         if evaluates:
             train_on_the_same(translation)
-        for step in (*GRPO_STEPS, *STEPS):
+        for step in (*GRPO_STEPS, *GYM_STEPS, *STEPS):
             step(translation)
     return loaded, translation
 

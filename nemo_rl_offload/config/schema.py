@@ -36,6 +36,7 @@ from nemo_rl_offload.config.sections.data import (
     FurtherValidationDataConfig,
     MathConfig,
     MathMultiRewardConfig,
+    NemoGymConfig,
     ProblemsConfig,
     ReasoningGymConfig,
     TrainingDataConfig,
@@ -52,6 +53,7 @@ from nemo_rl_offload.config.sections.megatron import (
     SchedulerConfig,
 )
 from nemo_rl_offload.config.sections.policy import (
+    ChatConfig,
     ColocatedConfig,
     DynamicBatchingConfig,
     GenerationConfig,
@@ -80,6 +82,7 @@ __all__ = [
     "ActivationOffloadConfig",
     "AdvEstimatorConfig",
     "AsyncGRPOConfig",
+    "ChatConfig",
     "CheckpointingConfig",
     "ClusterConfig",
     "CodeTestsConfig",
@@ -108,6 +111,7 @@ __all__ = [
     "MathMultiRewardConfig",
     "MegatronConfig",
     "MlflowConfig",
+    "NemoGymConfig",
     "OptimizerConfig",
     "PeftConfig",
     "PolicyConfig",

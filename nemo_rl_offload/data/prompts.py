@@ -18,6 +18,7 @@ from typing import Any
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.schema import DataConfig, MasterConfig, ReasoningGymConfig, ValidationDataConfig
 from nemo_rl_offload.data.columns import read_text_file, text_around, training_records, validation_records
+from nemo_rl_offload.data.gym_rows import read_rows
 from nemo_rl_offload.data.problem_files import read_problems
 from nemo_rl_offload.data.prompt_tokens import encode_prompt
 from nemo_rl_offload.data.reasoning_gym import Problem, ReasoningGymProblems
@@ -80,7 +81,7 @@ class TrainingPrompts:
     def __init__(
         self,
         problems: Sequence[Problem] | ReasoningGymProblems,
-        encoder: PromptEncoder,
+        encoder: Callable[[Problem], Prompt | None],
         held_out: frozenset[str],
         *,
         shuffle: bool,
@@ -169,6 +170,8 @@ def prompt_sets(
     Raises:
         DataError: unknown task, refused parameters, too few validation problems, or files that cannot be used.
     """
+    if ENVIRONMENTS[data["env_name"]].scorer is None:
+        return _episodes(data, seed)
     system = data["system_prompt_file"]
     encoder = PromptEncoder(
         tokenizer,
@@ -186,6 +189,25 @@ def prompt_sets(
         validation = [prompt for problem in held if (prompt := encoder(problem))]
     held_out = frozenset(prompt.problem.question for prompt in validation)
     return TrainingPrompts(problems, encoder, held_out, shuffle=data["shuffle"], seed=seed), validation
+
+
+def _episodes(data: DataConfig, seed: int) -> tuple[TrainingPrompts, list[Prompt]]:
+    """Prompts whose tokens nobody knows before an agent asks for a response."""
+    skips_bad = data["on_bad_line"] == "skip"
+
+    def training() -> tuple[list[Problem], list[Problem]]:
+        kept, drawn = training_records(data["train"], None)
+        held = read_rows(drawn, name="data.train", skips_bad=skips_bad) if drawn else []
+        return read_rows(kept, name="data.train", skips_bad=skips_bad), held
+
+    def validation() -> list[Problem]:
+        records = validation_records(data["validation"], None)
+        return read_rows(records, name="data.validation", skips_bad=skips_bad) if records else []
+
+    held, (problems, drawn) = all_or_none(validation, training)
+    held_out = [Prompt(problem, []) for problem in (*drawn, *held)]
+    as_it_is = partial(Prompt, token_ids=[])
+    return TrainingPrompts(problems, as_it_is, frozenset(), shuffle=data["shuffle"], seed=seed), held_out
 
 
 def _from_files(data: DataConfig) -> tuple[list[Problem], list[Problem]]:

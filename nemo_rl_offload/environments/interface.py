@@ -33,6 +33,10 @@ class Score(NamedTuple):
     """Of a conversation of several turns, what the last one is worth, which `is_correct` is about; None: `reward`."""
     answer: str | None = None
     """What was found as the response's answer, by which responses vote; None: nothing."""
+    is_masked: bool = False
+    """Nothing is learned from the response, whose reward counts among those of its prompt."""
+    faults: Mapping[str, tuple[tuple[int, int], ...]] | None = None
+    """By name, begin and end of the parts of the response that have a fault which has an advantage of its own."""
 
 
 UNFINISHED = Score(0.0, is_correct=False, scorer_error=False)

@@ -288,6 +288,7 @@ def make_environment(config: MasterConfig, run_dir: Path) -> EnvironmentPool:
     name = config["data"]["env_name"]
     sections: Any = config["env"]
     scorer = ENVIRONMENTS[name].scorer
+    assert scorer is not None, "it leads episodes"
     prepare = getattr(import_object(scorer), "prepare", dict)
     limits = {"timeout_s": None, "memory_limit": None}
     return EnvironmentPool(f"env.{name}", scorer, run_dir / SCORERS_FILE, **{**limits, **prepare(sections[name])})

@@ -98,7 +98,7 @@ def _answer(environment: Environment, episode: Episode) -> dict[str, Any]:
         name = type(environment).__name__
         if len(scores) != 1:
             raise WorkerError(f"{name}: returned {len(scores)} scores for one response.")
-        reward, is_correct, scorer_error, observation, parts, _, answer = Score(*scores[0])
+        reward, is_correct, scorer_error, observation, parts, _, answer, *_ = Score(*scores[0])
         if not math.isfinite(reward):
             raise WorkerError(f"{name}: returned the reward {reward}, which must be finite.")
         if not isinstance(observation, str | None):

@@ -47,6 +47,10 @@ Told = Callable[[Generated], None]
 """Is told now and then how far a call is."""
 
 
+Give = Callable[[Response], None]
+"""Gets a response."""
+
+
 class ResponseStream(Protocol):
     """Requests that are under way, and their responses as they end. For one thread."""
 
@@ -58,6 +62,15 @@ class ResponseStream(Protocol):
 
     def take(self) -> list[tuple[int, Response]]:
         """Wait until a response has ended; those that have, with their places. Nothing where none is under way."""
+
+    def ask(self, prompt: list[int], seed: int, place: int, max_new_tokens: int, give: Give) -> None:
+        """Ask for one response, which `give` gets in a thread of the engines'; `take` never has it.
+
+        For any thread. The response is as one that was submitted, and shorter than the sampling's too.
+        """
+
+    def check(self) -> None:
+        """Raise what the engines have failed with. For any thread."""
 
 
 class Responds(Protocol):

@@ -53,7 +53,7 @@ DATA_SETS: Mapping[str, DataSet] = {
     "Tulu3Preference": DataSet("allenai/llama-3.1-tulu-3-8b-preference-mixture", {}, "train"),
     "Nemotron-Cascade-2-SFT-Math": DataSet("nvidia/Nemotron-Cascade-2-SFT-Data/math", {}, None, 0.05),
 }
-OF_FILES = ("ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format")
+OF_FILES = ("ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format", "NemoGymDataset")
 """NeMo-RL's names for files of the user's."""
 _BY_PATH = {each.path: each for each in DATA_SETS.values()}
 

@@ -18,12 +18,12 @@ from nemo_rl_offload.specs.data_sets import DATA_SETS, OF_FILES, DataSet
 SPLITS = ("train", "validation")
 _OF_BOTH = ("prompt_file", "system_prompt_file", "env_name", "processor")
 _PROCESSORS: Mapping[str, tuple[str, ...]] = {
-    "responses": ("math_hf_data_processor", "math_data_processor", "default"),
+    "responses": ("math_hf_data_processor", "math_data_processor", "nemo_gym_data_processor", "default"),
     "conversations": ("sft_processor", "default"),
     "pairs": ("default",),
 }
 """By what an algorithm learns from."""
-_NOT_HERE = {"multichoice_qa": "multiple choice", "code": "execution of code", "nemo_gym": "NeMo-Gym",
+_NOT_HERE = {"multichoice_qa": "multiple choice", "code": "execution of code",
              "reward_model": "reward models"}  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def _processor(translation: Translation, source: str, value: Any) -> None:
     learns_from = ALGORITHMS[translation.get("algorithm")].learns_from
     if value in _PROCESSORS[learns_from]:
         return
-    feature = "NeMo-Gym" if value == "nemo_gym_data_processor" else "another processor of records"
+    feature = "another processor of records"
     if value == "kd_data_processor":
         feature = "cross-tokenizer distillation"
     allowed = " or ".join(_PROCESSORS[learns_from])
@@ -280,8 +280,6 @@ def _paths(section: str) -> set[str]:
 
 
 def _feature_of(name: str) -> str:
-    if name == "NemoGymDataset":
-        return "NeMo-Gym"
     if name == "arrow_text":
         return "raw text"
     if "://" in name:

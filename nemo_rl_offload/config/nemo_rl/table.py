@@ -57,7 +57,7 @@ stall_watchdog.*                map   none an engine that fails ends the run, or
     fault_tolerance.max_restarts
 generation_fleet_health.*       map   none an engine that fails ends the run, or starts it again:
     fault_tolerance.max_restarts
-generation_router.enabled       bool  only false [NeMo-Gym] nothing is served
+generation_router.enabled       bool  none one server has all engines
 generation_router.port_range_low int  none read by a server for other programs
 generation_router.port_range_high int none read by a server for other programs
 generation_router.backend_timeout_s num none read by a server for other programs
@@ -65,10 +65,10 @@ generation_router.connect_timeout_s num none read by a server for other programs
 generation_router.no_healthy_backend_status int none read by a server for other programs
 
 [reward_penalties]
-penalize_duplicated_reasoning   bool  only false [NeMo-Gym] these penalties are for its responses
-penalize_empty_final_answer     bool  only false [NeMo-Gym] these penalties are for its responses
-penalize_malformed_think_tag    bool  only false [NeMo-Gym] these penalties are for its responses
-penalize_unwanted_tokens        bool  only false [NeMo-Gym] these penalties are for its responses
+penalize_duplicated_reasoning   bool  only false [other penalties of turns] rewards are the environment's
+penalize_empty_final_answer     bool  only false [other penalties of turns] rewards are the environment's
+penalize_malformed_think_tag    bool  only false [other penalties of turns] rewards are the environment's
+penalize_unwanted_tokens        bool  only false [other penalties of turns] rewards are the environment's
 token_ids.*                     map?  none read by the penalties alone
 
 [data_plane]
@@ -255,16 +255,13 @@ enable_return_routed_experts    bool  none policy.router_replay.enabled says it
 enable_thinking                 bool  none read by a server of chats alone
 enable_vllm_metrics_logger      bool  none read by a server, or figures for developers
 enforce_monotonicity            bool  none read by a server, or figures for developers
-expose_http_server              bool  only false [NeMo-Gym] nothing is served
+expose_http_server              bool  honoured true: accepted with data.env_name nemo_gym
 http_refit_api_key_env_var      text? none read by a server, or figures for developers
 http_refit_server_port          int?  none read by a server, or figures for developers
-http_server_serving_chat_kwargs.* map?  none read by a server, or figures for developers
 logprobs_mode                   text  none log-probabilities are those of the
     distribution that is sampled
 pruned_layers                   list? refused [pruned models] an engine has the model that is trained
-reasoning_parser_plugin         text? none read by a server, or figures for developers
 reset_encoder_cache_after_weight_update bool  none models read text alone
-tool_parser_plugin              text? none read by a server, or figures for developers
 use_tqdm                        bool  none read by a server, or figures for developers
 limit_mm_per_prompt.*           map   none models read text alone
 max_num_seqs                    int   none NeMo-RL does not read it either; vllm_kwargs.max_num_seqs is the engine's
@@ -284,7 +281,7 @@ moe_router_dtype                text? none as in training
 moe_router_num_groups           int?  none as in training
 moe_router_group_topk           int?  none as in training
 transformer_impl                text  none as in training
-expose_http_server              bool  only false [a server for other programs] responses go to the driver alone
+expose_http_server              bool  honoured without effect where vLLM generates
 parsers                         list  none read by a server for other programs
 num_speculative_tokens          int   none responses have the same distribution
 block_size_tokens               int   none of another cache of keys and values
@@ -335,11 +332,9 @@ xtoken_loss                     bool  refused [cross-tokenizer distillation] tea
 val_start_at                    int   only -1    [validation from a later step on] the first is after val_period steps
 skip_reference_policy_logprobs_calculation bool  honoured true: accepted where loss_fn.reference_policy_kl_penalty is
     0, which leaves the reference model out
-invalid_tool_call_advantage     num?  only null  [NeMo-Gym] this penalty is for its responses
 invalid_tool_call_strategy      text? none read with penalize_invalid_tool_call alone
-malformed_thinking_advantage    num?  only null  [NeMo-Gym] this penalty is for its responses
-penalize_invalid_tool_call      bool  only false [NeMo-Gym] this penalty is for its responses
-penalize_malformed_thinking     bool  only false [NeMo-Gym] this penalty is for its responses
+penalize_invalid_tool_call      bool  honoured false: invalid_tool_call_advantage is null
+penalize_malformed_thinking     bool  honoured false: malformed_thinking_advantage is null
 calculate_advantages_on_gpu     bool  none where advantages are computed
 deduplicate_multimodal_data     bool  none models read text alone
 debug_payload_metrics           bool  none figures for developers
@@ -392,10 +387,9 @@ default                         map?  honoured keys that data.train and data.val
 dataset_name                    text? none NeMo-RL does not read it either; data.train.dataset_name says it
 
 [env]
-should_use_nemo_gym             bool  only false [NeMo-Gym] environments are those of docs/algorithms.md
-should_log_nemo_gym_responses   bool  none read by NeMo-Gym alone
-should_mask_flagged_samples     bool  none read by NeMo-Gym alone
-nemo_gym.*                      map?  refused [NeMo-Gym] environments are those of docs/algorithms.md
+should_use_nemo_gym             bool  honoured true: data.env_name is nemo_gym
+should_log_nemo_gym_responses   bool  none samples.jsonl has responses
+should_mask_flagged_samples     bool  honoured as env.nemo_gym.mask_flagged_samples
 reward_model.*                  map?  none read where an environment of that name scores
 code.*                          map?  none read where an environment of that name scores
 dapo.*                          map?  none read where an environment of that name scores
@@ -425,7 +419,7 @@ tensorboard.*                   map   none its files are in the run directory
 
 [logger.wandb]
 entity                          text? none WANDB_ENTITY names it
-log_nemo_gym_full_result_tables bool  none read by NeMo-Gym alone
+log_nemo_gym_full_result_tables bool  none samples.jsonl has responses
 
 [logger.mlflow]
 artifact_location               text? none nothing but metrics goes there

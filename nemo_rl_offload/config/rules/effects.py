@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, is_typeddict
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_rl_offload.config.environments import ENVIRONMENTS, PROBLEMS
@@ -18,7 +18,7 @@ from nemo_rl_offload.config.loader import BASE
 from nemo_rl_offload.config.rules.batching import BY_TOKENS
 from nemo_rl_offload.config.rules.rule import MEGATRON, Get, Rule, algorithm_has, algorithm_spec
 from nemo_rl_offload.config.rules.tasks import SPLITS, takes_problems, validates
-from nemo_rl_offload.config.schema import AsyncGRPOConfig, Fp8Config, PeftConfig, VllmConfig
+from nemo_rl_offload.config.schema import AsyncGRPOConfig, ChatConfig, Fp8Config, PeftConfig, VllmConfig
 from nemo_rl_offload.config.types import keys_of
 from nemo_rl_offload.specs.documents import read_yaml
 
@@ -59,7 +59,16 @@ _OF_THE_PENALTY = tuple(
         *("use_kl_in_reward", "use_on_policy_kl_approximation"),
     )
 )
+_OF_CHATS = (
+    *(f"policy.generation.vllm_cfg.{key}_parser_plugin" for key in ("tool", "reasoning")),
+    *(f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs.{key}" for key in keys_of(ChatConfig)),
+)
 _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
+    (
+        "data.env_name",
+        ("nemo_gym",),
+        ("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage", *_OF_CHATS),
+    ),
     (_ADAPTERS, (True,), tuple(f"{MEGATRON}.peft.{key}" for key in keys_of(PeftConfig) if key != "enabled")),
     (
         f"{MEGATRON}.fp8_cfg.enabled",
@@ -157,7 +166,14 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     (
         "policy.generation.backend",
         ("vllm",),
-        ("policy.generation.vllm_kwargs", *(f"policy.generation.vllm_cfg.{key}" for key in keys_of(VllmConfig))),
+        (
+            "policy.generation.vllm_kwargs",
+            *(
+                f"policy.generation.vllm_cfg.{key}"
+                for key, declared in keys_of(VllmConfig).items()
+                if not is_typeddict(declared)
+            ),
+        ),
     ),
     ("policy.generation.backend", ("megatron",), ("policy.generation_batch_size",)),
     ("logger.wandb_enabled", (True,), ("logger.wandb.project", "logger.wandb.name")),

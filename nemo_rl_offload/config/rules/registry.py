@@ -19,6 +19,7 @@ from nemo_rl_offload.config.rules.machine import (
 )
 from nemo_rl_offload.config.rules.megatron import MEGATRON_RULES, MEGATRON_WARNINGS, model_overrides
 from nemo_rl_offload.config.rules.model import MODEL_RULES, MODEL_WARNINGS
+from nemo_rl_offload.config.rules.nemo_gym import GYM_MACHINE_RULES, GYM_RULES, GYM_WARNINGS
 from nemo_rl_offload.config.rules.offload import OFFLOAD_RULES, OFFLOAD_WARNINGS, STASH_RULES
 from nemo_rl_offload.config.rules.parallel import PARALLEL_RULES
 from nemo_rl_offload.config.rules.quantization import QUANTIZATION_RULES, QUANTIZATION_WARNINGS
@@ -55,8 +56,9 @@ RULES: tuple[Rule, ...] = (
     *FP8_RULES,
     *QUANTIZATION_RULES,
     *ASYNC_RULES,
+    *GYM_RULES,
 )
-RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (*MACHINE_RULES, *VLLM_MACHINE_RULES)
+RULES_OF_THIS_MACHINE: tuple[Rule, ...] = (*MACHINE_RULES, *VLLM_MACHINE_RULES, *GYM_MACHINE_RULES)
 """What a run needs here, and a check elsewhere does not."""
 WARNINGS: tuple[Rule, ...] = (
     model_is_unknown,
@@ -70,6 +72,7 @@ WARNINGS: tuple[Rule, ...] = (
     *TASK_WARNINGS,
     *TURN_WARNINGS,
     *ASYNC_WARNINGS,
+    *GYM_WARNINGS,
     *FP8_WARNINGS,
     *QUANTIZATION_WARNINGS,
     *EFFECT_WARNINGS,

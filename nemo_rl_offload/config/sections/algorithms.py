@@ -141,6 +141,10 @@ class GRPOConfig(TypedDict):
     """Smallest advantage; null: no bound."""
     advantage_clip_high: Annotated[float | None, Default(None)]
     """Largest advantage; null: no bound."""
+    invalid_tool_call_advantage: Annotated[float | None, Default(None)]
+    """Advantage of each token of a turn whose call of a tool could not be read (nemo_gym); null: as of other turns."""
+    malformed_thinking_advantage: Annotated[float | None, Default(None)]
+    """Advantage of each token of a turn with malformed thinking (nemo_gym); null: as of other turns."""
     seq_logprob_error_threshold: Annotated[Annotated[float, Ge(1)] | None, Default(None)]
     """Responses whose own token_mult_prob_error is above this are not learned from; null: all are."""
     val_num_generations_per_prompt: Annotated[Positive, Default(1)]

@@ -201,6 +201,22 @@ class FunctionConfig(TypedDict):
 
 
 @closed
+class NemoGymConfig(TypedDict):
+    python: Annotated[str | None, Default(None)]
+    """The Python of an environment that has nemo-gym, which needs one of its own; null: .nemo-gym/bin/python."""
+    config: Annotated[dict[str, Any], Default({})]
+    """What NeMo-Gym is told: config_paths, and its servers by name. Further keys of the section are put here."""
+    mask_flagged_samples: Annotated[bool, Default(True)]
+    """Learn nothing from episodes that their environment flags (mask_sample)."""
+    invalid_tool_call_patterns: Annotated[
+        list[str], Default(["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"])
+    ]
+    """A turn in whose text one of these is left has called no tool (grpo.invalid_tool_call_advantage)."""
+    thinking_tags: Annotated[list[str], Default(["<think>", "</think>"])]
+    """A turn in whose text one of these is left has malformed thinking (grpo.malformed_thinking_advantage)."""
+
+
+@closed
 class EnvConfig(TypedDict):
     reasoning_gym: ReasoningGymConfig
     """Problems and their verification by reasoning-gym."""
@@ -212,3 +228,5 @@ class EnvConfig(TypedDict):
     """Tests of programs, which run without rights."""
     function: FunctionConfig
     """Verification by a Python function."""
+    nemo_gym: NemoGymConfig
+    """Episodes with tools, led by NeMo-Gym (grpo)."""

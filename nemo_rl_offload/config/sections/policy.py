@@ -36,6 +36,20 @@ class ColocatedConfig(TypedDict):
 
 
 @closed
+class ChatConfig(TypedDict):
+    enable_auto_tools: Annotated[bool, Default(False)]
+    """Read calls of tools out of responses, where a request has tools."""
+    tool_parser: Annotated[str | None, Default(None)]
+    """vLLM's name of what reads them, such as hermes."""
+    reasoning_parser: Annotated[str | None, Default(None)]
+    """vLLM's name of what takes thinking out of a response's text, such as deepseek_r1; null: it stays there."""
+    chat_template: Annotated[str | None, Default(None)]
+    """Template of chats, or its file; null: policy.tokenizer's."""
+    default_chat_template_kwargs: Annotated[dict[str, Any], Default({})]
+    """Arguments of the template, such as {enable_thinking: true}; a request's count before them."""
+
+
+@closed
 class VllmConfig(TypedDict):
     async_engine: Annotated[bool, Default(False)]
     """Responses and episodes go on each by itself (true), or a batch of them in step (false)."""
@@ -71,6 +85,12 @@ class VllmConfig(TypedDict):
     """How the engine reads the start model's files."""
     env_vars: Annotated[dict[str, str] | None, Default(None)]
     """Environment variables of the engines' processes, {NAME: "value"}; null: none."""
+    http_server_serving_chat_kwargs: ChatConfig
+    """How chats become prompts, and responses messages, for the environment nemo_gym."""
+    tool_parser_plugin: Annotated[str | None, Default(None)]
+    """File of Python that registers further tool parsers with vLLM."""
+    reasoning_parser_plugin: Annotated[str | None, Default(None)]
+    """File of Python that registers further reasoning parsers with vLLM."""
     skip_tokenizer_init: Annotated[bool, Default(True)]
     """Load no tokenizer into the engine, which gets and gives token ids; with `stop_strings` it has one."""
 

@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.cluster.worker_group import WorkerGroup
 from nemo_rl_offload.errors import WorkerError
+from nemo_rl_offload.generation.interface import Give
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.settings import Request, check_room
 from nemo_rl_offload.generation.vllm.worker import VllmWorker
@@ -173,6 +175,16 @@ class VllmStream:
             ]
         )
         self._under_way.update(places)
+
+    def ask(self, prompt: list[int], seed: int, place: int, max_new_tokens: int, give: Give) -> None:
+        """Ask for one response, which `give` gets; the prompt leaves room for one."""
+        sampling = replace(self._sampling, max_new_tokens=min(max_new_tokens, self._sampling.max_new_tokens))
+        num_tokens = min(len(prompt) + sampling.max_new_tokens, self._longest)
+        self._engines.submit([(Request(0, prompt, seed, place, sampling), num_tokens, give)])
+
+    def check(self) -> None:
+        """Raise what the engines have failed with."""
+        self._engines.check()
 
     def _give(self, place: int, response: Response) -> None:
         self._ended.put((place, response))

@@ -1,0 +1,89 @@
+"""Rules about NeMo-Gym, whose agents lead episodes: it asks for responses one by one, as messages of a chat."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_rl_offload.config.environments import ENVIRONMENTS
+from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec
+from nemo_rl_offload.config.rules.vllm import BACKEND, CFG
+
+GYM, NAME = "env.nemo_gym", "nemo_gym"
+PYTHON = Path(".nemo-gym/bin/python")
+"""Of nemo-gym's environment, where the configuration names none."""
+VERSION = "0.4.0"
+"""Of nemo-gym, that was tested."""
+INSTALL = (
+    f"`uv venv --python 3.12 {PYTHON.parent.parent}` and `uv pip install --no-config --python {PYTHON} "
+    f"nemo-gym=={VERSION}` make one"
+)
+_CHAT = f"{CFG}.http_server_serving_chat_kwargs"
+_OF_TEXTS = (
+    *("data.prompt_template", "data.prompt_file", "data.system_prompt_file"),
+    *("data.train.input_key", "data.train.output_key", "data.validation.input_key", "data.validation.output_key"),
+)
+
+
+def leads_episodes(get: Get) -> bool:
+    """Whether NeMo-Gym leads a run's episodes."""
+    return algorithm_spec(get).generates and bool(get("data.env_name") == NAME)
+
+
+def gym_python(python: str | None) -> Path:
+    """The interpreter that has nemo-gym: `env.nemo_gym.python`, or the place where it usually is."""
+    return Path(os.path.abspath(python or PYTHON))  # not what it links to, which knows another environment
+
+
+def _engines(get: Get) -> Iterator[str]:
+    if not leads_episodes(get):
+        return
+    path = f"data.env_name: {NAME}"
+    if (algorithm := get("algorithm")) != "grpo":
+        others = ", ".join(name for name in ENVIRONMENTS if name != NAME)
+        yield f"{path} leads episodes of grpo alone, not of {algorithm}. Take one of {others}."
+    if get(BACKEND) != "vllm":
+        yield f"{BACKEND}: {path} asks for responses one by one, as vLLM's engines give them. Set it to vllm."
+    elif not get(f"{CFG}.async_engine"):
+        yield f"{CFG}.async_engine: {path} asks for responses one by one. Set it to true."
+
+
+def _servers(get: Get) -> Iterator[str]:
+    if not leads_episodes(get):
+        return
+    path, example = f"{GYM}.config.config_paths", "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
+    paths = get(f"{GYM}.config").get("config_paths")
+    if not isinstance(paths, list) or not paths or not all(isinstance(each, str) for each in paths):
+        yield f"{path}: missing value: the files that say which servers NeMo-Gym starts. Give a list: [{example}, ...]."
+
+
+def _conversations(get: Get) -> Iterator[str]:
+    for path in _OF_TEXTS if leads_episodes(get) else ():
+        if get(path) is not None:
+            yield f"{path}: records of {NAME} are whole conversations. Set it to null."
+
+
+def _tools(get: Get) -> Iterator[str]:
+    if leads_episodes(get) and get(f"{_CHAT}.enable_auto_tools") and get(f"{_CHAT}.tool_parser") is None:
+        yield f"{_CHAT}.tool_parser: missing value: enable_auto_tools is true. Give vLLM's name of one, such as hermes."
+
+
+def _python_is_here(get: Get) -> Iterator[str]:
+    if leads_episodes(get) and not (python := gym_python(get(f"{GYM}.python"))).exists():
+        yield f"{GYM}.python: there is no {python}; nemo-gym needs an environment of its own. {INSTALL}."
+
+
+def _plugins_are_here(get: Get) -> Iterator[str]:
+    for key in ("tool_parser_plugin", "reasoning_parser_plugin") if leads_episodes(get) else ():
+        path = get(f"{CFG}.{key}")
+        if path is not None and not Path(path).is_file():
+            yield f"{CFG}.{key}: there is no file {path}. Give one, or null."
+
+
+def _no_calls(get: Get) -> Iterator[str]:
+    if leads_episodes(get) and get(f"{_CHAT}.tool_parser") and not get(f"{_CHAT}.enable_auto_tools"):
+        yield f"{_CHAT}.tool_parser: has no effect while enable_auto_tools is false. Set that to true."
+
+
+GYM_RULES: tuple[Rule, ...] = (_engines, _servers, _conversations, _tools)
+GYM_MACHINE_RULES: tuple[Rule, ...] = (_python_is_here, _plugins_are_here)
+GYM_WARNINGS: tuple[Rule, ...] = (_no_calls,)

@@ -1,0 +1,1 @@
+"""Episodes that NeMo-Gym leads, in processes of its own."""

@@ -1,0 +1,256 @@
+"""Chats over HTTP, in OpenAI's form, answered by a run's own engines: for programs that lead episodes.
+
+A server in a thread of the driver. Each request becomes a prompt (`chat_prompts`), a response of the engines that any
+other prompt would get as well, and a message again (`vllm.chat_parsers`). With the message go the token ids and their
+log-probabilities, as NeMo-Gym expects them, and the server keeps each response as the engines gave it.
+
+Episodes belong to a round: what one call for a rollout asks for, with its seed and its sampling. Who leads an episode
+sends its round and its number along (`identity`), so that a response is a function of weights, messages, seed and
+number, in whatever order requests come. Requests without them, such as a judge's, belong to the newest round, and are
+told apart by how often the same was asked.
+
+Rejected: vLLM's own server, which needs its asynchronous engine (`vllm.continuous` says why there is none), would
+encode what the model said anew, and knows no seeds of a run. The limits: one server, on this machine's own address,
+however many engines there are; no streaming, no constrained sampling.
+"""
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+
+from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.generation.chat_prompts import BadChatError, ChatPrompts
+from nemo_rl_offload.generation.interface import ResponseStream
+from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.vllm.chat_parsers import ChatParsers
+
+HOST = "127.0.0.1"
+LARGEST_REQUEST_BYTES = 1 << 30
+IDENTITY = "nemo_rl_offload_episode"
+"""The key of a request's content that says whose it is."""
+SEEDS_OF_A_TURN = 1_000_000_007
+"""How far the seeds of successive turns are apart, as in `algorithms.rollout`."""
+TEMPERATURE_TOLERANCE = 1e-6
+_START_S = 30.0
+
+
+def identity(number: int, episode: int) -> dict[str, list[int]]:
+    """What a request of an episode has in its content, beside a chat."""
+    return {IDENTITY: [number, episode]}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request that was answered."""
+
+    prompt_ids: list[int]
+    response: Response
+
+
+@dataclass
+class Round:
+    """What one call for a rollout has to do with the server."""
+
+    number: int
+    stream: ResponseStream
+    sampling: Sampling
+    seed: int
+    calls: dict[int, list[Call]] = field(default_factory=dict)
+    """By episode, in the order in which they were answered."""
+    num_tokens: int = 0
+    """Of all responses."""
+    times: Counter[bytes] = field(default_factory=Counter)
+    """How often each prompt without an episode was asked."""
+    waiting: set["asyncio.Future[Response]"] = field(default_factory=set)
+
+
+class ChatServer:
+    """A server in a thread. Its methods may be called by several threads."""
+
+    def __init__(
+        self,
+        prompts: ChatPrompts,
+        parsers: ChatParsers,
+        end_ids: Collection[int],
+        longest: int,
+        variables: Mapping[str, Any],
+    ) -> None:
+        """Start it.
+
+        Args:
+            prompts: encodes chats.
+            parsers: read responses.
+            end_ids: tokens at a response's end that are no part of its text.
+            longest: the most tokens of prompt and response.
+            variables: the template's, by default.
+        """
+        self._prompts, self._parsers = prompts, parsers
+        self._end_ids, self._longest, self._variables = frozenset(end_ids), longest, dict(variables)
+        self._rounds: dict[int, Round] = {}
+        self._num_rounds = 0
+        self._changed = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self.port = 0
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="chats", daemon=True)
+        self._thread.start()
+        assert started.wait(_START_S), "a server on the own machine starts at once"
+
+    @property
+    def base_url(self) -> str:
+        """Where OpenAI's clients find it."""
+        return f"http://{HOST}:{self.port}/v1"
+
+    def begin(self, stream: ResponseStream, sampling: Sampling, seed: int) -> Round:
+        """Begin a round, whose requests are answered by `stream`."""
+        with self._changed:
+            begun = Round(self._num_rounds, stream, sampling, seed)
+            self._num_rounds += 1
+            self._rounds[begun.number] = begun
+            return begun
+
+    def end(self, ended: Round) -> None:
+        """End a round; whoever still waits for a response of it hears that there is none."""
+        with self._changed:
+            self._rounds.pop(ended.number, None)
+        self._loop.call_soon_threadsafe(lambda: [future.cancel() for future in list(ended.waiting)])
+
+    def notices(self) -> list[str]:
+        """What to warn of, once."""
+        found, self._prompts.notices = self._prompts.notices, []
+        return found
+
+    def close(self) -> None:
+        """End the server. May be called twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_START_S)
+
+    def _run(self, started: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        app = web.Application(client_max_size=LARGEST_REQUEST_BYTES)
+        app.router.add_post("/v1/chat/completions", self._answer)
+        runner = web.AppRunner(app, access_log=None)
+        self._loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, HOST, 0)
+        self._loop.run_until_complete(site.start())
+        self.port = runner.addresses[0][1]
+        started.set()
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(runner.cleanup())
+            self._loop.close()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        try:
+            asked = json.loads(await request.read())
+            return web.json_response(await self._complete(asked))
+        except BadChatError as error:
+            message = str(error)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            message = f"not a chat: {type(error).__name__}: {error}"
+        content = {"object": "error", "message": message, "type": "BadRequestError", "code": HTTPStatus.BAD_REQUEST}
+        return web.json_response(content, status=HTTPStatus.BAD_REQUEST)
+
+    async def _complete(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        if asked.get("stream"):
+            raise BadChatError("nothing is streamed here. Set stream to false")
+        if asked.get("n") not in (None, 1):
+            raise BadChatError("a chat has one response. Set n to 1")
+        self._parsers.check(asked)
+        of_round, episode = self._round_of(asked)
+        messages, tools = asked["messages"], asked.get("tools") or None
+        variables = self._variables | (asked.get("chat_template_kwargs") or {})
+        prompt_ids = self._prompts(messages, tools, variables)
+        num_left = self._longest - len(prompt_ids)
+        if num_left < 1:
+            raise BadChatError(  # NeMo-Gym knows it by these words
+                f"This model's maximum context length is {self._longest} tokens, and the messages have "
+                f"{len(prompt_ids)}. Please reduce the length of the messages."
+            )
+        turn = sum("generation_token_ids" in message for message in messages)
+        place, seed = self._draw(of_round, episode, turn, prompt_ids)
+        wanted = asked.get("max_completion_tokens") or asked.get("max_tokens") or num_left
+        response = await self._response(of_round, prompt_ids, seed, place, min(int(wanted), num_left))
+        with self._changed:
+            of_round.num_tokens += len(response.tokens)
+            if episode is not None:
+                of_round.calls.setdefault(episode, []).append(Call(prompt_ids, response))
+        return self._completion(asked, variables, prompt_ids, response)
+
+    def _round_of(self, asked: Mapping[str, Any]) -> tuple[Round, int | None]:
+        known = asked.get(IDENTITY)
+        with self._changed:
+            number = max(self._rounds, default=-1) if known is None else int(known[0])
+            found = self._rounds.get(number)
+        if found is None:
+            raise BadChatError("no rollout is under way that this belongs to")
+        for key in ("temperature", "top_p") if known is not None else ():
+            value, own = asked.get(key), getattr(found.sampling, key)
+            if value is not None and abs(float(value) - own) > TEMPERATURE_TOLERANCE:
+                raise BadChatError(f"{key} {value} is not the run's {own}, by which log-probabilities are computed")
+        return found, None if known is None else int(known[1])
+
+    def _draw(self, of_round: Round, episode: int | None, turn: int, prompt_ids: Sequence[int]) -> tuple[int, int]:
+        """Place and seed of a response."""
+        seed = of_round.seed + turn * SEEDS_OF_A_TURN
+        if episode is not None:
+            return episode, seed
+        digest = blake2b(repr(prompt_ids).encode(), digest_size=8).digest()
+        of_round.times[digest] += 1
+        return of_round.times[digest], seed ^ int.from_bytes(digest)
+
+    async def _response(
+        self, of_round: Round, prompt_ids: list[int], seed: int, place: int, max_new_tokens: int
+    ) -> Response:
+        future: asyncio.Future[Response] = self._loop.create_future()
+        of_round.waiting.add(future)
+
+        def give(response: Response) -> None:
+            self._loop.call_soon_threadsafe(_set, future, response)
+
+        try:
+            of_round.stream.check()
+            of_round.stream.ask(prompt_ids, seed, place, max_new_tokens, give)
+            return await future
+        finally:
+            of_round.waiting.discard(future)
+
+    def _completion(
+        self, asked: Mapping[str, Any], variables: Mapping[str, Any], prompt_ids: list[int], response: Response
+    ) -> dict[str, Any]:
+        tokens = response.tokens
+        said = tokens[:-1] if tokens and tokens[-1] in self._end_ids else tokens
+        found = self._parsers(said, asked, variables)
+        message = found.message() | {
+            "prompt_token_ids": prompt_ids,
+            "generation_token_ids": tokens,
+            "generation_log_probs": response.logprobs,
+        }
+        finish = "length" if not response.finished else "tool_calls" if found.tool_calls else "stop"
+        return {
+            "id": f"chatcmpl-{blake2b(repr((prompt_ids, tokens)).encode(), digest_size=12).hexdigest()}",
+            "object": "chat.completion",
+            "created": 0,
+            "model": str(asked.get("model") or ""),
+            "choices": [{"index": 0, "finish_reason": finish, "message": message, "logprobs": None}],
+            "usage": {
+                "prompt_tokens": len(prompt_ids),
+                "completion_tokens": len(tokens),
+                "total_tokens": len(prompt_ids) + len(tokens),
+            },
+        }
+
+
+def _set(future: "asyncio.Future[Response]", response: Response) -> None:
+    if not future.done():
+        future.set_result(response)
