@@ -139,31 +139,31 @@ class HighestMemory:
             self._highest = max(self._highest[0], device), max(self._highest[1], host)
 
 
-def settings(share: float) -> tuple[str, ...]:
-    """What ours and TRL's have alike, as overrides; `share` is vLLM's of the GPU's memory."""
-    shared = (f"policy.generation.vllm_cfg.gpu_memory_utilization={share}",)
+def settings(options: argparse.Namespace) -> tuple[str, ...]:
+    """What ours and TRL's have alike, as overrides."""
+    shared = (f"policy.generation.vllm_cfg.gpu_memory_utilization={options.share}",)
     return (
         f"policy.megatron_cfg.optimizer.lr={LEARNING_RATE}",
         "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
-        f"loss_fn.reference_policy_kl_penalty={KL_WEIGHT}",
+        f"loss_fn.reference_policy_kl_penalty={options.kl_weight}",
         *(shared if HAS_GPU else ("policy.generation.backend=megatron", "policy.max_total_sequence_length=128")),
     )
 
 
 def measure_ours(attempt: Ours, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """By the command line, as `grpo_step.py` does."""
-    overrides = [*settings(options.share), *attempt.overrides, *options.set]
+    overrides = [*settings(options), *attempt.overrides, *options.set]
     found = grpo_step.measure_step(model, argparse.Namespace(set=overrides))
     return {**found, "overrides": overrides}
 
 
-def prompt_texts(model: Path, share: float) -> list[str]:
+def prompt_texts(model: Path, options: argparse.Namespace) -> list[str]:
     """Those of our runs, as text."""
     from nemo_rl_offload.data.prompt_tokens import encode_prompt
     from nemo_rl_offload.data.prompts import problems_of
     from nemo_rl_offload.data.tokenizer import load_tokenizer
 
-    config = load_config(EXEMPLAR, grpo_step.overrides(model, argparse.Namespace(set=settings(share))))
+    config = load_config(EXEMPLAR, grpo_step.overrides(model, argparse.Namespace(set=settings(options))))
     tokenizer: Any = load_tokenizer(model)
     problems = problems_of(config["env"]["reasoning_gym"], seed=1, size=NUM_STEPS * NUM_PROMPTS)
     template = config["data"]["prompt_template"]
@@ -243,7 +243,7 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
         "max_steps": NUM_STEPS,
         "bf16": HAS_GPU,
         "gradient_checkpointing": True,
-        "beta": KL_WEIGHT,
+        "beta": options.kl_weight,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "weight_decay": 0.01,
@@ -285,7 +285,7 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
         str(model),
         reward_funcs=reward,
         args=GRPOConfig(output_dir=str(model.parent / "trl"), **arguments),
-        train_dataset=Dataset.from_list([{"prompt": text} for text in prompt_texts(model, options.share)]),
+        train_dataset=Dataset.from_list([{"prompt": text} for text in prompt_texts(model, options)]),
         processing_class=AutoTokenizer.from_pretrained(model),
         peft_config=adapters,
         callbacks=[Clock()],
@@ -316,6 +316,7 @@ def measure(name: str, model: Path, options: argparse.Namespace) -> dict[str, An
         own.symlink_to(model.resolve())
         command = [sys.executable, __file__, "--out", str(options.out), "--attempt", name, "--model", str(own)]
         command += ["--inner", str(inner), "--share", str(options.share)]
+        command += ["--kl-weight", str(options.kl_weight)]
         command += ["--set", *options.set] if options.set else []
         with HighestMemory() as memory, subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
@@ -352,6 +353,7 @@ def main() -> int:
     parser.add_argument("--name", help="of the result's file: beside_trl_NAME.json; the shape otherwise")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more overrides of ours")
     parser.add_argument("--share", type=float, default=VLLM_SHARE, help="of the GPU's memory, for vLLM")
+    parser.add_argument("--kl-weight", type=float, default=KL_WEIGHT, help="0: no reference policy")
     parser.add_argument("--model", type=Path, help="a folder; one is written otherwise")
     parser.add_argument("--inner", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
