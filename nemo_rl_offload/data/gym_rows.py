@@ -37,6 +37,15 @@ def fault_of(row: Mapping[str, object]) -> str | None:
     params, agent = row.get(PARAMS), row.get(AGENT)
     if not isinstance(params, Mapping) or not isinstance(params.get("input"), str | list) or not params["input"]:
         return f"has no {PARAMS} with an input, as NeMo-Gym's data have; it has {', '.join(row) or 'no keys'}"
+    metadata = params.get("metadata")
+    if metadata is not None and not isinstance(metadata, Mapping):
+        return f"has {PARAMS}.metadata that is no section of keys"
+    try:
+        extra = json.loads((metadata or {}).get("extra_body") or "{}")
+    except (TypeError, ValueError):
+        extra = None
+    if not isinstance(extra, Mapping):
+        return f"has {PARAMS}.metadata.extra_body that is no JSON of keys"
     if agent is not None and not (isinstance(agent, Mapping) and isinstance(agent.get("name"), str)):
         return f"has an {AGENT} without a name"
     return None

@@ -15,6 +15,7 @@ from typing import Any
 from nemo_rl_offload.data.tokenizer import Tokenizer, added_tokens
 from nemo_rl_offload.data.turns import unused_text
 from nemo_rl_offload.errors import NemoRLOffloadError
+from nemo_rl_offload.specs.bounded_template import RunawayTemplateError
 from nemo_rl_offload.specs.chat_template import RENDERING_ERRORS, render_chat
 
 Chat = Sequence[Mapping[str, Any]]
@@ -61,7 +62,7 @@ class ChatPrompts:
         def render(part: Chat, *, prompt: bool) -> str:
             try:
                 return render_chat(template, part, given, prompt=prompt, tools=tools)
-            except RENDERING_ERRORS as error:
+            except (*RENDERING_ERRORS, RunawayTemplateError) as error:
                 raise BadChatError(f"the chat template refuses the messages: {error}") from error
 
         whole = render(plain, prompt=True)
@@ -71,16 +72,22 @@ class ChatPrompts:
             return self._tokenizer.encode(whole, add_special_tokens=False)
         last = messages[drawn[-1]]
         ids = [*last["prompt_token_ids"], *last["generation_token_ids"]]
-        return ids + self._encode_behind(_behind(plain, drawn[-1], whole, render), ids[-1])
+        closing = _closing(plain, drawn[-1], render)
+        return ids + self._encode_behind(_behind(plain, drawn[-1], whole, closing, render), closing, ids[-1])
 
-    def _encode_behind(self, text: str, last_id: int) -> list[int]:
-        """The ids of what the template writes behind a turn's text, of which the turn's own end is there already."""
+    def _encode_behind(self, text: str, closing: str, last_id: int) -> list[int]:
+        """The ids of what the template writes behind a turn's text, of which the turn's own end is there already.
+
+        Where the template closes no turn, what follows begins with the next message's role, which stands for the end
+        only where it is what was drawn.
+        """
         end = self._ends.get(last_id)
         found = [(text.find(each), each) for each in self._ends.values() if each in text]
         if end is None or not found:
             return self._tokenizer.encode(text, add_special_tokens=False)
         place, first = min(found)
-        if text[:place].strip():  # an end further on is another turn's
+        is_own = first == end or any(each in closing for each in self._ends.values())
+        if text[:place].strip() or not is_own:  # an end further on is another turn's
             return self._tokenizer.encode(text, add_special_tokens=False)
         rest = text[place + len(first) :]
         ids = self._tokenizer.encode(end + rest, add_special_tokens=False)  # as what stands behind another token
@@ -105,7 +112,7 @@ class ChatPrompts:
                 )
 
 
-def _behind(messages: Chat, turn: int, whole: str, render: Callable[..., str]) -> str:
+def _behind(messages: Chat, turn: int, whole: str, closing: str, render: Callable[..., str]) -> str:
     """What the template writes behind the text of an assistant's turn, up to where the next response begins.
 
     Raises:
@@ -113,13 +120,14 @@ def _behind(messages: Chat, turn: int, whole: str, render: Callable[..., str]) -
     """
     until = render(messages[: turn + 1], prompt=False)
     if whole.startswith(until):
-        return _closing(messages, turn, render) + whole[len(until) :]
+        return closing + whole[len(until) :]
     mark = unused_text(whole)
-    marked = [*messages[:turn], {"role": "assistant", "content": mark}, *messages[turn + 1 :]]
-    before, found, behind = render(marked, prompt=True).rpartition(mark)
+    marked = [*messages[:turn], {**messages[turn], "content": mark}]
+    before, found, behind = render([*marked, *messages[turn + 1 :]], prompt=True).rpartition(mark)
     if not found or not before:
         raise BadChatError("the chat template leaves out a turn of the model, which later ones answer")
-    return behind
+    calls = render(marked, prompt=False).rpartition(mark)[2].removesuffix(closing)
+    return behind.removeprefix(calls)
 
 
 def _closing(messages: Chat, turn: int, render: Callable[..., str]) -> str:
@@ -137,7 +145,9 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     if content is None:
         plain["content"] = ""
     elif not isinstance(content, str):
-        if not isinstance(content, list) or any("text" not in part for part in content):
+        if not isinstance(content, list) or any(
+            not isinstance(part, Mapping) or "text" not in part for part in content
+        ):
             raise BadChatError("a message's content is neither text nor parts of text, which is all that models read")
         plain["content"] = "\n".join(str(part["text"]) for part in content)
     if plain.get("tool_calls"):

@@ -129,8 +129,12 @@ class ChatServer:
         return found
 
     def close(self) -> None:
-        """End the server. May be called twice."""
+        """End the server, and all rounds. May be called twice."""
+        with self._changed:
+            left = list(self._rounds.values())
         if self._thread.is_alive():
+            for each in left:
+                self.end(each)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_START_S)
 
@@ -156,7 +160,7 @@ class ChatServer:
             return web.json_response(await self._complete(asked))
         except BadChatError as error:
             message = str(error)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             message = f"not a chat: {type(error).__name__}: {error}"
         content = {"object": "error", "message": message, "type": "BadRequestError", "code": HTTPStatus.BAD_REQUEST}
         return web.json_response(content, status=HTTPStatus.BAD_REQUEST)
@@ -179,8 +183,10 @@ class ChatServer:
             )
         turn = sum("generation_token_ids" in message for message in messages)
         place, seed = self._draw(of_round, episode, turn, prompt_ids)
-        wanted = asked.get("max_completion_tokens") or asked.get("max_tokens") or num_left
-        response = await self._response(of_round, prompt_ids, seed, place, min(int(wanted), num_left))
+        wanted = int(asked.get("max_completion_tokens") or asked.get("max_tokens") or num_left)
+        if wanted < 1:
+            raise BadChatError(f"a response has at least one token, not {wanted}")
+        response = await self._response(of_round, prompt_ids, seed, place, min(wanted, num_left))
         with self._changed:
             of_round.num_tokens += len(response.tokens)
             if episode is not None:

@@ -436,7 +436,11 @@ def _data_paths(get: Get) -> Iterator[str]:
     spec, algorithm = algorithm_spec(get), get("algorithm")
     train, validation = (get(f"{split}.path") for split in SPLITS)
     if spec.generates and takes_problems(get):
-        of_files = " or ".join(name for name, other in ENVIRONMENTS.items() if other.problems == "file")
+        of_files = " or ".join(
+            name
+            for name, other in ENVIRONMENTS.items()
+            if other.problems == "file" and (other.scorer is not None or algorithm == "grpo")
+        )
         for split, path in zip(SPLITS, (train, validation), strict=True):
             if path is not None:
                 yield (

@@ -6,6 +6,7 @@ the model was given and has drawn, so that nothing is encoded again.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,10 @@ def read_result(result: Mapping[str, Any], patterns: Sequence[str], thinking_tag
     reward = result.get("reward")
     if not isinstance(reward, int | float) or isinstance(reward, bool):
         raise WorkerError(f"NeMo-Gym returned an episode without a reward; it has {', '.join(result)}.")
+    parts = result.get("reward_components")
+    named = {str(name): float(value) for name, value in parts.items()} if parts else None
+    if not all(map(math.isfinite, (reward, *(named or {}).values()))):
+        raise WorkerError(f"NeMo-Gym returned an episode whose reward is not finite: {reward}, {named}.")
     items = (result.get("response") or {}).get("output") or []
     turns = tuple(_turns([item for item in items if item.get("generation_token_ids")], patterns, thinking_tags))
     for before, now in itertools.pairwise(turns):
@@ -56,8 +61,6 @@ def read_result(result: Mapping[str, Any], patterns: Sequence[str], thinking_tag
                 "NeMo-Gym returned an episode whose turns do not continue each other, so that it is no conversation "
                 "to learn from: the agent has rewritten earlier turns. Take another agent, or switch that off there."
             )
-    parts = result.get("reward_components")
-    named = {str(name): float(value) for name, value in parts.items()} if parts else None
     return GymResult(turns, float(reward), named, bool(result.get("mask_sample")))
 
 

