@@ -114,7 +114,7 @@ def lines(folder: Path, name: str, file: str) -> list[dict[str, Any]]:
 def test_a_run_learns_from_episodes_of_several_turns_and_not_from_those_that_fail(folder: Path) -> None:
     write_run(folder, ["say 0", "say nothing", "fail"])
     run(folder, "once")
-    metrics = [line for line in lines(folder, "once", "metrics.jsonl") if line["prefix"] == "train"]
+    metrics = [line["metrics"] for line in lines(folder, "once", "metrics.jsonl") if line["prefix"] == "train"]
     assert len(metrics) == 2
     for step in metrics:
         assert step["token_mult_prob_error"] < 1.005, "training and generation mean the same tokens"
