@@ -45,6 +45,18 @@ def test_each_record_is_a_problem_that_is_its_own_entry() -> None:
         (params({"input": ""}), NO_INPUT),
         (params({"input": []}), NO_INPUT),
         (params({"input": {"role": "user", "content": "1 + 1?"}}), NO_INPUT),
+        (params({"input": "1 + 1?", "metadata": {"extra_body": '{"seed": 1}'}}), None),
+        (params({"input": "1 + 1?", "metadata": {}}), None),
+        (
+            params({"input": "1 + 1?", "metadata": "x"}),
+            "has responses_create_params.metadata that is no section of keys",
+        ),
+        (
+            params({"input": "1 + 1?", "metadata": {"extra_body": "seed=1"}}),
+            "has responses_create_params.metadata.extra",
+        ),
+        (params({"input": "1 + 1?", "metadata": {"extra_body": "[1]"}}), "has responses_create_params.metadata.extra"),
+        (params({"input": "1 + 1?", "metadata": {"extra_body": 1}}), "has responses_create_params.metadata.extra"),
         (GOOD | {"agent_ref": "asker"}, NO_NAME),
         (GOOD | {"agent_ref": {}}, NO_NAME),
         (GOOD | {"agent_ref": {"name": 1}}, NO_NAME),

@@ -46,6 +46,11 @@ TOOLS = (
 )
 UNCALLED = "{% if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
 CALLED = TOOLS.replace("{{ '\n<tool_response>", UNCALLED + "{{ '\n<tool_response>")
+AT_THE_QUESTION = "{% if loop.index0 == ns.last %}{{ '[TOOLS]' }}{% endif %}"
+MOVED = LAST_QUESTION + CALLED.partition("<|im_end|>\n{% endif %}")[2].replace(
+    "{{ " + TURN, AT_THE_QUESTION + "{{ " + TURN
+)
+"""Writes its tools before the last question, so that earlier text changes, and answers of tools behind calls alone."""
 CUT_OFF = 104
 """A token that ends no response."""
 ASSISTANT = "<|im_start|>assistant\n"
@@ -304,6 +309,20 @@ def test_a_drawn_call_of_a_tool_stays_and_its_answer_follows(chats: Chats, templ
     assert chats.decode(ids) == chats.decode(rendered)
 
 
+def test_a_drawn_call_stays_where_a_later_question_changes_what_is_before_it(chats: Chats) -> None:
+    prompts, question = chats.prompts(MOVED), user("1 + 2?")
+    before = prompts([question], [TOOL])
+    assert chats.decode(before).startswith("[TOOLS]")
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    tokens = [*text.encode(), chats.end]
+    turn = drawn(before, tokens, tool_calls=[call("add", '{"a": 1}')])
+    ids = prompts([question, turn, {"role": "tool", "content": "3", "tool_call_id": "call_1"}, user("and?")], [TOOL])
+    assert ids[: len(before + tokens)] == before + tokens
+    behind = chats.decode(ids[len(before + tokens) :])
+    told = "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+    assert behind == f"\n{told}[TOOLS]<|im_start|>user\nand?<|im_end|>\n{ASSISTANT}"
+
+
 def test_no_calls_are_as_none(chats: Chats) -> None:
     template = PLAIN.replace("{{ ", "{% if m.tool_calls is defined %}calls{% endif %}{{ ", 1)
     nothing: tuple[object, ...] = ([], None)
@@ -337,6 +356,7 @@ def test_what_is_no_text_is_refused(chats: Chats, content: Any, beside: list[Mes
         ("{{ messages[0]['content'] + 1 }}", "refuses the messages: .*str"),
         ("{{ messages[7]['content'] }}", "refuses the messages: .*no element 7"),
         ("{% if x %}", "refuses the messages: .*end of template"),
+        ("{% for n in range(99999) %}{% for m in range(99999) %}{% endfor %}{% endfor %}", "refuses the messages"),
     ],
 )
 def test_a_template_that_raises_refuses_the_chat(chats: Chats, template: str, said_why: str) -> None:
