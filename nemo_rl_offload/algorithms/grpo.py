@@ -27,6 +27,7 @@ from nemo_rl_offload.algorithms.rollout_loop import (
 from nemo_rl_offload.algorithms.waiting import waiting
 from nemo_rl_offload.batching.batch import NO_ROUTE, ROUTED_EXPERTS, Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
+from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.loader import resolve_model_path
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
@@ -350,7 +351,7 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
 
     def build(cluster: VirtualCluster) -> GRPO:
         environment: EnvironmentPool | NemoGym
-        if config["data"]["env_name"] == "nemo_gym":
+        if ENVIRONMENTS[config["data"]["env_name"]].leads_episodes:
             environment = NemoGym(config, run_dir, tokenizer, ends)
         else:
             environment = make_environment(config, run_dir)

@@ -108,7 +108,7 @@ def _that_generates(loaded: LoadedConfig, source: Path) -> LoadedConfig:
     if spec is None or loaded.problems or schema_problems(values):
         return loaded
     data = values["data"]
-    if spec.generates and ENVIRONMENTS[data["env_name"]].scorer is None:
+    if spec.generates and ENVIRONMENTS[data["env_name"]].leads_episodes:
         raise ConfigError(
             f"{source}: data.env_name: {data['env_name']} leads episodes of a run, whose validation is measured by "
             "them (grpo.val_period, grpo.val_at_end); eval scores responses. Give another data.env_name."
@@ -120,7 +120,7 @@ def _that_generates(loaded: LoadedConfig, source: Path) -> LoadedConfig:
             return loaded
         return replace(loaded, values={**values, "data": {**data, "train": of_validation}})
     if ENVIRONMENTS[data["env_name"]].problems == "generated" and (data["train"]["path"] or data["validation"]["path"]):
-        scorers = " or ".join(name for name, each in ENVIRONMENTS.items() if each.problems == "file" and each.scorer)
+        scorers = " or ".join(name for name, each in ENVIRONMENTS.items() if each.scorer and each.problems == "file")
         raise ConfigError(
             f"{source}: {spec.name} learned from given answers, which nothing can score. Give problems as "
             f"data.validation.path=FILE, and what scores the model's answers as data.env_name={scorers}."

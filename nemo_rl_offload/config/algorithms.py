@@ -30,6 +30,8 @@ class AlgorithmSpec(Spec):
     needs_reference: bool | Callable[[Mapping[str, Any]], bool] = False
     """Whether the start model's weights are needed again and again; may depend on the configuration."""
     needs_teacher: bool = False
+    takes_led_episodes: bool = False
+    """Whether an environment may lead its episodes and ask for responses itself."""
     metrics: tuple[str, ...]
     """What `checkpointing.metric_name` may be."""
     example: str
@@ -65,6 +67,7 @@ ALGORITHMS = Registry(
     (
         AlgorithmSpec(
             name="grpo",
+            takes_led_episodes=True,
             runner=f"{_PACKAGE}.grpo:run_grpo",
             loss="clipped_pg",
             loss_fn_keys=(

@@ -37,6 +37,11 @@ class EnvironmentSpec(Spec):
     reward_names: tuple[str, ...] | None = ()
     """Of several rewards, in the order of the alphabet; empty: there is one; None: what it returns says."""
 
+    @property
+    def leads_episodes(self) -> bool:
+        """Whether it asks for responses itself, in episodes that it leads."""
+        return self.scorer is None
+
 
 ENVIRONMENTS = Registry(
     EnvironmentSpec,

@@ -170,7 +170,7 @@ def prompt_sets(
     Raises:
         DataError: unknown task, refused parameters, too few validation problems, or files that cannot be used.
     """
-    if ENVIRONMENTS[data["env_name"]].scorer is None:
+    if ENVIRONMENTS[data["env_name"]].leads_episodes:
         return _episodes(data, seed)
     system = data["system_prompt_file"]
     encoder = PromptEncoder(

@@ -20,6 +20,7 @@ from nemo_rl_offload.cli.check import check_file
 from nemo_rl_offload.cli.parser import build_parser
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.loader import PROJECT_ROOT, read_config
+from nemo_rl_offload.config.rules.nemo_gym import PYTHON, VERSION
 from nemo_rl_offload.specs.devices import find_device
 
 EXAMPLE = PROJECT_ROOT / "examples/smollm2/README.md"
@@ -89,6 +90,8 @@ def test_a_command_can_be_given(words: list[str]) -> None:
             words = words[2:]
     if words[:2] == ["uv", "export"]:
         assert words[words.index("--extra") + 1] in EXTRAS
+    elif words[:2] in (["uv", "venv"], ["uv", "pip"]):
+        assert str(PYTHON.parent.parent) == words[-1] or words[-3:] == ["--python", str(PYTHON), f"nemo-gym=={VERSION}"]
     elif words[0] == "nemo-rl-offload":
         check_ours(words[1:])
     elif script := re.fullmatch(r"examples/run_(\w+)\.py", words[1] if words[1:] else ""):

@@ -59,16 +59,12 @@ _OF_THE_PENALTY = tuple(
         *("use_kl_in_reward", "use_on_policy_kl_approximation"),
     )
 )
-_OF_CHATS = (
+_OF_LED_EPISODES = (
+    *("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"),
     *(f"policy.generation.vllm_cfg.{key}_parser_plugin" for key in ("tool", "reasoning")),
     *(f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs.{key}" for key in keys_of(ChatConfig)),
 )
 _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
-    (
-        "data.env_name",
-        ("nemo_gym",),
-        ("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage", *_OF_CHATS),
-    ),
     (_ADAPTERS, (True,), tuple(f"{MEGATRON}.peft.{key}" for key in keys_of(PeftConfig) if key != "enabled")),
     (
         f"{MEGATRON}.fp8_cfg.enabled",
@@ -281,6 +277,11 @@ def _waits_on_host(get: Get) -> bool:
     return spec.needs_teacher or spec.copies_reference(sections) or others
 
 
+def _nobody_leads(get: Get) -> Iterator[str]:
+    leaders = tuple(name for name, spec in ENVIRONMENTS.items() if spec.leads_episodes)
+    yield from _switched_off("data.env_name", leaders, _OF_LED_EPISODES, get)
+
+
 def _has_one_turn(get: Get) -> Iterator[str]:
     environments = tuple(name for name, spec in ENVIRONMENTS.items() if spec.several_turns)
     if algorithm_has("max_rollout_turns", get):
@@ -383,6 +384,7 @@ def _shown(value: Any) -> str:
 EFFECT_WARNINGS: tuple[Rule, ...] = (
     _not_of_the_algorithm,
     _has_one_turn,
+    _nobody_leads,
     *(partial(_switched_off, *each) for each in _SWITCHES),
     *(partial(_unread, *each) for each in _UNREAD),
     _penalty_is_none,

@@ -4,11 +4,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec
 from nemo_rl_offload.config.rules.vllm import BACKEND, CFG
 
-GYM, NAME = "env.nemo_gym", "nemo_gym"
+GYM = "env.nemo_gym"
 PYTHON = Path(".nemo-gym/bin/python")
 """Of nemo-gym's environment, where the configuration names none."""
 VERSION = "0.4.0"
@@ -26,7 +27,7 @@ _OF_TEXTS = (
 
 def leads_episodes(get: Get) -> bool:
     """Whether NeMo-Gym leads a run's episodes."""
-    return algorithm_spec(get).generates and bool(get("data.env_name") == NAME)
+    return algorithm_spec(get).generates and ENVIRONMENTS[get("data.env_name")].leads_episodes
 
 
 def gym_python(python: str | None) -> Path:
@@ -37,12 +38,19 @@ def gym_python(python: str | None) -> Path:
 def _engines(get: Get) -> Iterator[str]:
     if not leads_episodes(get):
         return
-    path = f"data.env_name: {NAME}"
-    if (algorithm := get("algorithm")) != "grpo":
-        others = ", ".join(name for name in ENVIRONMENTS if name != NAME)
-        yield f"{path} leads episodes of grpo alone, not of {algorithm}. Take one of {others}."
-    if get(BACKEND) != "vllm":
-        yield f"{BACKEND}: {path} asks for responses one by one, as vLLM's engines give them. Set it to vllm."
+    path = f"data.env_name: {get('data.env_name')}"
+    if not algorithm_spec(get).takes_led_episodes:
+        able = " and ".join(name for name, spec in ALGORITHMS.items() if spec.takes_led_episodes)
+        others = ", ".join(name for name, spec in ENVIRONMENTS.items() if not spec.leads_episodes)
+        yield (
+            f"{path} asks for NeMo-Gym with {get('algorithm')}, not supported here: it leads episodes of {able}. Take "
+            f"one of {others}."
+        )
+    elif get(BACKEND) != "vllm":
+        yield (
+            f"{BACKEND}: {get(BACKEND)} asks for NeMo-Gym with Megatron-Core's generation, not supported here: "
+            "an agent asks for responses one by one. Set it to vllm."
+        )
     elif not get(f"{CFG}.async_engine"):
         yield f"{CFG}.async_engine: {path} asks for responses one by one. Set it to true."
 
@@ -59,7 +67,7 @@ def _servers(get: Get) -> Iterator[str]:
 def _conversations(get: Get) -> Iterator[str]:
     for path in _OF_TEXTS if leads_episodes(get) else ():
         if get(path) is not None:
-            yield f"{path}: records of {NAME} are whole conversations. Set it to null."
+            yield f"{path}: records of NeMo-Gym are whole conversations. Set it to null."
 
 
 def _tools(get: Get) -> Iterator[str]:

@@ -439,7 +439,7 @@ def _data_paths(get: Get) -> Iterator[str]:
         of_files = " or ".join(
             name
             for name, other in ENVIRONMENTS.items()
-            if other.problems == "file" and (other.scorer is not None or algorithm == "grpo")
+            if other.problems == "file" and (spec.takes_led_episodes or not other.leads_episodes)
         )
         for split, path in zip(SPLITS, (train, validation), strict=True):
             if path is not None:

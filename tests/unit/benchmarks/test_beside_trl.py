@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import beside_trl
 import grpo_step
 import pytest
-from beside_trl import ATTEMPTS, HighestMemory, Ours, Phases, line_of, prompt_texts, settings
+from beside_trl import ATTEMPTS, KL_WEIGHT, VLLM_SHARE, HighestMemory, Ours, Phases, line_of, prompt_texts, settings
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import check_config
 
+OPTIONS = Namespace(share=VLLM_SHARE, kl_weight=KL_WEIGHT)
 MODEL = PROJECT_ROOT / "examples/models/tiny_speller"
 GPU_EXEMPLAR = PROJECT_ROOT / "examples/configs/grpo_math_1B_vllm.yaml"
 
@@ -18,13 +19,13 @@ GPU_EXEMPLAR = PROJECT_ROOT / "examples/configs/grpo_math_1B_vllm.yaml"
 def test_our_attempts_are_configurations(name: str) -> None:
     attempt = ATTEMPTS[name]
     assert isinstance(attempt, Ours)
-    overrides = grpo_step.overrides(MODEL, Namespace(set=[*settings(), *attempt.overrides]))
+    overrides = grpo_step.overrides(MODEL, Namespace(set=[*settings(OPTIONS), *attempt.overrides]))
     checked = check_config(load_config(GPU_EXEMPLAR, overrides), name, run_here=False)
     assert checked.config["policy"]["megatron_cfg"]["peft"]["enabled"] == ("LoRA" in name)
 
 
 def test_prompts_are_those_of_our_runs() -> None:
-    texts = prompt_texts(MODEL)
+    texts = prompt_texts(MODEL, OPTIONS)
     assert len(texts) == grpo_step.NUM_STEPS * grpo_step.NUM_PROMPTS
     assert all("Spell this word backward" in text for text in texts)
 

@@ -35,8 +35,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("broken", "path", "words", "legal"),
     [
-        (DISTILLATION, "data.env_name", "grpo alone, not of distillation. Take one of reasoning_gym", "algorithm=grpo"),
-        (DISTILLATION, "data.env_name", "grpo alone", GENERATED),
+        (
+            DISTILLATION,
+            "data.env_name",
+            "NeMo-Gym with distillation, not supported here: it leads episodes of grpo. Take one of reasoning_gym",
+            "algorithm=grpo",
+        ),
+        (DISTILLATION, "data.env_name", "NeMo-Gym with distillation", GENERATED),
         (f"{GENERATION}.backend=megatron", f"{GENERATION}.backend", "Set it to vllm", f"{GENERATION}.backend=vllm"),
         (f"{CFG}.async_engine=false", f"{CFG}.async_engine", "one by one. Set it to true", f"{CFG}.async_engine=true"),
         (f"{GYM}.config.config_paths=[]", f"{GYM}.config.config_paths", "missing", f"{GYM}.config.config_paths=[b]"),
