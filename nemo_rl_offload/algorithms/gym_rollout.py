@@ -5,8 +5,10 @@ episode. They ask a server in this process for the model's turns (`generation.ch
 what an agent returns says of which of those turns the episode is made: their tokens are learned, what came between them
 is what the model was told, and nothing is encoded anew.
 
-An episode that fails, or in which the model was never asked, counts with its reward (0 where there is none) among those
-of its record, and nothing is learned from it. Where all of a call fail, the run ends.
+An episode that fails, in which the model was never asked, or whose agent has rewritten earlier turns, counts with its
+reward (0 where there is none) among those of its record, and nothing is learned from it. Where that is so of all of a
+call, the run ends. NeMo-RL ends it at the first rewritten turn; here one that says nothing, which Gym's messages leave
+out, would end a run in its first steps.
 """
 
 import copy
@@ -85,7 +87,7 @@ class NemoGym:
         """Have `num_generations` episodes of each prompt's record led, next to each other; arguments as of `rollout`.
 
         Raises:
-            WorkerError: the servers have ended, every episode has failed, or one is no conversation.
+            WorkerError: the servers have ended, or no episode has anything to learn from.
         """
         repeated = [prompt for prompt in prompts for _ in range(num_generations)]
         agents, stream = self._process.wait(), policy.open_stream(sampling)
@@ -113,14 +115,13 @@ class NemoGym:
         finally:
             self._server.end(begun)
         episodes = [found[place] for place in range(len(repeated))]
-        if all(score.scorer_error for _, _, score in episodes):
-            raise WorkerError(
-                f"{GYM}: none of {len(episodes)} episodes ended well. The last was told: {self._last_error}"
-            )
+        if all(response is NOTHING for _, response, _ in episodes):
+            why = f"The last was told: {self._last_error}"
+            raise WorkerError(f"{GYM}: none of {len(episodes)} episodes has anything to learn from. {why}")
         return Rollout(*map(list, zip(*episodes, strict=True)))  # type: ignore[arg-type]
 
     _last_error = ""
-    _has_told_of_errors = _has_told_of_silence = False
+    _has_told_of_errors = _has_told_of_silence = _has_told_of_rewriting = False
 
     def _episode(
         self, prompt: Prompt, answer: Mapping[str, Any], calls: Sequence[Call]
@@ -138,12 +139,22 @@ class NemoGym:
             answer["result"], self._section["invalid_tool_call_patterns"], self._section["thinking_tags"]
         )
         is_masked = result.is_flagged and self._section["mask_flagged_samples"]
-        if not result.turns and not self._has_told_of_silence:
-            self._has_told_of_silence = True
-            self._notices.append(
+        if result.is_rewritten:
+            self._last_error = (
+                "an episode's turns do not continue each other, so that it is no conversation, and is not learned "
+                "from (masked_fraction): its agent has rewritten earlier turns, or left out one that said nothing."
+            )
+            if not self._has_told_of_rewriting:
+                self._has_told_of_rewriting = True
+                self._notices.append(self._last_error)
+        elif not result.turns:
+            self._last_error = (
                 "an episode ended without a turn of the model, and is not learned from: its first messages may leave "
                 "no room in policy.max_total_sequence_length, or its agent failed."
             )
+            if not self._has_told_of_silence:
+                self._has_told_of_silence = True
+                self._notices.append(self._last_error)
         score = Score(
             result.reward,
             result.reward > 0,

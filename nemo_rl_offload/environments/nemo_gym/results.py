@@ -32,18 +32,21 @@ class GymResult:
     """An episode that has ended."""
 
     turns: tuple[ModelTurn, ...]
-    """Each continues what the one before ended with; none where the model was never asked, or had no room."""
+    """Each continues what the one before ended with; none where the model was never asked, or had no room, or where
+    they do not."""
     reward: float
     parts: Mapping[str, float] | None
     is_flagged: bool
     """Its environment says that nothing should be learned from it."""
+    is_rewritten: bool = False
+    """A turn does not continue the one before: the agent has rewritten or left out what was said."""
 
 
 def read_result(result: Mapping[str, Any], patterns: Sequence[str], thinking_tags: Sequence[str]) -> GymResult:
     """Read what an agent has returned.
 
     Raises:
-        WorkerError: it has no reward, or its turns do not continue each other.
+        WorkerError: it has no reward, or one that is not finite.
     """
     reward = result.get("reward")
     if not isinstance(reward, int | float) or isinstance(reward, bool):
@@ -54,14 +57,10 @@ def read_result(result: Mapping[str, Any], patterns: Sequence[str], thinking_tag
         raise WorkerError(f"NeMo-Gym returned an episode whose reward is not finite: {reward}, {named}.")
     items = (result.get("response") or {}).get("output") or []
     turns = tuple(_turns([item for item in items if item.get("generation_token_ids")], patterns, thinking_tags))
-    for before, now in itertools.pairwise(turns):
-        seen = before.prompt_ids + before.token_ids
-        if now.prompt_ids[: len(seen)] != seen:
-            raise WorkerError(
-                "NeMo-Gym returned an episode whose turns do not continue each other, so that it is no conversation "
-                "to learn from: the agent has rewritten earlier turns. Take another agent, or switch that off there."
-            )
-    return GymResult(turns, float(reward), named, bool(result.get("mask_sample")))
+    pairs = [(before.prompt_ids + before.token_ids, now.prompt_ids) for before, now in itertools.pairwise(turns)]
+    is_rewritten = any(now[: len(seen)] != seen for seen, now in pairs)
+    flagged = bool(result.get("mask_sample"))
+    return GymResult(() if is_rewritten else turns, float(reward), named, flagged, is_rewritten)
 
 
 def _turns(items: Sequence[Mapping[str, Any]], patterns: Sequence[str], tags: Sequence[str]) -> Iterator[ModelTurn]:

@@ -309,6 +309,19 @@ def test_episodes_that_fail_or_have_no_turn_are_not_learned_from() -> None:
     assert failed.endswith("HTTP 500")
 
 
+def test_an_episode_that_was_rewritten_is_not_learned_from_and_told_of_once() -> None:
+    said = {"type": "message", "content": [], "generation_token_ids": [5]}
+    turns = [{**said, "prompt_token_ids": [3, 4]}, {**said, "prompt_token_ids": [3, 9, 5]}]
+    found, notices, _ = play(Servers(4, {"rewritten?": {"response": {"output": turns}}}), "rewritten?", "1?")
+    assert [each.is_masked for each in found.scores] == [True, True, False, False]
+    assert [each.reward for each in found.scores] == [0.5] * 4
+    assert found.responses[:2] == [NOTHING] * 2
+    (told, _) = notices
+    assert told.startswith("an episode's turns do not continue each other")
+    with pytest.raises(WorkerError, match="none of 2 episodes has anything to learn from.*do not continue"):
+        play(Servers(2, {"rewritten?": {"response": {"output": turns}}}), "rewritten?")
+
+
 def test_flags_count_where_the_configuration_says_so() -> None:
     servers = Servers(2, {"flagged?": {"mask_sample": True}})
     found, _, _ = play(servers, "flagged?", mask_flagged_samples=False)
@@ -317,7 +330,9 @@ def test_flags_count_where_the_configuration_says_so() -> None:
 
 def test_a_call_of_which_every_episode_fails_ends_the_run_and_its_round() -> None:
     servers = Servers(2, {"fails?": {"error": "HTTP 500"}})
-    with pytest.raises(WorkerError, match=r"none of 2 episodes ended well. The last was told: HTTP 500"):
+    with pytest.raises(
+        WorkerError, match=r"none of 2 episodes has anything to learn from. The last was told: HTTP 500"
+    ):
         play(servers, "fails?")
     assert servers.num_ended == 1
     servers = Servers(2, {"1?": {"reward": None}})
