@@ -318,7 +318,7 @@ def test_an_episode_that_was_rewritten_is_not_learned_from_and_told_of_once() ->
     assert found.responses[:2] == [NOTHING] * 2
     (told, _) = notices
     assert told.startswith("an episode's turns do not continue each other")
-    with pytest.raises(WorkerError, match="none of 2 episodes has anything to learn from.*do not continue"):
+    with pytest.raises(WorkerError, match=r"none of 2 episodes has anything to learn from.*do not continue"):
         play(Servers(2, {"rewritten?": {"response": {"output": turns}}}), "rewritten?")
 
 
