@@ -8,6 +8,7 @@ import copy
 import math
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -185,7 +186,7 @@ class GRPO(RolloutLoop):
             stream = 2 * (self.step * num_batches + len(sampled))
             played = watch.time("generation", lambda p=prompts, s=stream: self._rollout(p, num_generations, s))  # type: ignore[misc]
             sampled.append(played)
-            kept += [group for group in played.groups(num_generations) if has_signal(group.rewards)]
+            kept += [group for group in played.groups(num_generations) if _teaches(group)]
         everything = Rollout.join(sampled)
         num_sampled = len(everything.responses) // num_generations
         metrics = {"num_gen_batches": float(len(sampled)), "kept_prompts_fraction": len(kept) / num_sampled}
@@ -290,7 +291,8 @@ class GRPO(RolloutLoop):
         if len(parts) < 2:
             raise WorkerError(
                 f"grpo.adv_estimator.name: gdpo compares several rewards, and the environment "
-                f"{self.config['data']['env_name']} returned {names}. Return them under `rewards`, or set grpo."
+                f"{self.config['data']['env_name']} returned {names}. Return them under `rewards` (NeMo-Gym's servers: "
+                "`reward_components`), or set grpo."
             )
         if weights is not None and len(weights) != len(parts):
             raise WorkerError(
@@ -304,6 +306,11 @@ class GRPO(RolloutLoop):
             normalize=grpo["normalize_rewards"],
             leave_one_out=grpo["use_leave_one_out_baseline"],
         )
+
+
+def _teaches(group: Rollout) -> bool:
+    """Whether responses to a prompt differ in their rewards, and any of them is learned from."""
+    return has_signal(group.rewards) and not all(score.is_masked for score in group.scores)
 
 
 def _token_mult_prob_error(batch: Batch) -> float:
@@ -351,22 +358,26 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
 
     def build(cluster: VirtualCluster) -> GRPO:
         environment: EnvironmentPool | NemoGym
-        if ENVIRONMENTS[config["data"]["env_name"]].leads_episodes:
-            environment = NemoGym(config, run_dir, tokenizer, ends)
-        else:
-            environment = make_environment(config, run_dir)
-        slots, generation_slots = training_and_generation_slots(cluster, policy_config)
-        policy = Policy(
-            slots,
-            policy_config,
-            resolve_model_path(policy_config["model_name"]),
-            ends.ids,
-            seed=grpo["seed"],
-            num_steps=num_optimizer_steps(config, prompts[0]) * grpo["ppo_epochs"],
-            keep_reference=spec_of(config).keeps_reference(config),
-            generation_slots=generation_slots,
-            recomputes_cache=grpo["async_grpo"]["recompute_kv_cache_after_weight_updates"],
-        )
-        return GRPO(config, policy, environment, tokenizer, ends.without_text, prompts, run_dir)
+        with ExitStack() as on_failure:
+            if ENVIRONMENTS[config["data"]["env_name"]].leads_episodes:
+                environment = NemoGym(config, run_dir, tokenizer, ends)
+                on_failure.callback(environment.shutdown, at_once=True)
+            else:
+                environment = make_environment(config, run_dir)
+            slots, generation_slots = training_and_generation_slots(cluster, policy_config)
+            policy = Policy(
+                slots,
+                policy_config,
+                resolve_model_path(policy_config["model_name"]),
+                ends.ids,
+                seed=grpo["seed"],
+                num_steps=num_optimizer_steps(config, prompts[0]) * grpo["ppo_epochs"],
+                keep_reference=spec_of(config).keeps_reference(config),
+                generation_slots=generation_slots,
+                recomputes_cache=grpo["async_grpo"]["recompute_kv_cache_after_weight_updates"],
+            )
+            loop = GRPO(config, policy, environment, tokenizer, ends.without_text, prompts, run_dir)
+            on_failure.pop_all()
+        return loop
 
     return run_loop(config, run_dir, say, progress_stream, build, groups_per_slot(policy_config))

@@ -127,7 +127,14 @@ class NemoGym:
         self, prompt: Prompt, answer: Mapping[str, Any], calls: Sequence[Call]
     ) -> tuple[Prompt, Response, Score]:
         nothing = Prompt(prompt.problem, [self._end_id])
-        if (error := answer.get("error")) is not None:
+        error, result = answer.get("error"), None
+        if error is None:
+            patterns, tags = (self._section[key] for key in ("invalid_tool_call_patterns", "thinking_tags"))
+            try:
+                result = read_result(answer["result"], patterns, tags)
+            except (WorkerError, AttributeError, LookupError, TypeError, ValueError) as fault:
+                error = f"its result cannot be read: {fault}"
+        if result is None:
             self._last_error = str(error)
             if not self._has_told_of_errors:
                 self._has_told_of_errors = True
@@ -135,9 +142,6 @@ class NemoGym:
                     f"an episode failed, counts 0, and is not learned from, as others like it (scorer_errors): {error}"
                 )
             return nothing, NOTHING, Score(0.0, is_correct=False, scorer_error=True, is_masked=True)
-        result = read_result(
-            answer["result"], self._section["invalid_tool_call_patterns"], self._section["thinking_tags"]
-        )
         is_masked = result.is_flagged and self._section["mask_flagged_samples"]
         if result.is_rewritten:
             self._last_error = (
@@ -172,9 +176,9 @@ class NemoGym:
         found, self._notices = self._notices, []
         return [*found, *self._server.notices()]
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, at_once: bool = False) -> None:
         """End all servers. May be called twice."""
-        self._process.stop()
+        self._process.stop(at_once=at_once)
         self._server.close()
 
 

@@ -412,6 +412,10 @@ class TrainingLoop(ABC):
         """End the workers."""
         self.policy.shutdown()
 
+    def let_go(self) -> None:
+        """End at once what does not go with the cluster, where a run fails: nothing, of most loops."""
+        return
+
     def summary(self) -> LoopSummary:
         """What the loop itself knows of a finished run, of which others may have run a part."""
         totals = run_totals(self.policy, self._totals_before, self._phase_seconds)
@@ -570,25 +574,28 @@ def _run_once(
     folder: RunFolder,
 ) -> LoopSummary:
     clock = StartClock()
-    with waiting(say, f"Loading the model on {cluster.world_size} {cluster.device} worker(s)"):
-        with clock.part("loading"):
-            loop = build(cluster)
-        loop.elapsed, loop.folder = elapsed, folder
-        folder.check()
-        with clock.part("checkpoint"):
-            if checkpoint := loop.resume():
-                say(f"Resuming from {checkpoint}")
-    parts = loop.policy.start_seconds()
-    loop.start_seconds = {**parts, **clock.seconds}
-    if text := told(parts):
-        say(f"Of that time: {text}")
-    saving = config["checkpointing"]["enabled"]
-    with (
-        MetricLogger(run_dir, config["logger"], config) as logger,
-        Progress(loop.num_steps, enabled=True, stream=progress_stream) as progress,
-        Termination(config["fault_tolerance"]["grace_period_s"] if saving else 0, progress.note) as termination,
-    ):
-        loop.run(logger, progress, termination)
-    summary = loop.summary()
+    with ExitStack() as on_failure:
+        with waiting(say, f"Loading the model on {cluster.world_size} {cluster.device} worker(s)"):
+            with clock.part("loading"):
+                loop = build(cluster)
+            on_failure.callback(loop.let_go)
+            loop.elapsed, loop.folder = elapsed, folder
+            folder.check()
+            with clock.part("checkpoint"):
+                if checkpoint := loop.resume():
+                    say(f"Resuming from {checkpoint}")
+        parts = loop.policy.start_seconds()
+        loop.start_seconds = {**parts, **clock.seconds}
+        if text := told(parts):
+            say(f"Of that time: {text}")
+        saving = config["checkpointing"]["enabled"]
+        with (
+            MetricLogger(run_dir, config["logger"], config) as logger,
+            Progress(loop.num_steps, enabled=True, stream=progress_stream) as progress,
+            Termination(config["fault_tolerance"]["grace_period_s"] if saving else 0, progress.note) as termination,
+        ):
+            loop.run(logger, progress, termination)
+        summary = loop.summary()
+        on_failure.pop_all()
     loop.close()
     return summary

@@ -151,8 +151,15 @@ class RolloutLoop(TrainingLoop):
 
     def close(self) -> None:
         """End the workers and the environment."""
-        super().close()
-        self._environment.shutdown()
+        try:
+            super().close()
+        finally:
+            self._environment.shutdown()
+
+    def let_go(self) -> None:
+        """As every loop: NeMo-Gym's servers."""
+        if isinstance(self._environment, NemoGym):
+            self._environment.shutdown(at_once=True)
 
     def _rollout(
         self, prompts: list[Prompt], num_generations: int, stream: int, sampling: Sampling | None = None

@@ -18,6 +18,7 @@ from nemo_rl_offload.cli.outlive import outliving_readers
 from nemo_rl_offload.cli.parser import build_parser, option_names
 from nemo_rl_offload.cluster.signals import never_unheard, terminated_like_interrupted
 from nemo_rl_offload.config.algorithms import ALGORITHMS
+from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.plugins import import_object
 from nemo_rl_offload.errors import ConfigError, NemoRLOffloadError, ResourceError, WorkerError
 
@@ -346,7 +347,9 @@ def _what_next(run_dir: Path, algorithm: str) -> list[str]:
     if not (steps := steps_in(run_dir / CHECKPOINTS)):
         return []
     last, config, further = (shlex.quote(f"{run_dir}{end}") for end in (f"/step_{steps[-1]}", f"/{CONFIG_FILE}", "_b"))
-    is_measured = ALGORITHMS[algorithm].generates and has_problems(read_recipe(run_dir / CONFIG_FILE).values["data"])
+    data = read_recipe(run_dir / CONFIG_FILE).values["data"]
+    is_scored = ALGORITHMS[algorithm].generates and not ENVIRONMENTS[data["env_name"]].leads_episodes
+    is_measured = is_scored and has_problems(data)
     longer = f"{algorithm}.max_num_steps={2 * steps[-1]} {algorithm}.max_num_epochs=null"
     return [
         f"Last checkpoint: {run_dir / CHECKPOINTS}/step_{steps[-1]}",

@@ -68,7 +68,7 @@ class Round:
     num_tokens: int = 0
     """Of all responses."""
     times: Counter[bytes] = field(default_factory=Counter)
-    """How often each prompt without an episode was asked."""
+    """How often each prompt was asked, by its episode."""
     waiting: set["asyncio.Future[Response]"] = field(default_factory=set)
 
 
@@ -207,12 +207,12 @@ class ChatServer:
         return found, None if known is None else int(known[1])
 
     def _draw(self, of_round: Round, episode: int | None, turn: int, prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """Place and seed of a response."""
+        """Place and seed of a response; the same prompt again, of one episode or of none, has others."""
         seed = of_round.seed + turn * SEEDS_OF_A_TURN
-        if episode is not None:
-            return episode, seed
-        digest = blake2b(repr(prompt_ids).encode(), digest_size=8).digest()
+        digest = blake2b(repr((episode, turn, prompt_ids)).encode(), digest_size=8).digest()
         of_round.times[digest] += 1
+        if episode is not None and of_round.times[digest] == 1:
+            return episode, seed
         return of_round.times[digest], seed ^ int.from_bytes(digest)
 
     async def _response(

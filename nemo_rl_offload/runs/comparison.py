@@ -28,7 +28,7 @@ MEANS = (
     *("cluster", "fault_tolerance", "logger", "policy.generation.colocated", "policy.logprob_chunk_size"),
     *(f"policy.megatron_cfg.{key}" for key in _LAYOUT_AND_MEMORY.split()),
     *(f"checkpointing.{key}" for key in ("checkpoint_dir", "save_period", "keep_top_k", "save_optimizer", "is_async")),
-    "checkpointing.checkpoint_must_save_by",
+    *("checkpointing.checkpoint_must_save_by", "env.nemo_gym.python"),
 )
 """Keys that say by what means a run computes, not what: a run may go on with others."""
 DECIDED_ANEW = (

@@ -3,14 +3,18 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from example_runs import python_path
 
@@ -136,6 +140,50 @@ def test_a_run_learns_from_episodes_of_several_turns_and_not_from_those_that_fai
     )
     run(folder, "again")
     assert lines(folder, "again", "samples.jsonl") == samples, "a seed's episodes are the same in any order of requests"
+
+
+def processes_in(folder: Path) -> dict[int, Path]:
+    """Those whose working directory is there or below, with it."""
+    found = {}
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):
+            if each.status() != psutil.STATUS_ZOMBIE and (place := Path(each.cwd())).is_relative_to(folder):
+                found[each.pid] = place
+    return found
+
+
+def test_a_run_that_generates_ahead_ends_with_a_server_and_leaves_none(folder: Path) -> None:
+    """Two threads wait for the servers' start; an agent would ask for ever after a server that is gone."""
+    write_run(folder, ["say 0", "say 1", "say 2"])
+    ahead = ("grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false", "grpo.max_num_steps=1000")
+    ahead += ("policy.generation.colocated.resources.gpus_per_node=1", "cluster.gpus_per_node=2")
+    ahead += ("loss_fn.use_importance_sampling_correction=true", "grpo.val_at_start=false")
+    script, said = PROJECT_ROOT / "examples/run_grpo.py", folder / "said"
+    with said.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, script, "--config", "run.json", "--run-dir", "ahead", *ahead],
+            stdout=subprocess.DEVNULL, stderr=errors, cwd=folder, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": python_path(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + 150
+        while "\nstep 1/" not in said.read_text():
+            assert process.poll() is None, said.read_text()[-3000:]
+            assert time.monotonic() < deadline_s, said.read_text()[-3000:]
+            time.sleep(0.2)
+        servers = [pid for pid, place in processes_in(folder).items() if place.name == "letters"]
+        assert servers
+        for pid in servers:
+            os.kill(pid, signal.SIGKILL)
+        assert process.wait(60) == 2, said.read_text()[-3000:]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "Process `letters` finished unexpectedly!" in said.read_text()
+    deadline_s = time.monotonic() + 30
+    while (left := processes_in(folder).keys() - {os.getpid()}) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    assert not left
 
 
 class Scripted:

@@ -1,13 +1,14 @@
 """Rules about NeMo-Gym, whose agents lead episodes: it asks for responses one by one, as messages of a chat."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.environments import ENVIRONMENTS
 from nemo_rl_offload.config.rules.rule import Get, Rule, algorithm_spec
 from nemo_rl_offload.config.rules.vllm import BACKEND, CFG
+from nemo_rl_offload.errors import nearest
 
 GYM = "env.nemo_gym"
 PYTHON = Path(".nemo-gym/bin/python")
@@ -18,6 +19,12 @@ INSTALL = (
     f"`uv venv --python 3.12 {PYTHON.parent.parent}` and `uv pip install --no-config --python {PYTHON} "
     f"nemo-gym=={VERSION}` make one"
 )
+OF_GYM = (
+    *("config_paths", "skip_venv_if_present", "uv_venv_dir", "uv_cache_dir", "python_version", "pip_install_verbose"),
+    *("port_range_low", "port_range_high", "default_host", "disallowed_ports", "head_server_deps", "hf_token"),
+    *("use_absolute_ip", "dry_run", "nemo_gym_log_dir", "uv_pip_set_python"),
+)
+"""NeMo-Gym's own keys that are no servers."""
 _CHAT = f"{CFG}.http_server_serving_chat_kwargs"
 _OF_TEXTS = (
     *("data.prompt_template", "data.prompt_file", "data.system_prompt_file"),
@@ -33,6 +40,15 @@ def leads_episodes(get: Get) -> bool:
 def gym_python(python: str | None) -> Path:
     """The interpreter that has nemo-gym: `env.nemo_gym.python`, or the place where it usually is."""
     return Path(os.path.abspath(python or PYTHON))  # not what it links to, which knows another environment
+
+
+def fault_of_python(python: Path) -> str | None:
+    """What keeps an interpreter from being run; None for nothing."""
+    if not python.exists():
+        return f"there is no {python}; nemo-gym needs an environment of its own. {INSTALL}."
+    if not python.is_file() or not os.access(python, os.X_OK):
+        return f"{python} is no program. Give the python of an environment that has nemo-gym, such as {PYTHON}."
+    return None
 
 
 def _engines(get: Get) -> Iterator[str]:
@@ -76,8 +92,8 @@ def _tools(get: Get) -> Iterator[str]:
 
 
 def _python_is_here(get: Get) -> Iterator[str]:
-    if leads_episodes(get) and not (python := gym_python(get(f"{GYM}.python"))).exists():
-        yield f"{GYM}.python: there is no {python}; nemo-gym needs an environment of its own. {INSTALL}."
+    if leads_episodes(get) and (fault := fault_of_python(gym_python(get(f"{GYM}.python")))) is not None:
+        yield f"{GYM}.python: {fault}"
 
 
 def _plugins_are_here(get: Get) -> Iterator[str]:
@@ -87,11 +103,25 @@ def _plugins_are_here(get: Get) -> Iterator[str]:
             yield f"{CFG}.{key}: there is no file {path}. Give one, or null."
 
 
+def _texts_of_faults(get: Get) -> Iterator[str]:
+    for key in ("invalid_tool_call_patterns", "thinking_tags") if leads_episodes(get) else ():
+        if not all(get(f"{GYM}.{key}")):
+            yield f"{GYM}.{key}: an empty text is in every turn. Leave it out."
+
+
+def _misspelt(get: Get) -> Iterator[str]:
+    """A key of the section's own goes to NeMo-Gym where it is written otherwise."""
+    own = [key for key in get(GYM) if key != "config"]
+    for key, value in get(f"{GYM}.config").items() if leads_episodes(get) else ():
+        if key not in OF_GYM and not isinstance(value, Mapping) and (hint := nearest(key, [*own, *OF_GYM])):
+            yield f"{GYM}.config.{key}: NeMo-Gym is told it as it is, and there is another key much like it.{hint}"
+
+
 def _no_calls(get: Get) -> Iterator[str]:
     if leads_episodes(get) and get(f"{_CHAT}.tool_parser") and not get(f"{_CHAT}.enable_auto_tools"):
         yield f"{_CHAT}.tool_parser: has no effect while enable_auto_tools is false. Set that to true."
 
 
-GYM_RULES: tuple[Rule, ...] = (_engines, _servers, _conversations, _tools)
+GYM_RULES: tuple[Rule, ...] = (_engines, _servers, _conversations, _tools, _texts_of_faults)
 GYM_MACHINE_RULES: tuple[Rule, ...] = (_python_is_here, _plugins_are_here)
-GYM_WARNINGS: tuple[Rule, ...] = (_no_calls,)
+GYM_WARNINGS: tuple[Rule, ...] = (_no_calls, _misspelt)

@@ -195,7 +195,7 @@ def _overlong_buffer(get: Get) -> Iterator[str]:
 
 
 def _lengths(get: Get) -> Iterator[str]:
-    if not algorithm_spec(get).generates:
+    if not algorithm_spec(get).generates or ENVIRONMENTS[get("data.env_name")].leads_episodes:
         return
     prompt, response = get("data.max_input_seq_length"), get("policy.generation.max_new_tokens")
     total = get("policy.max_total_sequence_length")
@@ -230,6 +230,8 @@ def _profiled_steps(get: Get) -> Iterator[str]:
 
 def _turns_fit(get: Get) -> Iterator[str]:
     if not algorithm_has("max_rollout_turns", get) or get(f"{get('algorithm')}.max_rollout_turns") == 1:
+        return
+    if ENVIRONMENTS[get("data.env_name")].leads_episodes:
         return
     prompt, response = get("data.max_input_seq_length"), get("policy.generation.max_new_tokens")
     if prompt + response > (total := get("policy.max_total_sequence_length")):

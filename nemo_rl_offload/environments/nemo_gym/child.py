@@ -12,6 +12,7 @@ import os
 import sys
 from typing import Any, TextIO
 
+LOOK_S = 1.0
 LONGEST_ERROR = 2000
 """Characters of an error that are told."""
 
@@ -61,13 +62,25 @@ async def _serve(helper: Any, output: TextIO) -> None:
 
     client = RolloutCollectionHelper().setup_server_client()
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    tasks.add(loop.create_task(_watch(helper)))
     while line := await loop.run_in_executor(None, sys.stdin.readline):
-        task = loop.create_task(_run(client, helper, output, json.loads(line)))
+        task = loop.create_task(_run(client, output, json.loads(line)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
 
-async def _run(client: Any, helper: Any, output: TextIO, asked: dict[str, Any]) -> None:
+async def _watch(helper: Any) -> None:
+    """End all where a server has ended: who asks it would try again for ever."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        try:
+            helper.poll()
+        except RuntimeError as ended:
+            sys.stderr.write(f"{ended}\n")
+            os._exit(1)
+
+
+async def _run(client: Any, output: TextIO, asked: dict[str, Any]) -> None:
     row, said = asked["row"], {"number": asked["number"]}
     try:
         response = await client.post(server_name=row["agent_ref"]["name"], url_path="/run", json=row)
@@ -77,11 +90,6 @@ async def _run(client: Any, helper: Any, output: TextIO, asked: dict[str, Any]) 
         _say(output, said | {"result": json.loads(content)})
     except Exception as error:  # noqa: BLE001 - told the driver
         _say(output, said | {"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]})
-        try:
-            helper.poll()
-        except RuntimeError as ended:
-            sys.stderr.write(f"{ended}\n")
-            os._exit(1)  # with a server gone, every further episode would fail
 
 
 if __name__ == "__main__":

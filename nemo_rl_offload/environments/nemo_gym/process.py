@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_offload.config.rules.nemo_gym import GYM, INSTALL
+from nemo_rl_offload.config.rules.nemo_gym import GYM, INSTALL, fault_of_python
 from nemo_rl_offload.environments.nemo_gym import child
 from nemo_rl_offload.errors import ConfigError, WorkerError
 from nemo_rl_offload.runs.plain_files import open_to_append
@@ -46,8 +46,8 @@ class GymProcess:
             ConfigError: there is no interpreter, or it has no nemo-gym.
         """
         self._log = log
-        if not python.exists():
-            raise ConfigError(f"{GYM}.python: there is no {python}. {INSTALL}.")
+        if (fault := fault_of_python(python)) is not None:
+            raise ConfigError(f"{GYM}.python: {fault}")
         env = {name: value for name, value in os.environ.items() if name not in _OF_THIS_PYTHON}
         env = {name: value for name, value in env.items() if not name.startswith("RAY_")}
         env |= {"RAY_ADDRESS": "local", "PATH": f"{python.parent}{os.pathsep}{env.get('PATH', '')}"}
@@ -65,7 +65,7 @@ class GymProcess:
                 start_new_session=True,
                 env=env,
             )
-        self._sending = threading.Lock()
+        self._sending, self._waiting = threading.Lock(), threading.Lock()
         self._ready: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._asked: dict[Number, queue.SimpleQueue[tuple[Number, Mapping[str, Any]]]] = {}
         self._num_asked = 0
@@ -80,14 +80,17 @@ class GymProcess:
         Raises:
             WorkerError: they have ended, or do not answer in time.
         """
-        if self._agents is None:
-            try:
-                self._agents = tuple(self._ready.get(timeout=START_S)["agents"])
-            except queue.Empty:
-                raise WorkerError(f"{GYM}: its servers did not start in {START_S:g} s.\n{self._last_lines()}") from None
-            except KeyError:
-                raise WorkerError(self.ended()) from None
-        return self._agents
+        with self._waiting:
+            if self._agents is None:
+                try:
+                    self._agents = tuple(self._ready.get(timeout=START_S)["agents"])
+                except queue.Empty:
+                    lines = self._last_lines()
+                    raise WorkerError(f"{GYM}: its servers did not start in {START_S:g} s.\n{lines}") from None
+                except KeyError:
+                    self._ready.put({})  # for whoever waits as well
+                    raise WorkerError(self.ended()) from None
+            return self._agents
 
     def ask(self, row: Mapping[str, Any], answers: "queue.SimpleQueue[tuple[Number, Mapping[str, Any]]]") -> Number:
         """Have an agent run an episode; `answers` gets its number, and `result` or `error`.
@@ -114,13 +117,13 @@ class GymProcess:
         code = self._process.wait()
         return f"{GYM}: its servers ended with code {code}. {self._log} has what they printed:\n{self._last_lines()}"
 
-    def stop(self) -> None:
-        """End the servers, and all that they started. May be called twice."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the servers, and all that they started; `at_once` without waiting for them. May be called twice."""
         with contextlib.suppress(BrokenPipeError, ValueError):
-            if self._process.stdin is not None:
+            if self._process.stdin is not None and not at_once:
                 self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(END_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -336,6 +336,27 @@ def test_a_call_of_which_every_episode_fails_ends_the_run_and_its_round() -> Non
         play(servers, "fails?")
     assert servers.num_ended == 1
     servers = Servers(2, {"1?": {"reward": None}})
-    with pytest.raises(WorkerError, match="without a reward"):
+    with pytest.raises(WorkerError, match=r"anything to learn from.*without a reward"):
         play(servers, "1?")
     assert servers.num_ended == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"reward": None},
+        {"reward": float("nan")},
+        {"reward_components": [1, 2]},
+        {"reward_components": {"a": None}},
+        {"response": {"output": ["x"]}},
+        {"response": {"output": [{"generation_token_ids": [1]}]}},
+        {"response": []},
+    ],
+    ids=str,
+)
+def test_a_result_that_cannot_be_read_fails_its_episode_alone(fault: Mapping[str, Any]) -> None:
+    found, notices, _ = play(Servers(4, {"odd?": fault}), "odd?", "1?")
+    if fault != {"response": []}:
+        assert [each.scorer_error for each in found.scores] == [True, True, False, False]
+        assert "its result cannot be read" in "".join(notices)
+    assert [each.is_masked for each in found.scores] == [True, True, False, False]

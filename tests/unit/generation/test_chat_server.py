@@ -187,7 +187,11 @@ def test_an_episodes_turns_have_its_place_and_seeds_of_their_own(server: ChatSer
         more = [*QUESTION, *[turn, {"role": "user", "content": "2?"}] * turns]
         assert ask(more, **identity(begun.number, 5))[0] == 200
     later = [*b"4hi", END_ID, *ids_of("u:2?|.a:")]
-    assert first.asked[:4] == [(ids_of("u:1?|.a:"), 7, place, LONGEST - 8) for place in (5, 5, 2, 5)]
+    asked = ids_of("u:1?|.a:")
+    assert [first.asked[number] for number in (0, 2)] == [(asked, 7, place, LONGEST - 8) for place in (5, 2)]
+    again = [first.asked[number] for number in (1, 3)]
+    assert [each[0] for each in again] == [asked, asked]
+    assert len({each[1:3] for each in first.asked[:4]}) == 4, "the same once more is drawn anew"
     assert [asked[1:3] for asked in first.asked[4:]] == [(7 + SEEDS_OF_A_TURN, 5), (7 + 2 * SEEDS_OF_A_TURN, 5)]
     assert first.asked[4][0] == ids_of("u:1?|.a:") + later
     assert second.asked == []

@@ -1,6 +1,7 @@
 """Rules about NeMo-Gym: what breaks each, the essential words, a legal neighbor."""
 
 import os
+import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -102,7 +103,31 @@ def test_a_run_needs_a_python_with_nemo_gym(tmp_path: Path, monkeypatch: pytest.
         assert said[key].endswith("make one.")
         assert problems(*overrides, run_here=False)[key].endswith("Only a run needs it.")
     (tmp_path / "other").touch()
+    for place in ("other", ""):
+        said = problems(f"{key}={tmp_path}/{place}", run_here=True)
+        assert "is no program. Give the python of an environment" in said[key]
+    (tmp_path / "other").chmod(0o755)
     assert problems(f"{key}={tmp_path}/other", run_here=True) == {}
+
+
+@pytest.mark.parametrize("key", ["invalid_tool_call_patterns", "thinking_tags"])
+def test_an_empty_text_would_be_in_every_turn(key: str) -> None:
+    said = problems(f"{GYM}.{key}=['<x>','']", run_here=False)
+    assert said[f"{GYM}.{key}"].startswith("an empty text is in every turn")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("pyton", "python"),
+        ("mask_flagged_sample", "mask_flagged_samples"),
+        ("skip_venv_if_presnt", "skip_venv_if_present"),
+    ],
+)
+def test_a_key_much_like_another_is_said(key: str, meant: str) -> None:
+    said = problems(f"+{GYM}.config.{key}=1", run_here=False)
+    assert f"'{meant}'" in said[f"{GYM}.config.{key}"]
+    assert f"{GYM}.config.{key}" not in problems(f"+{GYM}.config.{key}={{a: 1}}", run_here=False), "a server"
 
 
 def test_the_python_is_the_environments_own_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +141,7 @@ def test_the_python_is_the_environments_own_link(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("kind", ["tool", "reasoning"])
 def test_a_plugin_is_a_file(tmp_path: Path, kind: str) -> None:
-    key, python = f"{CFG}.{kind}_parser_plugin", f"{GYM}.python={os.devnull}"
+    key, python = f"{CFG}.{kind}_parser_plugin", f"{GYM}.python={sys.executable}"
     said = problems(python, f"{key}={tmp_path}", run_here=True)
     assert said == {key: f"there is no file {tmp_path}. Give one, or null."}
     (tmp_path / "plugin.py").touch()
