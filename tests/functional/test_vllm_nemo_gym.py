@@ -161,7 +161,7 @@ def test_a_run_that_generates_ahead_ends_with_a_server_and_leaves_none(folder: P
     script, said = PROJECT_ROOT / "examples/run_grpo.py", folder / "said"
     with said.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, script, "--config", "run.json", "--run-dir", "ahead", *ahead],
+            [sys.executable, script, "--config", "run.json", "--run-dir", "ahead", "--format", "json", *ahead],
             stdout=subprocess.DEVNULL, stderr=errors, cwd=folder, start_new_session=True,
             env={**os.environ, "PYTHONPATH": python_path(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
