@@ -24,14 +24,14 @@ from nemo_rl_offload.config.rules.nemo_gym import GYM, gym_python
 from nemo_rl_offload.config.rules.vllm import context_length
 from nemo_rl_offload.config.schema import MasterConfig
 from nemo_rl_offload.config.tokenizer_files import chosen_template
-from nemo_rl_offload.data.gym_rows import AGENT, PARAMS
+from nemo_rl_offload.data.gym_rows import AGENT, PARAMS, question_of
 from nemo_rl_offload.data.policy_tokenizer import ResponseEnds
 from nemo_rl_offload.data.prompts import Prompt
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.environments.interface import Score
 from nemo_rl_offload.environments.nemo_gym.process import GymProcess
 from nemo_rl_offload.environments.nemo_gym.results import GymResult, read_result
-from nemo_rl_offload.errors import ConfigError, WorkerError
+from nemo_rl_offload.errors import ConfigError, DataError, WorkerError
 from nemo_rl_offload.generation.chat_prompts import ChatPrompts
 from nemo_rl_offload.generation.chat_server import Call, ChatServer, identity
 from nemo_rl_offload.generation.interface import Generated, Responds, Told
@@ -193,12 +193,15 @@ def row_of(
     """A record as its agent gets it: with the run's sampling, and what tells its requests from others.
 
     Raises:
-        WorkerError: it names an agent that is not there, or none where there are several.
+        DataError: it names an agent that is not there, or none where there are several.
     """
     agent = entry.get(AGENT) or ({"type": "responses_api_agents", "name": agents[0]} if len(agents) == 1 else None)
     if agent is None or agent["name"] not in agents:
         named = "names no agent" if agent is None else f"names the agent {agent['name']}"
-        raise WorkerError(f"{GYM}.config.config_paths: a record {named}, and there are {', '.join(agents) or 'none'}.")
+        raise DataError(
+            f"data: a record {named} ({AGENT}), and {GYM}.config.config_paths start {', '.join(agents) or 'none'}. "
+            f"Give others, or records for these. It asks {question_of(entry)[:80]!r}."
+        )
     params = dict(entry[PARAMS])
     metadata = dict(params.get("metadata") or {})
     extra = json.loads(metadata.get("extra_body") or "{}")

@@ -1,5 +1,6 @@
 """Rules about NeMo-Gym, whose agents lead episodes: it asks for responses one by one, as messages of a chat."""
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -77,7 +78,8 @@ def _servers(get: Get) -> Iterator[str]:
     path, example = f"{GYM}.config.config_paths", "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
     paths = get(f"{GYM}.config").get("config_paths")
     if not isinstance(paths, list) or not paths or not all(isinstance(each, str) for each in paths):
-        yield f"{path}: missing value: the files that say which servers NeMo-Gym starts. Give a list: [{example}, ...]."
+        given = "missing value" if paths is None else f"{json.dumps(paths, default=str)} is no list of files"
+        yield f"{path}: {given}: they say which servers NeMo-Gym starts. Give a list: [{example}, ...]."
 
 
 def _conversations(get: Get) -> Iterator[str]:
@@ -94,6 +96,19 @@ def _tools(get: Get) -> Iterator[str]:
 def _python_is_here(get: Get) -> Iterator[str]:
     if leads_episodes(get) and (fault := fault_of_python(gym_python(get(f"{GYM}.python")))) is not None:
         yield f"{GYM}.python: {fault}"
+
+
+def _config_paths_are_here(get: Get) -> Iterator[str]:
+    paths, python = get(f"{GYM}.config").get("config_paths"), gym_python(get(f"{GYM}.python"))
+    if not leads_episodes(get) or not isinstance(paths, list) or fault_of_python(python) is not None:
+        return
+    installed = list((python.parent.parent / "lib").glob("python*/site-packages"))
+    for number, path in enumerate(paths):
+        if isinstance(path, str) and not any((place / path).is_file() for place in (Path.cwd(), *installed)):
+            yield (
+                f"{GYM}.config.config_paths.{number}: {path} is neither in {Path.cwd()} nor where nemo-gym is, "
+                f"{', '.join(map(str, installed)) or python.parent.parent}. Give a file that is there."
+            )
 
 
 def _plugins_are_here(get: Get) -> Iterator[str]:
@@ -123,5 +138,5 @@ def _no_calls(get: Get) -> Iterator[str]:
 
 
 GYM_RULES: tuple[Rule, ...] = (_engines, _servers, _conversations, _tools, _texts_of_faults)
-GYM_MACHINE_RULES: tuple[Rule, ...] = (_python_is_here, _plugins_are_here)
+GYM_MACHINE_RULES: tuple[Rule, ...] = (_python_is_here, _config_paths_are_here, _plugins_are_here)
 GYM_WARNINGS: tuple[Rule, ...] = (_no_calls, _misspelt)

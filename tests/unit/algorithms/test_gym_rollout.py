@@ -24,7 +24,7 @@ from nemo_rl_offload.data.prompts import Prompt
 from nemo_rl_offload.data.reasoning_gym import Problem
 from nemo_rl_offload.environments.interface import Score
 from nemo_rl_offload.environments.nemo_gym.results import GymResult, ModelTurn
-from nemo_rl_offload.errors import WorkerError
+from nemo_rl_offload.errors import DataError, WorkerError
 from nemo_rl_offload.generation.chat_server import IDENTITY, Call, Round
 from nemo_rl_offload.generation.interface import Generated
 from nemo_rl_offload.generation.sampling import Sampling
@@ -73,10 +73,10 @@ def test_a_record_may_have_no_metadata(nothing: dict[str, Any]) -> None:
         (None, ("asker",), None),
         ("asker", ("asker",), None),
         ("solver", ("asker", "solver"), None),
-        (None, ("asker", "solver"), "a record names no agent, and there are asker, solver"),
-        ("other", ("asker", "solver"), "a record names the agent other, and there are asker, solver"),
-        ("other", ("asker",), "a record names the agent other, and there are asker"),
-        (None, (), "a record names no agent, and there are none"),
+        (None, ("asker", "solver"), "a record names no agent \\(agent_ref\\), and .* start asker, solver\\."),
+        ("other", ("asker", "solver"), "a record names the agent other \\(agent_ref\\), and .* start asker, solver\\."),
+        ("other", ("asker",), "a record names the agent other \\(agent_ref\\), and .* start asker\\."),
+        (None, (), "a record names no agent \\(agent_ref\\), and .* start none\\."),
     ],
 )
 def test_a_record_has_one_of_the_agents(name: str | None, agents: Sequence[str], said: str | None) -> None:
@@ -84,7 +84,7 @@ def test_a_record_has_one_of_the_agents(name: str | None, agents: Sequence[str],
     if said is None:
         assert row(entry, agents)[AGENT]["name"] == (name or "asker")
         return
-    with pytest.raises(WorkerError, match=rf"env\.nemo_gym\.config\.config_paths: {said}"):
+    with pytest.raises(DataError, match=f"data: {said}.*It asks '1\\?'"):
         row(entry, agents)
 
 

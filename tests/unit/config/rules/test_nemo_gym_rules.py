@@ -45,9 +45,24 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (DISTILLATION, "data.env_name", "NeMo-Gym with distillation", GENERATED),
         (f"{GENERATION}.backend=megatron", f"{GENERATION}.backend", "Set it to vllm", f"{GENERATION}.backend=vllm"),
         (f"{CFG}.async_engine=false", f"{CFG}.async_engine", "one by one. Set it to true", f"{CFG}.async_engine=true"),
-        (f"{GYM}.config.config_paths=[]", f"{GYM}.config.config_paths", "missing", f"{GYM}.config.config_paths=[b]"),
-        (f"{GYM}.config.config_paths=a", f"{GYM}.config.config_paths", "missing", f"{GYM}.config.config_paths=[a,b]"),
-        (f"{GYM}.config.config_paths=[a,1]", f"{GYM}.config.config_paths", "missing", f"{GYM}.config.config_paths=[a]"),
+        (
+            f"{GYM}.config.config_paths=[]",
+            f"{GYM}.config.config_paths",
+            "no list of files",
+            f"{GYM}.config.config_paths=[b]",
+        ),
+        (
+            f"{GYM}.config.config_paths=a",
+            f"{GYM}.config.config_paths",
+            "no list of files",
+            f"{GYM}.config.config_paths=[a,b]",
+        ),
+        (
+            f"{GYM}.config.config_paths=[a,1]",
+            f"{GYM}.config.config_paths",
+            "no list of files",
+            f"{GYM}.config.config_paths=[a]",
+        ),
         (TEMPLATE, "data.prompt_template", "whole conversations", "data.prompt_template=null"),
         ("data.prompt_file=README.md", "data.prompt_file", "Set it to null", "data.prompt_file=null"),
         ("data.system_prompt_file=README.md", "data.system_prompt_file", "null", "data.system_prompt_file=null"),
@@ -87,10 +102,32 @@ def test_who_does_not_generate_asks_for_nothing() -> None:
     assert not [each for each in [*found.problems, *found.warnings] if each.path.startswith((GYM, GENERATION))]
 
 
+PATHS = f"{GYM}.config.config_paths."
+
+
+def test_files_of_servers_are_here_or_where_nemo_gym_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / "env/lib/python3.12/site-packages"
+    for place in (installed / "servers", tmp_path / "env/bin", tmp_path / "own"):
+        place.mkdir(parents=True)
+    (tmp_path / "env/bin/python").symlink_to(sys.executable)
+    (installed / "servers/there.yaml").touch()
+    (tmp_path / "own/mine.yaml").touch()
+    monkeypatch.chdir(tmp_path / "own")
+    files = "[servers/there.yaml,mine.yaml,servers/none.yaml,servers]"
+    overrides = [*BASE.split(), f"{GYM}.python={tmp_path}/env/bin/python", f"{GYM}.config.config_paths={files}"]
+    found = examine(load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", overrides), run_here=True)
+    said = {each.path: each.message for each in found.problems}
+    assert list(said) == [f"{PATHS}2", f"{PATHS}3"]
+    assert said[f"{PATHS}2"].startswith(
+        f"servers/none.yaml is neither in {tmp_path}/own nor where nemo-gym is, {installed}"
+    )
+
+
 def problems(*overrides: str, run_here: bool) -> dict[str, str]:
     loaded = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", [*BASE.split(), *overrides])
     found = examine(loaded, run_here=run_here)
-    return {each.path: each.message for each in [*found.problems, *([] if run_here else found.warnings)]}
+    told = {each.path: each.message for each in [*found.problems, *([] if run_here else found.warnings)]}
+    return {path: message for path, message in told.items() if not path.startswith(PATHS)}
 
 
 def test_a_run_needs_a_python_with_nemo_gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
