@@ -6,9 +6,9 @@ what an agent returns says of which of those turns the episode is made: their to
 is what the model was told, and nothing is encoded anew.
 
 An episode that fails, in which the model was never asked, or whose agent has rewritten earlier turns, counts with its
-reward (0 where there is none) among those of its record, and nothing is learned from it. Where that is so of all of a
-call, the run ends. NeMo-RL ends it at the first rewritten turn; here one that says nothing, which Gym's messages leave
-out, would end a run in its first steps.
+reward (0 where there is none) among those of its record, and nothing is learned from it. Where that is so of all of the
+first call, the run ends. NeMo-RL ends it at the first rewritten turn; here one that says nothing, which Gym's messages
+leave out, would end a run in its first steps.
 """
 
 import copy
@@ -87,7 +87,7 @@ class NemoGym:
         """Have `num_generations` episodes of each prompt's record led, next to each other; arguments as of `rollout`.
 
         Raises:
-            WorkerError: the servers have ended, or no episode has anything to learn from.
+            WorkerError: the servers have ended, or none of the first episodes has anything to learn from.
         """
         repeated = [prompt for prompt in prompts for _ in range(num_generations)]
         agents, stream = self._process.wait(), policy.open_stream(sampling)
@@ -115,13 +115,14 @@ class NemoGym:
         finally:
             self._server.end(begun)
         episodes = [found[place] for place in range(len(repeated))]
-        if all(response is NOTHING for _, response, _ in episodes):
+        self._some_had_turns |= any(response is not NOTHING for _, response, _ in episodes)
+        if not self._some_had_turns:
             why = f"The last was told: {self._last_error}"
-            raise WorkerError(f"{GYM}: none of {len(episodes)} episodes has anything to learn from. {why}")
+            raise WorkerError(f"{GYM}: none of the first {len(episodes)} episodes has anything to learn from. {why}")
         return Rollout(*map(list, zip(*episodes, strict=True)))  # type: ignore[arg-type]
 
     _last_error = ""
-    _has_told_of_errors = _has_told_of_silence = _has_told_of_rewriting = False
+    _some_had_turns = _has_told_of_errors = _has_told_of_silence = _has_told_of_rewriting = False
 
     def _episode(
         self, prompt: Prompt, answer: Mapping[str, Any], calls: Sequence[Call]

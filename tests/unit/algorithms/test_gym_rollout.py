@@ -318,8 +318,19 @@ def test_an_episode_that_was_rewritten_is_not_learned_from_and_told_of_once() ->
     assert found.responses[:2] == [NOTHING] * 2
     (told, _) = notices
     assert told.startswith("an episode's turns do not continue each other")
-    with pytest.raises(WorkerError, match=r"none of 2 episodes has anything to learn from.*do not continue"):
+    with pytest.raises(WorkerError, match=r"none of the first 2 episodes has anything to learn from.*do not continue"):
         play(Servers(2, {"rewritten?": {"response": {"output": turns}}}), "rewritten?")
+
+
+def test_later_a_call_of_which_every_episode_fails_does_not_end_a_run() -> None:
+    gym: Any = object.__new__(NemoGym)
+    gym._section = {"invalid_tool_call_patterns": [], "thinking_tags": [], "mask_flagged_samples": True}
+    gym._end_id, gym._notices = END_ID, []
+    for question in ("1?", "fails?"):
+        gym._process = gym._server = servers = Servers(2, {"fails?": {"error": "HTTP 500"}})
+        found = gym.play(servers, [make_prompt([], question)], 2, 77, sampling=SAMPLING)
+    assert [each.scorer_error for each in found.scores] == [True, True]
+    assert found.batch(END_ID)["sample_mask"].tolist() == [0, 0]
 
 
 def test_flags_count_where_the_configuration_says_so() -> None:
@@ -331,7 +342,7 @@ def test_flags_count_where_the_configuration_says_so() -> None:
 def test_a_call_of_which_every_episode_fails_ends_the_run_and_its_round() -> None:
     servers = Servers(2, {"fails?": {"error": "HTTP 500"}})
     with pytest.raises(
-        WorkerError, match=r"none of 2 episodes has anything to learn from. The last was told: HTTP 500"
+        WorkerError, match=r"none of the first 2 episodes has anything to learn from. The last was told: HTTP 500"
     ):
         play(servers, "fails?")
     assert servers.num_ended == 1
