@@ -33,11 +33,12 @@ from nemo_rl_offload.environments.nemo_gym.process import GymProcess
 from nemo_rl_offload.environments.nemo_gym.results import GymResult, read_result
 from nemo_rl_offload.errors import ConfigError, DataError, WorkerError
 from nemo_rl_offload.generation.chat_prompts import ChatPrompts
-from nemo_rl_offload.generation.chat_server import Call, ChatServer, identity
+from nemo_rl_offload.generation.chat_server import MAX_VALUES, Call, ChatServer, identity
 from nemo_rl_offload.generation.interface import Generated, Responds, Told
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.chat_parsers import ChatParsers
 from nemo_rl_offload.runs.run_directory import SCORERS_FILE
+from nemo_rl_offload.specs.documents import parse_json
 
 LOOK_S = 1.0
 """How often it is looked whether engines and servers are still there."""
@@ -132,7 +133,7 @@ class NemoGym:
         if error is None:
             patterns, tags = (self._section[key] for key in ("invalid_tool_call_patterns", "thinking_tags"))
             try:
-                result = read_result(answer["result"], patterns, tags)
+                result = read_result(parse_json(answer["result"], max_values=MAX_VALUES), patterns, tags)
             except (WorkerError, AttributeError, LookupError, TypeError, ValueError) as fault:
                 error = f"its result cannot be read: {fault}"
         if result is None:
@@ -205,7 +206,7 @@ def row_of(
         )
     params = dict(entry[PARAMS])
     metadata = dict(params.get("metadata") or {})
-    extra = json.loads(metadata.get("extra_body") or "{}")
+    extra = parse_json(metadata.get("extra_body") or "{}")
     metadata["extra_body"] = json.dumps(extra | identity(number, place))
     params |= {"metadata": metadata, "temperature": sampling.temperature, "top_p": sampling.top_p}
     numbers = {"_ng_task_index": place // num_generations, "_ng_rollout_index": place % num_generations}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from nemo_rl_offload.data.reasoning_gym import Problem
 from nemo_rl_offload.data.records import Record, report_bad_records
 from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.specs.documents import parse_json
 
 PARAMS, AGENT = "responses_create_params", "agent_ref"
 
@@ -41,8 +42,8 @@ def fault_of(row: Mapping[str, object]) -> str | None:
     if metadata is not None and not isinstance(metadata, Mapping):
         return f"has {PARAMS}.metadata that is no section of keys"
     try:
-        extra = json.loads((metadata or {}).get("extra_body") or "{}")
-    except (TypeError, ValueError):
+        extra = parse_json((metadata or {}).get("extra_body") or "{}")
+    except (AttributeError, ValueError):
         extra = None
     if not isinstance(extra, Mapping):
         return f"has {PARAMS}.metadata.extra_body that is no JSON of keys"

@@ -7,7 +7,6 @@ the difference of the renderings with and without what follows; where the templa
 (thinking that is left out), a mark stands in the turn's place, and what is behind the mark is taken.
 """
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,6 +16,7 @@ from nemo_rl_offload.data.turns import unused_text
 from nemo_rl_offload.errors import NemoRLOffloadError
 from nemo_rl_offload.specs.bounded_template import RunawayTemplateError
 from nemo_rl_offload.specs.chat_template import RENDERING_ERRORS, render_chat
+from nemo_rl_offload.specs.documents import parse_json
 
 Chat = Sequence[Mapping[str, Any]]
 """Messages in OpenAI's form; a turn of the model may have `prompt_token_ids` and `generation_token_ids`."""
@@ -159,6 +159,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
-    with suppress(TypeError, ValueError):  # what the model wrote is no JSON, and stays its text
-        function["arguments"] = json.loads(function.get("arguments") or "{}")
+    if isinstance(arguments := function.get("arguments") or "{}", str):
+        with suppress(ValueError):  # what the model wrote is no JSON, and stays its text
+            function["arguments"] = parse_json(arguments)
     return {**call, "function": function}

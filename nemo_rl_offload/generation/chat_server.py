@@ -15,7 +15,6 @@ however many engines there are; no streaming, no constrained sampling.
 """
 
 import asyncio
-import json
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -31,9 +30,12 @@ from nemo_rl_offload.generation.chat_prompts import BadChatError, ChatPrompts
 from nemo_rl_offload.generation.interface import ResponseStream
 from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.chat_parsers import ChatParsers
+from nemo_rl_offload.specs.documents import parse_json
 
 HOST = "127.0.0.1"
 LARGEST_REQUEST_BYTES = 1 << 30
+MAX_VALUES = 1 << 27
+"""Of a chat, whose turns have their token ids."""
 IDENTITY = "nemo_rl_offload_episode"
 """The key of a request's content that says whose it is."""
 SEEDS_OF_A_TURN = 1_000_000_007
@@ -156,7 +158,7 @@ class ChatServer:
 
     async def _answer(self, request: web.Request) -> web.Response:
         try:
-            asked = json.loads(await request.read())
+            asked = parse_json((await request.read()).decode(), max_values=MAX_VALUES)
             return web.json_response(await self._complete(asked))
         except BadChatError as error:
             message = str(error)

@@ -2,8 +2,8 @@
 
 Run as a file, by an interpreter that has nemo-gym and not this project. Messages are lines of JSON: the first on the
 standard input is the global configuration, each other one an episode, `{"number": n, "row": {...}}`. Each on the
-standard output is the names of the agents, once they answer, or an episode's end, with `result` or `error`. What
-servers print goes to the standard error. The end of the input ends all.
+standard output is the names of the agents, once they answer, or an episode's end, with `result`, the text of its JSON,
+or `error`. What servers print goes to the standard error. The end of the input ends all.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ async def _run(client: Any, output: TextIO, asked: dict[str, Any]) -> None:
         content = await response.read()
         if response.status >= 400:
             raise RuntimeError(f"HTTP {response.status}: {content.decode(errors='replace')}")
-        _say(output, said | {"result": json.loads(content)})
+        _say(output, said | {"result": content.decode()})
     except Exception as error:  # noqa: BLE001 - told the driver
         _say(output, said | {"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]})
 

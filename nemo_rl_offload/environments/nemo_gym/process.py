@@ -93,7 +93,7 @@ class GymProcess:
             return self._agents
 
     def ask(self, row: Mapping[str, Any], answers: "queue.SimpleQueue[tuple[Number, Mapping[str, Any]]]") -> Number:
-        """Have an agent run an episode; `answers` gets its number, and `result` or `error`.
+        """Have an agent run an episode; `answers` gets its number, and `result` (text) or `error`.
 
         Raises:
             WorkerError: the servers have ended.

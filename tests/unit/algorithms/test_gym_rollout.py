@@ -239,7 +239,7 @@ class Servers:
         ids = {"prompt_token_ids": [3, 4], "generation_token_ids": [5, 10 + place]}
         said = {"response": {"output": [{"type": "message", "content": content, **ids}]}}
         found = self.by_question.get(question, {})
-        return found if "error" in found else {"result": {"reward": 0.5, **said, **found}}
+        return found if "error" in found else {"result": json.dumps({"reward": 0.5, **said, **found})}
 
     def check(self) -> None: ...
 
@@ -331,6 +331,15 @@ def test_later_a_call_of_which_every_episode_fails_does_not_end_a_run() -> None:
         found = gym.play(servers, [make_prompt([], question)], 2, 77, sampling=SAMPLING)
     assert [each.scorer_error for each in found.scores] == [True, True]
     assert found.batch(END_ID)["sample_mask"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "null", '"x"'], ids=lambda text: text[:5])
+def test_what_is_no_result_fails_its_episode_alone(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = Servers._answer
+    odd = {"result": text}
+    monkeypatch.setattr(Servers, "_answer", lambda *args: odd if args[2] == "odd?" else answered(*args))
+    found, _, _ = play(Servers(4, {}), "odd?", "1?")
+    assert [each.scorer_error for each in found.scores] == [True, True, False, False]
 
 
 def test_flags_count_where_the_configuration_says_so() -> None:

@@ -323,6 +323,14 @@ def test_a_drawn_call_stays_where_a_later_question_changes_what_is_before_it(cha
     assert behind == f"\n{told}[TOOLS]<|im_start|>user\nand?<|im_end|>\n{ASSISTANT}"
 
 
+def test_arguments_that_are_nested_without_end_stay_text(chats: Chats) -> None:
+    """A model writes them: they may not end the server's thread."""
+    deep = "[" * 100_000
+    text = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | length }}{% endfor %}{% endfor %}"
+    ids = chats.prompts(text)([user("1?"), said("", tool_calls=[call("add", deep)])])
+    assert chats.decode(ids) == "100000"
+
+
 def test_no_calls_are_as_none(chats: Chats) -> None:
     template = PLAIN.replace("{{ ", "{% if m.tool_calls is defined %}calls{% endif %}{{ ", 1)
     nothing: tuple[object, ...] = ([], None)

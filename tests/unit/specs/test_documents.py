@@ -28,6 +28,7 @@ MAY_READ = {
     "config/sources.py",  # behind check_yaml
     "config/rules/turns.py",  # what it has written itself
     "environments/process.py",  # its own process's answers
+    *("environments/nemo_gym/process.py", "environments/nemo_gym/child.py"),  # what one writes for the other
     "environments/code_calls.py",  # in processes without rights, with limits of memory and time
     "environments/code_child.py",  # what its parent has written
 }
