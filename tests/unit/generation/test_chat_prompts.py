@@ -326,8 +326,10 @@ def test_a_drawn_call_stays_where_a_later_question_changes_what_is_before_it(cha
 def test_arguments_that_are_nested_without_end_stay_text(chats: Chats) -> None:
     """A model writes them: they may not end the server's thread."""
     deep = "[" * 100_000
-    text = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | length }}{% endfor %}{% endfor %}"
-    ids = chats.prompts(text)([user("1?"), said("", tool_calls=[call("add", deep)])])
+    lengths = "{% for c in m.tool_calls or [] %}{{ c.function.arguments | length }}{% endfor %}"
+    ids = chats.prompts("{% for m in messages %}" + lengths + "{% endfor %}")(
+        [user("1?"), said("", tool_calls=[call("add", deep)])]
+    )
     assert chats.decode(ids) == "100000"
 
 
