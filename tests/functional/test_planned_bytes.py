@@ -12,7 +12,7 @@ from nemo_rl_offload.megatron.build.model import build_model
 from nemo_rl_offload.megatron.build.offload import install_offloading
 
 NUM_CASES = 110
-DEFAULT_SEEDS = 6
+DEFAULT_SEEDS = 3
 
 ON_RANKS = [(layout, seed) for layout in LAYOUTS if layout != "one" for seed in range(3 if "etp2" in layout else 6)]
 
