@@ -118,12 +118,22 @@ class NemoGym:
         episodes = [found[place] for place in range(len(repeated))]
         self._some_had_turns |= any(response is not NOTHING for _, response, _ in episodes)
         if not self._some_had_turns:
-            why = f"The last was told: {self._last_error}"
-            raise WorkerError(f"{GYM}: none of the first {len(episodes)} episodes has anything to learn from. {why}")
+            raise WorkerError(
+                f"{GYM}: none of the first {len(episodes)} episodes has anything to learn from. Of the last: "
+                f"{self._last_fault}"
+            )
         return Rollout(*map(list, zip(*episodes, strict=True)))  # type: ignore[arg-type]
 
-    _last_error = ""
-    _some_had_turns = _has_told_of_errors = _has_told_of_silence = _has_told_of_rewriting = False
+    _last_fault = ""
+    _some_had_turns = False
+    _told_faults: frozenset[str] = frozenset()
+
+    def _note(self, fault: str, text: str) -> None:
+        """Keep why an episode is not learned from; of each fault the first is told."""
+        self._last_fault = text
+        if fault not in self._told_faults:
+            self._told_faults |= {fault}
+            self._notices.append(text)
 
     def _episode(
         self, prompt: Prompt, answer: Mapping[str, Any], calls: Sequence[Call]
@@ -137,30 +147,24 @@ class NemoGym:
             except (WorkerError, AttributeError, LookupError, TypeError, ValueError) as fault:
                 error = f"its result cannot be read: {fault}"
         if result is None:
-            self._last_error = str(error)
-            if not self._has_told_of_errors:
-                self._has_told_of_errors = True
-                self._notices.append(
-                    f"an episode failed, counts 0, and is not learned from, as others like it (scorer_errors): {error}"
-                )
+            self._note(
+                "failed",
+                f"an episode failed, counts 0, and is not learned from, as others like it (scorer_errors): {error}",
+            )
             return nothing, NOTHING, Score(0.0, is_correct=False, scorer_error=True, is_masked=True)
         is_masked = result.is_flagged and self._section["mask_flagged_samples"]
         if result.is_rewritten:
-            self._last_error = (
+            self._note(
+                "rewritten",
                 "an episode's turns do not continue each other, so that it is no conversation, and is not learned "
-                "from (masked_fraction): its agent has rewritten earlier turns, or left out one that said nothing."
+                "from (masked_fraction): its agent has rewritten earlier turns, or left out one that said nothing.",
             )
-            if not self._has_told_of_rewriting:
-                self._has_told_of_rewriting = True
-                self._notices.append(self._last_error)
         elif not result.turns:
-            self._last_error = (
+            self._note(
+                "silent",
                 "an episode ended without a turn of the model, and is not learned from: its first messages may leave "
-                "no room in policy.max_total_sequence_length, or its agent failed."
+                "no room in policy.max_total_sequence_length, or its agent failed.",
             )
-            if not self._has_told_of_silence:
-                self._has_told_of_silence = True
-                self._notices.append(self._last_error)
         score = Score(
             result.reward,
             result.reward > 0,

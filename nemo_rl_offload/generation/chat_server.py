@@ -28,7 +28,7 @@ from aiohttp import web
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.generation.chat_prompts import BadChatError, ChatPrompts
 from nemo_rl_offload.generation.interface import ResponseStream
-from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.sampling import SEEDS_OF_A_TURN, Sampling
 from nemo_rl_offload.generation.vllm.chat_parsers import ChatParsers
 from nemo_rl_offload.specs.documents import parse_json
 
@@ -38,8 +38,6 @@ MAX_VALUES = 1 << 27
 """Of a chat, whose turns have their token ids."""
 IDENTITY = "nemo_rl_offload_episode"
 """The key of a request's content that says whose it is."""
-SEEDS_OF_A_TURN = 1_000_000_007
-"""How far the seeds of successive turns are apart, as in `algorithms.rollout`."""
 TEMPERATURE_TOLERANCE = 1e-6
 _START_S = 30.0
 

@@ -15,9 +15,9 @@ from nemo_rl_offload.config.loader import resolve_tokenizer_path
 from nemo_rl_offload.data.tokenizer import load_tokenizer
 from nemo_rl_offload.errors import WorkerError
 from nemo_rl_offload.generation.chat_prompts import ChatPrompts
-from nemo_rl_offload.generation.chat_server import SEEDS_OF_A_TURN, Call, ChatServer, identity
+from nemo_rl_offload.generation.chat_server import Call, ChatServer, identity
 from nemo_rl_offload.generation.interface import Give
-from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.sampling import SEEDS_OF_A_TURN, Sampling
 from nemo_rl_offload.generation.vllm.chat_parsers import ChatParsers, Said
 
 WAIT_S = 20.0

@@ -1,36 +1,19 @@
 """What NeMo-RL says of NeMo-Gym becomes this project's section, environment and advantages."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from test_translation import read, value
 
 from nemo_rl_offload.config.nemo_rl.gym import gather_gym
-from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.sources import LoadedConfig
 
 GYM, CFG = "env.nemo_gym", "policy.generation.vllm_cfg"
 SERVED, MEGATRON_SERVED = f"{CFG}.expose_http_server", "policy.generation.mcore_generation_config.expose_http_server"
 OF_GYM = "grpo: {}\nenv: {should_use_nemo_gym: true}"
 Read = Callable[..., LoadedConfig]
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Read:
-    def read_text(text: str, *overrides: str) -> LoadedConfig:
-        path = tmp_path / "recipe.yaml"
-        path.write_text(text)
-        return read_recipe(path, overrides)
-
-    return read_text
-
-
-def value(loaded: LoadedConfig, path: str) -> Any:
-    node: Any = loaded.values
-    for part in path.split("."):
-        node = node[part]
-    return node
+__all__ = ["read"]
 
 
 def test_further_keys_of_the_section_are_what_nemo_gym_is_told(read: Read) -> None:
