@@ -2,10 +2,10 @@
 
 vLLM mixes `WeightsInPlace` into its worker (`worker_extension_cls`) and imports this module before it loads a model.
 
-On a CPU, vLLM packs weights for oneDNN and for its own kernels of experts as it builds, and drops or overwrites the
-originals. Its `load_weights` then fails or, worse, writes plain weights where packed ones are read.
-`keep_weights_plain` turns both off, and linear layers are torch's own. Rejected: vLLM's layerwise reload, which packs
-anew: it needs the originals of a whole layer beside it.
+On a CPU, vLLM packs weights for oneDNN, for its own kernels of experts and, where there is AMX, for convolutions as it
+builds, and drops or overwrites the originals. Its `load_weights` then fails or, worse, writes plain weights where
+packed ones are read. `keep_weights_plain` turns all three off, and linear layers are torch's own. Rejected: vLLM's
+layerwise reload, which packs anew: it needs the originals of a whole layer beside it.
 
 Parameters are written in place on a GPU as well, where its graphs have their addresses. What vLLM's loaders say that
 they have loaded is not asked: a name is in it once one of many experts has come. All is filled with NaN instead.
@@ -33,6 +33,7 @@ def keep_weights_plain() -> None:
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
     ops._supports_onednn = False
+    torch.cpu._is_amx_tile_supported = lambda: False  # what packs and what computes ask the same function
     CPUFusedMOE.check_grouped_gemm = lambda *_: (False, "none")
     make_own = CPUFusedMOE.init_moe_torch
 
