@@ -146,11 +146,16 @@ class PhasesOfStage:
         return self._beside_engine()[1] if self._job.passes.engine_share else {}
 
     def _beside_engine(self) -> tuple[dict[str, int], dict[str, int]]:
-        """What stays on the device and what leaves it, as far as the engine lacks room, in `away_state`'s order."""
+        """What stays on the device and what leaves it, as far as the engine lacks room, in `away_state`'s order.
+
+        What leaves for log-probabilities in any case leaves here already.
+        """
         room = self._job.budget_bytes - sum(self._engine().values())
         stays, leaves = dict(self._asleep), dict[str, int]()
+        in_any_case = (*FREED, *self._leaves_for_logprobs) if self._leaves_for_logprobs else ()
         for name in (*FREED, "optimizer", "weights"):
-            if sum(stays.values()) > room and (size := stays.pop(name, 0)) and name not in FREED:
+            leaves_now = name in in_any_case or sum(stays.values()) > room
+            if leaves_now and (size := stays.pop(name, 0)) and name not in FREED:
                 leaves[name] = size
         return stays, leaves
 

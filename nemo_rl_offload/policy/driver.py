@@ -199,7 +199,10 @@ class Policy:
 
     def refit(self) -> None:
         """Give the trained weights to the generator, where it does not have them."""
-        self._trainers.make_room(self._generator.lacking_bytes(), keeps_weights=True)  # of which it reads them
+        lacking_bytes = self._generator.lacking_bytes()
+        if any(lacking_bytes) and self._config["offload_optimizer_for_logprob"]:  # one crossing serves both
+            self._trainers.send_optimizer_away()
+        self._trainers.make_room(lacking_bytes, keeps_weights=True)  # of which it reads them
         self._generator.wake()
         if self._generator_is_behind or not self._generator.has_weights:
             self._trainers.come_back(weights_alone=True)

@@ -181,7 +181,7 @@ class PolicyConfig(TypedDict):
     logprob_chunk_size: Annotated[Positive | None, Default(None)]
     """Positions of a row that log-probabilities and entropy are computed of at a time; null: all."""
     offload_optimizer_for_logprob: Annotated[bool, Default(False)]
-    """The optimizer's state and main weights wait in host memory while log-probabilities are computed, on GPUs."""
+    """The optimizer's state and main weights leave the GPU for log-probabilities, and before, for vLLM beside them."""
     generation_batch_size: Annotated[Positive, Default(32)]
     """Samples that a rank generates at a time."""
     max_total_sequence_length: Annotated[Positive, Default(512)]

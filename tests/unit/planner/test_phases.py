@@ -117,14 +117,15 @@ def test_what_has_no_room_beside_vllm_leaves_the_optimizer_first() -> None:
     assert any("host memory" in text for text in lacking(replace(changed, host_budget=8 * GIB), step))
 
 
-@pytest.mark.parametrize("engine_share", [0.0, 0.75])
+@pytest.mark.parametrize("engine_share", [0.0, 0.25, 0.75])
 def test_an_optimizer_that_leaves_for_log_probabilities_crosses_the_link_once(engine_share: float) -> None:
     job = make_job("Qwen/Qwen2.5-1.5B", layout=ALONE, makes_logits=False, host_budget=64 * GIB)
     job = replace(job, passes=Passes(engine_share=engine_share, logprob_tokens=4096))
     stays, leaves = (replace(job, optimizer_leaves_for_logprob=each) for each in (False, True))
     phase = phases_of(leaves)["log-probabilities"]
     assert not {"optimizer", "gradients"} & set(phase.parts)
-    assert ("optimizer" in phases_of(stays)["log-probabilities"].parts) == (engine_share == 0)
+    assert ("optimizer" in phases_of(stays)["log-probabilities"].parts) == (engine_share < 0.5)
+    assert not engine_share or not {"optimizer", "gradients"} & set(phases_of(leaves)["generation"].parts)
     step = run_nothing(leaves)
     stage = PhasesOfStage(leaves, step, 0)
     size = step.stages[0].static_bytes["optimizer"]

@@ -272,6 +272,25 @@ def test_the_optimizer_is_away_while_log_probabilities_are_computed_where_that_i
         assert calls[:5] == [leaves, weights, leaves, weights, all_of_it]
 
 
+@pytest.mark.parametrize(("lacking_bytes", "leaves"), [(4, True), (0, False)], ids=["asleep", "apart"])
+def test_an_optimizer_that_leaves_for_log_probabilities_is_away_while_an_engine_beside_it_generates(
+    lacking_bytes: int, leaves: bool, make: Make
+) -> None:
+    """An engine on other devices takes nothing of these."""
+    policy, workers = make(2, "policy.offload_optimizer_for_logprob=true")
+    calls, anything = workers[0].calls, cast("Any", policy)
+    anything._generator = Beside(lacking_bytes, calls)
+    policy.train(make_batch(12), "clipped_pg", {"ratio_clip_min": 0.1})
+    for _ in range(2):
+        calls.clear()
+        policy.generate([[1]], 3, SAMPLING)
+        asked = [call for call in calls if call[0] == "make_room"]
+        room = [("make_room", lacking_bytes, True), ("make_room", lacking_bytes, False)] if lacking_bytes else []
+        assert asked == [*([("make_room", sys.maxsize, True)] if leaves else []), *room]
+        policy.evaluate(make_batch(12), "clipped_pg", {"ratio_clip_min": 0.1})
+        assert (("come_back", False) in calls) == leaves
+
+
 def test_workers_know_the_path_of_a_configuration_of_quantization(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
