@@ -2,12 +2,15 @@
 
     python benchmarks/beside_trl.py --out benchmarks/results/DEVICE
     python benchmarks/beside_trl.py --out benchmarks/results/DEVICE --attempt ours "TRL float32"
+    python benchmarks/beside_trl.py --out benchmarks/results/DEVICE --shape 7b --response-tokens 32768 --prompts 1 \\
+        --responses 2 --steps 1 --kl-weight 0 --attempt "TRL bfloat16"
 
 The model of `grpo_step.py`, with its prompts, group size, lengths, learning rate, AdamW and weight of KL. Each attempt
 is a process of its own, one after another: ours is `nemo-rl-offload run grpo`, and needs no TRL. TRL's are those that
 its documents advise: weights in float32 (`bf16=True` over them, as this project keeps float32 main weights beside
 bfloat16) or in bfloat16, with gradient checkpointing (its default) and without, larger microbatches, vLLM asleep while
-it trains or awake. What does not run is listed with its error.
+it trains or awake. What does not run is listed with its error. The longest sequences are found by `--response-tokens`:
+responses of random weights seldom end before they are that long. TRL's microbatch has one row where they are long.
 
 Memory is the highest that NVML shows in use on the device, of all processes, less what was in use before; that of the
 host is the system's, taken the same way. TRL's phases are timed around its own methods, each after the device is done;
@@ -33,12 +36,14 @@ from typing import Any, Self
 import grpo_step
 import psutil
 from common import HAS_GPU, environment, say
-from grpo_step import EXEMPLAR, NUM_PROMPTS, NUM_REQUESTS, NUM_STEPS, STEP_TOKENS, WARMUP_STEPS
+from grpo_step import EXEMPLAR, LONGEST_PROMPT, NUM_PROMPTS, NUM_REQUESTS, NUM_STEPS, STEP_TOKENS, WARMUP_STEPS
 
 from nemo_rl_offload.config.loader import load_config
 
 NUM_RESPONSES = NUM_REQUESTS if HAS_GPU else 16
 LEARNING_RATE, KL_WEIGHT = 1e-6, 0.01
+MICROBATCH_TOKENS = 2048
+"""Of TRL's responses, at the most, where that is more than one."""
 VLLM_SHARE = 0.3
 """Of the GPU's memory, as in TRL's documents."""
 LORA_DIM, LORA_ALPHA = 16, 32
@@ -72,6 +77,10 @@ _OFF = ("policy.megatron_cfg.fine_grained_activation_offloading=false", "policy.
 _ENGINE = "policy.megatron_cfg.transformer_impl=transformer_engine"
 _ENGINES_MODULES = "policy.megatron_cfg.offload_modules=[core_attn,attn_proj]"
 _ON_HOST = ("policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",)
+_AWAY = (
+    "policy.offload_optimizer_for_logprob=true",
+    "policy.sequence_packing.train_mb_tokens=8192",
+)
 _LORA = (
     "policy.megatron_cfg.peft.enabled=true",
     f"policy.megatron_cfg.peft.target_modules=[{PROJECTIONS}]",
@@ -84,6 +93,7 @@ ATTEMPTS: dict[str, Ours | Theirs] = {
     "ours: Transformer Engine": Ours((_ENGINE, _ENGINES_MODULES)),
     "ours: Transformer Engine, nothing offloaded": Ours((_ENGINE, *_OFF)),
     "ours: optimizer on the host": Ours(_ON_HOST),
+    "ours: optimizer away while vLLM generates": Ours((_ENGINE, _ENGINES_MODULES, *_AWAY)),
     "ours: LoRA": Ours(_LORA),
     "TRL float32": Theirs("float32"),
     "TRL float32, no checkpointing": Theirs("float32", arguments={"gradient_checkpointing": False}),
@@ -142,11 +152,18 @@ class HighestMemory:
 def settings(options: argparse.Namespace) -> tuple[str, ...]:
     """What ours and TRL's have alike, as overrides."""
     shared = (f"policy.generation.vllm_cfg.gpu_memory_utilization={options.share}",)
+    longest = (f"policy.max_total_sequence_length={LONGEST_PROMPT + options.response_tokens}",)
     return (
         f"policy.megatron_cfg.optimizer.lr={LEARNING_RATE}",
         "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
         f"loss_fn.reference_policy_kl_penalty={options.kl_weight}",
-        *(shared if HAS_GPU else ("policy.generation.backend=megatron", "policy.max_total_sequence_length=128")),
+        f"policy.generation.max_new_tokens={options.response_tokens}",
+        f"policy.train_global_batch_size={options.responses}",
+        f"grpo.num_prompts_per_step={options.prompts}",
+        f"grpo.num_generations_per_prompt={options.responses // options.prompts}",
+        f"grpo.max_num_steps={options.steps}",
+        *(longest if options.response_tokens > STEP_TOKENS or not HAS_GPU else ()),
+        *(shared if HAS_GPU else ("policy.generation.backend=megatron",)),
     )
 
 
@@ -165,7 +182,7 @@ def prompt_texts(model: Path, options: argparse.Namespace) -> list[str]:
 
     config = load_config(EXEMPLAR, grpo_step.overrides(model, argparse.Namespace(set=settings(options))))
     tokenizer: Any = load_tokenizer(model)
-    problems = problems_of(config["env"]["reasoning_gym"], seed=1, size=NUM_STEPS * NUM_PROMPTS)
+    problems = problems_of(config["env"]["reasoning_gym"], seed=1, size=options.steps * options.prompts)
     template = config["data"]["prompt_template"]
     return [tokenizer.decode(encode_prompt(tokenizer, template, problem.question)) for problem in problems]
 
@@ -228,19 +245,19 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    micro = 8 if HAS_GPU else 4
+    micro = min(8 if HAS_GPU else 4, max(1, MICROBATCH_TOKENS // options.response_tokens))
     vllm = {
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": True,
         "vllm_gpu_memory_utilization": options.share,
-        "vllm_max_model_length": 2 * (100 + STEP_TOKENS),
+        "vllm_max_model_length": LONGEST_PROMPT + options.response_tokens,
     }
     arguments = {
         "per_device_train_batch_size": micro,
-        "num_generations": NUM_RESPONSES // NUM_PROMPTS,
-        "max_completion_length": STEP_TOKENS,
-        "max_steps": NUM_STEPS,
+        "num_generations": options.responses // options.prompts,
+        "max_completion_length": options.response_tokens,
+        "max_steps": options.steps,
         "bf16": HAS_GPU,
         "gradient_checkpointing": True,
         "beta": options.kl_weight,
@@ -256,7 +273,7 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
         **attempt.arguments,
     }
     micro = arguments["per_device_train_batch_size"]
-    arguments["gradient_accumulation_steps"] = NUM_RESPONSES // micro
+    arguments["gradient_accumulation_steps"] = options.responses // micro
     adapters = None
     if attempt.uses_lora:
         from peft import LoraConfig
@@ -298,7 +315,7 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
         phases.wrap(trainer, "_generate_single_turn", "generation")
     trainer.train()
     lengths = [log["completions/mean_length"] for log in trainer.state.log_history if "completions/mean_length" in log]
-    steady = phases.steps[WARMUP_STEPS:]
+    steady = phases.steps[WARMUP_STEPS:] or phases.steps[-1:]
     return {
         "wall_s": time.time() - begin,
         "first_step_s": phases.steps[0]["timing/step_s"],
@@ -315,8 +332,9 @@ def measure(name: str, model: Path, options: argparse.Namespace) -> dict[str, An
         own, inner = Path(folder) / "model", Path(folder) / "attempt.json"
         own.symlink_to(model.resolve())
         command = [sys.executable, __file__, "--out", str(options.out), "--attempt", name, "--model", str(own)]
-        command += ["--inner", str(inner), "--share", str(options.share)]
-        command += ["--kl-weight", str(options.kl_weight)]
+        command += ["--inner", str(inner)]
+        for key in ("share", "kl_weight", "prompts", "responses", "response_tokens", "steps"):
+            command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
         command += ["--set", *options.set] if options.set else []
         with HighestMemory() as memory, subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
@@ -354,6 +372,10 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more overrides of ours")
     parser.add_argument("--share", type=float, default=VLLM_SHARE, help="of the GPU's memory, for vLLM")
     parser.add_argument("--kl-weight", type=float, default=KL_WEIGHT, help="0: no reference policy")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="a step")
+    parser.add_argument("--responses", type=int, default=NUM_RESPONSES, help="a step")
+    parser.add_argument("--response-tokens", type=int, default=STEP_TOKENS, help="of each response, at the most")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--model", type=Path, help="a folder; one is written otherwise")
     parser.add_argument("--inner", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -364,12 +386,14 @@ def main() -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"beside_trl_{options.name or options.shape}.json"
-    result: dict[str, Any] = {"experiment": "beside_trl", "shape": options.shape, "attempts": []}
+    sizes = {key: getattr(options, key) for key in ("prompts", "responses", "response_tokens")}
+    result: dict[str, Any] = {"experiment": "beside_trl", "shape": options.shape, **sizes, "attempts": []}
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or Path(folder) / "model"
         if not model.exists():
             say("writing a model")
-            grpo_step.write_model(model, SHAPES[options.shape])
+            positions = max(grpo_step.SHAPE["max_position_embeddings"], LONGEST_PROMPT + options.response_tokens)
+            grpo_step.write_model(model, {**SHAPES[options.shape], "max_position_embeddings": positions})
         for name in options.attempt:
             say(f"attempt: {name}")
             result["attempts"].append(measure(name, model, options))

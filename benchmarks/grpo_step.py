@@ -56,6 +56,8 @@ STEP_TOKENS = 128 if HAS_GPU else 8
 ROUNDS = 4
 PAIRED_ROUNDS = 8
 NUM_STEPS = 7
+LONGEST_PROMPT = 100
+"""Bytes, which are tokens, of a problem and the template."""
 WARMUP_STEPS = 2
 PARTS = ("alone", "engine", "step")
 LOGPROBS = {"logprobs": 0, "flat_logprobs": True}
@@ -103,7 +105,7 @@ def overrides(model: Path, options: argparse.Namespace) -> list[str]:
         f"policy.tokenizer.name={model}",
         f"policy.max_total_sequence_length={longest}",
         f"policy.train_global_batch_size={size}",
-        "data.max_input_seq_length=100",
+        f"data.max_input_seq_length={LONGEST_PROMPT}",
         "data.validation.size=4",
         f"grpo.num_prompts_per_step={NUM_PROMPTS}",
         f"grpo.num_generations_per_prompt={size // NUM_PROMPTS}",
@@ -242,7 +244,7 @@ def measure_step(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     run_dir = model.parent / "run"
     more = [f"policy.generation.max_new_tokens={STEP_TOKENS}"]
     command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", "grpo", "--config", str(EXEMPLAR)]
-    command += ["--run-dir", str(run_dir), "--format", "json", *overrides(model, options), *more]
+    command += ["--run-dir", str(run_dir), "--format", "json", *more, *overrides(model, options)]
     begin = time.time()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     wall_s = time.time() - begin
@@ -251,7 +253,7 @@ def measure_step(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in records if record["prefix"] == "train"]
     steps = [record["metrics"] for record in records]
-    steady = steps[WARMUP_STEPS:]
+    steady = steps[WARMUP_STEPS:] or steps[-1:]
     kept = ("token_mult_prob_error", "tokens_per_s", "mfu")
     names = [name for name in steady[0] if name.startswith("timing/") or name in kept]
     return {

@@ -397,11 +397,28 @@ def _overrides(result: Mapping[str, Any]) -> str:
     return ", ".join(f"`{text.removeprefix('policy.')}`" for text in result.get("overrides", [])) or "-"
 
 
+_SIZES_BESIDE_TRL = {"responses": 256, "response_tokens": 128, "prompts": 16}
+"""Of results that do not say them."""
+
+
 def beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
     """Each attempt at GRPO steps of one shape, by phase."""
     yield "## GRPO steps at TRL's settings\n"
-    yield "256 responses of 128 tokens to 16 prompts of about 70, with vLLM on the same GPU: medians. Memory is the"
-    yield "highest in use of all processes.\n"
+    yield "Responses to prompts of about 70 tokens, with vLLM on the same GPU: medians. Memory is the highest in use of all"
+    yield "processes.\n"
+    by_size: dict[str, dict[str, Result]] = {}
+    for name, result in results.items():
+        responses, tokens, prompts = (result.get(key, size) for key, size in _SIZES_BESIDE_TRL.items())
+        by_size.setdefault(f"{responses} responses of {tokens:,} tokens to {prompts} prompts", {})[name] = result
+    for size, alike in by_size.items():
+        yield f"{size}:\n"
+        yield from _attempts_beside_trl(alike)
+    for name, result in results.items():
+        if "note" in result:
+            yield f"`{name}.json`: {result['note']}\n"
+
+
+def _attempts_beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
     figures = "tokens/s | device | host | first step | from command to end of it | set besides"
     yield f"| result | attempt | {' | '.join(PHASES)} | {figures} |"
     yield "|" + "---|" * (len(PHASES) + 8)
@@ -419,9 +436,6 @@ def beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
                 f"| `{name}.json` | {attempt['name']} | {' | '.join(seconds)} | {found['tokens_per_s']:,.0f} "
                 f"| {device} | {host} | {attempt['first_step_s']:.1f} s | {until} | {own} |"
             )
-    for name, result in results.items():
-        if "note" in result:
-            yield f"\n`{name}.json`: {result['note']}"
     yield ""
 
 

@@ -10,7 +10,9 @@ from beside_trl import ATTEMPTS, KL_WEIGHT, VLLM_SHARE, HighestMemory, Ours, Pha
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import check_config
 
-OPTIONS = Namespace(share=VLLM_SHARE, kl_weight=KL_WEIGHT)
+OPTIONS = Namespace(
+    share=VLLM_SHARE, kl_weight=KL_WEIGHT, prompts=16, responses=256, response_tokens=128, steps=grpo_step.NUM_STEPS
+)
 MODEL = PROJECT_ROOT / "examples/models/tiny_speller"
 GPU_EXEMPLAR = PROJECT_ROOT / "examples/configs/grpo_math_1B_vllm.yaml"
 
@@ -26,7 +28,7 @@ def test_our_attempts_are_configurations(name: str) -> None:
 
 def test_prompts_are_those_of_our_runs() -> None:
     texts = prompt_texts(MODEL, OPTIONS)
-    assert len(texts) == grpo_step.NUM_STEPS * grpo_step.NUM_PROMPTS
+    assert len(texts) == grpo_step.NUM_STEPS * OPTIONS.prompts
     assert all("Spell this word backward" in text for text in texts)
 
 
