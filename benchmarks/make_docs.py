@@ -404,8 +404,8 @@ _SIZES_BESIDE_TRL = {"responses": 256, "response_tokens": 128, "prompts": 16}
 def beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
     """Each attempt at GRPO steps of one shape, by phase."""
     yield "## GRPO steps at TRL's settings\n"
-    yield "Responses to prompts of about 70 tokens, with vLLM on the same GPU: medians. Memory is the highest in use of all"
-    yield "processes.\n"
+    yield "Responses to prompts of about 70 tokens, with vLLM on the same GPU: medians. Memory is the highest in use of"
+    yield "all processes.\n"
     by_size: dict[str, dict[str, Result]] = {}
     for name, result in results.items():
         responses, tokens, prompts = (result.get(key, size) for key, size in _SIZES_BESIDE_TRL.items())
