@@ -107,38 +107,12 @@ class VllmWorker:
         self._rank_of_engine = int(os.environ["RANK"]) % self._num_devices
         join("gloo" if self._is_cpu else "nccl", self._num_devices)
         with self._clock.part("import of vLLM"):
-            from vllm import LLM, SamplingParams
+            from vllm import SamplingParams
             from vllm.distributed.parallel_state import get_world_group
             from vllm.sampling_params import RequestOutputKind
 
-        from nemo_rl_offload.generation.vllm import extension
-
-        if self._is_cpu:
-            extension.keep_weights_plain()
-            extension.rotate_heads_apart()
-            extension.expand_to_drafts()
-        if is_in_eight_bits(config["generation"]):
-            if self._is_cpu:
-                raise ConfigError(f"{CFG}.precision: fp8 needs a GPU, and this worker has none. Set it to null.")
-            extension.find_lacking_parts()
-        if self._num_devices > 1:
-            extension.take_place(self._rank_of_engine)
-        arguments = engine_arguments(
-            config,
-            model_path,
-            is_cpu=self._is_cpu,
-            can_sleep=self._can_sleep,
-            cache_bytes=_cpu_cache_bytes(config) if self._is_cpu else None,
-        )
-        free_bytes = self._free_bytes() if self._can_sleep else 0
-        with _explained("building the engine"), self._clock.part("vLLM's engine"):
-            try:
-                self._llm = LLM(**arguments)
-            except (ValueError, TypeError, NotImplementedError) as error:
-                raise _refusal(error) from error
-        if self._can_sleep:
-            share_bytes = arguments["gpu_memory_utilization"] * torch.cuda.mem_get_info()[1]
-            self._unused_bytes = max(0, int(share_bytes) - (free_bytes - self._free_bytes()))
+        self._change_vllm()
+        self._llm = self._build_engine(model_path)
         self._sampling_params, self._at_the_end = SamplingParams, RequestOutputKind.FINAL_ONLY
         self._peers = get_world_group().cpu_group
         if is_truncated(config["generation"]):
@@ -154,6 +128,43 @@ class VllmWorker:
                 f"policy.router_replay.enabled: vLLM does not say which experts {len(silent)} of the model's layers "
                 f"choose, the first of them {silent[0]}. Set it to false."
             )
+
+    def _change_vllm(self) -> None:
+        from nemo_rl_offload.generation.vllm import extension
+
+        if self._is_cpu:
+            extension.keep_weights_plain()
+            extension.rotate_heads_apart()
+            extension.expand_to_drafts()
+        if is_in_eight_bits(self._config["generation"]):
+            if self._is_cpu:
+                raise ConfigError(f"{CFG}.precision: fp8 needs a GPU, and this worker has none. Set it to null.")
+            extension.find_lacking_parts()
+        if self._num_devices > 1:
+            extension.take_place(self._rank_of_engine)
+
+    def _build_engine(self, model_path: Path) -> Any:
+        """vLLM's engine; keeps how much of its share it left."""
+        import torch
+        from vllm import LLM
+
+        arguments = engine_arguments(
+            self._config,
+            model_path,
+            is_cpu=self._is_cpu,
+            can_sleep=self._can_sleep,
+            cache_bytes=_cpu_cache_bytes(self._config) if self._is_cpu else None,
+        )
+        free_bytes = self._free_bytes() if self._can_sleep else 0
+        with _explained("building the engine"), self._clock.part("vLLM's engine"):
+            try:
+                llm = LLM(**arguments)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                raise _refusal(error) from error
+        if self._can_sleep:
+            share_bytes = arguments["gpu_memory_utilization"] * torch.cuda.mem_get_info()[1]
+            self._unused_bytes = max(0, int(share_bytes) - (free_bytes - self._free_bytes()))
+        return llm
 
     def _count_drafts(
         self, _: object, num_draft_tokens: int, num_accepted_tokens: int, *, request_id: str, **__: object

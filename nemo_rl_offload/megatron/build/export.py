@@ -84,12 +84,7 @@ def export_checkpoint(
         raise CheckpointError(changed)
     model_path = resolve_model_path(policy["model_name"])
     tokenizer_path = _tokenizer_path(policy["tokenizer"]["name"])
-    if os.path.islink(partial_of(destination)):  # it is emptied below
-        raise ConfigError(
-            f"{destination}: cannot write to {partial_of(destination)}: it is a link. Name another folder."
-        )
-    make_writable(partial_of(destination), str(destination))
-    shutil.rmtree(partial_of(destination))  # what is damaged below leaves nothing behind
+    _check_destination(destination)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices: the whole model may be larger than one
     tokenizer, end_ids = load_policy_tokenizer(policy, config["data"]["prompt_template"])
     import torch
@@ -112,11 +107,10 @@ def export_checkpoint(
 
     def complete(partial: Path) -> None:
         replace_tokenizer(partial, tokenizer_path)
-        if adapter_alone:
-            if isinstance(template := tokenizer.chat_template, str) and (partial / TOKENIZER_CONFIG).exists():
-                write_chat_template(partial, template)
-            return
-        notes.extend(_as_the_run_had_it(partial, tokenizer, end_ids))
+        if not adapter_alone:
+            notes.extend(_as_the_run_had_it(partial, tokenizer, end_ids))
+        elif isinstance(template := tokenizer.chat_template, str) and (partial / TOKENIZER_CONFIG).exists():
+            write_chat_template(partial, template)
 
     torch_dtype = dtype and getattr(torch, dtype)
     if adapter_alone:
@@ -125,6 +119,15 @@ def export_checkpoint(
     else:
         export_hf(model, model_path, destination, dtype=torch_dtype, complete=complete)
     return [f"{destination}: {note}" for note in notes]
+
+
+def _check_destination(destination: Path) -> None:
+    """Raise where nothing can be written to it, and leave nothing there: what is found damaged later writes nothing."""
+    partial = partial_of(destination)
+    if os.path.islink(partial):  # False of a name that is too long, which is said below
+        raise ConfigError(f"{destination}: cannot write to {partial}: it is a link. Name another folder.")
+    make_writable(partial, str(destination))
+    shutil.rmtree(partial)
 
 
 def _beside_the_folder(policy: PolicyConfig, *, adapter_alone: bool) -> Iterator[str]:
