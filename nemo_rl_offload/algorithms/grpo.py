@@ -360,7 +360,8 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
         environment: EnvironmentPool | NemoGym
         with ExitStack() as on_failure:
             if ENVIRONMENTS[config["data"]["env_name"]].leads_episodes:
-                environment = NemoGym(config, run_dir, tokenizer, ends)
+                held_out = (prompt.problem for prompt in prompts[1])
+                environment = NemoGym(config, run_dir, tokenizer, ends, [*prompts[0].problems(), *held_out])
                 on_failure.callback(environment.shutdown, at_once=True)
             else:
                 environment = make_environment(config, run_dir)

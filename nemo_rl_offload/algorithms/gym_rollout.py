@@ -14,7 +14,8 @@ leave out, would end a run in its first steps.
 import copy
 import json
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from nemo_rl_offload.config.tokenizer_files import chosen_template
 from nemo_rl_offload.data.gym_rows import AGENT, PARAMS, question_of
 from nemo_rl_offload.data.policy_tokenizer import ResponseEnds
 from nemo_rl_offload.data.prompts import Prompt
+from nemo_rl_offload.data.reasoning_gym import Problem
 from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.environments.interface import Score
 from nemo_rl_offload.environments.nemo_gym.process import GymProcess
@@ -39,17 +41,30 @@ from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.chat_parsers import ChatParsers
 from nemo_rl_offload.runs.run_directory import SCORERS_FILE
 from nemo_rl_offload.specs.documents import parse_json
+from nemo_rl_offload.specs.process_limits import allow_open_files
 
 LOOK_S = 1.0
 """How often it is looked whether engines and servers are still there."""
+OPEN_FILES = 65_535
+"""As many as NeMo-Gym's servers allow themselves."""
 INVALID_TOOL_CALL, MALFORMED_THINKING = "invalid_tool_call", "malformed_thinking"
 
 
 class NemoGym:
     """NeMo-Gym's servers, and the one that answers their agents. Leads the rollouts of a loop."""
 
-    def __init__(self, config: MasterConfig, run_dir: Path, tokenizer: Tokenizer, ends: ResponseEnds) -> None:
+    def __init__(
+        self,
+        config: MasterConfig,
+        run_dir: Path,
+        tokenizer: Tokenizer,
+        ends: ResponseEnds,
+        problems: Iterable[Problem] = (),
+    ) -> None:
         """Begin to start them; `play` waits until they answer.
+
+        Args:
+            problems: all records of the run, whose agents must be there.
 
         Raises:
             ConfigError: there is no nemo-gym, or a parser of that name.
@@ -59,6 +74,8 @@ class NemoGym:
         chat, own = cfg["http_server_serving_chat_kwargs"], copy.deepcopy(tokenizer)
         variables = {**(policy["tokenizer"]["chat_template_kwargs"] or {}), **chat["default_chat_template_kwargs"]}
         self._end_id, self._notices = ends.ids[0], list[str]()
+        self._unchecked = problems
+        allow_open_files(OPEN_FILES)  # each episode has a connection here, and one to its agent in the other process
         self._server = ChatServer(
             ChatPrompts(own, ends.ids, _template(chat["chat_template"]), variables),
             ChatParsers(cfg, own, policy["model_name"]),
@@ -88,10 +105,14 @@ class NemoGym:
         """Have `num_generations` episodes of each prompt's record led, next to each other; arguments as of `rollout`.
 
         Raises:
+            DataError: a record's agent is not there.
             WorkerError: the servers have ended, or none of the first episodes has anything to learn from.
         """
         repeated = [prompt for prompt in prompts for _ in range(num_generations)]
         agents, stream = self._process.wait(), policy.open_stream(sampling)
+        for problem in self._unchecked:
+            agent_of(problem.entry, agents)
+        self._unchecked = ()
         assert stream is not None, "checked with the configuration"
         hear, begun = None if told is None else told(len(repeated)), self._server.begin(stream, sampling, seed)
         answers: queue.SimpleQueue[tuple[int, Mapping[str, Any]]] = queue.SimpleQueue()
@@ -113,6 +134,12 @@ class NemoGym:
                     found[place] = self._episode(repeated[place], answer, begun.calls.pop(place, []))
                 if hear is not None:
                     hear(Generated(len(found), begun.num_tokens))
+            stream.check()  # where engines have failed, all episodes have
+            answered = self._server.finish(begun)
+            while not answered.done():
+                wait([answered], LOOK_S)
+                stream.check()
+                self._process.check()
         finally:
             self._server.end(begun)
         episodes = [found[place] for place in range(len(repeated))]
@@ -124,6 +151,7 @@ class NemoGym:
             )
         return Rollout(*map(list, zip(*episodes, strict=True)))  # type: ignore[arg-type]
 
+    _unchecked: Iterable[Problem] = ()
     _last_fault = ""
     _some_had_turns = False
     _told_faults: frozenset[str] = frozenset()
@@ -188,6 +216,24 @@ class NemoGym:
         self._server.close()
 
 
+def agent_of(entry: Mapping[str, Any], agents: Sequence[str]) -> Mapping[str, Any]:
+    """A record's agent.
+
+    Raises:
+        DataError: it names an agent that is not there, or none where there are several.
+    """
+    agent: Mapping[str, Any] | None = entry.get(AGENT) or (
+        {"type": "responses_api_agents", "name": agents[0]} if len(agents) == 1 else None
+    )
+    if agent is None or agent["name"] not in agents:
+        named = "names no agent" if agent is None else f"names the agent {agent['name']}"
+        raise DataError(
+            f"data: a record {named} ({AGENT}), and {GYM}.config.config_paths start {', '.join(agents) or 'none'}. "
+            f"Give others, or records for these. It asks {question_of(entry)[:80]!r}."
+        )
+    return agent
+
+
 def row_of(
     entry: Mapping[str, Any],
     agents: Sequence[str],
@@ -201,13 +247,7 @@ def row_of(
     Raises:
         DataError: it names an agent that is not there, or none where there are several.
     """
-    agent = entry.get(AGENT) or ({"type": "responses_api_agents", "name": agents[0]} if len(agents) == 1 else None)
-    if agent is None or agent["name"] not in agents:
-        named = "names no agent" if agent is None else f"names the agent {agent['name']}"
-        raise DataError(
-            f"data: a record {named} ({AGENT}), and {GYM}.config.config_paths start {', '.join(agents) or 'none'}. "
-            f"Give others, or records for these. It asks {question_of(entry)[:80]!r}."
-        )
+    agent = agent_of(entry, agents)
     params = dict(entry[PARAMS])
     metadata = dict(params.get("metadata") or {})
     extra = parse_json(metadata.get("extra_body") or "{}")

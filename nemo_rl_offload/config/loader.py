@@ -511,6 +511,8 @@ def _read_yaml(path: Path, origin: str) -> LoadedConfig:
 
 def _near_file(path: Path) -> str:
     """The file that is called almost so, in the folder that is named, here or among the shipped ones."""
+    if "=" in path.name:
+        return " Keys are set behind the file: FILE KEY=VALUE."
     folders = dict.fromkeys([path.parent, PROJECT_ROOT / path.parent, BASE.parent])
     there = {file.stem: file for folder in reversed(folders) if folder.is_dir() for file in folder.glob("*.y*ml")}
     if not (match := get_close_matches(path.stem, sorted(there), n=1)):

@@ -96,6 +96,10 @@ class TrainingPrompts:
         self._position = 0
         self._order = self._epoch_order()
 
+    def problems(self) -> Iterator[Problem]:
+        """All, those that are held out too."""
+        return (self._problems[place] for place in range(len(self._problems)))
+
     @property
     def num_problems(self) -> int:
         """Problems in an epoch, unusable ones included."""

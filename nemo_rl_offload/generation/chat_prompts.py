@@ -67,7 +67,7 @@ class ChatPrompts:
 
         whole = render(plain, prompt=True)
         self._watch_roles(plain, whole, render)
-        drawn = [place for place, message in enumerate(messages) if message.get("generation_token_ids")]
+        drawn = drawn_places(messages)
         if not drawn:
             return self._tokenizer.encode(whole, add_special_tokens=False)
         last = messages[drawn[-1]]
@@ -110,6 +110,18 @@ class ChatPrompts:
                     f"the chat template leaves out messages of the role {role}, which the model never sees. Give "
                     "another template, or records with other roles."
                 )
+
+
+def drawn_places(messages: Chat) -> list[int]:
+    """Places of the turns that the model drew.
+
+    NeMo-Gym writes a turn's ids to whatever an assistant says behind it as well: the first message that has them is it.
+    """
+    found: dict[tuple[tuple[int, ...], ...], int] = {}
+    for place, message in enumerate(messages):
+        if message.get("generation_token_ids"):
+            found.setdefault(tuple(tuple(message[key]) for key in _OF_TOKENS[:2]), place)
+    return list(found.values())
 
 
 def _behind(messages: Chat, turn: int, whole: str, closing: str, render: Callable[..., str]) -> str:

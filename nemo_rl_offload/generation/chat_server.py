@@ -7,7 +7,8 @@ log-probabilities, as NeMo-Gym expects them, and the server keeps each response 
 Episodes belong to a round: what one call for a rollout asks for, with its seed and its sampling. Who leads an episode
 sends its round and its number along (`identity`), so that a response is a function of weights, messages, seed and
 number, in whatever order requests come. Requests without them, such as a judge's, belong to the newest round, and are
-told apart by how often the same was asked.
+told apart by how often the same was asked: where two episodes ask for the same, who comes first has the first response.
+All are sampled as the run samples.
 
 Rejected: vLLM's own server, which needs its asynchronous engine (`vllm.continuous` says why there is none), would
 encode what the model said anew, and knows no seeds of a run. The limits: one server, on this machine's own address,
@@ -17,7 +18,8 @@ however many engines there are; no streaming, no constrained sampling.
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from http import HTTPStatus
@@ -28,7 +30,7 @@ from aiohttp import web
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.generation.chat_prompts import BadChatError, ChatPrompts
 from nemo_rl_offload.generation.interface import ResponseStream
-from nemo_rl_offload.generation.sampling import SEEDS_OF_A_TURN, Sampling
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.chat_parsers import ChatParsers
 from nemo_rl_offload.specs.documents import parse_json
 
@@ -39,6 +41,17 @@ MAX_VALUES = 1 << 27
 IDENTITY = "nemo_rl_offload_episode"
 """The key of a request's content that says whose it is."""
 TEMPERATURE_TOLERANCE = 1e-6
+_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "stop": (None, "", []),
+    "stop_token_ids": (None, []),
+    "top_k": (None, -1, 0),
+    "min_p": (None, 0),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+}
+"""By key of a request that no response follows, the values that ask for nothing."""
 _START_S = 30.0
 
 
@@ -94,6 +107,7 @@ class ChatServer:
         """
         self._prompts, self._parsers = prompts, parsers
         self._end_ids, self._longest, self._variables = frozenset(end_ids), longest, dict(variables)
+        self._notices, self._told = list[str](), set[str]()
         self._rounds: dict[int, Round] = {}
         self._num_rounds = 0
         self._changed = threading.Lock()
@@ -117,6 +131,20 @@ class ChatServer:
             self._rounds[begun.number] = begun
             return begun
 
+    def finish(self, ended: Round) -> "Future[None]":
+        """End a round whose episodes are over; done when the engines have answered all that was asked.
+
+        An agent that has given up leaves requests behind, which engines would go on with while the policy trains.
+        """
+        with self._changed:
+            self._rounds.pop(ended.number, None)
+        return asyncio.run_coroutine_threadsafe(self._answered(ended), self._loop)
+
+    @staticmethod
+    async def _answered(ended: Round) -> None:
+        if ended.waiting:
+            await asyncio.wait(ended.waiting)
+
     def end(self, ended: Round) -> None:
         """End a round; whoever still waits for a response of it hears that there is none."""
         with self._changed:
@@ -125,7 +153,7 @@ class ChatServer:
 
     def notices(self) -> list[str]:
         """What to warn of, once."""
-        found, self._prompts.notices = self._prompts.notices, []
+        found, self._prompts.notices, self._notices = [*self._notices, *self._prompts.notices], [], []
         return found
 
     def close(self) -> None:
@@ -155,6 +183,7 @@ class ChatServer:
             self._loop.close()
 
     async def _answer(self, request: web.Request) -> web.Response:
+        status = HTTPStatus.BAD_REQUEST
         try:
             asked = parse_json((await request.read()).decode(), max_values=MAX_VALUES)
             return web.json_response(await self._complete(asked))
@@ -162,8 +191,11 @@ class ChatServer:
             message = str(error)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             message = f"not a chat: {type(error).__name__}: {error}"
-        content = {"object": "error", "message": message, "type": "BadRequestError", "code": HTTPStatus.BAD_REQUEST}
-        return web.json_response(content, status=HTTPStatus.BAD_REQUEST)
+        except Exception as error:  # noqa: BLE001 - told whoever asks; where engines have failed, `NemoGym.play` raises it
+            message, status = f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR
+        kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "InternalServerError"
+        content = {"object": "error", "message": message, "type": kind, "code": status}
+        return web.json_response(content, status=status)
 
     async def _complete(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         if asked.get("stream"):
@@ -181,8 +213,7 @@ class ChatServer:
                 f"This model's maximum context length is {self._longest} tokens, and the messages have "
                 f"{len(prompt_ids)}. Please reduce the length of the messages."
             )
-        turn = sum("generation_token_ids" in message for message in messages)
-        place, seed = self._draw(of_round, episode, turn, prompt_ids)
+        place, seed = self._draw(of_round, episode, prompt_ids)
         wanted = int(asked.get("max_completion_tokens") or asked.get("max_tokens") or num_left)
         if wanted < 1:
             raise BadChatError(f"a response has at least one token, not {wanted}")
@@ -200,20 +231,22 @@ class ChatServer:
             found = self._rounds.get(number)
         if found is None:
             raise BadChatError("no rollout is under way that this belongs to")
-        for key in ("temperature", "top_p") if known is not None else ():
-            value, own = asked.get(key), getattr(found.sampling, key)
-            if value is not None and abs(float(value) - own) > TEMPERATURE_TOLERANCE:
-                raise BadChatError(f"{key} {value} is not the run's {own}, by which log-probabilities are computed")
+        for key, fault in _faults_of_sampling(asked, found.sampling):
+            if known is not None:
+                raise BadChatError(fault)
+            if key not in self._told:
+                self._told.add(key)
+                self._notices.append(
+                    f"a request of no episode, such as a judge's, is answered by the run's sampling: {fault}."
+                )
         return found, None if known is None else int(known[1])
 
-    def _draw(self, of_round: Round, episode: int | None, turn: int, prompt_ids: Sequence[int]) -> tuple[int, int]:
-        """Place and seed of a response; the same prompt again, of one episode or of none, has others."""
-        seed = of_round.seed + turn * SEEDS_OF_A_TURN
-        digest = blake2b(repr((episode, turn, prompt_ids)).encode(), digest_size=8).digest()
+    @staticmethod
+    def _draw(of_round: Round, episode: int | None, prompt_ids: Sequence[int]) -> tuple[int, int]:
+        """Place and seed of a response: by its episode, or none, what it continues, and how often that was asked."""
+        digest = blake2b(repr((episode, prompt_ids)).encode(), digest_size=8).digest()
         of_round.times[digest] += 1
-        if episode is not None and of_round.times[digest] == 1:
-            return episode, seed
-        return of_round.times[digest], seed ^ int.from_bytes(digest)
+        return of_round.times[digest], of_round.seed ^ int.from_bytes(digest)
 
     async def _response(
         self, of_round: Round, prompt_ids: list[int], seed: int, place: int, max_new_tokens: int
@@ -255,6 +288,17 @@ class ChatServer:
                 "total_tokens": len(prompt_ids) + len(tokens),
             },
         }
+
+
+def _faults_of_sampling(asked: Mapping[str, Any], sampling: Sampling) -> Iterator[tuple[str, str]]:
+    """What a request asks for of its sampling that it does not get, by key."""
+    for key in ("temperature", "top_p"):
+        value, own = asked.get(key), getattr(sampling, key)
+        if value is not None and abs(float(value) - own) > TEMPERATURE_TOLERANCE:
+            yield key, f"{key} {value} is not the run's {own}, by which log-probabilities are computed"
+    for key, nothing in _WITHOUT_EFFECT.items():
+        if asked.get(key) not in nothing:
+            yield key, f"{key} {asked[key]!r} is not supported. Leave it out"
 
 
 def _set(future: "asyncio.Future[Response]", response: Response) -> None:

@@ -22,13 +22,15 @@ KEY = "policy.megatron_cfg.activation_offload.host_memory_budget"
 
 
 def host_problems(config: MasterConfig) -> Iterator[str]:
-    """A problem where the optimizer's part on the host and the reference's weights are above the budget of a rank.
-    `config` has no other problem."""
+    """A problem where what of the optimizer is or goes to the host and the reference's weights are above the budget of
+    a rank. `config` has no other problem."""
     policy = config["policy"]
     megatron_cfg = policy["megatron_cfg"]
     budget, optimizer = megatron_cfg["activation_offload"]["host_memory_budget"], megatron_cfg["optimizer"]
-    keeps_reference = ALGORITHMS[config["algorithm"]].copies_reference(config)
-    if not isinstance(budget, str) or not (optimizer["optimizer_cpu_offload"] or keeps_reference):
+    spec, is_kept = ALGORITHMS[config["algorithm"]], optimizer["optimizer_cpu_offload"]
+    keeps_reference = spec.copies_reference(config)
+    leaves = policy["offload_optimizer_for_logprob"] and spec.has_logprob_passes and not spec.needs_teacher
+    if not isinstance(budget, str) or not (is_kept or leaves or keeps_reference):
         return
     try:
         shape = read_shape(policy["model_name"])
@@ -36,14 +38,18 @@ def host_problems(config: MasterConfig) -> Iterator[str]:
         return
     element_bytes = 4 if policy["precision"] == "float32" else 2
     needed: dict[str, int] = {}
-    if optimizer["optimizer_cpu_offload"] and (layout := _layout(config)) is not None:
-        needed["what optimizer_cpu_offload keeps there"] = max(_optimizer_bytes(config, shape, layout, element_bytes))
+    if (is_kept or leaves) and (layout := _layout(config)) is not None:
+        kept, rest = map(max, zip(*_optimizer_bytes(config, shape, layout, element_bytes), strict=True))
+        needed |= {"what optimizer_cpu_offload keeps there": kept} if is_kept else {}
+        needed |= {"what offload_optimizer_for_logprob sends there": rest} if leaves and rest else {}
     if keeps_reference:
         needed["the reference's weights"] = max(_weights_bytes(shape, _least_layout(megatron_cfg), element_bytes))
     if sum(needed.values()) > parse_bytes(budget):
         parts = " and ".join(f"{what} ({human_bytes(size)})" for what, size in needed.items())
         other = "or divide the model over more ranks"
-        if optimizer["optimizer_cpu_offload"]:
+        if leaves:
+            other = "or leave out policy.offload_optimizer_for_logprob"
+        elif is_kept:
             other = "lower optimizer.optimizer_offload_fraction, or divide the state over more ranks"
             if not optimizer["use_distributed_optimizer"]:
                 other = "lower optimizer.optimizer_offload_fraction, or set optimizer.use_distributed_optimizer=true"
@@ -75,11 +81,12 @@ def _weights_bytes(shape: ModelShape, layout: ParallelLayout, element_bytes: int
 
 def _optimizer_bytes(
     config: MasterConfig, shape: ModelShape, layout: ParallelLayout, element_bytes: int
-) -> Iterator[int]:
-    """Of each pipeline stage."""
+) -> Iterator[tuple[int, int]]:
+    """Of each pipeline stage, what optimizer_cpu_offload keeps on the host, and the rest."""
     policy = config["policy"]
     optimizer, adapters = read_optimizer(policy, element_bytes), read_adapters(policy["megatron_cfg"])
     for rank, chunks in enumerate(stage_layers(layout, shape.num_layers)):
         parameters = trained_parameters(shape, layout, chunks, rank, adapters)
         whole = state_bytes(parameters, layout, replace(optimizer, share_on_host=0.0), element_bytes)["optimizer"]
-        yield round(whole * optimizer.share_on_host)
+        kept = round(whole * optimizer.share_on_host)
+        yield kept, whole - kept

@@ -268,6 +268,8 @@ def lacking(job: Job, step: SimulatedStep, *, training_fits: bool = True) -> Ite
 def _lacking_on_host(job: Job, host: HostUse) -> Iterator[str]:
     resident = {name: size for name, size in host.parts.items() if name != "activations"}
     less = ", or lower optimizer_offload_fraction" if "optimizer" in resident else ""
+    if job.optimizer_leaves_for_logprob and LEAVING in resident:
+        less += ", or leave out policy.offload_optimizer_for_logprob"
     if (needed_bytes := sum(resident.values())) > host.budget_bytes:
         yield (
             f"host memory: {_listed(resident)} per rank, {gib(needed_bytes - host.budget_bytes)} more than the "
@@ -277,7 +279,7 @@ def _lacking_on_host(job: Job, host: HostUse) -> Iterator[str]:
         yield (
             f"host memory: {host.node_ranks} ranks take {gib(host.used_node_bytes)}, a machine has "
             f"{gib(host.node_bytes)}: {_listed(host.parts | host.beside)} each. Lower "
-            f"activation_offload.host_memory_budget{less.replace(', or lower', ' or')}."
+            f"activation_offload.host_memory_budget{less.replace(', or lower', ' or', 1)}."
         )
 
 

@@ -26,6 +26,7 @@ _LAYOUT_AND_MEMORY = """
 """
 MEANS = (
     *("cluster", "fault_tolerance", "logger", "policy.generation.colocated", "policy.logprob_chunk_size"),
+    "policy.offload_optimizer_for_logprob",
     *(f"policy.megatron_cfg.{key}" for key in _LAYOUT_AND_MEMORY.split()),
     *(f"checkpointing.{key}" for key in ("checkpoint_dir", "save_period", "keep_top_k", "save_optimizer", "is_async")),
     *("checkpointing.checkpoint_must_save_by", "env.nemo_gym.python"),
@@ -35,6 +36,7 @@ DECIDED_ANEW = (
     *(f"policy.megatron_cfg.optimizer.{key}" for key in ("lr", "min_lr", "weight_decay", "clip_grad")),
     *("policy.megatron_cfg.scheduler", "policy.dynamic_batching", "policy.sequence_packing", "checkpointing.enabled"),
     *(f"policy.{key}" for key in ("train_micro_batch_size", "logprob_batch_size", "generation_batch_size")),
+    "policy.generation.vllm_cfg.gpu_memory_utilization",
     *(f"policy.generation.val_{key}" for key in ("temperature", "top_p", "top_k")),
 )
 """Keys that a user may change while a run goes on, if asked for by the run's folder; and those below."""

@@ -327,9 +327,12 @@ def _named(path: Path, recovery_hint: str, place: str = "") -> Iterator[None]:
             raise ConfigError(
                 f"{path.parent}: is no run directory: it has no config.yaml. Give that of a run."
             ) from error
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}. Give the folder of a run with logger.jsonl_enabled=true."
-        ) from error
+        if isinstance(error, FileNotFoundError):
+            raise ConfigError(
+                f"{path}: there is none: the run has taken no step yet, or has logger.jsonl_enabled=false. Wait for "
+                "one, or give another run."
+            ) from error
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
     except ValueError as error:
         damaged = "" if isinstance(error.__cause__, NotPlainError) else "is damaged: "
         raise ConfigError(f"{path}: {damaged}{place}{_what_is_wrong(error)}. {recovery_hint}") from error

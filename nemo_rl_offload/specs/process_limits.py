@@ -55,6 +55,13 @@ def widen_limits() -> None:
         raise ResourceError("\n".join(problems))
 
 
+def allow_open_files(count: int) -> None:
+    """Let this process open so many files, or as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != _UNLIMITED and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard == _UNLIMITED else min(count, hard), hard))
+
+
 @contextlib.contextmanager
 def memory_at_most(num_bytes: int) -> Iterator[None]:
     """Let this process take so much more memory within the block, beyond which MemoryError is raised.

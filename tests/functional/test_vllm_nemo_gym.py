@@ -20,16 +20,18 @@ from example_runs import python_path
 
 from nemo_rl_offload.algorithms.gym_rollout import NemoGym
 from nemo_rl_offload.batching.response import Response
-from nemo_rl_offload.config.loader import PROJECT_ROOT
+from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.rules.nemo_gym import PYTHON
 from nemo_rl_offload.data.gym_rows import question_of
 from nemo_rl_offload.data.policy_tokenizer import load_policy_tokenizer, response_ends
 from nemo_rl_offload.data.prompts import Prompt
 from nemo_rl_offload.data.reasoning_gym import Problem
-from nemo_rl_offload.data.tokenizer import EOS
+from nemo_rl_offload.data.tokenizer import EOS, load_tokenizer
+from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.interface import Give
 from nemo_rl_offload.generation.sampling import Sampling
+from nemo_rl_offload.generation.vllm.chat_parsers import ChatParsers, Said
 
 GYM_PYTHON = Path(os.environ.get("NEMO_GYM_PYTHON", PROJECT_ROOT / PYTHON))
 pytestmark = [
@@ -184,6 +186,38 @@ def test_a_run_that_generates_ahead_ends_with_a_server_and_leaves_none(folder: P
     while (left := processes_in(folder).keys() - {os.getpid()}) and time.monotonic() < deadline_s:
         time.sleep(0.2)
     assert not left
+
+
+def make_parsers(**chat: Any) -> tuple[ChatParsers, Any]:
+    cfg: Any = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny_vllm.yaml")["policy"]["generation"]["vllm_cfg"]
+    cfg["http_server_serving_chat_kwargs"] |= {"enable_auto_tools": "tool_parser" in chat, **chat}
+    tokenizer: Any = load_tokenizer(PROJECT_ROOT / "examples/models/tiny_speller")
+    return ChatParsers(cfg, tokenizer, "policy"), tokenizer
+
+
+def test_a_call_has_the_same_name_each_time_and_half_a_call_is_text(capfd: pytest.CaptureFixture[str]) -> None:
+    """vLLM draws names of calls, which templates may write, and prints a traceback for a call that it cannot read."""
+    parsers, tokenizer = make_parsers(tool_parser="hermes")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    asked = {"messages": [{"role": "user", "content": "1?"}], "tools": tools}
+    whole, half = (
+        f'<tool_call>\n{{"name": "f"{rest}' for rest in (', "arguments": {}}\n</tool_call>', "\n</tool_call>")
+    )
+    first, second = (parsers(tokenizer.encode(whole, add_special_tokens=False), asked, {}) for _ in range(2))
+    assert first == second
+    assert [call["function"]["name"] for call in first.tool_calls] == ["f"]
+    capfd.readouterr()
+    assert parsers(tokenizer.encode(half, add_special_tokens=False), asked, {}) == Said(half)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("chat", [{"tool_parser": "llama3_json"}, {"reasoning_parser": "deepseek_r1"}])
+def test_parsers_of_another_family_are_refused(chat: dict[str, str]) -> None:
+    (given,) = (f"{key} {name}" for key, name in chat.items())
+    with pytest.raises(
+        ConfigError, match=f"http_server_serving_chat_kwargs: not with the model's tokenizer: {given}: "
+    ):
+        make_parsers(**chat)
 
 
 class Scripted:

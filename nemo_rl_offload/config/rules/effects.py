@@ -277,6 +277,13 @@ def _waits_on_host(get: Get) -> bool:
     return spec.needs_teacher or spec.copies_reference(sections) or others
 
 
+def _nothing_leaves(get: Get) -> Iterator[str]:
+    """All of the optimizer waits on the host in any case; gradients leave as well where they are kept otherwise."""
+    switch, frees = f"{_OPTIMIZER}.optimizer_cpu_offload", f"{MEGATRON}.empty_unused_memory_level"
+    if get(_LEAVES) and get(switch) and get(f"{_OPTIMIZER}.optimizer_offload_fraction") == 1 and get(frees) >= 1:
+        yield f"{_LEAVES}: true has no effect while {switch} keeps all of the optimizer there. Set it to false."
+
+
 def _nobody_leads(get: Get) -> Iterator[str]:
     leaders = tuple(name for name, spec in ENVIRONMENTS.items() if spec.leads_episodes)
     yield from _switched_off("data.env_name", leaders, _OF_LED_EPISODES, get)
@@ -385,6 +392,7 @@ EFFECT_WARNINGS: tuple[Rule, ...] = (
     _not_of_the_algorithm,
     _has_one_turn,
     _nobody_leads,
+    _nothing_leaves,
     *(partial(_switched_off, *each) for each in _SWITCHES),
     *(partial(_unread, *each) for each in _UNREAD),
     _penalty_is_none,

@@ -102,12 +102,15 @@ def _config_paths_are_here(get: Get) -> Iterator[str]:
     paths, python = get(f"{GYM}.config").get("config_paths"), gym_python(get(f"{GYM}.python"))
     if not leads_episodes(get) or not isinstance(paths, list) or fault_of_python(python) is not None:
         return
-    installed = list((python.parent.parent / "lib").glob("python*/site-packages"))
+    packages = (python.parent.parent / "lib").glob("python*/site-packages")
+    installed = [place for place in packages if (place / "nemo_gym").is_dir()]
+    if not installed:  # one that is installed from a clone, in which NeMo-Gym looks itself
+        return
     for number, path in enumerate(paths):
         if isinstance(path, str) and not any((place / path).is_file() for place in (Path.cwd(), *installed)):
             yield (
                 f"{GYM}.config.config_paths.{number}: {path} is neither in {Path.cwd()} nor where nemo-gym is, "
-                f"{', '.join(map(str, installed)) or python.parent.parent}. Give a file that is there."
+                f"{', '.join(map(str, installed))}. Give a file that is there."
             )
 
 

@@ -9,7 +9,9 @@ or `error`. What servers print goes to the standard error. The end of the input 
 import asyncio
 import json
 import os
+import signal
 import sys
+import threading
 from typing import Any, TextIO
 
 LOOK_S = 1.0
@@ -21,7 +23,8 @@ def main() -> int:
     """Start the servers, and serve until the input ends."""
     with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)
-        config = json.loads(sys.stdin.readline())
+        config, started = json.loads(sys.stdin.readline()), threading.Event()
+        threading.Thread(target=_end_with_driver, args=(os.getppid(), started), daemon=True).start()
         from nemo_gym.cli.env import RunHelper
         from nemo_gym.global_config import GlobalConfigDictParserConfig, get_global_config_dict
         from omegaconf import OmegaConf
@@ -37,11 +40,19 @@ def main() -> int:
         try:
             told = get_global_config_dict()
             agents = [name for name, section in told.items() if hasattr(section, "get") and _is_agent(section)]
+            started.set()
             _say(output, {"agents": agents})
             asyncio.run(_serve(helper, output))
         finally:
             helper.shutdown()
     return 0
+
+
+def _end_with_driver(driver: int, started: threading.Event) -> None:
+    """End all where the driver has ended before the input is read, which tells it later."""
+    while not started.wait(LOOK_S):
+        if os.getppid() != driver:
+            os.killpg(0, signal.SIGKILL)
 
 
 def _is_agent(section: Any) -> bool:

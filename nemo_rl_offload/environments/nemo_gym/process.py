@@ -51,7 +51,10 @@ class GymProcess:
         env = {name: value for name, value in os.environ.items() if name not in _OF_THIS_PYTHON}
         env = {name: value for name, value in env.items() if not name.startswith("RAY_")}
         env |= {"RAY_ADDRESS": "local", "PATH": f"{python.parent}{os.pathsep}{env.get('PATH', '')}"}
-        looked = subprocess.run([python, "-c", "import nemo_gym"], env=env, stderr=subprocess.PIPE, text=True)
+        try:
+            looked = subprocess.run([python, "-c", "import nemo_gym"], env=env, stderr=subprocess.PIPE, text=True)
+        except OSError as error:
+            raise ConfigError(f"{GYM}.python: {python} is no interpreter: {error}. {INSTALL}.") from error
         if looked.returncode:
             why = (looked.stderr.strip().splitlines() or ["nothing was said"])[-1]
             raise ConfigError(f"{GYM}.python: {python} has no nemo-gym ({why}). {INSTALL}.")

@@ -3,6 +3,7 @@
 vLLM is imported where a parser is named, in the process that answers chats. It needs no engine for them.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -14,6 +15,8 @@ from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.generation.chat_prompts import BadChatError
 
 _CFG = "policy.generation.vllm_cfg"
+_DRAWN_ID = "chatcmpl-tool-"
+"""What names begin with that vLLM draws at random."""
 _CHAT = f"{_CFG}.http_server_serving_chat_kwargs"
 
 
@@ -80,6 +83,17 @@ class ChatParsers:
             enable_auto_tools=self._calls_tools,
             model_name=model_name,
         )
+        for name in ("vllm.tool_parsers", "vllm.reasoning"):  # a malformed call is the model's, and counted
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        try:
+            self._parser(tokenizer, None)
+        except Exception as error:
+            named = {"tool_parser": self._tool_parser, "reasoning_parser": chat["reasoning_parser"]}
+            given = " and ".join(f"{key} {name}" for key, name in named.items() if name is not None)
+            said = str(error).rstrip(".! ")
+            raise ConfigError(
+                f"{_CHAT}: not with the model's tokenizer: {given}: {said}. Name those of the model's family, or null."
+            ) from error
 
     def check(self, asked: Mapping[str, Any]) -> None:
         """Raise BadChatError where a request asks for what needs constrained sampling."""
@@ -107,18 +121,21 @@ class ChatParsers:
             )
         except ValueError as error:
             raise BadChatError(f"vLLM refuses the request: {error}") from error
-        parser = self._parser(self._tokenizer, request.tools, chat_template_kwargs=dict(variables))
-        for part in (parser.reasoning_parser, parser.tool_parser):
-            request = request if part is None else part.adjust_request(request)
-        text = self._decode(token_ids, skips_special=request.skip_special_tokens)
-        reasoning, content, calls = parser.parse(
-            text, request, enable_auto_tools=self._calls_tools, model_output_token_ids=list(token_ids)
-        )
+        try:
+            parser = self._parser(self._tokenizer, request.tools, chat_template_kwargs=dict(variables))
+            for part in (parser.reasoning_parser, parser.tool_parser):
+                request = request if part is None else part.adjust_request(request)
+            text = self._decode(token_ids, skips_special=request.skip_special_tokens)
+            reasoning, content, calls = parser.parse(
+                text, request, enable_auto_tools=self._calls_tools, model_output_token_ids=list(token_ids)
+            )
+        except Exception as error:
+            raise BadChatError(f"vLLM's parser fails: {type(error).__name__}: {error}") from error
         if not tools or choice == "none" or not self._calls_tools:
             calls = None
         made = tuple(
             {
-                "id": call.id or _id_of(token_ids, number),
+                "id": call.id if call.id and not call.id.startswith(_DRAWN_ID) else _id_of(token_ids, number),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

@@ -2,7 +2,10 @@
 
 import json
 import queue
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,7 +223,8 @@ class Servers:
         self.num_episodes, self.by_question = num_episodes, answers
         self.rows: list[Mapping[str, Any]] = []
         self.rounds: list[Round] = []
-        self.num_ended = 0
+        self.num_ended, self.is_answered, self.num_looks = 0, False, 0
+        self.fails_at: int | None = None
 
     def wait(self) -> tuple[str, ...]:
         return ("asker",)
@@ -241,7 +245,10 @@ class Servers:
         found = self.by_question.get(question, {})
         return found if "error" in found else {"result": json.dumps({"reward": 0.5, **said, **found})}
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        self.num_looks += 1
+        if self.fails_at == self.num_looks:
+            raise WorkerError("an engine has ended")
 
     def open_stream(self, sampling: Sampling) -> "Servers":
         return self
@@ -249,6 +256,11 @@ class Servers:
     def begin(self, stream: Any, sampling: Sampling, seed: int) -> Round:
         self.rounds.append(Round(5, stream, sampling, seed))
         return self.rounds[-1]
+
+    def finish(self, ended: Round) -> "Future[None]":
+        done: Future[None] = Future()
+        threading.Timer(0.1, lambda: (done.set_result(None), setattr(self, "is_answered", True))).start()
+        return done
 
     def end(self, ended: Round) -> None:
         self.num_ended += 1
@@ -291,6 +303,32 @@ def test_episodes_are_in_the_order_of_their_prompts_however_they_end() -> None:
     assert servers.num_ended == 1
     assert notices == ["of the server"]
     assert told == [Generated(number, 8) for number in range(1, 5)]
+
+
+def test_a_rollout_ends_when_engines_have_answered_all_that_was_asked() -> None:
+    servers = Servers(4, {})
+    play(servers, "1?", "2?")
+    assert servers.is_answered
+
+
+@pytest.mark.parametrize("look", [1, 2, 3])
+def test_where_engines_have_failed_a_rollout_whose_episodes_have_ended_does_not(look: int) -> None:
+    servers = Servers(4, {key: {"error": "HTTP 500"} for key in ("1?", "2?")})
+    servers.fails_at = look
+    with pytest.raises(WorkerError, match="an engine has ended"):
+        play(servers, "1?", "2?")
+    assert servers.num_ended == 1
+
+
+def test_agents_of_all_records_are_looked_at_before_the_first_episode() -> None:
+    gym: Any = object.__new__(NemoGym)
+    servers = Servers(2, {})
+    gym._process = gym._server = servers
+    named = [make_prompt([], "1?").problem, make_prompt([], "2?").problem]
+    gym._unchecked = [named[0], replace(named[1], entry=named[1].entry | {AGENT: {"name": "typo"}})]
+    with pytest.raises(DataError, match=r"a record names the agent typo .* It asks '2\?'"):
+        gym.play(servers, [make_prompt([], "1?")], 2, 77, sampling=SAMPLING)
+    assert servers.rows == []
 
 
 def test_episodes_that_fail_or_have_no_turn_are_not_learned_from() -> None:

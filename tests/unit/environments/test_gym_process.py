@@ -2,6 +2,7 @@
 
 import os
 import queue
+import subprocess
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_offload.environments.nemo_gym import child
 from nemo_rl_offload.environments.nemo_gym.process import GymProcess
 from nemo_rl_offload.errors import ConfigError, WorkerError
 
@@ -115,10 +117,53 @@ def is_gone(group: int) -> bool:
     return False
 
 
+SLOW_GYM = {
+    "nemo_gym/cli/env.py": """
+import subprocess, time
+class RunHelper:
+    def start(self, parser):
+        print("starts", flush=True)
+        subprocess.Popen(["sleep", "600"])
+        time.sleep(600)
+""",
+    "nemo_gym/global_config.py": """
+GlobalConfigDictParserConfig = dict
+def get_global_config_dict(): ...
+""",
+}
+DRIVER = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, sys.argv[1]], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         start_new_session=True)
+child.stdin.write("{}\\n")
+child.stdin.flush()
+assert child.stderr.readline() == "starts\\n"
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_servers_that_start_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    for name, text in SLOW_GYM.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", DRIVER, child.__file__]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as driver:
+        assert driver.stdout is not None
+        group = int(driver.stdout.readline())
+        driver.kill()
+    assert is_gone(group)
+
+
 def test_a_python_without_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no nemo-gym \(ModuleNotFoundError.*`uv venv"):
         GymProcess(Path(sys.executable), {}, tmp_path / "log")
     with pytest.raises(ConfigError, match="is no program"):
         GymProcess(tmp_path, {}, tmp_path / "log")
+    (broken := tmp_path / "python").write_bytes(b"\0")
+    broken.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"is no interpreter: .*Exec format error"):
+        GymProcess(broken, {}, tmp_path / "log")
     with pytest.raises(ConfigError, match="there is no"):
         GymProcess(tmp_path / "none", {}, tmp_path / "log")

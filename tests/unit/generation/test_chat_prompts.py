@@ -172,13 +172,28 @@ def test_the_last_drawn_turn_and_all_before_it_stay_as_they_were_drawn(
         text = messages[place]["content"]
         ids = data.draw(st.sampled_from([chats.encode(text), list(text.encode())]) | tokens, label="tokens")
         end = data.draw(st.sampled_from([[chats.end], [chats.ids["<|endoftext|>"]], [CUT_OFF]]), label="end")
-        chat[place] = drawn(data.draw(tokens, label="prompt"), ids + end, text)
+        chat[place] = drawn([place, *data.draw(tokens, label="prompt")], ids + end, text)
     last = max(chosen)
     ids = chat[last]["prompt_token_ids"] + chat[last]["generation_token_ids"]
     closing = "<|im_end|>\n" if ids[-1] == CUT_OFF else "\n"
     behind = closing + chatml(messages[last + 1 :], keeps_thinking=keeps_thinking) + ASSISTANT
     template = PLAIN if keeps_thinking else WITHOUT_THINKING
     assert chats.prompts(template)(chat) == ids + chats.encode(behind)
+
+
+def test_what_an_agent_says_behind_a_turn_with_its_ids_is_no_turn(chats: Chats) -> None:
+    """NeMo-Gym's converter writes the ids of the turn before to it."""
+    turn = drawn([1, 2], [*chats.encode("hi"), chats.end], "hi")
+    messages = [
+        {"role": "user", "content": "FIRST"},
+        turn,
+        {"role": "user", "content": "SECOND"},
+        turn | {"content": "INJECTED"},
+        {"role": "user", "content": "THIRD"},
+    ]
+    plain = [{key: message[key] for key in ("role", "content")} for message in messages]
+    ids = turn["prompt_token_ids"] + turn["generation_token_ids"]
+    assert chats.prompts(PLAIN)(messages) == ids + chats.encode("\n" + chatml(plain[2:]) + ASSISTANT)
 
 
 @settings(max_examples=40, deadline=None)

@@ -17,7 +17,7 @@ from nemo_rl_offload.errors import WorkerError
 from nemo_rl_offload.generation.chat_prompts import ChatPrompts
 from nemo_rl_offload.generation.chat_server import Call, ChatServer, identity
 from nemo_rl_offload.generation.interface import Give
-from nemo_rl_offload.generation.sampling import SEEDS_OF_A_TURN, Sampling
+from nemo_rl_offload.generation.sampling import Sampling
 from nemo_rl_offload.generation.vllm.chat_parsers import ChatParsers, Said
 
 WAIT_S = 20.0
@@ -188,14 +188,24 @@ def test_an_episodes_turns_have_its_place_and_seeds_of_their_own(server: ChatSer
         assert ask(more, **identity(begun.number, 5))[0] == 200
     later = [*b"4hi", END_ID, *ids_of("u:2?|.a:")]
     asked = ids_of("u:1?|.a:")
-    assert [first.asked[number] for number in (0, 2)] == [(asked, 7, place, LONGEST - 8) for place in (5, 2)]
-    again = [first.asked[number] for number in (1, 3)]
-    assert [each[0] for each in again] == [asked, asked]
-    assert len({each[1:3] for each in first.asked[:4]}) == 4, "the same once more is drawn anew"
-    assert [asked[1:3] for asked in first.asked[4:]] == [(7 + SEEDS_OF_A_TURN, 5), (7 + 2 * SEEDS_OF_A_TURN, 5)]
+    assert [(each[0], each[3]) for each in first.asked[:4]] == [(asked, LONGEST - 8)] * 4
+    assert len({each[1:3] for each in first.asked}) == 6, "the same once more is drawn anew"
+    assert len({each[1] for each in first.asked}) == 4, "by episode, and by what it continues"
     assert first.asked[4][0] == ids_of("u:1?|.a:") + later
     assert second.asked == []
     assert [len(begun.calls[place]) for place in (2, 5)] == [1, 5]
+
+
+def test_an_episodes_draws_do_not_depend_on_the_order_of_its_requests(server: ChatServer, ask: Ask) -> None:
+    """Such as variants of one turn that an agent asks for at once."""
+    drawn = []
+    for questions in ("ab", "ba"):
+        begun = server.begin(stream := Stream(), SAMPLING, 7)
+        for question in questions:
+            assert ask([{"role": "user", "content": question}], **identity(begun.number, 1))[0] == 200
+        drawn.append({tuple(prompt): (seed, place) for prompt, seed, place, _ in stream.asked})
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0].values())) == 2
 
 
 def test_requests_without_an_episode_belong_to_the_newest_round_and_are_counted(server: ChatServer, ask: Ask) -> None:
@@ -264,7 +274,40 @@ def test_an_episodes_sampling_is_the_runs(server: ChatServer, ask: Ask, given: A
     else:
         assert refused(answer).startswith(said)
     assert len(stream.asked) == (said is None)
-    assert ask(**given)[0] == 200, "a judge may have another one"
+    assert ask(**given)[0] == 200, "a judge is answered"
+    assert ask(**given)[0] == 200
+    told = server.notices()
+    assert len(told) == (said is not None)
+    assert said is None or said in told[0]
+
+
+@pytest.mark.parametrize(
+    ("nothing", "something"),
+    [
+        ({"stop": []}, {"stop": ["x"]}),
+        ({"stop": None}, {"stop": "x"}),
+        ({"stop_token_ids": []}, {"stop_token_ids": [3]}),
+        ({"top_k": -1}, {"top_k": 5}),
+        ({"min_p": 0.0}, {"min_p": 0.1}),
+        ({"frequency_penalty": 0}, {"frequency_penalty": 0.5}),
+        ({"presence_penalty": 0.0}, {"presence_penalty": -0.5}),
+        ({"repetition_penalty": 1.0}, {"repetition_penalty": 1.1}),
+        ({"logit_bias": {}}, {"logit_bias": {"3": 1}}),
+    ],
+)
+def test_what_no_response_follows_is_refused_in_an_episode_and_told_beside_it(
+    server: ChatServer, ask: Ask, nothing: dict[str, Any], something: dict[str, Any]
+) -> None:
+    begun = server.begin(Stream(), SAMPLING, 7)
+    assert ask(**nothing, **identity(begun.number, 0))[0] == 200
+    assert ask(**nothing)[0] == 200
+    assert server.notices() == []
+    (key,) = something
+    assert refused(ask(**something, **identity(begun.number, 0))).startswith(f"{key} ")
+    assert ask(**something)[0] == 200
+    (told,) = server.notices()
+    assert told.startswith("a request of no episode, such as a judge's")
+    assert key in told
 
 
 @pytest.mark.parametrize(
@@ -321,6 +364,24 @@ def test_requests_of_an_ended_round_are_refused(server: ChatServer, ask: Ask) ->
     assert begun.number != ended.number
     assert refused(ask(**identity(ended.number, 0))) == said
     assert ask(**identity(begun.number, 0))[0] == 200
+
+
+def test_a_round_is_finished_when_what_was_asked_is_answered(server: ChatServer, ask: Ask) -> None:
+    """Whoever asked may have given up; nothing more is taken meanwhile."""
+    assert server.finish(server.begin(Stream(), SAMPLING, 7)).result(WAIT_S) is None
+    stream = Stream()
+    stream.holds = True
+    begun = server.begin(stream, SAMPLING, 7)
+    asking = Asking(ask, **identity(begun.number, 0))
+    assert stream.is_asked.wait(WAIT_S)
+    finished = server.finish(begun)
+    assert refused(ask(**identity(begun.number, 1))) == "no rollout is under way that this belongs to"
+    assert not finished.done()
+    ((give, response),) = stream.held
+    give(response)
+    finished.result(WAIT_S)
+    asking.join(WAIT_S)
+    assert len(begun.calls[0]) == 1
 
 
 class Asking(threading.Thread):

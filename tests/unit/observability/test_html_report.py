@@ -224,7 +224,7 @@ def test_curves_hold_the_last_of_each_step(run_dir: Path) -> None:
     ("missing", "words"),
     [
         ("config.yaml", "is no run directory: it has no config.yaml"),
-        ("metrics.jsonl", "metrics.jsonl: cannot be read: No such file"),
+        ("metrics.jsonl", "metrics.jsonl: there is none: the run has taken no step yet"),
     ],
 )
 def test_no_run_is_one_error(missing: str, words: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

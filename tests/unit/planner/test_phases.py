@@ -132,6 +132,8 @@ def test_an_optimizer_that_leaves_for_log_probabilities_crosses_the_link_once(en
     assert host_use(leaves, step).parts[LEAVING] == size
     when = "generation" if engine_share else "log-probabilities"
     assert [(move.phase, move.out_bytes, move.in_bytes) for move in stage.moves()] == [(when, size, size)]
+    tight = replace(leaves, host_budget=8 * GIB)
+    assert any("or leave out policy.offload_optimizer_for_logprob." in text for text in lacking(tight, step))
     sft = replace(leaves, passes=Passes())
     assert PhasesOfStage(sft, step, 0).leaving == {}
 

@@ -11,7 +11,13 @@ import pytest
 from nemo_rl_offload.cli import command_line
 from nemo_rl_offload.errors import ResourceError
 from nemo_rl_offload.observability.doctor import process_limits
-from nemo_rl_offload.specs.process_limits import LEAST_ADDRESSES_BYTES, LEAST_OPEN_FILES, explained, widen_limits
+from nemo_rl_offload.specs.process_limits import (
+    LEAST_ADDRESSES_BYTES,
+    LEAST_OPEN_FILES,
+    allow_open_files,
+    explained,
+    widen_limits,
+)
 
 FILES, ADDRESSES = resource.RLIMIT_NOFILE, resource.RLIMIT_AS
 UNLIMITED = resource.RLIM_INFINITY
@@ -43,6 +49,24 @@ def test_what_may_be_raised_is_raised(
     widen_limits()
     assert limits[which] == after
     assert {finding.status for finding in process_limits()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1024, 4096), (4096, 4096)),
+        ((1024, 100_000), (65_535, 100_000)),
+        ((1024, UNLIMITED), (65_535, UNLIMITED)),
+        ((90_000, 100_000), (90_000, 100_000)),
+        ((UNLIMITED, UNLIMITED), (UNLIMITED, UNLIMITED)),
+    ],
+)
+def test_more_files_are_allowed_as_far_as_they_may_be(
+    limits: Limits, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    limits[FILES] = before
+    allow_open_files(65_535)
+    assert limits[FILES] == after
 
 
 def test_what_may_not_is_told_at_once(limits: Limits) -> None:

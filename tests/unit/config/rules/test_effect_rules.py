@@ -37,6 +37,21 @@ def test_what_the_algorithm_does_not_read(check: Check, override: str) -> None:
     assert check(override).warnings == [f"{path}: {value} has no effect with algorithm grpo."]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        ("optimizer_cpu_offload=true", True),
+        ("optimizer_cpu_offload=false", False),
+        ("optimizer_cpu_offload=true M.optimizer.optimizer_offload_fraction=0.5", False),
+        ("optimizer_cpu_offload=true M.empty_unused_memory_level=0", False),
+    ],
+)
+def test_an_optimizer_that_waits_on_the_host_does_not_leave_for_it(check: Check, overrides: str, is_told: bool) -> None:
+    whole = f"policy.offload_optimizer_for_logprob=true M.empty_unused_memory_level=1 M.optimizer.{overrides}"
+    path = "policy.offload_optimizer_for_logprob: true has no effect while"
+    assert any(text.startswith(path) for text in check(*whole.replace("M.", f"{M}.").split()).warnings) == is_told
+
+
 @pytest.mark.parametrize("override", ["env.math.comparison=exact", "env.function.path=a:b", "data.train.split=x"])
 def test_what_the_environment_does_not_read(check: Check, override: str) -> None:
     path, value = override.split("=")

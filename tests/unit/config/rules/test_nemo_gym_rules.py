@@ -107,7 +107,7 @@ PATHS = f"{GYM}.config.config_paths."
 
 def test_files_of_servers_are_here_or_where_nemo_gym_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = tmp_path / "env/lib/python3.12/site-packages"
-    for place in (installed / "servers", tmp_path / "env/bin", tmp_path / "own"):
+    for place in (installed / "servers", installed / "nemo_gym", tmp_path / "env/bin", tmp_path / "own"):
         place.mkdir(parents=True)
     (tmp_path / "env/bin/python").symlink_to(sys.executable)
     (installed / "servers/there.yaml").touch()
@@ -121,6 +121,9 @@ def test_files_of_servers_are_here_or_where_nemo_gym_is(tmp_path: Path, monkeypa
     assert said[f"{PATHS}2"].startswith(
         f"servers/none.yaml is neither in {tmp_path}/own nor where nemo-gym is, {installed}"
     )
+    (installed / "nemo_gym").rmdir()  # as where it is installed from a clone, in which NeMo-Gym looks
+    found = examine(load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", overrides), run_here=True)
+    assert not [each for each in found.problems if each.path.startswith(PATHS)]
 
 
 def problems(*overrides: str, run_here: bool) -> dict[str, str]:
