@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 EXIT_OUTPUT_CLOSED = 141
 """A shell's code for SIGPIPE."""
+_TAKE_KEYS = ("run", "check", "plan", "eval")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,12 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f". Did you mean --{near[0]}?" if near else ""
         if unknown[0].partition("=")[0] == "--config" and options.command in ("check", "plan"):
             hint = f". The file stands by itself: `nemo-rl-offload {options.command} FILE`"
+        known = ", ".join(f"--{name}" for name in option_names(parser, options.command))
         told = "keys of the configuration are set by KEY=VALUE, no dashes"
+        told = told if options.command in _TAKE_KEYS else f"{options.command} has {known}"
         parser.error(f"unknown option: {' '.join(unknown)} ({told}){hint}")
     run_dirs: list[Path] = []
     try:
         outlives = outliving_readers() if options.command in ("run", "eval") else contextlib.nullcontext()
         with terminated_like_interrupted(), never_unheard(), outlives:
+            if overrides and options.command not in _TAKE_KEYS:
+                raise ConfigError(f"{options.command} takes no configuration: {' '.join(overrides)}")
             code = _EXECUTE[options.command](options, overrides, run_dirs)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -245,9 +250,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list
     return EXIT_USER_ERROR if found.shortfall_bytes or found.lacking else 0
 
 
-def _doctor(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
-    if overrides:
-        raise ConfigError(f"doctor takes no configuration: {' '.join(overrides)}")
+def _doctor(options: argparse.Namespace, _overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     from nemo_rl_offload.observability.doctor import findings, report
 
     if options.write_device is not None:
@@ -261,9 +264,7 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: li
     return EXIT_USER_ERROR if any(finding.status == "error" for finding in found) else 0
 
 
-def _export(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
-    if overrides:
-        raise ConfigError(f"export takes no configuration: {' '.join(overrides)}")
+def _export(options: argparse.Namespace, _overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     from nemo_rl_offload.megatron.runtime.quiet import quiet
 
     with quiet(), contextlib.redirect_stdout(io.StringIO()):  # Bridge and Megatron-Core print what they load
@@ -285,26 +286,20 @@ def _eval(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[
     return 0
 
 
-def _report(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
-    if overrides:
-        raise ConfigError(f"report takes no configuration: {' '.join(overrides)}")
+def _report(options: argparse.Namespace, _overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     from nemo_rl_offload.cli.report import report
 
     report(options)
     return 0
 
 
-def _bench(options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
-    if overrides:
-        raise ConfigError(f"bench takes no configuration: {' '.join(overrides)}")
+def _bench(options: argparse.Namespace, _overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     from nemo_rl_offload.bench.run import run_offload_bench, run_stash_bench
 
     return run_stash_bench(options) if options.what == "stash" else run_offload_bench(options)
 
 
-def _completion(_options: argparse.Namespace, overrides: Sequence[str], _run_dirs: list[Path]) -> int:
-    if overrides:
-        raise ConfigError(f"completion takes no configuration: {' '.join(overrides)}")
+def _completion(_options: argparse.Namespace, _overrides: Sequence[str], _run_dirs: list[Path]) -> int:
     from nemo_rl_offload.cli.completion import script
 
     print(script(build_parser()), end="")

@@ -119,7 +119,11 @@ def test_answers_without_heavy_imports(arguments: list[str], code: int, tmp_path
         (["run", "grpo", "--confg", "a.yaml"], "no dashes). Did you mean --config?"),
         (["trian"], "'completion'). Did you mean 'run'?"),
         (["run", "ppo"], "'sft').\n"),
-        (["report", "a", "--servee"], "no dashes). Did you mean --serve?"),
+        (["report", "a", "--servee"], "). Did you mean --serve?"),
+        (
+            ["export", "a", "b", "--format", "json"],
+            "unknown option: --format (export has --help, --dtype, --adapter)",
+        ),
         (["run", "grpo", "--format", "xml"], "invalid choice: 'xml'"),
         *(
             (["plan", "a.yaml", *words], f"--layouts: '{wrong}' is no number of layouts: give a whole number from 1 on")
