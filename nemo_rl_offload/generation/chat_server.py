@@ -297,7 +297,7 @@ def _faults_of_sampling(asked: Mapping[str, Any], sampling: Sampling) -> Iterato
         if value is not None and abs(float(value) - own) > TEMPERATURE_TOLERANCE:
             yield key, f"{key} {value} is not the run's {own}, by which log-probabilities are computed"
     for key, nothing in _WITHOUT_EFFECT.items():
-        if asked.get(key) not in nothing:
+        if asked.get(key) not in (*nothing, getattr(sampling, key, None)):
             yield key, f"{key} {asked[key]!r} is not supported. Leave it out"
 
 

@@ -6,6 +6,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -288,6 +289,7 @@ def test_an_episodes_sampling_is_the_runs(server: ChatServer, ask: Ask, given: A
         ({"stop": None}, {"stop": "x"}),
         ({"stop_token_ids": []}, {"stop_token_ids": [3]}),
         ({"top_k": -1}, {"top_k": 5}),
+        ({"top_k": 7}, {"top_k": 5}),
         ({"min_p": 0.0}, {"min_p": 0.1}),
         ({"frequency_penalty": 0}, {"frequency_penalty": 0.5}),
         ({"presence_penalty": 0.0}, {"presence_penalty": -0.5}),
@@ -298,7 +300,7 @@ def test_an_episodes_sampling_is_the_runs(server: ChatServer, ask: Ask, given: A
 def test_what_no_response_follows_is_refused_in_an_episode_and_told_beside_it(
     server: ChatServer, ask: Ask, nothing: dict[str, Any], something: dict[str, Any]
 ) -> None:
-    begun = server.begin(Stream(), SAMPLING, 7)
+    begun = server.begin(Stream(), replace(SAMPLING, top_k=7), 7)
     assert ask(**nothing, **identity(begun.number, 0))[0] == 200
     assert ask(**nothing)[0] == 200
     assert server.notices() == []
