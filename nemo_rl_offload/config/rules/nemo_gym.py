@@ -103,7 +103,7 @@ def _config_paths_are_here(get: Get) -> Iterator[str]:
     if not leads_episodes(get) or not isinstance(paths, list) or fault_of_python(python) is not None:
         return
     packages = (python.parent.parent / "lib").glob("python*/site-packages")
-    installed = [place for place in packages if (place / "nemo_gym").is_dir()]
+    installed = [place for place in packages if (place / "nemo_gym/__init__.py").is_file()]
     if not installed:  # one that is installed from a clone, in which NeMo-Gym looks itself
         return
     for number, path in enumerate(paths):

@@ -111,6 +111,7 @@ def test_files_of_servers_are_here_or_where_nemo_gym_is(tmp_path: Path, monkeypa
         place.mkdir(parents=True)
     (tmp_path / "env/bin/python").symlink_to(sys.executable)
     (installed / "servers/there.yaml").touch()
+    (installed / "nemo_gym/__init__.py").touch()
     (tmp_path / "own/mine.yaml").touch()
     monkeypatch.chdir(tmp_path / "own")
     files = "[servers/there.yaml,mine.yaml,servers/none.yaml,servers]"
@@ -121,7 +122,7 @@ def test_files_of_servers_are_here_or_where_nemo_gym_is(tmp_path: Path, monkeypa
     assert said[f"{PATHS}2"].startswith(
         f"servers/none.yaml is neither in {tmp_path}/own nor where nemo-gym is, {installed}"
     )
-    (installed / "nemo_gym").rmdir()  # as where it is installed from a clone, in which NeMo-Gym looks
+    (installed / "nemo_gym/__init__.py").unlink()  # as where it is installed from a clone, in which NeMo-Gym looks
     found = examine(load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml", overrides), run_here=True)
     assert not [each for each in found.problems if each.path.startswith(PATHS)]
 
