@@ -79,7 +79,7 @@ _ENGINES_MODULES = "policy.megatron_cfg.offload_modules=[core_attn,attn_proj]"
 _ON_HOST = ("policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",)
 _AWAY = (
     "policy.offload_optimizer_for_logprob=true",
-    "policy.sequence_packing.train_mb_tokens=8192",
+    "policy.train_micro_batch_size=8",
 )
 _LORA = (
     "policy.megatron_cfg.peft.enabled=true",
@@ -272,8 +272,9 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
         **(vllm if HAS_GPU else {"use_cpu": True}),
         **attempt.arguments,
     }
-    micro = arguments["per_device_train_batch_size"]
-    arguments["gradient_accumulation_steps"] = options.responses // micro
+    most = arguments["per_device_train_batch_size"]
+    micro = max(size for size in range(1, most + 1) if options.responses % size == 0)
+    arguments |= {"per_device_train_batch_size": micro, "gradient_accumulation_steps": options.responses // micro}
     adapters = None
     if attempt.uses_lora:
         from peft import LoraConfig

@@ -135,7 +135,7 @@ def run_distillation(config: MasterConfig, run_dir: Path, say: Say, progress_str
         num_steps = num_optimizer_steps(config, prompts[0])
         policy = Policy(
             slots,
-            policy_config,
+            policy_config | {"offload_optimizer_for_logprob": False},  # which a student does not compute
             student_path,
             ends.ids,
             num_steps=num_steps,

@@ -511,7 +511,7 @@ def _read_yaml(path: Path, origin: str) -> LoadedConfig:
 
 def _near_file(path: Path) -> str:
     """The file that is called almost so, in the folder that is named, here or among the shipped ones."""
-    if "=" in path.name:
+    if "=" in path.name and path.suffix not in (".yaml", ".yml"):
         return " Keys are set behind the file: FILE KEY=VALUE."
     folders = dict.fromkeys([path.parent, PROJECT_ROOT / path.parent, BASE.parent])
     there = {file.stem: file for folder in reversed(folders) if folder.is_dir() for file in folder.glob("*.y*ml")}

@@ -42,9 +42,10 @@ IDENTITY = "nemo_rl_offload_episode"
 """The key of a request's content that says whose it is."""
 TEMPERATURE_TOLERANCE = 1e-6
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
-    "stop": (None, "", []),
     "stop_token_ids": (None, []),
-    "top_k": (None, -1, 0),
+    "bad_words": (None, []),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
     "min_p": (None, 0),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
@@ -109,6 +110,7 @@ class ChatServer:
         self._end_ids, self._longest, self._variables = frozenset(end_ids), longest, dict(variables)
         self._notices, self._told = list[str](), set[str]()
         self._rounds: dict[int, Round] = {}
+        self._finishing: list[Round] = []
         self._num_rounds = 0
         self._changed = threading.Lock()
         self._loop = asyncio.new_event_loop()
@@ -138,6 +140,7 @@ class ChatServer:
         """
         with self._changed:
             self._rounds.pop(ended.number, None)
+            self._finishing = [each for each in self._finishing if each.waiting] + [ended]
         return asyncio.run_coroutine_threadsafe(self._answered(ended), self._loop)
 
     @staticmethod
@@ -159,7 +162,7 @@ class ChatServer:
     def close(self) -> None:
         """End the server, and all rounds. May be called twice."""
         with self._changed:
-            left = list(self._rounds.values())
+            left = [*self._rounds.values(), *self._finishing]
         if self._thread.is_alive():
             for each in left:
                 self.end(each)
@@ -296,8 +299,13 @@ def _faults_of_sampling(asked: Mapping[str, Any], sampling: Sampling) -> Iterato
         value, own = asked.get(key), getattr(sampling, key)
         if value is not None and abs(float(value) - own) > TEMPERATURE_TOLERANCE:
             yield key, f"{key} {value} is not the run's {own}, by which log-probabilities are computed"
+    stops, top_k = asked.get("stop") or [], asked.get("top_k")
+    if stops and tuple([stops] if isinstance(stops, str) else stops) != sampling.stop_strings:
+        yield "stop", f"stop {stops!r} is not the run's {list(sampling.stop_strings)}"
+    if top_k is not None and (None if top_k in (-1, 0) else top_k) != sampling.top_k:
+        yield "top_k", f"top_k {top_k} is not the run's {sampling.top_k}"
     for key, nothing in _WITHOUT_EFFECT.items():
-        if asked.get(key) not in (*nothing, getattr(sampling, key, None)):
+        if asked.get(key) not in nothing:
             yield key, f"{key} {asked[key]!r} is not supported. Leave it out"
 
 

@@ -19,6 +19,7 @@ from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 from nemo_rl_offload.units import human_bytes, parse_bytes
 
 KEY = "policy.megatron_cfg.activation_offload.host_memory_budget"
+_SENT = "what offload_optimizer_for_logprob sends there"
 
 
 def host_problems(config: MasterConfig) -> Iterator[str]:
@@ -41,18 +42,18 @@ def host_problems(config: MasterConfig) -> Iterator[str]:
     if (is_kept or leaves) and (layout := _layout(config)) is not None:
         kept, rest = map(max, zip(*_optimizer_bytes(config, shape, layout, element_bytes), strict=True))
         needed |= {"what optimizer_cpu_offload keeps there": kept} if is_kept else {}
-        needed |= {"what offload_optimizer_for_logprob sends there": rest} if leaves and rest else {}
+        needed |= {_SENT: rest} if leaves and rest else {}
     if keeps_reference:
         needed["the reference's weights"] = max(_weights_bytes(shape, _least_layout(megatron_cfg), element_bytes))
     if sum(needed.values()) > parse_bytes(budget):
         parts = " and ".join(f"{what} ({human_bytes(size)})" for what, size in needed.items())
         other = "or divide the model over more ranks"
-        if leaves:
-            other = "or leave out policy.offload_optimizer_for_logprob"
-        elif is_kept:
+        if is_kept:
             other = "lower optimizer.optimizer_offload_fraction, or divide the state over more ranks"
             if not optimizer["use_distributed_optimizer"]:
                 other = "lower optimizer.optimizer_offload_fraction, or set optimizer.use_distributed_optimizer=true"
+        if _SENT in needed:
+            other = "or leave out policy.offload_optimizer_for_logprob"
         yield f"{KEY}: {budget} a rank has no room for {parts}. Raise it, {other}."
 
 

@@ -268,7 +268,7 @@ def lacking(job: Job, step: SimulatedStep, *, training_fits: bool = True) -> Ite
 def _lacking_on_host(job: Job, host: HostUse) -> Iterator[str]:
     resident = {name: size for name, size in host.parts.items() if name != "activations"}
     less = ", or lower optimizer_offload_fraction" if "optimizer" in resident else ""
-    if job.optimizer_leaves_for_logprob and LEAVING in resident:
+    if job.optimizer_leaves_for_logprob and job.teacher is None and LEAVING in resident:
         less += ", or leave out policy.offload_optimizer_for_logprob"
     if (needed_bytes := sum(resident.values())) > host.budget_bytes:
         yield (

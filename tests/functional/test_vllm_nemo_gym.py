@@ -214,9 +214,7 @@ def test_a_call_has_the_same_name_each_time_and_half_a_call_is_text(capfd: pytes
 @pytest.mark.parametrize("chat", [{"tool_parser": "llama3_json"}, {"reasoning_parser": "deepseek_r1"}])
 def test_parsers_of_another_family_are_refused(chat: dict[str, str]) -> None:
     (given,) = (f"{key} {name}" for key, name in chat.items())
-    with pytest.raises(
-        ConfigError, match=f"http_server_serving_chat_kwargs: not with the model's tokenizer: {given}: "
-    ):
+    with pytest.raises(ConfigError, match=f"http_server_serving_chat_kwargs: not with this model and .*: {given}: "):
         make_parsers(**chat)
 
 

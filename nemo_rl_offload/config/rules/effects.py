@@ -280,7 +280,8 @@ def _waits_on_host(get: Get) -> bool:
 def _nothing_leaves(get: Get) -> Iterator[str]:
     """All of the optimizer waits on the host in any case; gradients leave as well where they are kept otherwise."""
     switch, frees = f"{_OPTIMIZER}.optimizer_cpu_offload", f"{MEGATRON}.empty_unused_memory_level"
-    if get(_LEAVES) and get(switch) and get(f"{_OPTIMIZER}.optimizer_offload_fraction") == 1 and get(frees) >= 1:
+    is_asked = _is_read(_LEAVES, get) and get(_LEAVES)
+    if is_asked and get(switch) and get(f"{_OPTIMIZER}.optimizer_offload_fraction") == 1 and get(frees) >= 1:
         yield f"{_LEAVES}: true has no effect while {switch} keeps all of the optimizer there. Set it to false."
 
 

@@ -1,9 +1,9 @@
 """What runs in NeMo-Gym's own Python: its servers, and one task for each episode that the driver asks for.
 
-Run as a file, by an interpreter that has nemo-gym and not this project. Messages are lines of JSON: the first on the
-standard input is the global configuration, each other one an episode, `{"number": n, "row": {...}}`. Each on the
-standard output is the names of the agents, once they answer, or an episode's end, with `result`, the text of its JSON,
-or `error`. What servers print goes to the standard error. The end of the input ends all.
+Run as a file, by an interpreter that has nemo-gym and not this project, with the driver's process id. Messages are
+lines of JSON: the first on the standard input is the global configuration, each other one an episode, `{"number": n,
+"row": {...}}`. Each on the standard output is the names of the agents, once they answer, or an episode's end, with
+`result`, the text of its JSON, or `error`. What servers print goes to the standard error. The input's end ends all.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ def main() -> int:
     with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)
         config, started = json.loads(sys.stdin.readline()), threading.Event()
-        threading.Thread(target=_end_with_driver, args=(os.getppid(), started), daemon=True).start()
+        threading.Thread(target=_end_with_driver, args=(int(sys.argv[1]), started), daemon=True).start()
         from nemo_gym.cli.env import RunHelper
         from nemo_gym.global_config import GlobalConfigDictParserConfig, get_global_config_dict
         from omegaconf import OmegaConf

@@ -60,7 +60,7 @@ class GymProcess:
             raise ConfigError(f"{GYM}.python: {python} has no nemo-gym ({why}). {INSTALL}.")
         with open_to_append(log) as file:
             self._process = subprocess.Popen(
-                [python, child.__file__],
+                [python, child.__file__, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

@@ -15,8 +15,6 @@ from nemo_rl_offload.errors import ConfigError, nearest
 from nemo_rl_offload.generation.chat_prompts import BadChatError
 
 _CFG = "policy.generation.vllm_cfg"
-_DRAWN_ID = "chatcmpl-tool-"
-"""What names begin with that vLLM draws at random."""
 _CHAT = f"{_CFG}.http_server_serving_chat_kwargs"
 
 
@@ -77,22 +75,23 @@ class ChatParsers:
                     f"{_CHAT}.{key}: vLLM has no '{name}'. Allowed: {', '.join(names)}; others by {_CFG}.{key}_plugin."
                     f"{nearest(name, names)}"
                 )
-        self._parser = ParserManager.get_parser(
-            tool_parser_name=self._tool_parser,
-            reasoning_parser_name=chat["reasoning_parser"],
-            enable_auto_tools=self._calls_tools,
-            model_name=model_name,
-        )
         for name in ("vllm.tool_parsers", "vllm.reasoning"):  # a malformed call is the model's, and counted
             logging.getLogger(name).setLevel(logging.CRITICAL)
         try:
+            self._parser = ParserManager.get_parser(
+                tool_parser_name=self._tool_parser,
+                reasoning_parser_name=chat["reasoning_parser"],
+                enable_auto_tools=self._calls_tools,
+                model_name=model_name,
+            )
             self._parser(tokenizer, None)
         except Exception as error:
             named = {"tool_parser": self._tool_parser, "reasoning_parser": chat["reasoning_parser"]}
             given = " and ".join(f"{key} {name}" for key, name in named.items() if name is not None)
             said = str(error).rstrip(".! ")
             raise ConfigError(
-                f"{_CHAT}: not with the model's tokenizer: {given}: {said}. Name those of the model's family, or null."
+                f"{_CHAT}: not with this model and what is installed: {given}: {said}. Name those of the model's "
+                "family, or null."
             ) from error
 
     def check(self, asked: Mapping[str, Any]) -> None:
@@ -135,7 +134,7 @@ class ChatParsers:
             calls = None
         made = tuple(
             {
-                "id": call.id if call.id and not call.id.startswith(_DRAWN_ID) else _id_of(token_ids, number),
+                "id": _name_of(call.id or "", text, token_ids, number),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
@@ -147,6 +146,12 @@ class ChatParsers:
         return self._tokenizer.batch_decode([token_ids], skip_special_tokens=skips_special)[0]
 
 
-def _id_of(token_ids: Sequence[int], number: int) -> str:
-    """The name of a call: a function of the response, since templates may write it."""
-    return f"call_{blake2b(f'{list(token_ids)}:{number}'.encode(), digest_size=8).hexdigest()}"
+def _name_of(given: str, text: str, token_ids: Sequence[int], number: int) -> str:
+    """The name of a call, a function of the response, since templates may write it.
+
+    vLLM draws names that a response does not give. Those of nine letters and digits are Mistral's, which has no others.
+    """
+    if given and given in text:
+        return given
+    drawn = blake2b(f"{list(token_ids)}:{number}".encode(), digest_size=8).hexdigest()
+    return drawn[:9] if len(given) == 9 and given.isalnum() else f"call_{drawn}"

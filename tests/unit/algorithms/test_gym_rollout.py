@@ -259,7 +259,7 @@ class Servers:
 
     def finish(self, ended: Round) -> "Future[None]":
         done: Future[None] = Future()
-        threading.Timer(0.1, lambda: (done.set_result(None), setattr(self, "is_answered", True))).start()
+        threading.Timer(0.1, lambda: (setattr(self, "is_answered", True), done.set_result(None))).start()
         return done
 
     def end(self, ended: Round) -> None:

@@ -17,11 +17,18 @@ MODEL = PROJECT_ROOT / "examples/models/tiny_speller"
 GPU_EXEMPLAR = PROJECT_ROOT / "examples/configs/grpo_math_1B_vllm.yaml"
 
 
+@pytest.mark.parametrize("response_tokens", [128, 32_604])
 @pytest.mark.parametrize("name", [name for name, attempt in ATTEMPTS.items() if isinstance(attempt, Ours)])
-def test_our_attempts_are_configurations(name: str) -> None:
+def test_our_attempts_are_configurations(name: str, response_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside_trl, "HAS_GPU", True)
     attempt = ATTEMPTS[name]
     assert isinstance(attempt, Ours)
-    overrides = grpo_step.overrides(MODEL, Namespace(set=[*settings(OPTIONS), *attempt.overrides]))
+    overrides = grpo_step.overrides(
+        MODEL,
+        Namespace(
+            set=[*settings(Namespace(**{**vars(OPTIONS), "response_tokens": response_tokens})), *attempt.overrides]
+        ),
+    )
     checked = check_config(load_config(GPU_EXEMPLAR, overrides), name, run_here=False)
     assert checked.config["policy"]["megatron_cfg"]["peft"]["enabled"] == ("LoRA" in name)
 

@@ -109,6 +109,7 @@ def test_a_cycle_is_an_error(tmp_path: Path) -> None:
             r"No such file or directory\. Did you mean 'examples/configs/grpo_tiny\.yaml'\?",
         ),
         ("defaults: 'a.b=1'\n", r"No such file or directory\. Keys are set behind the file: FILE KEY=VALUE\.$"),
+        ("defaults: 'lr=1.yaml'\n", r"No such file or directory\.$"),
         ("a:\n\tb: 1\n", r"top\.yaml:2: is indented with a tab, which YAML does not take\. Write blanks"),
         ("a:\n  b: 1\n\tc: 1\n", r"top\.yaml:3: is indented with a tab"),
         ("defaults: {a: b}\n", "give a file name or a list of file names"),

@@ -132,9 +132,9 @@ def get_global_config_dict(): ...
 """,
 }
 DRIVER = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, sys.argv[1]], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                         start_new_session=True)
+import os, subprocess, sys
+command, pipe = [sys.executable, sys.argv[1], str(os.getpid())], subprocess.PIPE
+child = subprocess.Popen(command, stdin=pipe, stderr=pipe, text=True, start_new_session=True)
 child.stdin.write("{}\\n")
 child.stdin.flush()
 assert child.stderr.readline() == "starts\\n"

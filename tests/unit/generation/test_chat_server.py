@@ -286,9 +286,13 @@ def test_an_episodes_sampling_is_the_runs(server: ChatServer, ask: Ask, given: A
     ("nothing", "something"),
     [
         ({"stop": []}, {"stop": ["x"]}),
-        ({"stop": None}, {"stop": "x"}),
+        ({"stop": ["END"]}, {"stop": ["END", "x"]}),
+        ({"stop": "END"}, {"stop": "x"}),
+        ({"bad_words": []}, {"bad_words": ["x"]}),
+        ({"min_tokens": 0}, {"min_tokens": 3}),
+        ({"ignore_eos": False}, {"ignore_eos": True}),
         ({"stop_token_ids": []}, {"stop_token_ids": [3]}),
-        ({"top_k": -1}, {"top_k": 5}),
+        ({"top_k": None}, {"top_k": -1}),
         ({"top_k": 7}, {"top_k": 5}),
         ({"min_p": 0.0}, {"min_p": 0.1}),
         ({"frequency_penalty": 0}, {"frequency_penalty": 0.5}),
@@ -300,7 +304,7 @@ def test_an_episodes_sampling_is_the_runs(server: ChatServer, ask: Ask, given: A
 def test_what_no_response_follows_is_refused_in_an_episode_and_told_beside_it(
     server: ChatServer, ask: Ask, nothing: dict[str, Any], something: dict[str, Any]
 ) -> None:
-    begun = server.begin(Stream(), replace(SAMPLING, top_k=7), 7)
+    begun = server.begin(Stream(), replace(SAMPLING, top_k=7, stop_strings=("END",)), 7)
     assert ask(**nothing, **identity(begun.number, 0))[0] == 200
     assert ask(**nothing)[0] == 200
     assert server.notices() == []
@@ -384,6 +388,19 @@ def test_a_round_is_finished_when_what_was_asked_is_answered(server: ChatServer,
     finished.result(WAIT_S)
     asking.join(WAIT_S)
     assert len(begun.calls[0]) == 1
+
+
+def test_a_server_that_closes_does_not_wait_for_a_round_that_finishes(server: ChatServer, ask: Ask) -> None:
+    stream = Stream()
+    stream.holds = True
+    begun = server.begin(stream, SAMPLING, 7)
+    asking = Asking(ask, **identity(begun.number, 0))
+    assert stream.is_asked.wait(WAIT_S)
+    server.finish(begun)
+    server.close()
+    asking.join(WAIT_S)
+    assert not server._thread.is_alive()
+    assert not asking.is_alive()
 
 
 class Asking(threading.Thread):

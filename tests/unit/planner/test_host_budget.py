@@ -73,17 +73,19 @@ def test_the_least_budget_is_what_the_state_takes(
     [
         ((f"{M}.optimizer.optimizer_cpu_offload=false",), 12),
         ((f"{M}.optimizer.optimizer_offload_fraction=0.25",), 12),
-        (("loss_fn.reference_policy_kl_penalty=0.1",), 14),
+        ((f"{M}.optimizer.optimizer_offload_fraction=1",), 12),
+        (("loss_fn.reference_policy_kl_penalty=0.1", f"{M}.optimizer.optimizer_cpu_offload=false"), 14),
         (("algorithm=sft",), 12),
     ],
-    ids=["away alone", "a part stays there", "and a reference", "sft"],
+    ids=["away alone", "a part stays there", "all stays there", "and a reference", "sft"],
 )
 def test_what_leaves_for_log_probabilities_counts(overrides: tuple[str, ...], each: float, num_parameters: int) -> None:
     overrides = ("policy.precision=bfloat16", "policy.offload_optimizer_for_logprob=true", *overrides)
     least_bytes = each * num_parameters
     assert problems(f"{least_bytes * 1.01 / 1024:.1f}KiB", *overrides) == []
     (problem,) = problems(f"{least_bytes * 0.99 / 1024:.1f}KiB", *overrides)
-    assert ("or leave out policy.offload_optimizer_for_logprob" in problem) == ("algorithm=sft" not in overrides)
+    nothing_leaves = {"algorithm=sft", f"{M}.optimizer.optimizer_offload_fraction=1"} & {*overrides}
+    assert ("or leave out policy.offload_optimizer_for_logprob" in problem) == (not nothing_leaves)
 
 
 def test_nothing_is_said_of_what_only_the_machine_knows() -> None:

@@ -380,6 +380,19 @@ def test_a_new_key_had_the_value_of_the_key_that_it_follows(tmp_path: Path) -> N
     assert enter(folder, tmp_path, config) == folder
 
 
+@pytest.mark.parametrize(
+    ("path", "by_request", "by_itself"),
+    [
+        ("policy.offload_optimizer_for_logprob", True, True),
+        ("policy.generation.vllm_cfg.gpu_memory_utilization", True, False),
+        ("policy.generation.vllm_cfg.precision", False, False),
+    ],
+)
+def test_what_moves_memory_alone_may_change(path: str, by_request: bool, by_itself: bool) -> None:
+    assert may_change(path, "grpo", by_request=True) == by_request
+    assert may_change(path, "grpo", by_request=False) == by_itself
+
+
 @pytest.mark.slow
 def test_a_run_may_go_on_with_some_other_values(tmp_path: Path) -> None:
     config = load_config(PROJECT_ROOT / "examples/configs/grpo_tiny.yaml")

@@ -42,6 +42,7 @@ def test_what_the_algorithm_does_not_read(check: Check, override: str) -> None:
     [
         ("optimizer_cpu_offload=true", True),
         ("optimizer_cpu_offload=false", False),
+        (f"optimizer_cpu_offload=true {SFT}", False),
         ("optimizer_cpu_offload=true M.optimizer.optimizer_offload_fraction=0.5", False),
         ("optimizer_cpu_offload=true M.empty_unused_memory_level=0", False),
     ],
