@@ -85,8 +85,6 @@ def parse_conversation(content: Mapping[str, object]) -> list[Message]:
     if name := next((name for name in ("messages", "conversations") if name in content), None):
         messages = _messages(content[name], name, role=None)
     elif "prompt" in content and "completion" in content:
-        if content.get("label") is False:
-            raise BadRecordError("has the label false: its completion is one to avoid, which is not learned here")
         prompt, answers = _fit(*_read("prompt", content["prompt"], {"completion": content["completion"]}))
         messages = [*prompt, *answers["completion"]]
     else:
@@ -440,6 +438,11 @@ def _refuse_unread(content: Mapping[str, object]) -> None:
     for column in _UNREAD_COLUMNS:
         if content.get(column) not in _EMPTY:
             raise BadRecordError(f"has {column}, which the chat template is not given here; leave them out if unneeded")
+    if content.get("label") is False:
+        raise BadRecordError("has the label false: it is one to avoid, which is not learned here")
+    weight = content.get("weight")
+    if isinstance(weight, int | float) and weight != 1:
+        raise BadRecordError(f"has the weight {weight!r}, and would be learned as any other")
 
 
 def _parted(messages: list[Message]) -> tuple[list[Message], list[Message]]:

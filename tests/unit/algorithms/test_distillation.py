@@ -8,10 +8,12 @@ import pytest
 import torch
 from fakes import END_ID, FakeEnvironment, FakePolicy, Recorder
 
-from nemo_rl_offload.algorithms.distillation import Distillation, teacher_config
+from nemo_rl_offload.algorithms import distillation
+from nemo_rl_offload.algorithms.distillation import Distillation, run_distillation, teacher_config
 from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.data.prompts import prompt_sets
+from nemo_rl_offload.errors import ConfigError, DataError
 
 SMALL = (
     "algorithm=distillation",
@@ -92,3 +94,39 @@ def test_the_teachers_layers_are_divided_evenly_and_without_virtual_stages(confi
         "overlap_p2p_comm": False,  # which needs virtual stages
         "batch_p2p_comm": True,
     }
+
+
+def run(monkeypatch: pytest.MonkeyPatch, policies: Any, *overrides: str) -> None:
+    """As far as the policies are made, by `policies` in the place of their class."""
+    monkeypatch.setattr(distillation, "Policy", policies)
+    monkeypatch.setattr(distillation, "make_environment", lambda *_: None)
+    monkeypatch.setattr(distillation, "training_and_generation_slots", lambda *_: (None, None))
+    monkeypatch.setattr(distillation, "Distillation", lambda *_: None)
+    monkeypatch.setattr(distillation, "run_loop", lambda _config, _dir, _say, _stream, build, _groups: build(None))
+    made = load_config(PROJECT_ROOT / "examples/configs/distillation_tiny.yaml", overrides)
+    run_distillation(made, Path(), lambda _: None, None)
+
+
+def test_faults_of_the_teachers_folder_name_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise ConfigError("policy.model_name: x: its weights have other shapes\npolicy.model_name: x: and more")
+
+    with pytest.raises(ConfigError, match=r"^teacher\.model_name: x: its .*\nteacher\.model_name: x: and more$"):
+        run(monkeypatch, refuses)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"^teacher\.model_name: "):
+        run(monkeypatch, refuses, f"teacher.model_name={tmp_path}")
+
+
+def test_a_student_computes_no_log_probabilities_for_which_its_optimizer_could_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+
+    def policies(_: object, section: Any, *__: object, **___: object) -> Any:
+        made.append(section)
+        return FakePolicy()
+
+    monkeypatch.setattr(FakePolicy, "leave_device", lambda _: None, raising=False)
+    run(monkeypatch, policies, "policy.offload_optimizer_for_logprob=true")
+    assert made[1]["offload_optimizer_for_logprob"] is False

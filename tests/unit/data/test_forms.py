@@ -1,5 +1,6 @@
 """Forms of records: whatever the form, a prompt stands once, or the record is refused with its reason."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -293,6 +294,8 @@ def test_turns_that_both_share_belong_to_the_prompt_of_one_question() -> None:
         {"conversations": CONVERSATION},
         {"prompt": "a", "completion": "b"},
         {"prompt": "a", "completion": "b", "label": True},
+        {"messages": CONVERSATION, "weight": 1.0},
+        {"messages": CONVERSATION, "weight": "70 kg"},
         {"prompt": [user("a")], "completion": [assistant("b")]},
         {"prompt": "a", "completion": CONVERSATION},
         {"prompt": "a\n", "completion": CONVERSATION},
@@ -446,6 +449,12 @@ BY_NUMBER = {"prompt": "a", "response_0": "b", "response_1": "c"}
         (parse_conversation, {"prompt": 3, "completion": "b"}, "prompt is not a list of messages or text"),
         (parse_conversation, {"prompt": None, "completion": "b"}, "prompt is not a list of messages or text"),
         (parse_conversation, {"prompt": "a", "completion": "b", "label": False}, "label false"),
+        (parse_conversation, {"messages": CONVERSATION, "label": False}, "label false"),
+        (parse_conversation, {"messages": CONVERSATION, "weight": 0}, "has the weight 0, and"),
+        (parse_conversation, {"messages": CONVERSATION, "weight": math.nan}, "has the weight nan, and"),
+        (parse_conversation, {"prompt": "a", "completion": "b", "weight": 0.5}, "has the weight 0.5, and"),
+        (parse_preference, {"prompt": "q", "chosen": "a", "rejected": "b", "weight": 0}, "has the weight 0, and"),
+        (parse_preference, {"prompt": "q", "chosen": "a", "rejected": "b", "label": False}, "label false"),
         (parse_conversation, {"prompt": "a", "completions": ["b"], "labels": [True]}, "has neither messages nor"),
         (parse_conversation, {"prompt": "z", "completion": CONVERSATION}, "does not begin with the prompt"),
         (parse_conversation, {"prompt": [user("z")], "completion": LONG}, "does not begin with the prompt"),
