@@ -14,7 +14,10 @@ from nemo_rl_offload.data.tokenizer import Tokenizer
 from nemo_rl_offload.data.turns import encode_observation
 from nemo_rl_offload.environments.interface import UNFINISHED, Environment, Episode, Message, Score
 from nemo_rl_offload.generation.interface import Generated, Responds, Told
-from nemo_rl_offload.generation.sampling import SEEDS_OF_A_TURN, Sampling
+from nemo_rl_offload.generation.sampling import Sampling
+
+SEEDS_OF_A_TURN = 1_000_000_007
+"""How far the seeds of an episode's successive turns are apart."""
 
 
 @dataclass(frozen=True)

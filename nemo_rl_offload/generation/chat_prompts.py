@@ -67,7 +67,7 @@ class ChatPrompts:
 
         whole = render(plain, prompt=True)
         self._watch_roles(plain, whole, render)
-        drawn = drawn_places(messages)
+        drawn = _drawn_places(messages)
         if not drawn:
             return self._tokenizer.encode(whole, add_special_tokens=False)
         last = messages[drawn[-1]]
@@ -112,7 +112,7 @@ class ChatPrompts:
                 )
 
 
-def drawn_places(messages: Chat) -> list[int]:
+def _drawn_places(messages: Chat) -> list[int]:
     """Places of the turns that the model drew.
 
     NeMo-Gym writes a turn's ids to whatever an assistant says behind it as well: the first message that has them is it.

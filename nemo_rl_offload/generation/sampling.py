@@ -7,9 +7,6 @@ from typing import Self
 from nemo_rl_offload.config.loader import resolve_tokenizer_path
 from nemo_rl_offload.config.schema import PolicyConfig
 
-SEEDS_OF_A_TURN = 1_000_000_007
-"""How far the seeds of an episode's successive turns are apart."""
-
 
 @dataclass(frozen=True)
 class Sampling:

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_rl_offload.config.loader import resolve_model_path, resolve_tokenizer_path
 from nemo_rl_offload.config.schema import MasterConfig, PolicyConfig
@@ -26,9 +26,13 @@ from nemo_rl_offload.megatron.build.export_files import (
 )
 from nemo_rl_offload.runs.begin import find_checkpoint
 from nemo_rl_offload.runs.inputs import read_inputs
+from nemo_rl_offload.runs.manifest import Manifest
 from nemo_rl_offload.runs.output import make_writable, partial_of
 from nemo_rl_offload.runs.run_directory import CONFIG_FILE, POLICY, read_checkpoint
 from nemo_rl_offload.specs.documents import DocumentError, kind_of, read_yaml
+
+if TYPE_CHECKING:
+    from nemo_rl_offload.megatron.build.model import MegatronModel
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ONE_RANK: dict[str, object] = {
@@ -87,22 +91,11 @@ def export_checkpoint(
     _check_destination(destination)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices: the whole model may be larger than one
     tokenizer, end_ids = load_policy_tokenizer(policy, config["data"]["prompt_template"])
+    model = _load(config, model_path, folder, files)
     import torch
-    import torch.distributed as dist
 
-    from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
+    from nemo_rl_offload.megatron.build.model import export_adapter, export_hf
 
-    install_cpu_support()
-    from nemo_rl_offload.megatron.build.model import build_model, export_adapter, export_hf, init_process_groups
-    from nemo_rl_offload.megatron.checkpoint.distributed import load, verify
-    from nemo_rl_offload.megatron.runtime.rendezvous import join_alone
-
-    if not dist.is_initialized():
-        join_alone("gloo")
-    init_process_groups(policy, seed=0)
-    verify(folder / POLICY, files)
-    model = build_model(policy, model_path, num_steps=None, with_adapters=has_adapters)
-    load(model, folder / POLICY)
     notes = [*changed_beside_weights(config, inputs), *_beside_the_folder(policy, adapter_alone=adapter_alone)]
 
     def complete(partial: Path) -> None:
@@ -119,6 +112,28 @@ def export_checkpoint(
     else:
         export_hf(model, model_path, destination, dtype=torch_dtype, complete=complete)
     return [f"{destination}: {note}" for note in notes]
+
+
+def _load(config: MasterConfig, model_path: Path, folder: Path, files: Manifest) -> "MegatronModel":
+    """The checkpoint's model, in this process on the CPU."""
+    import torch.distributed as dist
+
+    from nemo_rl_offload.megatron.runtime.cpu import install_cpu_support
+
+    install_cpu_support()
+    from nemo_rl_offload.megatron.build.model import build_model, init_process_groups
+    from nemo_rl_offload.megatron.checkpoint.distributed import load, verify
+    from nemo_rl_offload.megatron.runtime.rendezvous import join_alone
+
+    policy = config["policy"]
+    if not dist.is_initialized():
+        join_alone("gloo")
+    init_process_groups(policy, seed=0)
+    verify(folder / POLICY, files)
+    with_adapters = policy["megatron_cfg"]["peft"]["enabled"]
+    model = build_model(policy, model_path, num_steps=None, with_adapters=with_adapters)
+    load(model, folder / POLICY)
+    return model
 
 
 def _check_destination(destination: Path) -> None:
