@@ -79,7 +79,7 @@ _ENGINES_MODULES = "policy.megatron_cfg.offload_modules=[core_attn,attn_proj]"
 _ON_HOST = ("policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",)
 _AWAY = (
     "policy.offload_optimizer_for_logprob=true",
-    "policy.train_micro_batch_size=8",
+    "policy.megatron_cfg.recompute_modules=[mlp_act,mlp_fc1,moe_act]",
 )
 _LORA = (
     "policy.megatron_cfg.peft.enabled=true",
