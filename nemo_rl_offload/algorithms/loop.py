@@ -196,7 +196,7 @@ class TrainingLoop(ABC):
         epochs, most, name = section["max_num_epochs"], int(section["max_num_steps"]), self.config["algorithm"]
         if epochs and self.num_steps < most:
             progress.show(
-                f"This run ends with step {self.num_steps}, for {name}.max_num_epochs is {epochs}, and not with "
+                f"This run ends by step {self.num_steps}, for {name}.max_num_epochs is {epochs}, and not with "
                 f"{name}.max_num_steps {most}. For all of those: {name}.max_num_epochs=null"
             )
         if section["val_at_start"] and self.step == 0:
@@ -205,7 +205,7 @@ class TrainingLoop(ABC):
         if termination.is_requested:  # all that was trained is saved
             sys.exit(EXIT_CODE)
         first_step, deadline = self.step + 1, Deadline(saving["checkpoint_must_save_by"], self.elapsed)
-        while self.step < self.num_steps and not self.has_reached_goal():
+        while not self.has_taken_all() and not self.has_reached_goal():
             self.step += 1
             deadline.step_begins()
             is_traced = self.step - first_step == TRACED_STEP
@@ -230,7 +230,7 @@ class TrainingLoop(ABC):
             self._warn([*self.notices(), *(self.policy.idle_modules() if self.step == first_step else [])], progress)
             self._warn([*logger.notices(), *self.keep_samples()], progress)
             self._watch_skipped()
-            at_end = self.step == self.num_steps
+            at_end = self.has_taken_all()
             if (section["val_at_end"] and at_end) or (section["val_period"] and self.step % section["val_period"] == 0):
                 self._validate(logger, progress)
             at_end = at_end or self.has_reached_goal()
@@ -256,6 +256,10 @@ class TrainingLoop(ABC):
     def ranked_by(self) -> str | None:
         """The metric by which checkpoints are ranked; None where the latest are kept."""
         return self.config["checkpointing"]["metric_name"]
+
+    def has_taken_all(self) -> bool:
+        """Whether the run has all its steps, or all passes over its data."""
+        return self.step >= self.num_steps
 
     def has_reached_goal(self) -> bool:
         """Whether the last validation was as good as the run is to become."""

@@ -103,6 +103,15 @@ class RolloutLoop(TrainingLoop):
         name = super().ranked_by()
         return "val:reward" if name == _BY_ACCURACY and self.validation_metric == "reward" else name
 
+    def has_taken_all(self) -> bool:
+        """As every loop; or the stream has made all passes, where dynamic sampling or unusable prompts bring it ahead.
+
+        A stream from which responses are generated ahead of training (`Collector`) is further than the run.
+        """
+        epochs, stream = self._rollouts["max_num_epochs"], self._train_prompts
+        has_made_passes = epochs is not None and self._data is stream and stream.num_passes >= epochs
+        return super().has_taken_all() or has_made_passes
+
     def _take_training(self, played: Rollout) -> None:
         """What is kept and watched of a step's responses."""
         self._samples.take_training(played, self.step)
@@ -241,10 +250,13 @@ def groups_per_slot(policy_config: PolicyConfig) -> int:
 
 
 def num_steps(config: MasterConfig, prompts: TrainingPrompts) -> int:
-    """Steps of a whole run: `max_num_steps`, or fewer where `max_num_epochs` passes end before, as whole steps."""
+    """Steps of a whole run: `max_num_steps`, or fewer where `max_num_epochs` passes end before, as whole steps.
+
+    At the most, where prompts are unusable or dynamic sampling takes more of them (`RolloutLoop.has_taken_all`).
+    """
     section = rollout_section(config)
     most, epochs = section["max_num_steps"], section["max_num_epochs"]
-    return min(most, max(1, epochs * (prompts.num_problems // section["num_prompts_per_step"]))) if epochs else most
+    return min(most, max(1, epochs * prompts.num_problems // section["num_prompts_per_step"])) if epochs else most
 
 
 def num_optimizer_steps(config: MasterConfig, prompts: TrainingPrompts) -> int:

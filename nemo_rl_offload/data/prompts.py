@@ -105,6 +105,11 @@ class TrainingPrompts:
         """Problems in an epoch, unusable ones included."""
         return len(self._problems)
 
+    @property
+    def num_passes(self) -> int:
+        """Passes over all problems that are complete."""
+        return self._epoch + (self._position >= len(self._order))
+
     def next_batch(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts.
 

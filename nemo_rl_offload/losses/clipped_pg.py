@@ -54,6 +54,11 @@ def kl_estimate(
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
 
 
+def _over(sampled_from: Tensor, logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The weight of each token, drawn with the log-probabilities ``sampled_from``, in an average over the policy."""
+    return (logprobs - sampled_from.masked_fill(~mask, 0)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 @dataclass(frozen=True)
 class ClippedPolicyGradient:
     """``w max(-r A, -clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max) A) + penalty * KL - entropy_coeff * entropy``.
@@ -154,6 +159,7 @@ class ClippedPolicyGradient:
             metrics["entropy"] = entropy
 
         with torch.no_grad():
+            sampled_from = batch.get("generation_logprobs", previous)
             if not self.disable_ppo_ratio:
                 clip_binds = -advantages * clipped_ratios > -advantages * ratios
                 metrics["probs_ratio_clamped"] = token_mean(clipped_ratios, mask, norm)
@@ -162,7 +168,7 @@ class ClippedPolicyGradient:
                 "loss": loss,
                 "probs_ratio": token_mean(ratios, mask, norm),
                 "approx_kl": token_mean(kl_estimate(previous, logprobs, "k3"), mask, norm),
-                "approx_entropy": token_mean(-ratios * logprobs, mask, norm),
+                "approx_entropy": token_mean(-_over(sampled_from, logprobs, mask) * logprobs, mask, norm),
             }
         return loss, {name: metric.detach() for name, metric in metrics.items()}
 
@@ -176,8 +182,7 @@ class ClippedPolicyGradient:
         reference_BS = batch["reference_policy_logprobs"].masked_fill(~mask_BS, 0)
         weights_BS = None
         if self.use_on_policy_kl_approximation:
-            difference_BS = logprobs_BS - batch["generation_logprobs"].masked_fill(~mask_BS, 0)
-            weights_BS = difference_BS.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+            weights_BS = _over(batch["generation_logprobs"], logprobs_BS, mask_BS)
         return kl_estimate(
             logprobs_BS,
             reference_BS,

@@ -425,8 +425,8 @@ def windows_or_sinks(content: Content) -> str | None:
 
 def unknown_keys(content: Content) -> list[str]:
     """Keys that have no effect, as transformers does not read them for this family; none of a family not taken."""
-    family = FAMILIES.get(content.get("model_type"))  # type: ignore[arg-type]
-    if family is None:
+    name = content.get("model_type")
+    if not isinstance(name, str) or (family := FAMILIES.get(name)) is None:
         return []
     known = {*family, *_ELSEWHERE, "unk_token_id"}  # the last is the tokenizer's, in older files
     return [key for key in content if key not in known and not key.startswith("_")] + unknown_rope_keys(content)

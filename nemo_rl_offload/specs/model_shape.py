@@ -130,8 +130,8 @@ class ModelShape:
     mlp_bias: bool
     """Biases in the MLP, experts and router included."""
     attention_sinks: bool
-    sliding_windows: bool
-    """Whether a query of any layer sees only the keys next to it."""
+    windows: tuple[int, ...]
+    """Of each layer how many keys a query sees, its own included; 0: all before it."""
     activation: str
     """Hugging Face's name of the activation in the MLP."""
     max_positions: int
@@ -167,6 +167,11 @@ class ModelShape:
     def all_kinds(self) -> tuple[LayerKind, ...]:
         """Of each layer, and then of each that stands in one for a further token."""
         return (*self.layer_kinds, *self.mtp_kinds * self.num_mtp_layers)
+
+    @property
+    def sliding_windows(self) -> bool:
+        """Whether a query of any layer sees only the keys next to it."""
+        return any(self.windows)
 
     @property
     def rotates(self) -> bool:
@@ -367,7 +372,7 @@ def _shape(reader: _Reader, family: Mapping[str, Any]) -> ModelShape:
         attention_gate=bool(family.get("attention_gate")),
         mlp_bias=bool(family.get("mlp_bias")) or reader.flag("mlp_bias"),
         attention_sinks=bool(family.get("attention_sinks")),
-        sliding_windows=has_windows(reader.content),
+        windows=layer_windows(reader.content, num_layers),
         activation=activation if isinstance(activation, str) else "silu",
         max_positions=max_positions if isinstance(max_positions, int) else 0,
         hybrid_layers=pattern or "",
@@ -395,6 +400,29 @@ def has_windows(content: Mapping[str, Any]) -> bool:
     if name == "qwen3_moe":
         return bool(content.get("use_sliding_window"))
     return name == "gpt_oss" or (name == "mistral" and content.get("sliding_window", 4096) is not None)
+
+
+def layer_windows(content: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Of each layer how many keys a query sees, by transformers' defaults too; 0: all before it."""
+    if not has_windows(content):
+        return (0,) * num_layers
+    name, layers = content["model_type"], content.get("layer_types")
+    window = _whole(content, "sliding_window", 128 if name == "gpt_oss" else 4096)
+    if isinstance(layers, list):
+        slides = [kind == "sliding_attention" for kind in layers]
+    elif name in ("gemma3_text", "gpt_oss"):
+        period = _whole(content, "sliding_window_pattern", 6) if name == "gemma3_text" else 2
+        slides = [(layer + 1) % max(1, period) != 0 for layer in range(num_layers)]
+    else:
+        first = _whole(content, "max_window_layers", 28) if name in ("qwen2", "qwen3") else 0
+        slides = [layer >= first for layer in range(num_layers)]
+    return tuple(window if slide else 0 for slide in slides)
+
+
+def _whole(content: Mapping[str, Any], key: str, default: int) -> int:
+    """A key's number; the default's where it is none, of which its family's table tells."""
+    value = content.get(key, default)
+    return value if isinstance(value, int) else default
 
 
 def _latent_attention(reader: _Reader) -> LatentAttention:

@@ -124,7 +124,10 @@ _SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ),
     (_ESTIMATOR, ("reinforce_plus_plus",), ("grpo.adv_estimator.minus_baseline",)),
     (_ESTIMATOR, ("gdpo",), ("grpo.adv_estimator.reward_weights",)),
-    ("loss_fn.disable_ppo_ratio", (False,), ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max")),
+    *(
+        (f"loss_fn.{switch}", (False,), ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max"))
+        for switch in ("disable_ppo_ratio", "force_on_policy_ratio")
+    ),
     *(
         (f"policy.{name}.enabled", (True,), tuple(f"policy.{name}.{key}" for key in keys))
         for name, keys in (("dynamic_batching", _TOKENS), ("sequence_packing", ("algorithm", *_TOKENS)))

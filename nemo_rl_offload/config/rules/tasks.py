@@ -283,9 +283,15 @@ def _sequence_ratios(get: Get) -> Iterator[str]:
 
 
 def _no_clip(get: Get) -> Iterator[str]:
-    without = [key for key in ("use_cispo", "disable_ppo_ratio") if get(f"loss_fn.{key}")]
+    without = [key for key in ("use_cispo", "disable_ppo_ratio", "force_on_policy_ratio") if get(f"loss_fn.{key}")]
     if without and get("loss_fn.ratio_clip_c") is not None:
         yield f"loss_fn.ratio_clip_c: bounds a loss that {without[0]} does not have. Set it to null."
+
+
+def _weights_of_losses(get: Get) -> Iterator[str]:
+    paths = [f"{get('algorithm')}.{key}" for key in ("preference_loss_weight", "sft_loss_weight")]
+    if algorithm_has("preference_loss_weight", get) and not any(map(get, paths)):
+        yield f"{paths[0]}: 0, and so is {paths[1]}: nothing would be learned. Set one of them above 0."
 
 
 def _reinforce(get: Get) -> Iterator[str]:
@@ -535,6 +541,7 @@ TASK_RULES: tuple[Rule, ...] = (
     _overlong_buffer,
     _sequence_ratios,
     _no_clip,
+    _weights_of_losses,
     _reinforce,
     _several_rewards,
     _kl_in_reward,

@@ -7,6 +7,7 @@ Recurrent layers' products (`recurrent.recurrent_flops`) are float32, and what l
 it saves. Their times are this arithmetic alone: no GPU has been measured with them.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -66,17 +67,27 @@ def training_flops(shape: ModelShape, lengths: Sequence[int], *, is_frozen: bool
     """Floating-point operations of a forward and backward pass over sequences of these lengths, recomputation left out.
 
     What model FLOPs utilisation counts (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), with causal attention's
-    half of the scores. A recurrence counts as products of single tokens, in whatever chunks it is computed: per token
-    and head 4 D S in Mamba-2, 6 D S in a gated delta net. Of frozen weights, whose adapters count for nothing, there
-    are no gradients.
+    half of the scores, or what a window leaves of it: W S - W^2 / 2 pairs. A recurrence counts as products of single
+    tokens, in whatever chunks it is computed: per token and head 4 D S in Mamba-2, 6 D S in a gated delta net. Each
+    layer for a further token projects two hidden states to one, and has the output head's product too. Of frozen
+    weights, whose adapters count for nothing, there are no gradients.
     """
     token = LayerContext(shape, ParallelLayout(), Tokens(1, 1), Numbers())
-    work = [each for kind in shape.layer_kinds for each in layer_costs(token, kind)]
-    per_token = sum(each.product_flops for each in work) + 2.0 * shape.hidden_size * shape.vocab_size
-    of_states, per_pair = sum(each.float32_flops for each in work), sum(each.attention_flops for each in work)
+    work = [(each, layer) for layer, kind in enumerate(shape.all_kinds) for each in layer_costs(token, kind)]
+    further = 4.0 * shape.hidden_size**2 * shape.num_mtp_layers
+    head = 2.0 * shape.hidden_size * shape.vocab_size * (1 + shape.num_mtp_layers)
+    per_token = sum(each.product_flops for each, _ in work) + further + head
+    of_states = sum(each.float32_flops for each, _ in work)
     passes = 2 if is_frozen else 3
-    of_tokens = (passes * per_token + 3 * of_states) * sum(lengths)
-    return of_tokens + 3 * per_pair * sum(length * length for length in lengths)
+    total = (passes * per_token + 3 * of_states) * sum(lengths)
+    windows = dict(enumerate(shape.windows))
+    per_pair: defaultdict[int, float] = defaultdict(float)
+    for each, layer in work:
+        per_pair[windows.get(layer, 0)] += each.attention_flops
+    for window, flops in per_pair.items():
+        reach = [min(length, window or length) for length in lengths]
+        total += 3 * flops * sum(part * (2 * length - part) for part, length in zip(reach, lengths, strict=True))
+    return total
 
 
 def _norm(context: LayerContext, module: str) -> ModuleCost:

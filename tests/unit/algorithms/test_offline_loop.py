@@ -118,7 +118,7 @@ def test_epochs_end_a_run(epochs: str, steps: int, make: Make) -> None:
     shown = run(loop).shown
     assert loop.step == loop.num_steps == steps
     said = [line for line in shown if "sft.max_num_epochs=null" in line]
-    assert [line.split(", ")[0] for line in said] == (["This run ends with step 3"] if steps == 3 else [])
+    assert [line.split(", ")[0] for line in said] == (["This run ends by step 3"] if steps == 3 else [])
 
 
 def test_validation_takes_so_many_samples(make: Make) -> None:

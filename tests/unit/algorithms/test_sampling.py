@@ -152,3 +152,23 @@ def test_several_epochs_train_on_the_same_batch(make: Make) -> None:
     assert policy.num_prompts == [12]
     signal = float(policy.batches[0]["advantages"].sum())
     assert metrics["loss"] == pytest.approx(signal + 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "epochs", "steps"), [(9, 1, 3), (10, 1, 3), (10, 4, 13), (2, 1, 1), (200, None, 50), (3, 100, 50)]
+)
+def test_a_run_has_the_whole_steps_of_its_passes(size: int, epochs: int | None, steps: int, make: Make) -> None:
+    given = (f"data.train.size={size}", f"grpo.max_num_epochs={'null' if epochs is None else epochs}")
+    loop, _ = make(Graded(period=1), "grpo.max_num_steps=50", *given)
+    assert loop.num_steps == steps
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_passes_end_a_run_whose_dynamic_sampling_takes_more_prompts(epochs: int, make: Make) -> None:
+    sampling = ("grpo.use_dynamic_sampling=true", f"grpo.max_num_epochs={epochs}", "grpo.max_num_steps=50")
+    loop, policy = make(Graded(period=2), *sampling, "data.train.size=18")  # two batches of 3 prompts a step
+    assert loop.num_steps == 6 * epochs
+    while not loop.has_taken_all():
+        step(loop, policy)
+    assert sum(policy.num_prompts) == 4 * 18 * epochs
+    assert loop.step == 3 * epochs

@@ -250,6 +250,24 @@ def test_k2_has_the_gradient_of_the_divergence() -> None:
     torch.testing.assert_close(gradient, exact)
 
 
+@pytest.mark.parametrize("sequence_level", [False, True])
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_the_entropy_is_the_policys_whoever_drew_the_tokens(sequence_level: bool, has_moved: bool) -> None:
+    """Each token as often as its generator draws it: the metric is then the policy's exact entropy."""
+    policy, generator = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    tokens = torch.tensor([0, 1, 2]).repeat_interleave((10 * generator).round().long())[:, None].expand(10, 2)
+    batch: Batch = {
+        "generation_logprobs": generator.log()[tokens],
+        "prev_logprobs": (generator if has_moved else policy).log()[tokens],
+        "advantages": torch.ones(10, 2),
+        "token_mask": torch.tensor([0.0, 1.0]).expand(10, 2),  # behind a prompt
+        "sample_mask": torch.ones(10),
+    }
+    loss = build(sequence_level_importance_ratios=sequence_level, token_level_loss=not sequence_level)
+    _, metrics = loss(policy.log()[tokens], batch, normalizers(batch))
+    assert metrics["approx_entropy"].item() == pytest.approx(-float((policy * policy.log()).sum()), rel=1e-6)
+
+
 def test_required_keys_follow_the_configuration() -> None:
     plain = set(build().required)
     assert set(build(reference_policy_kl_penalty=0.1).required) - plain == {"reference_policy_logprobs"}

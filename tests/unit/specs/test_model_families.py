@@ -15,6 +15,7 @@ from nemo_rl_offload.specs.model_families import (
     windows_or_sinks,
 )
 from nemo_rl_offload.specs.model_keys import unread_rope_keys
+from nemo_rl_offload.specs.model_shape import layer_windows
 
 LLAMA3 = {
     "factor": 8.0,
@@ -559,6 +560,19 @@ def test_windows_are_those_of_transformers(family: str, given: dict[str, Any]) -
         layers is None or "sliding_attention" in layers
     )
     assert windows_or_sinks(content) == ("sliding windows" if has_windows else None)
+    kinds = layers or ["sliding_attention" if has_windows else "full_attention"] * 4
+    assert layer_windows(content, 4) == tuple(config.sliding_window if kind[0] == "s" else 0 for kind in kinds)
+
+
+def test_windows_of_gpt_oss_are_in_every_other_layer() -> None:
+    config = CONFIG_MAPPING["gpt_oss"](num_hidden_layers=4)
+    windows = tuple(config.sliding_window if kind == "sliding_attention" else 0 for kind in config.layer_types)
+    assert layer_windows({"model_type": "gpt_oss", "num_hidden_layers": 4}, 4) == windows == (128, 0, 128, 0)
+
+
+@pytest.mark.parametrize("model_type", [None, 1.5, ["llama"], {"name": "llama"}])
+def test_a_model_type_that_is_no_text_has_no_known_keys(model_type: object) -> None:
+    assert unknown_keys({"model_type": model_type, "hidden_size": 64}) == []
 
 
 def test_sinks_are_gpt_osss() -> None:

@@ -195,6 +195,15 @@ def test_settings_that_share_a_switch_share_a_line(check: Check, settings: list[
         assert not [line for line in warnings if line.startswith(tuple(paths))]
 
 
+@pytest.mark.parametrize("switch", ["force_on_policy_ratio", "disable_ppo_ratio"])
+def test_bounds_of_a_ratio_that_binds_nowhere(switch: str, check: Check) -> None:
+    one_update = ("policy.train_global_batch_size=128", "grpo.num_prompts_per_step=32")
+    bounds = (*one_update, "grpo.num_generations_per_prompt=4", "loss_fn.ratio_clip_min=0.1")
+    assert not [line for line in check(*bounds).warnings if "ratio_clip_min" in line]
+    (line,) = [line for line in check(*bounds, f"loss_fn.{switch}=true").warnings if "ratio_clip_min" in line]
+    assert f"has no effect while loss_fn.{switch} is true. Set that to false" in line
+
+
 def test_a_default_that_is_a_product(check: Check) -> None:
     """The samples of a microbatch times the longest of them."""
     section = "policy.dynamic_batching"

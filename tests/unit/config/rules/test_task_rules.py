@@ -106,6 +106,12 @@ ALGORITHM_CASES = [
         "null",
         "loss_fn.ratio_clip_c=null",
     ),
+    (
+        f"loss_fn.force_on_policy_ratio=true loss_fn.ratio_clip_c=3 {ONE_UPDATE}",
+        "loss_fn.ratio_clip_c",
+        "a loss that force_on_policy_ratio does not have",
+        "loss_fn.ratio_clip_c=null",
+    ),
     *(
         (
             f"loss_fn.disable_ppo_ratio=true loss_fn.{other}=true loss_fn.token_level_loss=false {ONE_UPDATE}",
@@ -372,3 +378,9 @@ def test_pairs_have_no_column_of_one_answer(refuses: Refuses) -> None:
     """Told with its place, before the data are read."""
     key = "data.train.output_key"
     refuses(f"{DPO} {FILES} {key}=chosen", key, "pairs have two answers", f"{DPO} {FILES} {key}=null")
+
+
+def test_pairs_of_which_nothing_is_learned_are_refused(refuses: Refuses) -> None:
+    key = "dpo.preference_loss_weight"
+    words = "0, and so is dpo.sft_loss_weight: nothing would be learned"
+    refuses(f"{DPO} {FILES} {key}=0", key, words, f"{DPO} {FILES} {key}=0 dpo.sft_loss_weight=0.5")
