@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from nemo_rl_offload.errors import DataError
+from nemo_rl_offload.errors import DataError, nearest
 from nemo_rl_offload.specs.documents import DocumentError, parse_json
 
 
@@ -116,7 +116,10 @@ def parse_preference(content: Mapping[str, object]) -> tuple[list[Message], list
         UndecidedPairError: the answers are the same, or rated the same.
     """
     _refuse_unread(content)
-    prompt, answers = _pair(content)
+    try:
+        prompt, answers = _pair(content)
+    except BadRecordError as error:
+        raise BadRecordError(f"{error}{_meant_columns(content)}") from None
     prompt, answers = _split(answers) if prompt is None else _fit(prompt, answers)
     chosen, rejected = answers.values()
     if chosen == rejected:
@@ -217,6 +220,12 @@ def _pair(content: Mapping[str, object]) -> tuple[list[Message] | None, Answers]
     raise BadRecordError(
         f"has neither chosen and rejected nor another form of a pair (see docs/algorithms.md); it has {_names(content)}"
     )
+
+
+def _meant_columns(content: Mapping[str, object]) -> str:
+    """What columns of other names may be meant as."""
+    missing = [name for name in ("prompt", "chosen", "rejected") if name not in content]
+    return "".join(f"; d{hint[2:-1]} by {name}?" for name in content if (hint := nearest(name, missing)))
 
 
 def _question_column(content: Mapping[str, object], answers: Mapping[str, object]) -> str | None:

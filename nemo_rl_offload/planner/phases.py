@@ -304,7 +304,8 @@ def _remedy(job: Job, phase: Phase, training_fits: bool) -> str:
     if job.micro_batch_tokens is not None:
         section = "sequence_packing" if job.is_packed else "dynamic_batching"
         return f"Lower policy.{section}.logprob_mb_tokens."
-    return "Lower policy.logprob_batch_size, or set use_fused_linear_logprobs."
+    fused = ", or set policy.megatron_cfg.use_fused_linear_logprobs=true" if job.makes_logits else ""
+    return f"Lower policy.logprob_batch_size{fused}."
 
 
 def _least_share_on_host(job: Job, phase: Phase) -> float:

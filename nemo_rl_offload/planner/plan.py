@@ -122,8 +122,15 @@ def make_plan(job: Job, with_suggestions: bool = True) -> JobPlan:
         return plan
 
     @cache
+    def plain(changed: Job) -> SimulatedStep:
+        return Trials(changed).try_modules(changed.recompute, ()).step
+
+    @cache
     def of_update(changed: Job) -> int:
-        return update_lacks(changed, Trials(changed).try_modules(changed.recompute, ()).step)
+        return update_lacks(changed, plain(changed))
+
+    def of_others(changed: Job) -> list[str]:
+        return list(lacking(changed, plain(changed)))
 
     def fits(changed: Job) -> bool:
         return surely_fits(changed) and not of_update(changed)
@@ -134,7 +141,7 @@ def make_plan(job: Job, with_suggestions: bool = True) -> JobPlan:
     def shortfall(changed: Job) -> int:
         return max(make_plan(changed, with_suggestions=False).shortfall_bytes, of_update(changed))
 
-    return replace(plan, suggestions=suggest(job, fits, at_least, shortfall, of_update))
+    return replace(plan, suggestions=suggest(job, fits, at_least, shortfall, of_update, of_others))
 
 
 def asks_for_layouts(plan: JobPlan) -> bool:

@@ -30,6 +30,7 @@ from nemo_rl_offload.runs.manifest import Manifest
 from nemo_rl_offload.runs.output import make_writable, partial_of
 from nemo_rl_offload.runs.run_directory import CONFIG_FILE, POLICY, read_checkpoint
 from nemo_rl_offload.specs.documents import DocumentError, kind_of, read_yaml
+from nemo_rl_offload.specs.hub_cache import is_hub_id
 
 if TYPE_CHECKING:
     from nemo_rl_offload.megatron.build.model import MegatronModel
@@ -107,11 +108,19 @@ def export_checkpoint(
 
     torch_dtype = dtype and getattr(torch, dtype)
     if adapter_alone:
-        base = policy["model_name"]
+        base = base_of_adapter(policy["model_name"], model_path)
         export_adapter(model, policy["megatron_cfg"]["peft"], base, destination, dtype=torch_dtype, complete=complete)
     else:
         export_hf(model, model_path, destination, dtype=torch_dtype, complete=complete)
     return [f"{destination}: {note}" for note in notes]
+
+
+def base_of_adapter(name: str, folder: Path) -> str:
+    """What peft is told to load an adapter's start model from: its name on the hub, or else the folder.
+
+    A run also finds a relative name in the project's own folder, where peft does not look.
+    """
+    return name if is_hub_id(name) else str(folder.resolve())
 
 
 def _load(config: MasterConfig, model_path: Path, folder: Path, files: Manifest) -> "MegatronModel":

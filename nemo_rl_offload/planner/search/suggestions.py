@@ -1,7 +1,7 @@
 """Changes of a job that would make it fit, for a budget that no choice of modules meets."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -58,24 +58,35 @@ def suggest(
     surely_lacks: Callable[[Job], int],
     shortfall: Callable[[Job], int],
     update_lacks: Callable[[Job], int],
+    others_lack: Callable[[Job], Sequence[str]],
 ) -> tuple[str, ...]:
     """Single changes with which a plan fits, as overrides; else how near the best of them comes.
 
     `shortfall` says what the plan of a job lacks. Sooner than that, `fits` says where it lacks nothing, if not always,
-    and `surely_lacks` what it lacks at least. `update_lacks` is what the optimizer's step lacks.
+    and `surely_lacks` what it lacks at least. `update_lacks` is what the optimizer's step lacks, and `others_lack` what
+    is missing beside both.
     """
     singles = list(_single(job, update_lacks))
     if not singles:
         return (NONE_TRIED,)
-    if fitting := [text for text, changed in singles if fits(changed)]:
-        return tuple(fitting)
+    if fitting := [single for single in singles if fits(single[1])]:
+        return _that_would_do(fitting, others_lack)
     least = sorted((surely_lacks(changed), number) for number, (_, changed) in enumerate(singles))
     near = [number for lacking, number in least if lacking == 0] or [least[0][1]]
     lacking = {number: shortfall(singles[number][1]) for number in near}
-    if fitting := [singles[number][0] for number in sorted(near) if not lacking[number]]:
-        return tuple(fitting)
+    if fitting := [singles[number] for number in sorted(near) if not lacking[number]]:
+        return _that_would_do(fitting, others_lack)
     nearest = min(near, key=lambda number: lacking[number])
     return (f"{NONE_TRIED}; {singles[nearest][0]} comes nearest, {gib(lacking[nearest])} short",)
+
+
+def _that_would_do(fitting: Sequence[tuple[str, Job]], others_lack: Callable[[Job], Sequence[str]]) -> tuple[str, ...]:
+    """Of changes with which training fits those with which all does; else the first, and what it leaves."""
+    if whole := tuple(text for text, changed in fitting if not others_lack(changed)):
+        return whole
+    text, changed = fitting[0]
+    left = " ".join(others_lack(changed))
+    return (f"{NONE_TRIED}; with {text} training and the optimizer's step would fit, and there is left: {left}",)
 
 
 def _single(job: Job, update_lacks: Callable[[Job], int]) -> Iterator[tuple[str, Job]]:

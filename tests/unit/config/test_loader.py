@@ -310,6 +310,14 @@ def test_texts_that_are_no_size(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "like"), [("72gib", "72GiB"), ("1.5 MIB", "1.5MiB"), ("80GB", "32GiB"), ("x", "32GiB")]
+)
+def test_a_size_in_other_letters_is_offered_in_the_right_ones(text: str, like: str) -> None:
+    with pytest.raises(ConfigError, match=f"TiB, like {like}\\."):
+        parse_bytes(text)
+
+
 def test_relative_folders_are_looked_up_here_then_in_the_project(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

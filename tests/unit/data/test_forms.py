@@ -627,3 +627,20 @@ def test_tools_are_a_list_or_its_json(value: object, tools: object) -> None:
 def test_tools_of_another_form_are_refused(value: object) -> None:
     with pytest.raises(BadRecordError, match="has tools that are"):
         parse_tools({"tools": value})
+
+
+@pytest.mark.parametrize(
+    ("record", "hint"),
+    [
+        ({"prompt": "x", "choosen": "a", "rejected": "b"}, "; did you mean 'chosen' by choosen?"),
+        ({"promt": "x", "chosen": "a", "rejected": "b"}, "; did you mean 'prompt' by promt?"),
+        ({"prompt": "x", "Chosen": "a", "rejectd": "b"}, "'chosen' by Chosen?; did you mean 'rejected' by rejectd?"),
+        ({"prompt": "x", "answer": "a", "rejected": "b"}, "it has prompt, answer, rejected"),
+        ({"prompt": "x", "chosen": 3, "rejected": "b"}, "chosen"),
+    ],
+)
+def test_a_column_of_a_pair_that_is_misspelt_is_named(record: dict[str, object], hint: str) -> None:
+    with pytest.raises(BadRecordError) as error:
+        parse_preference(record)
+    assert hint in str(error.value)
+    assert ("did you mean" in str(error.value)) == ("did you mean" in hint)

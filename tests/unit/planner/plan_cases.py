@@ -386,11 +386,17 @@ def _changes_do(case: Case, found: Planned) -> Iterator[str]:
         if text == "none that was tried":
             continue
         nearest = re.fullmatch(r"none that was tried; (.+) comes nearest, (.+) short", text)
+        partly = re.fullmatch(r"none that was tried; with (.+) training and .+ fit, and there is left: (.+)", text)
+        one = nearest or partly
         try:
-            again = case.plan(*shlex.split(nearest[1] if nearest else text))
+            again = case.plan(*shlex.split(one[1] if one else text))
         except ConfigError as error:
             yield f"changes: '{text}' is refused: {error}"
             continue
+        if not one and not again.data["fits"]:
+            yield f"changes: with '{text}' there is left: {again.data['lacking']}"
+        if partly and (again.data["fits"] or partly[2] != " ".join(again.data["lacking"])):
+            yield f"changes: with '{text}' there is left: {again.data['lacking']}"
         if not nearest and not again.data["training_fits"]:
             yield f"changes: '{text}' is {again.data['shortfall_bytes'] / GIB:.2f} GiB short"
         if nearest and abs(again.data["shortfall_bytes"] - parse_bytes(nearest[2])) > 0.051 * GIB:

@@ -15,6 +15,7 @@ from nemo_rl_offload.planner.phases import LEAVING, Phase, PhasesOfStage, fulles
 from nemo_rl_offload.planner.plan import make_plan
 from nemo_rl_offload.planner.report.data import plan_data
 from nemo_rl_offload.planner.report.phases_svg import phases_svg
+from nemo_rl_offload.planner.search.suggestions import NONE_TRIED
 from nemo_rl_offload.planner.search.to_config import run_nothing
 from nemo_rl_offload.planner.simulate.simulated_step import highest_peak
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout
@@ -184,7 +185,11 @@ def test_what_waits_on_the_host_leaves_activations_the_rest_of_the_budget() -> N
         ),
         (
             {"passes": replace(GRPO, logprob_tokens=1 << 18), "makes_logits": True},
-            r"log-probabilities on stage 0: .* Lower policy\.logprob_batch_size, or set use_fused_linear_logprobs\.",
+            r"log-probabilities on stage 0: .* Lower policy\.logprob_batch_size, or set policy.*logprobs=true\.",
+        ),
+        (
+            {"passes": replace(GRPO, logprob_tokens=1 << 20)},
+            r"log-probabilities on stage 0: .* Lower policy\.logprob_batch_size\.$",
         ),
         (
             {"optimizer": Optimizer()},
@@ -205,6 +210,20 @@ def test_a_host_of_less_memory_than_its_ranks_take_is_refused() -> None:
     assert any("a machine has 96.0 GiB" in text for text in lacking(small, run_nothing(small)))
     enough = replace(job, device=replace(job.device, host_memory_gib=128.0, devices_per_node=1))
     assert not list(lacking(enough, run_nothing(enough)))
+
+
+@pytest.mark.parametrize("changes", [{}, {"generation_rows": 1 << 13}], ids=["fits", "generation lacks room"])
+def test_a_change_would_do_where_no_phase_lacks_anything_with_it(changes: dict[str, int]) -> None:
+    job = replace(seven_billion(passes=replace(GRPO, **changes)), optimizer=Optimizer(), num_microbatches=2)
+    (text, *more) = make_plan(job).suggestions
+    way = "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true"
+    if not changes:
+        assert text.startswith(way)
+    else:
+        assert text.startswith(f"{NONE_TRIED}; with {way}")
+        assert "and there is left: generation on stage 0:" in text
+        assert text.endswith("Lower policy.generation_batch_size.")
+        assert not more
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from nemo_rl_offload.cli.command_line import main
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ResourceError
-from nemo_rl_offload.megatron.build.export import _config_of, find_checkpoint
+from nemo_rl_offload.megatron.build.export import _config_of, base_of_adapter, find_checkpoint
 from nemo_rl_offload.megatron.build.model import build_model, export_hf
 from nemo_rl_offload.runs.run_directory import CONFIG_FILE, Checkpoints
 
@@ -187,3 +187,9 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
     with pytest.raises(ResourceError, match=f"{tmp_path / 'out'}: cannot be written: .*No space left on device"):
         export_hf(model, MODEL, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["examples/models/tiny_speller", "./models/mine", "/models/mine", "Qwen/Qwen2.5-1.5B"])
+def test_an_adapter_names_its_start_model_as_peft_finds_it(name: str, tmp_path: Path) -> None:
+    expected = name if name.startswith("Qwen/") else str(tmp_path.resolve())
+    assert base_of_adapter(name, tmp_path) == expected
