@@ -246,7 +246,13 @@ def worker_counts(get: Get, per_node: int) -> Iterator[str]:
         if num_generating and get("policy.generation.backend") == "megatron":
             data_parallel_size(cfg, num_generating)
         is_told = get("cluster.gpus_per_node") == "auto" and whole % micro
-        if not is_told and not is_by_tokens(get):
+        if is_by_tokens(get):
+            if whole < num_shards:
+                yield (
+                    f"policy.train_global_batch_size: {whole} for {num_shards} data-parallel ranks, of which "
+                    f"{num_shards - whole} would have nothing to do. Set at least {num_shards}, or take fewer GPUs."
+                )
+        elif not is_told:
             num_microbatches(whole, micro, num_shards, num_interleaved(cfg))
     except ConfigError as error:
         yield str(error)

@@ -54,6 +54,12 @@ CASES = [
         "does not divide 1 worker(s)",
         f"{WORKERS}=6 {APART}.gpus_per_node=2",
     ),
+    (
+        f"{WORKERS}=256 {DYNAMIC}=true",
+        BATCH,
+        "128 for 256 data-parallel ranks, of which 128 would have nothing to do. Set at least 256",
+        f"{WORKERS}=128",
+    ),
     (f"{WORKERS}=1 cluster.num_nodes=4 {APART}.num_nodes=1", BATCH, "64 x 3 = 192", f"{APART}.num_nodes=2"),
 ]
 
