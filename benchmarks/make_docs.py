@@ -277,7 +277,7 @@ def whole_model(name: str, result: Result) -> Iterator[str]:
             yield f"| {variant} | {int(size):,} | {peak} | {step} | {optimizer} | {rate:,.0f} |"
     if result["error"]:
         yield f"\nThe sequences that followed: {result['error']}"
-    yield ""
+    yield f"\n![memory by length](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
 
 
 def e5(name: str, result: Result) -> Iterator[str]:
@@ -614,6 +614,7 @@ def draw_pictures(folders: Sequence[Path]) -> None:
         "E2": lambda path, result: plots.draw_frontier(path, result, points(result["variants"])),
         "E3": plots.draw_steps,
         "E4": plots.draw_reach,
+        "whole_model": plots.draw_lengths,
         "profile": plots.draw_lanes,
         "learning": plots.draw_learning,
     }

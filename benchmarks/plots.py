@@ -173,6 +173,33 @@ def draw_reach(path: Path, result: Any) -> None:
     _save(figure, path)
 
 
+def draw_lengths(path: Path, result: Any) -> None:
+    """Reserved memory of a whole model's steps by length; a cross on the card's limit where one did not fit."""
+    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    limit_gib = result["device_memory_bytes"] / GIB
+    labels = {"recompute: full": "layers recomputed", "ours: full recompute": "and their inputs offloaded"}
+    for (variant, entry), color, above in zip(result["sequence"].items(), ("black", "tab:blue"), (7, -16), strict=True):
+        fits = {int(size): each for size, each in entry["tried"].items() if "out_of_memory" not in each}
+        peaks_gib = [each["peak_reserved_bytes"] / GIB for each in fits.values()]
+        axes.plot([*fits], peaks_gib, "o-", color=color, label=labels[variant])
+        longest = max(fits)
+        at = {"xytext": (0, above), "textcoords": "offset points", "ha": "center", "color": color}
+        axes.annotate(f"{longest:,}", (longest, peaks_gib[[*fits].index(longest)]), **at)
+        beyond = [int(size) for size in entry["tried"] if int(size) not in fits]
+        axes.plot(beyond, [limit_gib] * len(beyond), "x", color=color, markersize=10, mew=2)
+        for size in beyond:
+            axes.annotate(f"{size:,} did not fit", (size, limit_gib), **at | {"xytext": (0, 8)})
+    axes.axhline(limit_gib, color="tab:red", lw=1)
+    axes.annotate("the card", (0, limit_gib), xytext=(4, 4), textcoords="offset points", color="tab:red")
+    axes.set_xlim(0, 1.1 * max(int(size) for entry in result["sequence"].values() for size in entry["tried"]))
+    axes.set_ylim(0, 1.2 * limit_gib)
+    axes.set_xlabel("tokens of the sequence")
+    axes.set_ylabel("GiB reserved")
+    axes.legend(loc="lower right")
+    figure.suptitle(f"{result['device']}: {result['num_layers']} layers of Qwen2.5-7B, optimizer on the host")
+    _save(figure, path)
+
+
 def draw_link(path: Path, result: Any) -> None:
     """Rates of copies by size: medians, and from the lowest to the highest sample."""
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
