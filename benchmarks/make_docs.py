@@ -259,7 +259,7 @@ def e4(name: str, result: Result) -> Iterator[str]:
     yield f"\n![reach](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
 
 
-def whole_model(name: str, result: Result) -> Iterator[str]:
+def whole_model(name: str, result: Result, folder: str) -> Iterator[str]:
     """Sequences of a whole model whose optimizer is on the host: each that was tried."""
     where = {"host": "streamed from the host"}.get(result["optimizer"], result["optimizer"])
     host, vocabulary = gib(result["host"]["memory_bytes"]), result["model"]["vocab_size"]
@@ -277,7 +277,7 @@ def whole_model(name: str, result: Result) -> Iterator[str]:
             yield f"| {variant} | {int(size):,} | {peak} | {step} | {optimizer} | {rate:,.0f} |"
     if result["error"]:
         yield f"\nThe sequences that followed: {result['error']}"
-    yield f"\n![memory by length](../benchmarks/results/{folder_name(result)}/{name}.png)\n"
+    yield f"\n![memory by length](../benchmarks/results/{folder}/{name}.png)\n"
 
 
 def e5(name: str, result: Result) -> Iterator[str]:
@@ -552,7 +552,7 @@ def device_page(folder: Path) -> Iterator[str]:
     if whole := of(results, "whole_model"):
         yield "## The longest sequence of a whole model, with the optimizer on the host\n"
         for name, result in whole.items():
-            yield from whole_model(name, result)
+            yield from whole_model(name, result, folder.name)
     if phases := results.get("residency_phase"):
         yield from training_phases(phases)
     if steps := of(results, "grpo_step"):
