@@ -368,6 +368,12 @@ def _recompute_is_off(get: Get) -> Iterator[str]:
         return
     unused = {None: ("modules", "method", "num_layers"), "selective": ("method",), "full": ("modules",)}
     granularity = recompute(get)["recompute_granularity"]
+    if granularity == "selective" and megatron(get, "activation_checkpointing"):
+        yield (
+            f"{MEGATRON}.activation_checkpointing: true, and recompute_granularity selective: the listed modules are "
+            "recomputed, not whole layers. For those: recompute_granularity=full recompute_modules=null "
+            "recompute_method=uniform recompute_num_layers=1."
+        )
     for key in unused[granularity]:
         if megatron(get, f"recompute_{key}") is not None:
             told = f"{MEGATRON}.recompute_{key}: ignored with recompute_granularity {granularity or 'null'}"

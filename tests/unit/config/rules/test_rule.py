@@ -23,6 +23,24 @@ def test_what_the_switch_turns_off_is_warned_about(check: Check) -> None:
     ]
 
 
+def test_the_switch_beside_listed_modules_says_what_is_recomputed(check: Check) -> None:
+    selective = (f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[mlp_act]")
+    assert check(*selective).warnings == []
+    (warning,) = check(*selective, f"{M}.activation_checkpointing=true").warnings
+    start, _, remedy = warning.partition(" For those: ")
+    assert start.endswith("the listed modules are recomputed, not whole layers.")
+    assert (
+        check(
+            *selective,
+            *(f"{M}.{each}" for each in remedy[:-1].split()),
+            f"{M}.offload_modules=null",
+            f"{M}.fine_grained_activation_offloading=false",
+            f"{M}.activation_checkpointing=true",
+        ).warnings
+        == []
+    )
+
+
 def test_offloading_of_layers_excludes_the_switch(refusals: Refusals) -> None:
     layers = "M.cpu_offloading=true M.transformer_impl=transformer_engine M.fine_grained_activation_offloading=false"
     (line,) = refusals(f"{layers} M.activation_checkpointing=true")
