@@ -63,7 +63,8 @@ class Distillation(RolloutLoop):
         played = watch.time("generation", lambda: self._rollout(prompts, num_generations, 2 * self.step))
         self._take_training(played)
         batch = played.batch(self._tokenizer.pad_token_id)
-        k, num_tokens = section["topk_logits_k"], len(self._tokenizer)
+        num_tokens = len(self._tokenizer)
+        k = min(section["topk_logits_k"], num_tokens)
         batch["teacher_topk_logits"], batch["teacher_topk_indices"] = watch.time(
             "teacher_logits", lambda: self._ask_teacher(batch, k, num_tokens)
         )

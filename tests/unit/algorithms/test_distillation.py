@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -58,6 +58,15 @@ def test_students_answers_with_the_teachers_logits(config: Any, tokenizer: Any, 
     assert policy.is_shut_down
     assert teacher.is_shut_down
     assert environment.is_shut_down
+
+
+def test_no_more_tokens_are_asked_for_than_there_are(config: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """A padded vocabulary has more logits, which mean nothing."""
+    config["distillation"]["topk_logits_k"] = 1000
+    prompts = prompt_sets(config["data"], config["env"]["reasoning_gym"], tokenizer, seed=1)
+    policy, environment = FakePolicy(), cast("Any", FakeEnvironment())
+    Distillation(config, policy, FakePolicy(), environment, tokenizer, {END_ID}, prompts, tmp_path).train_step()
+    assert policy.batches[0]["teacher_topk_indices"].shape[-1] == len(tokenizer) < 1000
 
 
 def test_the_teacher_is_the_student_with_its_own_keys(config: Any) -> None:
