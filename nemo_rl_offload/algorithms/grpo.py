@@ -377,6 +377,10 @@ def run_grpo(config: MasterConfig, run_dir: Path, say: Say, progress_stream: Tex
                 generation_slots=generation_slots,
                 recomputes_cache=grpo["async_grpo"]["recompute_kv_cache_after_weight_updates"],
             )
+            on_failure.callback(policy.shutdown)
+            if isinstance(environment, NemoGym):
+                with waiting(say, "Waiting for NeMo-Gym's servers", begins=False):
+                    environment.wait()
             loop = GRPO(config, policy, environment, tokenizer, ends.without_text, prompts, run_dir)
             on_failure.pop_all()
         return loop

@@ -61,7 +61,7 @@ class NemoGym:
         ends: ResponseEnds,
         problems: Iterable[Problem] = (),
     ) -> None:
-        """Begin to start them; `play` waits until they answer.
+        """Begin to start them; `wait` does until they answer.
 
         Args:
             problems: all records of the run, whose agents must be there.
@@ -92,6 +92,19 @@ class NemoGym:
             self._server.close()
             raise
 
+    def wait(self) -> tuple[str, ...]:
+        """Wait until the servers answer; the names of the agents.
+
+        Raises:
+            DataError: a record's agent is not there.
+            WorkerError: the servers have ended, or do not answer in time.
+        """
+        agents = self._process.wait()
+        for problem in self._unchecked:
+            agent_of(problem.entry, agents)
+        self._unchecked = ()
+        return agents
+
     def play(
         self,
         policy: Responds,
@@ -109,10 +122,7 @@ class NemoGym:
             WorkerError: the servers have ended, or none of the first episodes has anything to learn from.
         """
         repeated = [prompt for prompt in prompts for _ in range(num_generations)]
-        agents, stream = self._process.wait(), policy.open_stream(sampling)
-        for problem in self._unchecked:
-            agent_of(problem.entry, agents)
-        self._unchecked = ()
+        agents, stream = self.wait(), policy.open_stream(sampling)
         assert stream is not None, "checked with the configuration"
         hear, begun = None if told is None else told(len(repeated)), self._server.begin(stream, sampling, seed)
         answers: queue.SimpleQueue[tuple[int, Mapping[str, Any]]] = queue.SimpleQueue()
