@@ -20,7 +20,7 @@ from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.config.nemo_rl.dtensor import is_override
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.schema import DataConfig, MasterConfig
-from nemo_rl_offload.config.sources import LoadedConfig, nodes
+from nemo_rl_offload.config.sources import OVERRIDE, LoadedConfig, nodes
 from nemo_rl_offload.config.validation import check_config, schema_problems
 from nemo_rl_offload.errors import CheckpointError, ConfigError
 from nemo_rl_offload.observability.summary_table import table_of_figures
@@ -50,6 +50,7 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
     if checkpoint is not None and options.config is None:  # has all keys, of which a user wrote but these
         written = {path for path, _ in nodes(loaded.values) if is_override(loaded.origin(path))}
         loaded = replace(loaded, inherited=frozenset(path for path, _ in nodes(loaded.values)) - written)
+    _check_sampling(loaded)
     checked = check_config(_that_generates(loaded, source), str(source))
     config = checked.config
     if not has_problems(config["data"]):
@@ -86,6 +87,19 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], run_dirs: li
         if options.format != "json":
             console.print(_table(found, out, console.width))
         return out / EVALUATION_FILE
+
+
+def _check_sampling(loaded: LoadedConfig) -> None:
+    """Responses are drawn as in validation. A run's file has those keys resolved, so that no override reaches them."""
+    section = dict(nodes(loaded.values))
+    problems = []
+    for key in ("temperature", "top_p", "top_k"):
+        given, read = (f"policy.generation.{prefix}{key}" for prefix in ("", "val_"))
+        is_unread = is_override(loaded.origin(given)) and not is_override(loaded.origin(read))
+        if is_unread and section.get(given) != section.get(read):
+            problems.append(f"{given}: has no effect, for responses are drawn by {read}. Give that. ({OVERRIDE})")
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def has_problems(data: DataConfig) -> bool:

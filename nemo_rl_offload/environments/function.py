@@ -13,7 +13,6 @@ is not there or takes other arguments, before it starts, and a return value that
 
 import importlib
 import inspect
-import math
 import os
 import sys
 import traceback
@@ -29,6 +28,8 @@ if TYPE_CHECKING:  # which a scorer's process need not wait for
 
 KEY = "env.function.path"
 RETURNED = ("reward", "rewards", "observation", "done", "is_correct")
+LARGEST_REWARD = 1e18
+"""In size: float32 holds the squares of hundreds of them, as deviations of groups need."""
 
 
 class FunctionEnvironment:
@@ -119,16 +120,31 @@ def _as_score(returned: Any) -> Score:
     if (several := values.get("rewards")) is not None:
         if not isinstance(several, Mapping) or not several:
             raise TypeError("rewards must be a mapping of names to numbers")
-        parts = {str(name): float(value) for name, value in several.items()}
-    reward = float(values["reward"] if "reward" in values else sum((parts or {}).values()))
+        parts = {str(name): _number(value) for name, value in several.items()}
+    reward = _number(values["reward"]) if "reward" in values else sum((parts or {}).values())
     observation = values.get("observation")
-    if not all(map(math.isfinite, (reward, *(parts or {}).values()))):
-        raise ValueError("the reward must be finite")
+    if not all(abs(number) <= LARGEST_REWARD for number in (reward, *(parts or {}).values())):
+        raise ValueError(f"the reward must be finite, and between {-LARGEST_REWARD:g} and {LARGEST_REWARD:g}")
     if not isinstance(observation, str | None):
         raise TypeError("observation must be text or None")
-    if values.get("done", observation is None):
+    if _flag("done", values, default=observation is None):
         observation = None
     elif not observation:
         raise ValueError("an episode that goes on needs an observation")
-    is_correct = bool(values.get("is_correct", reward > 0))
+    is_correct = _flag("is_correct", values, default=reward > 0)
     return Score(reward, is_correct, scorer_error=False, observation=observation, parts=parts)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes | bytearray):
+        raise TypeError("a reward must be a number, not text")
+    return float(value)
+
+
+def _flag(name: str, values: Mapping[str, Any], *, default: bool) -> bool:
+    """True or False, or what NumPy, torch or arithmetic have for them; the default for None."""
+    if (value := values.get(name)) is None:
+        return default
+    if isinstance(value, str | bytes | bytearray) or float(value) not in (0.0, 1.0):
+        raise TypeError(f"{name} must be True or False")
+    return bool(value)

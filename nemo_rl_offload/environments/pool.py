@@ -5,7 +5,7 @@ when something ends. A response whose scorer raises, is late, or takes its proce
 the first failure of each kind is told. A process that is gone is replaced.
 
 A process that ends, or has no memory left, may suffer from what earlier responses left behind. The response then gets a
-second try in a fresh process, and fails only there.
+second try in a fresh process, and fails only there; that it needed one is told once.
 """
 
 import threading
@@ -75,7 +75,9 @@ class _Turn:
         self.waiting = deque(range(len(episodes)))
         self.scores: dict[int, Score] = {}
         self.raised: list[tuple[str, str]] = []
-        """Kinds and descriptions of what was raised instead, for want of memory apart."""
+        """Kinds and descriptions of what was raised instead, for want of memory apart, and of processes' ends."""
+        self.ended: dict[int, str] = {}
+        """How a process ended that may not have been ended by its response, which was tried again."""
 
     @property
     def is_done(self) -> bool:
@@ -124,8 +126,9 @@ class EnvironmentPool:
 
         Raises:
             ConfigError: the environment cannot be made as configured.
-            WorkerError: its processes do not start, the environment raised one, or it raised the same exception on
-                each of the first responses, two or more, so that it is likely never to score any.
+            WorkerError: its processes do not start, the environment raised one, or it failed alike (the same exception,
+                or the same end of its process) on each of the first responses, two or more, so that it is likely
+                never to score any.
         """
         finished = [episode for episode in episodes if episode.finished]
         with self._one_at_a_time:
@@ -159,9 +162,9 @@ class EnvironmentPool:
         kinds = {kind for kind, _ in turn.raised}
         if not self._has_scored and len(turn.raised) == len(episodes) > 1 and len(kinds) == 1:
             raise WorkerError(
-                f"{self._section}: the scorer raised the same on each of the first {len(episodes)} responses, so no "
+                f"{self._section}: the scorer failed alike on each of the first {len(episodes)} responses, so no "
                 f"reward would mean anything: {turn.raised[0][1]}. Mend it, or let it return 0 for what it cannot "
-                f"score. The traceback is in {self._log}."
+                f"score. {self._log} has what it printed."
             )
         self._has_scored = self._has_scored or not all(score.scorer_error for score in turn.scores.values())
         if episodes and all(score.scorer_error for score in turn.scores.values()):
@@ -211,6 +214,8 @@ class EnvironmentPool:
             raise _with_details(WorkerError(message["fatal"]), message)
         if "score" in message:
             turn.scores[worker.index] = Score(*message["score"])
+            if (how := turn.ended.get(worker.index)) is not None:
+                self._tell(f"again: {how}", f"a scorer's process {how}. The response was scored in a fresh one.")
         elif message["kind"] == MemoryError.__name__ and worker.num_answers:
             turn.waiting.appendleft(worker.index)
         else:
@@ -235,7 +240,9 @@ class EnvironmentPool:
         """Go on after a process has ended."""
         if worker.index is not None and worker.num_answers:
             turn.waiting.appendleft(worker.index)
+            turn.ended[worker.index] = how
         elif worker.index is not None:
+            turn.raised.append((how, f"its process {how}"))
             self._fail(how, f"took its process with it, which {how}", worker.index, turn)
             worker.num_starts = 0
         self._restart(worker, how)

@@ -266,8 +266,7 @@ def _metric(translation: Translation) -> None:
 def _validation(translation: Translation) -> None:
     for algorithm in ("grpo", "sft", "dpo", "distillation"):
         path = f"{algorithm}.val_period"
-        period = translation.get(path)
-        if isinstance(period, int) and period < 0:
+        if translation.get(path) == -1:
             translation.set(path, 0, path)
         batches, size = (
             translation.honoured.get(f"{algorithm}.{key}") for key in ("val_batches", "val_global_batch_size")

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from nemo_rl_offload.cli.evaluate import _quantized_once, _that_generates
+from nemo_rl_offload.cli.evaluate import _check_sampling, _quantized_once, _that_generates
 from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.config.recipe import read_recipe
 from nemo_rl_offload.config.validation import schema_problems
@@ -78,3 +79,19 @@ def test_weights_of_a_run_that_quantized_them_are_not_quantized_again(tmp_path: 
     for backend in ("megatron", "vllm"):
         config = evaluated("policy.quant_cfg=W4A16_NVFP4_CFG", f"policy.generation.backend={backend}")
         assert _quantized_once(config, CONFIG, tmp_path)["policy"]["quant_cfg"] is None
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_k", 1), ("top_p", 0.5), ("temperature", 0.3)])
+def test_sampling_that_no_evaluation_reads_is_refused(key: str, value: float, tmp_path: Path) -> None:
+    """A run's file names no other keys; an exemplar's validation draws as training does unless it says otherwise."""
+    of_run = tmp_path / "config.yaml"
+    of_run.write_text(yaml.safe_dump(read_recipe(CONFIG).values))
+    given, read = f"policy.generation.{key}={value}", f"policy.generation.val_{key}={value}"
+    _check_sampling(read_recipe(CONFIG, [given]))
+    _check_sampling(read_recipe(of_run, [given, read]))
+    _check_sampling(read_recipe(of_run))
+    with pytest.raises(
+        ConfigError, match=f"^policy.generation.{key}: has no effect, .* by policy.generation.val_{key}"
+    ):
+        _check_sampling(read_recipe(of_run, [given]))
+    _check_sampling(read_recipe(of_run, [given, f"policy.generation.val_{key}=1"]))

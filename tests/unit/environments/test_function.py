@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nemo_rl_offload.environments.function import FunctionEnvironment
@@ -47,6 +48,10 @@ def test_an_observation_goes_on_with_the_episode() -> None:
         ({"rewards": {"a": 1, "b": 0.5}}, Score(1.5, True, False, parts={"a": 1.0, "b": 0.5})),
         ({"rewards": {"a": 1, "b": 2}, "reward": 0}, Score(0.0, False, False, parts={"a": 1.0, "b": 2.0})),
         ({"reward": 1, "observation": "x", "done": True}, Score(1.0, True, False)),
+        ({"reward": 1, "observation": "x", "done": 0}, Score(1.0, True, False, "x")),
+        ({"reward": np.float32(0.5), "is_correct": np.bool_(False)}, Score(0.5, False, False)),
+        ({"reward": 1, "is_correct": None, "done": None}, Score(1.0, True, False)),
+        (-1e18, Score(-1e18, False, False)),
     ],
 )
 def test_what_may_be_returned(returned: Any, expected: Score) -> None:
@@ -62,7 +67,14 @@ def test_what_may_be_returned(returned: Any, expected: Score) -> None:
         ({"rewards": 1}, "rewards must be a mapping of names to numbers"),
         ({"rewards": {}}, "rewards must be a mapping of names to numbers"),
         ({"rewards": {"a": float("nan")}}, "the reward must be finite"),
-        ({"rewards": {"a": "x"}}, "could not convert"),
+        ({"rewards": {"a": "0.5"}}, "a reward must be a number, not text"),
+        ("1.0", "returned '1.0'.*a reward must be a number, not text"),
+        (b"1", "a reward must be a number, not text"),
+        ({"reward": 1, "is_correct": "false"}, "is_correct must be True or False"),
+        ({"reward": 1, "is_correct": float("nan")}, "is_correct must be True or False"),
+        ({"reward": 1, "observation": "x", "done": "false"}, "done must be True or False"),
+        (1e39, "the reward must be finite, and between -1e\\+18 and 1e\\+18"),
+        ({"rewards": {"a": 1e300, "b": -1e300}}, "the reward must be finite"),
         ({"score": 1}, "unknown keys \\['score'\\]; allowed: reward, rewards, observation, done, is_correct"),
         ({"observation": "x"}, "the key reward is missing"),
         ({"reward": 1, "observation": 3}, "observation must be text or None"),

@@ -105,10 +105,19 @@ def test_one_that_raises_the_same_on_every_first_response_ends_the_run(
     assert "Traceback" in (tmp_path / "scorers.log").read_text()
 
 
+@pytest.mark.parametrize("asked", ["an end of the process", "an abort"])
+def test_one_that_ends_its_process_on_every_first_response_ends_the_run(
+    asked: str, make_pool: Callable[..., EnvironmentPool]
+) -> None:
+    pool = make_pool(*function("misbehaves"))
+    with pytest.raises(WorkerError, match=r"failed alike on each of the first 3 responses.*: its process .*\. Mend it"):
+        pool.step(episodes(*[asked] * 3))
+
+
 @pytest.mark.parametrize(
     "asked",
-    [["an exception", "an exit"], ["an exception"], ["a hang in C"] * 2, ["an abort"] * 2],
-    ids=["two kinds", "one response", "late", "crashed"],
+    [["an exception", "an exit"], ["an exception"], ["an abort"], ["a hang in C"] * 2],
+    ids=["two kinds", "one response", "one crash", "late"],
 )
 def test_others_do_not(asked: list[str], make_pool: Callable[..., EnvironmentPool]) -> None:
     pool = make_pool(*function("misbehaves", "env.function.timeout_s=2"))
@@ -148,7 +157,8 @@ def test_memory_of_earlier_responses_is_no_failure(make_pool: Callable[..., Envi
 def test_a_process_that_ends_late_costs_no_innocent(make_pool: Callable[..., EnvironmentPool]) -> None:
     pool = make_pool(*function("ends_late"))
     assert pool.step(episodes("dies later", "next", "last")) == [RIGHT] * 3
-    assert pool.notices() == []
+    (notice,) = pool.notices()
+    assert notice.endswith(". The response was scored in a fresh one.")
 
 
 def test_a_process_that_was_killed_while_it_waited_is_replaced(make_pool: Callable[..., EnvironmentPool]) -> None:

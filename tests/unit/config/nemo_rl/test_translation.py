@@ -210,6 +210,7 @@ def test_what_cannot_be_translated_is_refused(
     ("text", "wanted"),
     [
         ("grpo: {adv_estimator: {name: grpo, normalize_rewards: false}}", {"grpo.normalize_rewards": False}),
+        ("grpo: {val_period: -7}", {"grpo.val_period": -7}),  # which the schema refuses
         ("grpo: {val_period: -1, max_val_samples: null}", {"grpo.val_period": 0, "grpo.max_val_samples": 1 << 40}),
         ("grpo: {}\npolicy: {megatron_cfg: {checkpoint: {async_save: true}}}", {"checkpointing.is_async": True}),
         (
