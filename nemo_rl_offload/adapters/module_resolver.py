@@ -221,7 +221,7 @@ def _why_none(entry: str, modules: dict[str, nn.Module], layers: Sequence[str]) 
             "Give paths of modules instead, like 'encoder.layers.*'"
         )
     if entry in NAMES:
-        return _NEEDS[entry]
+        return _NEEDS.get(entry, "no layer of this model has it in a form that is known; give paths of modules instead")
     if "." not in entry and "*" not in entry:
         return f"neither a module of this model nor one of {', '.join(NAMES)}." + nearest(entry, [*NAMES, *modules])
     patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in modules if path)

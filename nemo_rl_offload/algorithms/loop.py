@@ -79,6 +79,17 @@ class DataStream(Protocol):
     def load_state_dict(self, state: Mapping[str, int]) -> None: ...
 
 
+def left_unmeasured(config: MasterConfig, num_samples: int) -> list[str]:
+    """A warning where several sets are validated and `max_val_samples` takes the first of them alone."""
+    most, key = section_of(config)["max_val_samples"], f"{config['algorithm']}.max_val_samples"
+    if num_samples <= most or not config["data"]["validation"]["further"]:
+        return []
+    return [
+        f"{key}: the first {most} of {num_samples} validation samples are measured, in the order of their sets. For "
+        f"all: {key}={num_samples}"
+    ]
+
+
 def section_of(config: MasterConfig) -> GRPOConfig | SFTConfig | DPOConfig | DistillationConfig:
     """The section of the algorithm that `config` is for; a plugin's has the keys that all of these share."""
     sections: Mapping[str, Any] = config

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from nemo_rl_offload.algorithms.loop import Say, TrainingLoop, run_loop, section_of, spec_of
+from nemo_rl_offload.algorithms.loop import Say, TrainingLoop, left_unmeasured, run_loop, section_of, spec_of
 from nemo_rl_offload.algorithms.waiting import waiting
 from nemo_rl_offload.batching.batch import Batch
 from nemo_rl_offload.cluster.virtual_cluster import VirtualCluster
@@ -38,6 +38,7 @@ class OfflineLoop(TrainingLoop):
         super().__init__(config, policy, self._stream, num_steps(config, self._stream), run_dir)
         self._pad_id = pad_id
         self._validation_samples = validation[: self._section["max_val_samples"]]
+        self._notes = left_unmeasured(config, len(validation))
 
     def next_batch(self) -> Batch:
         """The next training batch."""
@@ -46,6 +47,11 @@ class OfflineLoop(TrainingLoop):
     def validation_batch(self) -> Batch:
         """All validation samples."""
         return collate(self._validation_samples, self._pad_id)
+
+    def notices(self) -> list[str]:
+        """As every loop's, and once what validation leaves out."""
+        notes, self._notes = self._notes, []
+        return [*super().notices(), *notes]
 
     def summary(self) -> LoopSummary:
         """With the counts of the data."""

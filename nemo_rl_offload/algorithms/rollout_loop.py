@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, cast
 
 from nemo_rl_offload.algorithms.gym_rollout import NemoGym
-from nemo_rl_offload.algorithms.loop import TrainingLoop, section_of
+from nemo_rl_offload.algorithms.loop import TrainingLoop, left_unmeasured, section_of
 from nemo_rl_offload.algorithms.rollout import Limits, Rollout, rollout
 from nemo_rl_offload.algorithms.samples import Samples
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
@@ -58,7 +58,7 @@ class RolloutLoop(TrainingLoop):
         self._samples = Samples(run_dir, config["logger"], tokenizer)
         self._answered, self._without_room = Counter[int](), Counter[int]()
         self._has_told_of_turns = False
-        self._notes: list[str] = []
+        self._notes = left_unmeasured(config, len(self._validation_prompts))
 
     def measure(self) -> dict[str, float]:
         """Sample responses to each validation prompt, one unless the section says more."""

@@ -13,6 +13,7 @@ from nemo_rl_offload.config.schema import (
     TrainingDataConfig,
     ValidationDataConfig,
 )
+from nemo_rl_offload.data.forms import BESIDE_TURNS
 from nemo_rl_offload.data.program_tests import SETUP
 from nemo_rl_offload.data.records import Record, read_section
 from nemo_rl_offload.errors import DataError
@@ -133,13 +134,16 @@ def read_text_file(key: str, path: str) -> str:
 def _renamed(
     record: Record, columns: Mapping[str, str], keys: Mapping[str, str], name: str, answer: str | None
 ) -> Record:
-    """Its columns under other names; of the others a prompt, an answer and what tests begin with, or of a pair all.
+    """Its columns under other names; of the others a prompt, an answer, what tests begin with and what a conversation
+    has beside its turns, or of a pair all.
 
     `keys` says who named a column, and ``name`` is the section's path.
     """
     if isinstance(record.content, str):
         return record
-    kept = record.content if answer is None else {"prompt", answer, *SETUP} & record.content.keys()
+    beside = set(BESIDE_TURNS) - {source.partition("####")[0].partition(".")[0] for source in columns.values()}
+    named = {"prompt", answer, *SETUP, *(beside if answer == "completion" else ())}
+    kept = record.content if answer is None else named & record.content.keys()
     found: dict[str, object] = {key: record.content[key] for key in kept}
     has = ", ".join(record.content) or "no keys"
     for target, source in columns.items():

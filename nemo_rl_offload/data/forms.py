@@ -31,7 +31,10 @@ REPEATS_PROMPT = (
     "out of the answers, or give messages, which are taken as they are"
 )
 _SYSTEM_COLUMNS = ("system", "system_prompt")
-_UNREAD_COLUMNS = ("functions", "chat_template_kwargs")
+_UNREAD_COLUMNS = ("functions", "chat_template_kwargs", "images", "videos", "audios")
+BESIDE_TURNS = (*_SYSTEM_COLUMNS, "tools", *_UNREAD_COLUMNS, "label", "weight")
+"""Columns that say something of a conversation beside its turns: they are read, or refused."""
+_BESIDE_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _EMPTY: tuple[object, ...] = (None, [], {}, "", "[]", "{}")
 _QUESTION_COLUMNS = ("question", "problem", "input", "instruction")
 """Of pairs of plain text: where the prompt is besides `prompt`, where a record has one of them."""
@@ -103,6 +106,8 @@ def parse_conversation(content: Mapping[str, object]) -> list[Message]:
         )
     if weight is not None:
         raise BadRecordError(f"has an assistant turn of weight {weight!r}, which would be learned as any other")
+    if any(turn.get("train") is False for turn in turns):
+        raise BadRecordError("has an assistant turn with train false, which would be learned as any other")
     if messages[0]["role"] == "assistant":
         raise BadRecordError("begins with an assistant turn, which answers nothing")
     return messages
@@ -336,6 +341,8 @@ def _messages(value: object, name: str, role: str | None) -> list[Message]:
             raise BadRecordError(f"{name} has a message without text in 'content'{_in_place_of_text(message)}")
         if message.get("role") not in ROLES:
             raise BadRecordError(f"{name} has the role {message.get('role')!r}; roles are {', '.join(ROLES)}")
+        if seen := next((key for key in _BESIDE_TEXT if message.get(key) not in _EMPTY), None):
+            raise BadRecordError(f"{name} has a message with {seen}; text alone is read")
     return messages
 
 

@@ -55,6 +55,7 @@ NUM_SHOWN = 5
 _SAVED = "state.json"
 """In a folder that `datasets` saved."""
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.\w+")
+_SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a character in JSON; UTF-8 text has none unescaped."""
 
@@ -185,8 +186,8 @@ def _data_files(folder: Path, split: str | None) -> list[Path]:
         for file in files
     }
     splits = sorted(set(names.values()))
-    is_sharded = any(_SHARD.fullmatch(file.name) for file in files)
-    if split is None and not (is_sharded and len(splits) > 1):
+    are_splits = any(_SHARD.fullmatch(file.name) for file in files) or not _SPLIT_NAMES.isdisjoint(splits)
+    if split is None and not (are_splits and len(splits) > 1):
         return files
     chosen = _chosen_split(folder, split, splits)
     return [file for file in files if names[file] == chosen]

@@ -264,7 +264,7 @@ def _report_turns(name: str, turns: TurnCounts, *, says_where: bool) -> None:
         (turns.num_open, "no end token behind them: their end is not learned. data.add_eos=true ends the last one"),
         (
             turns.num_shortened,
-            "a part of their text left out by the chat template, such as thinking: it is not learned. Another "
+            "a part left out by the chat template, such as thinking or a call: it is not learned. Another "
             "policy.tokenizer.chat_template may keep it",
         ),
         (
@@ -274,6 +274,12 @@ def _report_turns(name: str, turns: TurnCounts, *, says_where: bool) -> None:
     ):
         if number:
             warnings.warn(f"{name}: {number} of {turns.num_turns} assistant turns have {text}.", stacklevel=2)
+    if turns.num_unheard:
+        warnings.warn(
+            f"{name}: the chat template leaves out or rewrites {turns.num_unheard} of {turns.num_others} turns of "
+            "systems, users and tools. Another policy.tokenizer.chat_template may keep them.",
+            stacklevel=2,
+        )
 
 
 def _most_repeat_the_prompt(records: Sequence[Record]) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Any, cast
 
 from nemo_rl_offload.data.first_tokens import first_tokens, first_tokens_and_places
 from nemo_rl_offload.data.forms import BadRecordError, Message
@@ -26,12 +27,12 @@ from nemo_rl_offload.data.prompt_tokens import encode_prompt
 from nemo_rl_offload.data.tokenizer import Tokenizer, added_tokens
 from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.specs.bounded_template import RunawayTemplateError
-from nemo_rl_offload.specs.chat_template import ALWAYS_PROMPTS, always_prompts, turn_texts, variables_of
+from nemo_rl_offload.specs.chat_template import ALWAYS_PROMPTS, always_prompts, plain_call, turn_texts, variables_of
 from nemo_rl_offload.specs.end_tokens import closing_token
 
 Tools = list[dict[str, object]]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-READ_BY_NAME = ("tool_calls", *THOUGHTS)
+READ_BY_NAME = ("tool_calls", *THOUGHTS, "function_call", "refusal")
 """Keys of a message that say what an assistant does beside its text."""
 _TAIL = 1000
 """Characters, of which the last token is looked at."""
@@ -65,6 +66,10 @@ class TurnCounts:
     """Of whose text the template leaves a part out."""
     num_elsewhere: int = 0
     """Rendered otherwise than the generation prompt begins them."""
+    num_others: int = 0
+    """Turns of systems, users and tools beside them."""
+    num_unheard: int = 0
+    """Of those, without their text."""
 
 
 class ChatEncoder:
@@ -118,6 +123,9 @@ class ChatEncoder:
         rest_is_learned = False
         before = 0
         for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                self.counts.num_others += 1
+                self.counts.num_unheard += not _holds(chat.text, message["content"])
             if message["role"] != "assistant" or turn < num_given:
                 continue
             if num_read < len(chat.text) and num_read <= before:
@@ -148,7 +156,7 @@ class ChatEncoder:
             self.counts.num_turns += 1
             self.counts.num_open += is_open
             self.counts.num_elsewhere += is_elsewhere
-            said = [str(message.get(key) or "") for key in ("content", *THOUGHTS)]
+            said = [str(message.get(key) or "") for key in ("content", *THOUGHTS)] + _called_names(message)
             self.counts.num_shortened += any(not _holds(chat.text[before:end], text) for text in said)
             before = end
         if self._beginning is not None and token_ids[:1] != [self._beginning]:
@@ -183,7 +191,7 @@ class _Chat:
     """One conversation, and the chat template's renderings of its parts."""
 
     def __init__(self, tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None) -> None:
-        self._tokenizer, self._messages, self._tools = tokenizer, messages, tools
+        self._tokenizer, self._tools = tokenizer, tools
         template = tokenizer.get_chat_template(tools=tools)
         if tools and "tools" not in variables_of(template):
             raise BadRecordError("has tools, which the chat template does not read; " + OTHER_TEMPLATE)
@@ -191,8 +199,27 @@ class _Chat:
             is_read = re.search(rf"[.'\"]{key}\b", template)
             if not is_read and any(message.get(key) for message in messages):
                 raise BadRecordError(f"has {key} in a message, which the chat template does not read; {OTHER_TEMPLATE}")
-        self.text = self._render(messages)
+        self._messages, self.text = self._called(messages)
         self._mark = unused_text(self.text)
+
+    def _called(self, messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
+        """The messages as the template reads their tool calls, and its text.
+
+        Arguments that are text, as OpenAI writes them, become values, as vLLM hands them over. A template that joins
+        them to text refuses values, or writes Python's form of them: it gets the text.
+        """
+        plain = [_with_values(message) for message in messages]
+        if plain == messages:
+            return messages, self._render(messages)
+        try:
+            text = self._render(plain)
+        except BadRecordError:
+            return messages, self._render(messages)
+        changed = [message for message, given in zip(plain, messages, strict=True) if message != given]
+        calls: list[Any] = [call for message in changed for call in cast("Any", message)["tool_calls"]]
+        if any((values := call["function"]["arguments"]) and str(values) in text for call in calls):
+            return messages, self._render(messages)
+        return plain, text
 
     def _render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         return render(self._tokenizer, messages, prompt, self._tools)
@@ -243,6 +270,21 @@ class _Chat:
                 f"has an assistant turn whose text the chat template writes {len(parts) - 1} times; {OTHER_TEMPLATE}"
             )
         return parts[0], parts[1]
+
+
+def _called_names(message: Message) -> list[str]:
+    calls: Any = message.get("tool_calls") or ()
+    functions = [call.get("function", call) for call in calls if isinstance(call, dict)]
+    return [str(function["name"]) for function in functions if isinstance(function, dict) and function.get("name")]
+
+
+def _with_values(message: Message) -> Message:
+    calls: Any = message.get("tool_calls")
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        return message
+    return cast("Message", {**message, "tool_calls": [plain_call(call) for call in calls]})
 
 
 def render(

@@ -8,15 +8,13 @@ the difference of the renderings with and without what follows; where the templa
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from nemo_rl_offload.data.tokenizer import Tokenizer, added_tokens
 from nemo_rl_offload.data.turns import unused_text
 from nemo_rl_offload.errors import NemoRLOffloadError
 from nemo_rl_offload.specs.bounded_template import RunawayTemplateError
-from nemo_rl_offload.specs.chat_template import RENDERING_ERRORS, render_chat
-from nemo_rl_offload.specs.documents import parse_json
+from nemo_rl_offload.specs.chat_template import RENDERING_ERRORS, plain_call, render_chat
 
 Chat = Sequence[Mapping[str, Any]]
 """Messages in OpenAI's form; a turn of the model may have `prompt_token_ids` and `generation_token_ids`."""
@@ -163,15 +161,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
             raise BadChatError("a message's content is neither text nor parts of text, which is all that models read")
         plain["content"] = "\n".join(str(part["text"]) for part in content)
     if plain.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
+        plain["tool_calls"] = [plain_call(call) for call in plain["tool_calls"]]
     else:
         plain.pop("tool_calls", None)
     return plain
-
-
-def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(arguments := function.get("arguments") or "{}", str):
-        with suppress(ValueError):  # what the model wrote is no JSON, and stays its text
-            function["arguments"] = parse_json(arguments)
-    return {**call, "function": function}

@@ -7,6 +7,7 @@ of many templates. Training and generation render with the tokenizer itself; thi
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, lru_cache
@@ -20,6 +21,7 @@ from jinja2.parser import Parser
 
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.specs.bounded_template import MAX_TEMPLATE, BoundedEnvironment, allowance_for
+from nemo_rl_offload.specs.documents import parse_json
 
 Conversation = Sequence[Mapping[str, object]]
 Render = Callable[[Conversation, bool], str]
@@ -98,6 +100,15 @@ def render_chat(
     given = {"messages": listed, "tools": tools, "documents": None, "add_generation_prompt": prompt}
     with allowance_for([listed, tools]):
         return str(_compiled(template).render({**variables, **given}))
+
+
+def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call of OpenAI's form, with its arguments as values and not as text, as templates get them from vLLM."""
+    function = dict(call.get("function") or {})
+    if isinstance(arguments := function.get("arguments") or "{}", str):
+        with suppress(ValueError):  # what the model wrote is no JSON, and stays its text
+            function["arguments"] = parse_json(arguments)
+    return {**call, "function": function}
 
 
 def renderer(template: str, variables: Mapping[str, object]) -> Render:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_rl_offload.adapters.module_resolver import NAMES, resolve
+from nemo_rl_offload.adapters.module_resolver import NAMES, _why_none, resolve
 from nemo_rl_offload.errors import ConfigError
 
 
@@ -139,6 +139,13 @@ def test_a_dense_name_in_a_model_of_experts(entry: str) -> None:
 def test_experts_in_a_loop_have_no_seam(entry: str) -> None:
     with pytest.raises(ConfigError, match=r"set_experts_implementation\('grouped_mm'\), or list 'model.layers.0.mlp.e"):
         resolve(model_of(moe_layer("eager")), [entry])
+
+
+def test_names_that_no_layer_has_in_a_known_form_say_so() -> None:
+    """As core_attn of latent attention, or mlp_norm of Nemotron-H."""
+    bare = nn.ModuleDict({"layers": nn.ModuleList([tree("mixer.in_proj")])})
+    for entry in NAMES:
+        assert _why_none(entry, dict(bare.named_modules()), ["layers.0"])
 
 
 def test_names_need_decoder_layers() -> None:

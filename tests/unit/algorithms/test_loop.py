@@ -17,7 +17,7 @@ import pytest
 from fakes import FakePolicy, Recorder
 
 from nemo_rl_offload.algorithms import loop as loop_module
-from nemo_rl_offload.algorithms.loop import Stopwatch, TrainingLoop, run_loop
+from nemo_rl_offload.algorithms.loop import Stopwatch, TrainingLoop, left_unmeasured, run_loop
 from nemo_rl_offload.cluster.signals import Termination
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.errors import CheckpointError, ConfigError, ResourceError, TrainingError, WorkerError
@@ -634,3 +634,12 @@ def test_checkpoints_go_by_their_step_and_not_by_their_time(tmp_path: Path) -> N
     for step, seconds in ((2, 3e9), (4, 1e9), (6, 0)):
         os.utime(tmp_path / "checkpoints" / f"step_{step}", (seconds, seconds))
     assert make(tmp_path)[0].resume() == tmp_path / "checkpoints" / "step_6"
+
+
+@pytest.mark.parametrize(("num", "further", "is_said"), [(5, [], False), (4, [{}], False), (5, [{}], True)])
+def test_sets_that_no_validation_reaches_are_told(num: int, further: list[Any], is_said: bool) -> None:
+    config = read_config("sft.max_val_samples=4")
+    config["data"]["validation"]["further"] = further
+    told = left_unmeasured(config | {"algorithm": "sft"}, num)
+    assert bool(told) == is_said
+    assert not told or told[0].startswith("sft.max_val_samples: the first 4 of 5 validation samples are measured")

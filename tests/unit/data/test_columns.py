@@ -226,6 +226,19 @@ def test_one_named_key_leaves_the_other_column_alone(
         assert record.content == content
 
 
+def test_named_columns_leave_what_is_said_beside_turns(tmp_path: Path, recipe: Callable[..., Any]) -> None:
+    beside = {"system": "S", "tools": [], "label": False, "weight": 0, "functions": ["f"], "images": ["i"]}
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"ask": "2+2?", "said": "4", "other": "x", **beside}) + "\n")
+    text = f"data: {{env_name: math, train: {{dataset_name: ResponseDataset, data_path: {file}}}}}"
+    section = recipe(text, "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")["data"]["train"]
+    named = {"input_key": "ask", "output_key": "said"}
+    (record,) = records_of({**section, **named}, "data.train", "completion")
+    assert record.content == {"prompt": "2+2?", "completion": "4", **beside}
+    (other,) = records_of({**section, **named, "output_key": "system"}, "data.train", "completion")
+    assert other.content == {"prompt": "2+2?", "completion": "S"} | {k: v for k, v in beside.items() if k != "system"}
+
+
 def test_texts_around_prompts(tmp_path: Path, recipe: Callable[..., Any]) -> None:
     """The oracle is the chat template's own rendering."""
     (tmp_path / "around.txt").write_text("Put it into \\boxed{{}}:\n{}\nNow.")

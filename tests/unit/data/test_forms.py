@@ -443,6 +443,13 @@ BY_NUMBER = {"prompt": "a", "response_0": "b", "response_1": "c"}
         (parse_conversation, {"messages": [user("a"), assistant("b") | {"weight": 0}]}, "turn of weight 0"),
         (parse_conversation, {"messages": [user("a"), assistant("b") | {"weight": 0.5}]}, "turn of weight 0.5"),
         (parse_conversation, {"messages": CONVERSATION, "functions": [{"name": "f"}]}, "has functions, which the chat"),
+        (parse_conversation, {"messages": CONVERSATION, "images": ["x.png"]}, "has images, which the chat"),
+        (
+            parse_conversation,
+            {"messages": [user("a") | {"images": ["x.png"]}, assistant("b")]},
+            "has a message with images; text alone is read",
+        ),
+        (parse_conversation, {"messages": [user("a"), assistant("b") | {"train": False}]}, "turn with train false"),
         (parse_conversation, {"messages": CONVERSATION, "chat_template_kwargs": {"a": 1}}, "has chat_template_kwargs"),
         (parse_conversation, {"messages": LONG, "system": "other"}, "two different system prompts"),
         (parse_conversation, {"messages": CONVERSATION, "system": ["s"]}, "system is not text"),

@@ -448,7 +448,7 @@ def test_what_the_template_makes_of_turns_is_said_once(tokenizer: Any, tiny: dic
     assert [str(warning.message).partition(", such")[0].partition(":")[2] for warning in caught] == [
         " 3 of 6 assistant turns have no end token behind them: their end is not learned. data.add_eos=true ends the "
         "last one.",
-        " 6 of 6 assistant turns have a part of their text left out by the chat template",
+        " 6 of 6 assistant turns have a part left out by the chat template",
     ]
     ((row,), *_) = stream.next_batch()
     assert tokenizer.decode(row.token_ids) == '<user>a<assistant>b<user>a<assistant>b[{"name": "add"}]<|im_end|>'

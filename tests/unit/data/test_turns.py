@@ -286,6 +286,36 @@ def counted(make: Make, style: Style, turns: list[Turn], **options: Any) -> tupl
     return encoder.counts, learned(tokenizer, row)
 
 
+WITH_CALLS = (
+    "{% for m in messages %}{{ m.content }}{% for t in m.tool_calls or [] %}"
+    "<call>{{ t.function.name }} ARGUMENTS</call>{% endfor %}</s>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("way", ["| tojson", "", "+ ''", "| string"])
+@pytest.mark.parametrize("given", ['{"a": 1, "b": "x"}', "no JSON"])
+def test_arguments_of_calls_are_learned_as_json_whatever_the_template_takes(way: str, given: str, make: Make) -> None:
+    """OpenAI's are text. Templates write values as JSON, or join text."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
+    turns: Any = [*talk("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    style = Style(WITH_CALLS.replace("ARGUMENTS", f"{{{{ t.function.arguments {way} }}}}"), "</s>", "")
+    _, text = counted(make, style, turns)
+    assert text == f"<call>f {json.dumps(given) if given == 'no JSON' and way == '| tojson' else given}</call></s>"
+    assert call["function"] == {"name": "f", "arguments": given}, "the record's own"
+
+
+def test_what_a_template_leaves_out_of_others_and_of_calls_is_counted(make: Make) -> None:
+    texts_alone = Style("{% for m in messages %}{{ m.content }}</s>{% endfor %}{# m.tool_calls #}", "</s>", "")
+    users_alone = Style("{% for m in messages if m.role != 'system' %}{{ m.content }}</s>{% endfor %}", "</s>", "")
+    system: Any = {"role": "system", "content": "In French."}
+    turns: Any = [system, *talk("q", "a", "q2"), {"role": "assistant", "content": "b"}]
+    assert counted(make, texts_alone, turns)[0].num_unheard == 0
+    counts, _ = counted(make, users_alone, turns)
+    assert (counts.num_unheard, counts.num_others) == (1, 3)
+    turns[-1] = {**turns[-1], "tool_calls": [{"function": {"name": "look_up", "arguments": {}}}]}
+    assert counted(make, texts_alone, turns)[0].num_shortened == 1
+
+
 def test_what_a_template_makes_otherwise_is_counted(make: Make) -> None:
     thinking, several = CONVERSATIONS["thinking"], CONVERSATIONS["several"]
     assert counted(make, STYLES["chatml"], thinking)[0].num_shortened == 0
