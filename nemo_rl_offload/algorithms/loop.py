@@ -81,8 +81,11 @@ class DataStream(Protocol):
 
 def left_unmeasured(config: MasterConfig, num_samples: int) -> list[str]:
     """A warning where several sets are validated and `max_val_samples` takes the first of them alone."""
-    most, key = section_of(config)["max_val_samples"], f"{config['algorithm']}.max_val_samples"
-    if num_samples <= most or not config["data"]["validation"]["further"]:
+    section, data = section_of(config), config["data"]
+    most, key = section["max_val_samples"], f"{config['algorithm']}.max_val_samples"
+    drawn = [each for each in (data["train"], *data["train"]["further"]) if each["split_validation_size"]]
+    is_measured = section["val_period"] or section["val_at_start"] or section["val_at_end"]
+    if num_samples <= most or not is_measured or not (data["validation"]["further"] or len(drawn) > 1):
         return []
     return [
         f"{key}: the first {most} of {num_samples} validation samples are measured, in the order of their sets. For "
@@ -260,6 +263,10 @@ class TrainingLoop(ABC):
             self._warn(self._checkpoints.notices(), progress)
             if ends_early:
                 sys.exit(EXIT_CODE)
+        if self.step < self.num_steps and self.has_taken_all():
+            progress.show(
+                f"{name}.max_num_epochs {epochs}: all passes are made with step {self.step}, which is the last"
+            )
         self.folder.check()
         logger.close()
         self._warn([*self.notices(), *logger.notices()], progress)

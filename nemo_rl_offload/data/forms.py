@@ -12,9 +12,10 @@ text answers less than half repeat the prompt is taken as it is.
 
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal, TypedDict
 
-from nemo_rl_offload.errors import DataError, nearest
+from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.specs.documents import DocumentError, parse_json
 
 
@@ -31,10 +32,10 @@ REPEATS_PROMPT = (
     "out of the answers, or give messages, which are taken as they are"
 )
 _SYSTEM_COLUMNS = ("system", "system_prompt")
-_UNREAD_COLUMNS = ("functions", "chat_template_kwargs", "images", "videos", "audios")
+_BESIDE_TEXT = ("image", "images", "video", "videos", "audio", "audios")
+_UNREAD_COLUMNS = ("functions", "chat_template_kwargs", *_BESIDE_TEXT)
 BESIDE_TURNS = (*_SYSTEM_COLUMNS, "tools", *_UNREAD_COLUMNS, "label", "weight")
 """Columns that say something of a conversation beside its turns: they are read, or refused."""
-_BESIDE_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _EMPTY: tuple[object, ...] = (None, [], {}, "", "[]", "{}")
 _QUESTION_COLUMNS = ("question", "problem", "input", "instruction")
 """Of pairs of plain text: where the prompt is besides `prompt`, where a record has one of them."""
@@ -121,10 +122,7 @@ def parse_preference(content: Mapping[str, object]) -> tuple[list[Message], list
         UndecidedPairError: the answers are the same, or rated the same.
     """
     _refuse_unread(content)
-    try:
-        prompt, answers = _pair(content)
-    except BadRecordError as error:
-        raise BadRecordError(f"{error}{_meant_columns(content)}") from None
+    prompt, answers = _pair(content)
     prompt, answers = _split(answers) if prompt is None else _fit(prompt, answers)
     chosen, rejected = answers.values()
     if chosen == rejected:
@@ -207,7 +205,10 @@ def _pair(content: Mapping[str, object]) -> tuple[list[Message] | None, Answers]
         answers = _columns(content, "chosen", "rejected")
         if (name := _question_column(content, answers)) is not None:
             return _read(name, content[name], answers)
-        return None, {name: _whole(answer, name) for name, answer in answers.items()}
+        try:
+            return None, {name: _whole(answer, name) for name, answer in answers.items()}
+        except BadRecordError as error:
+            raise BadRecordError(f"{error}{_meant_columns(content)}") from None
     if has >= set(of_helpsteer2):
         answers = _columns(content, *_compared(content, *of_helpsteer2[1:]))
         return _read("prompt", _helpsteer2_turns(content["prompt"]), answers)
@@ -224,13 +225,16 @@ def _pair(content: Mapping[str, object]) -> tuple[list[Message] | None, Answers]
         return _read("input.messages", given.get("messages"), answers)
     raise BadRecordError(
         f"has neither chosen and rejected nor another form of a pair (see docs/algorithms.md); it has {_names(content)}"
+        f"{_meant_columns(content)}"
     )
 
 
 def _meant_columns(content: Mapping[str, object]) -> str:
     """What columns of other names may be meant as."""
-    missing = [name for name in ("prompt", "chosen", "rejected") if name not in content]
-    return "".join(f"; d{hint[2:-1]} by {name}?" for name in content if (hint := nearest(name, missing)))
+    pair = ("prompt", "chosen", "rejected")
+    others = [name for name in content if name not in pair]
+    near = {name: get_close_matches(name, others, n=1) for name in pair if name not in content}
+    return "".join(f"; did you mean '{name}' by {found[0]}?" for name, found in near.items() if found)
 
 
 def _question_column(content: Mapping[str, object], answers: Mapping[str, object]) -> str | None:

@@ -14,6 +14,7 @@ Rejected: encoding turn by turn, which can cut tokens differently from the text 
 text by its words, which may occur elsewhere. Limit: what a template changes in a turn is learned as it renders it.
 """
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class TurnCounts:
     num_open: int = 0
     """Without a token that ends them."""
     num_shortened: int = 0
-    """Of whose text the template leaves a part out."""
+    """Of which the template leaves a part of the text, or a call, out."""
     num_elsewhere: int = 0
     """Rendered otherwise than the generation prompt begins them."""
     num_others: int = 0
@@ -125,7 +126,7 @@ class ChatEncoder:
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 self.counts.num_others += 1
-                self.counts.num_unheard += not _holds(chat.text, message["content"])
+                self.counts.num_unheard += not _is_heard(chat.text, message["content"])
             if message["role"] != "assistant" or turn < num_given:
                 continue
             if num_read < len(chat.text) and num_read <= before:
@@ -217,8 +218,10 @@ class _Chat:
             return messages, self._render(messages)
         changed = [message for message, given in zip(plain, messages, strict=True) if message != given]
         calls: list[Any] = [call for message in changed for call in cast("Any", message)["tool_calls"]]
-        if any((values := call["function"]["arguments"]) and str(values) in text for call in calls):
-            return messages, self._render(messages)
+        for values in (call["function"]["arguments"] for call in calls):
+            said = sum(message["content"].count(str(values)) for message in messages)
+            if isinstance(values, dict) and values and text.count(str(values)) > said:
+                return messages, self._render(messages)
         return plain, text
 
     def _render(self, messages: Sequence[Message], prompt: bool = False) -> str:
@@ -273,7 +276,9 @@ class _Chat:
 
 
 def _called_names(message: Message) -> list[str]:
-    calls: Any = message.get("tool_calls") or ()
+    calls: Any = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return []
     functions = [call.get("function", call) for call in calls if isinstance(call, dict)]
     return [str(function["name"]) for function in functions if isinstance(function, dict) and function.get("name")]
 
@@ -346,6 +351,11 @@ def encode_observation(
 def unused_text(text: str) -> str:
     """A word that does not occur in a text."""
     return next(word for number in count() if (word := f"THE-TURN-{number}") not in text)
+
+
+def _is_heard(whole: str, part: str) -> bool:
+    """Whether a text holds another one, as it is or as JSON."""
+    return _holds(whole, part) or any(json.dumps(part, ensure_ascii=each)[1:-1] in whole for each in (True, False))
 
 
 def _holds(whole: str, part: str) -> bool:

@@ -127,11 +127,11 @@ def _as_score(returned: Any) -> Score:
         raise ValueError(f"the reward must be finite, and between {-LARGEST_REWARD:g} and {LARGEST_REWARD:g}")
     if not isinstance(observation, str | None):
         raise TypeError("observation must be text or None")
-    if _flag("done", values, default=observation is None):
+    if _flag("done", values.get("done", observation is None)):
         observation = None
     elif not observation:
         raise ValueError("an episode that goes on needs an observation")
-    is_correct = _flag("is_correct", values, default=reward > 0)
+    is_correct = _flag("is_correct", values.get("is_correct", reward > 0))
     return Score(reward, is_correct, scorer_error=False, observation=observation, parts=parts)
 
 
@@ -141,10 +141,12 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _flag(name: str, values: Mapping[str, Any], *, default: bool) -> bool:
-    """True or False, or what NumPy, torch or arithmetic have for them; the default for None."""
-    if (value := values.get(name)) is None:
-        return default
-    if isinstance(value, str | bytes | bytearray) or float(value) not in (0.0, 1.0):
+def _flag(name: str, value: Any) -> bool:
+    """True or False, or what NumPy, torch or arithmetic have for them."""
+    try:
+        is_one = not isinstance(value, str | bytes | bytearray) and float(value) in (0.0, 1.0)
+    except (TypeError, ValueError):
+        is_one = False
+    if not is_one:
         raise TypeError(f"{name} must be True or False")
     return bool(value)

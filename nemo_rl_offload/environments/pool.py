@@ -5,7 +5,7 @@ when something ends. A response whose scorer raises, is late, or takes its proce
 the first failure of each kind is told. A process that is gone is replaced.
 
 A process that ends, or has no memory left, may suffer from what earlier responses left behind. The response then gets a
-second try in a fresh process, and fails only there; that it needed one is told once.
+second try in another process, and fails only there; that it needed one is told once.
 """
 
 import threading
@@ -215,7 +215,7 @@ class EnvironmentPool:
         if "score" in message:
             turn.scores[worker.index] = Score(*message["score"])
             if (how := turn.ended.get(worker.index)) is not None:
-                self._tell(f"again: {how}", f"a scorer's process {how}. The response was scored in a fresh one.")
+                self._tell(f"again: {how}", f"a scorer's process {how}. The response was scored in another.")
         elif message["kind"] == MemoryError.__name__ and worker.num_answers:
             turn.waiting.appendleft(worker.index)
         else:

@@ -16,7 +16,7 @@ from nemo_rl_offload.batching.plan import MicrobatchSplit
 from nemo_rl_offload.batching.response import Response
 from nemo_rl_offload.batching.sharding import ShardedBatch
 from nemo_rl_offload.cluster.virtual_cluster import ClusterPart, VirtualCluster
-from nemo_rl_offload.config.rules.parallel import data_parallel_size, num_interleaved
+from nemo_rl_offload.config.rules.parallel import check_ranks_have_samples, data_parallel_size, num_interleaved
 from nemo_rl_offload.config.schema import PolicyConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.generation.interface import GeneratorSetup, ResponseStream, Told
@@ -71,8 +71,10 @@ class Policy:
     ) -> None:
         self._config = config
         num_shards = data_parallel_size(config["megatron_cfg"], cluster.world_size)
-        if not is_planned(config):
-            whole, micro = config["train_global_batch_size"], config["train_micro_batch_size"]
+        whole, micro = config["train_global_batch_size"], config["train_micro_batch_size"]
+        if is_planned(config):
+            check_ranks_have_samples(whole, num_shards)
+        else:
             num_microbatches(whole, micro, num_shards, num_interleaved(config["megatron_cfg"]))
         untrained = partial(ModelWorkers, model_path=model_path, seed=seed, num_steps=None, keep_reference=False)
         setup = GeneratorSetup(

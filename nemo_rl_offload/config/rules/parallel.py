@@ -211,6 +211,15 @@ def data_parallel_size(cfg: Mapping[str, Any], world_size: int) -> int:
     return num_shards
 
 
+def check_ranks_have_samples(whole: int, num_shards: int) -> None:
+    """Raise ConfigError where a batch of so many samples leaves data-parallel ranks without any."""
+    if whole < num_shards:
+        raise ConfigError(
+            f"policy.train_global_batch_size: {whole} for {num_shards} data-parallel ranks, of which "
+            f"{num_shards - whole} would have nothing to do. Set at least {num_shards}, or take fewer GPUs."
+        )
+
+
 def num_interleaved(cfg: Mapping[str, Any]) -> int:
     """Of how many microbatches a step's number must be a multiple. `cfg` is as for `data_parallel_size`."""
     return cfg["pipeline_model_parallel_size"] if cfg["virtual_pipeline_model_parallel_size"] else 1
@@ -247,11 +256,7 @@ def worker_counts(get: Get, per_node: int) -> Iterator[str]:
             data_parallel_size(cfg, num_generating)
         is_told = get("cluster.gpus_per_node") == "auto" and whole % micro
         if is_by_tokens(get):
-            if whole < num_shards:
-                yield (
-                    f"policy.train_global_batch_size: {whole} for {num_shards} data-parallel ranks, of which "
-                    f"{num_shards - whole} would have nothing to do. Set at least {num_shards}, or take fewer GPUs."
-                )
+            check_ranks_have_samples(whole, num_shards)
         elif not is_told:
             num_microbatches(whole, micro, num_shards, num_interleaved(cfg))
     except ConfigError as error:

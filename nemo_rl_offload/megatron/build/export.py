@@ -30,7 +30,7 @@ from nemo_rl_offload.runs.manifest import Manifest
 from nemo_rl_offload.runs.output import make_writable, partial_of
 from nemo_rl_offload.runs.run_directory import CONFIG_FILE, POLICY, read_checkpoint
 from nemo_rl_offload.specs.documents import DocumentError, kind_of, read_yaml
-from nemo_rl_offload.specs.hub_cache import is_hub_id
+from nemo_rl_offload.specs.hub_cache import downloaded
 
 if TYPE_CHECKING:
     from nemo_rl_offload.megatron.build.model import MegatronModel
@@ -116,11 +116,9 @@ def export_checkpoint(
 
 
 def base_of_adapter(name: str, folder: Path) -> str:
-    """What peft is told to load an adapter's start model from: its name on the hub, or else the folder.
-
-    A run also finds a relative name in the project's own folder, where peft does not look.
-    """
-    return name if is_hub_id(name) else str(folder.resolve())
+    """What peft is told to load an adapter's start model from: its name on the hub where it was downloaded from there,
+    or else the folder. A run also finds a relative name in the project's own folder, where peft does not look."""
+    return name if downloaded(name, "model") == folder else str(folder.resolve())
 
 
 def _load(config: MasterConfig, model_path: Path, folder: Path, files: Manifest) -> "MegatronModel":

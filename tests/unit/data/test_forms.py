@@ -642,6 +642,8 @@ def test_tools_of_another_form_are_refused(value: object) -> None:
         ({"prompt": "x", "choosen": "a", "rejected": "b"}, "; did you mean 'chosen' by choosen?"),
         ({"promt": "x", "chosen": "a", "rejected": "b"}, "; did you mean 'prompt' by promt?"),
         ({"prompt": "x", "Chosen": "a", "rejectd": "b"}, "'chosen' by Chosen?; did you mean 'rejected' by rejectd?"),
+        ({"prompt": "x", "chosen_model": "a", "choosen": "b"}, "choosen; did you mean 'chosen' by choosen?"),
+        ({"prompt": "x", "chosen": "a", "rejected": 3, "rejected_by": "c"}, "rejected"),
         ({"prompt": "x", "answer": "a", "rejected": "b"}, "it has prompt, answer, rejected"),
         ({"prompt": "x", "chosen": 3, "rejected": "b"}, "chosen"),
     ],

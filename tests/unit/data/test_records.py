@@ -157,7 +157,9 @@ def test_folders_of_a_hub_data_set(tmp_path: Path) -> None:
         read_records(tmp_path, "dev")
 
 
-@pytest.mark.parametrize(("names", "are_splits"), [(("train", "test"), True), (("train",), False), (("a", "b"), False)])
+@pytest.mark.parametrize(
+    ("names", "are_splits"), [(("train", "test"), True), (("train", "extra"), False), (("a", "b"), False)]
+)
 def test_files_called_as_splits_are_not_joined(names: tuple[str, ...], are_splits: bool, tmp_path: Path) -> None:
     for name in names:
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
@@ -166,7 +168,7 @@ def test_files_called_as_splits_are_not_joined(names: tuple[str, ...], are_split
             read_records(tmp_path, None)
         assert contents(tmp_path, "train") == [{"prompt": "train"}]
     else:
-        assert contents(tmp_path) == [{"prompt": name} for name in names]
+        assert contents(tmp_path) == [{"prompt": name} for name in sorted(names)]
 
 
 def test_folders_that_datasets_saved(tmp_path: Path) -> None:

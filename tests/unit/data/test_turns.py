@@ -304,6 +304,17 @@ def test_arguments_of_calls_are_learned_as_json_whatever_the_template_takes(way:
     assert call["function"] == {"name": "f", "arguments": given}, "the record's own"
 
 
+def test_arguments_are_values_whatever_else_is_said(make: Make) -> None:
+    given = ['{"a": "x"}', "no JSON", "5", "[1, 2]", "{}"]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": text}} for text in given]
+    turns: Any = [*talk("{'a': 'x'} is Python's"), {"role": "assistant", "content": "", "tool_calls": calls}]
+    _, text = counted(
+        make, Style(WITH_CALLS.replace("ARGUMENTS", "{{ t.function.arguments | tojson }}"), "</s>", ""), turns
+    )
+    written = [json.dumps(each) if each == "no JSON" else each for each in given]
+    assert text == "".join(f"<call>f {each}</call>" for each in written) + "</s>"
+
+
 def test_what_a_template_leaves_out_of_others_and_of_calls_is_counted(make: Make) -> None:
     texts_alone = Style("{% for m in messages %}{{ m.content }}</s>{% endfor %}{# m.tool_calls #}", "</s>", "")
     users_alone = Style("{% for m in messages if m.role != 'system' %}{{ m.content }}</s>{% endfor %}", "</s>", "")

@@ -50,7 +50,6 @@ def test_an_observation_goes_on_with_the_episode() -> None:
         ({"reward": 1, "observation": "x", "done": True}, Score(1.0, True, False)),
         ({"reward": 1, "observation": "x", "done": 0}, Score(1.0, True, False, "x")),
         ({"reward": np.float32(0.5), "is_correct": np.bool_(False)}, Score(0.5, False, False)),
-        ({"reward": 1, "is_correct": None, "done": None}, Score(1.0, True, False)),
         (-1e18, Score(-1e18, False, False)),
     ],
 )
@@ -71,6 +70,7 @@ def test_what_may_be_returned(returned: Any, expected: Score) -> None:
         ("1.0", "returned '1.0'.*a reward must be a number, not text"),
         (b"1", "a reward must be a number, not text"),
         ({"reward": 1, "is_correct": "false"}, "is_correct must be True or False"),
+        ({"reward": 1, "is_correct": None}, "is_correct must be True or False"),
         ({"reward": 1, "is_correct": float("nan")}, "is_correct must be True or False"),
         ({"reward": 1, "observation": "x", "done": "false"}, "done must be True or False"),
         (1e39, "the reward must be finite, and between -1e\\+18 and 1e\\+18"),

@@ -158,7 +158,7 @@ def test_a_process_that_ends_late_costs_no_innocent(make_pool: Callable[..., Env
     pool = make_pool(*function("ends_late"))
     assert pool.step(episodes("dies later", "next", "last")) == [RIGHT] * 3
     (notice,) = pool.notices()
-    assert notice.endswith(". The response was scored in a fresh one.")
+    assert notice.endswith(". The response was scored in another.")
 
 
 def test_a_process_that_was_killed_while_it_waited_is_replaced(make_pool: Callable[..., EnvironmentPool]) -> None:

@@ -189,7 +189,14 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["examples/models/tiny_speller", "./models/mine", "/models/mine", "Qwen/Qwen2.5-1.5B"])
-def test_an_adapter_names_its_start_model_as_peft_finds_it(name: str, tmp_path: Path) -> None:
-    expected = name if name.startswith("Qwen/") else str(tmp_path.resolve())
-    assert base_of_adapter(name, tmp_path) == expected
+@pytest.mark.parametrize("name", ["examples/models/tiny_speller", "./models/mine", "/models/mine", "Qwen/Qwen3-8B"])
+def test_an_adapter_names_its_start_model_as_peft_finds_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert base_of_adapter(name, tmp_path / "mine") == str((tmp_path / "mine").resolve())
+    cached = tmp_path / "models--Qwen--Qwen3-8B"
+    (cached / "snapshots/abc").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    assert (base_of_adapter(name, cached / "snapshots/abc") == name) == (name == "Qwen/Qwen3-8B")
