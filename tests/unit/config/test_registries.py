@@ -53,7 +53,7 @@ def test_no_other_file_names_an_algorithm() -> None:
 def test_no_other_file_decides_by_the_name_of_an_environment() -> None:
     assert namings(PACKAGE, {*ENVIRONMENTS.built_in}, without=LOOK_UPS) == {
         *("config/environments.py", "config/nemo_rl/gym.py"),  # NeMo-RL's names of its section
-        *("generation/chat_prompts.py", "generation/vllm/chat_parsers.py"),  # "function" in OpenAI's calls
+        *("specs/chat_template.py", "generation/vllm/chat_parsers.py"),  # "function" in OpenAI's calls
     }
 
 
