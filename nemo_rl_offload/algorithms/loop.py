@@ -207,8 +207,8 @@ class TrainingLoop(ABC):
         """
         section, saving = self._section, self.config["checkpointing"]
         self.progress = progress
-        epochs, most, name = section["max_num_epochs"], int(section["max_num_steps"]), self.config["algorithm"]
-        if epochs and self.num_steps < most:
+        epochs, name = section["max_num_epochs"], self.config["algorithm"]
+        if epochs and self.num_steps < (most := int(section["max_num_steps"])):
             progress.show(
                 f"This run ends by step {self.num_steps}, for {name}.max_num_epochs is {epochs}, and not with "
                 f"{name}.max_num_steps {most}. For all of those: {name}.max_num_epochs=null"
@@ -222,23 +222,7 @@ class TrainingLoop(ABC):
         while not self.has_taken_all() and not self.has_reached_goal():
             self.step += 1
             deadline.step_begins()
-            is_traced = self.step - first_step == TRACED_STEP
-            if is_traced:
-                self.policy.start_memory_trace()
-            if is_profiled := self.step in self.config["logger"]["profile"]["steps"]:
-                self.policy.start_profile(all_ranks=self.config["logger"]["profile"]["all_ranks"])
-            first = "The first step (a GPU's kernels are compiled in it)"
-            with (
-                nullcontext()
-                if self.step > first_step
-                else waiting(progress.show, first, begins=False, worth_saying_s=FIRST_STEP_S)
-            ):
-                self.train_metrics = self.train_step()
-            self.folder.check()
-            if is_profiled:
-                self._warn(self._keep_profile(progress), progress)
-            if is_traced:
-                self._warn(self._keep_trace(), progress)
+            self._take_step(progress, self.step - first_step)
             logger.log(self.train_metrics, self.step, "train")
             progress.update(self.step, **{name: self.train_metrics.get(name) for name in self.progress_metrics})
             self._warn([*self.notices(), *(self.policy.idle_modules() if self.step == first_step else [])], progress)
@@ -270,6 +254,22 @@ class TrainingLoop(ABC):
         self.folder.check()
         logger.close()
         self._warn([*self.notices(), *logger.notices()], progress)
+
+    def _take_step(self, progress: Progress, num_before: int) -> None:
+        """Take a step, traced or profiled where it is to be, after so many others of this process."""
+        is_traced = num_before == TRACED_STEP
+        if is_traced:
+            self.policy.start_memory_trace()
+        if is_profiled := self.step in self.config["logger"]["profile"]["steps"]:
+            self.policy.start_profile(all_ranks=self.config["logger"]["profile"]["all_ranks"])
+        first = "The first step (a GPU's kernels are compiled in it)"
+        with nullcontext() if num_before else waiting(progress.show, first, begins=False, worth_saying_s=FIRST_STEP_S):
+            self.train_metrics = self.train_step()
+        self.folder.check()
+        if is_profiled:
+            self._warn(self._keep_profile(progress), progress)
+        if is_traced:
+            self._warn(self._keep_trace(), progress)
 
     def ranked_by(self) -> str | None:
         """The metric by which checkpoints are ranked; None where the latest are kept."""

@@ -232,6 +232,18 @@ class Job:
         return min(self.ranks_per_node or self.device.devices_per_node, self.layout.world)
 
 
+def _refuse_unplanned(megatron_cfg: MegatronConfig, shape: ModelShape, device: Device, memory_bytes: int) -> None:
+    if memory_bytes > device.memory_bytes:
+        raise ConfigError(
+            f"--memory, gpu_memory_budget: {device.name} has {device.memory_gib:g} GiB. Give at most that."
+        )
+    if shape.num_mtp_layers and megatron_cfg["mtp_use_repeated_layer"] and (megatron_cfg["mtp_num_layers"] or 1) > 1:
+        raise ConfigError(
+            "policy.megatron_cfg.mtp_use_repeated_layer: true asks for a plan of a layer that predicts several tokens, "
+            "not supported here: the planner has no costs of its repetitions. Plan with mtp_num_layers 1 or 0."
+        )
+
+
 def read_job(
     policy: PolicyConfig,
     shape: ModelShape,
@@ -250,15 +262,7 @@ def read_job(
     layer of multi-token prediction.
     """
     megatron_cfg = policy["megatron_cfg"]
-    if memory_bytes > device.memory_bytes:
-        raise ConfigError(
-            f"--memory, gpu_memory_budget: {device.name} has {device.memory_gib:g} GiB. Give at most that."
-        )
-    if shape.num_mtp_layers and megatron_cfg["mtp_use_repeated_layer"] and (megatron_cfg["mtp_num_layers"] or 1) > 1:
-        raise ConfigError(
-            "policy.megatron_cfg.mtp_use_repeated_layer: true asks for a plan of a layer that predicts several tokens, "
-            "not supported here: the planner has no costs of its repetitions. Plan with mtp_num_layers 1 or 0."
-        )
+    _refuse_unplanned(megatron_cfg, shape, device, memory_bytes)
     layout = read_layout(megatron_cfg, world)
     fp8_cfg = megatron_cfg["fp8_cfg"]
     sequence = layout.padded(longest_row(policy), fp8_cfg["fp8_recipe"] if fp8_cfg["enabled"] else None)
