@@ -186,9 +186,8 @@ def _data_files(folder: Path, split: str | None) -> list[Path]:
         for file in files
     }
     splits = sorted(set(names.values()))
-    are_splits = (
-        any(_SHARD.fullmatch(file.name) for file in files) or sum(name.lower() in _SPLIT_NAMES for name in splits) > 1
-    )
+    named = {word for name in splits for word in re.split("[^a-z]+", name.lower()) if word in _SPLIT_NAMES}
+    are_splits = len(named) > 1 or any(_SHARD.fullmatch(file.name) for file in files)
     if split is None and not (are_splits and len(splits) > 1):
         return files
     chosen = _chosen_split(folder, split, splits)

@@ -80,7 +80,7 @@ class FunctionEnvironment:
         returned = self._function(episode.messages, episode.entry, **self._params)
         try:
             return _as_score(returned)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             response = episode.messages[-1]["content"]
             shown = response if len(response) <= 200 else f"{response[:200]}..."
             failure = WorkerError(

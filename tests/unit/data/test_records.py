@@ -171,6 +171,14 @@ def test_files_called_as_splits_are_not_joined(names: tuple[str, ...], are_split
         assert contents(tmp_path) == [{"prompt": name} for name in sorted(names)]
 
 
+@pytest.mark.parametrize("names", [("train_sft", "test_sft"), ("gsm8k_Train", "gsm8k_Test"), ("train-1", "test")])
+def test_splits_are_told_by_a_word_of_their_names(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
+    with pytest.raises(DataError, match="Choose one with the key split"):
+        read_records(tmp_path, None)
+
+
 def test_folders_that_datasets_saved(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 

@@ -73,6 +73,7 @@ def test_what_may_be_returned(returned: Any, expected: Score) -> None:
         ({"reward": 1, "is_correct": None}, "is_correct must be True or False"),
         ({"reward": 1, "is_correct": float("nan")}, "is_correct must be True or False"),
         ({"reward": 1, "observation": "x", "done": "false"}, "done must be True or False"),
+        (10**400, "int too large to convert to float"),
         (1e39, "the reward must be finite, and between -1e\\+18 and 1e\\+18"),
         ({"rewards": {"a": 1e300, "b": -1e300}}, "the reward must be finite"),
         ({"score": 1}, "unknown keys \\['score'\\]; allowed: reward, rewards, observation, done, is_correct"),
