@@ -44,14 +44,14 @@ def make_case(options: argparse.Namespace) -> tuple[list[int], Any]:
 
 
 def make_variants(options: argparse.Namespace) -> list[Any]:
-    from variants import ATTENTION, MODULE_SETS, graphs, nothing, ours, ours_with_recompute
+    from variants import ATTENTION, MODULE_SETS, graphs, nothing, ours, ours_with_recompute, plain_rotation
 
     sets = {**MODULE_SETS[options.impl], "attention": ATTENTION}
     made = {"nothing": nothing(), "ours: full recompute": ours_with_recompute()}
     made |= {f"ours: {name}": ours(name, modules) for name, modules in sets.items()}
     if options.impl == "transformer_engine":
         whole = [graphs(), graphs(["attn"])] if options.case != "packs" else []
-        made |= {variant.name: variant for variant in (*whole, graphs(["mlp"]))}
+        made |= {variant.name: variant for variant in (*whole, graphs(["mlp"]), plain_rotation())}
     if unknown := [name for name in options.variant if name not in made]:
         raise SystemExit(f"--variant: {', '.join(unknown)} is not one of {', '.join(made)}")
     return [made[name] for name in options.variant]

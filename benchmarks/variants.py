@@ -193,6 +193,12 @@ def nothing() -> Variant:
     return Variant("nothing", "nothing", partial(_tree, overrides=("recompute_granularity=null",)))
 
 
+def plain_rotation() -> Variant:
+    """`nothing`, with positions rotated by torch's operations instead of Transformer Engine's kernel."""
+    overrides = ("recompute_granularity=null", "apply_rope_fusion=false")
+    return Variant("nothing: rotation by torch", "nothing", partial(_tree, overrides=overrides))
+
+
 def ours(name: str, modules: Sequence[str]) -> Variant:
     """This project's engine with listed modules."""
     return Variant(f"ours: {name}", "ours", partial(_ours, modules=modules), tuple(modules))

@@ -4,6 +4,7 @@ A kind says None of a value that is taken, and otherwise what is allowed instead
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -310,6 +311,27 @@ def _named_rope(of_one: Key, section: object, content: Content) -> str | None:
         return of_one.refuse(section, content)
     is_old = isinstance(section, Mapping) and "type" in section and "rope_type" not in section
     return f"an object with a rope_type, and no type{'. Rename type to rope_type' if is_old else ''}"
+
+
+def rotation_factor(content: Mapping[str, Any]) -> float:
+    """What cosine and sine are multiplied by: transformers' attention factor (`modeling_rope_utils`) of a `config.json`
+    that is honoured, without latent attention."""
+    section: Mapping[str, Any] = rope_section(content)
+    if (kind := rope_type(content)) not in ("yarn", "longrope"):
+        return 1.0
+    if (given := section.get("attention_factor")) is not None:
+        return float(given)
+    longest: Any = content.get("max_position_embeddings")
+    original: Any = section.get("original_max_position_embeddings") or longest
+    factor = section.get("factor") or longest / original
+    if factor <= 1:
+        return 1.0
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    scale, of_scores = section.get("mscale"), section.get("mscale_all_dim")
+    if not (scale and of_scores):
+        scale, of_scores = 1.0, 0.0
+    return (1 + 0.1 * scale * math.log(factor)) / (1 + 0.1 * of_scores * math.log(factor))
 
 
 def _rope_details(name: str, section: Content) -> str | None:

@@ -33,7 +33,8 @@ from nemo_rl_offload.config.rules.rule import (
 from nemo_rl_offload.config.schema import MegatronConfig
 from nemo_rl_offload.config.types import describe, keys_of
 from nemo_rl_offload.errors import ConfigError, nearest
-from nemo_rl_offload.specs.model_families import needs_torch_layers
+from nemo_rl_offload.specs.model_families import needs_torch_layers, refusals
+from nemo_rl_offload.specs.model_keys import rotation_factor
 from nemo_rl_offload.specs.offload_modules import (
     COUNTED_RECOMPUTE,
     DENSE_MLP_RECOMPUTE,
@@ -139,6 +140,22 @@ def _fusions_without_effect(get: Get) -> Iterator[str]:
         more = f", nor has {' and '.join(fused[1:])}" if fused[1:] else ""
         why = f"the model's layers are plain torch ({_key_for_torch_layers(get)} of config.json)"
         yield f"{MEGATRON}.{fused[0]}: has no effect{more}: {why}."
+
+
+def _rotation_without_effect(get: Get) -> Iterator[str]:
+    if not megatron(get, "apply_rope_fusion") or fusions_without_effect(get):
+        return
+    try:
+        content = model_content(get)
+    except ConfigError:  # which another rule reports
+        return
+    if refusals(content) or content.get("kv_lora_rank") or needs_torch_layers(content):
+        return
+    if (factor := rotation_factor(content)) != 1:
+        yield (
+            f"{MEGATRON}.apply_rope_fusion: has no effect: the model's positions multiply cosine and sine by "
+            f"{factor:.4g}, which Transformer Engine's kernel leaves out."
+        )
 
 
 def _key_for_torch_layers(get: Get) -> str | None:
@@ -533,6 +550,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
 )
 MEGATRON_WARNINGS: tuple[Rule, ...] = (
     _fusions_without_effect,
+    _rotation_without_effect,
     _recompute_is_off,
     _recompute_skips_further_tokens,
     _warmup_never_ends,

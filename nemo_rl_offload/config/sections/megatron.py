@@ -300,7 +300,7 @@ class MegatronConfig(TypedDict):
 
     # Kernels. Null leaves what the layer implementation takes by itself.
     apply_rope_fusion: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
-    """Rotate positions with Transformer Engine's kernel."""
+    """Rotate positions with Transformer Engine's kernel; null: with its layers, but for latent attention."""
     bias_activation_fusion: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]
     """Fuse bias and activation; null with transformer_impl: torch: where a GPU and a C compiler are there."""
     gradient_accumulation_fusion: Annotated[bool | None, Default(None), Forwarded(unless_null=True)]

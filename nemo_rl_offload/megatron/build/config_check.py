@@ -84,7 +84,7 @@ def _build_provider(policy: PolicyConfig, model: Mapping[str, object]) -> None:
     provider = provider_for(model)
     impl = setup.wanted_impl(policy, needs_torch=needs_torch_layers(model) is not None)
     if not have_transformer_engine():  # fusions that the provider, not the user, asks for
-        for name in setup.NOT_IN_TORCH:
+        for name in set(setup.NOT_IN_TORCH) - {key for key, value in policy["megatron_cfg"].items() if value is True}:
             setattr(provider, name, False)
     setup.apply_policy(provider, policy, setup.resolve_transformer_impl("auto") if impl == "auto" else impl)
 

@@ -258,12 +258,12 @@ def _positions(provider: "GPTModelProvider", hf_config: "PretrainedConfig") -> N
     provider.rotary_percent = parameters.get("partial_rotary_factor", 1.0)
     provider.rope_scaling, provider.seq_len_interpolation_factor = False, None
     provider.yarn_rotary_scaling_factor = None
+    provider.apply_rope_fusion = True
     if (kind := parameters["rope_type"]) == "default":
         return
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     provider.register_pre_wrap_hook(partial(_set_positions, frequencies=frequencies, factor=factor))
-    if factor != 1:
-        provider.apply_rope_fusion = False  # Transformer Engine's kernel has no such factor
+    provider.apply_rope_fusion = factor == 1  # Transformer Engine's kernel has no such factor
 
 
 def _set_positions(chunks: list[nn.Module], frequencies: Tensor, factor: float) -> list[nn.Module]:

@@ -152,6 +152,7 @@ def _transformer_fields(
         **{key: values[key] for key in FORWARDED},
         **{key: values[key] for key in FORWARDED_UNLESS_NULL if values[key] is not None},
         **({} if backend is None else {"attention_backend": AttnBackend[backend]}),
+        **_rotation(provider, megatron_cfg, is_torch=is_torch),
         **_repeated_layer(provider, megatron_cfg),
         **_fp8_fields(megatron_cfg),
         **_cuda_graph_fields(megatron_cfg),
@@ -159,6 +160,13 @@ def _transformer_fields(
         **({"moe_router_fusion": False} if policy["router_replay"]["enabled"] else {}),
         **megatron_cfg["model_overrides"],
     }
+
+
+def _rotation(provider: TransformerConfig, megatron_cfg: MegatronConfig, *, is_torch: bool) -> dict[str, object]:
+    """A kernel that leaves out what the model says is left out, whatever was asked. Latent attention has its own."""
+    if is_torch or provider.multi_latent_attention:
+        return {}
+    return {"apply_rope_fusion": provider.apply_rope_fusion and megatron_cfg["apply_rope_fusion"] is not False}
 
 
 def _repeated_layer(provider: TransformerConfig, megatron_cfg: MegatronConfig) -> dict[str, object]:

@@ -8,7 +8,7 @@ operations on the same numbers. The tables, cosines and sines, are made once for
 them for queries and for keys of every layer, each of which keeps its own for the backward pass: of a pack of 16,384
 tokens and 28 layers, 450 MiB.
 
-Rejected: Transformer Engine's kernel wherever it is there. It rounds otherwise, which is the user's choice.
+With Transformer Engine's layers its kernel rotates instead, where it does what the model says.
 Limit: packs that nobody announced are Megatron's.
 """
 

@@ -501,3 +501,13 @@ def test_layers_of_plain_torch_go_without_fusions_and_refuse_what_is_more(
         key = setting.split("=")[0].removeprefix("M.")
         assert [line for line in refusals(f"{auto} {setting}") if line.startswith(f"{M}.{key}: ") and WHY in line]
         assert not [line for line in refusals(f"M.transformer_impl=auto {setting}") if WHY in line]
+
+
+def test_a_kernel_that_leaves_out_the_factor_of_rotations_has_no_effect(check: Check, make_model: MakeModel) -> None:
+    fused = f"{M}.transformer_impl=auto", f"{M}.apply_rope_fusion=true"
+    plain, yarn = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}
+    for positions, told in ((plain, False), (yarn | {"rope_theta": 10000.0}, True)):
+        model = f"policy.model_name={make_model(rope_parameters=positions, max_position_embeddings=256)}"
+        lines = [line for line in check(model, *fused).warnings if "multiply cosine and sine by 1.139" in line]
+        assert bool(lines) is told
+        assert not [line for line in check(model).warnings if "apply_rope_fusion" in line]

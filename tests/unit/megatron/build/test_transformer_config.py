@@ -1,5 +1,6 @@
 """Every key reaches its Megatron field; Megatron's checks run on the view of it, and its refusals are ours."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_rl_offload.config.loader import PROJECT_ROOT
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.megatron.build import transformer_config as setup
+from nemo_rl_offload.megatron.build.config_check import provider_for
 from nemo_rl_offload.megatron.layers.dense_mlp import open_dense_mlps
 from nemo_rl_offload.specs.offload_modules import NATIVE_MODULES
 
@@ -266,3 +269,22 @@ def test_a_model_for_torch_layers_is_built_without_fusions(
     assert (provider.apply_rope_fusion, provider.moe_permute_fusion) == (False, False)
     with pytest.raises(ConfigError, match=r"fp8_cfg\.enabled needs Transformer Engine"):
         setup.configure_provider(Provider(), make_policy(*fused, "fp8_cfg.enabled=true"), needs_torch=True)
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize(
+    ("impl", "asked"),
+    [("torch", "null"), ("torch", "false"), *(("transformer_engine", asked) for asked in ("null", "true", "false"))],
+)
+def test_positions_are_rotated_by_a_kernel_that_does_what_the_model_says(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, factor: float, asked: str, impl: str
+) -> None:
+    """A pack rotated by Transformer Engine's kernel lost YaRN's factor, where the user asked for the kernel."""
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(f"megatron.core.models.common.embeddings.rope_utils.{name}", object())
+    model = json.loads((PROJECT_ROOT / "examples/models/tiny_speller/config.json").read_text())
+    rope = {"rope_theta": 1e4, "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 32}
+    provider = provider_for(model | {"rope_parameters": rope})
+    policy = make_policy("transformer_impl=auto", "offload_modules=[core_attn]", f"apply_rope_fusion={asked}")
+    setup.apply_policy(provider, policy, impl)
+    assert provider.apply_rope_fusion is (impl == "transformer_engine" and factor == 1 and asked != "false")
