@@ -16,7 +16,7 @@ text by its words, which may occur elsewhere. Limit: what a template changes in 
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -207,21 +207,22 @@ class _Chat:
         """The messages as the template reads their tool calls, and its text.
 
         Arguments that are text, as OpenAI writes them, become values, as vLLM hands them over. A template that joins
-        them to text refuses values, or writes Python's form of them: it gets the text.
+        them to text refuses values, or writes Python's form of them: it gets JSON's text.
         """
-        plain = [_with_values(message) for message in messages]
-        if plain == messages:
+        plain = [_with_arguments(message, plain_call) for message in messages]
+        texts = [_with_arguments(message, _textual_call) for message in messages]
+        if plain == texts:
             return messages, self._render(messages)
         try:
             text = self._render(plain)
         except BadRecordError:
-            return messages, self._render(messages)
-        changed = [message for message, given in zip(plain, messages, strict=True) if message != given]
+            return texts, self._render(texts)
+        changed = [message for message, other in zip(plain, texts, strict=True) if message != other]
         calls: list[Any] = [call for message in changed for call in cast("Any", message)["tool_calls"]]
         for values in (call["function"]["arguments"] for call in calls):
             said = sum(message["content"].count(str(values)) for message in messages)
             if isinstance(values, dict) and values and text.count(str(values)) > said:
-                return messages, self._render(messages)
+                return texts, self._render(texts)
         return plain, text
 
     def _render(self, messages: Sequence[Message], prompt: bool = False) -> str:
@@ -283,13 +284,21 @@ def _called_names(message: Message) -> list[str]:
     return [str(function["name"]) for function in functions if isinstance(function, dict) and function.get("name")]
 
 
-def _with_values(message: Message) -> Message:
+def _with_arguments(message: Message, form: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Message:
+    """With its tool calls in another form, where they are OpenAI's."""
     calls: Any = message.get("tool_calls")
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):
         return message
-    return cast("Message", {**message, "tool_calls": [plain_call(call) for call in calls]})
+    return cast("Message", {**message, "tool_calls": [form(call) for call in calls]})
+
+
+def _textual_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """With its arguments as JSON's text."""
+    function, arguments = call["function"], call["function"].get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def render(

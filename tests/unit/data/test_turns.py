@@ -304,6 +304,21 @@ def test_arguments_of_calls_are_learned_as_json_whatever_the_template_takes(way:
     assert call["function"] == {"name": "f", "arguments": given}, "the record's own"
 
 
+@pytest.mark.parametrize("way", ["| tojson", "", "+ ''", "| string"])
+@pytest.mark.parametrize("given", [{"a": 1, "b": "é", "c": [None, {"d": True}]}, {}])
+def test_arguments_that_are_values_are_learned_as_json_too(way: str, given: dict[str, object], make: Make) -> None:
+    """A template that does not write JSON wrote Python's form of them."""
+    turns: Any = [*talk("q"), {"role": "assistant", "content": "", "tool_calls": [called(given)]}]
+    style = Style(WITH_CALLS.replace("ARGUMENTS", f"{{{{ t.function.arguments {way} }}}}"), "</s>", "")
+    _, text = counted(make, style, turns)
+    assert text == f"<call>f {json.dumps(given, ensure_ascii=False)}</call></s>"
+    assert turns[-1]["tool_calls"] == [called(given)], "the record's own"
+
+
+def called(arguments: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 def test_arguments_are_values_whatever_else_is_said(make: Make) -> None:
     given = ['{"a": "x"}', "no JSON", "5", "[1, 2]", "{}"]
     calls = [{"type": "function", "function": {"name": "f", "arguments": text}} for text in given]

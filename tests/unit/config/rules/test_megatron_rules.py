@@ -508,6 +508,10 @@ def test_a_kernel_that_leaves_out_the_factor_of_rotations_has_no_effect(check: C
     plain, yarn = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}
     for positions, told in ((plain, False), (yarn | {"rope_theta": 10000.0}, True)):
         model = f"policy.model_name={make_model(rope_parameters=positions, max_position_embeddings=256)}"
-        lines = [line for line in check(model, *fused, run_here=False).warnings if "multiply cosine and sine by 1.139" in line]
+        lines = [
+            line
+            for line in check(model, *fused, run_here=False).warnings
+            if "multiply cosine and sine by 1.139" in line
+        ]
         assert bool(lines) is told
         assert not [line for line in check(model).warnings if "apply_rope_fusion" in line]
