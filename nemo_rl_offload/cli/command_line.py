@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -147,6 +147,8 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
             if changed := changed_on_resume(run_dir, checked.config).told:
                 console.print(f"warning: without effect: {changed}", style="yellow", markup=False)
         else:
+            if problems := list(_problems_here(checked.config)):
+                raise ConfigError(f"{source}: {problems[0]}")
             for warning in _note_inputs(run_dir, checked.config):
                 console.print(f"warning: {warning}", style="yellow", markup=False)
             from nemo_rl_offload.cli.warned import warnings_as_lines
@@ -157,6 +159,17 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
                 (run_dir / ERROR_FILE).unlink(missing_ok=True)  # of a start before this one
         _show_summary(summary_file, options.format, console)
     return 0
+
+
+def _problems_here(config: "MasterConfig") -> Iterator[str]:
+    """What this machine's free memory says of a run that has all of its workers here."""
+    from nemo_rl_offload.config.rules.machine import workers_here
+    from nemo_rl_offload.offload.host_memory import free_host_bytes
+    from nemo_rl_offload.planner.host_budget import Here, host_problems
+
+    num_workers = workers_here(config["cluster"]["num_nodes"], config["cluster"]["gpus_per_node"])
+    if num_workers is not None:
+        yield from host_problems(config, Here(num_workers, free_host_bytes()))
 
 
 def _origin(options: argparse.Namespace, config: "MasterConfig") -> "tuple[Origin | None, list[str]]":

@@ -1,11 +1,11 @@
 """Whether what waits in host memory throughout a run has room in its budget, as far as a configuration says it.
 
-A budget that is a share of a machine's memory is the machine's to say; a worker looks at that when it has built its
-model, before anything moves.
+A budget that is a share of a machine's memory is the machine's to say. Where a run starts its workers on this machine
+alone, it is known here; else a worker looks at that when it has built its model, before anything moves.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.rules.parallel import training_and_generating
@@ -22,7 +22,16 @@ KEY = "policy.megatron_cfg.activation_offload.host_memory_budget"
 _SENT = "what offload_optimizer_for_logprob sends there"
 
 
-def host_problems(config: MasterConfig) -> Iterator[str]:
+@dataclass(frozen=True)
+class Here:
+    """The one machine that all workers of a run are on."""
+
+    num_workers: int
+    free_bytes: int
+    """Of host memory."""
+
+
+def host_problems(config: MasterConfig, here: Here | None = None) -> Iterator[str]:
     """A problem where what of the optimizer is or goes to the host and the reference's weights are above the budget of
     a rank. `config` has no other problem."""
     policy = config["policy"]
@@ -31,7 +40,7 @@ def host_problems(config: MasterConfig) -> Iterator[str]:
     spec, is_kept = ALGORITHMS[config["algorithm"]], optimizer["optimizer_cpu_offload"]
     keeps_reference = spec.copies_reference(config)
     leaves = policy["offload_optimizer_for_logprob"] and spec.has_logprob_passes and not spec.needs_teacher
-    if not isinstance(budget, str) or not (is_kept or leaves or keeps_reference):
+    if not (is_kept or leaves or keeps_reference) or (here is None and not isinstance(budget, str)):
         return
     try:
         shape = read_shape(policy["model_name"])
@@ -39,32 +48,47 @@ def host_problems(config: MasterConfig) -> Iterator[str]:
         return
     element_bytes = 4 if policy["precision"] == "float32" else 2
     needed: dict[str, int] = {}
-    if (is_kept or leaves) and (layout := _layout(config)) is not None:
+    if (is_kept or leaves) and (layout := _layout(config, here)) is not None:
         kept, rest = map(max, zip(*_optimizer_bytes(config, shape, layout, element_bytes), strict=True))
         needed |= {"what optimizer_cpu_offload keeps there": kept} if is_kept else {}
         needed |= {_SENT: rest} if leaves and rest else {}
     if keeps_reference:
         needed["the reference's weights"] = max(_weights_bytes(shape, _least_layout(megatron_cfg), element_bytes))
-    if sum(needed.values()) > parse_bytes(budget):
+    budget_bytes, told = _budget(config, budget, here)
+    if sum(needed.values()) > budget_bytes:
         parts = " and ".join(f"{what} ({human_bytes(size)})" for what, size in needed.items())
         other = "or divide the model over more ranks"
         if is_kept:
             other = "lower optimizer.optimizer_offload_fraction, or divide the state over more ranks"
-            if not optimizer["use_distributed_optimizer"]:
+            if not optimizer["use_distributed_optimizer"] and (here is None or here.num_workers > 1):
                 other = "lower optimizer.optimizer_offload_fraction, or set optimizer.use_distributed_optimizer=true"
         if _SENT in needed:
             other = "or leave out policy.offload_optimizer_for_logprob"
-        yield f"{KEY}: {budget} a rank has no room for {parts}. Raise it, {other}."
+        yield f"{KEY}: {told} a rank has no room for {parts}. Raise it, {other}."
 
 
-def _layout(config: MasterConfig) -> ParallelLayout | None:
+def _budget(config: MasterConfig, budget: float | str, here: Here | None) -> tuple[int, str]:
+    """Of a rank, in bytes and in words."""
+    if isinstance(budget, str):
+        return parse_bytes(budget), budget
+    assert here is not None
+    num_bytes = int(here.free_bytes * budget) // max(_num_training(config, here.num_workers), 1)
+    return num_bytes, f"{human_bytes(num_bytes)} ({budget:g} of the free {human_bytes(here.free_bytes)} for all ranks)"
+
+
+def _num_training(config: MasterConfig, per_node: int) -> int:
+    generates = ALGORITHMS[config["algorithm"]].generates
+    colocated = config["policy"]["generation"]["colocated"] if generates else {"enabled": True}
+    return training_and_generating(colocated, config["cluster"]["num_nodes"], per_node)[0]
+
+
+def _layout(config: MasterConfig, here: Here | None) -> ParallelLayout | None:
     """None where the number of workers is the machine's to say, and decides."""
     megatron_cfg, per_node = config["policy"]["megatron_cfg"], config["cluster"]["gpus_per_node"]
+    if per_node == "auto" and here is not None:
+        per_node = here.num_workers
     if per_node != "auto":
-        generates = ALGORITHMS[config["algorithm"]].generates
-        colocated = config["policy"]["generation"]["colocated"] if generates else {"enabled": True}
-        num_training, _ = training_and_generating(colocated, config["cluster"]["num_nodes"], per_node)
-        return read_layout(megatron_cfg, num_training)
+        return read_layout(megatron_cfg, _num_training(config, per_node))
     return None if megatron_cfg["optimizer"]["use_distributed_optimizer"] else _least_layout(megatron_cfg)
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from nemo_rl_offload.config.loader import (
     EMPTY_PATH,
@@ -422,6 +423,17 @@ def _one_worker_is_enough(get: Get) -> Iterator[str]:
     is_private = get("cluster.num_nodes") == 1 and not os.environ.get("RAY_ADDRESS")
     if get("cluster.gpus_per_node") == "auto" and is_private and _num_gpus() == 0:
         yield from worker_counts(get, 1)
+
+
+def workers_here(num_nodes: int, gpus_per_node: int | Literal["auto"]) -> int | None:
+    """How many workers a run will have, where all of them are on this machine; None where that is not known."""
+    if num_nodes > 1 or os.environ.get("RAY_ADDRESS"):
+        return None
+    if gpus_per_node != "auto":
+        return gpus_per_node
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    num_gpus = _num_gpus() if visible is None else len(visible.split(","))
+    return None if num_gpus is None else max(num_gpus, 1)
 
 
 def _several_nodes_are_joined(get: Get) -> Iterator[str]:

@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from nemo_rl_offload.cli import command_line
 from nemo_rl_offload.cli.check import check_file, with_data
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
-from nemo_rl_offload.planner.host_budget import host_problems
+from nemo_rl_offload.errors import ConfigError
+from nemo_rl_offload.planner.host_budget import Here, host_problems
 
 FILE = PROJECT_ROOT / "examples/configs/grpo_tiny.yaml"
 M = "policy.megatron_cfg"
@@ -94,6 +96,49 @@ def test_nothing_is_said_of_what_only_the_machine_knows() -> None:
     assert problems("1KiB", "policy.model_name=not/here") == []
     config: Any = load_config(FILE, [f"{M}.activation_offload.host_memory_budget=1KiB"])
     assert list(host_problems(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_workers", "shared"),
+    [
+        ((), 1, 1),
+        (("cluster.gpus_per_node=2", f"{M}.optimizer.use_distributed_optimizer=true"), 2, 2),
+        (("cluster.gpus_per_node=auto", f"{M}.optimizer.use_distributed_optimizer=true"), 2, 2),
+        (("cluster.gpus_per_node=2", f"{M}.optimizer.use_distributed_optimizer=false"), 2, 1),
+    ],
+)
+def test_a_share_is_of_this_machines_free_memory_where_all_workers_are_here(
+    overrides: tuple[str, ...], num_workers: int, shared: int, num_parameters: int
+) -> None:
+    """A run of a 7B model said so when its weights were loaded."""
+    ours = [ON_HOST, f"{M}.activation_offload.host_memory_budget=0.25", "policy.precision=bfloat16"]
+    config: Any = load_config(FILE, [*ours, *overrides])
+    least_bytes = 12 * num_parameters / shared * num_workers / 0.25
+    assert list(host_problems(config, Here(num_workers, int(least_bytes * 1.01)))) == []
+    (problem,) = host_problems(config, Here(num_workers, int(least_bytes * 0.99)))
+    assert "(0.25 of the free " in problem
+    assert "for all ranks) a rank has no room for what optimizer_cpu_offload keeps there" in problem
+    given: Any = load_config(FILE, [*ours, *overrides, f"{M}.activation_offload.host_memory_budget=1GiB"])
+    assert list(host_problems(given, Here(num_workers, 1))) == [], "a size is a size"
+
+
+def test_a_run_says_it_before_its_workers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("nemo_rl_offload.offload.host_memory.free_host_bytes", lambda: 1 << 20)
+
+    def train(*_: object) -> None:
+        raise ConfigError("it trains")
+
+    monkeypatch.setattr(command_line, "_train", train)
+    words = ["run", "grpo", ON_HOST, "policy.precision=float32", "--run-dir", str(tmp_path / "run")]
+    assert command_line.main(words) == 2
+    told = capsys.readouterr().err
+    assert "host_memory_budget: 512 KiB (0.5 of the free 1.00 MiB for all ranks) a rank has no room for" in told
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert command_line.main(words) == 2
+    assert "it trains" in capsys.readouterr().err
 
 
 def test_check_says_it_and_where_the_budget_stands(tmp_path: Path) -> None:
