@@ -12,31 +12,27 @@ bfloat16) or in bfloat16, with gradient checkpointing (its default) and without,
 it trains or awake. What does not run is listed with its error. The longest sequences are found by `--response-tokens`:
 responses of random weights seldom end before they are that long. TRL's microbatch has one row where they are long.
 
-Memory is the highest that NVML shows in use on the device, of all processes, less what was in use before; that of the
-host is the system's, taken the same way. TRL's phases are timed around its own methods, each after the device is done;
-its log-probabilities include the reference's.
+TRL's phases are timed around its own methods, each after the device is done; its log-probabilities include the
+reference's. Memory is `attempts.py`'s.
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import grpo_step
-import psutil
+from attempts import WARMUP_STEPS, Ours, Theirs, line_of, measure_attempt, wait_for_device
 from common import HAS_GPU, environment, say
-from grpo_step import EXEMPLAR, LONGEST_PROMPT, NUM_PROMPTS, NUM_REQUESTS, NUM_STEPS, STEP_TOKENS, WARMUP_STEPS
+from grpo_step import EXEMPLAR, LONGEST_PROMPT, NUM_PROMPTS, NUM_REQUESTS, NUM_STEPS, STEP_TOKENS
 
 from nemo_rl_offload.config.loader import load_config
 
@@ -53,24 +49,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "7b": {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "tie_word_embeddings": False}
     | {"num_attention_heads": 28, "num_key_value_heads": 4},
 }
-OUT_OF_MEMORY = "out of memory"
-POLL_S = 0.02
-
-
-@dataclass(frozen=True)
-class Ours:
-    """One of this project's ways, as overrides of the exemplar."""
-
-    overrides: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Theirs:
-    """One of TRL's ways, as arguments of its configuration."""
-
-    dtype: str
-    uses_lora: bool = False
-    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 _OFF = ("policy.megatron_cfg.fine_grained_activation_offloading=false", "policy.megatron_cfg.offload_modules=null")
@@ -105,48 +83,6 @@ ATTEMPTS: dict[str, Ours | Theirs] = {
     "TRL LoRA": Theirs("bfloat16", uses_lora=True),
     "TRL LoRA, no checkpointing": Theirs("bfloat16", uses_lora=True, arguments={"gradient_checkpointing": False}),
 }
-
-
-class HighestMemory:
-    """Asks the device and the host what is in use, many times a second, while the block runs."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._device: Any = None
-        if HAS_GPU:
-            import pynvml
-
-            pynvml.nvmlInit()
-            first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # NVML counts all of them
-            by_place = first.isdecimal() or not first
-            ask = pynvml.nvmlDeviceGetHandleByIndex if by_place else pynvml.nvmlDeviceGetHandleByUUID
-            handle = ask(int(first or 0) if by_place else first)
-            self._device = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-        self._before = self._highest = self._used()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def bytes(self) -> dict[str, int]:
-        """The highest over what was in use before the block."""
-        names = ("peak_device_bytes", "peak_host_bytes")
-        pairs = zip(names, self._before, self._highest, strict=True)
-        return {name: highest - before for name, before, highest in pairs} | {"device_before_bytes": self._before[0]}
-
-    def _used(self) -> tuple[int, int]:
-        host = psutil.virtual_memory()
-        return self._device() if self._device else 0, host.total - host.available
-
-    def _watch(self) -> None:
-        while not self._done.wait(POLL_S):
-            device, host = self._used()
-            self._highest = max(self._highest[0], device), max(self._highest[1], host)
 
 
 def settings(options: argparse.Namespace) -> tuple[str, ...]:
@@ -197,10 +133,10 @@ class Phases:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the block's time to a phase of this step."""
-        _wait_for_device()
+        wait_for_device()
         begin = time.perf_counter()
         yield
-        _wait_for_device()
+        wait_for_device()
         self._now[name] += time.perf_counter() - begin
 
     def wrap(self, owner: Any, method: str, name: str) -> None:
@@ -227,13 +163,6 @@ class Phases:
         found = {f"timing/{name}_s": seconds for name, seconds in phases.items()}
         self.steps.append({**found, "tokens_per_s": num_tokens / step_s})
         self._now.clear()
-
-
-def _wait_for_device() -> None:
-    if HAS_GPU:
-        import torch
-
-        torch.cuda.synchronize()
 
 
 def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -287,11 +216,11 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
             self.begin = self.num_tokens = 0.0
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            _wait_for_device()
+            wait_for_device()
             self.begin = time.perf_counter()
 
         def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-            _wait_for_device()
+            wait_for_device()
             seen = float(state.num_input_tokens_seen)
             phases.end_step(time.perf_counter() - self.begin, seen - self.num_tokens)
             self.num_tokens = seen
@@ -337,31 +266,7 @@ def measure(name: str, model: Path, options: argparse.Namespace) -> dict[str, An
         for key in ("share", "kl_weight", "prompts", "responses", "response_tokens", "steps"):
             command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
         command += ["--set", *options.set] if options.set else []
-        with HighestMemory() as memory, subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            last = ""
-            for line in process.stderr:
-                sys.stderr.write(line)
-                last = (last + line)[-20_000:]
-        found = json.loads(inner.read_text()) if inner.exists() else None
-    side = "ours" if isinstance(ATTEMPTS[name], Ours) else "trl"
-    about = {"name": name, "side": side, "memory": memory.bytes(), "error": None}
-    if found:
-        return {**about, **found}
-    told = [line for line in last.splitlines() if line.strip()] or ["nothing was said"]
-    error = OUT_OF_MEMORY if "out of memory" in last.lower() else told[-1][:300]
-    return {**about, "error": error, "exit_code": process.returncode}
-
-
-def line_of(attempt: dict[str, Any]) -> str:
-    """For a person who waits."""
-    if attempt["error"]:
-        return f"{attempt['name']}: {attempt['error']}"
-    seconds = {name[7:-2]: value for name, value in attempt["medians"].items() if name.startswith("timing/")}
-    phases = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
-    peak_gib, host_gib = (attempt["memory"][f"peak_{where}_bytes"] / 2**30 for where in ("device", "host"))
-    rate = f"{attempt['medians']['tokens_per_s']:,.0f} tokens/s"
-    return f"{attempt['name']}: {phases} s; {rate}; device {peak_gib:.1f} GiB, host {host_gib:.1f} GiB"
+        return measure_attempt(name, ATTEMPTS[name], command, inner)
 
 
 def main() -> int:

@@ -16,7 +16,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from attempts import run_ours
 from common import HAS_GPU, environment, say
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
@@ -58,7 +58,6 @@ PAIRED_ROUNDS = 8
 NUM_STEPS = 7
 LONGEST_PROMPT = 100
 """Bytes, which are tokens, of a problem and the template."""
-WARMUP_STEPS = 2
 PARTS = ("alone", "engine", "step")
 LOGPROBS = {"logprobs": 0, "flat_logprobs": True}
 ALONE: dict[str, dict[str, str]] = {
@@ -241,29 +240,8 @@ def measure_engine(model: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_step(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """By the command line."""
-    run_dir = model.parent / "run"
-    more = [f"policy.generation.max_new_tokens={STEP_TOKENS}"]
-    command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", "grpo", "--config", str(EXEMPLAR)]
-    command += ["--run-dir", str(run_dir), "--format", "json", *more, *overrides(model, options)]
-    begin = time.time()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    wall_s = time.time() - begin
-    if done.returncode:
-        raise SystemExit(f"the run ended with {done.returncode}")
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    records = [record for record in records if record["prefix"] == "train"]
-    steps = [record["metrics"] for record in records]
-    steady = steps[WARMUP_STEPS:] or steps[-1:]
-    kept = ("token_mult_prob_error", "tokens_per_s", "mfu")
-    names = [name for name in steady[0] if name.startswith("timing/") or name in kept]
-    return {
-        "wall_s": wall_s,
-        "until_first_step_s": records[0]["time"] - begin,
-        "first_step_s": steps[0]["timing/step_s"],
-        "medians": {name: statistics.median(step[name] for step in steady) for name in names},
-        "steps": [{name: step.get(name) for name in names} for step in steps],
-        "summary": {**json.loads(done.stdout), "run_dir": run_dir.name},
-    }
+    more = [f"policy.generation.max_new_tokens={STEP_TOKENS}", *overrides(model, options)]
+    return run_ours("grpo", EXEMPLAR, model.parent / "run", more)
 
 
 def main() -> int:

@@ -439,6 +439,28 @@ def _attempts_beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
     yield ""
 
 
+def sft_beside_trl(results: Mapping[str, Result]) -> Iterator[str]:
+    """Each attempt at steps of supervised fine-tuning."""
+    yield "## Steps of supervised fine-tuning at TRL's settings\n"
+    yield "Medians; memory is the highest in use of all processes.\n"
+    for name, result in results.items():
+        yield (
+            f"{result['sequences']} sequences of up to {result['tokens']:,} tokens, packs of "
+            f"{result['pack_tokens']:,} tokens (`{name}.json`):\n"
+        )
+        yield "| attempt | tokens/s | a step | device | host | first step |"
+        yield "|---|---|---|---|---|---|"
+        for attempt in result["attempts"]:
+            if attempt["error"]:
+                yield f"| {attempt['name']} | {attempt['error']} |"
+                continue
+            found = attempt["medians"]
+            device, host = (gib(attempt["memory"][f"peak_{where}_bytes"], 1) for where in ("device", "host"))
+            seconds = f"{found['timing/step_s']:.2f} s | {device} | {host} | {attempt['first_step_s']:.1f} s"
+            yield f"| {attempt['name']} | {found['tokens_per_s']:,.0f} | {seconds} |"
+        yield ""
+
+
 def adapters(results: Mapping[str, Result]) -> Iterator[str]:
     """The engine in programs of others, beside what these have."""
     programs = {"trl": "TRL's SFTTrainer", "fsdp2": "FSDP2, one rank, transformers' own loss"}
@@ -559,6 +581,8 @@ def device_page(folder: Path) -> Iterator[str]:
         yield from grpo_steps(steps, folder.name)
     if attempts := of(results, "beside_trl"):
         yield from beside_trl(attempts)
+    if attempts := of(results, "sft_beside_trl"):
+        yield from sft_beside_trl(attempts)
     if programs := of(results, "adapters"):
         yield from adapters(programs)
     for name, result in of(results, "learning").items():

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import beside_trl
 import grpo_step
 import pytest
-from beside_trl import ATTEMPTS, KL_WEIGHT, VLLM_SHARE, HighestMemory, Ours, Phases, line_of, prompt_texts, settings
+from attempts import HighestMemory, Ours, line_of
+from beside_trl import ATTEMPTS, KL_WEIGHT, VLLM_SHARE, Phases, prompt_texts, settings
 
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
 from nemo_rl_offload.config.validation import check_config

@@ -1,0 +1,144 @@
+"""Ways of this project and of TRL to do the same steps: each in a process of its own, with the highest memory of all.
+
+Memory is the highest that NVML shows in use on the device, of all processes, less what was in use before; that of the
+host is the system's, taken the same way.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+from common import HAS_GPU
+
+WARMUP_STEPS = 2
+OUT_OF_MEMORY = "out of memory"
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One of this project's ways, as overrides of the exemplar."""
+
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """One of TRL's ways, as arguments of its configuration."""
+
+    dtype: str
+    uses_lora: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class HighestMemory:
+    """Asks the device and the host what is in use, many times a second, while the block runs."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._device: Any = None
+        if HAS_GPU:
+            import pynvml
+
+            pynvml.nvmlInit()
+            first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # NVML counts all of them
+            by_place = first.isdecimal() or not first
+            ask = pynvml.nvmlDeviceGetHandleByIndex if by_place else pynvml.nvmlDeviceGetHandleByUUID
+            handle = ask(int(first or 0) if by_place else first)
+            self._device = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        self._before = self._highest = self._used()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def bytes(self) -> dict[str, int]:
+        """The highest over what was in use before the block."""
+        names = ("peak_device_bytes", "peak_host_bytes")
+        pairs = zip(names, self._before, self._highest, strict=True)
+        return {name: highest - before for name, before, highest in pairs} | {"device_before_bytes": self._before[0]}
+
+    def _used(self) -> tuple[int, int]:
+        host = psutil.virtual_memory()
+        return self._device() if self._device else 0, host.total - host.available
+
+    def _watch(self) -> None:
+        while not self._done.wait(POLL_S):
+            device, host = self._used()
+            self._highest = max(self._highest[0], device), max(self._highest[1], host)
+
+
+def wait_for_device() -> None:
+    """Nothing to wait for without one."""
+    if HAS_GPU:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def run_ours(algorithm: str, exemplar: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """`nemo-rl-offload run`: what `metrics.jsonl` says of each phase, of steps after the first two."""
+    command = [sys.executable, "-m", "nemo_rl_offload.cli", "run", algorithm, "--config", str(exemplar)]
+    command += ["--run-dir", str(run_dir), "--format", "json", *overrides]
+    begin = time.time()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    wall_s = time.time() - begin
+    if done.returncode:
+        raise SystemExit(f"the run ended with {done.returncode}")
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in records if record["prefix"] == "train"]
+    steps = [record["metrics"] for record in records]
+    steady = steps[WARMUP_STEPS:] or steps[-1:]
+    kept = ("token_mult_prob_error", "tokens_per_s", "mfu", "loss")
+    names = [name for name in steady[0] if name.startswith("timing/") or name in kept]
+    return {
+        "wall_s": wall_s,
+        "until_first_step_s": records[0]["time"] - begin,
+        "first_step_s": steps[0]["timing/step_s"],
+        "medians": {name: statistics.median(step[name] for step in steady) for name in names},
+        "steps": [{name: step.get(name) for name in names} for step in steps],
+        "summary": {**json.loads(done.stdout), "run_dir": run_dir.name},
+    }
+
+
+def measure_attempt(name: str, attempt: Ours | Theirs, command: Sequence[str], inner: Path) -> dict[str, Any]:
+    """What `command` writes to `inner`, or how it ended without; with the highest memory while it ran."""
+    with HighestMemory() as memory, subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        last = ""
+        for line in process.stderr:
+            sys.stderr.write(line)
+            last = (last + line)[-20_000:]
+    found = json.loads(inner.read_text()) if inner.exists() else None
+    side = "ours" if isinstance(attempt, Ours) else "trl"
+    about = {"name": name, "side": side, "memory": memory.bytes(), "error": None}
+    if found:
+        return {**about, **found}
+    told = [line for line in last.splitlines() if line.strip()] or ["nothing was said"]
+    error = OUT_OF_MEMORY if "out of memory" in last.lower() else told[-1][:300]
+    return {**about, "error": error, "exit_code": process.returncode}
+
+
+def line_of(attempt: dict[str, Any]) -> str:
+    """For a person who waits."""
+    if attempt["error"]:
+        return f"{attempt['name']}: {attempt['error']}"
+    seconds = {name[7:-2]: value for name, value in attempt["medians"].items() if name.startswith("timing/")}
+    phases = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+    peak_gib, host_gib = (attempt["memory"][f"peak_{where}_bytes"] / 2**30 for where in ("device", "host"))
+    rate = f"{attempt['medians']['tokens_per_s']:,.0f} tokens/s"
+    return f"{attempt['name']}: {phases} s; {rate}; device {peak_gib:.1f} GiB, host {host_gib:.1f} GiB"
