@@ -56,6 +56,7 @@ def _problem(content: Mapping[str, object], name: str, needs_answer: bool, needs
         answer = str(answer)
     if needs_answer and not (isinstance(answer, str) and answer.strip()):
         where = f"under one of {', '.join(ANSWERS)}, or what {name}.output_key names"
-        raise ValueError(f"has no answer {where}; {has}")
+        empty = next((key for key in ANSWERS if key in content), None)
+        raise ValueError(f"has no answer {where}; {has}" + (f", and {empty} is {answer!r}" if empty else ""))
     entry = {**content, "answer": answer} if answer is not None else dict(content)
     return Problem(question, answer if isinstance(answer, str) else None, entry)

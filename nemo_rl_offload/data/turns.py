@@ -28,7 +28,14 @@ from nemo_rl_offload.data.prompt_tokens import encode_prompt
 from nemo_rl_offload.data.tokenizer import Tokenizer, added_tokens
 from nemo_rl_offload.errors import DataError
 from nemo_rl_offload.specs.bounded_template import RunawayTemplateError
-from nemo_rl_offload.specs.chat_template import ALWAYS_PROMPTS, always_prompts, plain_call, turn_texts, variables_of
+from nemo_rl_offload.specs.chat_template import (
+    ALWAYS_PROMPTS,
+    always_prompts,
+    plain_call,
+    textual_call,
+    turn_texts,
+    variables_of,
+)
 from nemo_rl_offload.specs.end_tokens import closing_token
 
 Tools = list[dict[str, object]]
@@ -210,7 +217,7 @@ class _Chat:
         them to text refuses values, or writes Python's form of them: it gets JSON's text.
         """
         plain = [_with_arguments(message, plain_call) for message in messages]
-        texts = [_with_arguments(message, _textual_call) for message in messages]
+        texts = [_with_arguments(message, textual_call) for message in messages]
         if plain == texts:
             return messages, self._render(messages)
         try:
@@ -292,13 +299,6 @@ def _with_arguments(message: Message, form: Callable[[Mapping[str, Any]], dict[s
     ):
         return message
     return cast("Message", {**message, "tool_calls": [form(call) for call in calls]})
-
-
-def _textual_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """With its arguments as JSON's text."""
-    function, arguments = call["function"], call["function"].get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
 
 
 def render(

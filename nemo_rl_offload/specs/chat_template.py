@@ -111,6 +111,13 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
+def textual_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with its arguments as JSON's text, for templates that join them to text."""
+    function, arguments = call["function"], call["function"].get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
 def renderer(template: str, variables: Mapping[str, object]) -> Render:
     """A function that renders conversations; `variables` are special tokens and further arguments.
 

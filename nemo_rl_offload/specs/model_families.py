@@ -468,13 +468,24 @@ def _refused_together(content: Content, max_length: int | None) -> Iterator[str]
     theta = rope_section(content).get("rope_theta", content.get("rope_theta", 1))
     if theta is None and content.get("model_type") != "gemma3_text":
         yield "rope_theta null of config.json is not taken. Give a number above 0, or leave it out."
-    kind = rope_type(content)
-    limit = rope_section(content).get(LENGTH_LIMITS.get(kind, ""), content.get(LENGTH_LIMITS.get(kind, "")))
-    if max_length is not None and isinstance(limit, int) and max_length > limit:
-        yield (
-            f"rope_type {kind} of config.json turns positions otherwise in sequences of more than {limit} tokens, "
-            f"which is not done here. Set policy.max_total_sequence_length to at most {limit} (it is {max_length})."
-        )
+    yield from _refused_lengths(content, max_length)
+
+
+def _refused_lengths(content: Content, max_length: int | None) -> Iterator[str]:
+    kind, key = rope_type(content), "original_max_position_embeddings"
+    if kind in ("llama3", "longrope", "yarn") and content.get(key, 1) is None:
+        yield f"{key} null of config.json is not taken with rope_type {kind}. Give a number, or leave it out."
+    elif kind in LENGTH_LIMITS:
+        key, limit_of = LENGTH_LIMITS[kind]
+        if not isinstance(limit := limit_of(content), int):
+            yield f"{key} is not in config.json, and rope_type {kind} depends on it. Write it there."
+        elif kind == "longrope" and limit < 2:
+            yield f"{key} {limit} of config.json is not taken with rope_type {kind}. Allowed: a whole number from 2 on."
+        elif max_length is not None and max_length > limit:
+            yield (
+                f"rope_type {kind} of config.json turns positions otherwise in sequences of more than {limit} tokens, "
+                f"which is not done here. Set policy.max_total_sequence_length to at most {limit} (it is {max_length})."
+            )
 
 
 def _refused_layers(content: Content) -> Iterator[str]:

@@ -163,9 +163,12 @@ ROPE_KEYS: Mapping[str, tuple[type, ...]] = {
 }
 """Keys of a section about rotary positions, and the types of their values."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
-LENGTH_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-"""Types that turn positions otherwise in longer sequences: how long the longest of a batch is decides for all. Shorter
-ones are honoured."""
+LENGTH_LIMITS: Mapping[str, tuple[str, Callable[[Content], Any]]] = {
+    "dynamic": ("max_position_embeddings", lambda content: content.get("max_position_embeddings")),
+    "longrope": ("original_max_position_embeddings", lambda content: original_positions(content)),
+}
+"""Types that turn positions otherwise in sequences that are longer than a key says: how long the longest of a batch is
+decides for all. Shorter ones are honoured."""
 
 
 def rope_section(content: Content) -> Content:
@@ -313,17 +316,26 @@ def _named_rope(of_one: Key, section: object, content: Content) -> str | None:
     return f"an object with a rope_type, and no type{'. Rename type to rope_type' if is_old else ''}"
 
 
+def original_positions(content: Mapping[str, Any]) -> Any:
+    """How long the sequences were that a stretched rotation begins with, as transformers finds it: a key beside the
+    section, which Phi-3 has, comes first. None where the file leaves that to the model's class."""
+    beside, longest = content.get("original_max_position_embeddings"), content.get("max_position_embeddings")
+    return beside or rope_section(content).get("original_max_position_embeddings", longest)
+
+
 def rotation_factor(content: Mapping[str, Any]) -> float:
     """What cosine and sine are multiplied by: transformers' attention factor (`modeling_rope_utils`) of a `config.json`
     that is honoured, without latent attention."""
     section: Mapping[str, Any] = rope_section(content)
-    if (kind := rope_type(content)) not in ("yarn", "longrope"):
+    if content.get("model_type") == "gpt_oss" and not section:
+        section = {"rope_type": "yarn", "factor": 32.0}  # its class's
+    if (kind := rope_type({"rope_parameters": section})) not in ("yarn", "longrope"):
         return 1.0
     if (given := section.get("attention_factor")) is not None:
         return float(given)
-    longest: Any = content.get("max_position_embeddings")
-    original: Any = section.get("original_max_position_embeddings") or longest
-    factor = section.get("factor") or longest / original
+    original, factor = original_positions(content), section.get("factor")
+    if factor is None:
+        factor = content.get("max_position_embeddings", original) / original
     if factor <= 1:
         return 1.0
     if kind == "longrope":

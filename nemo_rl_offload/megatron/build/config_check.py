@@ -82,7 +82,10 @@ def _build_provider(policy: PolicyConfig, model: Mapping[str, object]) -> None:
     from nemo_rl_offload.megatron.build import transformer_config as setup
 
     provider = provider_for(model)
-    impl = setup.wanted_impl(policy, needs_torch=needs_torch_layers(model) is not None)
+    needs_torch = needs_torch_layers(model) is not None
+    impl = setup.wanted_impl(policy, needs_torch=needs_torch)
+    if needs_torch and impl == "torch":
+        policy = setup.without_fusions(policy)
     if not have_transformer_engine():  # fusions that the provider, not the user, asks for
         for name in set(setup.NOT_IN_TORCH) - {key for key, value in policy["megatron_cfg"].items() if value is True}:
             setattr(provider, name, False)
@@ -104,6 +107,14 @@ def provider_for(model: Mapping[str, object]) -> GPTModelProvider:
         return make_provider(bridge().AutoBridge.from_hf_config(hf_config), model, "config.json")
     except ConfigError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        RuntimeError,
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         raise ConfigError(f"policy.model_name: Megatron-Bridge cannot take this {family}: {reason}") from error

@@ -179,7 +179,7 @@ def _repeated_layer(provider: TransformerConfig, megatron_cfg: MegatronConfig) -
     }
 
 
-def _without_fusions(policy: PolicyConfig) -> PolicyConfig:
+def without_fusions(policy: PolicyConfig) -> PolicyConfig:
     """For a model whose layers are plain torch: `check` says that these have no effect."""
     off: Any = policy["megatron_cfg"] | {key: False for key in FUSIONS if policy["megatron_cfg"][key]}  # type: ignore[literal-required]
     return {**policy, "megatron_cfg": off}
@@ -265,7 +265,7 @@ def configure_provider(provider: TransformerConfig, policy: PolicyConfig, *, nee
     Raises ConfigError with Megatron's own words when Megatron-Core refuses the combination.
     """
     if needs_torch and policy["megatron_cfg"]["transformer_impl"] == "auto":
-        policy = _without_fusions(policy)
+        policy = without_fusions(policy)
     transformer_impl = resolve_transformer_impl(wanted_impl(policy, needs_torch=needs_torch))
     activations = _resolve(provider, policy, transformer_impl)
     _check_layers(policy, activations)

@@ -82,6 +82,10 @@ def test_without_the_models_config_the_rest_is_asked(ask: Ask, tmp_path: Path) -
         ({"vocab_size": "many"}, "vocab_size 'many' of config.json is not taken"),
         ({"num_attention_heads": 0}, "num_attention_heads 0 of config.json is not taken"),
         ({"dtype": "float7"}, "float7"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3}},
+            "The size of tensor a (3) must match",
+        ),
     ],
 )
 def test_models_that_cannot_be_taken(ask: Ask, tmp_path: Path, change: dict[str, object], words: str) -> None:
@@ -102,6 +106,22 @@ def test_what_needs_transformer_engine_is_left_to_the_run(ask: Ask, monkeypatch:
     )
     assert found["problems"] == []
     assert any("Please install TE" in w["message"] and "Only a run needs it" in w["message"] for w in found["warnings"])
+
+
+def test_fusions_of_a_model_of_torch_layers_are_not_asked_for(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were said to need Transformer Engine, beside a line that they have no effect."""
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(f"megatron.core.models.common.embeddings.rope_utils.{name}", None)
+    model = json.loads((PROJECT_ROOT / "examples/models/tiny_speller/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {"model_type": "llama", "attention_bias": True}))
+    warnings = ask(f"policy.model_name={tmp_path}", f"{M}.transformer_impl=auto", f"{M}.apply_rope_fusion=true")[
+        "warnings"
+    ]
+    messages = [warning["message"] for warning in warnings]
+    assert not [message for message in messages if "install TE" in message]
+    assert [message for message in messages if message.startswith("has no effect: the model's layers are plain torch")]
 
 
 def test_nothing_is_asked_where_something_is_wrong(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
