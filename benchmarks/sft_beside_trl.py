@@ -21,7 +21,7 @@ import string
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +111,8 @@ def measure_ours(attempt: Ours, model: Path, options: argparse.Namespace) -> dic
     return {**found, "overrides": shown}
 
 
-def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """TRL's trainer in this process."""
-    begin = time.time()
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
-
+def arguments_of(attempt: Theirs, texts: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Of TRL's configuration."""
     arguments = {
         "max_length": options.tokens,
         "max_steps": options.steps,
@@ -136,13 +130,23 @@ def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) ->
         **({} if HAS_GPU else {"use_cpu": True}),
         **attempt.arguments,
     }
-    rows = list(completions(options))
     if arguments.get("packing"):
-        num_tokens = sum(len(PROMPT) + len(text) + 1 for text in rows) // options.steps
+        num_tokens = sum(len(PROMPT) + len(text) + 1 for text in texts) // options.steps
         num_packs = max(1, num_tokens // PACK_TOKENS)
-        arguments |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": num_packs}
-    else:
-        arguments["gradient_accumulation_steps"] = NUM_SEQUENCES // arguments["per_device_train_batch_size"]
+        return arguments | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": num_packs}
+    return arguments | {"gradient_accumulation_steps": NUM_SEQUENCES // arguments["per_device_train_batch_size"]}
+
+
+def measure_theirs(attempt: Theirs, model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """TRL's trainer in this process."""
+    begin = time.time()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    rows = list(completions(options))
+    arguments = arguments_of(attempt, rows, options)
     steps_s: list[float] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
