@@ -163,13 +163,13 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], run_dirs: list[P
 
 def _problems_here(config: "MasterConfig") -> Iterator[str]:
     """What this machine's free memory says of a run that has all of its workers here."""
-    from nemo_rl_offload.config.rules.machine import workers_here
+    from nemo_rl_offload.config.rules.machine import gpus_here, workers_here
     from nemo_rl_offload.offload.host_memory import free_host_bytes
     from nemo_rl_offload.planner.host_budget import Here, host_problems
 
     num_workers = workers_here(config["cluster"]["num_nodes"], config["cluster"]["gpus_per_node"])
     if num_workers is not None:
-        yield from host_problems(config, Here(num_workers, free_host_bytes()))
+        yield from host_problems(config, Here(num_workers, free_host_bytes(), has_gpus=gpus_here() != 0))
 
 
 def _origin(options: argparse.Namespace, config: "MasterConfig") -> "tuple[Origin | None, list[str]]":

@@ -35,6 +35,7 @@ from nemo_rl_offload.specs.chat_template import (
     textual_call,
     turn_texts,
     variables_of,
+    with_arguments,
 )
 from nemo_rl_offload.specs.end_tokens import closing_token
 
@@ -216,21 +217,31 @@ class _Chat:
         Arguments that are text, as OpenAI writes them, become values, as vLLM hands them over. A template that joins
         them to text refuses values, or writes Python's form of them: it gets JSON's text.
         """
-        plain = [_with_arguments(message, plain_call) for message in messages]
-        texts = [_with_arguments(message, textual_call) for message in messages]
-        if plain == texts:
+        if not any(message.get("tool_calls") for message in messages):
             return messages, self._render(messages)
+        plain = [_in_form(message, plain_call) for message in messages]
         try:
             text = self._render(plain)
+            if not self._writes_python(plain, text):
+                return plain, text
         except BadRecordError:
-            return texts, self._render(texts)
-        changed = [message for message, other in zip(plain, texts, strict=True) if message != other]
-        calls: list[Any] = [call for message in changed for call in cast("Any", message)["tool_calls"]]
-        for values in (call["function"]["arguments"] for call in calls):
-            said = sum(message["content"].count(str(values)) for message in messages)
-            if isinstance(values, dict) and values and text.count(str(values)) > said:
-                return texts, self._render(texts)
-        return plain, text
+            pass
+        try:
+            texts = [_in_form(message, textual_call) for message in messages]
+        except (TypeError, ValueError) as error:
+            raise BadRecordError(f"has arguments of a tool call that are not JSON: {error}") from error
+        return texts, self._render(texts)
+
+    def _writes_python(self, messages: Sequence[Message], text: str) -> bool:
+        """Whether the template, which makes `text` of the messages, writes arguments in Python's form."""
+        word = unused_text(text)
+        arguments = {word: word}
+        form = partial(with_arguments, arguments=arguments)
+        try:
+            asked = self._render([_in_form(message, form) for message in messages])
+        except BadRecordError:
+            return False
+        return str(arguments) in asked
 
     def _render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         return render(self._tokenizer, messages, prompt, self._tools)
@@ -291,7 +302,7 @@ def _called_names(message: Message) -> list[str]:
     return [str(function["name"]) for function in functions if isinstance(function, dict) and function.get("name")]
 
 
-def _with_arguments(message: Message, form: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Message:
+def _in_form(message: Message, form: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Message:
     """With its tool calls in another form, where they are OpenAI's."""
     calls: Any = message.get("tool_calls")
     if not isinstance(calls, list) or not all(

@@ -6,15 +6,18 @@ alone, it is known here; else a worker looks at that when it has built its model
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
+from typing import Any, cast
 
 from nemo_rl_offload.config.algorithms import ALGORITHMS
 from nemo_rl_offload.config.rules.parallel import training_and_generating
-from nemo_rl_offload.config.rules.rule import read_shape
+from nemo_rl_offload.config.rules.rule import model_content
 from nemo_rl_offload.config.schema import MasterConfig, MegatronConfig
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.cost.memory import stage_parameters, state_bytes, trained_parameters
 from nemo_rl_offload.planner.job import read_adapters, read_layout, read_optimizer
-from nemo_rl_offload.specs.model_shape import ModelShape
+from nemo_rl_offload.specs.model_shape import ModelShape, parse_model_shape
 from nemo_rl_offload.specs.parallel_layout import ParallelLayout, stage_layers
 from nemo_rl_offload.units import human_bytes, parse_bytes
 
@@ -29,6 +32,8 @@ class Here:
     num_workers: int
     free_bytes: int
     """Of host memory."""
+    has_gpus: bool = True
+    """Without, nothing leaves the device for vLLM."""
 
 
 def host_problems(config: MasterConfig, here: Here | None = None) -> Iterator[str]:
@@ -40,10 +45,13 @@ def host_problems(config: MasterConfig, here: Here | None = None) -> Iterator[st
     spec, is_kept = ALGORITHMS[config["algorithm"]], optimizer["optimizer_cpu_offload"]
     keeps_reference = spec.copies_reference(config)
     leaves = policy["offload_optimizer_for_logprob"] and spec.has_logprob_passes and not spec.needs_teacher
+    leaves = leaves and (here is None or here.has_gpus)
     if not (is_kept or leaves or keeps_reference) or (here is None and not isinstance(budget, str)):
         return
     try:
-        shape = read_shape(policy["model_name"])
+        shape = parse_model_shape(
+            model_content(lambda path: reduce(getitem, path.split("."), cast("Any", config)))
+        ).shape
     except ConfigError:  # a warning says that rules about it were not checked
         return
     element_bytes = 4 if policy["precision"] == "float32" else 2
@@ -83,12 +91,13 @@ def _num_training(config: MasterConfig, per_node: int) -> int:
 
 
 def _layout(config: MasterConfig, here: Here | None) -> ParallelLayout | None:
-    """None where the number of workers is the machine's to say, and decides."""
+    """None where the number of workers is the machine's to say, and decides, or is too small."""
     megatron_cfg, per_node = config["policy"]["megatron_cfg"], config["cluster"]["gpus_per_node"]
     if per_node == "auto" and here is not None:
         per_node = here.num_workers
     if per_node != "auto":
-        return read_layout(megatron_cfg, _num_training(config, per_node))
+        layout = read_layout(megatron_cfg, _num_training(config, per_node))
+        return layout if layout.data > 0 else None  # too few workers, which the run says
     return None if megatron_cfg["optimizer"]["use_distributed_optimizer"] else _least_layout(megatron_cfg)
 
 

@@ -112,10 +112,16 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def textual_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with its arguments as JSON's text, for templates that join them to text."""
-    function, arguments = call["function"], call["function"].get("arguments")
+    """The same with its arguments as JSON's text, for templates that join them to text. Raises TypeError and ValueError
+    for what JSON does not have."""
+    arguments = call["function"].get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
+    return with_arguments(call, text)
+
+
+def with_arguments(call: Mapping[str, Any], arguments: object) -> dict[str, Any]:
+    """A tool call of OpenAI's form with other arguments."""
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def renderer(template: str, variables: Mapping[str, object]) -> Render:

@@ -477,10 +477,12 @@ def _refused_lengths(content: Content, max_length: int | None) -> Iterator[str]:
         yield f"{key} null of config.json is not taken with rope_type {kind}. Give a number, or leave it out."
     elif kind in LENGTH_LIMITS:
         key, limit_of = LENGTH_LIMITS[kind]
-        if not isinstance(limit := limit_of(content), int):
+        if (limit := limit_of(content)) is None:
             yield f"{key} is not in config.json, and rope_type {kind} depends on it. Write it there."
-        elif kind == "longrope" and limit < 2:
-            yield f"{key} {limit} of config.json is not taken with rope_type {kind}. Allowed: a whole number from 2 on."
+        elif not is_number(limit):  # which is said of its key
+            return
+        elif kind == "longrope" and limit <= 1:
+            yield f"{key} {limit} of config.json is not taken with rope_type {kind}. Allowed: a number above 1."
         elif max_length is not None and max_length > limit:
             yield (
                 f"rope_type {kind} of config.json turns positions otherwise in sequences of more than {limit} tokens, "

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -431,9 +432,16 @@ def workers_here(num_nodes: int, gpus_per_node: int | Literal["auto"]) -> int | 
         return None
     if gpus_per_node != "auto":
         return gpus_per_node
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    num_gpus = _num_gpus() if visible is None else len(visible.split(","))
-    return None if num_gpus is None else max(num_gpus, 1)
+    return None if (num_gpus := gpus_here()) is None else max(num_gpus, 1)
+
+
+def gpus_here() -> int | None:
+    """How many GPUs of this machine CUDA shows to a process; None where the driver cannot be asked."""
+    num_gpus, visible = _num_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if num_gpus is None or visible is None:
+        return num_gpus
+    names = takewhile(lambda name: name and not name.startswith("-"), map(str.strip, visible.split(",")))
+    return min(num_gpus, len(list(names)))
 
 
 def _several_nodes_are_joined(get: Get) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Tokens of conversations and what is learned of them, against what chat templates in public styles render."""
 
 import copy
+import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -313,6 +314,52 @@ def test_arguments_that_are_values_are_learned_as_json_too(way: str, given: dict
     _, text = counted(make, style, turns)
     assert text == f"<call>f {json.dumps(given, ensure_ascii=False)}</call></s>"
     assert turns[-1]["tool_calls"] == [called(given)], "the record's own"
+
+
+@pytest.mark.parametrize("way", ["| tojson", "", "| string"])
+@pytest.mark.parametrize("given", [["a", "b"], True, '["a", "b"]', "true", "5", {"it's": 1}, {"a": {"b": "c"}}])
+def test_arguments_of_other_kinds_are_json_too(way: str, given: object, make: Make) -> None:
+    turns: Any = [*talk("q"), {"role": "assistant", "content": "", "tool_calls": [called(given)]}]
+    style = Style(WITH_CALLS.replace("ARGUMENTS", f"{{{{ t.function.arguments {way} }}}}"), "</s>", "")
+    assert (
+        counted(make, style, turns)[1] == f"<call>f {given if isinstance(given, str) else json.dumps(given)}</call></s>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("way", "written"),
+    [
+        ("{{ t.function.arguments | tojson }}", '{"city": "Paris"}'),
+        ("{% for key, value in t.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}", "city=Paris;"),
+    ],
+)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_pythons_form_elsewhere_in_a_conversation_is_no_sign(way: str, written: str, as_text: bool, make: Make) -> None:
+    """It was looked for in the whole text: what an assistant thought of a call changed how the call was learned."""
+    given: Any = {"city": "Paris"}
+    call = called(json.dumps(given) if as_text else given)
+    spoken = {"role": "assistant", "content": "", "reasoning_content": f"f({given}).", "tool_calls": [call]}
+    template = WITH_CALLS.replace("ARGUMENTS", way)
+    thinking = template.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
+    turns: Any = [*talk("q"), spoken]
+    assert counted(make, Style(thinking, "</s>", ""), turns)[1] == f"<call>f {written}</call></s>"
+    several = [called({"code": f"f({given})"}), call]
+    turns = [*talk("q"), {"role": "assistant", "content": "", "tool_calls": several}]
+    _, text = counted(make, Style(template, "</s>", ""), turns)
+    assert text.endswith(f"<call>f {written}</call></s>")
+
+
+def test_arguments_that_json_does_not_have_are_refused_where_they_are_needed(make: Make) -> None:
+    turns: Any = [
+        *talk("q"),
+        {"role": "assistant", "content": "", "tool_calls": [called({"day": datetime.date(2026, 1, 2)})]},
+    ]
+    items = "{% for key, value in t.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}"
+    assert counted(make, Style(WITH_CALLS.replace("ARGUMENTS", items), "</s>", ""), turns)[1].startswith(
+        "<call>f day=2026"
+    )
+    with pytest.raises(BadRecordError, match="has arguments of a tool call that are not JSON"):
+        counted(make, Style(WITH_CALLS.replace("ARGUMENTS", "{{ t.function.arguments }}"), "</s>", ""), turns)
 
 
 def called(arguments: object) -> dict[str, object]:

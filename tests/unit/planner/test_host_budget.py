@@ -1,5 +1,6 @@
 """What the optimizer keeps on the host is refused before a run where the budget is known not to hold it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nemo_rl_offload.cli import command_line
 from nemo_rl_offload.cli.check import check_file, with_data
 from nemo_rl_offload.config.loader import PROJECT_ROOT, load_config
+from nemo_rl_offload.config.rules import machine
 from nemo_rl_offload.errors import ConfigError
 from nemo_rl_offload.planner.host_budget import Here, host_problems
 
@@ -120,6 +122,66 @@ def test_a_share_is_of_this_machines_free_memory_where_all_workers_are_here(
     assert "for all ranks) a rank has no room for what optimizer_cpu_offload keeps there" in problem
     given: Any = load_config(FILE, [*ours, *overrides, f"{M}.activation_offload.host_memory_budget=1GiB"])
     assert list(host_problems(given, Here(num_workers, 1))) == [], "a size is a size"
+
+
+def test_nothing_is_said_here_of_what_leaves_no_cpu_of_too_few_workers_and_of_layers_that_are_left_out(
+    tmp_path: Path,
+) -> None:
+    small = f"{M}.activation_offload.host_memory_budget=0.000001"
+    sent: Any = load_config(FILE, ["policy.offload_optimizer_for_logprob=true", small])
+    assert list(host_problems(sent, Here(1, 1 << 30, has_gpus=False))) == []
+    assert list(host_problems(sent, Here(1, 1 << 30))) != []
+    auto = "cluster.gpus_per_node=auto", f"{M}.optimizer.use_distributed_optimizer=true"
+    for other in ("policy.generation.colocated.resources.gpus_per_node=1", f"{M}.tensor_model_parallel_size=2"):
+        apart = "policy.generation.colocated.enabled=false" if "colocated" in other else other
+        config: Any = load_config(FILE, [ON_HOST, small, *auto, apart, other])
+        assert list(host_problems(config, Here(1, 1 << 30))) == []
+        assert list(host_problems(config, Here(2, 1 << 30))) != []
+
+
+@pytest.mark.parametrize("num_layers", [0, 1])
+def test_layers_that_the_run_leaves_out_have_no_state(num_layers: int, tmp_path: Path) -> None:
+    model = {"model_type": "glm4_moe", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model |= {"vocab_size": 64, "intermediate_size": 64, "n_routed_experts": 4, "moe_intermediate_size": 32}
+    for name, further in (("with", 1), ("without", 0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(model | {"num_nextn_predict_layers": further}))
+    left_out = f"{M}.mtp_num_layers=0" if num_layers == 0 else f"{M}.mtp_num_layers=null"
+    found = [problems("1KiB", f"policy.model_name={tmp_path}/{name}", left_out) for name in ("with", "without")]
+    assert all(found)
+    assert (found[0] == found[1]) is (num_layers == 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_gpus", "expected"),
+    [
+        (None, 0, 1),
+        (None, 8, 8),
+        (None, None, None),
+        ("0,1,2,3", 0, 1),
+        ("0,1,2,3", 8, 4),
+        ("0,1,2,3", 2, 2),
+        ("", 8, 1),
+        ("-1", 8, 1),
+        ("0,", 8, 1),
+        ("0,-1,1", 8, 1),
+        ("GPU-aa,GPU-bb", 8, 2),
+        ("0", None, None),
+    ],
+)
+def test_workers_of_this_machine_are_what_cuda_shows(
+    visible: str | None, num_gpus: int | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(machine, "_num_gpus", lambda: num_gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.workers_here(1, "auto") == expected
+    assert machine.workers_here(1, 3) == 3
+    assert machine.workers_here(2, 3) is None
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert machine.workers_here(1, 3) is None
 
 
 def test_a_run_says_it_before_its_workers_start(

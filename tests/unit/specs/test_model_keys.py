@@ -79,9 +79,11 @@ def test_it_is_so_wherever_the_original_length_stands(change: dict[str, Any]) ->
         ({"rope_scaling": LONG, BESIDE: 128}, ""),
         ({"rope_scaling": LONG, "max_position_embeddings": None}, "is not in config.json, and rope_type longrope"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": None}, "depends on it"),
-        ({"rope_scaling": {**LONG, "original_max_position_embeddings": 1}}, "a whole number from 2 on"),
+        ({"rope_scaling": {**LONG, "original_max_position_embeddings": 1}}, "a number above 1"),
         ({"rope_scaling": LONG, BESIDE: None}, "null of config.json is not taken with rope_type longrope"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, BESIDE: None}, "not taken with rope_type yarn"),
+        ({"rope_scaling": {**LONG, "original_max_position_embeddings": 128.0}}, ""),
+        ({"rope_scaling": LONG, BESIDE: "long"}, "original_max_position_embeddings 'long' of config.json is not taken"),
         ({BESIDE: None}, ""),
     ],
 )
